@@ -1,0 +1,61 @@
+"""What is in `--data_dir`: the record files, and how many images of what size and how many classes they hold.
+
+A directory that `make_digits_imagenet.py` wrote says so in its `dataset.json`; one without that file is taken for
+ImageNet, and the official numbers stay. Reading and batching the records is left to the official input function.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+from official.legacy.image_classification.resnet import imagenet_preprocessing
+
+
+def fit_official_constants(data_dir: str) -> None:
+    """Tells the official modules the image size, the numbers of classes and of images that `data_dir` has.
+
+    They keep these as constants of one module and read them there when the model and the input are made; there is
+    no flag or argument for them.
+    """
+    note = Path(data_dir) / "dataset.json"
+    if not note.exists():
+        return
+    description = json.loads(note.read_text())
+    imagenet_preprocessing.DEFAULT_IMAGE_SIZE = description["image_size"]
+    imagenet_preprocessing.NUM_CLASSES = description["num_classes"]
+    imagenet_preprocessing.NUM_IMAGES = description["num_images"]
+    # For evaluation an image is scaled to this before its middle is cut out: the whole image here.
+    imagenet_preprocessing._RESIZE_MIN = description["image_size"]
+
+
+def holds_digits(data_dir: str) -> bool:
+    """Whether `data_dir` was written by `make_digits_imagenet.py`."""
+    return (Path(data_dir) / "dataset.json").exists()
+
+
+def record_files(data_dir: str, is_training: bool, ranks: int) -> list[str]:
+    """The record files of one split, sorted, as every rank must see them.
+
+    Raises:
+        FileNotFoundError: there are none.
+        ValueError: there are fewer files than ranks, so that some rank would have nothing to read.
+    """
+    split = "train" if is_training else "validation"
+    files = sorted(str(path) for path in Path(data_dir).glob(f"{split}-?????-of-?????"))
+    if not files:
+        raise FileNotFoundError(
+            f"{data_dir} holds no {split}-*-of-* records. Make some with\n"
+            f"  python examples/resnet_ctl/make_digits_imagenet.py --data_dir {data_dir}\n"
+            "or do without: --use_synthetic_data"
+        )
+    if len(files) < ranks:
+        raise ValueError(f"{data_dir} has {len(files)} {split} files for {ranks} ranks; each needs one at least")
+    return files
+
+
+def parse_digit(record: tf.Tensor, is_training: bool, dtype: tf.DType) -> Any:
+    """The official parser without its random crops and mirror images: a mirrored or halved digit is another sign."""
+    return imagenet_preprocessing.parse_record(record, False, dtype)

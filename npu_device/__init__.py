@@ -1,0 +1,42 @@
+"""Data-parallel TensorFlow with the calls of Ascend's TF Adapter, on ordinary CPU and GPU TensorFlow.
+
+The names are loaded from ``_api`` when first used, so that ``npu_device.launch`` starts without importing TensorFlow.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from npu_device._api import *  # noqa: F403
+
+__version__ = "0.1.0"
+
+__all__ = [  # noqa: F822 - the names of _api
+    "NpuDeviceHandle",
+    "close",
+    "configs",
+    "distribute",
+    "global_options",
+    "is_inf_nan_enabled",
+    "keep_dtype_scope",
+    "npu_compat_function",
+    "npu_device",
+    "npu_recompute_scope",
+    "npu_run_context",
+    "open",
+    "set_device_sat_mode",
+    "set_npu_loop_size",
+    "utils",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'npu_device' has no attribute {name!r}")
+    return getattr(importlib.import_module("npu_device._api"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,27 @@
+"""The names of ``import npu_device as npu``, from the rooms where they live; the package's ``__init__`` loads this at their first use."""
+
+from npu_device import configs, distribute, npu_device, utils
+from npu_device.compat_function import npu_compat_function
+from npu_device.configs import npu_run_context
+from npu_device.device import NpuDeviceHandle, close, open
+from npu_device.modes import is_inf_nan_enabled, set_device_sat_mode, set_npu_loop_size
+from npu_device.options import global_options
+from npu_device.utils.scope import keep_dtype_scope, npu_recompute_scope
+
+__all__ = [
+    "NpuDeviceHandle",
+    "close",
+    "configs",
+    "distribute",
+    "global_options",
+    "is_inf_nan_enabled",
+    "keep_dtype_scope",
+    "npu_compat_function",
+    "npu_device",
+    "npu_recompute_scope",
+    "npu_run_context",
+    "open",
+    "set_device_sat_mode",
+    "set_npu_loop_size",
+    "utils",
+]

@@ -1,0 +1,199 @@
+"""How the failure or the leaving of one rank reaches all the others.
+
+A rank that ends with an uncaught exception says so in the event log; a rank whose script is over says how many collectives it took
+part in. Everybody else raises: at once when a collective is pending, or when the next one is called. A rank that is killed can't say
+anything; TensorFlow's coordination service misses its heartbeats then and aborts the collectives by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from types import TracebackType
+from typing import Any, Callable
+
+import tensorflow as tf
+
+from npu_device import _compat, environment
+from npu_device.cluster.description import Cluster
+from npu_device.cluster.errors import ClusterError, PeerError
+from npu_device.cluster.events import EventLog
+from npu_device.cluster.store import Store
+
+_TRACEBACK_LINES = 12
+_POLL_SECONDS = 0.2
+_NOTICE_AFTER_SECONDS = 10.0
+
+
+class Health:
+    """What this rank knows of the others, and how it tells them about itself."""
+
+    def __init__(self, cluster: Cluster, store: Store) -> None:
+        self._cluster = cluster
+        self._lock = threading.Lock()
+        self._failure: str | None = None
+        self._left: dict[int, int] = {}
+        self._failed: set[int] = set()
+        self._issued: Callable[[], int] = lambda: 0
+        self._watch: threading.Thread | None = None
+        self._closing = False
+        self._lost = False
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._on_uncaught
+        self._events = EventLog(store, self._on_event, self._on_lost)
+
+    # What the collectives ask and say
+
+    def count_collectives_with(self, issued: Callable[[], int]) -> None:
+        """Say how the collectives that this rank has begun are counted."""
+        self._issued = issued
+
+    def check(self) -> None:
+        """Before another collective of this rank.
+
+        Raises:
+            PeerError: a rank has failed, or has left and takes no part in it.
+        """
+        if self._failure is None:
+            for rank, issued in list(self._left.items()):
+                if self._issued() >= issued:
+                    raise PeerError(self._left_text(rank, issued))
+        if self._failure is not None:
+            raise PeerError(self._failure)
+
+    # What happened to the others
+
+    def _on_event(self, event: dict[str, Any]) -> None:
+        rank = event["rank"]
+        if event["kind"] == "left":
+            if rank != self._cluster.rank:
+                self._left[rank] = event["issued"]
+                if self._watch is None:
+                    self._watch = threading.Thread(target=self._watch_for_the_left, name="npu_device-left", daemon=True)
+                    self._watch.start()
+        elif event["kind"] == "failed":
+            self._failed.add(rank)
+            if rank != self._cluster.rank:
+                self._abort(self._failed_text(event))
+
+    def _watch_for_the_left(self) -> None:
+        """Somebody has left. That is fine as long as this rank begins no collective that the other would have a part in."""
+        while not self._closing and self._failure is None:
+            issued = self._issued()
+            for rank, last in list(self._left.items()):
+                if issued > last:
+                    self._abort(self._left_text(rank, last))
+                    return
+            time.sleep(_POLL_SECONDS)
+
+    def _on_lost(self, error: ClusterError) -> None:
+        self._lost = True
+        if not self._closing:
+            self._abort(
+                f"rank 0 on host {self._cluster.hosts[0]} is gone: its process ended, was killed, or can't be reached any more "
+                f"(seen by {self._me()}).\nLook at the output of rank 0 for the cause. ({error})"
+            )
+
+    def _abort(self, text: str) -> None:
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = text
+        _compat.eager_context().abort_collective_ops(tf.errors.UNAVAILABLE, text)
+
+    def _me(self) -> str:
+        return f"rank {self._cluster.rank} on host {self._cluster.host}"
+
+    def _left_text(self, rank: int, issued: int) -> str:
+        return (
+            f"rank {rank} on host {self._cluster.hosts[rank]} has left the job: its script ended after {issued} collective operations, "
+            f"while {self._me()} called number {issued + 1}.\n"
+            "Likely cause: the ranks run different numbers of steps (uneven data, another step count, an early stop on one rank).\n"
+            "What to do: give every rank the same number of steps, for instance dataset.repeat() with a fixed steps_per_epoch."
+        )
+
+    def _failed_text(self, event: dict[str, Any]) -> str:
+        return (
+            f"rank {event['rank']} on host {event['host']} failed: {event['error']}\n"
+            f"The end of its traceback:\n{event['traceback']}\n"
+            f"{self._me()} stops because of it. Mend the error of rank {event['rank']}; its output has the whole traceback."
+        )
+
+    # What happened to this rank
+
+    def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        lines = traceback.format_exception(kind, error, trace)
+        secondary = self._failure is not None or isinstance(error, PeerError) or "Collective ops is aborted" in str(error)
+        summary = "".join(traceback.format_exception_only(kind, error)).strip()
+        record = {
+            "kind": "failed",
+            "time": time.time(),
+            "rank": self._cluster.rank,
+            "host": socket.gethostname(),
+            "error": summary,
+            "secondary": secondary,
+        }
+        self._write_record({**record, "traceback": "".join(lines)})
+        if not secondary and not self._closing:
+            tail = "\n".join("".join(lines).rstrip().splitlines()[-_TRACEBACK_LINES:])
+            try:
+                self._events.append({**record, "traceback": tail})
+            except ClusterError as lost:
+                print(f"npu_device: {self._me()} could not tell the others of its failure: {lost}", file=sys.stderr)
+        with self._lock:
+            self._failure = self._failure or summary
+        self._previous_hook(kind, error, trace)
+
+    def _write_record(self, record: dict[str, Any]) -> None:
+        """Leave the failure for the launcher, which prints the first one in time."""
+        path = environment.NPU_DEVICE_ERROR_FILE.get()
+        if path is None:
+            return
+        try:
+            with open(path + ".part", "w", encoding="utf-8") as file:
+                json.dump(record, file)
+            os.replace(path + ".part", path)
+        except OSError as error:
+            print(f"npu_device: could not write {path}: {error}", file=sys.stderr)
+
+    # The end
+
+    def leave(self) -> None:
+        """Tell the others that this rank takes part in nothing more; rank 0 then waits for them, since the service lives in it."""
+        self._closing = True
+        if sys.excepthook == self._on_uncaught:
+            sys.excepthook = self._previous_hook
+        if self._failure is not None or self._lost:
+            return
+        try:
+            self._events.append({"kind": "left", "rank": self._cluster.rank, "issued": self._issued()})
+        except ClusterError:
+            return  # rank 0 is gone; there is nobody to tell
+        if self._cluster.rank == 0:
+            self._wait_for_the_others()
+
+    def _wait_for_the_others(self) -> None:
+        began = time.monotonic()
+        noticed = False
+        while waiting := self._present():
+            if not noticed and time.monotonic() - began > _NOTICE_AFTER_SECONDS:
+                noticed = True
+                print(
+                    f"npu_device: rank 0 has finished and waits for rank(s) {', '.join(map(str, waiting))}: "
+                    "the job's coordination service lives in rank 0.",
+                    file=sys.stderr,
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _present(self) -> list[int]:
+        gone = set(self._left) | self._failed
+        waiting = [rank for rank in range(1, self._cluster.world_size) if rank not in gone]
+        if waiting:
+            states = _compat.eager_context().get_task_states([("worker", self._cluster.world_size)])
+            waiting = [rank for rank in waiting if states[rank] is None]
+        return waiting

@@ -1,0 +1,77 @@
+"""all_reduce: every rank gets the sum, mean, min, max or product of everybody's tensor."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import tensorflow as tf
+
+from npu_device.cluster.runtime import Runtime
+from npu_device.collectives import tensorflow_backend as backend
+from npu_device.collectives.group import WORLD_GROUP, group_size
+
+REDUCTIONS = ("sum", "mean", "min", "max", "prod")
+
+# Wider integers carry the narrow ones that TensorFlow's kernels don't take. Sums and products are cut back to the narrow
+# dtype afterwards, which wraps around as they would by themselves.
+_CARRIERS = {
+    tf.int8: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint8: tf.int32,
+    tf.uint16: tf.int32,
+    tf.uint32: tf.int64,
+}
+
+
+def all_reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str = "sum", group: str = WORLD_GROUP) -> tf.Tensor:
+    """Reduce one dense tensor over a group.
+
+    Args:
+        runtime: the running cluster.
+        tensor: any shape, the same on every rank of the group; float16, bfloat16, float32, float64, int8 to int64, uint8 to uint32.
+        reduction: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"prod"``.
+        group: name of the group.
+
+    Returns:
+        A tensor of the same shape and dtype; the mean of integers is floating-point (float32 for 8 and 16 bits, float64 otherwise),
+        as ``tf.divide`` has it. Sum and mean of floating-point tensors are differentiable: the gradient is the sum, or the mean, of
+        everybody's incoming gradient.
+
+    Raises:
+        ValueError: another reduction, or an unknown group.
+        TypeError: a dtype that can't be reduced.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction {reduction!r} is unknown; expected one of {', '.join(map(repr, REDUCTIONS))}")
+    size = group_size(runtime, group)
+    merge = "sum" if reduction == "mean" else reduction
+    if tensor.dtype not in backend.DTYPES and tensor.dtype not in _CARRIERS:
+        raise TypeError(
+            f"all_reduce can't reduce dtype {tensor.dtype.name}; expected one of "
+            f"{', '.join(dtype.name for dtype in (*backend.DTYPES, *_CARRIERS))}. Cast the tensor first."
+        )
+    if tensor.dtype.is_floating:
+        return _reduce_floating(lambda value: backend.all_reduce(runtime, value, merge, group), tensor, reduction, size)
+    reduced = backend.all_reduce(runtime, tf.cast(tensor, _CARRIERS.get(tensor.dtype, tensor.dtype)), merge, group)
+    if reduction == "mean":
+        narrow = tensor.dtype.size < 4
+        return tf.cast(reduced / size, tf.float32 if narrow else tf.float64)
+    return tf.cast(reduced, tensor.dtype)
+
+
+def _reduce_floating(reduce: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor, reduction: str, size: int) -> tf.Tensor:
+    def scaled(value: tf.Tensor) -> tf.Tensor:
+        reduced = reduce(value)
+        return reduced * tf.cast(1.0 / size, value.dtype) if reduction == "mean" else reduced
+
+    @tf.custom_gradient
+    def differentiable(value: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], Any]]:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            if reduction not in ("sum", "mean"):
+                raise LookupError(f"all_reduce has no gradient for reduction {reduction!r}; it is differentiable for 'sum' and 'mean'")
+            # Through the same door, so that second derivatives work.
+            return _reduce_floating(reduce, upstream, reduction, size)
+
+        return scaled(value), gradient
+
+    return differentiable(tensor)

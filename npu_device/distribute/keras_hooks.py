@@ -1,0 +1,97 @@
+"""Where gradients pass through a Keras optimizer, for each family of optimizers that there is.
+
+Methods are replaced on the instance that the user handed over, never on a class. They are bound methods, so that a deep copy of the
+optimizer has its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import MethodType
+from typing import Any
+
+from npu_device import _compat
+
+_REDUCTION = "_npu_gradient_reduction"
+
+
+def is_wrapped(optimizer: Any) -> bool:
+    """True when the optimizer, or the one inside a loss-scale optimizer, reduces its gradients already."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return _REDUCTION in vars(optimizer) or (inner is not None and _REDUCTION in vars(inner))
+
+
+def install(optimizer: Any, keras: Any, reduction: Any) -> None:
+    """Make an optimizer reduce its gradients.
+
+    Args:
+        optimizer: the instance to change.
+        keras: the Keras package that it belongs to.
+        reduction: a ``GradientReduction``.
+
+    Raises:
+        TypeError: it isn't an optimizer of any known family.
+    """
+    if _compat.is_keras_3(keras) and isinstance(optimizer, keras.optimizers.Optimizer):
+        hooks = {"apply": _apply_keras_3, "build": _build_keras_3}
+    elif not hasattr(optimizer, "apply_gradients"):
+        raise TypeError(
+            f"expected a Keras optimizer; found a {type(optimizer).__module__}.{type(optimizer).__name__}, which has no apply_gradients"
+        )
+    elif hasattr(optimizer, "inner_optimizer"):
+        hooks = {"apply_gradients": _apply_gradients}
+    elif hasattr(optimizer, "aggregate_gradients"):
+        hooks = {"apply_gradients": _apply_gradients, "aggregate_gradients": _aggregate_gradients}
+    elif hasattr(optimizer, "_aggregate_gradients"):
+        hooks = {"apply_gradients": _apply_gradients, "_aggregate_gradients": _aggregate_gradients_legacy}
+    else:
+        raise TypeError(
+            f"a {type(optimizer).__module__}.{type(optimizer).__name__} is not a Keras optimizer of a known kind (Keras 3, tf-keras, legacy)"
+        )
+    setattr(optimizer, _REDUCTION, reduction)
+    for name, hook in hooks.items():
+        setattr(optimizer, name, MethodType(hook, optimizer))
+
+
+# Keras 3. `apply_gradients` and `fit` go through `apply`, which clips, accumulates and updates.
+
+
+def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    return type(self).apply(self, getattr(self, _REDUCTION).reduce(grads), trainable_variables)
+
+
+def _build_keras_3(self: Any, variables: Any) -> Any:
+    # A loss-scale optimizer around this one calls `apply` only where the gradients are finite, which must be the same on all ranks
+    # or some wait for ever. Keras makes that loss-scale optimizer by itself (compile under mixed_float16) and tells the inner one
+    # nothing of it, so that this call, made from its `build`, is where it can be found.
+    caller = sys._getframe(1).f_locals.get("self")
+    if caller is not self and getattr(caller, "inner_optimizer", None) is self and hasattr(caller, "check_finite"):
+        caller.check_finite = MethodType(_check_finite, caller)
+    return type(self).build(self, variables)
+
+
+def _check_finite(self: Any, grads: Any) -> Any:
+    reduction = getattr(self.inner_optimizer, _REDUCTION)
+    return reduction.finite_everywhere(type(self).check_finite(self, grads))
+
+
+# tf-keras. `fit` and `minimize` go through `apply_gradients`; a loss-scale optimizer calls its inner optimizer's aggregation first,
+# decides whether the gradients are finite, and then has them applied without aggregation.
+
+
+def _apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(self).apply_gradients(self, _reduce_pairs(self, grads_and_vars), *args, **kwargs)
+
+
+def _aggregate_gradients(self: Any, grads_and_vars: Any) -> Any:
+    return type(self).aggregate_gradients(self, _reduce_pairs(self, grads_and_vars))
+
+
+def _aggregate_gradients_legacy(self: Any, grads_and_vars: Any) -> Any:
+    return type(self)._aggregate_gradients(self, _reduce_pairs(self, grads_and_vars))
+
+
+def _reduce_pairs(optimizer: Any, grads_and_vars: Any) -> list[tuple[Any, Any]]:
+    pairs = list(grads_and_vars)
+    gradients = getattr(optimizer, _REDUCTION).reduce_once([gradient for gradient, _ in pairs])
+    return [(gradient, variable) for gradient, (_, variable) in zip(gradients, pairs)]

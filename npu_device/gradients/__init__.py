@@ -1,0 +1,1 @@
+"""Lists of gradients on their way to the reduction."""

@@ -1,0 +1,9 @@
+"""``npurun``, the launcher: starts the ranks of a training script, carries their output, and stops them together.
+
+It imports no TensorFlow, and nothing of npu_device that does. ``__main__`` is the way in, ``job`` puts the parts
+together.
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -1,0 +1,132 @@
+"""Writes what the ranks say to the launcher's own stdout and stderr: whole lines, each with its rank in front.
+
+Carriage returns. On a terminal a refresh (the text before a ``\\r``) stays the last line of the screen until something
+else is written, so that progress bars move. In a file or pipe refreshes would be a flood of lines; there they are kept
+in one line, each with its prefix and its ``\\r``, which is ended by the next newline, or after five seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Iterable
+
+from npu_device.launch.lines import Piece
+
+_REFRESH_SECONDS = 5.0
+_COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
+_ERASE = b"\x1b[K"
+_WRAP_OFF, _WRAP_ON = b"\x1b[?7l", b"\x1b[?7h"  # a refresh that wraps could not be overwritten
+
+
+class Console:
+    """The launcher's stdout and stderr, shared by all streams of all ranks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._refreshed = False
+        self._broken: set[int] = set()
+        self._terminals = {fd for fd in (1, 2) if _is_terminal(fd)}
+
+    def is_terminal(self, fd: int) -> bool:
+        """True when ``fd`` (1 or 2) is shown to somebody."""
+        return fd in self._terminals
+
+    def lines(self, fd: int, data: bytes) -> None:
+        """Write whole lines."""
+        with self._lock:
+            if self._refreshed and fd in self._terminals:
+                data = _ERASE + data
+                self._refreshed = False
+            self._write(fd, data)
+
+    def refresh(self, fd: int, text: bytes) -> None:
+        """Show a line on a terminal that the next one takes the place of."""
+        with self._lock:
+            self._refreshed = True
+            self._write(fd, _ERASE + _WRAP_OFF + text + _WRAP_ON + b"\r")
+
+    def say(self, text: str) -> None:
+        """A message of the launcher itself, on stderr."""
+        message = "".join(f"npurun: {line}".rstrip() + "\n" for line in text.splitlines())
+        self.lines(2, message.encode(errors="backslashreplace"))
+
+    def _write(self, fd: int, data: bytes) -> None:
+        view = memoryview(data)
+        while view and fd not in self._broken:
+            try:
+                view = view[os.write(fd, view) :]
+            except BlockingIOError:  # somebody who shares this terminal or pipe has made it non-blocking
+                select.select([], [fd], [])
+            except OSError:  # closed (npurun ... | head) or full: the training goes on
+                self._broken.add(fd)
+
+
+class Voice:
+    """One stream of one rank on the console. Used by one thread."""
+
+    def __init__(self, console: Console, fd: int, rank: int) -> None:
+        self._console = console
+        self._fd = fd
+        self._terminal = console.is_terminal(fd)
+        label = f"[{rank}]"
+        colour = _COLOURS[rank % len(_COLOURS)]
+        self._prefix = (f"\x1b[{colour}m{label}\x1b[0m " if self._terminal else f"{label} ").encode()
+        self._shown = b""  # terminal: the refresh that no newline has confirmed yet
+        self._kept = bytearray()  # file or pipe: the line of refreshes that has not been written yet
+        self._kept_since = 0.0
+
+    def write(self, pieces: Iterable[Piece]) -> None:
+        """Say pieces in their order."""
+        ready = bytearray()
+        for piece in pieces:
+            if piece.is_refresh:
+                if self._terminal:
+                    self._flush(ready)
+                self._refresh(piece.text)
+            else:
+                ready += self._line(piece)
+        self._flush(ready)
+
+    def tick(self) -> None:
+        """End a line of refreshes that has waited long enough."""
+        if self._kept and time.monotonic() - self._kept_since > _REFRESH_SECONDS:
+            self.finish()
+
+    def finish(self) -> None:
+        """Say what a refresh left unconfirmed."""
+        if self._shown or self._kept:
+            self.write([Piece(b"", b"\n")])
+
+    def _flush(self, ready: bytearray) -> None:
+        if ready:
+            self._console.lines(self._fd, bytes(ready))
+            ready.clear()
+
+    def _refresh(self, text: bytes) -> None:
+        if not text:  # the \r that begins a refresh
+            return
+        if self._terminal:
+            self._shown = text
+            self._console.refresh(self._fd, self._prefix + text)
+        else:
+            if not self._kept:
+                self._kept_since = time.monotonic()
+            self._kept += self._prefix + text + b"\r"
+
+    def _line(self, piece: Piece) -> bytes:
+        kept, self._kept = bytes(self._kept), bytearray()
+        text, self._shown = piece.text or self._shown, b""
+        if kept and not text:
+            return kept[:-1] + b"\n"
+        return kept + self._prefix + text + (piece.end or b"\n")
+
+
+def _is_terminal(fd: int) -> bool:
+    try:
+        return os.isatty(fd) and sys.platform != "win32"
+    except OSError:
+        return False

@@ -1,0 +1,109 @@
+"""One rank's process: started in a session of its own, watched by a thread, signalled together with its children."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Callable
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How and when a process ended.
+
+    Attributes:
+        status: exit code; minus the number of the signal when one killed it.
+        time: seconds since the epoch.
+    """
+
+    status: int
+    time: float
+
+    @property
+    def code(self) -> int:
+        """The exit code as a shell gives it: 128 + number for a signal."""
+        return self.status if self.status >= 0 else 128 - self.status
+
+    def __str__(self) -> str:
+        if self.status >= 0:
+            return f"exit code {self.status}"
+        try:
+            return f"killed by {signal.Signals(-self.status).name}"
+        except ValueError:
+            return f"killed by signal {-self.status}"
+
+
+class Process:
+    """A running rank.
+
+    The ended process stays a zombie until ``reap``: its number, which is also its group's, can't be given to a stranger
+    while signals may still be sent to it.
+
+    Args:
+        rank: number of the rank.
+        command: argument vector.
+        environment: the whole environment of the process.
+        on_exit: called when the process has ended, in a thread of this object.
+
+    Raises:
+        OSError: the program can't be started.
+    """
+
+    def __init__(
+        self, rank: int, command: Sequence[str], environment: Mapping[str, str], on_exit: Callable[[], None]
+    ) -> None:
+        self.rank = rank
+        self.exit: Exit | None = None
+        self._gone = False
+        self._on_exit = on_exit
+        self._popen = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,  # one terminal can't serve several readers
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C of the terminal goes to the launcher alone, which hands it on once
+        )
+        self.pid = self._popen.pid
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    @property
+    def stdout(self) -> IO[bytes]:
+        """The read end of its stdout."""
+        assert self._popen.stdout is not None
+        return self._popen.stdout
+
+    @property
+    def stderr(self) -> IO[bytes]:
+        """The read end of its stderr."""
+        assert self._popen.stderr is not None
+        return self._popen.stderr
+
+    def send(self, number: int) -> None:
+        """Send a signal to the process and to those of its children that stayed in its group."""
+        if self._gone:  # the number may be a stranger's by now
+            return
+        # PermissionError: all that is left of the group runs as another user (sudo in the script).
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def reap(self) -> bool:
+        """After the exit: let go of the process. True while children of it are left in its group."""
+        self._popen.wait()
+        try:
+            os.killpg(self.pid, 0)
+        except (ProcessLookupError, PermissionError):
+            self._gone = True
+        return not self._gone
+
+    def _watch(self) -> None:
+        result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        assert result is not None
+        self.exit = Exit(result.si_status if result.si_code == os.CLD_EXITED else -result.si_status, time.time())
+        self._on_exit()

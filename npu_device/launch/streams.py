@@ -1,0 +1,107 @@
+"""Carries one stream of one rank from its pipe to the console, the rank's log file and the memory of its last lines."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Iterable
+from typing import IO, BinaryIO
+
+from npu_device.launch.console import Voice
+from npu_device.launch.lines import Piece, Splitter
+
+_BLOCK_BYTES = 1 << 16
+_TICK_SECONDS = 0.5
+_TAIL_LINES = 200
+
+
+class LogFile:
+    """One rank's log: the lines of its stdout and stderr as they come, otherwise byte for byte.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._lock = threading.Lock()
+        self._file: BinaryIO | None = open(path, "wb", buffering=0)  # noqa: SIM115
+        self._refreshed_by: object = None
+
+    def write(self, writer: object, pieces: Iterable[Piece]) -> None:
+        """Add pieces of one stream; a refresh of another stream (``writer`` tells them apart) keeps its own line."""
+        pieces = list(pieces)
+        if not pieces:
+            return
+        data = b"".join(text + (end or b"\n") for text, end in pieces)
+        with self._lock:
+            if self._file is None:
+                return
+            if self._refreshed_by not in (None, writer):
+                data = b"\n" + data
+            self._refreshed_by = writer if pieces[-1].is_refresh else None
+            try:
+                self._file.write(data)
+            except OSError:  # the disk is full: the training goes on
+                self.close()
+
+    def close(self) -> None:
+        """Close the file; what comes later is dropped."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class Pump:
+    """A thread that carries one stream until its end. While it doesn't read, the rank that writes is blocked.
+
+    Args:
+        pipe: the read end of the stream; the pump closes it.
+        voice: the stream's way to the console, or None.
+        log: the rank's log file, or None.
+
+    Attributes:
+        tail: the last 200 lines of the stream.
+    """
+
+    def __init__(self, pipe: IO[bytes], voice: Voice | None, log: LogFile | None) -> None:
+        self.tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
+        self._pipe = pipe
+        self._voice = voice
+        self._log = log
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Return when all that the rank wrote has arrived. A process that escaped with the pipe is not waited for."""
+        self._ending.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        splitter = Splitter()
+        poll = select.poll()
+        poll.register(self._pipe, select.POLLIN)
+        with self._pipe:
+            while True:
+                ending = self._ending.is_set()
+                if poll.poll(_TICK_SECONDS * 1000):
+                    data = os.read(self._pipe.fileno(), _BLOCK_BYTES)
+                    if not data:
+                        break
+                    self._carry(splitter.feed(data))
+                elif ending:
+                    break
+                if self._voice is not None:
+                    self._voice.tick()
+        self._carry(splitter.finish())
+        if self._voice is not None:
+            self._voice.finish()
+
+    def _carry(self, pieces: list[Piece]) -> None:
+        self.tail.extend(piece.text for piece in pieces if not piece.is_refresh)
+        if self._log is not None:
+            self._log.write(self, pieces)
+        if self._voice is not None:
+            self._voice.write(pieces)

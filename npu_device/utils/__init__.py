@@ -1,0 +1,5 @@
+"""Ascend's ``npu_device.utils``: the scopes."""
+
+from npu_device.utils import scope
+
+__all__ = ["scope"]

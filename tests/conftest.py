@@ -1,0 +1,52 @@
+"""Fixtures: pools of workers, one for each world size and Keras, started when first needed and reused by all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from pool import Pool
+
+WORLD_SIZES = (1, 2, 3)
+KERAS = ("2", "3")
+
+_pools: dict[tuple[int, str], Pool] = {}
+
+
+def _pool(size: int, keras: str) -> Pool:
+    pool = _pools.get((size, keras))
+    if pool is None or not pool.alive:
+        pool = _pools[size, keras] = Pool(size, keras)
+    return pool
+
+
+@pytest.fixture(scope="session", params=WORLD_SIZES, ids=lambda size: f"{size}ranks")
+def size(request: pytest.FixtureRequest) -> int:
+    """Number of ranks."""
+    return int(request.param)
+
+
+@pytest.fixture(scope="session", params=KERAS, ids=lambda keras: f"keras{keras}")
+def keras(request: pytest.FixtureRequest) -> str:
+    """Which Keras tf.keras is."""
+    return str(request.param)
+
+
+@pytest.fixture
+def ranks(size: int) -> Pool:
+    """1, 2 and 3 ranks, under Keras 3: for what has nothing to do with Keras."""
+    return _pool(size, "3")
+
+
+@pytest.fixture
+def keras_ranks(size: int, keras: str) -> Pool:
+    """1, 2 and 3 ranks under either Keras."""
+    return _pool(size, keras)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def close_pools() -> Iterator[None]:
+    yield
+    for pool in _pools.values():
+        pool.close()
+    _pools.clear()

@@ -1,0 +1,68 @@
+"""Whole jobs of short scripts: one process a rank, from start to exit. For what can't be tried in a pool: failing, leaving, being killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from pool import clean_environment
+from ranks import table_environment
+
+
+class Ended(NamedTuple):
+    """How one rank ended."""
+
+    code: int
+    output: str
+    at: float  # seconds on the clock of time.monotonic()
+
+
+def start(directory: Path, size: int, script: str, **environment: str) -> list[subprocess.Popen[str]]:
+    """Start ``size`` ranks of a script (Python text)."""
+    path = directory / "script.py"
+    path.write_text(script)
+    return [
+        subprocess.Popen(
+            [sys.executable, "-u", str(path)],
+            env={
+                **clean_environment(),
+                **(table_environment(directory, size, rank) if size > 1 else {}),
+                "TF_CPP_MIN_LOG_LEVEL": "2",
+                **environment,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+
+
+def finish(processes: list[subprocess.Popen[str]], timeout: float = 60) -> list[Ended]:
+    """Wait for every rank; those that are not done in time are killed and fail the test."""
+    ended: dict[int, float] = {}
+    deadline = time.monotonic() + timeout
+    while len(ended) < len(processes) and time.monotonic() < deadline:
+        for rank, process in enumerate(processes):
+            if rank not in ended and process.poll() is not None:
+                ended[rank] = time.monotonic()
+        time.sleep(0.02)
+    late = [rank for rank in range(len(processes)) if rank not in ended]
+    for rank in late:
+        processes[rank].kill()
+    results = []
+    for rank, process in enumerate(processes):
+        output, _ = process.communicate()
+        results.append(Ended(process.returncode, output, ended.get(rank, float("inf"))))
+    if late:
+        outputs = "\n".join(f"--- rank {rank} ---\n{result.output[-3000:]}" for rank, result in enumerate(results))
+        raise AssertionError(f"rank(s) {late} did not end within {timeout} s\n{outputs}")
+    return results
+
+
+def run(directory: Path, size: int, script: str, timeout: float = 60, **environment: str) -> list[Ended]:
+    """Start and wait."""
+    return finish(start(directory, size, script, **environment), timeout)

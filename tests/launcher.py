@@ -1,0 +1,74 @@
+"""Helps the tests of npurun: runs the real launcher on small scripts, and asks the system which processes are left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from textwrap import dedent
+from typing import Callable
+
+ROOT = Path(__file__).resolve().parent.parent
+NPURUN = (sys.executable, "-m", "npu_device.launch")
+LIMIT = 30.0
+
+
+def script(directory: Path, text: str, name: str = "script.py") -> str:
+    """Write a script and return its path."""
+    path = directory / name
+    path.write_text(dedent(text), encoding="utf-8")
+    return str(path)
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The environment for a launcher: this process's own, without what describes a job."""
+    names = ("RANK_", "CM_", "TF_CONFIG", "JOB_ID", "NPU_DEVICE_", "ASCEND_DEVICE_ID", "DEVICE_ID")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+    return {**clean, "PYTHONPATH": str(ROOT), **extra}
+
+
+def npurun(*arguments: str, cwd: Path | None = None, **extra: str) -> subprocess.CompletedProcess[bytes]:
+    """Run npurun to its end, with ``extra`` in its environment."""
+    return subprocess.run(
+        [*NPURUN, *arguments], cwd=cwd, env=environment(**extra), capture_output=True, timeout=LIMIT, check=False
+    )
+
+
+def start(*arguments: str, **extra: str) -> subprocess.Popen[bytes]:
+    """Start npurun as the leader of a process group of its own, as a shell starts a job."""
+    return subprocess.Popen(
+        [*NPURUN, *arguments],
+        env=environment(**extra),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def wait_until(condition: Callable[[], bool], limit: float = LIMIT) -> None:
+    """Wait for a condition, and fail when it doesn't come true in time."""
+    end = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def wait_for_files(directory: Path, pattern: str, count: int) -> list[int]:
+    """Wait for ``count`` files with a number in them, and return the numbers."""
+
+    def numbers() -> list[str]:
+        return [path.read_text() for path in directory.glob(pattern)]
+
+    wait_until(lambda: len(numbers()) == count and all(numbers()))
+    return [int(number) for number in numbers()]
+
+
+def is_running(pid: int) -> bool:
+    """True unless the process is gone, or dead and only not collected yet."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"

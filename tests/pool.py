@@ -1,0 +1,117 @@
+"""Worker processes that are started once and run many test bodies: real ranks, real TensorFlow, real sockets.
+
+A body is a module-level function of a test file. ``Pool.run(body, *arguments)`` calls it on every rank at once and returns what each
+returned. Importing TensorFlow costs seconds a process, so that a pool lives as long as the test session.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any, Callable
+
+from ranks import table_environment
+
+_HERE = Path(__file__).parent
+_TAIL_LINES = 40
+
+
+class Pool:
+    """``size`` worker processes under one Keras ("2" or "3"); one of them without any distributed environment when the size is 1."""
+
+    def __init__(self, size: int, keras: str, **extra_environment: str) -> None:
+        self.size = size
+        self.keras = keras
+        self._directory = tempfile.TemporaryDirectory(prefix="npu_pool_")
+        directory = Path(self._directory.name)
+        address = str(directory / "socket")
+        self._logs = [directory / f"rank{rank}.log" for rank in range(size)]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        with Listener(address, family="AF_UNIX") as listener:
+            for rank in range(size):
+                environment = table_environment(directory, size, rank) if size > 1 else {}
+                environment.update(TF_USE_LEGACY_KERAS="1" if keras == "2" else "0", TF_CPP_MIN_LOG_LEVEL="2", **extra_environment)
+                self._processes.append(
+                    subprocess.Popen(
+                        [sys.executable, str(_HERE / "pool_worker.py"), address, str(rank)],
+                        env={**clean_environment(), **environment},
+                        stdout=self._logs[rank].open("wb"),
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+            self._connections = self._accept(listener)
+
+    def _accept(self, listener: Listener) -> list[Connection]:
+        connections: dict[int, Connection] = {}
+        listener._listener._socket.settimeout(1)  # type: ignore[attr-defined]
+        deadline = time.monotonic() + 120
+        while len(connections) < self.size:
+            if time.monotonic() > deadline or any(process.poll() is not None for process in self._processes):
+                self.close()
+                raise AssertionError("the workers did not start\n" + self.tails())
+            try:
+                connection = listener.accept()
+            except OSError:
+                continue
+            connections[connection.recv()] = connection
+        return [connections[rank] for rank in range(self.size)]
+
+    @property
+    def alive(self) -> bool:
+        return all(process.poll() is None for process in self._processes)
+
+    def run(self, body: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
+        """Call ``body(*arguments)`` on every rank; the results by rank. An error on any rank fails the test, with all ranks' outputs."""
+        for connection in self._connections:
+            connection.send((body.__module__, body.__qualname__, arguments))
+        deadline = time.monotonic() + timeout
+        results: list[Any] = []
+        problems: list[str] = []
+        for rank, connection in enumerate(self._connections):
+            try:
+                if not connection.poll(max(0.0, deadline - time.monotonic())):
+                    problems.append(f"rank {rank}: no answer within {timeout} s")
+                    continue
+                succeeded, value = connection.recv()
+            except (EOFError, OSError):
+                problems.append(f"rank {rank}: its process ended")
+                continue
+            results.append(value)
+            if not succeeded:
+                problems.append(f"rank {rank}:\n{value}")
+        if problems:
+            tails = self.tails()
+            if len(results) < self.size:
+                self.close()
+            raise AssertionError("\n".join(problems) + "\n" + tails)
+        return results
+
+    def tails(self) -> str:
+        """The end of each rank's output."""
+        parts = []
+        for rank, log in enumerate(self._logs):
+            lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if log.exists() else []
+            parts.append(f"--- output of rank {rank} ---\n" + "\n".join(lines))
+        return "\n".join(parts)
+
+    def close(self) -> None:
+        for connection in getattr(self, "_connections", []):
+            connection.close()
+        deadline = time.monotonic() + 10
+        for process in self._processes:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without anything that describes a cluster."""
+    prefixes = ("RANK_", "CM_", "HCCL_", "NPU_", "TF_CONFIG", "ASCEND_", "DEVICE_ID", "JOB_ID", "POD_NAME", "PROFILING_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}

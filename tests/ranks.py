@@ -1,0 +1,32 @@
+"""What the environment of a rank looks like: rank tables on this machine, with a port that the system chose."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+
+def free_port() -> int:
+    """A TCP port that nobody uses now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def table_environment(directory: Path, size: int, rank: int) -> dict[str, str]:
+    """The variables of one rank; all ranks of a job give the same directory, in which the table is written once."""
+    table = directory / "ranks.json"
+    if not table.exists():
+        devices = [{"device_id": str(i), "device_ip": f"10.0.0.{i + 1}", "rank_id": str(i)} for i in range(size)]
+        devices[0]["host_port"] = str(free_port())
+        servers = [{"server_id": "here", "device": devices}]
+        table.write_text(json.dumps({"version": "1.0", "status": "completed", "server_count": "1", "server_list": servers}))
+    return {
+        "RANK_TABLE_FILE": str(table),
+        "RANK_ID": str(rank),
+        "RANK_SIZE": str(size),
+        "ASCEND_DEVICE_ID": str(rank),
+        "JOB_ID": "tests",
+        "HCCL_CONNECT_TIMEOUT": "60",
+    }

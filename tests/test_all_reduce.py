@@ -1,0 +1,302 @@
+"""``npu.distribute.all_reduce`` against numpy, on 1, 2 and 3 ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from pool import Pool
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
+REDUCTIONS = {"sum": np.sum, "mean": np.mean, "min": np.min, "max": np.max, "prod": np.prod}
+
+
+def _mine(rank: int, shape: tuple[int, ...] = (2, 3)) -> np.ndarray:
+    """Small whole numbers, so that every dtype holds every result exactly; different on each rank."""
+    return (np.arange(np.prod(shape)).reshape(shape) % 3 + rank + 1).astype(np.float64)
+
+
+def _all(size: int, shape: tuple[int, ...] = (2, 3)) -> np.ndarray:
+    return np.stack([_mine(rank, shape) for rank in range(size)])
+
+
+def _identity() -> tuple[int, int]:
+    import npu_device as npu
+
+    handle = npu.open()
+    return handle.worker_id, handle.workers_num
+
+
+def body_dtypes(mode: str) -> dict[Any, Any]:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    rank, _ = _identity()
+    results = {}
+    for dtype in FLOATS + INTEGERS:
+        for reduction in REDUCTIONS:
+
+            def reduce(value: tf.Tensor, reduction: str = reduction) -> tf.Tensor:
+                return npu.distribute.all_reduce(value, reduction=reduction)
+
+            call = tf.function(reduce) if mode == "graph" else reduce
+            result = call(tf.cast(_mine(rank), dtype))
+            results[dtype, reduction] = (result.dtype.name, tf.cast(result, tf.float64).numpy())
+    return results
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_every_dtype_and_reduction(ranks: Pool, mode: str) -> None:
+    mean_dtypes = {"int8": "float32", "int16": "float32", "uint8": "float32", "uint16": "float32"}
+    for results in ranks.run(body_dtypes, mode):
+        for (dtype, reduction), (found_dtype, found) in results.items():
+            expected = REDUCTIONS[reduction](_all(ranks.size), axis=0)
+            expected_dtype = dtype
+            if reduction == "mean" and dtype in INTEGERS and ranks.size > 1:
+                expected_dtype = mean_dtypes.get(dtype, "float64")
+            assert found_dtype == expected_dtype, (dtype, reduction)
+            tolerance = {"float16": 2e-3, "bfloat16": 2e-2}.get(dtype, 1e-6)
+            np.testing.assert_allclose(found, expected, rtol=tolerance, err_msg=f"{dtype} {reduction}")
+
+
+def body_bitwise() -> bytes:
+    import numpy as np
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    rank, _ = _identity()
+    value = np.random.default_rng(rank).standard_normal(10_001).astype(np.float32)
+    result = npu.distribute.all_reduce(tf.constant(value), "mean")
+    return bytes(tf.convert_to_tensor(result).numpy().tobytes())
+
+
+def test_every_rank_gets_the_same_bits(ranks: Pool) -> None:
+    results = ranks.run(body_bitwise)
+    assert len(set(results)) == 1
+
+
+def body_kinds() -> dict[str, Any]:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    rank, size = _identity()
+    own = rank + 1.0
+    reduce = npu.distribute.all_reduce
+    single = reduce(np.float32(own), "sum")
+    many = reduce((tf.constant([own]), None, np.array([[own, 2.0]]), 3, own), "sum")
+    matrix = tf.ones([2, 2]) * own
+    mixed = reduce([matrix, None, tf.constant([rank, 1], tf.int64)], reduction="mean")
+    empty = reduce([tf.zeros([0, 3]), tf.zeros([0])], "sum")
+    return {
+        "size": size,
+        "single": float(single),
+        "several": [None if value is None else np.asarray(value).tolist() for value in many],
+        "list": isinstance(many, list),
+        "mixed": [None if value is None else np.asarray(value).tolist() for value in mixed],
+        "nothing": reduce([], "sum"),
+        "empty": [tuple(value.shape) for value in empty],
+    }
+
+
+def test_kinds_of_values(ranks: Pool) -> None:
+    n = ranks.size
+    total = n * (n + 1) / 2
+    for result in ranks.run(body_kinds):
+        assert result["single"] == total
+        assert result["several"] == [[total], None, [[total, 2.0 * n]], 3 * n, total]
+        assert result["list"] == (n > 1)
+        mean = total / n
+        assert result["mixed"] == [[[mean, mean], [mean, mean]], None, [(n - 1) / 2, 1]]
+        assert result["nothing"] == []
+        assert result["empty"] == [(0, 3), (0,)]
+
+
+def body_slices(reduction: str) -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    rank, _ = _identity()
+    rows = rank + 1  # another number of rows on each rank
+    values = tf.fill([rows, 2], float(rank + 1))
+    slices = tf.IndexedSlices(values, tf.range(rows, dtype=tf.int64), tf.constant([4, 2], tf.int64))
+
+    @tf.function
+    def in_graph(values: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
+        slices = tf.IndexedSlices(values, indices, tf.constant([4, 2], tf.int64))
+        return tf.convert_to_tensor(npu.distribute.all_reduce([slices], reduction)[0])
+
+    eager = npu.distribute.all_reduce(slices, reduction)
+    none = npu.distribute.all_reduce(tf.IndexedSlices(values[:0], tf.range(0, dtype=tf.int64), slices.dense_shape), reduction)
+    return (
+        isinstance(eager, tf.IndexedSlices),
+        tf.convert_to_tensor(eager).numpy(),
+        in_graph(values, slices.indices).numpy(),
+        tf.convert_to_tensor(none).numpy(),
+    )
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_indexed_slices(ranks: Pool, reduction: str) -> None:
+    expected = np.zeros([4, 2])
+    for rank in range(ranks.size):
+        expected[: rank + 1] += rank + 1
+    if reduction == "mean":
+        expected /= ranks.size
+    for sparse, eager, graph, none in ranks.run(body_slices, reduction):
+        assert sparse
+        np.testing.assert_allclose(eager, expected)
+        np.testing.assert_allclose(graph, expected)
+        np.testing.assert_array_equal(none, np.zeros([4, 2]))
+
+
+def body_loop(parallel: int) -> list[Any]:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    rank, _ = _identity()
+
+    @tf.function
+    def loop(steps: tf.Tensor) -> tf.Tensor:
+        def body(step: tf.Tensor, total: tf.Tensor, independent: tf.TensorArray) -> Any:
+            own = tf.cast(step, tf.float32) + float(rank)
+            total = npu.distribute.all_reduce(total + own, "sum")
+            independent = independent.write(step, npu.distribute.all_reduce(own, "max"))
+            return step + 1, total, independent
+
+        results = tf.TensorArray(tf.float32, steps)
+        _, total, results = tf.while_loop(
+            lambda step, *_: step < steps, body, (0, 0.0, results), parallel_iterations=parallel
+        )
+        return total, results.stack()
+
+    first = [value.numpy() for value in loop(tf.constant(7))]
+    second = [value.numpy() for value in loop(tf.constant(7))]
+    return [first, second]
+
+
+@pytest.mark.parametrize("parallel", [1, 10])
+def test_inside_a_while_loop(ranks: Pool, parallel: int) -> None:
+    n = ranks.size
+    total = 0.0
+    for step in range(7):
+        total = n * total + sum(step + rank for rank in range(n))
+    for first, second in ranks.run(body_loop, parallel):
+        for found, largest in (first, second):
+            assert found == total
+            np.testing.assert_array_equal(largest, np.arange(7) + n - 1)
+
+
+def body_retrace() -> list[float]:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    rank, _ = _identity()
+
+    @tf.function
+    def reduce(value: tf.Tensor) -> tf.Tensor:
+        return npu.distribute.all_reduce(tf.reduce_sum(value), "sum")
+
+    results = []
+    for step in range(4):
+        # Rank 0 traces anew at each call, the others once.
+        length = step + 2 if rank == 0 else 5
+        results.append(float(reduce(tf.fill([length], 1.0 / length))))
+    return results
+
+
+def test_one_rank_may_retrace(ranks: Pool) -> None:
+    for results in ranks.run(body_retrace):
+        np.testing.assert_allclose(results, ranks.size, rtol=1e-6)
+
+
+def body_gradient(reduction: str) -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    rank, _ = _identity()
+    value = tf.Variable([1.0, 2.0])
+    with tf.GradientTape() as outer:
+        with tf.GradientTape() as tape:
+            reduced = npu.distribute.all_reduce(value * float(rank + 1), reduction)
+            loss = tf.reduce_sum(reduced * reduced) * float(rank + 1)
+        gradient = tape.gradient(loss, value)
+        total = tf.reduce_sum(gradient)
+    return gradient.numpy(), outer.gradient(total, value).numpy()
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_differentiable(ranks: Pool, reduction: str) -> None:
+    n = ranks.size
+    value = np.array([1.0, 2.0])
+    weights = np.arange(1, n + 1)
+    share = 1.0 if reduction == "sum" else 1.0 / n
+    # loss_r = r * (share * sum(w) * v)^2, and all_reduce's gradient reduces what comes in from every rank.
+    for rank, (first, second) in enumerate(ranks.run(body_gradient, reduction)):
+        incoming = share * sum(2 * share * weights.sum() * value * w for w in weights)
+        np.testing.assert_allclose(first, incoming * (rank + 1), rtol=1e-6)
+        assert np.all(np.isfinite(second))
+        assert np.all(second != 0)
+
+
+def body_refusals() -> dict[str, str]:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    def refusal(*arguments: Any, **keywords: Any) -> str:
+        try:
+            npu.distribute.all_reduce(*arguments, **keywords)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "accepted"
+
+    one = tf.constant(1.0)
+    return {
+        "reduction": refusal(one, reduction="median"),
+        "dtype": refusal(tf.constant("text"), "sum"),
+        "bool": refusal(tf.constant(True), "max"),
+        "fusion": refusal(one, fusion=3),
+        "id": refusal(one, fusion=1, fusion_id=4),
+        "group": refusal(one, group="nobody"),
+        "slices": refusal(tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0])), "max"),
+    }
+
+
+def test_bad_input_is_refused_with_a_reason(ranks: Pool) -> None:
+    for found in ranks.run(body_refusals):
+        assert found["fusion"].startswith("ValueError") and "0 (each tensor alone)" in found["fusion"]
+        assert found["id"].startswith("ValueError") and "fusion_id 4" in found["id"]
+        if ranks.size == 1:
+            continue
+        assert found["reduction"].startswith("ValueError") and "'sum', 'mean'" in found["reduction"]
+        assert found["dtype"].startswith("TypeError") and "string" in found["dtype"]
+        assert found["bool"].startswith("TypeError") and "bool" in found["bool"]
+        assert found["group"].startswith("ValueError") and "nobody" in found["group"]
+        assert found["slices"].startswith("ValueError") and "IndexedSlices" in found["slices"]
+
+
+def body_unknown_shapes() -> list[Any]:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None]), tf.TensorSpec(None)])
+    def reduce(first: tf.Tensor, second: tf.Tensor) -> Any:
+        return npu.distribute.all_reduce([first, second], "sum")
+
+    return [value.numpy() for value in reduce(tf.ones([2, 3]), tf.ones([4]))]
+
+
+def test_unknown_static_shapes(ranks: Pool) -> None:
+    for first, second in ranks.run(body_unknown_shapes):
+        np.testing.assert_array_equal(first, np.full([2, 3], ranks.size))
+        np.testing.assert_array_equal(second, np.full([4], ranks.size))

@@ -1,0 +1,140 @@
+"""``npu.distribute.broadcast``: variables of every kind, in place, from any root."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from pool import Pool
+
+DTYPES = (
+    "float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool", "complex64", "complex128",
+)  # fmt: skip
+
+
+def body_variables(root: int) -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    rank = npu.open().worker_id
+    variables = [tf.Variable(tf.cast(tf.fill([5], rank + 1 if dtype != "bool" else rank % 2), dtype)) for dtype in DTYPES]
+    odd = tf.Variable(tf.cast(tf.range(3) + rank, tf.int8))
+    scalar = tf.Variable(float(rank))
+    matrix = tf.Variable(tf.fill([2, 3], float(rank)))
+    empty = tf.Variable(tf.zeros([0, 2]))
+    npu.distribute.broadcast([*variables, odd, scalar], root_rank=root)
+    npu.distribute.broadcast((matrix, empty), root)
+    alone = tf.Variable(rank)
+    npu.distribute.broadcast(alone, root)
+    npu.distribute.broadcast([], root_rank=root)
+    return (
+        [tf.cast(variable, tf.float32).numpy().tolist() for variable in variables],
+        odd.numpy().tolist(),
+        float(scalar),
+        matrix.numpy(),
+        int(alone),
+    )
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["from first", "from last"])
+def test_every_dtype_from_any_root(ranks: Pool, last: bool) -> None:
+    root = ranks.size - 1 if last else 0
+    for variables, odd, scalar, matrix, alone in ranks.run(body_variables, root):
+        for dtype, value in zip(DTYPES, variables):
+            assert value == [root % 2 if dtype == "bool" else root + 1] * 5, dtype
+        assert odd == [root, root + 1, root + 2]
+        assert scalar == root
+        np.testing.assert_array_equal(matrix, np.full([2, 3], root))
+        assert alone == root
+
+
+def body_models() -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    rank = npu.open().worker_id
+    tf.keras.utils.set_random_seed(rank)
+    model = tf.keras.Sequential([tf.keras.Input([4]), tf.keras.layers.Dense(8), tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(2)])
+    before = [np.asarray(value) for value in model.get_weights()]
+    npu.distribute.broadcast(model.trainable_variables, root_rank=0)
+    after = [np.asarray(value) for value in model.get_weights()]
+    npu.distribute.broadcast(model.trainable_variables[0])
+
+    @tf.function
+    def in_graph() -> None:
+        npu.distribute.broadcast(model.trainable_variables)
+
+    in_graph()
+    return before, after, [np.asarray(value) for value in model.get_weights()]
+
+
+def test_keras_models(keras_ranks: Pool) -> None:
+    results = keras_ranks.run(body_models)
+    root = results[0][0]
+    for before, after, again in results:
+        for mine, sent, graph in zip(root, after, again):
+            np.testing.assert_array_equal(mine, sent)
+            np.testing.assert_array_equal(mine, graph)
+        if before is not root:
+            assert not np.array_equal(before[0], root[0]), "the ranks must start from other weights for the test to mean something"
+
+
+def body_transfers() -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device.collectives import broadcast as collective
+
+    rank = npu.open().worker_id
+    variables = [tf.Variable(tf.fill([1000], float(rank))) for _ in range(200)]
+
+    @tf.function
+    def send() -> None:
+        npu.distribute.broadcast(variables)
+
+    graph = send.get_concrete_function().graph
+    operations = [op.type for op in graph.get_operations() if op.type.startswith("CollectiveBcast")]
+    whole = collective.TRANSFER_BYTES // 4
+    large = [tf.Variable(tf.fill([whole // 2 + 1], float(rank))), tf.Variable(tf.fill([whole // 2 + 1], 2.0 * rank))]
+    npu.distribute.broadcast(large)
+    return len(operations), [float(tf.reduce_max(tf.abs(value))) for value in large]
+
+
+def test_many_variables_take_few_transfers(ranks: Pool) -> None:
+    for operations, largest in ranks.run(body_transfers):
+        assert operations == (1 if ranks.size > 1 else 0)
+        assert largest == [0.0, 0.0]
+
+
+def body_refusals() -> dict[str, str]:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    def refusal(*arguments: Any, **keywords: Any) -> str:
+        try:
+            npu.distribute.broadcast(*arguments, **keywords)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "accepted"
+
+    variable = tf.Variable(1.0)
+    return {
+        "tensor": refusal([variable, tf.constant(1.0)]),
+        "root": refusal([variable], root_rank=7),
+        "fusion": refusal([variable], fusion=1),
+        "string": refusal(tf.Variable("text")),
+    }
+
+
+def test_bad_input_is_refused_with_a_reason(ranks: Pool) -> None:
+    for found in ranks.run(body_refusals):
+        assert found["fusion"].startswith("ValueError")
+        if ranks.size == 1:
+            continue
+        assert found["tensor"].startswith("TypeError") and "number 1 of the 2 values" in found["tensor"]
+        assert found["root"].startswith("ValueError") and "root_rank 7" in found["root"]
+        assert found["string"].startswith("TypeError") and "string" in found["string"]

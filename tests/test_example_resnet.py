@@ -1,0 +1,140 @@
+"""The example `examples/resnet_ctl`: its data set as the official parser reads it, and three steps on 1 and 2 ranks.
+
+The collectives and the launcher have their own tests.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("official", reason="needs the extra 'examples' (tf-models-official)")
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "resnet_ctl"
+MAKER = EXAMPLE / "make_digits_imagenet.py"
+SCRIPT = EXAMPLE / "resnet_ctl.py"
+IMAGE_SIZE = 32
+LIMIT = 240.0
+# Reads all validation records and one file of the training records with the official parser, in Keras 2.
+PARSE = """
+import sys, tensorflow as tf
+from official.legacy.image_classification.resnet import imagenet_preprocessing
+sys.path.insert(0, sys.argv[1])
+import records
+records.fit_official_constants(sys.argv[2])
+labels = {}
+for is_training in (True, False):
+    files = records.record_files(sys.argv[2], is_training, ranks=1)
+    parsed = tf.data.TFRecordDataset(files[: 1 if is_training else None]).map(
+        lambda record: imagenet_preprocessing.parse_record(record, is_training, tf.float32))
+    assert parsed.element_spec[0].shape == (32, 32, 3), parsed.element_spec
+    labels[is_training] = [int(label[0]) for _, label in parsed]
+print("labels", len(labels[True]), len(labels[False]), sorted(set(labels[False])), imagenet_preprocessing.NUM_IMAGES)
+"""
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs a command of this Python with Keras 2; its output is shown when the test fails."""
+    environment = {**os.environ, "TF_USE_LEGACY_KERAS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=LIMIT,
+        check=False,
+    )
+    print(done.stdout[-6000:], done.stderr[-6000:], f"{time.monotonic() - started:.1f} s", sep="\n")
+    return done
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("digits")
+    done = run(MAKER, "--data_dir", directory, "--image_size", str(IMAGE_SIZE))
+    assert done.returncode == 0
+    assert f"{directory}: written" in done.stdout
+    return directory
+
+
+def test_official_parser_reads_the_digits(digits: Path) -> None:
+    done = run("-c", PARSE, EXAMPLE, digits)
+    assert done.returncode == 0
+    assert "labels 60 360 [0, 1, 2, 3, 4, 5, 6, 7, 8, 9] {'train': 1437, 'validation': 360}" in done.stdout
+
+
+def test_making_the_digits_again_changes_nothing(digits: Path) -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in digits.iterdir()}
+    done = run(MAKER, "--data_dir", digits, "--image_size", str(IMAGE_SIZE))
+    assert done.returncode == 0
+    assert "there already" in done.stdout
+    assert {path.name: path.stat().st_mtime_ns for path in digits.iterdir()} == before
+
+
+def test_maker_leaves_other_records_alone(tmp_path: Path) -> None:
+    (tmp_path / "train-00000-of-01024").write_bytes(b"not ours")
+    done = run(MAKER, "--data_dir", tmp_path)
+    assert done.returncode == 1
+    assert "holds 1 records of another data set, train-00000-of-01024 for one; give an empty --data_dir" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["train-00000-of-01024"]
+
+
+def check_report(output: str, ranks: int, images: int) -> None:
+    """Asserts what the run prints at its end; `images` is how many have to be evaluated, each once."""
+    each = re.findall(r"rank (\d+): ([\d.]+) images/s, weights sha256 ([0-9a-f]{64})$", output, re.MULTILINE)
+    assert [int(rank) for rank, _, _ in each] == list(range(ranks))
+    assert len({digest for _, _, digest in each}) == 1
+    everybody = "the only rank" if ranks == 1 else f"all {ranks} ranks"
+    total = re.search(rf"{everybody}: ([\d.]+) images/s, global batch 24$", output, re.MULTILINE)
+    assert total
+    assert float(total[1]) == pytest.approx(sum(float(speed) for _, speed, _ in each), abs=0.1 * ranks)
+    loss = re.search(r"loss: ([\d.]+) in steps 1 to 1, ([\d.]+) in steps 3 to 3$", output, re.MULTILINE)
+    assert loss
+    # ln 10 for ten classes and about 5.4 of L2, of which a second rank must not add another.
+    assert 7 < float(loss[1]) < 9
+    assert 6 < float(loss[2]) < 12
+    evaluation = re.search(r"evaluation: accuracy ([\d.]+), loss [\d.]+, (\d+) images$", output, re.MULTILINE)
+    assert evaluation
+    assert 0 <= float(evaluation[1]) <= 1
+    assert int(evaluation[2]) == images
+    assert f"weights: bit-equal on {everybody}, 267 variables and the optimizer's state" in output
+
+
+def flags(directory: Path, model: Path) -> list[str | Path]:
+    small = ["--batch_size=24", "--train_steps=3", "--steps_per_loop=1"]
+    return ["--data_dir", directory, "--model_dir", model, *small]
+
+
+def test_three_steps_on_one_device(digits: Path, tmp_path: Path) -> None:
+    done = run(SCRIPT, *flags(digits, tmp_path))
+    assert done.returncode == 0
+    check_report(done.stdout, ranks=1, images=360)
+
+
+def test_three_steps_on_two_ranks(digits: Path, tmp_path: Path) -> None:
+    done = run("-m", "npu_device.launch", "-n", "2", SCRIPT, *flags(digits, tmp_path), "--enable_checkpoint_and_export")
+    assert done.returncode == 0
+    check_report(done.stdout, ranks=2, images=360)
+    for rank in ("rank-0", "rank-1"):
+        assert (tmp_path / rank / "ckpt-3.index").exists()
+
+
+def test_synthetic_data_on_two_ranks(digits: Path, tmp_path: Path) -> None:
+    done = run("-m", "npu_device.launch", "-n", "2", SCRIPT, *flags(digits, tmp_path), "--use_synthetic_data")
+    assert done.returncode == 0
+    # Endless data is evaluated for ceil(360 / 24) steps of the global batch.
+    check_report(done.stdout, ranks=2, images=15 * 24)
+
+
+def test_missing_records_are_named_with_the_remedy(tmp_path: Path) -> None:
+    done = run(SCRIPT, *flags(tmp_path / "nowhere", tmp_path))
+    assert done.returncode != 0
+    assert "nowhere holds no train-*-of-* records" in done.stderr
+    assert "make_digits_imagenet.py --data_dir" in done.stderr

@@ -1,0 +1,178 @@
+"""What the others see when a rank fails, leaves early or is killed, and how a process ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from pathlib import Path
+
+import job
+import pytest
+
+BEGIN = """
+import os, sys, time
+import tensorflow as tf
+import npu_device as npu
+handle = npu.open().as_default()
+rank = handle.worker_id
+one = tf.constant(1.0)
+print("sum", float(npu.distribute.all_reduce(one, "sum")), flush=True)
+"""
+
+
+def _stamp(output: str, word: str) -> float:
+    found = re.search(rf"{word} at ([0-9.]+)", output)
+    assert found, output
+    return float(found.group(1))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("pending", [True, False], ids=["in a collective", "before one"])
+def test_an_exception_reaches_the_others_within_five_seconds(tmp_path: Path, failing: int, pending: bool) -> None:
+    script = BEGIN + f"""
+if rank == {failing}:
+    time.sleep(1)
+    print("failed at", time.time(), flush=True)
+    raise ValueError("the data of shard 7 is broken")
+if not {pending}:
+    time.sleep(2)
+try:
+    tf.function(lambda: npu.distribute.all_reduce(one, "sum"))()
+finally:
+    print("raised at", time.time(), flush=True)
+"""
+    results = job.run(tmp_path, 3, script, NPU_DEVICE_ERROR_FILE=str(tmp_path / "error.json"))
+    for rank, result in enumerate(results):
+        assert result.code == 1, result.output
+        if rank == failing:
+            assert "ValueError: the data of shard 7 is broken" in result.output
+            continue
+        assert _stamp(result.output, "raised") - _stamp(results[failing].output, "failed") < 5
+        assert f"rank {failing} on host" in result.output
+        assert "ValueError: the data of shard 7 is broken" in result.output
+        assert "What to do" in result.output or "Mend the error" in result.output
+
+
+def test_the_first_failure_is_recorded_for_the_launcher(tmp_path: Path) -> None:
+    script = BEGIN.replace("import os", "import os; os.environ['NPU_DEVICE_ERROR_FILE'] += os.environ['RANK_ID']; import os") + """
+if rank == 1:
+    raise ValueError("first")
+npu.distribute.all_reduce(one, "sum")
+"""
+    job.run(tmp_path, 2, script, NPU_DEVICE_ERROR_FILE=str(tmp_path / "error"))
+    first = json.loads((tmp_path / "error1").read_text())
+    second = json.loads((tmp_path / "error0").read_text())
+    assert (first["rank"], first["secondary"], first["error"]) == (1, False, "ValueError: first")
+    assert second["secondary"] is True
+    assert first["time"] < second["time"]
+    assert 'raise ValueError("first")' in first["traceback"]
+
+
+@pytest.mark.parametrize("leaving", [0, 1])
+@pytest.mark.parametrize("pending", [True, False], ids=["in a collective", "before one"])
+def test_leaving_early_is_an_error_of_those_who_go_on(tmp_path: Path, leaving: int, pending: bool) -> None:
+    script = BEGIN + f"""
+if rank == {leaving}:
+    time.sleep(1)
+    sys.exit(0)
+if not {pending}:
+    time.sleep(2)
+npu.distribute.all_reduce(one, "sum")
+"""
+    began = time.monotonic()
+    results = job.run(tmp_path, 2, script)
+    assert time.monotonic() - began < 30
+    other = 1 - leaving
+    assert results[leaving].code == 0, results[leaving].output
+    assert results[other].code == 1
+    assert f"rank {leaving} on host" in results[other].output
+    assert "has left the job: its script ended after 1 collective operations" in results[other].output
+    assert "same number of steps" in results[other].output
+
+
+def test_one_rank_may_go_on_alone_without_collectives(tmp_path: Path) -> None:
+    script = BEGIN + """
+if rank == 1:
+    time.sleep(3)
+    print("evaluated", flush=True)
+"""
+    results = job.run(tmp_path, 2, script)
+    assert [result.code for result in results] == [0, 0]
+    assert "evaluated" in results[1].output
+    assert "Abort" not in results[0].output + results[1].output
+    assert results[0].at >= results[1].at - 0.5, "rank 0 keeps the coordination service up for the others"
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_is_noticed(tmp_path: Path, killed: int) -> None:
+    script = BEGIN + f"""
+print("ready", flush=True)
+if rank == {killed}:
+    time.sleep(60)
+npu.distribute.all_reduce(one, "sum")
+"""
+    processes = job.start(tmp_path, 2, script, NPU_DEVICE_HEARTBEAT_TIMEOUT="4")
+    for process in processes:
+        assert process.stdout is not None
+        while "ready" not in process.stdout.readline():
+            pass
+    processes[killed].send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    results = job.finish(processes, timeout=30)
+    other = results[1 - killed]
+    assert other.at - began < 15
+    assert other.code == 1
+    assert f"rank {killed}" in other.output or f"task:{killed}" in other.output
+
+
+def test_close_and_exit(tmp_path: Path) -> None:
+    script = BEGIN + """
+import threading
+npu.close()
+npu.close()
+print([thread.name for thread in threading.enumerate()])
+try:
+    npu.distribute.all_reduce(one, "sum")
+except RuntimeError as error:
+    print("refused:", error)
+"""
+    for result in job.run(tmp_path, 2, script):
+        assert result.code == 0, result.output
+        assert "refused: " in result.output and "closed in this process" in result.output
+
+
+def test_used_before_open(tmp_path: Path) -> None:
+    script = """
+import tensorflow as tf
+value = tf.constant(1.0)
+import npu_device as npu
+npu.open()
+"""
+    for result in job.run(tmp_path, 2, script):
+        assert result.code == 1
+        assert "Failed open npu device" in result.output
+        assert "right after the imports" in result.output
+
+
+def test_forgotten_open_is_made_good(tmp_path: Path) -> None:
+    script = """
+import numpy as np
+import npu_device as npu
+print("sum", float(npu.distribute.all_reduce(np.float32(1.0), "sum")))
+"""
+    for result in job.run(tmp_path, 2, script):
+        assert result.code == 0, result.output
+        assert "sum 2.0" in result.output
+
+
+def test_forgotten_open_that_comes_too_late_raises(tmp_path: Path) -> None:
+    script = """
+import tensorflow as tf
+import npu_device as npu
+npu.distribute.all_reduce(tf.constant(1.0), "sum")
+"""
+    for result in job.run(tmp_path, 2, script):
+        assert result.code == 1
+        assert "npu.open().as_default()" in result.output

@@ -1,0 +1,71 @@
+"""Without distributed environment variables nothing happens: the same objects come back, and nothing is created."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import job
+
+SCRIPT = """
+import os, threading
+import tensorflow as tf
+
+def state():
+    return (
+        sorted(thread.name for thread in threading.enumerate()),
+        len(os.listdir("/proc/self/task")),
+        sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")),
+        sorted(os.listdir(".")),
+    )
+
+before = state()
+import npu_device as npu
+from npu_device import _compat
+import numpy as np
+
+handle = npu.open().as_default()
+assert (handle.workers_num, handle.worker_id, handle.is_cluster_worker()) == (1, 0, False)
+assert handle.name() == "/job:localhost/replica:0/task:0/device:NPU:0", handle.name()
+assert npu.open() is npu.open(0) is handle
+npu.global_options().precision_mode = "allow_mix_precision"
+
+array, number, several = np.ones(3), 3.0, (np.ones(2), None)
+for value in (array, number, several, None, [1]):
+    assert npu.distribute.all_reduce(value) is value
+    assert npu.distribute.all_reduce(value, "sum") is value
+assert npu.distribute.broadcast([], 0) is None
+thing = object()
+assert npu.distribute.broadcast([thing], 0) is None
+assert npu.distribute.npu_distributed_keras_optimizer_wrapper(thing) is thing
+dataset, batch = npu.distribute.shard_and_rebatch_dataset(thing, np.int64(8))
+assert dataset is thing and type(batch) is np.int64
+assert not _compat.context_is_initialized()
+assert state() == before, (before, state())
+
+optimizer = tf.keras.optimizers.SGD()
+methods = dict(vars(optimizer))
+assert npu.distribute.npu_distributed_keras_optimizer_wrapper(optimizer) is optimizer
+assert vars(optimizer) == methods
+tensor = tf.constant(1.0)
+assert npu.distribute.all_reduce(tensor) is tensor
+npu.close()
+npu.close()
+print("inert")
+"""
+
+
+def test_the_same_objects_and_nothing_created(tmp_path: Path) -> None:
+    [result] = job.run(tmp_path, 1, "import os\nos.chdir(os.path.dirname(__file__))\n" + SCRIPT)
+    assert result.code == 0, result.output
+    assert "inert" in result.output
+
+
+def test_rank_size_1_is_inert_too(tmp_path: Path) -> None:
+    [result] = job.run(tmp_path, 1, "import os\nos.chdir(os.path.dirname(__file__))\n" + SCRIPT, RANK_SIZE="1", RANK_ID="0", JOB_ID="10087")
+    assert result.code == 0, result.output
+    assert "inert" in result.output
+
+
+def test_the_launcher_does_not_import_tensorflow(tmp_path: Path) -> None:
+    [result] = job.run(tmp_path, 1, "import sys\nimport npu_device.launch.__main__\nprint('tensorflow' in sys.modules)")
+    assert result.output.strip() == "False"

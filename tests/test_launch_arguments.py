@@ -1,0 +1,87 @@
+"""npurun's command line: what it takes, what it hands on, and what it says about wrong usage."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launcher import environment, npurun, script
+
+ARGV = "import sys; print(sys.argv[1:])"
+
+
+@pytest.mark.parametrize("option", ["-n2", "--nproc-per-node=2", "--nproc_per_node=2"])
+def test_number_of_ranks(tmp_path: Path, option: str) -> None:
+    done = npurun(option, script(tmp_path, "print('here')"))
+    assert done.returncode == 0
+    assert sorted(done.stdout.splitlines()) == [b"[0] here", b"[1] here"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["-n", "5"], ["--lr=0.1", "--help"], ["--", "-m", "x y"], ["a", "--", "--tee"], ["--log-dir", "ä"]]
+)
+def test_arguments_of_the_script_are_left_alone(tmp_path: Path, arguments: list[str]) -> None:
+    done = npurun(script(tmp_path, ARGV), *arguments)
+    assert done.stdout.decode() == f"[0] {arguments}\n"
+
+
+def test_module(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    script(tmp_path / "package", ARGV + "; print(__name__, __package__)", "train.py")
+    done = npurun("-n", "1", "-m", "package.train", "-m", "x", cwd=tmp_path)
+    assert done.stdout.decode() == "[0] ['-m', 'x']\n[0] __main__ package\n"
+
+
+def test_executable_script_and_program_on_the_path(tmp_path: Path) -> None:
+    path = Path(script(tmp_path, "#!/bin/sh\necho rank $RANK_ID: $1", "train"))
+    path.chmod(0o755)
+    assert npurun("-n", "1", "train", "--x", cwd=tmp_path).stdout == b"[0] rank 0: --x\n"
+    assert npurun("sh", "-c", "echo $RANK_ID").stdout == b"[0] 0\n"
+
+
+def test_help_is_short() -> None:
+    done = npurun("--help")
+    assert done.returncode == 0
+    assert b"--nproc-per-node" in done.stdout
+    assert len(done.stdout.splitlines()) < 45
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "the script is missing"),
+        (["--", "no_such.py"], "no such script: no_such.py"),
+        (["no_such.py"], "no such script: no_such.py"),
+        (["no_such_program"], "no such script or program: no_such_program"),
+        (["."], "is a directory"),
+        (["plain"], "chmod +x"),
+        (["-n", "0", "plain"], "'0' is not a number from 1 upwards"),
+        (["-n", "two", "plain"], "'two' is not a number"),
+        (["--tee", "good.py"], "--log-dir"),
+        (["--nnodes", "2", "good.py"], "needs --node-rank and --master-addr"),
+        (["--nnodes", "2", "--node-rank", "2", "--master-addr", "h", "good.py"], "it is 0 to 1"),
+        (["--node-rank", "1", "good.py"], "it is 0 to 0"),
+        (["--master-port", "65536", "good.py"], "not a port"),
+        (["--job-id", "a b", "good.py"], "letters, digits"),
+        (["--grace", "-1", "good.py"], "not a number of seconds"),
+        (["--no-such-option", "good.py"], "--no-such-option"),
+        (["--master-addr", "no-such-host.invalid", "good.py"], "no-such-host.invalid"),
+        (["--master-addr", "192.0.2.1", "good.py"], "an address of this host"),
+    ],
+)
+def test_wrong_usage(tmp_path: Path, arguments: list[str], expected: str) -> None:
+    script(tmp_path, "print('ran')", "good.py")
+    script(tmp_path, "print('ran')", "plain")
+    done = npurun(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert expected in " ".join(done.stderr.decode().split())
+    assert b"Traceback" not in done.stderr
+    assert b"ran" not in done.stdout
+
+
+def test_the_launcher_starts_without_tensorflow() -> None:
+    check = "import sys, npu_device.launch.__main__; print([m for m in ('tensorflow', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", check], env=environment(), capture_output=True, check=True)
+    assert done.stdout == b"[]\n"

@@ -1,0 +1,126 @@
+"""What npurun's ranks find: the variables of Ascend's launch scripts and a rank table, the same on all nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from pathlib import Path
+
+import pytest
+from launcher import npurun, script, start
+
+# Each rank leaves its environment and the table's bytes in a file of its own.
+REPORT = """
+    import json, os, sys
+    variables = dict(os.environ)
+    table = open(variables["RANK_TABLE_FILE"]).read()
+    modes = [oct(os.stat(os.path.dirname(variables["RANK_TABLE_FILE"])).st_mode & 0o777)]
+    path = os.path.join(sys.argv[1], "rank" + variables["RANK_ID"] + ".json")
+    json.dump({"variables": variables, "table": table, "modes": modes}, open(path, "w"))
+"""
+
+
+def reports(directory: Path) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted(directory.glob("rank*.json"))]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_variables_and_table(tmp_path: Path, ranks: int) -> None:
+    done = npurun("-n", str(ranks), script(tmp_path, REPORT), str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, b"")
+    found = reports(tmp_path)
+    assert len(found) == ranks
+    for rank, report in enumerate(found):
+        variables = report["variables"]
+        assert variables["RANK_ID"] == variables["ASCEND_DEVICE_ID"] == variables["DEVICE_ID"] == str(rank)
+        assert variables["RANK_SIZE"] == str(ranks)
+        assert variables["PYTHONUNBUFFERED"] == "1"
+        assert re.fullmatch(r"[A-Za-z0-9_-]+", variables["JOB_ID"])
+        assert report["modes"] == ["0o700"]
+        assert not os.path.exists(variables["RANK_TABLE_FILE"]), "the launcher leaves nothing behind"
+        assert not os.path.exists(os.path.dirname(variables["RANK_TABLE_FILE"]))
+    assert len({report["table"] for report in found}) == 1
+    assert len({report["variables"]["JOB_ID"] for report in found}) == 1
+    table = json.loads(found[0]["table"])
+    (server,) = table["server_list"]
+    assert (table["version"], table["status"], table["server_count"]) == ("1.0", "completed", "1")
+    assert (server["server_id"], server["host_ip"]) == ("node0", "127.0.0.1")
+    assert [device["rank_id"] for device in server["device"]] == [str(rank) for rank in range(ranks)]
+    assert [device["device_id"] for device in server["device"]] == [str(rank) for rank in range(ranks)]
+    assert 1 <= int(server["device"][0]["host_port"]) <= 65535
+
+
+def test_rank_0_can_listen_on_the_meeting_port(tmp_path: Path) -> None:
+    listen = """
+        import json, os, socket
+        server = json.load(open(os.environ["RANK_TABLE_FILE"]))["server_list"][0]
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((server["host_ip"], int(server["device"][0]["host_port"])))
+        listener.listen()
+    """
+    done = npurun(script(tmp_path, listen))
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_two_launches_at_once_are_two_jobs(tmp_path: Path) -> None:
+    source = script(tmp_path, REPORT)
+    directories = [tmp_path / "a", tmp_path / "b"]
+    for directory in directories:
+        directory.mkdir()
+    launches = [start("-n", "2", source, str(directory)) for directory in directories]
+    assert [launch.wait(30) for launch in launches] == [0, 0]
+    found = [reports(directory) for directory in directories]
+    assert [len(reports_of_one) for reports_of_one in found] == [2, 2]
+    assert found[0][0]["variables"]["JOB_ID"] != found[1][0]["variables"]["JOB_ID"]
+    assert found[0][0]["table"] != found[1][0]["table"], "the ports differ"
+    for launch in launches:
+        launch.communicate()
+
+
+def test_two_nodes(tmp_path: Path) -> None:
+    source = script(tmp_path, REPORT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = ["-n", "2", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master_port", port]
+    launches = [start(*common, "--node-rank", str(node), source, str(tmp_path)) for node in (0, 1)]
+    assert [launch.wait(30) for launch in launches] == [0, 0]
+    for launch in launches:
+        assert launch.communicate() == (b"", b"")
+    found = reports(tmp_path)
+    assert [report["variables"]["RANK_ID"] for report in found] == ["0", "1", "2", "3"]
+    assert [report["variables"]["ASCEND_DEVICE_ID"] for report in found] == ["0", "1", "0", "1"]
+    assert {report["variables"]["RANK_SIZE"] for report in found} == {"4"}
+    assert len({report["variables"]["JOB_ID"] for report in found}) == 1
+    assert len({report["table"] for report in found}) == 1
+    servers = json.loads(found[0]["table"])["server_list"]
+    assert [server["server_id"] for server in servers] == ["node0", "node1"]
+    assert servers[0]["host_ip"] == "127.0.0.1"
+    assert servers[0]["device"][0]["host_port"] == port
+    assert [device["rank_id"] for device in servers[1]["device"]] == ["2", "3"]
+
+
+def test_the_job_id_of_the_user_wins(tmp_path: Path) -> None:
+    source = script(tmp_path, "import os; print(os.environ['JOB_ID'])")
+    assert npurun(source, JOB_ID="10087").stdout == b"[0] 10087\n"
+    assert npurun("--job-id", "mine", source, JOB_ID="10087").stdout == b"[0] mine\n"
+
+
+def test_other_descriptions_of_a_job_are_taken_away_with_a_warning(tmp_path: Path) -> None:
+    source = script(tmp_path, "import os; print(sorted(n for n in os.environ if n.startswith(('CM_', 'TF_CONFIG'))))")
+    done = npurun(
+        source, CM_CHIEF_IP="10.0.0.1", CM_WORKER_SIZE="8", TF_CONFIG="{}", RANK_TABLE_FILE="/no/such", CM_X="1"
+    )
+    assert done.stdout == b"[0] ['CM_X']\n"
+    warning = done.stderr.decode()
+    assert warning.startswith("npurun: ")
+    assert all(name in warning for name in ("CM_CHIEF_IP", "CM_WORKER_SIZE", "TF_CONFIG", "RANK_TABLE_FILE"))
+    assert npurun(source).stderr == b""
+
+
+def test_the_rest_of_the_environment_reaches_the_ranks(tmp_path: Path) -> None:
+    source = script(tmp_path, "import os; print(os.environ['TF_USE_LEGACY_KERAS'])")
+    assert npurun(source, TF_USE_LEGACY_KERAS="1").stdout == b"[0] 1\n"

@@ -1,0 +1,237 @@
+"""When a rank fails: the others are stopped, nothing is left running, and the first failure in time is told last."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from launcher import is_running, npurun, script, wait_for_files
+
+# What npu_device leaves for the launcher when a rank raises (npu_device.cluster.health).
+RECORD = """
+    import json, os, sys, time
+    rank = int(os.environ["RANK_ID"])
+    def record(error, secondary=False, seconds_ago=0.0):
+        path = os.environ["NPU_DEVICE_ERROR_FILE"]
+        text = "Traceback (most recent call last):\\n  whole traceback of rank %d\\n%s\\n" % (rank, error)
+        found = dict(time=time.time() - seconds_ago, rank=rank, error=error, traceback=text, secondary=secondary)
+        json.dump(found, open(path + ".part", "w"))
+        os.replace(path + ".part", path)
+"""
+
+
+def last_lines(stderr: bytes) -> str:
+    return stderr.decode().rpartition("npurun: ")[2]
+
+
+def test_the_first_failure_is_told_last_with_its_traceback(tmp_path: Path) -> None:
+    source = script(
+        tmp_path,
+        """
+        import os, time
+        if os.environ["RANK_ID"] == "1":
+            try:
+                {}["key"]
+            except KeyError as error:
+                raise ValueError("bad größe") from error
+        time.sleep(0.5)
+        raise RuntimeError("a consequence")
+        """,
+    )
+    done = npurun("-n", "3", source)
+    assert done.returncode == 1
+    told = last_lines(done.stderr)
+    assert told.startswith(f"the first failure on host {socket.gethostname()}: rank 1: exit code 1, ")
+    assert told.count("Traceback (most recent call last):") == 2, "the cause of the exception is told too"
+    assert "KeyError: 'key'" in told
+    assert told.endswith("ValueError: bad größe\n")
+    assert "npurun: 3 of 3 ranks ended with an error" in done.stderr.decode()
+
+
+def test_the_time_of_the_failure_counts_not_that_of_the_end(tmp_path: Path) -> None:
+    source = script(
+        tmp_path,
+        RECORD
+        + """
+    if rank == 0:
+        sys.exit(9)  # dies of the consequence, but is faster
+    record("ValueError: the cause", seconds_ago=1.0)
+    time.sleep(1)
+    sys.exit(5)
+    """,
+    )
+    done = npurun("-n", "2", source)
+    assert done.returncode == 5
+    assert "rank 1: exit code 5, " in last_lines(done.stderr)
+    assert last_lines(done.stderr).endswith("  whole traceback of rank 1\nValueError: the cause\n")
+
+
+def test_a_consequence_is_never_the_first(tmp_path: Path) -> None:
+    source = script(
+        tmp_path,
+        RECORD
+        + """
+    if rank == 0:
+        record("PeerError: rank 1 failed", secondary=True, seconds_ago=5.0)
+        sys.exit(1)
+    if rank == 1:
+        time.sleep(0.3)
+        record("ValueError: the cause")
+        sys.exit(3)
+    time.sleep(60)
+    """,
+    )
+    done = npurun("-n", "3", source)
+    assert done.returncode == 3
+    assert "rank 1: exit code 3, " in last_lines(done.stderr)
+    assert "rank 2: stopped by npurun, killed by SIGTERM" in done.stderr.decode()
+
+
+def test_a_killed_rank_leaves_no_record_and_is_still_the_first(tmp_path: Path) -> None:
+    source = script(
+        tmp_path,
+        RECORD
+        + """
+    import signal
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    record("UnavailableError: connection reset")
+    sys.exit(1)
+    """,
+    )
+    done = npurun("-n", "2", source)
+    assert done.returncode == 128 + 9
+    assert "rank 1: killed by SIGKILL" in last_lines(done.stderr)
+
+
+def test_a_rank_that_raised_and_hangs_at_its_exit_is_the_first(tmp_path: Path) -> None:
+    source = script(
+        tmp_path,
+        RECORD
+        + """
+    if rank == 0:
+        record("ValueError: the cause", seconds_ago=1.0)
+        time.sleep(60)
+    sys.exit(7)
+    """,
+    )
+    done = npurun("-n", "2", source)
+    assert done.returncode == 1
+    assert last_lines(done.stderr).endswith("ValueError: the cause\n")
+
+
+def test_only_consequences_on_this_node(tmp_path: Path) -> None:
+    source = script(tmp_path, RECORD + "    record('PeerError: rank 0 failed', secondary=True); sys.exit(1)")
+    done = npurun("--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", source)
+    assert done.returncode == 1
+    assert "other nodes" in done.stderr.decode()
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"time": "never"}', '{"time": 1.0}'])
+def test_a_broken_record_is_no_record(tmp_path: Path, text: str) -> None:
+    source = script(
+        tmp_path, f"import os; open(os.environ['NPU_DEVICE_ERROR_FILE'], 'w').write({text!r}); raise ValueError('seen')"
+    )
+    done = npurun(source)
+    assert done.returncode == 1
+    assert last_lines(done.stderr).endswith("ValueError: seen\n")
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [("os._exit(42)", 42), ("os.abort()", 134), ("os.kill(os.getpid(), 11)", 139)]
+)
+def test_exit_code(tmp_path: Path, status: str, code: int) -> None:
+    source = script(tmp_path, f"import os, sys; print('dying', file=sys.stderr); {status}")
+    done = npurun("-n", "2", source)
+    assert done.returncode == code
+    assert last_lines(done.stderr).endswith("dying\n"), "without a traceback its last lines are told"
+
+
+def test_the_end_of_a_long_stderr_is_told(tmp_path: Path) -> None:
+    source = script(tmp_path, "import sys; [print('noise', n, file=sys.stderr) for n in range(1000)]; sys.exit(1)")
+    told = last_lines(npurun(source).stderr).splitlines()[1:]
+    assert told == [f"noise {number}" for number in range(980, 1000)]
+
+
+def test_where_the_log_of_the_failure_is(tmp_path: Path) -> None:
+    done = npurun("-n", "1", "--log-dir", str(tmp_path / "logs"), script(tmp_path, "raise ValueError('x')"))
+    assert str(tmp_path / "logs" / "rank0.log") in done.stderr.decode()
+    assert done.stderr.endswith(b"ValueError: x\n")
+
+
+def test_nothing_is_left_running(tmp_path: Path) -> None:
+    """Ranks and their children that don't hear SIGTERM are killed after the grace period."""
+    source = script(
+        tmp_path,
+        f"""
+        import os, signal, subprocess, sys, time
+        rank = int(os.environ["RANK_ID"])
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the child inherits it
+        child = subprocess.Popen(["sleep", "100"])
+        for name, pid in (("rank", os.getpid()), ("child", child.pid)):
+            path = os.path.join({str(tmp_path)!r}, f"{{name}}{{rank}}.pid")
+            open(path + ".part", "w").write(str(pid))
+            os.rename(path + ".part", path)
+        if rank == 2:
+            while len([name for name in os.listdir({str(tmp_path)!r}) if name.endswith(".pid")]) < 6:
+                time.sleep(0.01)
+            sys.exit(3)
+        time.sleep(100)
+        """,
+    )
+    began = time.monotonic()
+    done = npurun("-n", "3", "--grace", "1", source)
+    assert 2 < time.monotonic() - began < 12
+    assert done.returncode == 3
+    pids = wait_for_files(tmp_path, "*.pid", 6)
+    assert [pid for pid in pids if is_running(pid)] == []
+
+
+def test_ranks_that_hear_sigterm_are_not_killed(tmp_path: Path) -> None:
+    source = script(
+        tmp_path,
+        """
+        import os, signal, sys, time
+        def save(*_):
+            print("saved")
+            sys.exit(0)
+        if os.environ["RANK_ID"] == "0":
+            signal.signal(signal.SIGTERM, save)
+            time.sleep(60)
+        time.sleep(0.5)
+        sys.exit(4)
+        """,
+    )
+    began = time.monotonic()
+    done = npurun("-n", "2", source)
+    assert time.monotonic() - began < 10
+    assert done.returncode == 4
+    assert b"[0] saved\n" in done.stdout
+
+
+def test_children_of_ranks_that_ended_well_are_ended_too(tmp_path: Path) -> None:
+    source = script(
+        tmp_path,
+        f"""
+        import os, subprocess
+        child = subprocess.Popen(["sleep", "100"])
+        open(os.path.join({str(tmp_path)!r}, os.environ["RANK_ID"] + ".pid"), "w").write(str(child.pid))
+        """,
+    )
+    began = time.monotonic()
+    done = npurun("-n", "2", source)
+    assert time.monotonic() - began < 10
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    assert [pid for pid in wait_for_files(tmp_path, "*.pid", 2) if is_running(pid)] == []
+
+
+def test_a_program_that_cannot_be_executed(tmp_path: Path) -> None:
+    path = Path(script(tmp_path, "#!/no/such/interpreter\n", "program"))
+    path.chmod(0o755)
+    done = npurun("-n", "2", str(path))
+    assert done.returncode == 126
+    assert b"could not start" in done.stderr
+    assert b"Traceback" not in done.stderr

@@ -1,0 +1,241 @@
+"""npurun carries the ranks' output: whole lines with their rank, nothing lost, nothing mixed."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import time
+from pathlib import Path
+
+from launcher import NPURUN, environment, npurun, script, start, wait_until
+
+
+def of_rank(output: bytes, rank: int) -> list[bytes]:
+    prefix = b"[%d] " % rank
+    return [line[len(prefix) :] for line in output.split(b"\n") if line.startswith(prefix)]
+
+
+def test_stdout_and_stderr_stay_apart(tmp_path: Path) -> None:
+    source = script(tmp_path, "import sys; print('out'); print('err', file=sys.stderr)")
+    done = npurun("-n", "2", source)
+    assert sorted(done.stdout.splitlines()) == [b"[0] out", b"[1] out"]
+    assert sorted(done.stderr.splitlines()) == [b"[0] err", b"[1] err"]
+
+
+def test_lines_come_while_the_rank_runs(tmp_path: Path) -> None:
+    source = script(tmp_path, "import time; print('first'); time.sleep(20)")
+    launch = start("-n", "1", source)
+    assert launch.stdout is not None
+    began = time.monotonic()
+    assert launch.stdout.readline() == b"[0] first\n"
+    assert time.monotonic() - began < 10
+    launch.terminate()
+    launch.communicate(timeout=10)
+
+
+def test_unicode_and_bytes_that_are_no_text_survive(tmp_path: Path) -> None:
+    source = script(
+        tmp_path,
+        """
+        import os, time
+        for byte in "Grüße 世界 🙂\\n".encode():  # cut in the middle of characters
+            os.write(1, bytes([byte]))
+        os.write(1, b"\\xff\\x00\\xfe\\n\\n")
+        os.write(1, b"windows\\r\\n")
+        """,
+    )
+    done = npurun("-n", "2", source)
+    for rank in (0, 1):
+        assert of_rank(done.stdout, rank) == ["Grüße 世界 🙂".encode(), b"\xff\x00\xfe", b"", b"windows\r"]
+
+
+def test_last_line_without_newline(tmp_path: Path) -> None:
+    source = script(tmp_path, "import sys; sys.stdout.write('end'); sys.stderr.write('of it')")
+    done = npurun("-n", "2", source)
+    assert sorted(done.stdout.splitlines(keepends=True)) == [b"[0] end\n", b"[1] end\n"]
+    assert sorted(done.stderr.splitlines(keepends=True)) == [b"[0] of it\n", b"[1] of it\n"]
+
+
+def test_large_output_is_complete_and_never_mixed(tmp_path: Path) -> None:
+    source = script(
+        tmp_path,
+        """
+        import os, sys, threading
+        rank = os.environ["RANK_ID"]
+        def write(stream, name):
+            for number in range(50_000):
+                stream.write(f"{name}{rank} {number} " + "x" * (number % 100) + "\\n")
+            stream.write("y" * 3_000_000 + "\\n")
+        threads = [threading.Thread(target=write, args=a) for a in ((sys.stdout, "out"), (sys.stderr, "err"))]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        """,
+    )
+    done = npurun("-n", "2", source)
+    assert done.returncode == 0
+    for rank in (0, 1):
+        for name, output in ((b"out", done.stdout), (b"err", done.stderr)):
+            lines = of_rank(output, rank)
+            expected = [b"%s%d %d " % (name, rank, number) + b"x" * (number % 100) for number in range(50_000)]
+            assert lines == [*expected, b"y" * 3_000_000]
+
+
+def test_progress_bars_in_a_pipe_are_one_line(tmp_path: Path) -> None:
+    source = script(
+        tmp_path,
+        r"""
+        import sys
+        for step in (1, 2, 3):
+            print(f"\rbar {step}/3", end="", flush=True)
+        print()
+        for step in (1, 2):
+            print(f"other {step}/2", end="\r", flush=True)
+        """,
+    )
+    done = npurun("-n", "2", source)
+    for rank in (0, 1):
+        mark = b"\r[%d] " % rank
+        assert of_rank(done.stdout, rank) == [
+            mark.join([b"bar 1/3", b"bar 2/3", b"bar 3/3"]),
+            mark.join([b"other 1/2", b"other 2/2"]),
+        ]
+
+
+def test_a_flood_of_refreshes_costs_little(tmp_path: Path) -> None:
+    source = script(tmp_path, r"[print('refresh', n, end='\r') for n in range(200_000)]")
+    began = time.monotonic()
+    done = npurun(source)
+    assert time.monotonic() - began < 15
+    assert done.stdout.replace(b"\n", b"\r").count(b"[0] refresh ") == 200_000
+
+
+def test_a_long_progress_bar_in_a_pipe_shows_signs_of_life(tmp_path: Path) -> None:
+    source = script(
+        tmp_path,
+        r"""
+        import time
+        for step in range(200):
+            print(f"\rstep {step}", end="", flush=True)
+            time.sleep(0.1)
+        """,
+    )
+    launch = start(source)
+    assert launch.stdout is not None
+    began = time.monotonic()
+    first = launch.stdout.readline()
+    assert 4 < time.monotonic() - began < 10
+    assert first.startswith(b"[0] step 0\r[0] step 1\r")
+    launch.terminate()
+    launch.communicate(timeout=10)
+
+
+def test_progress_bars_on_a_terminal_are_refreshed(tmp_path: Path) -> None:
+    source = script(
+        tmp_path,
+        r"""
+        for step in (1, 2):
+            print(f"step {step}/2", end="\r", flush=True)
+        print("\ndone")
+        """,
+    )
+    master, slave = pty.openpty()
+    launch = subprocess.Popen([*NPURUN, "-n", "1", source], env=environment(), stdout=slave, stderr=slave)
+    os.close(slave)
+    shown = b""
+    while True:
+        try:
+            block = os.read(master, 4096)
+        except OSError:  # the last one has closed the terminal
+            break
+        if not block:
+            break
+        shown += block
+    os.close(master)
+    assert launch.wait(10) == 0
+    assert b"step 1/2\x1b[?7h\r" in shown
+    shown = shown.replace(b"\r\r\n", b"\r\n")  # the terminal makes \r\n of \n, also where a \r stands already
+    assert shown.endswith(b"\x1b[36m[0]\x1b[0m step 2/2\r\n\x1b[36m[0]\x1b[0m done\r\n")
+
+
+def test_no_colours_in_a_pipe(tmp_path: Path) -> None:
+    assert b"\x1b" not in npurun("-n", "2", script(tmp_path, "print('plain')")).stdout
+
+
+def test_a_reader_that_goes_away_does_not_stop_the_ranks(tmp_path: Path) -> None:
+    source = script(
+        tmp_path,
+        f"""
+        for number in range(20_000):
+            print("line", number)
+        open({str(tmp_path / "finished")!r}, "w").close()
+        """,
+    )
+    launch = start(source)
+    assert launch.stdout is not None
+    launch.stdout.readline()
+    launch.stdout.close()
+    assert launch.wait(20) == 0
+    assert (tmp_path / "finished").exists()
+    assert launch.stderr is not None
+    assert launch.stderr.read() == b""
+    launch.stderr.close()
+
+
+def test_log_dir(tmp_path: Path) -> None:
+    source = script(
+        tmp_path,
+        r"""
+        import os, sys, time
+        sys.stdout.write("out\rbar 1\rbar 2")
+        sys.stdout.flush()
+        time.sleep(0.3)
+        os.write(2, b"err \xff\n")
+        time.sleep(0.3)
+        print(" end")
+        """,
+    )
+    logs = tmp_path / "logs" / "of a run"
+    done = npurun("-n", "2", "--log-dir", str(logs), source)
+    assert done.returncode == 0
+    assert done.stdout == b""
+    assert all(line.startswith(b"npurun: ") for line in done.stderr.splitlines())
+    assert sorted(path.name for path in logs.iterdir()) == ["rank0.log", "rank1.log"]
+    for path in logs.iterdir():
+        assert path.read_bytes() == b"out\rbar 1\r\nerr \xff\nbar 2 end\n"
+
+
+def test_tee(tmp_path: Path) -> None:
+    source = script(tmp_path, "import sys; print('out'); print('err', file=sys.stderr)")
+    done = npurun("-n", "2", "--log_dir", str(tmp_path), "--tee", source)
+    assert sorted(done.stdout.splitlines()) == [b"[0] out", b"[1] out"]
+    assert sorted(done.stderr.splitlines()) == [b"[0] err", b"[1] err"]
+    for rank in (0, 1):
+        assert sorted((tmp_path / f"rank{rank}.log").read_bytes().splitlines()) == [b"err", b"out"]
+
+
+def test_a_log_dir_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = npurun("--log-dir", str(tmp_path / "file"), script(tmp_path, "print('ran')"))
+    assert done.returncode != 0
+    assert b"file" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_process_that_escaped_with_the_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    source = script(
+        tmp_path,
+        f"""
+        import subprocess
+        child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        open({str(pid)!r}, "w").write(str(child.pid))
+        print("bye")
+        """,
+    )
+    began = time.monotonic()
+    done = npurun(source)
+    assert time.monotonic() - began < 10
+    assert (done.returncode, done.stdout) == (0, b"[0] bye\n")
+    wait_until(pid.exists)
+    os.kill(int(pid.read_text()), 9)

@@ -1,0 +1,382 @@
+"""The optimizer wrapper: N ranks with batch b do what one process does with batch N·b, under either Keras and in every way to train.
+
+The reference is computed on each rank by itself with a plain optimizer on the whole batch.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+from pool import Pool
+
+BATCH = 4
+TOLERANCE = 2e-6
+"""Largest absolute difference of weights of order one after three steps, float32."""
+
+
+def _model(keras: Any, seed: int = 1) -> Any:
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential([keras.Input([5]), keras.layers.Dense(7, activation="tanh"), keras.layers.Dense(1)])
+
+
+def _batch(size: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """The whole batch of a step, the same on every rank."""
+    random = np.random.default_rng(step)
+    x = random.standard_normal([BATCH * size, 5]).astype(np.float32)
+    return x, (x.sum(axis=1, keepdims=True) * 3).astype(np.float32)
+
+
+def _share(whole: np.ndarray, rank: int) -> np.ndarray:
+    return whole[rank * BATCH : (rank + 1) * BATCH]
+
+
+def _optimizer(tf: Any, kind: str) -> Any:
+    keras = tf.keras
+    if kind == "legacy":
+        return keras.optimizers.legacy.SGD(0.1, momentum=0.9, global_clipnorm=0.5)
+    if kind == "adam":
+        return keras.optimizers.Adam(0.05)
+    if kind == "value":
+        return keras.optimizers.SGD(0.1, clipvalue=0.05)
+    return keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.5)
+
+
+def _difference(first: list[Any], second: list[Any]) -> float:
+    return max(float(np.max(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)))) for a, b in zip(first, second))
+
+
+def _train(tf: Any, model: Any, optimizer: Any, batches: list[Any], graph: bool) -> None:
+    def step(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+
+    call = tf.function(step) if graph else step
+    for x, y in batches:
+        call(tf.constant(x), tf.constant(y))
+
+
+def body_custom_loop(kind: str, graph: bool) -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    handle = npu.open()
+    rank, size = handle.worker_id, handle.workers_num
+    whole = [_batch(size, step) for step in range(3)]
+    model = _model(tf.keras, seed=rank)
+    npu.distribute.broadcast(model.trainable_variables, root_rank=0)
+    plain = _optimizer(tf, kind)
+    wrapped = npu.distribute.npu_distributed_keras_optimizer_wrapper(plain, reduce_reduction="mean")
+    _train(tf, model, wrapped, [(_share(x, rank), _share(y, rank)) for x, y in whole], graph)
+    reference = _model(tf.keras, seed=0)
+    _train(tf, reference, _optimizer(tf, kind), whole, graph)
+    return wrapped is plain, model.get_weights(), _difference(model.get_weights(), reference.get_weights())
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("kind", ["sgd clipped by global norm", "value", "adam", "legacy"])
+def test_custom_loop_equals_one_process(keras_ranks: Pool, kind: str, graph: bool) -> None:
+    if kind == "legacy" and keras_ranks.keras == "3":
+        pytest.skip("Keras 3 has no legacy optimizers")
+    results = keras_ranks.run(body_custom_loop, kind, graph)
+    for same, weights, difference in results:
+        assert same
+        assert difference < TOLERANCE
+        assert all(np.array_equal(a, b) for a, b in zip(weights, results[0][1]))
+
+
+def body_fit(steps_per_execution: int, eagerly: bool) -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device.distribute.hccl import npu_callbacks_append
+
+    handle = npu.open()
+    rank, size = handle.worker_id, handle.workers_num
+    whole = [_batch(size, step) for step in range(4)]
+    model = _model(tf.keras, seed=rank)
+    optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(_optimizer(tf, "adam"))
+    model.compile(optimizer=optimizer, loss="mse", steps_per_execution=steps_per_execution, run_eagerly=eagerly)
+    x = np.concatenate([_share(x, rank) for x, _ in whole])
+    y = np.concatenate([_share(y, rank) for _, y in whole])
+    model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=npu_callbacks_append())
+    reference = _model(tf.keras, seed=0)
+    reference.compile(optimizer=_optimizer(tf, "adam"), loss="mse")
+    x, y = (np.concatenate([batch[i] for batch in whole]) for i in (0, 1))
+    reference.fit(x, y, batch_size=BATCH * size, epochs=2, shuffle=False, verbose=0)
+    return model.get_weights(), _difference(model.get_weights(), reference.get_weights())
+
+
+@pytest.mark.parametrize(("steps_per_execution", "eagerly"), [(1, False), (2, False), (4, False), (1, True)])
+def test_fit_equals_one_process(keras_ranks: Pool, steps_per_execution: int, eagerly: bool) -> None:
+    results = keras_ranks.run(body_fit, steps_per_execution, eagerly)
+    for weights, difference in results:
+        assert difference < 2e-5  # eight Adam steps
+        assert all(np.array_equal(a, b) for a, b in zip(weights, results[0][0]))
+
+
+def body_none_and_sparse() -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    handle = npu.open()
+    rank, size = handle.worker_id, handle.workers_num
+
+    def run(wrapped: bool, rows: list[int]) -> list[Any]:
+        table = tf.Variable(tf.ones([6, 2]))
+        dense = tf.Variable(tf.ones([2]))
+        unused = tf.Variable(tf.ones([3]))
+        optimizer = tf.keras.optimizers.SGD(1.0)
+        if wrapped:
+            optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(optimizer, "sum")
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, rows) * dense)
+        gradients = tape.gradient(loss, [table, dense, unused])
+        assert isinstance(gradients[0], tf.IndexedSlices)
+        assert gradients[2] is None
+        optimizer.apply_gradients(zip(gradients, [table, dense, unused]))
+        return [table.numpy(), dense.numpy(), unused.numpy()]
+
+    mine = [0, rank, rank] if rank else [0, 5]
+    everybody = [row for other in range(size) for row in ([0, other, other] if other else [0, 5])]
+    return _difference(run(True, mine), run(False, everybody))
+
+
+def test_none_and_sparse_gradients(keras_ranks: Pool) -> None:
+    assert max(keras_ranks.run(body_none_and_sparse)) < TOLERANCE
+
+
+def body_accumulation() -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    handle = npu.open()
+    rank, size = handle.worker_id, handle.workers_num
+    whole = [_batch(size, step) for step in range(6)]
+    shares = [(_share(x, rank), _share(y, rank)) for x, y in whole]
+
+    def optimizer() -> Any:
+        return tf.keras.optimizers.SGD(0.1, clipvalue=0.02, gradient_accumulation_steps=3)
+
+    model, reference = _model(tf.keras, 0), _model(tf.keras, 0)
+    _train(tf, model, npu.distribute.npu_distributed_keras_optimizer_wrapper(optimizer()), shares, graph=True)
+    _train(tf, reference, optimizer(), whole, graph=True)
+    return _difference(model.get_weights(), reference.get_weights()), _difference(model.get_weights(), _model(tf.keras, 0).get_weights())
+
+
+def test_gradient_accumulation_of_keras_3(ranks: Pool) -> None:
+    for difference, moved in ranks.run(body_accumulation):
+        assert difference < TOLERANCE
+        assert moved > 0.003
+
+
+def _loss_scale(tf: Any, optimizer: Any) -> Any:
+    return tf.keras.mixed_precision.LossScaleOptimizer(optimizer, initial_scale=8.0, dynamic_growth_steps=2)
+
+
+def body_loss_scale(place: str, kind: str, bad_rank: int, graph: bool) -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    handle = npu.open()
+    rank, size = handle.worker_id, handle.workers_num
+    wrap = npu.distribute.npu_distributed_keras_optimizer_wrapper
+    inner = _optimizer(tf, kind)
+    optimizer = _loss_scale(tf, wrap(inner)) if place == "inner" else wrap(_loss_scale(tf, inner))
+    assert isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
+    old = hasattr(optimizer, "get_scaled_loss")
+    variable = tf.Variable([1.0, 1.0])
+
+    def step(bad: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * float(rank + 1)) * tf.where(bad, float("inf"), 1.0)
+            scaled = optimizer.get_scaled_loss(loss) if old else optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, [variable])
+        if old:
+            gradients = optimizer.get_unscaled_gradients(gradients)
+        optimizer.apply_gradients(zip(gradients, [variable]))
+
+    call = tf.function(step) if graph else step
+    trail = []
+    for bad in (False, True, False):
+        call(tf.constant(bad and rank == bad_rank))
+        scale = optimizer.loss_scale if old else optimizer.dynamic_scale
+        trail.append((variable.numpy().tolist(), float(np.asarray(scale))))
+    mean = sum(range(1, size + 1)) / size
+    return trail, mean
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("place", ["inner", "outer"])
+@pytest.mark.parametrize("kind", ["value", "legacy"])
+def test_loss_scale_optimizers_agree_on_finite(keras_ranks: Pool, place: str, kind: str, graph: bool) -> None:
+    if kind == "legacy" and keras_ranks.keras == "3":
+        pytest.skip("Keras 3 has no legacy optimizers")
+    results = keras_ranks.run(body_loss_scale, place, kind, keras_ranks.size - 1, graph)
+    first = results[0][0]
+    for trail, _ in results:
+        assert trail == first, "the ranks must agree, although the gradients of one only were infinite"
+    (one, scale_one), (two, scale_two), (three, _) = first
+    assert one[0] < 1.0
+    assert two == one, "the step with infinite gradients is skipped everywhere"
+    assert (scale_one, scale_two) == (8.0, 4.0)
+    assert three[0] < two[0]
+
+
+def body_mixed_precision() -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    rank = npu.open().worker_id
+    tf.keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        model = _model(tf.keras, 0)
+        wrapped = npu.distribute.npu_distributed_keras_optimizer_wrapper(tf.keras.optimizers.SGD(0.01))
+        model.compile(optimizer=wrapped, loss="mse", jit_compile="auto" if hasattr(tf.keras, "ops") else None)
+        x, y = _batch(1, step=rank)
+        if rank == 0:
+            y = y * 1e6  # overflows float16 on this rank only
+        model.fit(x, y, batch_size=BATCH, epochs=5, verbose=0, shuffle=False)
+        return type(model.optimizer).__name__, model.get_weights()
+    finally:
+        tf.keras.mixed_precision.set_global_policy("float32")
+
+
+def test_compile_under_mixed_precision_wraps_the_wrapped(keras_ranks: Pool) -> None:
+    results = keras_ranks.run(body_mixed_precision)
+    for name, weights in results:
+        assert "LossScaleOptimizer" in name
+        assert all(np.array_equal(a, b) for a, b in zip(weights, results[0][1]))
+        assert all(np.all(np.isfinite(value)) for value in weights)
+
+
+def body_save(directory: str) -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    handle = npu.open()
+    rank, size = handle.worker_id, handle.workers_num
+    wrap = npu.distribute.npu_distributed_keras_optimizer_wrapper
+    whole = [_batch(size, step) for step in range(3)]
+    shares = [(_share(x, rank), _share(y, rank)) for x, y in whole]
+
+    def fit(model: Any, batches: list[Any]) -> None:
+        for x, y in batches:
+            model.train_on_batch(x, y)
+
+    model = _model(tf.keras, 0)
+    model.compile(optimizer=wrap(tf.keras.optimizers.Adam(0.05)), loss="mse")
+    fit(model, shares[:2])
+    path = f"{directory}/model{rank}.keras"
+    model.save(path)
+    loaded = tf.keras.models.load_model(path)
+    config_equal = loaded.optimizer.get_config() == model.optimizer.get_config()
+    restored = _difference(loaded.get_weights(), model.get_weights())
+    plain_type = type(loaded.optimizer) is type(tf.keras.optimizers.Adam())
+    wrap(loaded.optimizer)
+    fit(loaded, shares[2:])
+    fit(model, shares[2:])
+    checkpoint = f"{directory}/weights{rank}.weights.h5"
+    model.save_weights(checkpoint)
+    return config_equal, plain_type, restored, _difference(loaded.get_weights(), model.get_weights())
+
+
+def test_saving_and_loading(keras_ranks: Pool, tmp_path: Any) -> None:
+    for config_equal, plain_type, restored, continued in keras_ranks.run(body_save, str(tmp_path)):
+        assert config_equal
+        assert plain_type
+        assert restored == 0.0
+        assert continued == 0.0
+
+
+def body_copy_and_refusals() -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    wrap = npu.distribute.npu_distributed_keras_optimizer_wrapper
+
+    def refusal(*arguments: Any) -> str:
+        try:
+            wrap(*arguments)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "accepted"
+
+    plain = tf.keras.optimizers.SGD(1.0)
+    config = plain.get_config()
+    wrapped = wrap(plain)
+    inner = wrap(tf.keras.optimizers.SGD(1.0))
+    scaled = wrap(_loss_scale(tf, tf.keras.optimizers.SGD(1.0)))
+    named = wrap("sgd")
+    # tf-keras's new optimizers can't be deep-copied, wrapped or not.
+    copied = copy.deepcopy(wrapped) if hasattr(tf.keras, "ops") else wrap(tf.keras.optimizers.SGD(1.0))
+    first, second = tf.Variable(0.0), tf.Variable(0.0)
+    wrapped.apply_gradients([(tf.constant(1.0), first)])
+    copied.apply_gradients([(tf.constant(1.0), second)])
+    return {
+        "twice": refusal(wrapped),
+        "around": refusal(_loss_scale(tf, inner)),
+        "scaled twice": refusal(scaled),
+        "not an optimizer": refusal(object()),
+        "reduction": refusal(tf.keras.optimizers.SGD(1.0), "median"),
+        "named": isinstance(named, tf.keras.optimizers.Optimizer),
+        "config": wrapped.get_config() == config,
+        "iterations": (int(np.asarray(wrapped.iterations)), int(np.asarray(copied.iterations))),
+        "values": (float(first), float(second)),
+    }
+
+
+def test_refusals_and_copies(keras_ranks: Pool) -> None:
+    for found in keras_ranks.run(body_copy_and_refusals):
+        assert found["named"] and found["config"]
+        assert found["iterations"] == (1, 1), "a deep copy applies with its own state"
+        assert found["values"] == (-1.0, -1.0)
+        assert found["reduction"].startswith("ValueError")
+        if keras_ranks.size == 1:
+            continue
+        assert found["twice"].startswith("ValueError") and "wrapped already" in found["twice"]
+        assert found["around"].startswith("ValueError")
+        assert found["scaled twice"].startswith("ValueError")
+        assert found["not an optimizer"].startswith("TypeError")
+
+
+def body_jit() -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    def fit(jit_compile: Any) -> str:
+        model = _model(tf.keras, 0)
+        model.compile(
+            optimizer=npu.distribute.npu_distributed_keras_optimizer_wrapper(tf.keras.optimizers.SGD(0.1)),
+            loss="mse",
+            jit_compile=jit_compile,
+        )
+        x, y = _batch(1, 0)
+        try:
+            model.fit(x, y, verbose=0)
+        except Exception as error:
+            return str(error)
+        return "trained"
+
+    return fit("auto"), fit(True)
+
+
+def test_keras_3_jit_compile(ranks: Pool) -> None:
+    for auto, forced in ranks.run(body_jit):
+        assert auto == "trained"
+        if ranks.size > 1:
+            assert "jit_compile=False" in forced
+        else:
+            assert forced == "trained"

@@ -1,0 +1,152 @@
+"""The small names: loop size, saturation mode, scopes, run contexts, ``npu_compat_function``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from npu_device.compat_function import npu_compat_function
+from npu_device.configs import npu_run_context, run_context_options
+from npu_device.modes import get_npu_loop_size, is_inf_nan_enabled, set_device_sat_mode, set_npu_loop_size
+from npu_device.options import global_options
+from npu_device.utils import scope
+from npu_device.utils.repeat import stupid_repeat
+
+SCOPES = [scope.keep_dtype_scope, scope.npu_recompute_scope, scope.npu_optimizer_scope, scope.npu_gradients_scope]
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test begins as a new process would."""
+    monkeypatch.setattr("npu_device.modes._loop_size", None)
+    monkeypatch.setattr("npu_device.compat_function._warned", False)
+    monkeypatch.delenv("NPU_LOOP_SIZE", raising=False)
+
+
+def test_loop_size_is_one_at_first_and_can_be_set() -> None:
+    assert get_npu_loop_size() == 1
+    set_npu_loop_size(100)
+    assert get_npu_loop_size() == 100
+    set_npu_loop_size(np.int64(7))
+    assert get_npu_loop_size() == 7
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_loop_size_below_one_is_logged_and_ignored(size: int, caplog: pytest.LogCaptureFixture) -> None:
+    set_npu_loop_size(10)
+    set_npu_loop_size(size)
+    assert get_npu_loop_size() == 10
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert f"found {size}; it stays 10" in caplog.text
+
+
+def test_a_loop_size_that_is_no_integer_is_refused() -> None:
+    with pytest.raises(TypeError):
+        set_npu_loop_size(1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("text", "size"), [("100", 100), ("", 1), ("many", 1), ("0", 1), ("-3", 1)])
+def test_loop_size_of_the_environment(monkeypatch: pytest.MonkeyPatch, text: str, size: int) -> None:
+    monkeypatch.setenv("NPU_LOOP_SIZE", text)
+    assert get_npu_loop_size() == size
+    set_npu_loop_size(5)
+    assert get_npu_loop_size() == 5
+
+
+@pytest.mark.parametrize(
+    ("mode", "level"), [(1, None), (2, None), (0, logging.WARNING), (3, logging.ERROR), (-1, logging.ERROR)]
+)
+def test_saturation_mode(mode: int, level: int | None, caplog: pytest.LogCaptureFixture) -> None:
+    set_device_sat_mode(mode)
+    assert [record.levelno for record in caplog.records] == ([] if level is None else [level])
+    assert is_inf_nan_enabled() is True
+
+
+@pytest.mark.parametrize("make", SCOPES, ids=lambda make: make.__name__)
+def test_scopes_change_nothing(make: Callable[[], AbstractContextManager[None]]) -> None:
+    import tensorflow as tf
+
+    with make(), make():
+        assert int(tf.constant(1) + 1) == 2
+
+    @tf.function
+    def inside(x: Any) -> Any:
+        with make(), scope.keep_dtype_scope():
+            return x * 2
+
+    assert int(inside(tf.constant(3))) == 6
+    with pytest.raises(KeyError), make():
+        raise KeyError
+
+
+def test_run_context_options_behave_as_global_options() -> None:
+    options = run_context_options()
+    assert options is not run_context_options()
+    recompute = options.experimental.graph_memory_optimize_config
+    recompute.recompute = "manual"
+    assert recompute.recompute.value == "manual"
+    with pytest.raises(ValueError, match="expected one of 'auto', 'manual'"):
+        recompute.recompute = "sometimes"
+    with pytest.raises(ValueError, match="run_context_options has no option 'nothing'"):
+        options.nothing = 1
+    assert global_options().experimental.graph_memory_optimize_config.recompute.value is None
+
+
+def test_run_context_takes_its_own_options_only() -> None:
+    with npu_run_context(), npu_run_context(run_context_options()):
+        pass
+    for wrong in (global_options(), {}, "recompute"):
+        context: Any = wrong
+        with pytest.raises(ValueError, match=r"npu\.configs\.run_context_options\(\)"), npu_run_context(context):
+            pass
+
+
+def test_compat_function_in_both_forms(caplog: pytest.LogCaptureFixture) -> None:
+    import tensorflow as tf
+
+    @npu_compat_function
+    def plain(x: Any) -> Any:
+        return x + (1 if tf.executing_eagerly() else 2)
+
+    @npu_compat_function(input_signature=[tf.TensorSpec([], tf.int32)], jit_compile=False)
+    def with_arguments(x: Any) -> Any:
+        return x + (1 if tf.executing_eagerly() else 2)
+
+    assert int(plain(tf.constant(1))) == int(with_arguments(tf.constant(1))) == 3
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("flag", ["jit_compile", "experimental_compile"])
+def test_compat_function_drops_xla_and_says_so_once(flag: str, caplog: pytest.LogCaptureFixture) -> None:
+    import tensorflow as tf
+
+    def as_text(x: Any) -> Any:
+        # XLA can't compile strings: this fails if the flag got through.
+        return tf.strings.as_string(x)
+
+    for _ in range(2):
+        compiled = npu_compat_function(**{flag: True})(as_text)
+        assert compiled(tf.constant(5)).numpy() == b"5"
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert flag in caplog.text
+
+
+def test_compat_function_refuses_what_tf_function_does_not_know() -> None:
+    with pytest.raises(TypeError):
+        npu_compat_function(nonsense=True)
+
+
+@pytest.fixture
+def info(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.INFO, logger="npu_device"):
+        yield caplog
+
+
+def test_stupid_repeat(info: pytest.LogCaptureFixture) -> None:
+    assert stupid_repeat("word", 3) is None  # type: ignore[func-returns-value]
+    assert [record.getMessage() for record in info.records] == ["word"] * 3
