@@ -9,11 +9,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from npu_device._api import *  # noqa: F403
+    from npu_device import configs, distribute, npu_device, utils
+    from npu_device._api import (
+        NpuDeviceHandle,
+        close,
+        global_options,
+        is_inf_nan_enabled,
+        keep_dtype_scope,
+        npu_compat_function,
+        npu_recompute_scope,
+        npu_run_context,
+        open,
+        set_device_sat_mode,
+        set_npu_loop_size,
+    )
 
 __version__ = "0.1.0"
 
-__all__ = [  # noqa: F822 - the names of _api
+__all__ = [
     "NpuDeviceHandle",
     "close",
     "configs",

@@ -1,4 +1,6 @@
-"""The names of ``import npu_device as npu``, from the rooms where they live; the package's ``__init__`` loads this at their first use."""
+"""The names of ``import npu_device as npu``, from the rooms where they live; the package's ``__init__`` loads this at
+their first use.
+"""
 
 from npu_device import configs, distribute, npu_device, utils
 from npu_device.compat_function import npu_compat_function

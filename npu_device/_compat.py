@@ -1,6 +1,8 @@
-"""Differences between TensorFlow and Keras releases, and the few private doors of TensorFlow that the package goes through.
+"""Differences between TensorFlow and Keras releases, and the few private doors of TensorFlow that the package goes
+through.
 
-This is the only place that asks for a version or imports from ``tensorflow.python``. Everything else uses the names below.
+This is the only place that asks for a version or imports from ``tensorflow.python``. Everything else uses the names
+below.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def server_def(cluster: dict[str, list[str]], job: str, task: int, port: int, co
 
 
 def plain_variable(initial_value: Any) -> Any:
-    """A variable that no surrounding tf.distribute or Keras scope gets to see (tf.Variable goes through their creators)."""
+    """A variable that no surrounding tf.distribute or Keras scope gets to see (tf.Variable goes through their
+    creators).
+    """
     return _resource_variable_ops.ResourceVariable(initial_value, trainable=False)
 
 

@@ -1,8 +1,8 @@
 """Opening and closing: ``npu.open()`` joins the job that the environment describes, and answers who this rank is.
 
-Without distributed environment variables nothing is started. The calls of ``npu.distribute`` come here for the running cluster; when
-the script forgot ``npu.open()`` they open by themselves as long as that is still possible, and raise otherwise: a rank that trains
-alone while it believes to be one of four is worse than any error.
+Without distributed environment variables nothing is started. The calls of ``npu.distribute`` come here for the running
+cluster; when the script forgot ``npu.open()`` they open by themselves as long as that is still possible, and raise
+otherwise: a rank that trains alone while it believes to be one of four is worse than any error.
 """
 
 from __future__ import annotations
@@ -49,26 +49,28 @@ class NpuDeviceHandle:
         return self.workers_num > 1 and 0 <= self.worker_id < self.workers_num
 
     def as_default(self) -> NpuDeviceHandle:
-        """Make this the process's default device. One process has one device, so that opening it has done so already."""
+        """Make this the process's default device: a process has one device, so that opening it has done so already."""
         return self
 
 
 _handle: NpuDeviceHandle | None = None
 
 
-def open(device_id: int | None = None) -> NpuDeviceHandle:  # noqa: A001 - Ascend's name
+def open(device_id: int | None = None) -> NpuDeviceHandle:
     """Open the device of this process, and join the other workers when the environment names some.
 
     Args:
-        device_id: number of the device on this host; default ``ASCEND_DEVICE_ID``, else ``DEVICE_ID``, else the local rank, else 0.
+        device_id: number of the device on this host; default ``ASCEND_DEVICE_ID``, else ``DEVICE_ID``, else the local
+            rank, else 0.
 
     Returns:
         The handle; the same one when the same device is opened again.
 
     Raises:
         ValueError: a malformed environment variable, or both ``RANK_SIZE`` and ``CM_WORKER_SIZE``.
-        RuntimeError: another device is open in this process; the environment is contradictory or incomplete; the ranks did not find
-            each other; TensorFlow was used before. The text begins with "Failed open npu device" when the ranks could not be joined.
+        RuntimeError: another device is open in this process; the environment is contradictory or incomplete; the ranks
+            did not find each other; TensorFlow was used before. The text begins with "Failed open npu device" when the
+            ranks could not be joined.
 
     Every rank waits here until all have come, ``HCCL_CONNECT_TIMEOUT`` seconds at most.
 
@@ -78,7 +80,8 @@ def open(device_id: int | None = None) -> NpuDeviceHandle:  # noqa: A001 - Ascen
     if _handle is not None:
         if device_id is not None and device_id != _handle._device_id:
             raise RuntimeError(
-                f"device {device_id} can't be opened: this process has opened {_handle.name()} already, and one process has one device.\n"
+                f"device {device_id} can't be opened: this process has opened {_handle.name()} already, and one "
+                "process has one device.\n"
                 "What to do: start one process a device, for instance with npurun."
             )
         return _handle
@@ -98,7 +101,7 @@ def open(device_id: int | None = None) -> NpuDeviceHandle:  # noqa: A001 - Ascen
 
 
 def close() -> None:
-    """Leave the job. Also runs at exit; on a single device it only forgets the handle. See ``cluster.runtime.close``."""
+    """Leave the job. Also runs at exit; on a single device the handle is forgotten. See ``cluster.runtime.close``."""
     global _handle
     _handle = None
     runtime.close()

@@ -1,4 +1,6 @@
-"""Whole jobs of short scripts: one process a rank, from start to exit. For what can't be tried in a pool: failing, leaving, being killed."""
+"""Whole jobs of short scripts: one process a rank, from start to exit. For what can't be tried in a pool: failing,
+leaving, being killed.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +23,24 @@ class Ended(NamedTuple):
 
 
 def start(directory: Path, size: int, script: str, **environment: str) -> list[subprocess.Popen[str]]:
-    """Start ``size`` ranks of a script (Python text)."""
+    """Start ``size`` ranks of a script (Python text), with a rank table when there are several."""
+    tables = [table_environment(directory, size, rank) if size > 1 else {} for rank in range(size)]
+    return start_each(directory, script, [{**table, **environment} for table in tables])
+
+
+def start_each(directory: Path, script: str, environments: list[dict[str, str]]) -> list[subprocess.Popen[str]]:
+    """Start one process of a script for each set of variables."""
     path = directory / "script.py"
     path.write_text(script)
     return [
         subprocess.Popen(
             [sys.executable, "-u", str(path)],
-            env={
-                **clean_environment(),
-                **(table_environment(directory, size, rank) if size > 1 else {}),
-                "TF_CPP_MIN_LOG_LEVEL": "2",
-                **environment,
-            },
+            env={**clean_environment(), "TF_CPP_MIN_LOG_LEVEL": "2", **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(size)
+        for environment in environments
     ]
 
 

@@ -1,7 +1,8 @@
 """Worker processes that are started once and run many test bodies: real ranks, real TensorFlow, real sockets.
 
-A body is a module-level function of a test file. ``Pool.run(body, *arguments)`` calls it on every rank at once and returns what each
-returned. Importing TensorFlow costs seconds a process, so that a pool lives as long as the test session.
+A body is a module-level function of a test file. ``Pool.run(body, *arguments)`` calls it on every rank at once and
+returns what each returned. Importing TensorFlow costs seconds a process, so that a pool lives as long as the test
+session.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _TAIL_LINES = 40
 
 
 class Pool:
-    """``size`` worker processes under one Keras ("2" or "3"); one of them without any distributed environment when the size is 1."""
+    """``size`` worker processes under one Keras ("2" or "3"); one of them without any distributed environment when the
+    size is 1.
+    """
 
     def __init__(self, size: int, keras: str, **extra_environment: str) -> None:
         self.size = size
@@ -35,7 +38,9 @@ class Pool:
         with Listener(address, family="AF_UNIX") as listener:
             for rank in range(size):
                 environment = table_environment(directory, size, rank) if size > 1 else {}
-                environment.update(TF_USE_LEGACY_KERAS="1" if keras == "2" else "0", TF_CPP_MIN_LOG_LEVEL="2", **extra_environment)
+                environment.update(
+                    TF_USE_LEGACY_KERAS="1" if keras == "2" else "0", TF_CPP_MIN_LOG_LEVEL="2", **extra_environment
+                )
                 self._processes.append(
                     subprocess.Popen(
                         [sys.executable, str(_HERE / "pool_worker.py"), address, str(rank)],
@@ -66,7 +71,9 @@ class Pool:
         return all(process.poll() is None for process in self._processes)
 
     def run(self, body: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
-        """Call ``body(*arguments)`` on every rank; the results by rank. An error on any rank fails the test, with all ranks' outputs."""
+        """Call ``body(*arguments)`` on every rank; the results by rank. An error on any rank fails the test, with all
+        ranks' outputs.
+        """
         for connection in self._connections:
             connection.send((body.__module__, body.__qualname__, arguments))
         deadline = time.monotonic() + timeout
@@ -113,5 +120,16 @@ class Pool:
 
 def clean_environment() -> dict[str, str]:
     """This process's environment without anything that describes a cluster."""
-    prefixes = ("RANK_", "CM_", "HCCL_", "NPU_", "TF_CONFIG", "ASCEND_", "DEVICE_ID", "JOB_ID", "POD_NAME", "PROFILING_")
+    prefixes = (
+        "RANK_",
+        "CM_",
+        "HCCL_",
+        "NPU_",
+        "TF_CONFIG",
+        "ASCEND_",
+        "DEVICE_ID",
+        "JOB_ID",
+        "POD_NAME",
+        "PROFILING_",
+    )
     return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}

@@ -21,7 +21,9 @@ def table_environment(directory: Path, size: int, rank: int) -> dict[str, str]:
         devices = [{"device_id": str(i), "device_ip": f"10.0.0.{i + 1}", "rank_id": str(i)} for i in range(size)]
         devices[0]["host_port"] = str(free_port())
         servers = [{"server_id": "here", "device": devices}]
-        table.write_text(json.dumps({"version": "1.0", "status": "completed", "server_count": "1", "server_list": servers}))
+        table.write_text(
+            json.dumps({"version": "1.0", "status": "completed", "server_count": "1", "server_list": servers})
+        )
     return {
         "RANK_TABLE_FILE": str(table),
         "RANK_ID": str(rank),

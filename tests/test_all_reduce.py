@@ -132,7 +132,9 @@ def body_slices(reduction: str) -> Any:
         return tf.convert_to_tensor(npu.distribute.all_reduce([slices], reduction)[0])
 
     eager = npu.distribute.all_reduce(slices, reduction)
-    none = npu.distribute.all_reduce(tf.IndexedSlices(values[:0], tf.range(0, dtype=tf.int64), slices.dense_shape), reduction)
+    none = npu.distribute.all_reduce(
+        tf.IndexedSlices(values[:0], tf.range(0, dtype=tf.int64), slices.dense_shape), reduction
+    )
     return (
         isinstance(eager, tf.IndexedSlices),
         tf.convert_to_tensor(eager).numpy(),

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from pool import Pool
 
-DTYPES = (
-    "float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool", "complex64", "complex128",
-)  # fmt: skip
+FLOATS = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+DTYPES = (*FLOATS, *INTEGERS, "bool")
 
 
 def body_variables(root: int) -> Any:
@@ -19,7 +19,9 @@ def body_variables(root: int) -> Any:
     import npu_device as npu
 
     rank = npu.open().worker_id
-    variables = [tf.Variable(tf.cast(tf.fill([5], rank + 1 if dtype != "bool" else rank % 2), dtype)) for dtype in DTYPES]
+    variables = [
+        tf.Variable(tf.cast(tf.fill([5], rank + 1 if dtype != "bool" else rank % 2), dtype)) for dtype in DTYPES
+    ]
     odd = tf.Variable(tf.cast(tf.range(3) + rank, tf.int8))
     scalar = tf.Variable(float(rank))
     matrix = tf.Variable(tf.fill([2, 3], float(rank)))
@@ -57,7 +59,9 @@ def body_models() -> Any:
 
     rank = npu.open().worker_id
     tf.keras.utils.set_random_seed(rank)
-    model = tf.keras.Sequential([tf.keras.Input([4]), tf.keras.layers.Dense(8), tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(2)])
+    model = tf.keras.Sequential(
+        [tf.keras.Input([4]), tf.keras.layers.Dense(8), tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(2)]
+    )
     before = [np.asarray(value) for value in model.get_weights()]
     npu.distribute.broadcast(model.trainable_variables, root_rank=0)
     after = [np.asarray(value) for value in model.get_weights()]
@@ -79,7 +83,9 @@ def test_keras_models(keras_ranks: Pool) -> None:
             np.testing.assert_array_equal(mine, sent)
             np.testing.assert_array_equal(mine, graph)
         if before is not root:
-            assert not np.array_equal(before[0], root[0]), "the ranks must start from other weights for the test to mean something"
+            assert not np.array_equal(before[0], root[0]), (
+                "the ranks must start from other weights for the test to mean something"
+            )
 
 
 def body_transfers() -> Any:

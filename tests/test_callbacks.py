@@ -47,8 +47,12 @@ def test_broadcasts_once_at_the_first_batch(keras_ranks: Pool) -> None:
     results = keras_ranks.run(body_fit, True)
     root = results[-1]
     for rank, (initial, after_first, later) in enumerate(results):
-        np.testing.assert_array_equal(after_first[0], root[0][0], err_msg="learning rate 0: the weights are the root's initial ones")
-        np.testing.assert_allclose(later, root[1][0] + rank, rtol=1e-6, err_msg="the second fit must not broadcast again")
+        np.testing.assert_array_equal(
+            after_first[0], root[0][0], err_msg="learning rate 0: the weights are the root's initial ones"
+        )
+        np.testing.assert_allclose(
+            later, root[1][0] + rank, rtol=1e-6, err_msg="the second fit must not broadcast again"
+        )
         if rank < len(results) - 1:
             assert not np.array_equal(initial[0], root[0][0])
 

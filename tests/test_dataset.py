@@ -15,7 +15,13 @@ def body_shard(global_batch: Any) -> Any:
 
     dataset = tf.data.Dataset.range(13)
     sharded, batch = npu.distribute.shard_and_rebatch_dataset(dataset, global_batch)
-    return [int(element) for element in sharded], batch, type(batch) is type(global_batch), type(batch) is int, sharded is dataset
+    return (
+        [int(element) for element in sharded],
+        batch,
+        type(batch) is type(global_batch),
+        type(batch) is int,
+        sharded is dataset,
+    )
 
 
 @pytest.mark.parametrize("kind", ["int", "numpy"])
@@ -45,7 +51,12 @@ def body_refusals() -> dict[str, str]:
         return "accepted"
 
     dataset = tf.data.Dataset.range(13)
-    return {"odd": refusal(dataset, 7), "zero": refusal(dataset, 0), "float": refusal(dataset, 6.0), "list": refusal([1, 2], 6)}
+    return {
+        "odd": refusal(dataset, 7),
+        "zero": refusal(dataset, 0),
+        "float": refusal(dataset, 6.0),
+        "list": refusal([1, 2], 6),
+    }
 
 
 def test_bad_input_is_refused_with_a_reason(ranks: Pool) -> None:
@@ -54,7 +65,11 @@ def test_bad_input_is_refused_with_a_reason(ranks: Pool) -> None:
             assert set(found.values()) == {"accepted"}
             continue
         assert found["odd"].startswith("ValueError")
-        assert "divisible by" in found["odd"] and f"rank {rank}" in found["odd"] and f"7 on {ranks.size} ranks" in found["odd"]
+        assert (
+            "divisible by" in found["odd"]
+            and f"rank {rank}" in found["odd"]
+            and f"7 on {ranks.size} ranks" in found["odd"]
+        )
         assert found["zero"].startswith("ValueError")
         assert found["float"].startswith("TypeError")
         assert found["list"].startswith("TypeError")

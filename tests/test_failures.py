@@ -31,7 +31,9 @@ def _stamp(output: str, word: str) -> float:
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("pending", [True, False], ids=["in a collective", "before one"])
 def test_an_exception_reaches_the_others_within_five_seconds(tmp_path: Path, failing: int, pending: bool) -> None:
-    script = BEGIN + f"""
+    script = (
+        BEGIN
+        + f"""
 if rank == {failing}:
     time.sleep(1)
     print("failed at", time.time(), flush=True)
@@ -39,10 +41,13 @@ if rank == {failing}:
 if not {pending}:
     time.sleep(2)
 try:
-    tf.function(lambda: npu.distribute.all_reduce(one, "sum"))()
+    step = tf.function(lambda: npu.distribute.all_reduce(one, "sum"))
+    print("calls at", time.time(), flush=True)
+    step()
 finally:
     print("raised at", time.time(), flush=True)
 """
+    )
     results = job.run(tmp_path, 3, script, NPU_DEVICE_ERROR_FILE=str(tmp_path / "error.json"))
     for rank, result in enumerate(results):
         assert result.code == 1, result.output
@@ -56,11 +61,14 @@ finally:
 
 
 def test_the_first_failure_is_recorded_for_the_launcher(tmp_path: Path) -> None:
-    script = BEGIN.replace("import os", "import os; os.environ['NPU_DEVICE_ERROR_FILE'] += os.environ['RANK_ID']; import os") + """
+    script = (
+        BEGIN.replace("import os", "import os; os.environ['NPU_DEVICE_ERROR_FILE'] += os.environ['RANK_ID']; import os")
+        + """
 if rank == 1:
     raise ValueError("first")
 npu.distribute.all_reduce(one, "sum")
 """
+    )
     job.run(tmp_path, 2, script, NPU_DEVICE_ERROR_FILE=str(tmp_path / "error"))
     first = json.loads((tmp_path / "error1").read_text())
     second = json.loads((tmp_path / "error0").read_text())
@@ -73,31 +81,40 @@ npu.distribute.all_reduce(one, "sum")
 @pytest.mark.parametrize("leaving", [0, 1])
 @pytest.mark.parametrize("pending", [True, False], ids=["in a collective", "before one"])
 def test_leaving_early_is_an_error_of_those_who_go_on(tmp_path: Path, leaving: int, pending: bool) -> None:
-    script = BEGIN + f"""
+    script = (
+        BEGIN
+        + f"""
 if rank == {leaving}:
     time.sleep(1)
+    print("left at", time.time(), flush=True)
     sys.exit(0)
 if not {pending}:
     time.sleep(2)
-npu.distribute.all_reduce(one, "sum")
+try:
+    npu.distribute.all_reduce(one, "sum")
+finally:
+    print("raised at", time.time(), flush=True)
 """
-    began = time.monotonic()
+    )
     results = job.run(tmp_path, 2, script)
-    assert time.monotonic() - began < 30
     other = 1 - leaving
+    assert _stamp(results[other].output, "raised") - _stamp(results[leaving].output, "left") < 10
     assert results[leaving].code == 0, results[leaving].output
     assert results[other].code == 1
     assert f"rank {leaving} on host" in results[other].output
-    assert "has left the job: its script ended after 1 collective operations" in results[other].output
+    assert "has left the job: its script ended after 1 collective operations in" in results[other].output
     assert "same number of steps" in results[other].output
 
 
 def test_one_rank_may_go_on_alone_without_collectives(tmp_path: Path) -> None:
-    script = BEGIN + """
+    script = (
+        BEGIN
+        + """
 if rank == 1:
     time.sleep(3)
     print("evaluated", flush=True)
 """
+    )
     results = job.run(tmp_path, 2, script)
     assert [result.code for result in results] == [0, 0]
     assert "evaluated" in results[1].output
@@ -107,12 +124,15 @@ if rank == 1:
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_rank_is_noticed(tmp_path: Path, killed: int) -> None:
-    script = BEGIN + f"""
+    script = (
+        BEGIN
+        + f"""
 print("ready", flush=True)
 if rank == {killed}:
     time.sleep(60)
 npu.distribute.all_reduce(one, "sum")
 """
+    )
     processes = job.start(tmp_path, 2, script, NPU_DEVICE_HEARTBEAT_TIMEOUT="4")
     for process in processes:
         assert process.stdout is not None
@@ -128,7 +148,9 @@ npu.distribute.all_reduce(one, "sum")
 
 
 def test_close_and_exit(tmp_path: Path) -> None:
-    script = BEGIN + """
+    script = (
+        BEGIN
+        + """
 import threading
 npu.close()
 npu.close()
@@ -138,6 +160,7 @@ try:
 except RuntimeError as error:
     print("refused:", error)
 """
+    )
     for result in job.run(tmp_path, 2, script):
         assert result.code == 0, result.output
         assert "refused: " in result.output and "closed in this process" in result.output

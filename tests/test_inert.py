@@ -14,8 +14,8 @@ def state():
     return (
         sorted(thread.name for thread in threading.enumerate()),
         len(os.listdir("/proc/self/task")),
-        sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")),
-        sorted(os.listdir(".")),
+        sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if
+        os.path.exists(f"/proc/self/fd/{fd}")), sorted(os.listdir(".")),
     )
 
 before = state()
@@ -61,7 +61,14 @@ def test_the_same_objects_and_nothing_created(tmp_path: Path) -> None:
 
 
 def test_rank_size_1_is_inert_too(tmp_path: Path) -> None:
-    [result] = job.run(tmp_path, 1, "import os\nos.chdir(os.path.dirname(__file__))\n" + SCRIPT, RANK_SIZE="1", RANK_ID="0", JOB_ID="10087")
+    [result] = job.run(
+        tmp_path,
+        1,
+        "import os\nos.chdir(os.path.dirname(__file__))\n" + SCRIPT,
+        RANK_SIZE="1",
+        RANK_ID="0",
+        JOB_ID="10087",
+    )
     assert result.code == 0, result.output
     assert "inert" in result.output
 

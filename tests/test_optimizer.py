@@ -1,4 +1,5 @@
-"""The optimizer wrapper: N ranks with batch b do what one process does with batch N·b, under either Keras and in every way to train.
+"""The optimizer wrapper: N ranks with batch b do what one process does with batch N·b, under either Keras and in every
+way to train.
 
 The reference is computed on each rank by itself with a plain optimizer on the whole batch.
 """
@@ -45,7 +46,9 @@ def _optimizer(tf: Any, kind: str) -> Any:
 
 
 def _difference(first: list[Any], second: list[Any]) -> float:
-    return max(float(np.max(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)))) for a, b in zip(first, second))
+    return max(
+        float(np.max(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)))) for a, b in zip(first, second)
+    )
 
 
 def _train(tf: Any, model: Any, optimizer: Any, batches: list[Any], graph: bool) -> None:
@@ -168,7 +171,9 @@ def body_accumulation() -> Any:
     model, reference = _model(tf.keras, 0), _model(tf.keras, 0)
     _train(tf, model, npu.distribute.npu_distributed_keras_optimizer_wrapper(optimizer()), shares, graph=True)
     _train(tf, reference, optimizer(), whole, graph=True)
-    return _difference(model.get_weights(), reference.get_weights()), _difference(model.get_weights(), _model(tf.keras, 0).get_weights())
+    return _difference(model.get_weights(), reference.get_weights()), _difference(
+        model.get_weights(), _model(tf.keras, 0).get_weights()
+    )
 
 
 def test_gradient_accumulation_of_keras_3(ranks: Pool) -> None:

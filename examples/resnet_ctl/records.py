@@ -1,4 +1,4 @@
-"""What is in `--data_dir`: the record files, and how many images of what size and how many classes they hold.
+"""What is in `--data_dir`: the record files, how many images they hold, and the official constants that follow.
 
 A directory that `make_digits_imagenet.py` wrote says so in its `dataset.json`; one without that file is taken for
 ImageNet, and the official numbers stay. Reading and batching the records is left to the official input function.
@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
-from official.legacy.image_classification.resnet import imagenet_preprocessing
+from official.legacy.image_classification.resnet import common, imagenet_preprocessing
 
 
 def fit_official_constants(data_dir: str) -> None:
-    """Tells the official modules the image size, the numbers of classes and of images that `data_dir` has.
+    """Tells the official modules the image size, the numbers of classes and of images, and a pace that fits them.
 
-    They keep these as constants of one module and read them there when the model and the input are made; there is
-    no flag or argument for them.
+    They keep these as constants, which they read when the model, the input and the learning rate are made; there is no
+    flag or argument for them.
     """
     note = Path(data_dir) / "dataset.json"
     if not note.exists():
@@ -29,6 +29,10 @@ def fit_official_constants(data_dir: str) -> None:
     imagenet_preprocessing.NUM_IMAGES = description["num_images"]
     # For evaluation an image is scaled to this before its middle is cut out: the whole image here.
     imagenet_preprocessing._RESIZE_MIN = description["image_size"]
+    # The official schedule takes 90 epochs. Here: one of warm-up, two more, then a tenth. The lower rate suits the few
+    # steps of warm-up and the small batches that each rank's batch normalisation sees.
+    common.BASE_LEARNING_RATE = 0.02
+    common.LR_SCHEDULE = [(1.0, 1), (0.1, 3)]
 
 
 def holds_digits(data_dir: str) -> bool:

@@ -10,17 +10,18 @@ import tensorflow as tf
 from npu_device.distribute.variables import broadcast
 
 
-class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
+class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
     """Broadcast the model's weights from one rank to all at the first batch of the first ``fit``.
 
     Args:
         root_rank: the rank whose weights count.
 
-    Trainable weights and batch-norm statistics are sent; random seeds, metrics and the optimizer's state stay each rank's own. A model
-    whose weights don't exist before its first step (a Keras 2 subclass that was never built) is sent right after that step. On a single
-    device nothing happens.
+    Trainable weights and batch-norm statistics are sent; random seeds, metrics and the optimizer's state stay each
+    rank's own. A model whose weights don't exist before its first step (a Keras 2 subclass that was never built) is
+    sent right after that step. On a single device nothing happens.
 
-    Source: Ascend TF Adapter 2.x, ``NPUBroadcastGlobalVariablesCallback``, by its documentation: in the released code it is never called.
+    Source: Ascend TF Adapter 2.x, ``NPUBroadcastGlobalVariablesCallback``, by its documentation: in the released code
+        it is never called.
     """
 
     def __init__(self, root_rank: int) -> None:
@@ -43,10 +44,14 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type:
 
 
 def broadcast_keras_model(model: Any, root_rank: int = 0) -> None:
-    """Overwrite all weights of a Keras model with those of the root; every rank has to call it. See ``npu.distribute.broadcast``."""
+    """Overwrite all weights of a Keras model with those of the root; every rank has to call it. See
+    ``npu.distribute.broadcast``.
+    """
     broadcast(list(model.weights), root_rank)
 
 
 def broadcast_helper(variables: Sequence[Any], root_rank: int = 0) -> None:
-    """Overwrite variables with those of the root (Ascend's name for ``npu.distribute.broadcast``; here ``root_rank`` counts)."""
+    """Overwrite variables with those of the root (Ascend's name for ``npu.distribute.broadcast``; here ``root_rank``
+    counts).
+    """
     broadcast(list(variables), root_rank)

@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from npu_device.cluster.description import Cluster
 from npu_device.cluster.errors import ClusterError, PeerError, RendezvousError
-from npu_device.cluster.membership import Membership
+from npu_device.cluster.membership import Membership, membership_from_environment, world_size_from_environment
+from npu_device.cluster.rendezvous import meet
 
-__all__ = ["Cluster", "ClusterError", "Membership", "PeerError", "RendezvousError"]
+__all__ = [
+    "Cluster",
+    "ClusterError",
+    "Membership",
+    "PeerError",
+    "RendezvousError",
+    "meet",
+    "membership_from_environment",
+    "world_size_from_environment",
+]

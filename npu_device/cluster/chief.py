@@ -54,7 +54,8 @@ class Chief:
     """Receives the ranks of one job. Use as a context manager: every socket is closed at the end.
 
     Raises:
-        RendezvousError: the port is taken.
+        PortTakenError: another program uses the port.
+        RendezvousError: this process can't listen there for another reason.
     """
 
     def __init__(self, membership: Membership, hello: Hello) -> None:
@@ -63,7 +64,7 @@ class Chief:
         self._roll = RollCall(hello, membership.expected_hosts)
         self._deadline = time.monotonic() + membership.connect_timeout
         self._guests: dict[socket.socket, _Guest] = {}
-        self._address: str | None = None
+        self._address = hello.host or "127.0.0.1"
         self._listener = ports.listen(membership.chief_hosts, membership.chief_port)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -96,7 +97,7 @@ class Chief:
             raise RendezvousError(text)
         order = self._roll.in_order()
         hosts = tuple(attendance.host for attendance in order)
-        addresses = tuple(self._roll.addresses(self._address or self._membership.chief_hosts[0]))
+        addresses = tuple(self._roll.addresses(self._address))
         rank_of = {id(attendance): rank for rank, attendance in enumerate(order)}
         pictures = {g: Picture(rank_of[id(g.attendance)], hosts, addresses) for g in self._present()}
         self._farewell(pictures, _FAREWELL_SECONDS)
@@ -112,11 +113,15 @@ class Chief:
     def _receive(self) -> None:
         """Take guests in until all have come, the time has passed, or they contradict each other."""
         progress = Progress()
-        end = self._deadline
+        contradictory_since: float | None = None
         while not self._roll.complete:
-            if self._roll.contradictory:
-                end = min(end, time.monotonic() + _GRACE_SECONDS)
             now = time.monotonic()
+            end = self._deadline
+            if not self._roll.contradictory:
+                contradictory_since = None
+            else:
+                contradictory_since = contradictory_since or now
+                end = min(end, contradictory_since + _GRACE_SECONDS)
             if now >= end:
                 return
             progress.tell(lambda: f"the chief waits for {self._roll.missing()} of job {self._hello.job_id!r}")
@@ -125,26 +130,19 @@ class Chief:
                     self._accept()
                 else:
                     self._read(self._guests[key.fileobj])  # type: ignore[index]
+                if self._roll.complete:
+                    return
             for guest in [g for g in self._guests.values() if g.attendance is None and g.until < time.monotonic()]:
                 self._dismiss(guest, "said nothing that a rank says")
 
     def _accept(self) -> None:
         try:
             connection, peer = self._listener.accept()
-            local = connection.getsockname()[0]
         except OSError:  # it has gone already, or this process has no file descriptors left; both pass
             return
         connection.setblocking(False)
         self._guests[connection] = _Guest(connection, ports.plain(peer[0]))
         self._selector.register(connection, selectors.EVENT_READ)
-        self._learn_own_address(ports.plain(local))
-
-    def _learn_own_address(self, local: str) -> None:
-        """The address at which others reach this host is the one at which they did; any is better than loopback."""
-        if self._hello.host is not None:
-            self._address = self._hello.host
-        elif self._address is None or ports.is_loopback(self._address):
-            self._address = local
 
     def _read(self, guest: _Guest) -> None:
         try:
@@ -175,6 +173,9 @@ class Chief:
             guest.send(Refusal(refusal))
             self._dismiss(guest, None)
             return
+        if self._hello.host is None and ports.is_loopback(self._address):
+            # The others reach this host where this one did; any address is better than loopback.
+            self._address = ports.plain(guest.connection.getsockname()[0])
         on_this_host = ports.is_loopback(guest.address)
         guest.attendance = self._roll.admit(hello, None if on_this_host else guest.address)
         guest.send(Wait(max(0.0, self._deadline - time.monotonic())))

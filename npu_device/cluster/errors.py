@@ -11,5 +11,9 @@ class RendezvousError(ClusterError):
     """The ranks did not find each other, or don't fit together. Every rank that came raises it with the same text."""
 
 
+class PortTakenError(RendezvousError):
+    """The chief can't listen, because another program uses its port."""
+
+
 class PeerError(ClusterError):
     """Another rank has failed or left, and this one can't go on without it."""

@@ -1,8 +1,9 @@
 """How the failure or the leaving of one rank reaches all the others.
 
-A rank that ends with an uncaught exception says so in the event log; a rank whose script is over says how many collectives it took
-part in. Everybody else raises: at once when a collective is pending, or when the next one is called. A rank that is killed can't say
-anything; TensorFlow's coordination service misses its heartbeats then and aborts the collectives by itself.
+A rank that ends with an uncaught exception says so in the event log; a rank whose script is over says how many
+collectives it took part in. Everybody else raises: at once when a collective is pending, or when the next one is
+called. A rank that is killed can't say anything; TensorFlow's coordination service misses its heartbeats then and
+aborts the collectives by itself.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Callable
 
@@ -24,6 +26,8 @@ from npu_device.cluster.description import Cluster
 from npu_device.cluster.errors import ClusterError, PeerError
 from npu_device.cluster.events import EventLog
 from npu_device.cluster.store import Store
+
+_GroupId = tuple[str, tuple[int, ...]]  # name and members: disjoint sets of ranks may use one name
 
 _TRACEBACK_LINES = 12
 _POLL_SECONDS = 0.2
@@ -37,9 +41,9 @@ class Health:
         self._cluster = cluster
         self._lock = threading.Lock()
         self._failure: str | None = None
-        self._left: dict[int, int] = {}
+        self._left: dict[int, dict[_GroupId, int]] = {}
         self._failed: set[int] = set()
-        self._issued: Callable[[], int] = lambda: 0
+        self._groups: dict[_GroupId, Callable[[], int]] = {}
         self._watch: threading.Thread | None = None
         self._closing = False
         self._lost = False
@@ -49,20 +53,20 @@ class Health:
 
     # What the collectives ask and say
 
-    def count_collectives_with(self, issued: Callable[[], int]) -> None:
-        """Say how the collectives that this rank has begun are counted."""
-        self._issued = issued
+    def count_collectives_with(self, group: str, ranks: Sequence[int], issued: Callable[[], int]) -> None:
+        """Say how the collectives that this rank has begun in a group are counted, and who is in the group."""
+        self._groups[group, tuple(ranks)] = issued
 
-    def check(self) -> None:
-        """Before another collective of this rank.
+    def check(self, group: str, ranks: Sequence[int]) -> None:
+        """Before another collective of this rank in a group.
 
         Raises:
-            PeerError: a rank has failed, or has left and takes no part in it.
+            PeerError: a rank has failed, or one of the group has left and takes no part in it.
         """
-        if self._failure is None:
-            for rank, issued in list(self._left.items()):
-                if self._issued() >= issued:
-                    raise PeerError(self._left_text(rank, issued))
+        if self._failure is None and self._left:
+            text = self._missed((group, tuple(ranks)), coming=1)
+            if text is not None:
+                raise PeerError(text)
         if self._failure is not None:
             raise PeerError(self._failure)
 
@@ -72,7 +76,7 @@ class Health:
         rank = event["rank"]
         if event["kind"] == "left":
             if rank != self._cluster.rank:
-                self._left[rank] = event["issued"]
+                self._left[rank] = {(name, tuple(ranks)): issued for name, ranks, issued in event["issued"]}
                 if self._watch is None:
                     self._watch = threading.Thread(target=self._watch_for_the_left, name="npu_device-left", daemon=True)
                     self._watch.start()
@@ -82,20 +86,31 @@ class Health:
                 self._abort(self._failed_text(event))
 
     def _watch_for_the_left(self) -> None:
-        """Somebody has left. That is fine as long as this rank begins no collective that the other would have a part in."""
+        """Somebody has left. That is fine as long as this rank begins no collective that the other would have a part
+        in.
+        """
         while not self._closing and self._failure is None:
-            issued = self._issued()
-            for rank, last in list(self._left.items()):
-                if issued > last:
-                    self._abort(self._left_text(rank, last))
+            for group in list(self._groups):
+                text = self._missed(group)
+                if text is not None:
+                    self._abort(text)
                     return
             time.sleep(_POLL_SECONDS)
+
+    def _missed(self, group: _GroupId, coming: int = 0) -> str | None:
+        """What to say when a rank of the group has left before this rank's latest (or coming) collective in it."""
+        issued = self._groups[group]() + coming if group in self._groups else coming
+        for rank in group[1]:
+            if rank in self._left and issued > self._left[rank].get(group, 0):
+                return self._left_text(rank, self._left[rank].get(group, 0), group[0])
+        return None
 
     def _on_lost(self, error: ClusterError) -> None:
         self._lost = True
         if not self._closing:
             self._abort(
-                f"rank 0 on host {self._cluster.hosts[0]} is gone: its process ended, was killed, or can't be reached any more "
+                f"rank 0 on host {self._cluster.hosts[0]} is gone: its process ended, was killed, or can't be reached "
+                "any more "
                 f"(seen by {self._me()}).\nLook at the output of rank 0 for the cause. ({error})"
             )
 
@@ -109,26 +124,32 @@ class Health:
     def _me(self) -> str:
         return f"rank {self._cluster.rank} on host {self._cluster.host}"
 
-    def _left_text(self, rank: int, issued: int) -> str:
+    def _left_text(self, rank: int, issued: int, group: str) -> str:
         return (
-            f"rank {rank} on host {self._cluster.hosts[rank]} has left the job: its script ended after {issued} collective operations, "
-            f"while {self._me()} called number {issued + 1}.\n"
-            "Likely cause: the ranks run different numbers of steps (uneven data, another step count, an early stop on one rank).\n"
-            "What to do: give every rank the same number of steps, for instance dataset.repeat() with a fixed steps_per_epoch."
+            f"rank {rank} on host {self._cluster.hosts[rank]} has left the job: its script ended after {issued} "
+            "collective operations in "
+            f"group {group!r}, while {self._me()} called number {issued + 1}.\n"
+            "Likely cause: the ranks run different numbers of steps (uneven data, another step count, an early stop "
+            "on one rank).\n"
+            "What to do: give every rank the same number of steps, for instance dataset.repeat() with a fixed "
+            "steps_per_epoch."
         )
 
     def _failed_text(self, event: dict[str, Any]) -> str:
         return (
             f"rank {event['rank']} on host {event['host']} failed: {event['error']}\n"
             f"The end of its traceback:\n{event['traceback']}\n"
-            f"{self._me()} stops because of it. Mend the error of rank {event['rank']}; its output has the whole traceback."
+            f"{self._me()} stops because of it. Mend the error of rank {event['rank']}; its output has the whole "
+            "traceback."
         )
 
     # What happened to this rank
 
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         lines = traceback.format_exception(kind, error, trace)
-        secondary = self._failure is not None or isinstance(error, PeerError) or "Collective ops is aborted" in str(error)
+        secondary = (
+            self._failure is not None or isinstance(error, PeerError) or "Collective ops is aborted" in str(error)
+        )
         summary = "".join(traceback.format_exception_only(kind, error)).strip()
         record = {
             "kind": "failed",
@@ -164,14 +185,17 @@ class Health:
     # The end
 
     def leave(self) -> None:
-        """Tell the others that this rank takes part in nothing more; rank 0 then waits for them, since the service lives in it."""
+        """Tell the others that this rank takes part in nothing more; rank 0 then waits for them, since the service
+        lives in it.
+        """
         self._closing = True
         if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._previous_hook
         if self._failure is not None or self._lost:
             return
         try:
-            self._events.append({"kind": "left", "rank": self._cluster.rank, "issued": self._issued()})
+            issued = [(name, ranks, count()) for (name, ranks), count in self._groups.items()]
+            self._events.append({"kind": "left", "rank": self._cluster.rank, "issued": issued})
         except ClusterError:
             return  # rank 0 is gone; there is nobody to tell
         if self._cluster.rank == 0:

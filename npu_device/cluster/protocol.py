@@ -1,7 +1,7 @@
 """What the ranks and the chief say to each other at the rendezvous: one line of JSON a message, and nothing else.
 
-A rank sends its hello. The chief answers at once with "wait" (and for how long) or a refusal, and at the end with the whole
-picture or a refusal. Whatever can't be read as such comes from a stranger.
+A rank sends its hello. The chief answers at once with "wait" (and for how long) or a refusal, and at the end with the
+whole picture or a refusal. Whatever can't be read as such comes from a stranger.
 """
 
 from __future__ import annotations
@@ -46,6 +46,11 @@ class Hello:
     versions: dict[str, str]
     machine: str
     pid: int
+
+    @property
+    def name(self) -> str:
+        """What the rank is called; without a rank table it has no number yet."""
+        return f"device {self.device_id}" if self.rank is None else f"rank {self.rank}"
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,8 @@ def decode_hello(line: bytes) -> Hello:
     _check(fields, "rank", int, type(None))
     _check(fields, "host", str, type(None))
     _check(fields, "versions", dict)
+    if fields["rank"] is not None and not 0 <= fields["rank"] < fields["world_size"]:
+        raise ValueError("no such rank")
     return _build(Hello, fields)
 
 
@@ -142,7 +149,5 @@ def _check(fields: dict[str, Any], name: str, *kinds: type) -> None:
 
 
 def _build(kind: Any, fields: dict[str, Any]) -> Any:
-    try:
-        return kind(**fields)
-    except TypeError as error:
-        raise ValueError("unexpected fields") from error
+    # A later version may say more; that it is another version is told by the versions in it.
+    return kind(**{name: fields[name] for name in kind.__dataclass_fields__})

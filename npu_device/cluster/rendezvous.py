@@ -15,9 +15,10 @@ from npu_device import __version__
 from npu_device.cluster import protocol
 from npu_device.cluster.chief import Chief
 from npu_device.cluster.description import Cluster
+from npu_device.cluster.errors import PortTakenError
 from npu_device.cluster.membership import Membership
 from npu_device.cluster.ports import ReservedPort
-from npu_device.cluster.protocol import Hello
+from npu_device.cluster.protocol import Hello, Picture
 from npu_device.cluster.visitor import Visitor
 
 # The names under which TensorFlow is installed.
@@ -44,12 +45,12 @@ def meet(membership: Membership, versions: Mapping[str, str] | None = None) -> C
         versions: versions that have to be the same on every rank, by name; default those of npu_device and TensorFlow.
 
     Returns:
-        The description of the job, the same on every rank but for the rank's own place. The port in this rank's address is
-        free, and the system gives it to nobody else for about a minute.
+        The description of the job, the same on every rank but for the rank's own place. The port in this rank's address
+        is free, and the system gives it to nobody else for about a minute.
 
     Raises:
-        RendezvousError: within ``connect_timeout`` the ranks did not all come, don't fit together, or this one did not find
-            the chief; the chief's port is taken. Every rank that came gets the same text, with one line for each rank.
+        RendezvousError: within ``connect_timeout`` the ranks did not all come, don't fit together, or this one did not
+            find the chief; the chief's port is taken. All ranks that came get the same text, with a line for each rank.
     """
     port = ReservedPort()
     try:
@@ -62,16 +63,12 @@ def meet(membership: Membership, versions: Mapping[str, str] | None = None) -> C
             host_key=membership.host_key,
             host=membership.host,
             port=port.number,
-            versions={
-                **(installed_versions() if versions is None else versions),
-                "protocol": protocol.PROTOCOL_VERSION,
-            },
+            versions={"protocol": protocol.PROTOCOL_VERSION, **(versions or installed_versions())},
             machine=socket.gethostname(),
             pid=os.getpid(),
         )
         if membership.is_chief:
-            with Chief(membership, hello) as chief:
-                picture = chief.gather()
+            picture = _be_chief(membership, hello)
         else:
             picture = Visitor(membership, hello).visit()
         port.leave_to_tensorflow()
@@ -80,6 +77,17 @@ def meet(membership: Membership, versions: Mapping[str, str] | None = None) -> C
     cluster = Cluster.seen_by(picture.rank, membership.device_id, picture.hosts, picture.addresses, membership.job_id)
     _log.info("rank %d of %d has met the others: %s", cluster.rank, cluster.world_size, ", ".join(cluster.addresses))
     return cluster
+
+
+def _be_chief(membership: Membership, hello: Hello) -> Picture:
+    try:
+        chief = Chief(membership, hello)
+    except PortTakenError:
+        # Perhaps by a second process that was started as the chief: then every rank is to hear of it.
+        Visitor(membership, hello).knock()
+        raise
+    with chief:
+        return chief.gather()
 
 
 def installed_versions() -> dict[str, str]:

@@ -1,4 +1,6 @@
-"""What this rank may use of its host: its share of the cores, and its own GPU. Applied before TensorFlow makes its devices."""
+"""What this rank may use of its host: its share of the cores, and its own GPU. Applied before TensorFlow makes its
+devices.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from npu_device.cluster.errors import ClusterError
 def divide_cores(cluster: Cluster) -> None:
     """Give each rank of a host its share of the cores, unless the user has set the number of threads.
 
-    TensorFlow starts a thread pool as wide as the machine in every process; several of them on a host fight for the cores.
+    TensorFlow starts a thread pool as wide as the machine in every process; several of them on a host fight for the
+    cores.
     """
     if cluster.local_size == 1 or environment.user_sets_threads():
         return
@@ -38,7 +41,8 @@ def choose_gpu(cluster: Cluster) -> None:
         return
     if cluster.device_id >= len(gpus):
         raise ClusterError(
-            f"rank {cluster.rank} on host {cluster.host} is to use GPU {cluster.device_id}, but {len(gpus)} GPUs are visible "
+            f"rank {cluster.rank} on host {cluster.host} is to use GPU {cluster.device_id}, but {len(gpus)} GPUs are "
+            "visible "
             f"({', '.join(gpu.name for gpu in gpus)}).\n"
             "What to do: start at most one rank a GPU, or set ASCEND_DEVICE_ID of each rank to a visible GPU."
         )

@@ -1,4 +1,4 @@
-"""Who has come to the rendezvous and who hasn't, whether they fit together, and the text that says so. Knows no sockets.
+"""Who has come to the rendezvous and who hasn't, and whether they fit together, in words. Knows no sockets.
 
 Source of the numbering without a rank table: Ascend's CM_* scheme (numeric order of host address, then device id).
 """
@@ -40,7 +40,7 @@ class Attendance:
 
     def who(self) -> str:
         """Where to look for the process."""
-        return f"host {self.host}, machine {self.hello.machine}, pid {self.hello.pid}"
+        return f"machine {self.hello.machine}, pid {self.hello.pid}"
 
 
 class RollCall:
@@ -67,9 +67,9 @@ class RollCall:
         if hello.job_id == self._chief.job_id:
             return None
         who = f"machine {hello.machine}, pid {hello.pid}, from {seen_at}"
-        self._others[f"{_name(hello)} of another job, {hello.job_id!r}: refused ({who})"] = None
+        self._others[f"{hello.name} of another job, {hello.job_id!r}: refused ({who})"] = None
         return (
-            f"{_name(hello)} of job {hello.job_id!r} came to the meeting point of another job, {self._chief.job_id!r} "
+            f"{hello.name} of job {hello.job_id!r} came to the meeting point of another job, {self._chief.job_id!r} "
             f"(its chief: machine {self._chief.machine}, pid {self._chief.pid}).\n"
             "Likely cause: two jobs use the same port, or JOB_ID is not the same on all ranks of one job.\n"
             "What to do: give each job its own port, and all ranks of a job the same JOB_ID."
@@ -100,7 +100,7 @@ class RollCall:
     @property
     def contradictory(self) -> bool:
         """True when those who have come can't be one job, whoever is still to come."""
-        return self._misfits > 0 or self._count > len(self._present) or self._count > self._chief.world_size
+        return self._misfits > 0 or self._count > len(self._present)
 
     @property
     def complete(self) -> bool:
@@ -114,7 +114,7 @@ class RollCall:
     def missing(self) -> str:
         """Who hasn't come, in a few words."""
         if self._chief.rank is None:
-            return f"{self._chief.world_size - self._count} of {self._chief.world_size} ranks"
+            return f"{self._absent()} of {self._chief.world_size} ranks"
         ranks = [self._rank_name(rank) for rank in range(self._chief.world_size) if rank not in self._present]
         return ", ".join(ranks[:10]) + (f" and {len(ranks) - 10} more" if len(ranks) > 10 else "")
 
@@ -130,51 +130,35 @@ class RollCall:
         size, job = self._chief.world_size, self._chief.job_id
         if set(kinds) == {"missing"}:
             head = (
-                f"EI0015: {max(size - self._count, 0)} of the {size} ranks of job {job!r} did not come within {timeout:g} s "
+                f"EI0015: {self._absent()} of the {size} ranks of job {job!r} did not come within {timeout:g} s "
                 "(HCCL_CONNECT_TIMEOUT):"
             )
         else:
-            what = ", ".join(kind for kind in kinds if kind != "missing")
-            head = f"the ranks that came to job {job!r} don't fit together ({what}):"
+            kinds = [kind for kind in kinds if kind != "missing"]  # the others would be wrong all the same
+            head = f"the ranks that came to job {job!r} don't fit together ({', '.join(kinds)}):"
         remedies = [_REMEDIES[kind] for kind in kinds]
         return "\n".join([head, *(f"  {line}" for line in self._lines()), *remedies])
 
     def _lines(self) -> list[str]:
+        size = self._chief.world_size
+        names: list[_Key] = [] if self._chief.rank is None else list(range(size))
+        names += sorted({*self._present, *self._left}.difference(names), key=str)
         lines = []
-        if self._chief.rank is None:
-            for same in sorted(self._present.values(), key=lambda same: _order(same[0])):
-                lines += self._came(f"device {same[0].hello.device_id} on host {same[0].host}", same)
-            absent = self._chief.world_size - self._count
-            if absent > 0:
-                lines.append(f"{absent} more: missing (the chief numbers the ranks, so that they have no names yet)")
-            for key, gone in self._left.items():
-                if key not in self._present:
-                    lines.append(f"device {gone.hello.device_id}: came, and was gone before the end ({gone.who()})")
-        else:
-            beyond = sorted(key for key in self._present if isinstance(key, int) and key >= self._chief.world_size)
-            for rank in [*range(self._chief.world_size), *beyond]:
-                if rank in self._present:
-                    lines += self._came(f"rank {rank}", self._present[rank])
-                elif rank in self._left:
-                    lines.append(
-                        f"rank {rank}: missing; it came, and was gone before the end ({self._left[rank].who()})"
-                    )
-                else:
-                    lines.append(f"{self._rank_name(rank)}: missing")
-            for key, same in self._present.items():
-                if not isinstance(key, int):
-                    lines += self._came(f"device {key[1]} on host {key[0]}", same)
+        for key in names:
+            for attendance in self._present.get(key, []):
+                states = ["doubled"] if len(self._present[key]) > 1 else []
+                states += self._differences(attendance.hello)
+                lines.append(f"{_name(attendance)}: {'; '.join(states) or 'came'} ({attendance.who()})")
+            if key not in self._present and key in self._left:
+                gone = self._left[key]
+                lines.append(f"{_name(gone)}: missing; it came, and was gone before the end ({gone.who()})")
+            elif key not in self._present and isinstance(key, int):
+                lines.append(f"{self._rank_name(key)}: missing")
+        if self._chief.rank is None and self._absent():
+            lines.append(f"{self._absent()} of {size}: missing (the chief would have numbered them)")
         lines += self._others
         for address, what in list(self._strangers.items())[-_STRANGERS_SHOWN:]:
             lines.append(f"a stranger from {address}: {what}; not counted")
-        return lines
-
-    def _came(self, name: str, same: list[Attendance]) -> list[str]:
-        lines = []
-        for attendance in same:
-            states = ["doubled"] if len(same) > 1 else []
-            states += self._differences(attendance.hello)
-            lines.append(f"{name}: {'; '.join(states) or 'came'} ({attendance.who()})")
         return lines
 
     def _kinds(self) -> list[str]:
@@ -189,9 +173,15 @@ class RollCall:
             found.append("another world size")
         if any(hello.versions != self._chief.versions for hello in hellos):
             found.append("another version")
-        if not found or self._count < self._chief.world_size:
+        if self._absent():
             found.append("missing")
         return found
+
+    def _absent(self) -> int:
+        """How many have not come."""
+        if self._chief.rank is None:
+            return max(0, self._chief.world_size - len(self._present))
+        return sum(rank not in self._present for rank in range(self._chief.world_size))
 
     def _differences(self, hello: Hello) -> list[str]:
         """What of a rank is not as it is at the chief."""
@@ -223,11 +213,11 @@ class RollCall:
 
 _REMEDIES = {
     "doubled rank": (
-        "Two processes were started as the same rank. What to do: give each process its own RANK_ID (with CM_*: its own "
-        "ASCEND_DEVICE_ID on a host), and end what is left of an earlier run."
+        "Two processes were started as the same rank. What to do: give each process its own RANK_ID (with CM_*: its "
+        "own ASCEND_DEVICE_ID on a host), and end what is left of an earlier run."
     ),
     "another scheme": (
-        "The environment of the ranks describes the job in different ways. What to do: set the same variables everywhere."
+        "The ranks' environments describe the job in different ways. What to do: set the same variables everywhere."
     ),
     "another world size": (
         "The ranks don't agree on how many they are. What to do: start all with the same RANK_SIZE and rank table, "
@@ -235,14 +225,14 @@ _REMEDIES = {
     ),
     "another version": "What to do: install the same versions of npu_device and TensorFlow for all ranks.",
     "missing": (
-        "A missing rank was not started, ended before it came here, or can't reach the chief. What to do: look at its output; "
-        "start all ranks within HCCL_CONNECT_TIMEOUT seconds of each other, or raise it on all of them."
+        "A missing rank was not started, ended before it came here, or can't reach the chief. What to do: look at its "
+        "output; start all ranks within HCCL_CONNECT_TIMEOUT seconds of each other, or raise it on all of them."
     ),
 }
 
 
-def _name(hello: Hello) -> str:
-    return f"device {hello.device_id}" if hello.rank is None else f"rank {hello.rank}"
+def _name(attendance: Attendance) -> str:
+    return f"{attendance.hello.name} on host {attendance.host}"
 
 
 def _order(attendance: Attendance) -> tuple[int, int, str, int]:

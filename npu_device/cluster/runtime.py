@@ -1,6 +1,8 @@
-"""TensorFlow's server, collective runtime and coordination service for one rank: started once a process, closed at exit.
+"""TensorFlow's server, collective runtime and coordination service for one rank: started once a process, closed at
+exit.
 
-``start`` needs a cluster on which all ranks have agreed (``rendezvous``) and a TensorFlow context that doesn't exist yet.
+``start`` needs a cluster on which all ranks have agreed (``rendezvous``) and a TensorFlow context that doesn't exist
+yet.
 """
 
 from __future__ import annotations
@@ -69,8 +71,10 @@ def require_uninitialized() -> None:
         )
     if _compat.context_is_initialized():
         raise ClusterError(
-            "TensorFlow has been used before npu.open(): its devices exist, and the collective runtime must be set up before that.\n"
-            "What to do: call `npu.open().as_default()` right after the imports, before the first tensor, variable, model, data set or "
+            "TensorFlow has been used before npu.open(): its devices exist, and the collective runtime must be set "
+            "up before that.\n"
+            "What to do: call `npu.open().as_default()` right after the imports, before the first tensor, variable, "
+            "model, data set or "
             "tf.config.list_logical_devices() of the script."
         )
 
@@ -111,9 +115,12 @@ def start(cluster: Cluster) -> Runtime:
         context.ensure_initialized()
     except tf.errors.OpError as error:
         raise ClusterError(
-            f"rank {cluster.rank} on host {cluster.host} could not start TensorFlow's server at {cluster.addresses[cluster.rank]}: "
-            f"{error.message}\nLikely cause: another program took the port in the meantime, or another rank did not come up within "
-            f"{timeout:g} s (HCCL_CONNECT_TIMEOUT).\nWhat to do: look at the other ranks' output, and start the job again."
+            f"rank {cluster.rank} on host {cluster.host} could not start TensorFlow's server at "
+            f"{cluster.addresses[cluster.rank]}: "
+            f"{error.message}\nLikely cause: another program took the port in the meantime, or another rank did not "
+            "come up within "
+            f"{timeout:g} s (HCCL_CONNECT_TIMEOUT).\nWhat to do: look at the other ranks' output, and start the job "
+            "again."
         ) from error
     runtime = Runtime(cluster)
     runtime.store.barrier("started", timeout)
@@ -124,7 +131,9 @@ def start(cluster: Cluster) -> Runtime:
 
 
 def close() -> None:
-    """Leave the job in an orderly way; also runs at exit. Rank 0 waits for the others. Without a runtime nothing happens."""
+    """Leave the job in an orderly way; also runs at exit. Rank 0 waits for the others. Without a runtime nothing
+    happens.
+    """
     global _runtime, _closed
     runtime, _runtime = _runtime, None
     if runtime is None:

@@ -30,7 +30,9 @@ class Store:
         except tf.errors.AlreadyExistsError:
             raise KeyError(key) from None
         except tf.errors.OpError as error:
-            raise ClusterError(f"could not write {key!r} to the job's key-value store in rank 0: {error.message}") from error
+            raise ClusterError(
+                f"could not write {key!r} to the job's key-value store in rank 0: {error.message}"
+            ) from error
 
     def get(self, key: str, timeout: float) -> str:
         """Read a key, waiting for somebody to write it.
@@ -48,14 +50,18 @@ class Store:
         except tf.errors.DeadlineExceededError:
             raise TimeoutError(f"no rank wrote {key!r} within {timeout:g} s") from None
         except tf.errors.OpError as error:
-            raise ClusterError(f"could not read {key!r} from the job's key-value store in rank 0: {error.message}") from error
+            raise ClusterError(
+                f"could not read {key!r} from the job's key-value store in rank 0: {error.message}"
+            ) from error
 
     def delete(self, key: str) -> None:
         """Remove a key; a key that isn't there is no error."""
         try:
             _compat.eager_context().delete_config_key_value(_PREFIX + key)
         except tf.errors.OpError as error:
-            raise ClusterError(f"could not delete {key!r} in the job's key-value store in rank 0: {error.message}") from error
+            raise ClusterError(
+                f"could not delete {key!r} in the job's key-value store in rank 0: {error.message}"
+            ) from error
 
     def barrier(self, name: str, timeout: float) -> None:
         """Wait until every rank of the job has come to the barrier of this name (a name serves once).

@@ -49,10 +49,12 @@ def read(device_id: int) -> TableFree:
     )
     missing = [variable.name for variable in required if not variable.is_set()]
     if missing:
+        names = ", ".join(missing)
         raise ClusterError(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing or empty: CM_CHIEF_IP, "
-            "CM_CHIEF_PORT, CM_CHIEF_DEVICE and CM_WORKER_SIZE together describe a job without a rank table.\n"
-            f"What to do: set {' and '.join(missing)} on every rank, with the same value everywhere."
+            f"{names} {'is' if len(missing) == 1 else 'are'} missing or empty: CM_CHIEF_IP, CM_CHIEF_PORT, "
+            "CM_CHIEF_DEVICE and CM_WORKER_SIZE together describe a job without a rank table "
+            "(RANK_SIZE belongs to one with a table).\n"
+            f"What to do: set {names} on every rank, with the same value everywhere."
         )
     chief_ip, worker_ip = environment.CM_CHIEF_IP.get(), environment.CM_WORKER_IP.get()
     chief_port, chief_device = environment.CM_CHIEF_PORT.get(), environment.CM_CHIEF_DEVICE.get()

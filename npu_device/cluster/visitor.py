@@ -1,7 +1,7 @@
 """The other ranks' side of the rendezvous: find the chief, say hello, and wait for its answer.
 
-The chief may come up later than this rank, and its name may become known later still; so everything is tried again until the time
-has passed, and the error then says what happened at each address.
+The chief may come up later than this rank, and its name may become known later still; so everything is tried again
+until the time has passed, and the error then says what happened at each address.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from npu_device.cluster.progress import Progress
 from npu_device.cluster.protocol import Hello, Picture, Refusal, Wait
 
 _CONNECT_SECONDS = 3.0
-_ANSWER_SECONDS = 5.0  # the chief answers each hello at once
+_ANSWER_SECONDS = 3.0  # the chief answers each hello at once
 _VERDICT_MARGIN_SECONDS = 10.0
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 1.0
@@ -64,6 +64,15 @@ class Visitor:
             time.sleep(max(0.0, min(pause, self._deadline - time.monotonic())))
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
+    def knock(self) -> None:
+        """Try each address once; return when no chief of npu_device's is there.
+
+        Raises:
+            RendezvousError: a chief is there, and refused.
+        """
+        for host in self._membership.chief_hosts:
+            self._try_host(host)
+
     def _try_host(self, host: str) -> Picture | None:
         port = self._membership.chief_port
         place = join_address(host, port)
@@ -72,7 +81,7 @@ class Visitor:
         except _Failed as failure:
             self._outcomes[place] = str(failure)
             return None
-        outcomes = []
+        outcomes: list[str] = []
         for family, address in addresses:
             if outcomes and time.monotonic() >= self._deadline:
                 break
@@ -89,8 +98,8 @@ class Visitor:
             try:
                 connection.connect(address)
                 if connection.getsockname() == connection.getpeername():
-                    # A port of this host that nobody listens on can connect to itself. Leave no TIME_WAIT, which would keep
-                    # the chief from listening there.
+                    # A port of this host that nobody listens on can connect to itself. Leave no TIME_WAIT, which would
+                    # keep the chief from listening there.
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     raise _Failed("refused: nobody listens there")
                 connection.sendall(protocol.encode(self._hello))
@@ -99,7 +108,7 @@ class Visitor:
             except socket.timeout:
                 raise _Failed("timed out: the host doesn't answer") from None
             except OSError as error:
-                raise _Failed(f"can't be reached: {error.strerror}") from error
+                raise _Failed(f"can't be reached: {error.strerror or error}") from error
             return self._await_answer(connection)
 
     def _await_answer(self, connection: socket.socket) -> Picture:
@@ -136,8 +145,7 @@ class Visitor:
         return self._deadline - time.monotonic()
 
     def _name(self) -> str:
-        who = f"device {self._hello.device_id}" if self._hello.rank is None else f"rank {self._hello.rank}"
-        return f"{who} of job {self._hello.job_id!r}"
+        return f"{self._hello.name} of job {self._hello.job_id!r}"
 
     def _waiting(self) -> str:
         return f"{self._name()} has reached the chief, which waits for other ranks"
@@ -158,7 +166,7 @@ class Visitor:
             f"EI0015: {self._name()} (machine {hello.machine}, pid {hello.pid}) did not find the chief, {chief}, "
             f"within {membership.connect_timeout:g} s (HCCL_CONNECT_TIMEOUT):\n{lines}\n"
             "Likely cause: the chief was not started, has ended, or was given another address or port.\n"
-            f"What to do: look at the chief's output; compare {check} on both hosts; make sure that no firewall is between them."
+            f"What to do: look at the chief's output; compare {check} on both hosts; look for a firewall between them."
         )
 
 
@@ -201,8 +209,8 @@ class _Lines:
 def _resolve(host: str, port: int, seconds: float) -> list[tuple[int, tuple[Any, ...]]]:
     """Families and socket addresses of a host.
 
-    The system's resolver can block for much longer than ``seconds`` and doesn't listen to Ctrl-C, so that it works in a thread of its
-    own, which ends by itself.
+    The system's resolver can block for much longer than ``seconds`` and doesn't listen to Ctrl-C; so it works in a
+    thread of its own, which ends by itself.
     """
     try:
         ipaddress.ip_address(host)

@@ -8,12 +8,12 @@ import tensorflow as tf
 
 from npu_device.cluster.runtime import Runtime
 from npu_device.collectives import tensorflow_backend as backend
-from npu_device.collectives.group import WORLD_GROUP, group_size
+from npu_device.collectives.group import Group
 
 REDUCTIONS = ("sum", "mean", "min", "max", "prod")
 
-# Wider integers carry the narrow ones that TensorFlow's kernels don't take. Sums and products are cut back to the narrow
-# dtype afterwards, which wraps around as they would by themselves.
+# Wider integers carry the narrow ones that TensorFlow's kernels don't take. Sums and products are cut back to the
+# narrow dtype afterwards, which wraps around as they would by themselves.
 _CARRIERS = {
     tf.int8: tf.int32,
     tf.int16: tf.int32,
@@ -23,27 +23,28 @@ _CARRIERS = {
 }
 
 
-def all_reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str = "sum", group: str = WORLD_GROUP) -> tf.Tensor:
+def all_reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
     """Reduce one dense tensor over a group.
 
     Args:
         runtime: the running cluster.
-        tensor: any shape, the same on every rank of the group; float16, bfloat16, float32, float64, int8 to int64, uint8 to uint32.
+        tensor: any shape, the same on every rank of the group; float16, bfloat16, float32, float64, int8 to int64,
+            uint8 to uint32.
         reduction: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"prod"``.
-        group: name of the group.
+        group: the group, of which this rank is a member.
 
     Returns:
-        A tensor of the same shape and dtype; the mean of integers is floating-point (float32 for 8 and 16 bits, float64 otherwise),
-        as ``tf.divide`` has it. Sum and mean of floating-point tensors are differentiable: the gradient is the sum, or the mean, of
-        everybody's incoming gradient.
+        A tensor of the same shape and dtype; the mean of integers is floating-point (float32 for 8 and 16 bits,
+        float64 otherwise), as ``tf.divide`` has it. Sum and mean of floating-point tensors are differentiable: the
+        gradient is the sum, or the mean, of everybody's incoming gradient.
 
     Raises:
-        ValueError: another reduction, or an unknown group.
+        ValueError: another reduction.
         TypeError: a dtype that can't be reduced.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction {reduction!r} is unknown; expected one of {', '.join(map(repr, REDUCTIONS))}")
-    size = group_size(runtime, group)
+    size = group.size
     merge = "sum" if reduction == "mean" else reduction
     if tensor.dtype not in backend.DTYPES and tensor.dtype not in _CARRIERS:
         raise TypeError(
@@ -59,7 +60,9 @@ def all_reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str = "sum", grou
     return tf.cast(reduced, tensor.dtype)
 
 
-def _reduce_floating(reduce: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor, reduction: str, size: int) -> tf.Tensor:
+def _reduce_floating(
+    reduce: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor, reduction: str, size: int
+) -> tf.Tensor:
     def scaled(value: tf.Tensor) -> tf.Tensor:
         reduced = reduce(value)
         return reduced * tf.cast(1.0 / size, value.dtype) if reduction == "mean" else reduced
@@ -68,7 +71,9 @@ def _reduce_floating(reduce: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor
     def differentiable(value: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], Any]]:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             if reduction not in ("sum", "mean"):
-                raise LookupError(f"all_reduce has no gradient for reduction {reduction!r}; it is differentiable for 'sum' and 'mean'")
+                raise LookupError(
+                    f"all_reduce has no gradient for reduction {reduction!r}; it is differentiable for 'sum' and 'mean'"
+                )
             # Through the same door, so that second derivatives work.
             return _reduce_floating(reduce, upstream, reduction, size)
 

@@ -9,20 +9,23 @@ import tensorflow as tf
 from npu_device.cluster.runtime import Runtime
 from npu_device.collectives import tensorflow_backend as backend
 from npu_device.collectives import words
-from npu_device.collectives.group import WORLD_GROUP, group_size
+from npu_device.collectives.group import Group
 
 TRANSFER_BYTES = 64 << 20
-"""About how much goes into one transfer: large enough for the full bandwidth, small enough not to double a large model's memory."""
+"""About how much goes into one transfer: large enough for the full bandwidth, small enough not to double a large
+model's memory.
+"""
 
 
-def broadcast(runtime: Runtime, tensors: Sequence[tf.Tensor], root_rank: int, group: str = WORLD_GROUP) -> list[tf.Tensor]:
+def broadcast(runtime: Runtime, tensors: Sequence[tf.Tensor], root_rank: int, group: Group) -> list[tf.Tensor]:
     """Send the root's tensors to every rank of the group.
 
     Args:
         runtime: the running cluster.
-        tensors: of any shape and any numeric dtype or bool, with statically known shapes; the same shapes and dtypes on every rank.
+        tensors: of any shape and any numeric dtype or bool, with statically known shapes; the same shapes and dtypes
+            on every rank.
         root_rank: the group rank whose values count.
-        group: name of the group.
+        group: the group, of which this rank is a member.
 
     Returns:
         The root's values, in the order, shapes and dtypes of ``tensors``.
@@ -31,9 +34,9 @@ def broadcast(runtime: Runtime, tensors: Sequence[tf.Tensor], root_rank: int, gr
         ValueError: the root is not in the group, or a shape is not known.
         TypeError: a dtype that isn't made of bits of fixed size (strings, resources).
     """
-    size = group_size(runtime, group)
+    size = group.size
     if not 0 <= root_rank < size:
-        raise ValueError(f"root_rank {root_rank} is not in group {group!r}; expected 0 to {size - 1}")
+        raise ValueError(f"root_rank {root_rank} is not in group {group.name!r}; expected 0 to {size - 1}")
     results: list[tf.Tensor] = []
     for transfer in _transfers(tensors):
         packed = words.pack(transfer)

@@ -1,9 +1,11 @@
-"""The position of each collective in the sequence of all the rank's collectives: TensorFlow's instance key, the same on every rank.
+"""The position of each collective in the sequence of its group's collectives: TensorFlow's instance key, the same in
+every member.
 
-The number is drawn when the operation runs, from a counter in TensorFlow. Fixed while a tf.function is traced it would differ as soon as
-one rank traces again and another doesn't; TensorFlow's own way of feeding it at each call (``capture_call_time_value``) fails for a function
-that is called in a loop or a branch, as Keras 3 does with ``steps_per_execution`` (seen with TensorFlow 2.20). Operations on one resource run in
-program order, in loops too, so that every rank draws the same number for the same operation.
+The number is drawn when the operation runs, from a counter in TensorFlow. Fixed while a tf.function is traced it would
+differ as soon as one rank traces again and another doesn't; TensorFlow's own way of feeding it at each call
+(``capture_call_time_value``) fails for a function that is called in a loop or a branch, as Keras 3 does with
+``steps_per_execution`` (seen with TensorFlow 2.20). Operations on one resource run in program order, in loops too, so
+that every rank draws the same number for the same operation.
 """
 
 from __future__ import annotations
@@ -14,18 +16,19 @@ import tensorflow as tf
 
 from npu_device import _compat
 from npu_device.cluster.runtime import Runtime
+from npu_device.collectives.group import Group
 
 _FIRST_KEY = 1
 _LARGEST_KEY = 0x7FFFFFFF
 
 
 class Sequence:
-    """The counter of one rank."""
+    """The counter of one group in one of its members."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, group: Group) -> None:
         with tf.init_scope(), tf.device(runtime.device("CPU")):
             self._counter = _compat.plain_variable(tf.constant(_FIRST_KEY, tf.int32))
-        runtime.health.count_collectives_with(self.issued)
+        runtime.health.count_collectives_with(group.name, group.ranks, self.issued)
 
     def draw(self) -> tf.Tensor:
         """The next number: int32, shape []. An operation of the graph in a tf.function, a value in eager mode."""
@@ -37,12 +40,12 @@ class Sequence:
             return int(self._counter.read_value()) - _FIRST_KEY
 
 
-_sequences: weakref.WeakKeyDictionary[Runtime, Sequence] = weakref.WeakKeyDictionary()
+_sequences: weakref.WeakKeyDictionary[Runtime, dict[Group, Sequence]] = weakref.WeakKeyDictionary()
 
 
-def sequence_of(runtime: Runtime) -> Sequence:
-    """The sequence of a running cluster, begun at its first use."""
-    sequence = _sequences.get(runtime)
-    if sequence is None:
-        sequence = _sequences[runtime] = Sequence(runtime)
-    return sequence
+def sequence_of(runtime: Runtime, group: Group) -> Sequence:
+    """The sequence of a group, begun at its first use. A group that is destroyed and made again goes on counting."""
+    sequences = _sequences.setdefault(runtime, {})
+    if group not in sequences:
+        sequences[group] = Sequence(runtime, group)
+    return sequences[group]

@@ -1,7 +1,7 @@
 """The backend that works everywhere: TensorFlow's collective operations (ring over gRPC on CPU, NCCL on GPU).
 
-Only what TensorFlow's kernels take: one dense tensor of one of ``DTYPES``, of the same shape on every rank. What is composed of it
-(other dtypes, ragged sizes, lists) stands in the files of the operations.
+Only what TensorFlow's kernels take: one dense tensor of one of ``DTYPES``, of the same shape on every rank. What is
+composed of it (other dtypes, ragged sizes, lists) stands in the files of the operations.
 
 Each execution of an operation gets a fresh instance key from ``sequence``.
 """
@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from npu_device import _compat
 from npu_device.cluster.runtime import Runtime
-from npu_device.collectives.group import group_size
+from npu_device.collectives.group import Group
 from npu_device.collectives.sequence import sequence_of
 
 DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
@@ -26,7 +26,7 @@ GATHER_DTYPES = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 _MERGE_OPS = {"sum": "Add", "prod": "Mul", "min": "Min", "max": "Max"}
 
 
-def all_reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str, group: str) -> tf.Tensor:
+def all_reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
     """Sum, prod, min or max of one tensor over the group."""
     device, kind = _device(runtime, tensor.dtype)
     with tf.device(device):
@@ -39,45 +39,48 @@ def all_reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str, group: str) 
         )
 
 
-def all_gather(runtime: Runtime, tensor: tf.Tensor, group: str) -> tf.Tensor:
+def all_gather(runtime: Runtime, tensor: tf.Tensor, group: Group) -> tf.Tensor:
     """The tensors of all ranks of the group, one after the other along the first dimension."""
     device, kind = _device(runtime, tensor.dtype)
     with tf.device(device):
         return tf.raw_ops.CollectiveGatherV2(input=tensor, ordering_token=[], **_keys(runtime, group, kind))
 
 
-def broadcast(runtime: Runtime, tensor: tf.Tensor, root_rank: int, group: str) -> tf.Tensor:
+def broadcast(runtime: Runtime, tensor: tf.Tensor, root_rank: int, group: Group) -> tf.Tensor:
     """The root's tensor, on every rank; the others give one of the same shape and dtype."""
     device, kind = _device(runtime, tensor.dtype)
     with tf.device(device):
         keys = _keys(runtime, group, kind)
-        if runtime.cluster.rank == root_rank:
+        if group.rank == root_rank:
             return tf.raw_ops.CollectiveBcastSendV2(input=tensor, **keys)
         return tf.raw_ops.CollectiveBcastRecvV2(shape=tf.shape(tensor), T=tensor.dtype, **keys)
 
 
 def _device(runtime: Runtime, dtype: tf.DType) -> tuple[str, str]:
-    """Floating-point tensors travel between the GPUs where there are some, everything else between the hosts' memories."""
+    """Floating-point tensors travel between the GPUs where there are some, everything else between the hosts'
+    memories.
+    """
     kind = "GPU" if dtype.is_floating and tf.config.get_visible_devices("GPU") else "CPU"
     if kind == "CPU" and _compat.compiled_by_xla():
         raise RuntimeError(
-            f"rank {runtime.cluster.rank}: a collective operation was called in a function that XLA compiles (jit_compile=True), "
+            f"rank {runtime.cluster.rank}: a collective operation was called in a function that XLA compiles "
+            "(jit_compile=True), "
             "and XLA can't talk to other processes on the CPU.\n"
             "What to do: leave jit_compile out of tf.function, or pass jit_compile=False to model.compile."
         )
     return runtime.device(kind), kind
 
 
-def _keys(runtime: Runtime, group: str, kind: str) -> dict[str, Any]:
-    sequence = sequence_of(runtime)
+def _keys(runtime: Runtime, group: Group, kind: str) -> dict[str, Any]:
+    sequence = sequence_of(runtime, group)
     if tf.executing_eagerly():
-        runtime.health.check()
+        runtime.health.check(group.name, group.ranks)
     # In a function that XLA compiles for the GPU the operations are ordered by XLA, which doesn't look at the key.
     instance_key = tf.constant(0) if _compat.compiled_by_xla() else sequence.draw()
     # TensorFlow's groups are made of devices, so that a group has one key for its CPUs and another for its GPUs.
     return {
-        "group_size": group_size(runtime, group),
-        "group_key": {"CPU": 1, "GPU": 2}[kind],
+        "group_size": group.size,
+        "group_key": group.key + (kind == "GPU"),
         "instance_key": instance_key,
         "communication_hint": "nccl" if kind == "GPU" else "auto",
     }

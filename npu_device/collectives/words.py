@@ -16,9 +16,13 @@ def count(tensor: tf.Tensor) -> int:
     """
     elements = tensor.shape.num_elements()
     if elements is None:
-        raise ValueError(f"a tensor of shape {tensor.shape} was given; its shape must be known before it can be broadcast")
+        raise ValueError(
+            f"a tensor of shape {tensor.shape} was given; its shape must be known before it can be broadcast"
+        )
     if not (tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_complex or tensor.dtype.is_bool):
-        raise TypeError(f"a tensor of dtype {tensor.dtype.name} can't be sent to another rank; expected a numeric dtype or bool")
+        raise TypeError(
+            f"a tensor of dtype {tensor.dtype.name} can't be sent to another rank; expected a numeric dtype or bool"
+        )
     return -(-elements * tensor.dtype.size // 4)
 
 

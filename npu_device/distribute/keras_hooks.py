@@ -1,14 +1,14 @@
 """Where gradients pass through a Keras optimizer, for each family of optimizers that there is.
 
-Methods are replaced on the instance that the user handed over, never on a class. They are bound methods, so that a deep copy of the
-optimizer has its own.
+Methods are replaced on the instance that the user handed over, never on a class. They are bound methods, so that a
+deep copy of the optimizer has its own.
 """
 
 from __future__ import annotations
 
 import sys
 from types import MethodType
-from typing import Any
+from typing import Any, Callable
 
 from npu_device import _compat
 
@@ -33,10 +33,11 @@ def install(optimizer: Any, keras: Any, reduction: Any) -> None:
         TypeError: it isn't an optimizer of any known family.
     """
     if _compat.is_keras_3(keras) and isinstance(optimizer, keras.optimizers.Optimizer):
-        hooks = {"apply": _apply_keras_3, "build": _build_keras_3}
+        hooks: dict[str, Callable[..., Any]] = {"apply": _apply_keras_3, "build": _build_keras_3}
     elif not hasattr(optimizer, "apply_gradients"):
         raise TypeError(
-            f"expected a Keras optimizer; found a {type(optimizer).__module__}.{type(optimizer).__name__}, which has no apply_gradients"
+            f"expected a Keras optimizer; found a {type(optimizer).__module__}.{type(optimizer).__name__}, which has "
+            "no apply_gradients"
         )
     elif hasattr(optimizer, "inner_optimizer"):
         hooks = {"apply_gradients": _apply_gradients}
@@ -46,7 +47,8 @@ def install(optimizer: Any, keras: Any, reduction: Any) -> None:
         hooks = {"apply_gradients": _apply_gradients, "_aggregate_gradients": _aggregate_gradients_legacy}
     else:
         raise TypeError(
-            f"a {type(optimizer).__module__}.{type(optimizer).__name__} is not a Keras optimizer of a known kind (Keras 3, tf-keras, legacy)"
+            f"a {type(optimizer).__module__}.{type(optimizer).__name__} is not a Keras optimizer of a known kind "
+            "(Keras 3, tf-keras, legacy)"
         )
     setattr(optimizer, _REDUCTION, reduction)
     for name, hook in hooks.items():
@@ -61,10 +63,10 @@ def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> An
 
 
 def _build_keras_3(self: Any, variables: Any) -> Any:
-    # A loss-scale optimizer around this one calls `apply` only where the gradients are finite, which must be the same on all ranks
-    # or some wait for ever. Keras makes that loss-scale optimizer by itself (compile under mixed_float16) and tells the inner one
-    # nothing of it, so that this call, made from its `build`, is where it can be found.
-    caller = sys._getframe(1).f_locals.get("self")
+    # A loss-scale optimizer around this one calls `apply` only where the gradients are finite, which must be the same
+    # on all ranks or some wait for ever. Keras makes that loss-scale optimizer by itself (compile under mixed_float16)
+    # and tells the inner one nothing of it, so that this call, made from its `build`, is where it can be found.
+    caller: Any = sys._getframe(1).f_locals.get("self")
     if caller is not self and getattr(caller, "inner_optimizer", None) is self and hasattr(caller, "check_finite"):
         caller.check_finite = MethodType(_check_finite, caller)
     return type(self).build(self, variables)
@@ -75,8 +77,8 @@ def _check_finite(self: Any, grads: Any) -> Any:
     return reduction.finite_everywhere(type(self).check_finite(self, grads))
 
 
-# tf-keras. `fit` and `minimize` go through `apply_gradients`; a loss-scale optimizer calls its inner optimizer's aggregation first,
-# decides whether the gradients are finite, and then has them applied without aggregation.
+# tf-keras. `fit` and `minimize` go through `apply_gradients`; a loss-scale optimizer calls its inner optimizer's
+# aggregation first, decides whether the gradients are finite, and then has them applied without aggregation.
 
 
 def _apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,5 @@
-"""``npu_distributed_keras_optimizer_wrapper``: a Keras optimizer that reduces the gradients over all ranks before it uses them.
+"""``npu_distributed_keras_optimizer_wrapper``: a Keras optimizer that reduces the gradients over all ranks before it
+uses them.
 
 Which methods of which optimizer that takes is in ``keras_hooks``.
 """
@@ -14,7 +15,7 @@ import tensorflow as tf
 from npu_device import _compat, device
 from npu_device.cluster.runtime import Runtime
 from npu_device.collectives.all_reduce import REDUCTIONS
-from npu_device.collectives.group import WORLD_GROUP, group_size
+from npu_device.collectives.group import WORLD_GROUP, Group, group_of
 from npu_device.distribute import keras_hooks
 from npu_device.gradients.fusion import check_fusion
 from npu_device.gradients.reduce import Gradient, reduce_list
@@ -26,50 +27,59 @@ def npu_distributed_keras_optimizer_wrapper(
     """Make an optimizer reduce its gradients over all ranks before clipping and applying them.
 
     Args:
-        optimizer: a Keras optimizer: Keras 3, tf-keras, tf-keras legacy, a ``LossScaleOptimizer`` of any of them; or a name or config that
-            ``tf.keras.optimizers.get`` understands.
+        optimizer: a Keras optimizer: Keras 3, tf-keras, tf-keras legacy, a ``LossScaleOptimizer`` of any of them; or a
+            name or config that ``tf.keras.optimizers.get`` understands.
         reduce_reduction: ``"mean"`` (default) or ``"sum"``; also ``"min"``, ``"max"``, ``"prod"``.
         fusion: as in ``all_reduce``.
         fusion_id: as in ``all_reduce``.
         group: name of the group.
 
     Returns:
-        The same optimizer object. Its class, variables, checkpoints and config stay as they are; a model that is saved with it loads
-        everywhere, with a plain optimizer that is to be wrapped again. On a single device it is untouched.
+        The same optimizer object. Its class, variables, checkpoints and config stay as they are; a model that is saved
+        with it loads everywhere, with a plain optimizer that is to be wrapped again. On a single device it is
+        untouched.
 
     Raises:
         ValueError: the optimizer is wrapped already (it would reduce twice); unknown reduction, group or fusion.
         TypeError: not a Keras optimizer.
         RuntimeError: the environment names several ranks but the job can't be joined any more.
 
-    Works in custom loops (``apply_gradients``, Keras 3's ``apply``) and in ``fit``. With ``gradient_accumulation_steps`` each step's
-    gradients are reduced. With a loss-scale optimizer wrap either it or its inner optimizer; the ranks agree on whether the gradients
-    are finite either way. Use either this wrapper or ``all_reduce`` by hand, not both.
+    Works in custom loops (``apply_gradients``, Keras 3's ``apply``) and in ``fit``. With
+    ``gradient_accumulation_steps`` each step's gradients are reduced. With a loss-scale optimizer wrap either it or
+    its inner optimizer; the ranks agree on whether the gradients are finite either way. Use either this wrapper or
+    ``all_reduce`` by hand, not both.
 
     Source: Ascend TF Adapter 2.x, ``npu.distribute.npu_distributed_keras_optimizer_wrapper``.
     """
     check_fusion(fusion, fusion_id)
     if reduce_reduction not in REDUCTIONS:
-        raise ValueError(f"reduce_reduction {reduce_reduction!r} is unknown; expected one of {', '.join(map(repr, REDUCTIONS))}")
+        raise ValueError(
+            f"reduce_reduction {reduce_reduction!r} is unknown; expected one of {', '.join(map(repr, REDUCTIONS))}"
+        )
     if isinstance(optimizer, (str, dict)):
         optimizer = tf.keras.optimizers.get(optimizer)
     runtime = device.cluster_runtime()
     if runtime is None:
         return optimizer
-    group_size(runtime, group)
     if keras_hooks.is_wrapped(optimizer):
         raise ValueError(
-            f"rank {runtime.cluster.rank}: this {type(optimizer).__name__} is wrapped already; wrapping it, or the loss-scale optimizer around it, "
-            "a second time would reduce its gradients twice.\nWhat to do: call npu_distributed_keras_optimizer_wrapper once an optimizer."
+            f"rank {runtime.cluster.rank}: this {type(optimizer).__name__} is wrapped already; wrapping it, or the "
+            "loss-scale optimizer around it, "
+            "a second time would reduce its gradients twice.\nWhat to do: call "
+            "npu_distributed_keras_optimizer_wrapper once an optimizer."
         )
-    keras_hooks.install(optimizer, _compat.keras_of(optimizer), GradientReduction(runtime, reduce_reduction, fusion != 0, group))
+    keras_hooks.install(
+        optimizer,
+        _compat.keras_of(optimizer),
+        GradientReduction(runtime, reduce_reduction, fusion != 0, group_of(runtime, group)),
+    )
     return optimizer
 
 
 class GradientReduction:
     """How one optimizer's gradients are reduced, and which of them have been."""
 
-    def __init__(self, runtime: Runtime, reduction: str, fuse: bool, group: str) -> None:
+    def __init__(self, runtime: Runtime, reduction: str, fuse: bool, group: Group) -> None:
         self._runtime = runtime
         self._reduction = reduction
         self._fuse = fuse

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device import device
-from npu_device.collectives.group import WORLD_GROUP
+from npu_device.collectives.group import WORLD_GROUP, group_of
 from npu_device.gradients.fusion import check_fusion
 from npu_device.gradients.reduce import reduce_list
 
@@ -18,21 +18,24 @@ def all_reduce(
     """Reduce values over all ranks; every rank gets the result.
 
     Args:
-        values: a tensor, numpy array or number, or a list or tuple of them, in which ``None`` and ``tf.IndexedSlices`` may stand. float16,
-            bfloat16, float32, float64, int8 to int64, uint8 to uint32; the same number, shapes and dtypes on every rank.
+        values: a tensor, numpy array or number, or a list or tuple of them, in which ``None`` and ``tf.IndexedSlices``
+            may stand. float16, bfloat16, float32, float64, int8 to int64, uint8 to uint32; the same number, shapes and
+            dtypes on every rank.
         reduction: ``"mean"`` (default), ``"sum"``, ``"min"``, ``"max"`` or ``"prod"``.
         fusion: 0 sends each tensor alone, 1 (default) and 2 pack those of a dtype into one transfer.
         fusion_id: -1 unless ``fusion`` is 2.
         group: name of the group.
 
     Returns:
-        On several ranks a tensor for a single value and a list for a list or tuple, in the same order, ``None`` where ``None`` was. The mean
-        of integers is floating-point. On a single device ``values`` itself, the very same object.
+        On several ranks a tensor for a single value and a list for a list or tuple, in the same order, ``None`` where
+        ``None`` was. The mean of integers is floating-point. On a single device ``values`` itself, the very same
+        object.
 
     Raises:
         ValueError: unknown reduction, group, or combination of fusion and fusion_id.
         TypeError: a dtype that can't be reduced.
-        RuntimeError: another rank has failed or left; the environment names several ranks but the job can't be joined any more.
+        RuntimeError: another rank has failed or left; the environment names several ranks but the job can't be joined
+            any more.
 
     Every rank has to make the call; it works eagerly, in tf.function and in loops. Sum and mean are differentiable.
 
@@ -48,7 +51,7 @@ def all_reduce(
         return values
     several = isinstance(values, (list, tuple))
     tensors = [_to_tensor(value) for value in (values if several else [values])]
-    reduced = reduce_list(runtime, tensors, reduction, group, fuse=fusion != 0)
+    reduced = reduce_list(runtime, tensors, reduction, group_of(runtime, group), fuse=fusion != 0)
     return reduced if several else reduced[0]
 
 

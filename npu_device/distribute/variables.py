@@ -8,15 +8,15 @@ import tensorflow as tf
 
 from npu_device import device
 from npu_device.collectives.broadcast import broadcast as broadcast_tensors
-from npu_device.collectives.group import WORLD_GROUP
+from npu_device.collectives.group import WORLD_GROUP, group_of
 
 
 def broadcast(values: Any, root_rank: int = 0, fusion: int = 2, fusion_id: int = 0, group: str = WORLD_GROUP) -> None:
     """Overwrite variables, in place, with the root's values.
 
     Args:
-        values: a variable, or a list or tuple of variables: ``tf.Variable``, Keras 2 or Keras 3; the same number, shapes and dtypes on every
-            rank. An empty list is fine.
+        values: a variable, or a list or tuple of variables: ``tf.Variable``, Keras 2 or Keras 3; the same number,
+            shapes and dtypes on every rank. An empty list is fine.
         root_rank: the rank whose values count (default 0).
         fusion: 0 or 2; either way few large transfers are made of many variables.
         fusion_id: any number, without effect.
@@ -25,7 +25,8 @@ def broadcast(values: Any, root_rank: int = 0, fusion: int = 2, fusion_id: int =
     Raises:
         TypeError: something that isn't a variable (it has no ``assign``), or a dtype that can't be sent.
         ValueError: ``root_rank`` out of range, ``fusion`` neither 0 nor 2, unknown group.
-        RuntimeError: another rank has failed or left; the environment names several ranks but the job can't be joined any more.
+        RuntimeError: another rank has failed or left; the environment names several ranks but the job can't be joined
+            any more.
 
     Every rank has to make the call, eagerly or in a tf.function. On a single device nothing happens.
 
@@ -41,9 +42,13 @@ def broadcast(values: Any, root_rank: int = 0, fusion: int = 2, fusion_id: int =
     for position, variable in enumerate(variables):
         if not hasattr(variable, "assign"):
             raise TypeError(
-                f"rank {runtime.cluster.rank}: broadcast overwrites variables in place, and number {position} of the {len(variables)} values is "
-                f"a {type(variable).__name__}, which can't be assigned to. Pass variables, for instance model.trainable_variables."
+                f"rank {runtime.cluster.rank}: broadcast overwrites variables in place, and number {position} of the "
+                f"{len(variables)} values is "
+                f"a {type(variable).__name__}, which can't be assigned to. Pass variables, for instance "
+                "model.trainable_variables."
             )
     tensors = [tf.convert_to_tensor(variable) for variable in variables]
-    for variable, tensor in zip(variables, broadcast_tensors(runtime, tensors, int(root_rank), group)):
+    for variable, tensor in zip(
+        variables, broadcast_tensors(runtime, tensors, int(root_rank), group_of(runtime, group))
+    ):
         variable.assign(tensor)

@@ -16,8 +16,14 @@ def check_fusion(fusion: int, fusion_id: int) -> None:
         ValueError: any other combination.
     """
     if fusion not in (0, 1, 2):
-        raise ValueError(f"fusion {fusion!r} is unknown; expected 0 (each tensor alone), 1 (by the split strategy) or 2 (all with one fusion_id)")
+        raise ValueError(
+            f"fusion {fusion!r} is unknown; expected 0 (each tensor alone), 1 (by the split strategy) or 2 (all with "
+            "one fusion_id)"
+        )
     if fusion == 1 and fusion_id != -1:
-        raise ValueError(f"fusion_id {fusion_id!r} does not go with fusion 1; expected -1, or fusion=2 with an id of 0 to {_LARGEST_ID}")
+        raise ValueError(
+            f"fusion_id {fusion_id!r} does not go with fusion 1; expected -1, or fusion=2 with an id of 0 to "
+            f"{_LARGEST_ID}"
+        )
     if fusion == 2 and not 0 <= fusion_id <= _LARGEST_ID:
         raise ValueError(f"fusion_id {fusion_id!r} does not go with fusion 2; expected 0 to {_LARGEST_ID}")

@@ -1,4 +1,5 @@
-"""The one road that lists of tensors take to their reduction: packed by dtype into one collective each, handed back in the caller's order.
+"""The one road that lists of tensors take to their reduction: packed by dtype into one collective each, handed back in
+the caller's order.
 
 ``None`` stays ``None``, ``IndexedSlices`` are gathered.
 """
@@ -13,29 +14,29 @@ import tensorflow as tf
 from npu_device.cluster.runtime import Runtime
 from npu_device.collectives.all_gather import all_gather_v
 from npu_device.collectives.all_reduce import all_reduce
-from npu_device.collectives.group import WORLD_GROUP, group_size
+from npu_device.collectives.group import Group
 
 Gradient = Optional[Union[tf.Tensor, tf.IndexedSlices]]
 
 
 def reduce_list(
-    runtime: Runtime, values: Sequence[Gradient], reduction: str, group: str = WORLD_GROUP, *, fuse: bool = True
+    runtime: Runtime, values: Sequence[Gradient], reduction: str, group: Group, *, fuse: bool = True
 ) -> list[Gradient]:
     """Reduce a list of tensors over a group.
 
     Args:
         runtime: the running cluster.
-        values: dense tensors, ``IndexedSlices`` and ``None``, of the same kinds, shapes and dtypes on every rank; ``IndexedSlices`` may
-            have another number of rows on each.
+        values: dense tensors, ``IndexedSlices`` and ``None``, of the same kinds, shapes and dtypes on every rank;
+            ``IndexedSlices`` may have another number of rows on each.
         reduction: as in ``all_reduce``; ``IndexedSlices`` know sum and mean only.
-        group: name of the group.
+        group: the group, of which this rank is a member.
         fuse: pack the dense tensors of a dtype into one transfer.
 
     Returns:
         A list of the same length and order.
 
     Raises:
-        ValueError: unknown reduction or group; min, max or prod of ``IndexedSlices``.
+        ValueError: unknown reduction; min, max or prod of ``IndexedSlices``.
         TypeError: a dtype that can't be reduced.
     """
     results: list[Gradient] = [None] * len(values)
@@ -52,7 +53,7 @@ def reduce_list(
     return results
 
 
-def _reduce_pack(runtime: Runtime, tensors: Sequence[tf.Tensor], reduction: str, group: str) -> list[tf.Tensor]:
+def _reduce_pack(runtime: Runtime, tensors: Sequence[tf.Tensor], reduction: str, group: Group) -> list[tf.Tensor]:
     """Tensors of one dtype through one collective."""
     if len(tensors) == 1:
         return [all_reduce(runtime, tensors[0], reduction, group)]
@@ -70,10 +71,13 @@ def _reduce_pack(runtime: Runtime, tensors: Sequence[tf.Tensor], reduction: str,
     return results
 
 
-def _reduce_slices(runtime: Runtime, slices: tf.IndexedSlices, reduction: str, group: str) -> tf.IndexedSlices:
+def _reduce_slices(runtime: Runtime, slices: tf.IndexedSlices, reduction: str, group: Group) -> tf.IndexedSlices:
     if reduction not in ("sum", "mean"):
-        raise ValueError(f"reduction {reduction!r} of IndexedSlices is not defined; expected 'sum' or 'mean', or dense tensors (tf.convert_to_tensor)")
+        raise ValueError(
+            f"reduction {reduction!r} of IndexedSlices is not defined; expected 'sum' or 'mean', or dense tensors "
+            "(tf.convert_to_tensor)"
+        )
     values = all_gather_v(runtime, slices.values, group)
     if reduction == "mean":
-        values = values / tf.cast(group_size(runtime, group), values.dtype)
+        values = values / tf.cast(group.size, values.dtype)
     return tf.IndexedSlices(values, all_gather_v(runtime, slices.indices, group), slices.dense_shape)

@@ -1,0 +1,38 @@
+"""One rank that does nothing but meet the others, and prints what came of it as a line of JSON. Without TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import threading
+import time
+
+from npu_device.cluster import ClusterError, meet, membership_from_environment
+
+
+def open_sockets() -> int:
+    links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+    return sum(os.path.islink(link) and os.readlink(link).startswith("socket:") for link in links)
+
+
+def main() -> None:
+    membership = membership_from_environment()
+    assert membership is not None
+    versions = json.loads(sys.argv[1]) if len(sys.argv) > 1 else None
+    sockets = open_sockets()
+    report: dict[str, object] = {}
+    began = time.monotonic()
+    try:
+        report["cluster"] = dataclasses.asdict(meet(membership, versions))
+    except ClusterError as error:
+        report["error"] = str(error)
+    report["seconds"] = time.monotonic() - began
+    report["sockets_left"] = open_sockets() - sockets
+    report["threads_left"] = threading.active_count() - 1
+    print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()

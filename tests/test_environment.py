@@ -1,0 +1,94 @@
+"""Single environment variables: defaults, forms, errors, and the page that is made of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from npu_device import environment
+from npu_device.environment import Variable
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("variable", environment.ALL, ids=lambda variable: variable.name)
+def test_unset_and_empty_give_the_default(variable: Variable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(variable.name, raising=False)
+    assert (variable.raw(), variable.is_set(), variable.get()) == (None, False, variable.default)
+    monkeypatch.setenv(variable.name, "")
+    assert (variable.raw(), variable.is_set(), variable.get()) == (None, False, variable.default)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "value"),
+    [
+        (environment.RANK_SIZE, "8", 8),
+        (environment.RANK_ID, " 3 ", 3),
+        (environment.ASCEND_DEVICE_ID, "07", 7),
+        (environment.HCCL_CONNECT_TIMEOUT, "600", 600.0),
+        (environment.HCCL_CONNECT_TIMEOUT, "0.5", 0.5),
+        (environment.CM_CHIEF_IP, "10.0.0.1", "10.0.0.1"),
+        (environment.CM_WORKER_IP, "FD00:0:0::1", "fd00::1"),
+        (environment.JOB_ID, "10087", "10087"),
+        (environment.RANK_TABLE_FILE, "/a b/8p.json", "/a b/8p.json"),
+    ],
+)
+def test_values(variable: Variable, text: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable.name, text)
+    assert variable.get() == value
+    assert type(variable.get()) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "expected"),
+    [
+        (environment.RANK_SIZE, "four", "a whole number of at least 1"),
+        (environment.RANK_SIZE, "0", "a whole number of at least 1"),
+        (environment.RANK_ID, "-1", "a whole number of at least 0"),
+        (environment.RANK_ID, "1.0", "a whole number of at least 0"),
+        (environment.ASCEND_DEVICE_ID, "npu:0", "a whole number of at least 0"),
+        (environment.DEVICE_ID, "1_0", "a whole number of at least 0"),
+        (environment.CM_CHIEF_PORT, "0", "a whole number from 1 to 65520"),
+        (environment.CM_CHIEF_PORT, "65521", "a whole number from 1 to 65520"),
+        (environment.CM_WORKER_SIZE, "32769", "a whole number from 1 to 32768"),
+        (environment.CM_CHIEF_IP, "chief.example", "an IPv4 or IPv6 address"),
+        (environment.CM_WORKER_IP, "10.0.0.256", "an IPv4 or IPv6 address"),
+        (environment.HCCL_CONNECT_TIMEOUT, "0", "a number above 0, at most 7200"),
+        (environment.HCCL_CONNECT_TIMEOUT, "7201", "a number above 0, at most 7200"),
+        (environment.HCCL_CONNECT_TIMEOUT, "nan", "a number above 0, at most 7200"),
+        (environment.HCCL_CONNECT_TIMEOUT, "2 min", "a number above 0, at most 7200"),
+        (environment.NPU_LOOP_SIZE, "0", "a whole number of at least 1"),
+    ],
+)
+def test_malformed_values_name_variable_found_and_expected(
+    variable: Variable, text: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable.name, text)
+    with pytest.raises(ValueError) as raised:
+        variable.get()
+    message = str(raised.value)
+    assert "EI0001" in message
+    assert f"{variable.name} is {text!r}; expected {expected}" in message
+    assert "What to do:" in message
+
+
+def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TF_NUM_INTRAOP_THREADS", raising=False)
+    monkeypatch.delenv("TF_NUM_INTEROP_THREADS", raising=False)
+    assert not environment.user_sets_threads()
+    monkeypatch.setenv("TF_NUM_INTEROP_THREADS", "2")
+    assert environment.user_sets_threads()
+
+
+def test_the_page_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    assert page == environment.page(), "run: python -m npu_device.environment > docs/environment.md"
+    assert all(f"| `{variable.name}` |" in page for variable in environment.ALL)
+
+
+def test_tensorflow_is_not_imported() -> None:
+    code = "import sys, npu_device.environment, npu_device.cluster.rendezvous; sys.exit('tensorflow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False, cwd=ROOT).returncode == 0

@@ -1,0 +1,369 @@
+"""What a process makes of its environment: each scheme, the order between them, contradictions and gaps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_rank_table import PODS, VERSION_1_0, write
+
+from npu_device import environment
+from npu_device.cluster import ClusterError, Membership, membership_from_environment, world_size_from_environment
+
+CM = {
+    "CM_CHIEF_IP": "127.0.0.1",
+    "CM_CHIEF_PORT": "29688",
+    "CM_CHIEF_DEVICE": "0",
+    "CM_WORKER_SIZE": "4",
+    "CM_WORKER_IP": "127.0.0.1",
+}
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in environment.ALL:
+        monkeypatch.delenv(variable.name, raising=False)
+
+
+def given(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def membership(monkeypatch: pytest.MonkeyPatch, device_id: int | None = None, **variables: str) -> Membership:
+    given(monkeypatch, **variables)
+    found = membership_from_environment(device_id)
+    assert found is not None
+    return found
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, **variables: str) -> str:
+    """The text of the RuntimeError; that of a ValueError is in test_environment."""
+    given(monkeypatch, **variables)
+    with pytest.raises(RuntimeError) as raised:
+        membership_from_environment()
+    assert "What to do:" in str(raised.value)
+    return str(raised.value)
+
+
+def tf_config(task: dict[str, Any] | None, **cluster: Any) -> str:
+    return json.dumps({"cluster": cluster, "task": task, "environment": "cloud"})
+
+
+def table(path: Path, **variables: str) -> dict[str, str]:
+    return {"RANK_TABLE_FILE": write(path, VERSION_1_0), "RANK_SIZE": "4", "RANK_ID": "2", **variables}
+
+
+# Alone
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"RANK_SIZE": "1", "RANK_ID": "0", "JOB_ID": "10087"},
+        {"RANK_SIZE": "1", "RANK_TABLE_FILE": "/not/even/there"},
+        {"RANK_SIZE": "1", "CM_CHIEF_IP": "127.0.0.1"},
+        {"CM_WORKER_SIZE": "1", "CM_CHIEF_IP": "127.0.0.1"},
+        {"RANK_SIZE": "", "CM_WORKER_SIZE": "", "TF_CONFIG": "", "RANK_TABLE_FILE": ""},
+        {"TF_CONFIG": "{}"},
+        {"TF_CONFIG": tf_config({"type": "worker", "index": 0}, worker=["a:1"])},
+        {"TF_CONFIG": tf_config({"type": "evaluator", "index": 0}, chief=["a:1"], worker=["b:1"], ps=["c:1"])},
+        {"TF_CONFIG": tf_config(None)},
+    ],
+    ids=str,
+)
+def test_alone(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, **variables)
+    assert world_size_from_environment() == 1
+    assert membership_from_environment() is None
+
+
+def test_a_table_of_one_rank_is_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    device = {"device_id": "0", "device_ip": "172.20.0.10", "rank_id": "0"}
+    one = {"version": "1.0", "status": "completed", "server_list": [{"server_id": "a", "device": [device]}]}
+    given(monkeypatch, RANK_TABLE_FILE=write(tmp_path, one), RANK_ID="0")
+    assert membership_from_environment() is None
+
+
+# Rank table
+
+
+def test_rank_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = membership(monkeypatch, **table(tmp_path, ASCEND_DEVICE_ID="5", JOB_ID="j1", HCCL_CONNECT_TIMEOUT="7"))
+    assert found == Membership(
+        scheme="rank table",
+        world_size=4,
+        rank=2,
+        host=None,
+        host_key="nodeB",
+        device_id=5,
+        is_chief=False,
+        chief_hosts=("10.0.0.1", "nodeA", "172.20.0.10"),
+        chief_port=61000,
+        job_id="j1",
+        connect_timeout=7.0,
+        expected_hosts=("nodeA", "nodeA", "nodeB", "nodeB"),
+    )
+    assert world_size_from_environment() == 4
+    assert membership(monkeypatch, RANK_ID="0").is_chief
+    assert membership(monkeypatch, HCCL_IF_IP="10.0.0.9").host == "10.0.0.9"
+
+
+def test_ranks_on_one_server_meet_on_loopback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one_server = {**VERSION_1_0, "server_count": "1", "server_list": VERSION_1_0["server_list"][:1]}
+    found = membership(monkeypatch, RANK_TABLE_FILE=write(tmp_path, one_server), RANK_SIZE="2", RANK_ID="1")
+    assert (found.chief_hosts, found.device_id) == (("127.0.0.1",), 1)
+
+
+def test_where_the_port_comes_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    no_port = json.loads(json.dumps(VERSION_1_0).replace(', "host_port": "61000"', ""))
+    variables = {**table(tmp_path), "RANK_TABLE_FILE": write(tmp_path, no_port)}
+    computed = membership(monkeypatch, **variables).chief_port
+    assert 61000 <= computed < 65000
+    assert membership(monkeypatch, RANK_ID="0").chief_port == computed
+    write(tmp_path, json.dumps(no_port, indent=4))
+    assert membership(monkeypatch).chief_port == computed
+    assert membership(monkeypatch, JOB_ID="another").chief_port != computed
+    assert membership(monkeypatch, HCCL_IF_BASE_PORT="60008").chief_port == 60008
+    write(tmp_path, VERSION_1_0)
+    assert membership(monkeypatch).chief_port == 61000
+
+
+def test_device_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert membership(monkeypatch, **table(tmp_path, RANK_ID="3")).device_id == 1  # the local rank
+    assert membership(monkeypatch, DEVICE_ID="6").device_id == 6
+    assert membership(monkeypatch, ASCEND_DEVICE_ID="0").device_id == 0
+    assert membership(monkeypatch, device_id=7).device_id == 7
+
+
+@pytest.mark.parametrize(
+    ("variables", "rank"),
+    [
+        ({"POD_NAME": "job-worker-0", "ASCEND_DEVICE_ID": "4"}, 0),
+        ({"POD_NAME": "job-worker-0", "DEVICE_ID": "5"}, 1),
+        ({"POD_NAME": "job-worker-1"}, 2),
+        ({"POD_NAME": "job-worker-1", "RANK_ID": "0"}, 2),
+        ({"RANK_ID": "job-worker-1"}, 2),
+        ({"RANK_ID": "1"}, 1),
+    ],
+    ids=str,
+)
+def test_pods(variables: dict[str, str], rank: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = membership(monkeypatch, RANK_TABLE_FILE=write(tmp_path, PODS), RANK_SIZE="3", **variables)
+    assert (found.rank, found.is_chief) == (rank, rank == 0)
+
+
+def test_pods_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    message = refused(monkeypatch, RANK_TABLE_FILE=write(tmp_path, PODS), RANK_SIZE="3", POD_NAME="other")
+    assert "EI0004" in message
+    assert "POD_NAME 'other' is not in it; expected one of its pods: job-worker-0, job-worker-1" in message
+    message = refused(monkeypatch, POD_NAME="job-worker-0")
+    assert "pod 'job-worker-0' has 2 devices" in message
+    assert "ASCEND_DEVICE_ID is not set; expected one of 4, 5" in message
+    assert "ASCEND_DEVICE_ID is 0; expected one of 4, 5" in refused(monkeypatch, ASCEND_DEVICE_ID="0")
+
+
+def test_rank_table_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    message = refused(monkeypatch, **table(tmp_path, RANK_ID="4"))
+    assert "EI0004" in message
+    assert "RANK_ID 4 is not in it; expected one of its ranks, 0 to 3" in message
+    message = refused(monkeypatch, RANK_ID="")
+    assert "RANK_ID is missing or empty" in message
+    message = refused(monkeypatch, RANK_ID="0", RANK_SIZE="2")
+    assert "EI0004" in message
+    assert "it lists 4 ranks, and RANK_SIZE is 2" in message
+    message = refused(monkeypatch, RANK_SIZE="")
+    assert "RANK_SIZE is missing or empty" in message
+    assert "lists 4 ranks" in message
+    assert "EI0004" in refused(monkeypatch, RANK_SIZE="4", RANK_TABLE_FILE=str(tmp_path / "absent"))
+
+
+# CM_*
+
+
+def test_without_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = membership(monkeypatch, **CM, ASCEND_DEVICE_ID="3")
+    assert found == Membership(
+        scheme="CM_*",
+        world_size=4,
+        rank=None,
+        host="127.0.0.1",
+        host_key="127.0.0.1",
+        device_id=3,
+        is_chief=False,
+        chief_hosts=("127.0.0.1",),
+        chief_port=29688,
+        job_id="default",
+        connect_timeout=120.0,
+    )
+    assert world_size_from_environment() == 4
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_chief", "host_key"),
+    [
+        ({"ASCEND_DEVICE_ID": "0"}, True, "127.0.0.1"),
+        ({}, True, "127.0.0.1"),  # no device: 0
+        ({"ASCEND_DEVICE_ID": "1"}, False, "127.0.0.1"),
+        ({"ASCEND_DEVICE_ID": "1", "CM_CHIEF_DEVICE": "1"}, True, "127.0.0.1"),
+        ({"CM_WORKER_IP": "127.0.0.2"}, False, "127.0.0.2"),
+        ({"CM_WORKER_IP": ""}, True, "127.0.0.1"),  # the chief's address is one of this host's
+        ({"CM_WORKER_IP": "", "CM_CHIEF_IP": "192.0.2.1"}, False, ""),  # it isn't
+        ({"CM_WORKER_IP": "::1", "CM_CHIEF_IP": "0:0::1"}, True, "::1"),
+    ],
+    ids=str,
+)
+def test_who_is_the_chief(
+    variables: dict[str, str], is_chief: bool, host_key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = membership(monkeypatch, **{**CM, **variables})
+    assert (found.is_chief, found.host_key) == (is_chief, host_key)
+
+
+@pytest.mark.parametrize("name", ["CM_CHIEF_IP", "CM_CHIEF_PORT", "CM_CHIEF_DEVICE", "CM_WORKER_SIZE"])
+@pytest.mark.parametrize("value", [None, ""])
+def test_each_variable_is_needed(name: str, value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, **CM)
+    if value is None:
+        monkeypatch.delenv(name)
+    else:
+        monkeypatch.setenv(name, value)
+    assert f"{name} is missing or empty" in refused(monkeypatch)
+
+
+def test_mixed_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, **{**CM, "CM_WORKER_IP": "fd00::1"})
+    with pytest.raises(ValueError, match=r"EI0001: .*CM_WORKER_IP is 'fd00::1' and CM_CHIEF_IP is '127.0.0.1'"):
+        membership_from_environment()
+
+
+# TF_CONFIG
+
+
+@pytest.mark.parametrize(
+    ("task", "cluster", "rank", "hosts"),
+    [
+        ({"type": "worker", "index": 1}, {"worker": ["w-0.svc:2222", "w-1.svc:2222"]}, 1, ("w-0.svc", "w-1.svc")),
+        ({"type": "chief", "index": 0}, {"worker": ["b:2", "c:3"], "chief": ["a:1"]}, 0, ("a", "b", "c")),
+        ({"type": "master", "index": 0}, {"master": ["a:1"], "worker": ["b:2"]}, 0, ("a", "b")),
+        ({"type": "worker", "index": "1"}, {"chief": ["a:1"], "worker": ["b:2", "c:3"], "ps": []}, 2, ("a", "b", "c")),
+        (
+            {"type": "worker", "index": 0},
+            {"worker": ["[fd00::1]:2", "[fd00::2]:2"], "evaluator": ["e:1"]},
+            0,
+            ("fd00::1", "fd00::2"),
+        ),
+    ],
+)
+def test_tf_config(
+    task: dict[str, Any], cluster: dict[str, Any], rank: int, hosts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = membership(monkeypatch, TF_CONFIG=tf_config(task, **cluster))
+    assert (found.scheme, found.world_size, found.rank, found.is_chief) == ("TF_CONFIG", len(hosts), rank, rank == 0)
+    assert (found.expected_hosts, found.chief_hosts, found.host_key) == (hosts, hosts[:1], hosts[rank])
+    assert (found.host, found.device_id, found.job_id) == (None, 0, "default")
+    first = (cluster.get("chief") or cluster.get("master") or cluster["worker"])[0]
+    assert found.chief_port == int(first.rpartition(":")[2])
+    assert world_size_from_environment() == len(hosts)
+
+
+def test_local_rank_of_tf_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = ["a:1", "a:2", "b:1", "b:2"]
+    found = membership(monkeypatch, TF_CONFIG=tf_config({"type": "worker", "index": 3}, worker=workers))
+    assert found.device_id == 1
+
+
+def test_tf_config_beside_rank_size_and_rank_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tf_config({"type": "worker", "index": 1}, worker=["a:1", "b:1"])
+    assert membership(monkeypatch, TF_CONFIG=config, RANK_SIZE="2", RANK_ID="1").scheme == "TF_CONFIG"
+    text = refused(monkeypatch, RANK_ID="0")
+    assert "RANK_SIZE (2) and RANK_ID (0) contradict TF_CONFIG: by TF_CONFIG this process is rank 1 of 2" in text
+    monkeypatch.delenv("RANK_ID")
+    assert "RANK_SIZE (4)" in refused(monkeypatch, RANK_SIZE="4")
+    assert "RANK_SIZE (1)" in refused(monkeypatch, RANK_SIZE="1")  # not silently alone
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("{'worker': 1}", "is not valid JSON: line 1, column 2"),
+        ("[]", "is []; expected a JSON object"),
+        ('{"cluster": ["a:1", "b:1"]}', "expected an object of task types"),
+        (tf_config(None, worker=["a:1", "b:1"]), "has the task None; expected an object with type and index"),
+        (tf_config({"index": 0}, worker=["a:1", "b:1"]), "has the task type None"),
+        (tf_config({"type": "worker", "index": -1}, worker=["a:1", "b:1"]), "has the task index -1"),
+        (
+            tf_config({"type": "worker", "index": 2}, worker=["a:1", "b:1"]),
+            "this process is worker 2, which is not in its cluster; expected one of: worker 0, worker 1",
+        ),
+        (tf_config({"type": "chief", "index": 0}, worker=["a:1", "b:1"]), "this process is chief 0, which is not in"),
+        (tf_config({"type": "worker", "index": 0}, worker="a:1"), "for cluster.worker; expected a list of addresses"),
+        (tf_config({"type": "worker", "index": 0}, worker=["a:1", "b"]), "has 'b' for cluster.worker[1]; expected"),
+        (tf_config({"type": "worker", "index": 0}, worker=["a:0", "b:1"]), "has 'a:0' for cluster.worker[0]; expected"),
+        (tf_config({"type": "worker", "index": 0}, worker=["fd00::1:1", "b:1"]), 'expected "host:port", or "[address]'),
+        (tf_config({"type": "worker", "index": 0}, worker=["a:1", "a:1"]), "gives worker 0 and worker 1 the same"),
+        (tf_config({"type": "worker", "index": 0}, worker=["a:1"], gpu=["b:1"]), "has the task type 'gpu'"),
+        (tf_config({"type": "chief", "index": 0}, chief=["a:1", "b:1"]), "has 2 addresses for cluster.chief"),
+        (tf_config({"type": "chief", "index": 0}, chief=["a:1"], master=["b:1"]), "has both chief and master"),
+        (tf_config({"type": "worker", "index": 0}, worker=["a:1"], ps=["b:1"]), "has parameter servers"),
+    ],
+)
+def test_tf_config_refused(config: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = refused(monkeypatch, TF_CONFIG=config)
+    assert text.startswith("TF_CONFIG ")
+    assert says in text
+    with pytest.raises(ClusterError):
+        world_size_from_environment()
+
+
+# Between the schemes
+
+
+def test_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, RANK_SIZE="2", CM_WORKER_SIZE="4")
+    for call in (world_size_from_environment, membership_from_environment):
+        with pytest.raises(ValueError, match=r"both RANK_SIZE \(2\) and CM_WORKER_SIZE \(4\) are set"):
+            call()
+
+
+def test_chief_and_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = refused(monkeypatch, **table(tmp_path, CM_CHIEF_IP="10.0.0.1"))
+    assert "both CM_CHIEF_IP (10.0.0.1) and RANK_TABLE_FILE" in text
+
+
+def test_size_of_the_other_scheme(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = refused(monkeypatch, **{**CM, "CM_WORKER_SIZE": "", "RANK_SIZE": "4"})
+    assert "CM_WORKER_SIZE is missing or empty" in text
+    assert "RANK_SIZE belongs to one with a table" in text
+    monkeypatch.delenv("CM_CHIEF_IP")
+    text = refused(monkeypatch, **table(tmp_path, RANK_SIZE="", CM_WORKER_SIZE="4"))
+    assert "RANK_SIZE is missing or empty" in text
+
+
+def test_no_scheme_names_all_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = refused(monkeypatch, RANK_SIZE="2", RANK_ID="0")
+    for word in ("RANK_TABLE_FILE", "CM_CHIEF_IP", "TF_CONFIG", "npurun -n 2 train.py"):
+        assert word in text
+
+
+def test_a_table_goes_before_tf_config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = tf_config({"type": "worker", "index": 1}, worker=["a:1", "b:1"])
+    assert membership(monkeypatch, **table(tmp_path, TF_CONFIG=config)).scheme == "rank table"
+
+
+def test_malformed_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RANK_ID", "ASCEND_DEVICE_ID", "HCCL_CONNECT_TIMEOUT"):
+        with monkeypatch.context() as inner:
+            given(inner, **table(tmp_path, **{name: "x"}))
+            with pytest.raises(ValueError, match=f"EI0001: .* {name} is 'x'"):
+                membership_from_environment()
+
+
+def test_job_id_of_other_letters_warns(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    membership(monkeypatch, **table(tmp_path, JOB_ID="my job"))
+    assert "JOB_ID is 'my job'" in caplog.text

@@ -1,0 +1,158 @@
+"""``npu.open`` with real TensorFlow underneath: every scheme of the environment, the handle, and this rank's share of
+the host.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import job
+import pytest
+from pool import Pool
+from ranks import free_port
+
+SCRIPT = """
+import numpy as np
+import npu_device as npu
+handle = npu.open().as_default()
+total = npu.distribute.all_reduce(np.float32(handle.worker_id + 1), "sum")
+print("rank", handle.worker_id, "of", handle.workers_num, "sum", float(total), handle.name(), flush=True)
+"""
+
+
+def _cm(directory: Path, rank: int, port: int) -> dict[str, str]:
+    return {
+        "CM_CHIEF_IP": "127.0.0.1",
+        "CM_CHIEF_PORT": str(port),
+        "CM_CHIEF_DEVICE": "0",
+        "CM_WORKER_SIZE": "2",
+        "CM_WORKER_IP": "127.0.0.1",
+        "ASCEND_DEVICE_ID": str(rank),
+    }
+
+
+def _tf_config(directory: Path, rank: int, port: int) -> dict[str, str]:
+    workers = [f"localhost:{port}", f"localhost:{port + 1}"]
+    task = {"type": "worker", "index": rank}
+    return {"TF_CONFIG": json.dumps({"cluster": {"worker": workers}, "task": task, "environment": "cloud"})}
+
+
+def _table(directory: Path, rank: int, port: int) -> dict[str, str]:
+    devices = [
+        {"device_id": "0", "device_ip": "10.1.1.1", "rank_id": "0", "host_port": str(port)},
+        {"device_id": "1", "device_ip": "10.1.1.2", "rank_id": "1"},
+    ]
+    table = {"version": "1.0", "status": "completed", "server_list": [{"server_id": "somewhere", "device": devices}]}
+    path = directory / "table.json"
+    if not path.exists():
+        path.write_text(json.dumps(table))
+    return {"RANK_TABLE_FILE": str(path), "RANK_ID": str(rank), "RANK_SIZE": "2", "ASCEND_DEVICE_ID": str(rank)}
+
+
+def _lab_table(directory: Path, rank: int, port: int) -> dict[str, str]:
+    instances = [
+        {"rank_id": str(i), "server_id": "10.0.0.1", "devices": [{"device_id": str(i), "device_ip": f"10.1.1.{i}"}]}
+        for i in range(2)
+    ]
+    table = {
+        "board_id": "0x0000",
+        "chip_info": "910",
+        "deploy_mode": "lab",
+        "group_count": "1",
+        "group_list": [
+            {"device_num": "2", "server_num": "1", "group_name": "", "instance_count": "2", "instance_list": instances}
+        ],
+        "para_plane_nic_location": "device",
+        "para_plane_nic_name": ["eth0", "eth1"],
+        "para_plane_nic_num": "2",
+        "status": "completed",
+    }
+    path = directory / "lab.json"
+    if not path.exists():
+        path.write_text(json.dumps(table))
+    return {
+        "RANK_TABLE_FILE": str(path),
+        "RANK_ID": str(rank),
+        "RANK_SIZE": "2",
+        "ASCEND_DEVICE_ID": str(rank),
+        "HCCL_IF_BASE_PORT": str(port),
+    }
+
+
+@pytest.mark.parametrize("scheme", [_table, _lab_table, _cm, _tf_config], ids=["table", "lab table", "CM", "TF_CONFIG"])
+def test_two_ranks_by_every_scheme(tmp_path: Path, scheme: Any) -> None:
+    port = free_port()
+    environments = [scheme(tmp_path, rank, port) for rank in range(2)]
+    results = job.finish(job.start_each(tmp_path, SCRIPT, environments))
+    for rank, result in enumerate(results):
+        assert result.code == 0, result.output
+        assert f"rank {rank} of 2 sum 3.0 /job:localhost/replica:0/task:0/device:NPU:" in result.output
+
+
+def body_handle() -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    handle = npu.open()
+    same = npu.open() is handle and handle.as_default() is handle and npu.npu_device.global_npu_ctx() is handle
+    try:
+        npu.open(7)
+        other = "opened"
+    except RuntimeError as error:
+        other = str(error)
+    with handle.scope():
+        device = tf.constant(1.0).device
+    return same, other, device, handle.name(), handle.is_cluster_worker(), handle.workers_num, handle.worker_id
+
+
+def test_the_handle(ranks: Pool) -> None:
+    for rank, result in enumerate(ranks.run(body_handle)):
+        same, other, device, name, worker, workers, worker_id = result
+        assert same
+        assert "device 7 can't be opened" in other and "one process a device" in other
+        assert device.endswith("CPU:0")
+        assert name == f"/job:localhost/replica:0/task:0/device:NPU:{rank}"
+        assert (worker, workers, worker_id) == (ranks.size > 1, ranks.size, rank)
+
+
+THREADS = """
+import os
+import tensorflow as tf
+import npu_device as npu
+npu.open()
+threading = tf.config.threading
+print("cores", len(os.sched_getaffinity(0)), "intra", threading.get_intra_op_parallelism_threads(),
+      "inter", threading.get_inter_op_parallelism_threads())
+"""
+
+
+def test_the_ranks_of_a_host_divide_its_cores(tmp_path: Path) -> None:
+    for result in job.run(tmp_path, 2, THREADS):
+        words = result.output.split()
+        cores = int(words[words.index("cores") + 1])
+        assert f"intra {max(1, cores // 2)} inter {max(2, cores // 2)}" in result.output
+
+
+@pytest.mark.parametrize("setting", ["environment", "script"])
+def test_the_users_threads_are_left_alone(tmp_path: Path, setting: str) -> None:
+    if setting == "environment":
+        results = job.run(tmp_path, 2, THREADS, TF_NUM_INTRAOP_THREADS="3")
+        expected = "intra 0 inter 0"  # TensorFlow reads the variable by itself
+    else:
+        ours = "tf.config.threading.set_intra_op_parallelism_threads(3)\nnpu.open()"
+        results = job.run(tmp_path, 2, THREADS.replace("npu.open()", ours))
+        expected = "intra 3 inter 2"
+    for result in results:
+        assert expected in result.output
+
+
+def test_a_failing_open_names_the_device_and_the_reason(tmp_path: Path) -> None:
+    environment = {**_table(tmp_path, 0, free_port()), "HCCL_CONNECT_TIMEOUT": "3"}
+    [result] = job.finish(job.start_each(tmp_path, SCRIPT, [environment]))
+    assert result.code == 1
+    assert "Failed open npu device 0" in result.output
+    assert "EI0015" in result.output and "missing" in result.output
+    assert "rank 1" in result.output

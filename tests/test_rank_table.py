@@ -1,0 +1,388 @@
+"""Rank tables: all four forms, every rule, and what the error says when one is broken."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+
+from npu_device.cluster import rank_table
+from npu_device.cluster.errors import ClusterError
+
+VERSION_1_0: dict[str, Any] = {
+    "version": "1.0",
+    "status": "completed",
+    "server_count": "2",
+    "server_list": [
+        {
+            "server_id": "nodeA",
+            "host_ip": "10.0.0.1",
+            "device": [
+                {"device_id": "0", "device_ip": "172.20.0.10", "rank_id": "0", "host_port": "61000"},
+                {"device_id": "1", "device_ip": "172.21.0.10", "rank_id": "1"},
+            ],
+        },
+        {
+            "server_id": "nodeB",
+            "container_ip": "unknown fields are tolerated",
+            "device": [
+                {"device_id": "0", "device_ip": "172.20.0.11", "rank_id": "2"},
+                {"device_id": "1", "device_ip": "172.21.0.11", "rank_id": "3"},
+            ],
+        },
+    ],
+}
+
+VERSION_1_2: dict[str, Any] = {
+    "version": "1.2",
+    "status": "completed",
+    "server_list": [
+        {
+            "server_id": f"s{server}",
+            "host_ip": f"10.1.0.{server + 2}",
+            "device": [
+                {"device_id": "0", "super_device_id": "0", "device_port": "16666", "rank_id": f"{2 * server}"},
+                {"device_id": "1", "super_device_id": "1", "rank_id": f"{2 * server + 1}"},
+            ],
+        }
+        for server in range(3)
+    ],
+    "super_pod_list": [
+        {"super_pod_id": "pod0", "server_list": [{"server_id": "s0"}, {"server_id": "s1"}]},
+        {"super_pod_id": "pod1", "server_list": [{"server_id": "s2"}]},
+    ],
+}
+
+PODS: dict[str, Any] = {
+    "status": "completed",
+    "group_count": "1",
+    "group_list": [
+        {
+            "group_name": "job",
+            "instance_count": "2",
+            "device_count": "3",
+            "instance_list": [
+                {
+                    "pod_name": "job-worker-0",
+                    "server_id": "nodeA",
+                    "devices": [
+                        {"device_id": "4", "device_ip": "172.20.0.10"},
+                        {"device_id": "5", "device_ip": "172.21.0.10"},
+                    ],
+                },
+                {
+                    "pod_name": "job-worker-1",
+                    "server_id": "nodeB",
+                    "devices": [{"device_id": "0", "device_ip": "172.20.0.11"}],
+                },
+            ],
+        }
+    ],
+}
+
+LAB: dict[str, Any] = {
+    "board_id": "0x0000",
+    "chip_info": "910",
+    "deploy_mode": "lab",
+    "group_count": "2",
+    "group_list": [
+        {
+            "device_num": "2",
+            "server_num": "1",
+            "group_name": "",
+            "instance_count": "2",
+            "instance_list": [
+                {
+                    "devices": [{"device_id": f"{rank}", "device_ip": f"192.168.10{rank}.101"}],
+                    "rank_id": f"{rank}",
+                    "server_id": "10.155.111.140",
+                }
+                for rank in ranks
+            ],
+        }
+        for ranks in ((1, 0), (2, 3))
+    ],
+    "para_plane_nic_location": "device",
+    "para_plane_nic_name": ["eth0", "eth1"],
+    "para_plane_nic_num": "2",
+    "status": "completed",
+}
+
+
+def write(directory: Path, table: Any) -> str:
+    path = directory / "table.json"
+    path.write_text(table if isinstance(table, str) else json.dumps(table), encoding="utf-8")
+    return str(path)
+
+
+def load(directory: Path, table: Any) -> rank_table.RankTable:
+    return rank_table.load(write(directory, table), timeout=1)
+
+
+def test_version_1_0(tmp_path: Path) -> None:
+    table = load(tmp_path, VERSION_1_0)
+    assert (table.size, table.servers, table.of_pods) == (4, 2, False)
+    assert [entry.rank for entry in table.entries] == [0, 1, 2, 3]
+    assert [entry.server for entry in table.entries] == ["nodeA", "nodeA", "nodeB", "nodeB"]
+    assert [entry.device_id for entry in table.entries] == [0, 1, 0, 1]
+    assert (table.entries[0].host_ip, table.entries[0].device_ip, table.entries[0].host_port) == (
+        "10.0.0.1",
+        "172.20.0.10",
+        61000,
+    )
+    assert (table.entries[2].host_ip, table.entries[2].host_port) == (None, None)
+
+
+def test_version_1_2(tmp_path: Path) -> None:
+    table = load(tmp_path, VERSION_1_2)
+    assert [entry.server for entry in table.entries] == ["s0", "s0", "s1", "s1", "s2", "s2"]
+    assert table.entries[0].host_ip == "10.1.0.2"
+
+
+def test_pods_are_ranked_in_the_order_of_the_file(tmp_path: Path) -> None:
+    table = load(tmp_path, PODS)
+    assert table.of_pods
+    assert [(entry.rank, entry.pod, entry.device_id) for entry in table.entries] == [
+        (0, "job-worker-0", 4),
+        (1, "job-worker-0", 5),
+        (2, "job-worker-1", 0),
+    ]
+
+
+def test_lab_form_merges_its_groups(tmp_path: Path) -> None:
+    table = load(tmp_path, LAB)
+    assert [(entry.rank, entry.device_id) for entry in table.entries] == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    assert table.servers == 1
+
+
+def test_numbers_instead_of_strings_are_tolerated(tmp_path: Path) -> None:
+    numbers = json.loads(json.dumps(VERSION_1_0).replace('"0"', "0").replace('"1"', "1").replace('"2"', "2"))
+    assert numbers["server_list"][0]["device"][1]["rank_id"] == 1
+    assert load(tmp_path, numbers).entries == load(tmp_path, VERSION_1_0).entries
+
+
+def test_the_checksum_does_not_depend_on_the_layout(tmp_path: Path) -> None:
+    reordered = json.dumps(dict(reversed(VERSION_1_0.items())), indent=4)
+    assert load(tmp_path, reordered).checksum == load(tmp_path, VERSION_1_0).checksum
+    assert load(tmp_path, VERSION_1_2).checksum != load(tmp_path, VERSION_1_0).checksum
+
+
+def _device(table: Any, server: int, device: int) -> Any:
+    return table["server_list"][server]["device"][device]
+
+
+FAULTS: list[tuple[str, Any, Callable[[Any], Any], str]] = [
+    ("no status", VERSION_1_0, lambda t: t.pop("status"), 'status is missing; expected "completed" or "initializing"'),
+    ("other status", VERSION_1_0, lambda t: t.update(status="done"), 'status is "done"; expected "completed"'),
+    ("no version", VERSION_1_0, lambda t: t.pop("version"), 'version is missing; expected "1.0" or "1.2"'),
+    ("other version", VERSION_1_0, lambda t: t.update(version="2.0"), 'version is "2.0"; expected "1.0" or "1.2"'),
+    ("no list", VERSION_1_0, lambda t: t.pop("server_list"), "server_list is missing; expected a list of servers"),
+    ("empty list", VERSION_1_0, lambda t: t.update(server_list=[]), "server_list is []; expected a list that is not"),
+    ("count", VERSION_1_0, lambda t: t.update(server_count="3"), 'server_count is "3"; expected 2'),
+    (
+        "no object",
+        VERSION_1_0,
+        lambda t: t["server_list"].append("nodeC"),
+        'server_list[2] is "nodeC"; expected an object',
+    ),
+    (
+        "server twice",
+        VERSION_1_0,
+        lambda t: t["server_list"][1].update(server_id="nodeA"),
+        'server_list[1].server_id is "nodeA"; expected another one: server_list[0] has the same',
+    ),
+    (
+        "long server_id",
+        VERSION_1_0,
+        lambda t: t["server_list"][1].update(server_id="n" * 65),
+        "; expected text of 1 to 64 characters",
+    ),
+    (
+        "rank_id missing",
+        VERSION_1_0,
+        lambda t: _device(t, 0, 1).pop("rank_id"),
+        "server_list[0].device[1].rank_id is missing; expected a whole number from 0",
+    ),
+    (
+        "rank_id no number",
+        VERSION_1_0,
+        lambda t: _device(t, 0, 1).update(rank_id="one"),
+        'server_list[0].device[1].rank_id is "one"; expected a whole number from 0',
+    ),
+    (
+        "rank_id negative",
+        VERSION_1_0,
+        lambda t: _device(t, 0, 1).update(rank_id=-1),
+        "server_list[0].device[1].rank_id is -1; expected a whole number from 0",
+    ),
+    (
+        "rank twice",
+        VERSION_1_0,
+        lambda t: _device(t, 1, 0).update(rank_id="1"),
+        "rank 1 stands twice, in server_list[0].device[1] and server_list[1].device[0]; expected once",
+    ),
+    (
+        "gap",
+        VERSION_1_0,
+        lambda t: _device(t, 1, 1).update(rank_id="4"),
+        "rank 3 is missing, while server_list[1].device[1] is rank 4; expected the 4 ranks 0 to 3 without gaps",
+    ),
+    (
+        "interleaved",
+        VERSION_1_0,
+        lambda t: (_device(t, 0, 1).update(rank_id="2"), _device(t, 1, 0).update(rank_id="1")),
+        "server_list[0].device[1] is rank 2 on server 'nodeA', after rank 1 on another; expected each server's ranks",
+    ),
+    (
+        "device_id missing",
+        VERSION_1_0,
+        lambda t: _device(t, 0, 0).pop("device_id"),
+        "server_list[0].device[0].device_id is missing; expected a whole number from 0",
+    ),
+    (
+        "device_id twice",
+        VERSION_1_0,
+        lambda t: _device(t, 1, 1).update(device_id="0"),
+        "device_id 0 of server 'nodeB' stands twice, in server_list[1].device[0] and server_list[1].device[1]",
+    ),
+    (
+        "device_ip",
+        VERSION_1_0,
+        lambda t: _device(t, 0, 0).update(device_ip="172.20.0"),
+        'server_list[0].device[0].device_ip is "172.20.0"; expected an IPv4 or IPv6 address',
+    ),
+    (
+        "mixed families",
+        VERSION_1_0,
+        lambda t: _device(t, 1, 0).update(device_ip="fd00::1"),
+        "expected addresses of one family, IPv4 or IPv6",
+    ),
+    (
+        "host_port",
+        VERSION_1_0,
+        lambda t: _device(t, 0, 0).update(host_port="70000"),
+        'server_list[0].device[0].host_port is "70000"; expected a port from 1 to 65535',
+    ),
+    (
+        "super_device_id",
+        VERSION_1_2,
+        lambda t: _device(t, 1, 0).update(super_device_id=""),
+        'server_list[1].device[0].super_device_id is ""; expected text that is not empty (version 1.2)',
+    ),
+    ("no super pods", VERSION_1_2, lambda t: t.pop("super_pod_list"), "super_pod_list is missing; expected a list"),
+    (
+        "in no super pod",
+        VERSION_1_2,
+        lambda t: t["super_pod_list"].pop(),
+        "server_list[2].server_id 's2' is in no super pod; expected in exactly one",
+    ),
+    (
+        "in two super pods",
+        VERSION_1_2,
+        lambda t: t["super_pod_list"][1]["server_list"].append({"server_id": "s0"}),
+        "super_pod_list[1].server_list[1].server_id is \"s0\"; expected another one: the server is in 'pod0' already",
+    ),
+    (
+        "unknown server in a super pod",
+        VERSION_1_2,
+        lambda t: t["super_pod_list"][1]["server_list"].append({"server_id": "s9"}),
+        'super_pod_list[1].server_list[1].server_id is "s9"; expected a server_id of server_list',
+    ),
+    (
+        "super pod apart",
+        VERSION_1_2,
+        lambda t: t.update(
+            super_pod_list=[
+                {"super_pod_id": "pod0", "server_list": [{"server_id": "s0"}, {"server_id": "s2"}]},
+                {"super_pod_id": "pod1", "server_list": [{"server_id": "s1"}]},
+            ]
+        ),
+        "server_list[2].server_id 's2' stands apart from the other servers of super pod 'pod0'; expected them together",
+    ),
+    ("group_count", PODS, lambda t: t.update(group_count="2"), 'group_count is "2"; expected 1'),
+    (
+        "instance_count",
+        PODS,
+        lambda t: t["group_list"][0].update(instance_count="1"),
+        'group_list[0].instance_count is "1"; expected 2',
+    ),
+    (
+        "device_count",
+        PODS,
+        lambda t: t["group_list"][0].update(device_count="4"),
+        'group_list[0].device_count is "4"; expected 3',
+    ),
+    (
+        "pod_name",
+        PODS,
+        lambda t: t["group_list"][0]["instance_list"][1].pop("pod_name"),
+        "group_list[0].instance_list[1].pod_name is missing; expected the pod's name",
+    ),
+    (
+        "lab rank_id",
+        LAB,
+        lambda t: t["group_list"][1]["instance_list"][0].pop("rank_id"),
+        "group_list[1].instance_list[0].rank_id is missing; expected a whole number from 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("table", "spoil", "says"), [fault[1:] for fault in FAULTS], ids=[fault[0] for fault in FAULTS]
+)
+def test_faults(table: Any, spoil: Callable[[Any], Any], says: str, tmp_path: Path) -> None:
+    spoiled = copy.deepcopy(table)
+    spoil(spoiled)
+    with pytest.raises(ClusterError) as raised:
+        load(tmp_path, spoiled)
+    message = str(raised.value)
+    assert message.startswith(f"EI0004: rank table {tmp_path / 'table.json'}: ")
+    assert says in message
+    assert "What to do:" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"status": "completed",\n  "version": 1.0,,}', "is not valid JSON: line 2, column 18"),
+        ("", "is not valid JSON: line 1, column 1"),
+        ("[1, 2]", "holds [1, 2]; expected a JSON object"),
+    ],
+)
+def test_no_json(text: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match="EI0004") as raised:
+        load(tmp_path, text)
+    assert says in str(raised.value)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"EI0004: rank table .*absent.json: can't be read: No such file"):
+        rank_table.load(str(tmp_path / "absent.json"), timeout=1)
+    with pytest.raises(ClusterError, match=r"EI0004: .*can't be read: Is a directory"):
+        rank_table.load(str(tmp_path), timeout=1)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ClusterError, match=r"EI0004: .*it is not UTF-8 text"):
+        rank_table.load(str(tmp_path / "binary"), timeout=1)
+
+
+def test_a_table_that_is_being_filled_is_waited_for(tmp_path: Path) -> None:
+    path = write(tmp_path, {"status": "initializing"})
+    scheduler = threading.Timer(0.7, lambda: write(tmp_path, VERSION_1_0))
+    scheduler.start()
+    began = time.monotonic()
+    table = rank_table.load(path, timeout=20)
+    scheduler.join()
+    assert table.size == 4
+    assert 0.6 < time.monotonic() - began < 5
+
+
+def test_a_table_that_is_never_filled(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(ClusterError, match=r'EI0004: .*status is still "initializing" after 1 s'):
+        load(tmp_path, {"status": "initializing"})
+    assert 0.9 < time.monotonic() - began < 5
