@@ -18,6 +18,7 @@ from tensorflow.python.eager import context as _context
 from tensorflow.python.framework import ops as _ops
 from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
+from tensorflow.python.util import tf_stack as _tf_stack
 
 
 def eager_context() -> Any:
@@ -58,6 +59,14 @@ def plain_variable(initial_value: Any) -> Any:
     creators).
     """
     return _resource_variable_ops.ResourceVariable(initial_value, trainable=False)
+
+
+def stack() -> list[Any]:
+    """The frames of the calling thread, outermost first (``filename``, ``lineno``, ``name``).
+
+    Code that AutoGraph has rewritten shows the lines that the user wrote.
+    """
+    return list(_tf_stack.extract_stack())
 
 
 def compiled_by_xla() -> bool:

@@ -16,6 +16,7 @@ from npu_device import environment
 from npu_device.cluster import membership, rendezvous, runtime
 from npu_device.cluster.errors import ClusterError
 from npu_device.cluster.runtime import Runtime
+from npu_device.collectives.stall import watch_for_stalls
 from npu_device.options import global_options
 
 _log = logging.getLogger("npu_device")
@@ -92,7 +93,7 @@ def open(device_id: int | None = None) -> NpuDeviceHandle:
         try:
             runtime.require_uninitialized()
             cluster = rendezvous.meet(mine)
-            runtime.start(cluster)
+            watch_for_stalls(runtime.start(cluster))
         except ClusterError as error:
             raise type(error)(f"Failed open npu device {mine.device_id}: {error}") from error
         _handle = NpuDeviceHandle(cluster.device_id, cluster.world_size, cluster.rank)

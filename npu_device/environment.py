@@ -218,9 +218,25 @@ TF_NUM_INTEROP_THREADS: Variable[str | None] = Variable(
 NPU_DEVICE_HEARTBEAT_TIMEOUT: Variable[float] = Variable(
     "NPU_DEVICE_HEARTBEAT_TIMEOUT",
     _seconds(7200),
-    20.0,
+    10.0,
     "s",
     "a rank that sends no heartbeat for so long counts as lost, and the others raise.",
+    "npu_device",
+)
+NPU_DEVICE_STALL_WARNING: Variable[float] = Variable(
+    "NPU_DEVICE_STALL_WARNING",
+    _seconds(86400),
+    30.0,
+    "s",
+    "a rank that has waited so long for the others to make the same call says who is missing.",
+    "npu_device",
+)
+NPU_DEVICE_STALL_TIMEOUT: Variable[float] = Variable(
+    "NPU_DEVICE_STALL_TIMEOUT",
+    _seconds(86400),
+    600.0,
+    "s",
+    "a rank that has waited so long for the others to make the same call gives up with an error.",
     "npu_device",
 )
 NPU_DEVICE_ERROR_FILE: Variable[str | None] = Variable(

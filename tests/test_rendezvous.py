@@ -20,7 +20,7 @@ from ranks import free_port, table_environment
 from npu_device.cluster.ports import ReservedPort
 
 WORKER = Path(__file__).with_name("rendezvous_worker.py")
-TIMEOUT = "3"
+TIMEOUT = "2"
 # What a test of a failure may take: the time-out, starting Python, and a machine that is busy.
 LIMIT = 15.0
 
@@ -198,7 +198,7 @@ def test_the_port_can_be_bound_and_is_given_to_nobody_else() -> None:
 
 def test_missing(start: Any, tmp_path: Path) -> None:
     text = one_error([start(by_table(tmp_path, 3, rank)) for rank in (0, 2)])
-    assert text.startswith("EI0015: 1 of the 3 ranks of job 'tests' did not come within 3 s (HCCL_CONNECT_TIMEOUT):")
+    assert text.startswith("EI0015: 1 of the 3 ranks of job 'tests' did not come within 2 s (HCCL_CONNECT_TIMEOUT):")
     assert "  rank 0 on host here: came (machine " in text
     assert "  rank 1 on host here: missing\n" in text
     assert "  rank 2 on host here: came (machine " in text
@@ -360,7 +360,7 @@ def _connect(address: tuple[str, int]) -> socket.socket:
 def test_no_chief(start: Any, tmp_path: Path) -> None:
     text = one_error([start(by_table(tmp_path, 2, 1))])
     assert text.startswith("EI0015: rank 1 of job 'tests' (machine ")
-    assert "did not find the chief, rank 0 on host here, within 3 s (HCCL_CONNECT_TIMEOUT):" in text
+    assert "had no answer from the chief, rank 0 on host here, within 2 s (HCCL_CONNECT_TIMEOUT):" in text
     assert f"  127.0.0.1:{the_port(tmp_path)} refused: nobody listens there\n" in text
     assert "What to do:" in text
 
@@ -442,3 +442,11 @@ def test_interrupted_on_the_way(start: Any, tmp_path: Path) -> None:
         _, errors = rank.process.communicate(timeout=LIMIT)
         assert "KeyboardInterrupt" in errors
     assert time.monotonic() - began < 3
+
+
+def test_a_chief_that_stands_still(start: Any, tmp_path: Path) -> None:
+    chief, other = (start(by_table(tmp_path, 3, rank, HCCL_CONNECT_TIMEOUT="2")) for rank in range(2))
+    time.sleep(1)
+    chief.process.send_signal(signal.SIGSTOP)
+    text = one_error([other])
+    assert "the chief took this rank in, and then said nothing any more" in text

@@ -8,6 +8,7 @@ aborts the collectives by itself.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -44,6 +45,7 @@ class Health:
         self._left: dict[int, dict[_GroupId, int]] = {}
         self._failed: set[int] = set()
         self._groups: dict[_GroupId, Callable[[], int]] = {}
+        self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {}
         self._watch: threading.Thread | None = None
         self._closing = False
         self._lost = False
@@ -70,6 +72,26 @@ class Health:
         if self._failure is not None:
             raise PeerError(self._failure)
 
+    def stop(self, text: str) -> None:
+        """End the collectives of this rank, pending and later ones, with an error of this text."""
+        self._abort(text)
+
+    # What the ranks tell each other
+
+    def on_event(self, kind: str, act: Callable[[dict[str, Any]], None]) -> None:
+        """Have events of a kind of the caller's own acted on, in the event log's thread."""
+        self._handlers[kind] = act
+
+    def tell(self, event: dict[str, Any]) -> None:
+        """Tell every rank, this one too, something; if rank 0 is gone nobody hears it."""
+        with contextlib.suppress(ClusterError):
+            self._events.append(event)
+
+    @property
+    def is_over(self) -> bool:
+        """True when this rank is closing or its collectives have been stopped."""
+        return self._closing or self._failure is not None
+
     # What happened to the others
 
     def _on_event(self, event: dict[str, Any]) -> None:
@@ -84,6 +106,8 @@ class Health:
             self._failed.add(rank)
             if rank != self._cluster.rank:
                 self._abort(self._failed_text(event))
+        elif event["kind"] in self._handlers:
+            self._handlers[event["kind"]](event)
 
     def _watch_for_the_left(self) -> None:
         """Somebody has left. That is fine as long as this rank begins no collective that the other would have a part

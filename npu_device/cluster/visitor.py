@@ -23,7 +23,7 @@ from npu_device.cluster.protocol import Hello, Picture, Refusal, Wait
 
 _CONNECT_SECONDS = 3.0
 _ANSWER_SECONDS = 3.0  # the chief answers each hello at once
-_VERDICT_MARGIN_SECONDS = 10.0
+_VERDICT_MARGIN_SECONDS = 5.0
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 1.0
 
@@ -163,7 +163,7 @@ class Visitor:
             check = "TF_CONFIG" if membership.scheme == "TF_CONFIG" else "the rank table"
         lines = "\n".join(f"  {line}" for line in self._lines())
         return (
-            f"EI0015: {self._name()} (machine {hello.machine}, pid {hello.pid}) did not find the chief, {chief}, "
+            f"EI0015: {self._name()} (machine {hello.machine}, pid {hello.pid}) had no answer from the chief, {chief}, "
             f"within {membership.connect_timeout:g} s (HCCL_CONNECT_TIMEOUT):\n{lines}\n"
             "Likely cause: the chief was not started, has ended, or was given another address or port.\n"
             f"What to do: look at the chief's output; compare {check} on both hosts; look for a firewall between them."

@@ -9,6 +9,7 @@ import tensorflow as tf
 from npu_device.cluster.runtime import Runtime
 from npu_device.collectives import tensorflow_backend as backend
 from npu_device.collectives import words
+from npu_device.collectives.agreement import agreed, describe
 from npu_device.collectives.group import Group
 
 TRANSFER_BYTES = 64 << 20
@@ -37,11 +38,12 @@ def broadcast(runtime: Runtime, tensors: Sequence[tf.Tensor], root_rank: int, gr
     size = group.size
     if not 0 <= root_rank < size:
         raise ValueError(f"root_rank {root_rank} is not in group {group.name!r}; expected 0 to {size - 1}")
-    results: list[tf.Tensor] = []
-    for transfer in _transfers(tensors):
-        packed = words.pack(transfer)
-        results.extend(words.unpack(backend.broadcast(runtime, packed, root_rank, group), transfer))
-    return results
+    with agreed(runtime, group, describe("broadcast", tensors, root=root_rank)):
+        results: list[tf.Tensor] = []
+        for transfer in _transfers(tensors):
+            packed = words.pack(transfer)
+            results.extend(words.unpack(backend.broadcast(runtime, packed, root_rank, group), transfer))
+        return results
 
 
 def _transfers(tensors: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:

@@ -10,9 +10,15 @@ import sys
 from types import MethodType
 from typing import Any, Callable
 
+import tensorflow as tf
+
 from npu_device import _compat
 
 _REDUCTION = "_npu_gradient_reduction"
+_FRAMES = 6
+
+# AutoGraph would otherwise rewrite these when an optimizer is called in a tf.function.
+_as_it_is = tf.autograph.experimental.do_not_convert
 
 
 def is_wrapped(optimizer: Any) -> bool:
@@ -58,20 +64,36 @@ def install(optimizer: Any, keras: Any, reduction: Any) -> None:
 # Keras 3. `apply_gradients` and `fit` go through `apply`, which clips, accumulates and updates.
 
 
+@_as_it_is
 def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
     return type(self).apply(self, getattr(self, _REDUCTION).reduce(grads), trainable_variables)
 
 
+@_as_it_is
 def _build_keras_3(self: Any, variables: Any) -> Any:
     # A loss-scale optimizer around this one calls `apply` only where the gradients are finite, which must be the same
     # on all ranks or some wait for ever. Keras makes that loss-scale optimizer by itself (compile under mixed_float16)
     # and tells the inner one nothing of it, so that this call, made from its `build`, is where it can be found.
-    caller: Any = sys._getframe(1).f_locals.get("self")
-    if caller is not self and getattr(caller, "inner_optimizer", None) is self and hasattr(caller, "check_finite"):
-        caller.check_finite = MethodType(_check_finite, caller)
+    outer = _built_by(self)
+    if outer is not None:
+        outer.check_finite = MethodType(_check_finite, outer)
     return type(self).build(self, variables)
 
 
+def _built_by(optimizer: Any) -> Any:
+    """The loss-scale optimizer among the callers that has this optimizer inside, or None."""
+    frame = sys._getframe(2)
+    for _ in range(_FRAMES):  # its `build` calls directly, but for decorators in between
+        caller = frame.f_locals.get("self")
+        if caller is not optimizer and getattr(caller, "inner_optimizer", None) is optimizer:
+            return caller if hasattr(caller, "check_finite") else None
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+@_as_it_is
 def _check_finite(self: Any, grads: Any) -> Any:
     reduction = getattr(self.inner_optimizer, _REDUCTION)
     return reduction.finite_everywhere(type(self).check_finite(self, grads))
@@ -81,14 +103,17 @@ def _check_finite(self: Any, grads: Any) -> Any:
 # aggregation first, decides whether the gradients are finite, and then has them applied without aggregation.
 
 
+@_as_it_is
 def _apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
     return type(self).apply_gradients(self, _reduce_pairs(self, grads_and_vars), *args, **kwargs)
 
 
+@_as_it_is
 def _aggregate_gradients(self: Any, grads_and_vars: Any) -> Any:
     return type(self).aggregate_gradients(self, _reduce_pairs(self, grads_and_vars))
 
 
+@_as_it_is
 def _aggregate_gradients_legacy(self: Any, grads_and_vars: Any) -> Any:
     return type(self)._aggregate_gradients(self, _reduce_pairs(self, grads_and_vars))
 

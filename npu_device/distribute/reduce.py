@@ -12,6 +12,7 @@ from npu_device.gradients.fusion import check_fusion
 from npu_device.gradients.reduce import reduce_list
 
 
+@tf.autograph.experimental.do_not_convert
 def all_reduce(
     values: Any, reduction: str = "mean", fusion: int = 1, fusion_id: int = -1, group: str = WORLD_GROUP
 ) -> Any:

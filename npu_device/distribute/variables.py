@@ -11,6 +11,7 @@ from npu_device.collectives.broadcast import broadcast as broadcast_tensors
 from npu_device.collectives.group import WORLD_GROUP, group_of
 
 
+@tf.autograph.experimental.do_not_convert
 def broadcast(values: Any, root_rank: int = 0, fusion: int = 2, fusion_id: int = 0, group: str = WORLD_GROUP) -> None:
     """Overwrite variables, in place, with the root's values.
 

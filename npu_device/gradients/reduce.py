@@ -12,6 +12,7 @@ from typing import Optional, Union
 import tensorflow as tf
 
 from npu_device.cluster.runtime import Runtime
+from npu_device.collectives.agreement import agreed, describe
 from npu_device.collectives.all_gather import all_gather_v
 from npu_device.collectives.all_reduce import all_reduce
 from npu_device.collectives.group import Group
@@ -39,6 +40,12 @@ def reduce_list(
         ValueError: unknown reduction; min, max or prod of ``IndexedSlices``.
         TypeError: a dtype that can't be reduced.
     """
+    call = describe("all_reduce", values, reduction=reduction, fused=fuse)
+    with agreed(runtime, group, call, values):
+        return _reduce(runtime, values, reduction, group, fuse)
+
+
+def _reduce(runtime: Runtime, values: Sequence[Gradient], reduction: str, group: Group, fuse: bool) -> list[Gradient]:
     results: list[Gradient] = [None] * len(values)
     packs: dict[object, list[int]] = {}
     for index, value in enumerate(values):

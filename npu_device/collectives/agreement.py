@@ -1,0 +1,253 @@
+"""Before data moves the ranks agree on what they are about to do; calls that don't match are an error on all of them.
+
+Every rank sends a fingerprint of its call (operation, positions, dtypes, shapes, reduction, root) in a gather of four
+integers that looks the same whatever the call is, so that it matches even where the calls don't. Only when the
+fingerprints differ do the ranks tell each other the details, through the key-value store. A list of gradients takes
+one agreement, which depends on none of them and is over long before backward produces the first one.
+
+Who waits for somebody that never comes is ``stall``'s part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from npu_device import _compat
+from npu_device.cluster.errors import ClusterError, PeerError
+from npu_device.cluster.runtime import Runtime
+from npu_device.collectives import tensorflow_backend as backend
+from npu_device.collectives.group import Group
+from npu_device.collectives.stall import watch_of
+
+_DETAILS_SECONDS = 2.0
+_PACKAGE = str(Path(__file__).parents[1])
+_OTHERS = ("tensorflow", "keras", "tf_keras")
+_SHOWN_TENSORS = 3
+
+
+class MismatchError(PeerError):
+    """The ranks of a group called different collectives; the text has one line a rank. A ``RuntimeError``."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one rank is about to do.
+
+    Attributes:
+        operation: name of the collective.
+        tensors: one text for each value of a list, by position: its dtype and shape (``?`` where it isn't known while
+            tracing), whether it is sparse, or ``None``.
+        names: the values' names, for the message only; they may differ among ranks.
+        details: whatever else has to be the same on all ranks: reduction, root, tag, …
+        line: the line of the script that made the call, for the message only.
+    """
+
+    operation: str
+    tensors: tuple[str, ...]
+    names: tuple[str, ...]
+    details: tuple[tuple[str, str], ...]
+    line: str = field(default="")
+
+    @property
+    def fingerprint(self) -> tuple[int, int]:
+        """Two 32-bit numbers that are the same for calls that match."""
+        text = json.dumps([self.operation, self.tensors, self.details])
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        first, second = np.frombuffer(digest, dtype="<i4")
+        return int(first), int(second)
+
+    def row(self) -> dict[str, Any]:
+        """The call as the others need it to say what differs."""
+        return {
+            "operation": self.operation,
+            "tensors": list(self.tensors),
+            "names": list(self.names),
+            "details": dict(self.details),
+            "line": self.line,
+        }
+
+
+def describe(operation: str, values: Sequence[Any], **details: Any) -> Call:
+    """The description of a call.
+
+    Args:
+        operation: name of the collective.
+        values: dense tensors, ``tf.IndexedSlices`` and ``None``.
+        details: what else has to be the same on every rank.
+    """
+    return Call(
+        operation,
+        tuple(_text(value) for value in values),
+        tuple(_name(value) for value in values),
+        tuple((key, str(value)) for key, value in details.items()),
+        _user_line(),
+    )
+
+
+_state = threading.local()
+
+
+@contextlib.contextmanager
+def agreed(runtime: Runtime, group: Group, call: Call, values: Sequence[Any] = ()) -> Iterator[None]:
+    """Agree on a call with the group, and run the block after that.
+
+    Args:
+        runtime: the running cluster.
+        group: who takes part.
+        call: what this rank is about to do. Inside another agreement nothing more is asked.
+        values: the call's tensors, for the shapes that aren't known before the graph runs.
+
+    Raises:
+        MismatchError: the ranks' calls differ; in a tf.function it is raised as an error of the function, with the
+            same text.
+        PeerError: a rank has failed or left.
+    """
+    if getattr(_state, "inside", False) or group.size == 1:
+        yield
+        return
+    _state.inside = True
+    try:
+        with tf.control_dependencies(_agree(runtime, group, call, values)):
+            yield
+    finally:
+        _state.inside = False
+
+
+def _agree(runtime: Runtime, group: Group, call: Call, values: Sequence[Any]) -> list[tf.Tensor]:
+    if _compat.compiled_by_xla():
+        return []  # XLA can't stop for a message
+    watch = watch_of(runtime, group)
+    first, second = call.fingerprint
+    begun = watch.begin(call.row())
+    with tf.control_dependencies([begun]):
+        mine = tf.stack([tf.constant(first), tf.constant(second), _dynamic_shapes(values), 0])
+        everybody = tf.reshape(backend.all_gather(runtime, mine, group), [group.size, 4])
+    with tf.control_dependencies([everybody]):
+        position = watch.end()
+    same = tf.reduce_all(tf.equal(everybody, everybody[0]))
+
+    if tf.executing_eagerly():
+        if not bool(same):
+            raise MismatchError(_report(runtime, group, call, int(position)))
+        return []
+
+    def refuse(position: Any) -> np.ndarray:
+        text = _report(runtime, group, call, int(position))
+        # The rest of the graph may have begun other collectives already, which the other ranks will never join.
+        runtime.health.stop(text)
+        raise MismatchError(text)
+
+    refused = tf.cond(same, lambda: position, lambda: tf.numpy_function(refuse, [position], tf.int32))
+    return [refused]
+
+
+def _report(runtime: Runtime, group: Group, call: Call, position: int) -> str:
+    """Tell the others what this rank called, hear the same from them, and say it all."""
+    key = f"mismatch/{group.key}/{position}"
+    rows: list[dict[str, Any] | None] = []
+    with contextlib.suppress(ClusterError):  # rank 0 is gone; the table below has gaps then
+        runtime.store.set(f"{key}/{runtime.cluster.rank}", json.dumps(call.row()))
+    for rank in group.ranks:
+        try:
+            rows.append(json.loads(runtime.store.get(f"{key}/{rank}", _DETAILS_SECONDS)))
+        except (TimeoutError, ClusterError):
+            rows.append(None)
+    return mismatch_text(group, runtime.cluster.hosts, rows, position)
+
+
+def mismatch_text(group: Group, hosts: Sequence[str], rows: Sequence[dict[str, Any] | None], position: int) -> str:
+    """The error's text: what differs, one line a rank, what to do."""
+    known = [row for row in rows if row is not None]
+    lines = [
+        f"the ranks of group {group.name!r} called different collective operations (number {position} of the group). "
+        f"They differ in: {', '.join(_differences(known)) or 'shapes that only the running graph knows'}."
+    ]
+    shown = _positions_to_show(known)
+    for rank, row in zip(group.ranks, rows):
+        said = "said nothing" if row is None else _row_text(row, shown)
+        lines.append(f"  rank {rank} on host {hosts[rank]}: {said}")
+    lines.append(
+        "Likely cause: the script takes another branch on some ranks, builds another model, or calls in another "
+        "order.\n"
+        "What to do: make every rank call the same operations with the same dtypes and shapes in the same order; the "
+        "lines "
+        "above say where each rank is."
+    )
+    return "\n".join(lines)
+
+
+def _differences(rows: Sequence[dict[str, Any]]) -> list[str]:
+    found = []
+    if len({row["operation"] for row in rows}) > 1:
+        found.append("operation")
+    for key in sorted({key for row in rows for key in row["details"]}):
+        if len({row["details"].get(key) for row in rows}) > 1:
+            found.append(key)
+    if len({len(row["tensors"]) for row in rows}) > 1:
+        found.append("number of tensors")
+    elif any(len(set(texts)) > 1 for texts in zip(*(row["tensors"] for row in rows))):
+        found.append("dtype, shape or kind of " + ", ".join(f"tensor {i}" for i in _positions_to_show(rows)))
+    return found
+
+
+def _positions_to_show(rows: Sequence[dict[str, Any]]) -> list[int]:
+    count = min((len(row["tensors"]) for row in rows), default=0)
+    differing = [i for i in range(count) if len({row["tensors"][i] for row in rows}) > 1]
+    return (differing or list(range(count)))[:_SHOWN_TENSORS]
+
+
+def _row_text(row: dict[str, Any], shown: Sequence[int]) -> str:
+    details = " ".join(f"{key}={value}" for key, value in row["details"].items())
+    tensors = "; ".join(f"tensor {i} {row['names'][i]}: {row['tensors'][i]}" for i in shown if i < len(row["tensors"]))
+    return f"{row['operation']} {details} of {len(row['tensors'])} tensor(s) [{tensors}], called at {row['line']}"
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, tf.IndexedSlices):
+        return f"sparse {value.values.dtype.name} rows of {_shape(value.values.shape[1:])}"
+    return f"{value.dtype.name} {_shape(value.shape)}"
+
+
+def _shape(shape: tf.TensorShape) -> str:
+    if shape.rank is None:
+        return "[…]"
+    return "[" + ", ".join("?" if size is None else str(size) for size in shape) + "]"
+
+
+def _name(value: Any) -> str:
+    if value is None or tf.executing_eagerly():
+        return "-"
+    return str(getattr(value, "name", "-"))
+
+
+def _dynamic_shapes(values: Sequence[Any]) -> tf.Tensor:
+    """One number for the shapes that are not known while tracing; 0 when all are."""
+    total = tf.constant(0)
+    for position, value in enumerate(values):
+        if isinstance(value, tf.Tensor) and not value.shape.is_fully_defined():
+            sizes = tf.shape(value)
+            weights = 31 * (tf.range(tf.size(sizes)) + 1) + 1009 * (position + 1)
+            total = total + tf.reduce_sum(sizes * weights) + tf.size(sizes)
+    return total
+
+
+def _user_line() -> str:
+    """The innermost line of the script, outside this package, TensorFlow and Keras."""
+    for frame in reversed(_compat.stack()):
+        parts = Path(frame.filename).parts
+        ours = frame.filename.startswith(_PACKAGE)
+        if not ours and not any(name in parts for name in _OTHERS) and not frame.filename.startswith("<"):
+            return f"{frame.filename}:{frame.lineno} ({frame.name})"
+    return "an unknown line"

@@ -1,0 +1,165 @@
+"""Calls that don't match are one error on every rank, within seconds, with one line a rank."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any, Callable
+
+import job
+import pytest
+from pool import Pool
+
+BEGIN = """
+import sys, time
+import tensorflow as tf
+import npu_device as npu
+rank = npu.open().worker_id
+three, four = tf.ones([3]), tf.ones([4])
+variable = tf.Variable(1.0)
+npu.distribute.all_reduce(three)  # the kernels are warm
+print("calls at", time.time(), flush=True)
+try:
+    CALL
+finally:
+    print("raised at", time.time(), flush=True)
+"""
+
+
+def _calls(rank: int) -> dict[str, Callable[[], Any]]:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    reduce, broadcast = npu.distribute.all_reduce, npu.distribute.broadcast
+    three, four, odd = tf.ones([3]), tf.ones([4]), rank == 1
+    variable = tf.Variable(1.0)
+    sparse = tf.IndexedSlices(tf.ones([1, 2]), [0], [4, 2])
+    return {
+        "shape": lambda: reduce(three if odd else four),
+        "dtype": lambda: reduce(tf.cast(three, tf.float64) if odd else three),
+        "reduction": lambda: reduce(three, "sum" if odd else "max"),
+        "root": lambda: broadcast(variable, root_rank=int(odd)),
+        "operation": lambda: broadcast(variable) if odd else reduce(three),
+        "order of two calls": lambda: [reduce(value) for value in ((three, four) if odd else (four, three))],
+        "None on one rank": lambda: reduce([three, None if odd else four]),
+        "dense against sparse": lambda: reduce([sparse if odd else tf.ones([4, 2])]),
+        "number of tensors": lambda: reduce([three] * (3 if odd else 2)),
+    }
+
+
+EXPECTED = {
+    "shape": ["shape or kind of tensor 0", "float32 [3]", "float32 [4]"],
+    "dtype": ["shape or kind of tensor 0", "float64 [3]", "float32 [3]"],
+    "reduction": ["differ in: reduction", "reduction=max", "reduction=sum"],
+    "root": ["differ in: root", "root=1", "root=0"],
+    "operation": ["operation", "broadcast", "all_reduce"],
+    "order of two calls": ["float32 [3]", "float32 [4]"],
+    "None on one rank": ["shape or kind of tensor 1", "tensor 1 -: None", "float32 [4]"],
+    "dense against sparse": ["sparse float32 rows of [2]", "float32 [4, 2]"],
+    "number of tensors": ["number of tensors", "of 3 tensor(s)", "of 2 tensor(s)"],
+}
+
+
+def body_mismatch(case: str) -> tuple[float, float, str, str, list[float]]:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    call = _calls(npu.open().worker_id)[case]
+    npu.distribute.all_reduce(tf.ones([3]))
+    began = time.time()
+    try:
+        call()
+        kind, text = "none", ""
+    except RuntimeError as error:
+        kind, text = type(error).__name__, str(error)
+    # Nothing had moved: the next call works.
+    return began, time.time(), kind, text, npu.distribute.all_reduce(tf.ones([2]), "sum").numpy().tolist()
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+def test_calls_that_do_not_match(ranks: Pool, case: str) -> None:
+    if ranks.size == 1:
+        pytest.skip("one rank always agrees with itself")
+    results = ranks.run(body_mismatch, case)
+    last_arrival = max(began for began, *_ in results)
+    assert len({text for *_, text, _ in results}) == 1, "every rank says the same"
+    for _, ended, kind, text, after in results:
+        assert kind == "MismatchError"
+        assert ended - last_arrival < 2
+        for rank in range(ranks.size):
+            line = rf"rank {rank} on host \w+: .* called at .*test_agreement\.py:\d+ "
+            assert re.search(line, text), text
+        for part in (*EXPECTED[case], "What to do: make every rank call the same operations"):
+            assert part in text
+        assert after == [ranks.size] * 2
+
+
+GRAPHS = {
+    "known": (
+        "tf.function(lambda: npu.distribute.all_reduce(three if rank else four))()",
+        ["shape or kind of tensor 0", "float32 [3]", "float32 [4]"],
+    ),
+    "known to the running graph only": (
+        "tf.function(lambda x: npu.distribute.all_reduce(x), input_signature=[tf.TensorSpec([None])])"
+        "(three if rank else four)",
+        ["shapes that only the running graph knows", "float32 [?]"],
+    ),
+}
+
+
+def _stamp(output: str, word: str) -> float:
+    found = re.search(rf"{word} at ([0-9.]+)", output)
+    assert found, output
+    return float(found.group(1))
+
+
+@pytest.mark.parametrize("case", GRAPHS)
+def test_shapes_that_do_not_match_in_a_graph(tmp_path: Path, case: str) -> None:
+    call, expected = GRAPHS[case]
+    results = job.run(tmp_path, 2, BEGIN.replace("CALL", call))
+    last_arrival = max(_stamp(result.output, "calls") for result in results)
+    for result in results:
+        assert result.code == 1, result.output
+        assert _stamp(result.output, "raised") - last_arrival < 5  # tracing, and 2 s
+        for rank in range(2):
+            line = rf"rank {rank} on host \w+: .* called at .*script\.py:\d+"
+            assert re.search(line, result.output), result.output
+        for text in expected:
+            assert text in result.output
+
+
+def test_a_rank_that_comes_late_is_named_and_waited_for(tmp_path: Path) -> None:
+    script = BEGIN.replace("CALL", "time.sleep(7 if rank == 1 else 0); print(npu.distribute.all_reduce(three, 'sum'))")
+    results = job.run(tmp_path, 3, script, NPU_DEVICE_STALL_WARNING="1")
+    for rank, result in enumerate(results):
+        assert result.code == 0, result.output
+        assert "[3. 3. 3.]" in result.output
+        if rank != 1:
+            assert f"rank {rank} has waited" in result.output
+            assert re.search(
+                r"rank 1 on host \w+: has not come: 1 of 2 calls made, the last one: all_reduce", result.output
+            )
+            assert "is there (all_reduce called at" in result.output
+
+
+def test_a_rank_that_never_comes_is_an_error_after_the_limit(tmp_path: Path) -> None:
+    script = BEGIN.replace("CALL", "time.sleep(20) if rank == 1 else npu.distribute.all_reduce(three)")
+    results = job.run(tmp_path, 2, script, NPU_DEVICE_STALL_WARNING="1", NPU_DEVICE_STALL_TIMEOUT="4")
+    output = results[0].output
+    assert results[0].code == 1
+    assert _stamp(output, "raised") - _stamp(output, "calls") < 12
+    assert "has not come" in output and "NPU_DEVICE_STALL_TIMEOUT" in output
+
+
+def test_results_that_nobody_uses_do_not_hang(tmp_path: Path) -> None:
+    script = BEGIN.replace(
+        "CALL",
+        "tf.function(lambda: (npu.distribute.all_reduce(three), three)[1])();"
+        " print(npu.distribute.all_reduce(three, 'sum'))",
+    )
+    for result in job.run(tmp_path, 2, script):
+        assert result.code == 0, result.output
+        assert "[2. 2. 2.]" in result.output
