@@ -20,8 +20,8 @@ from npu_device.collectives.sequence import sequence_of
 DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 """What TensorFlow's reduction kernels take on the CPU."""
 
-GATHER_DTYPES = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
-"""What TensorFlow's gather kernel takes on the CPU."""
+MOVE_DTYPES = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+"""What TensorFlow's gather, all-to-all and broadcast kernels all take on the CPU."""
 
 _MERGE_OPS = {"sum": "Add", "prod": "Mul", "min": "Min", "max": "Max"}
 
@@ -46,14 +46,27 @@ def all_gather(runtime: Runtime, tensor: tf.Tensor, group: Group) -> tf.Tensor:
         return tf.raw_ops.CollectiveGatherV2(input=tensor, ordering_token=[], **_keys(runtime, group, kind))
 
 
-def broadcast(runtime: Runtime, tensor: tf.Tensor, root_rank: int, group: Group) -> tf.Tensor:
-    """The root's tensor, on every rank; the others give one of the same shape and dtype."""
+def all_to_all(runtime: Runtime, tensor: tf.Tensor, group: Group) -> tf.Tensor:
+    """Row i of the tensor goes to rank i; row i of the result comes from rank i. Shape [group.size, …]."""
     device, kind = _device(runtime, tensor.dtype)
     with tf.device(device):
-        keys = _keys(runtime, group, kind)
-        if group.rank == root_rank:
-            return tf.raw_ops.CollectiveBcastSendV2(input=tensor, **keys)
-        return tf.raw_ops.CollectiveBcastRecvV2(shape=tf.shape(tensor), T=tensor.dtype, **keys)
+        return tf.raw_ops.CollectiveAllToAllV2(input=tensor, ordering_token=[], **_keys(runtime, group, kind))
+
+
+def broadcast(runtime: Runtime, tensor: tf.Tensor, root_rank: int, group: Group) -> tf.Tensor:
+    """The root's tensor, on every rank; the others give one of the same shape and dtype."""
+    if group.rank != root_rank:
+        return broadcast_receive(runtime, tf.shape(tensor), tensor.dtype, group)
+    device, kind = _device(runtime, tensor.dtype)
+    with tf.device(device):
+        return tf.raw_ops.CollectiveBcastSendV2(input=tensor, **_keys(runtime, group, kind))
+
+
+def broadcast_receive(runtime: Runtime, shape: tf.Tensor, dtype: tf.DType, group: Group) -> tf.Tensor:
+    """What the root broadcasts, on another rank, which knows its shape and dtype."""
+    device, kind = _device(runtime, dtype)
+    with tf.device(device):
+        return tf.raw_ops.CollectiveBcastRecvV2(shape=shape, T=dtype, **_keys(runtime, group, kind))
 
 
 def _device(runtime: Runtime, dtype: tf.DType) -> tuple[str, str]:

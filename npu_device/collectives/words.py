@@ -1,59 +1,90 @@
-"""Tensors of mixed dtypes as one vector of 32-bit words, and back, bit by bit: what broadcast sends."""
+"""Tensors of any dtype as vectors of 32-bit words, and back, bit by bit: how data travels that is only moved.
+
+A tensor of a narrow dtype takes as many bytes on the wire as it has, rounded up to whole words.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Union
 
 import tensorflow as tf
 
+Count = Union[int, tf.Tensor]  # a number that is known while tracing, or an int32 scalar
 
-def count(tensor: tf.Tensor) -> int:
-    """How many words a tensor takes.
+
+def require_bits(dtype: tf.DType) -> None:
+    """Refuse what isn't made of bits of a fixed number.
 
     Raises:
-        ValueError: its shape is not statically known.
+        TypeError: strings, resources and the like.
+    """
+    if not (dtype.is_floating or dtype.is_integer or dtype.is_complex or dtype.is_bool):
+        raise TypeError(f"a tensor of dtype {dtype.name} can't be sent to another rank; expected a numeric dtype or bool")
+
+
+def count(tensor: tf.Tensor) -> Count:
+    """How many words a tensor takes; an int where its shape is statically known.
+
+    Raises:
         TypeError: its dtype has no bits to send.
     """
+    require_bits(tensor.dtype)
     elements = tensor.shape.num_elements()
-    if elements is None:
-        raise ValueError(
-            f"a tensor of shape {tensor.shape} was given; its shape must be known before it can be broadcast"
-        )
-    if not (tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_complex or tensor.dtype.is_bool):
-        raise TypeError(
-            f"a tensor of dtype {tensor.dtype.name} can't be sent to another rank; expected a numeric dtype or bool"
-        )
-    return -(-elements * tensor.dtype.size // 4)
+    return words_for(tf.size(tensor) if elements is None else elements, tensor.dtype)
+
+
+def words_for(elements: Count, dtype: tf.DType) -> Count:
+    """How many words a number of elements takes."""
+    return -(-elements // (4 // dtype.size)) if dtype.size < 4 else elements * (dtype.size // 4)
 
 
 def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """All tensors in one int32 vector, each starting at a whole word."""
-    return tf.concat([_to_words(tensor) for tensor in tensors], axis=0)
+    return tf.concat([to_words(tf.reshape(tensor, [1, -1]))[0] for tensor in tensors], axis=0)
 
 
 def unpack(vector: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """The reverse of ``pack``; ``like`` gives the shapes and dtypes."""
-    parts = tf.split(vector, [count(tensor) for tensor in like])
-    return [_from_words(part, tensor) for part, tensor in zip(parts, like)]
+    parts = tf.split(vector, [count(tensor) for tensor in like], num=len(like))
+    return [from_words_like(part, tensor) for part, tensor in zip(parts, like)]
 
 
-def _to_words(tensor: tf.Tensor) -> tf.Tensor:
-    flat = tf.reshape(tensor, [-1])
-    if flat.dtype.is_bool:
-        flat = tf.cast(flat, tf.uint8)
-    if flat.dtype == tf.int32:
-        return flat
-    if flat.dtype.size >= 4:
-        return tf.reshape(tf.bitcast(flat, tf.int32), [-1])
-    per_word = 4 // flat.dtype.size
-    flat = tf.pad(flat, [[0, -flat.shape[0] % per_word]])
-    return tf.bitcast(tf.reshape(flat, [-1, per_word]), tf.int32)
+def from_words_like(vector: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """One tensor out of its words."""
+    known = like.shape.num_elements()
+    flat = from_words(vector[tf.newaxis], like.dtype, tf.size(like) if known is None else known)
+    result = tf.reshape(flat, tf.shape(like) if known is None else like.shape)
+    result.set_shape(like.shape)
+    return result
 
 
-def _from_words(part: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-    dtype = tf.uint8 if like.dtype.is_bool else like.dtype
+def to_words(rows: tf.Tensor) -> tf.Tensor:
+    """Shape [k, n] of any dtype as int32 of shape [k, words for n], each row starting at a whole word."""
+    if rows.dtype == tf.int32:
+        return rows
+    if rows.dtype.is_bool:
+        rows = tf.cast(rows, tf.uint8)
+    if rows.dtype.size == 4:
+        return tf.bitcast(rows, tf.int32)
+    length = tf.shape(rows)[0], rows.shape[1] if rows.shape[1] is not None else tf.shape(rows)[1]
+    if rows.dtype.size > 4:
+        return tf.reshape(tf.bitcast(rows, tf.int32), [length[0], words_for(length[1], rows.dtype)])
+    per_word = 4 // rows.dtype.size
+    padded = tf.pad(rows, [[0, 0], [0, -length[1] % per_word]])
+    return tf.bitcast(tf.reshape(padded, [length[0], words_for(length[1], rows.dtype), per_word]), tf.int32)
+
+
+def from_words(words: tf.Tensor, dtype: tf.DType, columns: Count) -> tf.Tensor:
+    """The reverse of ``to_words``: int32 of shape [k, words] as ``dtype`` of shape [k, columns]."""
+    if dtype.is_bool:
+        return tf.cast(from_words(words, tf.uint8, columns), tf.bool)
+    if dtype == tf.int32:
+        return words
+    if dtype.size == 4:
+        return tf.bitcast(words, dtype)
+    rows = tf.shape(words)[0]
     if dtype.size > 4:
-        part = tf.reshape(part, [-1, dtype.size // 4])
-    flat = part if dtype == tf.int32 else tf.reshape(tf.bitcast(part, dtype), [-1])
-    flat = flat[: like.shape.num_elements()]
-    return tf.cast(tf.reshape(flat, like.shape), like.dtype)
+        return tf.bitcast(tf.reshape(words, [rows, columns, dtype.size // 4]), dtype)
+    unpacked = tf.bitcast(words, dtype)
+    return tf.reshape(unpacked, [rows, tf.shape(words)[1] * (4 // dtype.size)])[:, :columns]
