@@ -38,10 +38,28 @@ def ranks(size: int) -> Pool:
     return _pool(size, "3")
 
 
+@pytest.fixture(params=WORLD_SIZES[1:], ids=lambda size: f"{size}ranks")
+def several_ranks(request: pytest.FixtureRequest) -> Pool:
+    """2 and 3 ranks, under Keras 3: for what has nothing to do on a single device."""
+    return _pool(request.param, "3")
+
+
+@pytest.fixture
+def two_ranks() -> Pool:
+    """2 ranks, under Keras 3: for what is too large for more."""
+    return _pool(2, "3")
+
+
 @pytest.fixture
 def keras_ranks(size: int, keras: str) -> Pool:
     """1, 2 and 3 ranks under either Keras."""
     return _pool(size, keras)
+
+
+@pytest.fixture
+def single() -> Pool:
+    """One process without a cluster, under Keras 3."""
+    return _pool(1, "3")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -61,9 +61,9 @@ class Pool:
                 raise AssertionError("the workers did not start\n" + self.tails())
             try:
                 connection = listener.accept()
-            except OSError:
+                connections[connection.recv()] = connection
+            except (OSError, EOFError):  # nobody yet, or a worker that ended while it opened its device
                 continue
-            connections[connection.recv()] = connection
         return [connections[rank] for rank in range(self.size)]
 
     @property

@@ -21,6 +21,7 @@ _CARRIERS = {
     tf.uint16: tf.int32,
     tf.uint32: tf.int64,
 }
+_DTYPES = (*backend.DTYPES, *_CARRIERS, tf.uint64)
 
 
 def all_reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
@@ -29,7 +30,7 @@ def all_reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str, group: Group
     Args:
         runtime: the running cluster.
         tensor: any shape, the same on every rank of the group; float16, bfloat16, float32, float64, int8 to int64,
-            uint8 to uint32.
+            uint8 to uint64.
         reduction: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"prod"``.
         group: the group, of which this rank is a member.
 
@@ -42,22 +43,48 @@ def all_reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str, group: Group
         ValueError: another reduction.
         TypeError: a dtype that can't be reduced.
     """
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction {reduction!r} is unknown; expected one of {', '.join(map(repr, REDUCTIONS))}")
+    require_reduction("all_reduce", tensor.dtype, reduction)
     size = group.size
     merge = "sum" if reduction == "mean" else reduction
-    if tensor.dtype not in backend.DTYPES and tensor.dtype not in _CARRIERS:
-        raise TypeError(
-            f"all_reduce can't reduce dtype {tensor.dtype.name}; expected one of "
-            f"{', '.join(dtype.name for dtype in (*backend.DTYPES, *_CARRIERS))}. Cast the tensor first."
-        )
     if tensor.dtype.is_floating:
         return _reduce_floating(lambda value: backend.all_reduce(runtime, value, merge, group), tensor, reduction, size)
-    reduced = backend.all_reduce(runtime, tf.cast(tensor, _CARRIERS.get(tensor.dtype, tensor.dtype)), merge, group)
+    if tensor.dtype == tf.uint64:
+        reduced = _reduce_uint64(lambda value: backend.all_reduce(runtime, value, merge, group), tensor, merge)
+    else:
+        reduced = backend.all_reduce(runtime, tf.cast(tensor, _CARRIERS.get(tensor.dtype, tensor.dtype)), merge, group)
     if reduction == "mean":
-        narrow = tensor.dtype.size < 4
-        return tf.cast(reduced / size, tf.float32 if narrow else tf.float64)
+        return tf.cast(tf.cast(reduced, tf.float64) / size, mean_dtype(tensor.dtype))
     return tf.cast(reduced, tensor.dtype)
+
+
+def require_reduction(operation: str, dtype: tf.DType, reduction: str) -> None:
+    """Check what is to be reduced, and how.
+
+    Raises:
+        ValueError: unknown reduction.
+        TypeError: a dtype that can't be reduced.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction {reduction!r} is unknown; expected one of {', '.join(map(repr, REDUCTIONS))}")
+    if dtype not in _DTYPES:
+        raise TypeError(
+            f"{operation} can't reduce dtype {dtype.name}; expected one of "
+            f"{', '.join(dtype.name for dtype in _DTYPES)}. Cast the tensor first."
+        )
+
+
+def mean_dtype(dtype: tf.DType) -> tf.DType:
+    """The dtype of a mean, as ``tf.divide`` has it."""
+    if dtype.is_floating:
+        return dtype
+    return tf.float32 if dtype.size < 4 else tf.float64
+
+
+def _reduce_uint64(reduce: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor, merge: str) -> tf.Tensor:
+    """In int64, whose sums and products have the same bits, and whose order is the same with the top bit flipped."""
+    flip = tf.int64.min if merge in ("min", "max") else 0
+    reduced = reduce(tf.bitwise.bitwise_xor(tf.bitcast(tensor, tf.int64), tf.constant(flip, tf.int64)))
+    return tf.bitcast(tf.bitwise.bitwise_xor(reduced, tf.constant(flip, tf.int64)), tf.uint64)
 
 
 def _reduce_floating(

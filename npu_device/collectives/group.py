@@ -1,13 +1,18 @@
-"""Groups of ranks that take part in a collective: the group of all ranks, and those that the script makes."""
+"""Groups of ranks that take part in a collective: the group of all ranks, and those that the script makes.
+
+Groups are made in each process for itself, nothing is sent: ranks that don't belong to a group don't know it, and
+disjoint sets of ranks may use one name for different groups. What a script calls stands in ``distribute.groups``.
+"""
 
 from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
 from npu_device.cluster.runtime import Runtime
+from npu_device.collectives.group_name import WORLD_GROUP, check_group_name
 
-WORLD_GROUP = "hccl_world_group"
 _WORLD_KEY = 2
 
 
@@ -37,20 +42,108 @@ class Group:
         """
         if self.name == WORLD_GROUP:
             return _WORLD_KEY
-        checksum = zlib.crc32(repr((self.name, self.ranks)).encode())
+        checksum = zlib.crc32(repr((self.name, self.ranks)).encode(errors="surrogatepass"))
         return 2 * (checksum % (1 << 29)) + 2 * _WORLD_KEY
 
 
+_made: dict[str, Group] = {}
+
+
 def group_of(runtime: Runtime, name: str) -> Group:
-    """The group of a name.
+    """The group of a name on a rank of a running cluster.
 
     Raises:
         ValueError: this rank knows no group of that name.
     """
-    cluster = runtime.cluster
+    return find_group(name, runtime.cluster.rank, runtime.cluster.world_size)
+
+
+def find_group(name: str, rank: int, world_size: int) -> Group:
+    """The group of a name.
+
+    Args:
+        name: name of the group.
+        rank: this process's world rank.
+        world_size: number of ranks in the job.
+
+    Raises:
+        ValueError: not a name, or this rank knows no group of that name.
+    """
+    check_group_name(name)
     if name == WORLD_GROUP:
-        return Group(name, tuple(range(cluster.world_size)), cluster.rank)
+        return Group(name, tuple(range(world_size)), rank)
+    if name in _made:
+        return _made[name]
+    known = [f"{WORLD_GROUP!r} (all {world_size} ranks)"]
+    known += [f"{group.name!r} (ranks {_listed(group.ranks)})" for group in _made.values()]
     raise ValueError(
-        f"rank {cluster.rank}: there is no group named {name!r}; expected {WORLD_GROUP!r}, the group of all "
-        f"{cluster.world_size} ranks"
+        f"rank {rank}: there is no group named {name!r}; expected one of those that this rank has: {', '.join(known)}.\n"
+        "Likely cause: the group was never made here, has been destroyed, or this rank doesn't belong to it.\n"
+        "What to do: call hccl.manage.api.create_group on each of the group's ranks, and use the group on them only."
     )
+
+
+def create_group(name: str, size: int, ranks: Any, rank: int, world_size: int) -> None:
+    """Make a group on this rank.
+
+    Args:
+        name: any name that isn't in use.
+        size: number of ranks in the group.
+        ranks: list of the members' world ranks, in any order.
+        rank: this process's world rank.
+        world_size: number of ranks in the job.
+
+    Raises:
+        ValueError: any other argument; the name is in use; this rank is not among the members.
+    """
+    check_group_name(name)
+    where = f"rank {rank}, create_group({name!r}): "
+    if name == WORLD_GROUP:
+        raise ValueError(f"{where}this is the group of all {world_size} ranks, which is there already; expected another name")
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"{where}rank_num is {size!r}; expected a whole number from 1")
+    if not isinstance(ranks, list):
+        raise ValueError(f"{where}rank_ids is {ranks!r}, a {type(ranks).__name__}; expected a list of world ranks")
+    if len(ranks) != size:
+        raise ValueError(f"{where}rank_ids {ranks} has {len(ranks)} entries; expected {size}, which is rank_num")
+    for position, member in enumerate(ranks):
+        if not isinstance(member, int) or not 0 <= member < world_size:
+            raise ValueError(
+                f"{where}rank_ids[{position}] is {member!r}; expected a world rank, a whole number from 0 to "
+                f"{world_size - 1}"
+            )
+    members = tuple(sorted(int(member) for member in ranks))
+    if len(set(members)) < size:
+        doubled = sorted({member for member in members if members.count(member) > 1})
+        raise ValueError(f"{where}rank_ids {ranks} names {_listed(doubled)} more than once; expected each rank once")
+    if rank not in members:
+        raise ValueError(
+            f"{where}rank {rank} is not among rank_ids {ranks}; expected a group to which the calling rank belongs.\n"
+            "What to do: let each rank make only the groups that it is a member of."
+        )
+    if name in _made:
+        raise ValueError(
+            f"{where}there is a group of this name already, of rank(s) {_listed(_made[name].ranks)}; expected a new name.\n"
+            "What to do: make each group once, or call destroy_group first."
+        )
+    _made[name] = Group(name, members, members.index(rank))
+
+
+def destroy_group(name: str, rank: int, world_size: int) -> None:
+    """Forget a group on this rank; its name is free again.
+
+    Args:
+        name: name of a group that was made.
+        rank: this process's world rank.
+        world_size: number of ranks in the job.
+
+    Raises:
+        ValueError: not a name, the group of all ranks, or this rank knows no group of that name.
+    """
+    if find_group(name, rank, world_size).name == WORLD_GROUP:
+        raise ValueError(f"rank {rank}, destroy_group({name!r}): the group of all ranks can't be destroyed")
+    del _made[name]
+
+
+def _listed(ranks: Any) -> str:
+    return ", ".join(map(str, ranks))

@@ -35,10 +35,5 @@ def send(runtime: Runtime, tensor: tf.Tensor, tag: int, destination: int, group:
     is no gradient: nothing of the send comes back to this rank.
     """
     pair = pair_of(group, group.rank, destination, tag)
-    packed = _at_least_one_word(words.pack([tensor]))
-    sent = backend.broadcast(runtime, packed, pair.rank, pair)
+    sent = backend.broadcast(runtime, words.pack([tensor]), pair.rank, pair)
     return None if tf.executing_eagerly() else sent.op
-
-
-def _at_least_one_word(vector: tf.Tensor) -> tf.Tensor:
-    return tf.cond(tf.size(vector) == 0, lambda: tf.zeros([1], tf.int32), lambda: vector)

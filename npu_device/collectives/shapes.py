@@ -41,7 +41,9 @@ def in_blocks(operation: str, tensor: tf.Tensor, group: Group) -> tf.Tensor:
     """
     require_first_dimension(operation, tensor)
     size = group.size
-    text = f"{operation}: the first dimension (dim0) must be a multiple of rank_size, the {size} ranks of {group.name!r}"
+    text = (
+        f"{operation}: the first dimension (dim0) must be a multiple of rank_size, the {size} ranks of {group.name!r}"
+    )
     rows = tensor.shape[0] if tensor.shape.rank is not None else None
     if rows is None:
         found = tf.shape(tensor)[0]
@@ -49,7 +51,9 @@ def in_blocks(operation: str, tensor: tf.Tensor, group: Group) -> tf.Tensor:
         with tf.control_dependencies([check]):
             return tf.reshape(tensor, [size, -1])
     if rows % size:
-        raise ValueError(f"{text}; found {rows} in shape {tuple(tensor.shape)}. Pad the tensor to a multiple of {size}.")
+        raise ValueError(
+            f"{text}; found {rows} in shape {tuple(tensor.shape)}. Pad the tensor to a multiple of {size}."
+        )
     return tf.reshape(tensor, [size, -1])
 
 
@@ -62,3 +66,16 @@ def with_first_dimension(elements: tf.Tensor, like: tf.Tensor, rows: Callable[[C
     if like.shape.rank is not None:
         result.set_shape([None if like.shape[0] is None else rows(like.shape[0]), *like.shape[1:]])
     return result
+
+
+def require_vector(operation: str, data: tf.Tensor) -> None:
+    """Check that a buffer has one dimension.
+
+    Raises:
+        ValueError: it has another number.
+    """
+    if data.shape.rank not in (None, 1):
+        raise ValueError(
+            f"{operation} exchanges blocks of a one-dimensional buffer; found shape {data.shape}. What to do: "
+            "tf.reshape(data, [-1]), and counts and displacements in elements."
+        )

@@ -59,14 +59,25 @@ def broadcast(runtime: Runtime, tensor: tf.Tensor, root_rank: int, group: Group)
         return broadcast_receive(runtime, tf.shape(tensor), tensor.dtype, group)
     device, kind = _device(runtime, tensor.dtype)
     with tf.device(device):
-        return tf.raw_ops.CollectiveBcastSendV2(input=tensor, **_keys(runtime, group, kind))
+        return _kept(tf.raw_ops.CollectiveBcastSendV2(input=tensor, **_keys(runtime, group, kind)))
 
 
 def broadcast_receive(runtime: Runtime, shape: tf.Tensor, dtype: tf.DType, group: Group) -> tf.Tensor:
     """What the root broadcasts, on another rank, which knows its shape and dtype."""
     device, kind = _device(runtime, dtype)
     with tf.device(device):
-        return tf.raw_ops.CollectiveBcastRecvV2(shape=shape, T=dtype, **_keys(runtime, group, kind))
+        return _kept(tf.raw_ops.CollectiveBcastRecvV2(shape=shape, T=dtype, **_keys(runtime, group, kind)))
+
+
+def _kept(result: tf.Tensor) -> tf.Tensor:
+    """Of all collectives TensorFlow drops broadcasts from a tf.function whose result isn't used (``ASYNC_STATEFUL_OPS``
+    of its automatic control dependencies, TensorFlow 2.20); the ranks that do use it would wait for ever. An
+    assertion is never dropped.
+    """
+    if not tf.executing_eagerly():
+        with tf.control_dependencies([result]):
+            tf.raw_ops.Assert(condition=True, data=[""])
+    return result
 
 
 def _device(runtime: Runtime, dtype: tf.DType) -> tuple[str, str]:

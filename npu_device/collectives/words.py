@@ -20,7 +20,9 @@ def require_bits(dtype: tf.DType) -> None:
         TypeError: strings, resources and the like.
     """
     if not (dtype.is_floating or dtype.is_integer or dtype.is_complex or dtype.is_bool):
-        raise TypeError(f"a tensor of dtype {dtype.name} can't be sent to another rank; expected a numeric dtype or bool")
+        raise TypeError(
+            f"a tensor of dtype {dtype.name} can't be sent to another rank; expected a numeric dtype or bool"
+        )
 
 
 def count(tensor: tf.Tensor) -> Count:

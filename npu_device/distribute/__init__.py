@@ -3,6 +3,14 @@
 from npu_device.distribute.dataset import shard_and_rebatch_dataset
 from npu_device.distribute.optimizer import npu_distributed_keras_optimizer_wrapper
 from npu_device.distribute.reduce import all_reduce
+from npu_device.distribute.sharded import grouping_broadcast, grouping_gradients_apply
 from npu_device.distribute.variables import broadcast
 
-__all__ = ["all_reduce", "broadcast", "npu_distributed_keras_optimizer_wrapper", "shard_and_rebatch_dataset"]
+__all__ = [
+    "all_reduce",
+    "broadcast",
+    "grouping_broadcast",
+    "grouping_gradients_apply",
+    "npu_distributed_keras_optimizer_wrapper",
+    "shard_and_rebatch_dataset",
+]

@@ -14,15 +14,19 @@ import tensorflow as tf
 
 from npu_device import _compat, device
 from npu_device.cluster.runtime import Runtime
-from npu_device.collectives.all_reduce import REDUCTIONS
 from npu_device.collectives.group import WORLD_GROUP, Group, group_of
 from npu_device.distribute import keras_hooks
-from npu_device.gradients.fusion import check_fusion
-from npu_device.gradients.reduce import Gradient, reduce_list
+from npu_device.gradients.reduce import Gradient, Reduction, reduce_list
+from npu_device.options import global_options
 
 
 def npu_distributed_keras_optimizer_wrapper(
-    optimizer: Any, reduce_reduction: str = "mean", fusion: int = 1, fusion_id: int = -1, group: str = WORLD_GROUP
+    optimizer: Any,
+    reduce_reduction: str = "mean",
+    fusion: int = 1,
+    fusion_id: int = -1,
+    group: str = WORLD_GROUP,
+    compression: str | None = None,
 ) -> Any:
     """Make an optimizer reduce its gradients over all ranks before clipping and applying them.
 
@@ -33,6 +37,7 @@ def npu_distributed_keras_optimizer_wrapper(
         fusion: as in ``all_reduce``.
         fusion_id: as in ``all_reduce``.
         group: name of the group.
+        compression: as in ``all_reduce``.
 
     Returns:
         The same optimizer object. Its class, variables, checkpoints and config stay as they are; a model that is saved
@@ -40,7 +45,8 @@ def npu_distributed_keras_optimizer_wrapper(
         untouched.
 
     Raises:
-        ValueError: the optimizer is wrapped already (it would reduce twice); unknown reduction, group or fusion.
+        ValueError: the optimizer is wrapped already (it would reduce twice); unknown reduction, group, fusion or
+            compression.
         TypeError: not a Keras optimizer.
         RuntimeError: the environment names several ranks but the job can't be joined any more.
 
@@ -51,11 +57,9 @@ def npu_distributed_keras_optimizer_wrapper(
 
     Source: Ascend TF Adapter 2.x, ``npu.distribute.npu_distributed_keras_optimizer_wrapper``.
     """
-    check_fusion(fusion, fusion_id)
-    if reduce_reduction not in REDUCTIONS:
-        raise ValueError(
-            f"reduce_reduction {reduce_reduction!r} is unknown; expected one of {', '.join(map(repr, REDUCTIONS))}"
-        )
+    how = Reduction(
+        reduce_reduction, fusion, fusion_id, overlap=global_options().hcom_parallel.typed, compression=compression
+    )
     if isinstance(optimizer, (str, dict)):
         optimizer = tf.keras.optimizers.get(optimizer)
     runtime = device.cluster_runtime()
@@ -71,7 +75,7 @@ def npu_distributed_keras_optimizer_wrapper(
     keras_hooks.install(
         optimizer,
         _compat.keras_of(optimizer),
-        GradientReduction(runtime, reduce_reduction, fusion != 0, group_of(runtime, group)),
+        GradientReduction(runtime, how, group_of(runtime, group)),
     )
     return optimizer
 
@@ -79,19 +83,18 @@ def npu_distributed_keras_optimizer_wrapper(
 class GradientReduction:
     """How one optimizer's gradients are reduced, and which of them have been."""
 
-    def __init__(self, runtime: Runtime, reduction: str, fuse: bool, group: Group) -> None:
+    def __init__(self, runtime: Runtime, reduction: Reduction, group: Group) -> None:
         self._runtime = runtime
         self._reduction = reduction
-        self._fuse = fuse
         self._group = group
         self._reduced: list[weakref.ref[Any]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReduction:
-        return GradientReduction(self._runtime, self._reduction, self._fuse, self._group)
+        return GradientReduction(self._runtime, self._reduction, self._group)
 
     def reduce(self, gradients: Iterable[Gradient]) -> list[Gradient]:
         """The gradients reduced over the ranks, ``None`` where ``None`` was."""
-        reduced = reduce_list(self._runtime, list(gradients), self._reduction, self._group, fuse=self._fuse)
+        reduced = reduce_list(self._runtime, list(gradients), self._reduction, self._group)
         self._reduced = [weakref.ref(gradient) for gradient in reduced if gradient is not None]
         return reduced
 
@@ -107,5 +110,5 @@ class GradientReduction:
 
     def finite_everywhere(self, finite: tf.Tensor) -> tf.Tensor:
         """Whether the gradients are finite on every rank, given whether they are on this one."""
-        [least] = reduce_list(self._runtime, [tf.cast(finite, tf.int32)], "min", self._group)
+        [least] = reduce_list(self._runtime, [tf.cast(finite, tf.int32)], Reduction("min"), self._group)
         return tf.cast(least, tf.bool)

@@ -8,13 +8,18 @@ import tensorflow as tf
 
 from npu_device import device
 from npu_device.collectives.group import WORLD_GROUP, group_of
-from npu_device.gradients.fusion import check_fusion
-from npu_device.gradients.reduce import reduce_list
+from npu_device.gradients.reduce import Reduction, reduce_list
+from npu_device.options import global_options
 
 
 @tf.autograph.experimental.do_not_convert
 def all_reduce(
-    values: Any, reduction: str = "mean", fusion: int = 1, fusion_id: int = -1, group: str = WORLD_GROUP
+    values: Any,
+    reduction: str = "mean",
+    fusion: int = 1,
+    fusion_id: int = -1,
+    group: str = WORLD_GROUP,
+    compression: str | None = None,
 ) -> Any:
     """Reduce values over all ranks; every rank gets the result.
 
@@ -23,9 +28,11 @@ def all_reduce(
             may stand. float16, bfloat16, float32, float64, int8 to int64, uint8 to uint32; the same number, shapes and
             dtypes on every rank.
         reduction: ``"mean"`` (default), ``"sum"``, ``"min"``, ``"max"`` or ``"prod"``.
-        fusion: 0 sends each tensor alone, 1 (default) and 2 pack those of a dtype into one transfer.
+        fusion: 0 sends each tensor alone; 1 (default) cuts the list by the group's split strategy (``hccl.split.api``)
+            into segments that are reduced while backward still makes the others; 2 sends those of a dtype together.
         fusion_id: -1 unless ``fusion`` is 2.
-        group: name of the group.
+        group: name of the group; the mean divides by its size.
+        compression: ``"fp16"`` or ``"bf16"`` sends float32 and float64 in 16 bits (default: as they are).
 
     Returns:
         On several ranks a tensor for a single value and a list for a list or tuple, in the same order, ``None`` where
@@ -33,7 +40,8 @@ def all_reduce(
         object.
 
     Raises:
-        ValueError: unknown reduction, group, or combination of fusion and fusion_id.
+        ValueError: unknown reduction, group or compression; a combination of fusion and fusion_id that doesn't exist;
+            a split strategy that doesn't fit the number of gradients.
         TypeError: a dtype that can't be reduced.
         RuntimeError: another rank has failed or left; the environment names several ranks but the job can't be joined
             any more.
@@ -46,13 +54,13 @@ def all_reduce(
 
     Source: Ascend TF Adapter 2.x, ``npu.distribute.all_reduce``.
     """
-    check_fusion(fusion, fusion_id)
+    how = Reduction(reduction, fusion, fusion_id, overlap=global_options().hcom_parallel.typed, compression=compression)
     runtime = device.cluster_runtime()
     if runtime is None:
         return values
     several = isinstance(values, (list, tuple))
     tensors = [_to_tensor(value) for value in (values if several else [values])]
-    reduced = reduce_list(runtime, tensors, reduction, group_of(runtime, group), fuse=fusion != 0)
+    reduced = reduce_list(runtime, tensors, how, group_of(runtime, group))
     return reduced if several else reduced[0]
 
 

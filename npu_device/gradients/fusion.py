@@ -27,3 +27,14 @@ def check_fusion(fusion: int, fusion_id: int) -> None:
         )
     if fusion == 2 and not 0 <= fusion_id <= _LARGEST_ID:
         raise ValueError(f"fusion_id {fusion_id!r} does not go with fusion 2; expected 0 to {_LARGEST_ID}")
+
+
+def check_fusion_0_or_2(operation: str, fusion: int, fusion_id: int) -> None:
+    """Check the pair for the operations to which no split strategy applies.
+
+    Raises:
+        ValueError: fusion is neither 0 nor 2, or the id doesn't go with it.
+    """
+    if fusion not in (0, 2):
+        raise ValueError(f"{operation}: fusion {fusion!r} is unknown; expected 0 (alone) or 2 (all with one fusion_id)")
+    check_fusion(fusion, fusion_id)

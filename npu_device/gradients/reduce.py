@@ -1,90 +1,120 @@
-"""The one road that lists of tensors take to their reduction: packed by dtype into one collective each, handed back in
-the caller's order.
+"""The one road that lists of tensors take to their reduction: cut into segments, one collective each, handed back in
+order.
 
-``None`` stays ``None``, ``IndexedSlices`` are gathered.
+``None`` stays ``None``; ``tf.IndexedSlices`` are ``sparse``'s part.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from typing import Optional, Union
+from dataclasses import dataclass
+from typing import Any, Optional, Union
 
 import tensorflow as tf
 
 from npu_device.cluster.runtime import Runtime
 from npu_device.collectives.agreement import agreed, describe
-from npu_device.collectives.all_gather import all_gather_v
-from npu_device.collectives.all_reduce import all_reduce
+from npu_device.collectives.all_reduce import REDUCTIONS, all_reduce
 from npu_device.collectives.group import Group
+from npu_device.gradients.fusion import check_fusion
+from npu_device.gradients.segments import cut
+from npu_device.gradients.sparse import reduce_slices
 
 Gradient = Optional[Union[tf.Tensor, tf.IndexedSlices]]
 
+_WIRE_DTYPES = {"fp16": tf.float16, "bf16": tf.bfloat16}
 
-def reduce_list(
-    runtime: Runtime, values: Sequence[Gradient], reduction: str, group: Group, *, fuse: bool = True
-) -> list[Gradient]:
+
+@dataclass(frozen=True)
+class Reduction:
+    """How a list is reduced.
+
+    Attributes:
+        kind: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"prod"``.
+        fusion: 0 sends each tensor alone, 1 cuts by the split strategy, 2 makes one segment a dtype.
+        fusion_id: -1, or with ``fusion=2`` any number from 0.
+        overlap: let the first segments travel while backward still makes the others.
+        compression: ``"fp16"`` or ``"bf16"`` sends float32 and float64 in 16 bits; ``None`` as they are.
+
+    Raises:
+        ValueError: an unknown kind, combination of fusion and fusion_id, or compression.
+    """
+
+    kind: str
+    fusion: int = 1
+    fusion_id: int = -1
+    overlap: bool = True
+    compression: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in REDUCTIONS:
+            raise ValueError(f"reduction {self.kind!r} is unknown; expected one of {', '.join(map(repr, REDUCTIONS))}")
+        check_fusion(self.fusion, self.fusion_id)
+        if self.compression is not None and self.compression not in _WIRE_DTYPES:
+            raise ValueError(f"compression {self.compression!r} is unknown; expected 'fp16', 'bf16' or None")
+        if self.compression is not None and self.kind not in ("sum", "mean"):
+            raise ValueError(f"compression goes with sum and mean; found reduction {self.kind!r}")
+
+
+def reduce_list(runtime: Runtime, values: Sequence[Gradient], reduction: Reduction, group: Group) -> list[Gradient]:
     """Reduce a list of tensors over a group.
 
     Args:
         runtime: the running cluster.
-        values: dense tensors, ``IndexedSlices`` and ``None``, of the same kinds, shapes and dtypes on every rank;
-            ``IndexedSlices`` may have another number of rows on each.
-        reduction: as in ``all_reduce``; ``IndexedSlices`` know sum and mean only.
+        values: dense tensors, ``tf.IndexedSlices`` and ``None``, of the same kinds, shapes and dtypes on every rank;
+            ``tf.IndexedSlices`` may have another number of rows on each.
+        reduction: how.
         group: the group, of which this rank is a member.
-        fuse: pack the dense tensors of a dtype into one transfer.
 
     Returns:
-        A list of the same length and order.
+        A list of the same length and order. Each segment's collective depends on that segment's tensors only, so that
+        it starts as soon as backward has produced them.
 
     Raises:
-        ValueError: unknown reduction; min, max or prod of ``IndexedSlices``.
+        ValueError: the split strategy doesn't fit; min, max or prod of ``tf.IndexedSlices``.
         TypeError: a dtype that can't be reduced.
+        MismatchError: the ranks' calls differ.
     """
-    call = describe("all_reduce", values, reduction=reduction, fused=fuse)
-    with agreed(runtime, group, call, values):
-        return _reduce(runtime, values, reduction, group, fuse)
-
-
-def _reduce(runtime: Runtime, values: Sequence[Gradient], reduction: str, group: Group, fuse: bool) -> list[Gradient]:
+    segments = cut(values, reduction.kind, reduction.fusion, group.name)
+    call = describe(
+        "all_reduce", values, reduction=reduction.kind, segments=segments, compression=reduction.compression or "none"
+    )
     results: list[Gradient] = [None] * len(values)
-    packs: dict[object, list[int]] = {}
-    for index, value in enumerate(values):
-        if isinstance(value, tf.IndexedSlices):
-            results[index] = _reduce_slices(runtime, value, reduction, group)
-        elif value is not None:
-            packs.setdefault(value.dtype if fuse else index, []).append(index)
-    for indices in packs.values():
-        reduced = _reduce_pack(runtime, [values[index] for index in indices], reduction, group)
-        for index, tensor in zip(indices, reduced):
-            results[index] = tensor
+    with agreed(runtime, group, call, values), _all_first(values, reduction):
+        for positions in segments:
+            reduced = _reduce_segment(runtime, [values[position] for position in positions], reduction, group)
+            for position, tensor in zip(positions, reduced):
+                results[position] = tensor
+        for position, value in enumerate(values):
+            if isinstance(value, tf.IndexedSlices):
+                results[position] = reduce_slices(runtime, value, reduction.kind, group)
     return results
 
 
-def _reduce_pack(runtime: Runtime, tensors: Sequence[tf.Tensor], reduction: str, group: Group) -> list[tf.Tensor]:
+def _all_first(values: Sequence[Gradient], reduction: Reduction) -> Any:
+    """Without overlap nothing is sent before everything is there."""
+    if reduction.overlap:
+        return contextlib.nullcontext()
+    return tf.control_dependencies([value for value in values if isinstance(value, tf.Tensor)])
+
+
+def _reduce_segment(
+    runtime: Runtime, tensors: Sequence[tf.Tensor], reduction: Reduction, group: Group
+) -> list[tf.Tensor]:
     """Tensors of one dtype through one collective."""
     if len(tensors) == 1:
-        return [all_reduce(runtime, tensors[0], reduction, group)]
-    reduced = all_reduce(runtime, tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0), reduction, group)
-    sizes = [tensor.shape.num_elements() for tensor in tensors]
-    if None in sizes:
-        sizes = tf.stack([tf.size(tensor) for tensor in tensors])
-    parts = tf.split(reduced, sizes, num=len(tensors))
-    results = []
-    for part, tensor in zip(parts, tensors):
-        known = tensor.shape.is_fully_defined()
-        result = tf.reshape(part, tensor.shape if known else tf.shape(tensor))
-        result.set_shape(tensor.shape)
-        results.append(result)
-    return results
+        return [_reduce_one(runtime, tensors[0], reduction, group)]
+    packed = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
+    reduced = _reduce_one(runtime, packed, reduction, group)
+    parts = tf.split(reduced, [tensor.shape.num_elements() for tensor in tensors])
+    return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors)]
 
 
-def _reduce_slices(runtime: Runtime, slices: tf.IndexedSlices, reduction: str, group: Group) -> tf.IndexedSlices:
-    if reduction not in ("sum", "mean"):
-        raise ValueError(
-            f"reduction {reduction!r} of IndexedSlices is not defined; expected 'sum' or 'mean', or dense tensors "
-            "(tf.convert_to_tensor)"
-        )
-    values = all_gather_v(runtime, slices.values, group)
-    if reduction == "mean":
-        values = values / tf.cast(group.size, values.dtype)
-    return tf.IndexedSlices(values, all_gather_v(runtime, slices.indices, group), slices.dense_shape)
+def _reduce_one(runtime: Runtime, tensor: tf.Tensor, reduction: Reduction, group: Group) -> tf.Tensor:
+    if reduction.compression is None or tensor.dtype not in (tf.float32, tf.float64):
+        return all_reduce(runtime, tensor, reduction.kind, group)
+    # The mean's division comes first, so that 16 bits hold the sum as well as they hold one rank's values.
+    share = tensor / group.size if reduction.kind == "mean" else tensor
+    narrow = tf.cast(share, _WIRE_DTYPES[reduction.compression])
+    return tf.cast(all_reduce(runtime, narrow, "sum", group), tensor.dtype)

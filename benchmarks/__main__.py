@@ -1,0 +1,55 @@
+"""The command line: measures, prints the tables, writes ``results.json`` and a picture."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import docs_page, results
+from benchmarks.cases import CASES
+from benchmarks.measuring import progress, run_case
+from benchmarks.picture import draw
+from benchmarks.table import tables
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="npu_device against tf.distribute.MultiWorkerMirroredStrategy, in turn, on this machine.",
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks, from 2 (default: 2 4)")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="what to measure (default: all)")
+    parser.add_argument("--repeats", type=int, help="how often each rival is timed (default: 5; 1 with --quick)")
+    parser.add_argument("--quick", action="store_true", help="two sizes, one step a repetition: to see that it works")
+    parser.add_argument("--output", type=Path, default=Path("build/benchmarks"), help="default: build/benchmarks")
+    parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/benchmarks.md")
+    options = parser.parse_args(arguments)
+    repeats = options.repeats if options.repeats is not None else 1 if options.quick else 5
+    if min(options.ranks) < 2 or repeats < 1:
+        parser.error("--ranks have to be 2 or more, and --repeats 1 or more")
+    for module, name in (("matplotlib", "matplotlib"), ("tf_keras", "tf-keras")):
+        if importlib.util.find_spec(module) is None:
+            sys.exit(f'{name} is not installed. What to do: pip install -e ".[benchmarks]" in the clone.')
+
+    run = results.begin(repeats)
+    for name in options.cases:
+        case = CASES[name](options.quick)
+        for ranks in options.ranks:
+            if ranks > case.most_ranks:
+                progress(f"{name}, {ranks} ranks: left out, it takes too much memory")
+                continue
+            run.cases.append(run_case(case, ranks, repeats, options.output / "logs"))
+            run.write(options.output / "results.json")
+    if not run.cases:
+        sys.exit("nothing was measured: the cases don't go with so many ranks")
+    draw(run, options.output / "benchmarks.png")
+    print(tables(run), end="")
+    if options.write_docs:
+        docs_page.PAGE.write_text(docs_page.replace_results(docs_page.PAGE.read_text(), tables(run)))
+
+
+if __name__ == "__main__":
+    main()

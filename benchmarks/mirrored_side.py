@@ -1,0 +1,54 @@
+"""The steps of ``tf.distribute.MultiWorkerMirroredStrategy``, used as TensorFlow's guide for custom loops shows it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Callable
+
+import tensorflow as tf
+
+from benchmarks.payload import payload, require_sum
+from benchmarks.trainee import Trainee
+
+
+class MirroredSide:
+    """One worker of a strategy; the environment (``TF_CONFIG``) names the others."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        # The share of the cores that npu_device gives its ranks: the comparison is about communication.
+        share = max(1, len(os.sched_getaffinity(0)) // ranks)
+        tf.config.threading.set_intra_op_parallelism_threads(share)
+        tf.config.threading.set_inter_op_parallelism_threads(max(2, share))
+        self._strategy = tf.distribute.MultiWorkerMirroredStrategy()
+        self._rank = rank
+        self._ranks = ranks
+
+    def all_reduce(self, size: int) -> Callable[[], tf.Tensor]:
+        """A sum of ``size`` bytes over the workers."""
+        mine = payload(size, self._rank)
+
+        def reduce(tensor: tf.Tensor) -> Any:
+            return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tensor)
+
+        @tf.function
+        def called(tensor: tf.Tensor) -> Any:
+            return self._strategy.run(reduce, args=(tensor,))
+
+        require_sum(called(mine), self._ranks)
+        return lambda: called(mine)
+
+    def training(self, model: str) -> Callable[[], tf.Tensor]:
+        """A training step; the optimizer sums the gradients."""
+        with self._strategy.scope():
+            trainee = Trainee(model, self._rank)
+
+        def replica(inputs: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+            loss, gradients = trainee.gradients(inputs, labels, share=1 / self._ranks)
+            trainee.apply(gradients)
+            return loss
+
+        @tf.function
+        def step(inputs: tf.Tensor, labels: tf.Tensor) -> Any:
+            return self._strategy.run(replica, args=(inputs, labels))
+
+        return lambda: step(trainee.inputs, trainee.labels)

@@ -1,0 +1,113 @@
+"""What was measured, and where: the records behind the table, the picture and ``results.json``."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_PACKAGES = ("tensorflow", "tf-keras", "numpy")
+
+
+@dataclass
+class Timing:
+    """One rival in one round.
+
+    Attributes:
+        rival: its label.
+        seconds: a step's time on the slowest rank, one entry a repetition.
+        error: why there are no times.
+    """
+
+    rival: str
+    seconds: list[float] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def median(self) -> float | None:
+        """Seconds; None for a rival that failed."""
+        return statistics.median(self.seconds) if self.seconds and self.error is None else None
+
+
+@dataclass
+class RoundResult:
+    """Rivals that ran in turn; ``size`` in bytes, ``steps`` timed in one go."""
+
+    label: str
+    size: int
+    steps: int
+    timings: list[Timing]
+
+    def median(self, rival: str) -> float | None:
+        """Seconds a step; None when the rival failed."""
+        return next(timing.median for timing in self.timings if timing.rival == rival)
+
+
+@dataclass
+class CaseResult:
+    """A case on a number of ranks."""
+
+    case: str
+    title: str
+    ranks: int
+    rounds: list[RoundResult]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and with what it was measured."""
+
+    cpu: str
+    cores: int
+    memory_gib: float
+    system: str
+    python: str
+    versions: dict[str, str]
+
+    def line(self) -> str:
+        """The same in one line."""
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return f"{self.cores} cores of {self.cpu}, {self.memory_gib:.0f} GiB, {self.system}, Python {self.python}, {versions}"
+
+
+@dataclass
+class Results:
+    """A whole run."""
+
+    machine: Machine
+    date: str
+    repeats: int
+    cases: list[CaseResult] = field(default_factory=list)
+
+    def write(self, path: Path) -> None:
+        """As JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+
+def begin(repeats: int) -> Results:
+    """An empty run on this machine, today."""
+    return Results(_machine(), datetime.date.today().isoformat(), repeats)
+
+
+def _machine() -> Machine:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    system = f"{platform.system()} {platform.release().split('-')[0]}"
+    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    cores = len(os.sched_getaffinity(0))
+    return Machine(_cpu_model(), cores, round(memory, 1), system, platform.python_version(), versions)
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

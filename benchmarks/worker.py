@@ -1,0 +1,70 @@
+"""One process of a set (``process_set``): joins its side's cluster, then makes and times steps as it is told."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any, Callable
+
+
+class Worker:
+    """The steps that this process has made, by key.
+
+    Args:
+        side: an object whose methods make steps.
+    """
+
+    def __init__(self, side: Any) -> None:
+        self._side = side
+        self._steps: dict[str, Callable[[], Any]] = {}
+
+    def prepare(self, key: str, method: str, arguments: tuple[Any, ...]) -> None:
+        """Make a step and run it once, which traces it."""
+        step = getattr(self._side, method)(*arguments)
+        _finish(step())
+        self._steps[key] = step
+
+    def measure(self, key: str, steps: int) -> float:
+        """Seconds a step takes. One more goes before, untimed: it wakes everybody up and brings the ranks into line."""
+        step = self._steps[key]
+        _finish(step())
+        started = time.perf_counter()
+        for _ in range(steps - 1):
+            step()
+        _finish(step())
+        return (time.perf_counter() - started) / steps
+
+    def forget(self) -> None:
+        """Give the memory of all steps back."""
+        self._steps.clear()
+
+
+def _finish(result: Any) -> None:
+    """Wait for a result that may still be computed on a GPU, without copying all of it."""
+    (result[:1] if result.shape.rank else result).numpy()
+
+
+def main() -> None:
+    descriptor, side_name, rank, ranks = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    with Connection(descriptor) as connection:
+        if side_name == "npu":
+            from benchmarks.npu_side import NpuSide as Side
+        else:
+            from benchmarks.mirrored_side import MirroredSide as Side  # type: ignore[assignment]
+        worker = Worker(Side(rank, ranks))
+        while True:
+            try:
+                name, *arguments = connection.recv()
+            except (EOFError, OSError):  # the coordinator has no more to say
+                return
+            try:
+                connection.send((True, getattr(worker, name)(*arguments)))
+            except Exception as error:
+                traceback.print_exc()
+                connection.send((False, f"{type(error).__name__}: {error}"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Import-compatible with Ascend's ``hccl`` package; everything lives in ``npu_device``."""

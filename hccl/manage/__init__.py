@@ -1,0 +1,1 @@
+"""Ascend's import path of the management of groups and ranks."""

@@ -1,0 +1,23 @@
+"""``hccl.manage.api``: groups of ranks, their sizes and ranks."""
+
+from npu_device.distribute.groups import (
+    create_group,
+    destroy_group,
+    get_group_rank_from_world_rank,
+    get_local_rank_id,
+    get_local_rank_size,
+    get_rank_id,
+    get_rank_size,
+    get_world_rank_from_group_rank,
+)
+
+__all__ = [
+    "create_group",
+    "destroy_group",
+    "get_group_rank_from_world_rank",
+    "get_local_rank_id",
+    "get_local_rank_size",
+    "get_rank_id",
+    "get_rank_size",
+    "get_world_rank_from_group_rank",
+]

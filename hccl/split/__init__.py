@@ -1,0 +1,1 @@
+"""Ascend's import path of the gradient split strategy."""

@@ -1,0 +1,6 @@
+"""``hccl.split.api``: where the gradients are cut into segments. Imports no TensorFlow."""
+
+from npu_device.gradients.split_strategy import set_by_idx as set_split_strategy_by_idx
+from npu_device.gradients.split_strategy import set_by_size as set_split_strategy_by_size
+
+__all__ = ["set_split_strategy_by_idx", "set_split_strategy_by_size"]

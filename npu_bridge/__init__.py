@@ -1,0 +1,1 @@
+"""Ascend's import paths of the TensorFlow 1 adapter."""

@@ -1,0 +1,1 @@
+"""``from npu_bridge.hccl import hccl_ops``."""

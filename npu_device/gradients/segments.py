@@ -1,0 +1,60 @@
+"""Which tensors of a list travel together: cut by the split strategy, in the order in which backward produces them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device.gradients.order import production_order
+from npu_device.gradients.split_strategy import segment_result, segments
+
+_log = logging.getLogger("npu_device")
+_logged: set[str] = set()
+
+
+def cut(tensors: Sequence[Any], reduction: str, fusion: int, group: str) -> list[list[int]]:
+    """Cut a list of tensors into segments.
+
+    Args:
+        tensors: dense tensors, of several dtypes perhaps; anything else is left out.
+        reduction: the split strategy is for sum and mean; the other reductions take one segment a dtype.
+        fusion: 0 gives every tensor a segment of its own, 1 cuts by the split strategy, 2 makes one segment a dtype.
+        group: name of the group whose strategy counts.
+
+    Returns:
+        Positions in the list, one list a segment. A segment has one dtype; a tensor whose size isn't known before the
+        graph runs travels alone.
+
+    Raises:
+        ValueError: the strategy doesn't fit the number of gradients.
+    """
+    buckets: dict[tf.DType, list[int]] = {}
+    alone: list[list[int]] = []
+    for position, tensor in enumerate(tensors):
+        if not isinstance(tensor, tf.Tensor):
+            continue
+        if fusion == 0 or not tensor.shape.is_fully_defined():
+            alone.append([position])
+        else:
+            buckets.setdefault(tensor.dtype, []).append(position)
+    found: list[list[int]] = []
+    for dtype, positions in buckets.items():
+        order = [positions[i] for i in production_order([tensors[position] for position in positions])]
+        if fusion == 2 or reduction not in ("sum", "mean"):
+            found.append(order)
+            continue
+        sizes = [tensors[position].shape.num_elements() * dtype.size for position in order]
+        ends = segments(sizes, group)
+        _log_once(f"{segment_result(ends)} of {len(order)} {dtype.name} gradients in group {group!r}")
+        starts = [0, *(end + 1 for end in ends[:-1])]
+        found.extend(order[start : end + 1] for start, end in zip(starts, ends))
+    return found + alone
+
+
+def _log_once(text: str) -> None:
+    if text not in _logged:
+        _logged.add(text)
+        _log.info("%s", text)

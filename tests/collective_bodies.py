@@ -1,0 +1,58 @@
+"""What the ranks of the collectives' tests have in common: their values, their groups, and numpy's opinion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+OTHERS = ("bool", "complex64", "complex128")
+REDUCTIONS = {"sum": np.sum, "mean": np.mean, "min": np.min, "max": np.max, "prod": np.prod}
+
+
+def values(rank: int, shape: tuple[int, ...], dtype: str = "float64") -> np.ndarray:
+    """Small whole numbers, different on each rank; what numpy has no dtype for stays float64."""
+    whole = (np.arange(np.prod(shape)).reshape(shape) % 5 + 3 * rank + 1).astype(np.float64)
+    if dtype == "bool":
+        return whole % 2 == 0
+    return whole + 1j * whole if dtype.startswith("complex") else whole
+
+
+def members(size: int, rank: int, kind: str) -> tuple[int, ...]:
+    """World ranks of the group of a rank: everybody's, or one of two groups of the same name on disjoint ranks."""
+    if kind == "world":
+        return tuple(range(size))
+    return tuple(other for other in range(size) if other % 2 == rank % 2)
+
+
+def group(kind: str) -> Any:
+    """The group of this rank, and the running cluster."""
+    from npu_device import device
+    from npu_device.collectives.group import WORLD_GROUP, Group
+
+    runtime = device.cluster_runtime()
+    assert runtime is not None
+    rank = runtime.cluster.rank
+    ranks = members(runtime.cluster.world_size, rank, kind)
+    return runtime, Group(WORLD_GROUP if kind == "world" else "parity", ranks, ranks.index(rank))
+
+
+def plain(value: Any) -> Any:
+    """A tensor as a numpy array that every process can read."""
+    import tensorflow as tf
+
+    array = tf.cast(value, tf.float64) if value.dtype == tf.bfloat16 else value
+    return array.numpy()
+
+
+def counts(size: int) -> np.ndarray:
+    """Elements that rank i sends to rank j: some none, all different enough to notice a mistake."""
+    return np.array([[(i + 2 * j) % 4 for j in range(size)] for i in range(size)])
+
+
+def apart(lengths: np.ndarray) -> np.ndarray:
+    """Displacements of blocks that lie in reverse order with one element between them."""
+    backwards = np.concatenate([[0], np.cumsum(lengths[::-1] + 1)[:-1]])
+    return backwards[::-1]

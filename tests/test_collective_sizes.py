@@ -1,0 +1,190 @@
+"""Empty tensors, scalars, shapes that are known at run time only, one byte and 500 MB."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from collective_bodies import group
+from pool import Pool
+
+EMPTY_DTYPES = ("float32", "int8", "bfloat16", "uint64", "bool")
+
+
+def body_empty(mode: str) -> dict[str, Any]:
+    import tensorflow as tf
+
+    from npu_device.collectives.all_gather import all_gather
+    from npu_device.collectives.all_gather_v import all_gather_v
+    from npu_device.collectives.all_reduce import all_reduce
+    from npu_device.collectives.all_to_all import all_to_all
+    from npu_device.collectives.all_to_all_vc import all_to_all_vc
+    from npu_device.collectives.broadcast import broadcast
+    from npu_device.collectives.reduce import reduce
+    from npu_device.collectives.reduce_scatter import reduce_scatter
+
+    runtime, mine = group("world")
+
+    def operations(none: tf.Tensor, wide: tf.Tensor) -> list[tf.Tensor]:
+        matrix = tf.zeros([mine.size, mine.size], tf.int32)
+        results = [
+            all_gather(runtime, none, mine),
+            all_gather(runtime, wide, mine),
+            all_gather_v(runtime, none, mine),
+            all_to_all(runtime, none, mine),
+            all_to_all_vc(runtime, tf.reshape(none, [-1]), matrix, mine),
+            *broadcast(runtime, [none, wide], 0, mine),
+        ]
+        if none.dtype != tf.bool:
+            results += [
+                all_reduce(runtime, none, "sum", mine),
+                reduce(runtime, none, "sum", 0, mine),
+                reduce_scatter(runtime, none, "sum", mine),
+            ]
+        return results
+
+    calls = {"eager": operations, "graph": tf.function(operations)}
+    found = {}
+    for dtype in EMPTY_DTYPES:
+        call = calls.get(mode) or tf.function(
+            operations, input_signature=[tf.TensorSpec([None, 3], dtype), tf.TensorSpec(None, dtype)]
+        )
+        results = call(tf.zeros([0, 3], dtype), tf.zeros([2, 0, 3], dtype))
+        found[dtype] = [(value.dtype.name, tuple(value.shape)) for value in results]
+    return found
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph", "unknown shapes"])
+def test_without_elements(several_ranks: Pool, mode: str) -> None:
+    n = several_ranks.size
+    none, wide = (0, 3), (2, 0, 3)
+    shapes = [none, (2 * n, 0, 3), none, none, (0,), none, wide, none, none, none]
+    for found in several_ranks.run(body_empty, mode):
+        for dtype, results in found.items():
+            assert results == [(dtype, shape) for shape in shapes[: len(results)]]
+
+
+def body_unknown() -> dict[str, Any]:
+    import tensorflow as tf
+
+    from npu_device.collectives.all_gather import all_gather
+    from npu_device.collectives.all_to_all import all_to_all
+    from npu_device.collectives.all_to_all_v import all_to_all_v
+    from npu_device.collectives.broadcast import broadcast
+    from npu_device.collectives.reduce_scatter import reduce_scatter
+
+    runtime, mine = group("world")
+    size = mine.size
+
+    def check(signature: Any, dtype: str) -> list[Any]:
+        @tf.function(input_signature=[tf.TensorSpec(signature, dtype), tf.TensorSpec([None], tf.int32)])
+        def operations(tensor: tf.Tensor, counts: tf.Tensor) -> list[tf.Tensor]:
+            packed = tf.cumsum(counts, exclusive=True)
+            flat = tf.reshape(tensor, [-1])
+            return [
+                all_gather(runtime, tensor, mine),
+                all_to_all(runtime, tensor, mine),
+                reduce_scatter(runtime, tensor, "sum", mine),
+                *broadcast(runtime, [tensor, flat], 1, mine),
+                all_to_all_v(runtime, flat, counts, packed, counts, packed, mine),
+            ]
+
+        tensor = tf.cast(tf.reshape(tf.range(size * 3), [size, 3]) + mine.rank, dtype)
+        return [value.numpy() for value in operations(tensor, tf.fill([size], 3))]
+
+    @tf.function(input_signature=[tf.TensorSpec([None])])
+    def not_divisible(tensor: tf.Tensor) -> tf.Tensor:
+        return reduce_scatter(runtime, tensor, "sum", mine)
+
+    try:
+        not_divisible(tf.zeros([size + 1]))
+        refusal = "accepted"
+    except tf.errors.InvalidArgumentError as error:
+        refusal = error.message
+    return {"rows": check([None, 3], "float32"), "nothing": check(None, "int8"), "refusal": refusal}
+
+
+def test_unknown_static_shapes(several_ranks: Pool) -> None:
+    n = several_ranks.size
+    tensors = [np.arange(n * 3).reshape(n, 3) + rank for rank in range(n)]
+    for rank, found in enumerate(several_ranks.run(body_unknown)):
+        assert "must be a multiple of rank_size" in found["refusal"]
+        exchanged = np.stack([tensor[rank] for tensor in tensors])
+        expected = [
+            np.concatenate(tensors),
+            exchanged,
+            sum(tensors)[rank : rank + 1],
+            tensors[1],
+            tensors[1].reshape(-1),
+            exchanged.reshape(-1),
+        ]
+        for case in ("rows", "nothing"):
+            for array, right in zip(found[case], expected):
+                np.testing.assert_array_equal(array, right)
+
+
+def body_small() -> list[Any]:
+    import tensorflow as tf
+
+    from npu_device.collectives.all_gather import all_gather
+    from npu_device.collectives.all_reduce import all_reduce
+    from npu_device.collectives.broadcast import broadcast
+    from npu_device.collectives.reduce import reduce
+
+    runtime, mine = group("world")
+    byte = tf.constant([mine.rank + 1], tf.uint8)
+    scalar = tf.constant(mine.rank + 1.5)
+    return [
+        all_reduce(runtime, byte, "sum", mine).numpy().tolist(),
+        all_gather(runtime, byte, mine).numpy().tolist(),
+        broadcast(runtime, [byte, scalar, byte], 1, mine)[0].numpy().tolist(),
+        broadcast(runtime, [byte, scalar, byte], 1, mine)[1].numpy().tolist(),
+        all_reduce(runtime, scalar, "max", mine).numpy().tolist(),
+        float(reduce(runtime, scalar, "min", 0, mine)),
+    ]
+
+
+def test_one_byte_and_scalars(several_ranks: Pool) -> None:
+    n = several_ranks.size
+    for rank, found in enumerate(several_ranks.run(body_small)):
+        least = 1.5 if rank == 0 else 0.0
+        assert found == [[n * (n + 1) // 2], list(range(1, n + 1)), [2], 2.5, n + 0.5, least]
+
+
+LARGE = 500_000_000
+
+
+def body_large(operation: str) -> tuple[float, bool]:
+    import tensorflow as tf
+
+    from npu_device.collectives.all_reduce import all_reduce
+    from npu_device.collectives.broadcast import broadcast
+
+    def resident(which: str) -> float:
+        with open("/proc/self/status") as status:
+            [line] = [line for line in status if line.startswith(which)]
+        return int(line.split()[1]) * 1024
+
+    runtime, mine = group("world")
+    tensor = tf.fill([LARGE // 4], float(mine.rank + 1))
+    with open("/proc/self/clear_refs", "w") as reset:
+        reset.write("5")  # forget the highest mark
+    before = resident("VmRSS")
+    if operation == "all_reduce":
+        result, expected = all_reduce(runtime, tensor, "sum", mine), 3.0
+    else:
+        [result], expected = broadcast(runtime, [tensor], 1, mine), 2.0
+    peak = resident("VmHWM") - before
+    return peak, bool(tf.reduce_all(result == expected))
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "broadcast"])
+def test_500_mb(two_ranks: Pool, operation: str) -> None:
+    began = time.monotonic()
+    for peak, right in two_ranks.run(body_large, operation):
+        assert right
+        # The result, the piece under way, and what gRPC holds of it.
+        assert peak < 4 * LARGE
+    assert time.monotonic() - began < 25

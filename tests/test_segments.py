@@ -1,0 +1,249 @@
+"""Gradients are cut into segments that travel while backward still runs; and what they look like on the wire."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import job
+import numpy as np
+import pytest
+from pool import Pool
+
+WIDTH = 512
+
+
+def _segment_sizes(function: Any) -> list[int]:
+    """Elements of each all-reduce in a traced function, in the order of the graph."""
+    operations = function.get_concrete_function().graph.get_operations()
+    return [op.inputs[0].shape.num_elements() for op in operations if op.type == "CollectiveReduceV2"]
+
+
+def body_strategies() -> Any:
+    import tensorflow as tf
+    from hccl.split.api import set_split_strategy_by_idx, set_split_strategy_by_size
+
+    import npu_device as npu
+    from npu_device.gradients import split_strategy
+
+    weights = [tf.Variable(tf.ones([2, 2]) * 0.1) for _ in range(10)]
+
+    def trace(**arguments: Any) -> list[int]:
+        @tf.function
+        def step() -> Any:
+            with tf.GradientTape() as tape:
+                x = tf.ones([1, 2])
+                for weight in weights:
+                    x = tf.tanh(x @ weight)
+            return npu.distribute.all_reduce(tape.gradient(x, weights), "sum", **arguments)
+
+        return _segment_sizes(step)
+
+    found = {}
+    try:
+        found["default"] = trace()
+        set_split_strategy_by_idx([1, 4, 9])
+        found["by index"] = trace()
+        set_split_strategy_by_size([60, 20, 20])
+        found["by size"] = trace()
+        found["alone"] = trace(fusion=0)
+        found["one"] = trace(fusion=2, fusion_id=3)
+        split_strategy.clear()
+        set_split_strategy_by_idx([1, 8])
+        try:
+            trace()
+            found["error"] = "none"
+        except ValueError as error:
+            found["error"] = str(error)
+    finally:
+        split_strategy.clear()
+    return found
+
+
+def test_the_strategy_cuts_the_list(ranks: Pool) -> None:
+    if ranks.size == 1:
+        pytest.skip("a single device sends nothing")
+    for found in ranks.run(body_strategies):
+        assert found["default"] == [40]  # ten equal gradients: 96.54 % is all of them but less than one
+        assert found["by index"] == [8, 12, 20]
+        assert found["by size"] == [24, 8, 8]
+        assert found["alone"] == [4] * 10
+        assert found["one"] == [40]
+        assert "9" in found["error"] and "8" in found["error"]
+
+
+def body_times(overlap: bool) -> Any:
+    import tensorflow as tf
+    from hccl.split.api import set_split_strategy_by_idx
+
+    import npu_device as npu
+    from npu_device.gradients import split_strategy
+
+    weights = [tf.Variable(tf.eye(WIDTH)) for _ in range(12)]
+    times: dict[str, list[float]] = {"first reduced": [], "last made": []}
+
+    def note(name: str, tensor: Any) -> Any:
+        def now(_: Any) -> Any:
+            times[name].append(time.perf_counter())
+            return np.float32(0)
+
+        # Not stateful: TensorFlow would run these one after the other in the order of the script.
+        return tf.numpy_function(now, [tensor[0, 0]], tf.float32, stateful=False)
+
+    set_split_strategy_by_idx([0, len(weights) - 1])
+    npu.global_options().hcom_parallel = overlap
+    try:
+
+        @tf.function
+        def step(x: Any) -> Any:
+            with tf.GradientTape() as tape:
+                y = x
+                for weight in weights:
+                    y = tf.tanh(y @ weight)
+            gradients = tape.gradient(y, weights)
+            reduced = npu.distribute.all_reduce(gradients, "sum")
+            return note("first reduced", reduced[-1]), note("last made", gradients[0])
+
+        for _ in range(4):
+            step(tf.ones([4096, WIDTH]))
+    finally:
+        npu.global_options().hcom_parallel = True
+        split_strategy.clear()
+    return [first - last for first, last in zip(times["first reduced"], times["last made"])][1:]
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["hcom_parallel", "without"])
+def test_the_first_segment_arrives_before_the_last_gradient_exists(ranks: Pool, overlap: bool) -> None:
+    if ranks.size == 1:
+        pytest.skip("a single device sends nothing")
+    for differences in ranks.run(body_times, overlap):
+        if overlap:
+            assert np.median(differences) < 0
+        else:
+            assert min(differences) > 0
+
+
+SMALL_POOLS = """
+import time
+import numpy as np, tensorflow as tf
+import npu_device as npu
+from hccl.split.api import set_split_strategy_by_idx
+tf.config.threading.set_inter_op_parallelism_threads(1)
+tf.config.threading.set_intra_op_parallelism_threads(1)
+rank = npu.open().worker_id
+set_split_strategy_by_idx(list(range(8)))
+
+def slow(position):
+    # The ranks make their gradients in opposite orders.
+    wait = 0.02 * (position if rank else 7 - position)
+    def make(x):
+        time.sleep(wait)
+        return x
+    return make
+
+@tf.function
+def step(x):
+    gradients = [tf.ensure_shape(tf.numpy_function(slow(i), [x * i], tf.float32), [100]) for i in range(8)]
+    return npu.distribute.all_reduce(gradients, "sum")
+
+for _ in range(5):
+    result = step(tf.ones([100]))
+print([float(value[0]) for value in result])
+"""
+
+
+def test_segments_cannot_deadlock_with_one_thread(tmp_path: Path) -> None:
+    for result in job.run(tmp_path, 2, SMALL_POOLS, timeout=60):
+        assert result.code == 0, result.output
+        assert str([2.0 * i for i in range(8)]) in result.output
+
+
+def body_order_kept(eager: bool) -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    rank = npu.open().worker_id
+
+    def values() -> list[Any]:
+        dtypes = [tf.float32, tf.float64, tf.float32, tf.int32, tf.float16, tf.float64]
+        return [tf.cast(tf.fill([i + 1], i + rank), dtype) for i, dtype in enumerate(dtypes)]
+
+    def reduce() -> list[Any]:
+        return npu.distribute.all_reduce([*values(), None], "sum")
+
+    result = reduce() if eager else tf.function(reduce)()
+    return [None if value is None else (value.dtype.name, value.numpy().tolist()) for value in result]
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graph"])
+def test_results_come_back_in_the_callers_order(ranks: Pool, eager: bool) -> None:
+    n = ranks.size
+    names = ["float32", "float64", "float32", "int32", "float16", "float64"]
+    expected: list[Any] = [(name, [n * i + n * (n - 1) // 2] * (i + 1)) for i, name in enumerate(names)]
+    for found in ranks.run(body_order_kept, eager):
+        assert found == [*expected, None]
+
+
+def body_compression(compression: str) -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    rank = npu.open().worker_id
+    values = [tf.constant([1.0, 2.5, -3.0]) * (rank + 1), tf.constant([rank + 1.0], tf.float64), tf.constant([rank])]
+
+    def reduce() -> Any:
+        return npu.distribute.all_reduce(values, "mean", compression=compression)
+
+    graph = tf.function(reduce).get_concrete_function().graph
+    wire = sorted({op.inputs[0].dtype.name for op in graph.get_operations() if op.type == "CollectiveReduceV2"})
+    return [(value.dtype.name, value.numpy()) for value in reduce()], wire
+
+
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+def test_compression_of_the_wire(ranks: Pool, compression: str) -> None:
+    n = ranks.size
+    for found, wire in ranks.run(body_compression, compression):
+        if n == 1:
+            continue
+        assert wire == sorted([{"fp16": "float16", "bf16": "bfloat16"}[compression], "int32"])
+        assert [dtype for dtype, _ in found] == ["float32", "float64", "float64"]
+        mean = (n + 1) / 2
+        np.testing.assert_allclose(found[0][1], np.array([1.0, 2.5, -3.0]) * mean, rtol=2e-2)
+        np.testing.assert_allclose(found[1][1], [mean], rtol=2e-2)
+        np.testing.assert_allclose(found[2][1], [(n - 1) / 2])
+
+
+def body_sparse(rows: int, reduction: str) -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    rank = npu.open().worker_id
+    random = np.random.default_rng(rank)
+    indices = random.integers(0, 50, rows + rank)
+    values = random.standard_normal([rows + rank, 3]).astype(np.float32)
+    slices = tf.IndexedSlices(tf.constant(values), tf.constant(indices), tf.constant([50, 3], tf.int64))
+    dense = npu.distribute.all_reduce(tf.convert_to_tensor(slices), reduction)
+
+    @tf.function
+    def in_graph() -> Any:
+        reduced = npu.distribute.all_reduce([slices], reduction)[0]
+        return tf.convert_to_tensor(reduced), tf.shape(reduced.indices)[0]
+
+    eager = npu.distribute.all_reduce(slices, reduction)
+    graph, count = in_graph()
+    difference = max(np.abs(tf.convert_to_tensor(eager) - dense).max(), np.abs(graph - dense).max())
+    return float(difference), int(count), int(tf.size(eager.indices))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("rows", [5, 400], ids=["gathered", "densified"])
+def test_sparse_gradients_both_ways(ranks: Pool, rows: int, reduction: str) -> None:
+    for difference, in_graph, eager in ranks.run(body_sparse, rows, reduction):
+        assert difference < 1e-4
+        if ranks.size > 1:
+            assert in_graph == eager
+            assert (in_graph == 50) == (rows == 400), "many rows make the dense table; few are gathered"

@@ -1,0 +1,70 @@
+"""``grouping_gradients_apply`` and ``grouping_broadcast``: a sharded update equals the plain one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from pool import Pool
+
+
+def body_apply(graph: bool) -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    def train(sharded: bool) -> Any:
+        variables = [tf.Variable(tf.fill(shape, 1.0)) for shape in ([3, 2], [5], [], [4, 4], [2])]
+        optimizer = tf.keras.optimizers.Adam(0.1)
+
+        def step(scale: Any) -> None:
+            gradients = [tf.ones(v.shape) * (i + 1.0) * scale for i, v in enumerate(variables)]
+            pairs = list(zip(gradients, variables))
+            if sharded:
+                npu.distribute.grouping_gradients_apply(optimizer.apply_gradients, pairs)
+            else:
+                optimizer.apply_gradients(pairs)
+
+        call = tf.function(step) if graph else step
+        for scale in (1.0, -0.5, 2.0):
+            call(tf.constant(scale))
+        state = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
+        return [v.numpy() for v in variables], sum(int(np.prod(v.shape)) for v in state if len(v.shape))
+
+    sharded, sharded_state = train(True)
+    plain, plain_state = train(False)
+    same = [np.array_equal(a, b) for a, b in zip(sharded, plain)]
+    try:
+        npu.distribute.grouping_broadcast([tf.Variable([1.0])])
+        refused = "accepted"
+    except ValueError as error:
+        refused = str(error)
+    return same, sharded_state, plain_state, refused
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_equal_to_the_plain_update(keras_ranks: Pool, graph: bool) -> None:
+    results = keras_ranks.run(body_apply, graph)
+    for same, state, plain_state, refused in results:
+        assert all(same)
+        if keras_ranks.size > 1:
+            assert state < plain_state, "the optimizer's state is sharded"
+            assert "can't be shared by" in refused
+    assert sum(state for _, state, _, _ in results) == results[0][2], "each rank holds its own share of the state"
+
+
+def test_shares_are_balanced_and_none_is_empty() -> None:
+    from npu_device.distribute.sharded import shares
+
+    class Variable:
+        def __init__(self, *shape: int) -> None:
+            self.shape, self.dtype = shape, "float32"
+
+    for count in (1, 2, 3, 4):
+        for sizes in ([1] * count, [100, 1, 1, 1], [1, 1, 1, 100], [7] * 11):
+            found = shares([Variable(size) for size in sizes], count)
+            assert [position for share in found for position in share] == list(range(len(sizes)))
+            assert all(found)
+    assert shares([Variable(5) for _ in range(12)], 3) == [range(0, 4), range(4, 8), range(8, 12)]
+    assert shares([Variable(), Variable(8), Variable(8)], 2) == [range(0, 2), range(2, 3)]
