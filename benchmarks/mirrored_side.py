@@ -28,7 +28,9 @@ class MirroredSide:
         mine = payload(size, self._rank)
 
         def reduce(tensor: tf.Tensor) -> Any:
-            return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tensor)
+            # The strategy refuses an argument of the function as it is, since it has no device yet.
+            placed = tf.identity(tensor)
+            return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, placed)
 
         @tf.function
         def called(tensor: tf.Tensor) -> Any:

@@ -88,8 +88,7 @@ class ProcessSet:
             if not ready:
                 problems.append(f"rank(s) {', '.join(map(str, unheard.values()))} gave no answer in time")
                 break
-            for connection in ready:
-                assert isinstance(connection, Connection)
+            for connection in [connection for connection in unheard if connection in ready]:
                 rank = unheard.pop(connection)
                 try:
                     succeeded, value = connection.recv()

@@ -73,7 +73,8 @@ class Machine:
     def line(self) -> str:
         """The same in one line."""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        return f"{self.cores} cores of {self.cpu}, {self.memory_gib:.0f} GiB, {self.system}, Python {self.python}, {versions}"
+        hardware = f"{self.cores} cores of {self.cpu}, {self.memory_gib:.0f} GiB"
+        return f"{hardware}, {self.system}, Python {self.python}, {versions}"
 
 
 @dataclass

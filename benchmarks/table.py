@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from benchmarks.cases import ALONE, MIRRORED
 from benchmarks.results import CaseResult, Results, RoundResult, Timing
 
 _FAILED = "failed"
+_SHORT = {MIRRORED: "MWMS"}
+_SMALLEST_BANDWIDTH = 1 << 16
+_ERROR_WIDTH = 300
 
 
 def tables(results: Results) -> str:
@@ -17,9 +22,10 @@ def tables(results: Results) -> str:
 
 def _case_text(case: CaseResult) -> str:
     rows = _sizes(case) if len(case.rounds) > 1 else _rivals(case.rounds[0])
-    text = f"### {case.title}, {case.ranks} ranks\n\n{_markdown(rows)}"
+    note = f"×: times as fast as {MIRRORED} (MWMS)."
+    text = f"### {case.title}, {case.ranks} ranks\n\n{note}\n\n{_markdown(rows)}"
     errors = [
-        f"* {one_round.label}, {timing.rival}: {timing.error.splitlines()[0]}"
+        f"* {one_round.label}, {timing.rival}: {textwrap.shorten(timing.error, _ERROR_WIDTH)}"
         for one_round in case.rounds
         for timing in one_round.timings
         if timing.error is not None
@@ -34,9 +40,9 @@ def _sizes(case: CaseResult) -> list[list[str]]:
     rows = [
         [
             "size",
-            *(f"{label}: times as fast as {MIRRORED}" for label in others),
-            *(f"{label}, ms" for label in labels),
-            *(f"{label}, GB/s" for label in labels),
+            *(f"{label} ×" for label in others),
+            *(f"{_SHORT.get(label, label)}, ms" for label in labels),
+            *(f"{_SHORT.get(label, label)}, GB/s" for label in labels),
         ]
     ]
     for one_round in case.rounds:
@@ -46,7 +52,7 @@ def _sizes(case: CaseResult) -> list[list[str]]:
                 one_round.label,
                 *(_ratio(one_round, label) for label in others),
                 *(_milliseconds(median) for median in medians),
-                *(_FAILED if median is None else f"{one_round.size / median / 1e9:.3g}" for median in medians),
+                *(_bandwidth(one_round.size, median) for median in medians),
             ]
         )
     return rows
@@ -54,9 +60,7 @@ def _sizes(case: CaseResult) -> list[list[str]]:
 
 def _rivals(one_round: RoundResult) -> list[list[str]]:
     """One row a rival."""
-    rows = [
-        ["rival", f"step rate against {MIRRORED}", "ms a step", "fastest … slowest", "on top of no communication, ms"]
-    ]
+    rows = [["rival", "step rate ×", "ms a step", "fastest … slowest", f"ms over {ALONE}"]]
     alone = one_round.median(ALONE)
     for timing in one_round.timings:
         median = timing.median
@@ -72,6 +76,12 @@ def _ratio(one_round: RoundResult, label: str) -> str:
     return "?" if theirs is None else f"{theirs / mine:.2f}"
 
 
+def _bandwidth(size: int, seconds: float | None) -> str:
+    if size < _SMALLEST_BANDWIDTH:
+        return ""  # latency is all there is
+    return _FAILED if seconds is None else f"{size / seconds / 1e9:.2f}"
+
+
 def _milliseconds(seconds: float | None) -> str:
     return _FAILED if seconds is None else f"{seconds * 1000:.3g}" if seconds < 1 else f"{seconds * 1000:.0f}"
 
@@ -83,5 +93,10 @@ def _range(timing: Timing) -> str:
 
 
 def _markdown(rows: list[list[str]]) -> str:
-    head, *body = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([head, "|---" + "|--:" * (len(rows[0]) - 1) + "|", *body])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    padded = [
+        [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))] for row in rows
+    ]
+    head, *body = ["| " + " | ".join(row) + " |" for row in padded]
+    rule = "|-" + "-" * widths[0] + "-|" + "".join("-" * width + "-:|" for width in widths[1:])
+    return "\n".join([head, rule, *body])

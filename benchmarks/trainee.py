@@ -53,8 +53,9 @@ def _bert() -> Any:
     """BERT-base's encoder, with a pooler and a classifier of two classes; 109.5 million parameters."""
     layers = tf_keras.layers
     tokens = layers.Input([_TOKENS], dtype=tf.int32)
-    positions = layers.Embedding(_POSITIONS, _WIDTH)(tf.range(_TOKENS))
-    hidden = layers.LayerNormalization()(layers.Embedding(_VOCABULARY, _WIDTH)(tokens) + positions)
+    positions = tf.ones_like(tokens) * tf.range(_TOKENS)
+    words = layers.Embedding(_VOCABULARY, _WIDTH)(tokens)
+    hidden = layers.LayerNormalization()(words + layers.Embedding(_POSITIONS, _WIDTH)(positions))
     for _ in range(_LAYERS):
         attended = layers.MultiHeadAttention(_HEADS, _WIDTH // _HEADS)(hidden, hidden)
         hidden = layers.LayerNormalization()(hidden + attended)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 from pool import Pool
+
+# A test run in the background of a shell begins with Ctrl-C ignored, and so would all processes that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WORLD_SIZES = (1, 2, 3)
 KERAS = ("2", "3")

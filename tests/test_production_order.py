@@ -11,7 +11,9 @@ from pool import Pool
 
 WIDTH = 384
 BATCH = 512
-RUNS = 7
+RUNS = 9
+TOLERANCE = 0.4
+"""Of the time from the first gradient to the last one; on a busy machine neighbours change places."""
 
 
 def _dense(tf: Any, name: str) -> Any:
@@ -87,13 +89,11 @@ def test_against_what_was_ready_first(single: Pool, kind: str, scaled: bool) -> 
     [(order, times)] = single.run(body_order, kind, scaled)
     if kind == "shared layer":
         assert order[-1] in (0, 1) and order[-2] in (0, 1), "the shared layer waits for its lowest use"
-    along = [times[position] for position in order]
-    # Neighbours may be ready at the same moment; nothing may come clearly before what stands in front of it.
-    spread = max(times) - min(times)
-    for earlier, later in zip(along, along[1:]):
-        assert later > earlier - 0.1 * spread, (order, times)
-    assert along[0] < min(times) + 0.1 * spread
-    assert along[-1] > max(times) - 0.1 * spread
+    along = np.array([times[position] for position in order]) / max(max(times), 1e-9)
+    # What is ready at about the same moment may come in either order; nothing may stand far from its place.
+    for position, moment in enumerate(along):
+        assert np.all(along[position + 1 :] > moment - TOLERANCE), (order, times)
+    assert along[0] < TOLERANCE and along[-1] > 1 - TOLERANCE, (order, times)
 
 
 def body_eager() -> Any:

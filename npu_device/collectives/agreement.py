@@ -77,17 +77,18 @@ class Call:
         }
 
 
-def describe(operation: str, values: Sequence[Any], **details: Any) -> Call:
+def describe(operation: str, values: Sequence[Any], ragged: bool = False, **details: Any) -> Call:
     """The description of a call.
 
     Args:
         operation: name of the collective.
         values: dense tensors, ``tf.IndexedSlices`` and ``None``.
+        ragged: the first dimension may differ among the ranks.
         details: what else has to be the same on every rank.
     """
     return Call(
         operation,
-        tuple(_text(value) for value in values),
+        tuple(_text(value, ragged) for value in values),
         tuple(_name(value) for value in values),
         tuple((key, str(value)) for key, value in details.items()),
         _user_line(),
@@ -126,6 +127,8 @@ def agreed(runtime: Runtime, group: Group, call: Call, values: Sequence[Any] = (
 def _agree(runtime: Runtime, group: Group, call: Call, values: Sequence[Any]) -> list[tf.Tensor]:
     if _compat.compiled_by_xla():
         return []  # XLA can't stop for a message
+    if tf.executing_eagerly():
+        runtime.health.check(group.name, group.ranks)
     watch = watch_of(runtime, group)
     first, second = call.fingerprint
     begun = watch.begin(call.row())
@@ -212,9 +215,11 @@ def _row_text(row: dict[str, Any], shown: Sequence[int]) -> str:
     return f"{row['operation']} {details} of {len(row['tensors'])} tensor(s) [{tensors}], called at {row['line']}"
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, ragged: bool) -> str:
     if value is None:
         return "None"
+    if ragged:
+        return f"{value.dtype.name} rows of {_shape(value.shape[1:])}"
     if isinstance(value, tf.IndexedSlices):
         return f"sparse {value.values.dtype.name} rows of {_shape(value.values.shape[1:])}"
     return f"{value.dtype.name} {_shape(value.shape)}"

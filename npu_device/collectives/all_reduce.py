@@ -7,6 +7,7 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device.cluster.runtime import Runtime
+from npu_device.collectives import shapes
 from npu_device.collectives import tensorflow_backend as backend
 from npu_device.collectives.group import Group
 
@@ -46,12 +47,16 @@ def all_reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str, group: Group
     require_reduction("all_reduce", tensor.dtype, reduction)
     size = group.size
     merge = "sum" if reduction == "mean" else reduction
+
+    def reduce(value: tf.Tensor) -> tf.Tensor:
+        return shapes.with_an_element(lambda some: backend.all_reduce(runtime, some, merge, group), value)
+
     if tensor.dtype.is_floating:
-        return _reduce_floating(lambda value: backend.all_reduce(runtime, value, merge, group), tensor, reduction, size)
+        return _reduce_floating(reduce, tensor, reduction, size)
     if tensor.dtype == tf.uint64:
-        reduced = _reduce_uint64(lambda value: backend.all_reduce(runtime, value, merge, group), tensor, merge)
+        reduced = _reduce_uint64(reduce, tensor, merge)
     else:
-        reduced = backend.all_reduce(runtime, tf.cast(tensor, _CARRIERS.get(tensor.dtype, tensor.dtype)), merge, group)
+        reduced = reduce(tf.cast(tensor, _CARRIERS.get(tensor.dtype, tensor.dtype)))
     if reduction == "mean":
         return tf.cast(tf.cast(reduced, tf.float64) / size, mean_dtype(tensor.dtype))
     return tf.cast(reduced, tensor.dtype)

@@ -59,8 +59,10 @@ def broadcast(runtime: Runtime, tensors: Sequence[tf.Tensor], root_rank: int, gr
 def _send(runtime: Runtime, tensors: Sequence[tf.Tensor], root_rank: int, group: Group) -> list[tf.Tensor]:
     results: list[tf.Tensor] = []
     for transfer in _transfers(tensors):
-        packed = words.pack(transfer)
-        results.extend(words.unpack(backend.broadcast(runtime, packed, root_rank, group), transfer))
+        received = shapes.with_an_element(
+            lambda vector: backend.broadcast(runtime, vector, root_rank, group), words.pack(transfer)
+        )
+        results.extend(words.unpack(received, transfer))
     return results
 
 

@@ -77,7 +77,7 @@ def find_group(name: str, rank: int, world_size: int) -> Group:
     known = [f"{WORLD_GROUP!r} (all {world_size} ranks)"]
     known += [f"{group.name!r} (ranks {_listed(group.ranks)})" for group in _made.values()]
     raise ValueError(
-        f"rank {rank}: there is no group named {name!r}; expected one of those that this rank has: {', '.join(known)}.\n"
+        f"rank {rank}: there is no group named {name!r}; expected one of this rank's groups: {', '.join(known)}.\n"
         "Likely cause: the group was never made here, has been destroyed, or this rank doesn't belong to it.\n"
         "What to do: call hccl.manage.api.create_group on each of the group's ranks, and use the group on them only."
     )
@@ -99,7 +99,9 @@ def create_group(name: str, size: int, ranks: Any, rank: int, world_size: int) -
     check_group_name(name)
     where = f"rank {rank}, create_group({name!r}): "
     if name == WORLD_GROUP:
-        raise ValueError(f"{where}this is the group of all {world_size} ranks, which is there already; expected another name")
+        raise ValueError(
+            f"{where}this is the group of all {world_size} ranks, which is there already; expected another name"
+        )
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"{where}rank_num is {size!r}; expected a whole number from 1")
     if not isinstance(ranks, list):
@@ -123,7 +125,7 @@ def create_group(name: str, size: int, ranks: Any, rank: int, world_size: int) -
         )
     if name in _made:
         raise ValueError(
-            f"{where}there is a group of this name already, of rank(s) {_listed(_made[name].ranks)}; expected a new name.\n"
+            f"{where}this name belongs to the group of rank(s) {_listed(_made[name].ranks)}; expected another one.\n"
             "What to do: make each group once, or call destroy_group first."
         )
     _made[name] = Group(name, members, members.index(rank))

@@ -38,5 +38,6 @@ def receive(runtime: Runtime, shape: Any, dtype: tf.DType, tag: int, source: int
     if elements is None:
         raise ValueError(f"receive needs to know every dimension of what comes; found shape {like.shape}")
     length = words.words_for(elements, like.dtype)
-    vector = backend.broadcast_receive(runtime, tf.constant([length]), tf.int32, pair)
+    # As shapes.with_an_element has it on the other side.
+    vector = backend.broadcast_receive(runtime, tf.constant([max(length, 1)]), tf.int32, pair)[:length]
     return tf.reshape(words.from_words(vector[tf.newaxis], like.dtype, elements), like.shape)

@@ -7,8 +7,8 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device.cluster.runtime import Runtime
+from npu_device.collectives import shapes, words
 from npu_device.collectives import tensorflow_backend as backend
-from npu_device.collectives import words
 from npu_device.collectives.group import Group
 from npu_device.collectives.pair import pair_of
 
@@ -35,5 +35,7 @@ def send(runtime: Runtime, tensor: tf.Tensor, tag: int, destination: int, group:
     is no gradient: nothing of the send comes back to this rank.
     """
     pair = pair_of(group, group.rank, destination, tag)
-    sent = backend.broadcast(runtime, words.pack([tensor]), pair.rank, pair)
+    sent = shapes.with_an_element(
+        lambda vector: backend.broadcast(runtime, vector, pair.rank, pair), words.pack([tensor])
+    )
     return None if tf.executing_eagerly() else sent.op

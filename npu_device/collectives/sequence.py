@@ -25,19 +25,13 @@ _LARGEST_KEY = 0x7FFFFFFF
 class Sequence:
     """The counter of one group in one of its members."""
 
-    def __init__(self, runtime: Runtime, group: Group) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         with tf.init_scope(), tf.device(runtime.device("CPU")):
             self._counter = _compat.plain_variable(tf.constant(_FIRST_KEY, tf.int32))
-        runtime.health.count_collectives_with(group.name, group.ranks, self.issued)
 
     def draw(self) -> tf.Tensor:
         """The next number: int32, shape []. An operation of the graph in a tf.function, a value in eager mode."""
         return tf.raw_ops.ResourceCountUpTo(resource=self._counter.handle, limit=_LARGEST_KEY, T=tf.int32)
-
-    def issued(self) -> int:
-        """How many numbers have been drawn so far."""
-        with tf.init_scope():
-            return int(self._counter.read_value()) - _FIRST_KEY
 
 
 _sequences: weakref.WeakKeyDictionary[Runtime, dict[Group, Sequence]] = weakref.WeakKeyDictionary()
@@ -47,5 +41,5 @@ def sequence_of(runtime: Runtime, group: Group) -> Sequence:
     """The sequence of a group, begun at its first use. A group that is destroyed and made again goes on counting."""
     sequences = _sequences.setdefault(runtime, {})
     if group not in sequences:
-        sequences[group] = Sequence(runtime, group)
+        sequences[group] = Sequence(runtime)
     return sequences[group]

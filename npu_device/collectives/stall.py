@@ -28,13 +28,14 @@ class Watch:
     them.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, group: Group) -> None:
         with tf.init_scope(), tf.device(runtime.device("CPU")):
             self._begun = _compat.plain_variable(tf.constant(0, tf.int32))
             self._ended = _compat.plain_variable(tf.constant(0, tf.int32))
             self._current = _compat.plain_variable(tf.constant(0, tf.int32))
         self._calls: list[dict[str, Any]] = []
         self._numbers: dict[str, int] = {}
+        runtime.health.count_collectives_with(group.name, group.ranks, lambda: self.position()["begun"])
 
     def begin(self, call: dict[str, Any]) -> tf.Tensor:
         """Note, when it is run, that this rank has come to a call."""
@@ -73,7 +74,7 @@ class StallWatch:
     def watch(self, runtime: Runtime, group: Group) -> Watch:
         """The watch of a group, made at its first use."""
         if group not in self._watches:
-            self._watches[group] = Watch(runtime)
+            self._watches[group] = Watch(runtime, group)
         return self._watches[group]
 
     def _run(self) -> None:

@@ -97,8 +97,6 @@ def _device(runtime: Runtime, dtype: tf.DType) -> tuple[str, str]:
 
 def _keys(runtime: Runtime, group: Group, kind: str) -> dict[str, Any]:
     sequence = sequence_of(runtime, group)
-    if tf.executing_eagerly():
-        runtime.health.check(group.name, group.ranks)
     # In a function that XLA compiles for the GPU the operations are ordered by XLA, which doesn't look at the key.
     instance_key = tf.constant(0) if _compat.compiled_by_xla() else sequence.draw()
     # TensorFlow's groups are made of devices, so that a group has one key for its CPUs and another for its GPUs.

@@ -1,8 +1,8 @@
 """Groups of ranks for scripts: made, destroyed, and asked for sizes and ranks (Ascend's ``hccl.manage.api``).
 
-What a group is stands in ``collectives.group``; here is who is asking: a rank of the running cluster, which is opened by
-itself if the script hasn't done so, as by every call of ``npu.distribute``; or a single device, which answers as a
-cluster of one rank does.
+What a group is stands in ``collectives.group``; here is who is asking: a rank of the running cluster, which is opened
+now if the script hasn't done so, as by every call of ``npu.distribute``; or a single device, which answers as a cluster
+of one rank does.
 
 Source: Ascend HCCL, Python API for group and rank management. Every call is the calling rank's own affair: nothing is
 sent, nobody is waited for.
@@ -30,8 +30,8 @@ def create_group(group: str, rank_num: int, rank_ids: list[int]) -> None:
         rank_ids: the members' world ranks, a list in any order; group ranks count them in ascending order.
 
     Raises:
-        ValueError: an argument of another type or out of range; ``rank_num`` isn't the number of ``rank_ids``; a rank twice;
-            the calling rank is not among them; the name is in use.
+        ValueError: an argument of another type or out of range; ``rank_num`` isn't the number of ``rank_ids``; a rank
+            twice; the calling rank is not among them; the name is in use.
         RuntimeError: the environment names several ranks but the job can't be joined any more.
     """
     _group.create_group(group, rank_num, rank_ids, *_rank_and_size())
@@ -131,8 +131,8 @@ def get_world_rank_from_group_rank(group: str, group_rank_id: int) -> int:
     _check_rank("group_rank_id", group_rank_id)
     if group_rank_id >= members.size:
         raise ValueError(
-            f"group_rank_id is {group_rank_id}; expected a rank from 0 to {members.size - 1}, since group {group!r} has "
-            f"{members.size} member(s): world rank(s) {', '.join(map(str, members.ranks))}"
+            f"group_rank_id is {group_rank_id}; expected a rank from 0 to {members.size - 1}, since group {group!r} "
+            f"has {members.size} member(s): world rank(s) {', '.join(map(str, members.ranks))}"
         )
     return members.ranks[group_rank_id]
 

@@ -1,7 +1,9 @@
 """The gradient split strategy: where a list of gradients, in the order of their production, is cut into segments.
 
-Imports no TensorFlow, so that a script may set its strategy before anything else. Source: Ascend's ``hccl.split.api`` and the
-rule by which its compiler applies it.
+Imports no TensorFlow, so that a script may set its strategy before anything else. Which order that is, and which
+gradients make a list, is the callers' part.
+
+Source: Ascend's ``hccl.split.api``, and the rule by which its compiler applies it.
 """
 
 from __future__ import annotations
@@ -12,140 +14,172 @@ from typing import Any
 
 import numpy as np
 
-WORLD_GROUP = "hccl_world_group"
+from npu_device.collectives.group_name import WORLD_GROUP, check_group_name
+
 MAX_SEGMENTS = 8
-_MAX_GROUP_BYTES = 127
 _MAX_INDEX = 2**32 - 1
-_DEFAULT = (96.54, 3.46)
-"""Percentages that suit ResNet-50 on Ascend."""
 _CLOSE = np.float32(1e-6)
+# Ascend's default, in per cent; it suits ResNet-50 there.
+_DEFAULT_FIRST = 96.54
 
 _log = logging.getLogger("npu_device")
 _by_idx: dict[str, list[int]] = {}
 _by_size: dict[str, list[float]] = {}
 
 
-def set_by_idx(idx_list: Any, group: str = WORLD_GROUP) -> None:
-    """Cut after the gradients of these numbers, in the order in which backward produces them.
+def set_by_idx(idxList: Any, group: str = WORLD_GROUP) -> None:
+    """Cut after the gradients of these numbers, counted in the order in which backward produces them.
 
     Args:
-        idx_list: list of 1 to 8 integers, strictly ascending: the last gradient of each segment. The last entry has to be the
-            number of gradients less one, which is checked when they are known.
-        group: name of the group.
+        idxList: list of 1 to 8 whole numbers, strictly ascending: the last gradient of each segment. The last entry has
+            to be the number of gradients less one, which is checked when they are known.
+        group: name of the group whose reductions are cut so.
 
     Raises:
         ValueError: any other argument.
+
+    May be called at any time, before ``npu.open()`` too; counts for every function that is traced, and every eager call
+    that is made, afterwards. A later call replaces an earlier one. Percentages go before numbers. Every rank has to set
+    the same.
+
+    >>> set_by_idx([20, 100, 159])  # 160 gradients: 0 to 20, 21 to 100, 101 to 159
     """
-    _check_group(group)
-    _check_list("idxList", idx_list)
-    for position, index in enumerate(idx_list):
+    check_group_name(group)
+    _check_list("idxList", idxList)
+    for position, index in enumerate(idxList):
         if not isinstance(index, int) or not 0 <= index <= _MAX_INDEX:
-            raise ValueError(f"idxList[{position}] is {index!r}; expected an integer of 0 to {_MAX_INDEX}")
-        if position and index <= idx_list[position - 1]:
+            raise ValueError(f"idxList[{position}] is {index!r}; expected a whole number from 0 to {_MAX_INDEX}")
+        if position and index <= idxList[position - 1]:
             raise ValueError(
-                f"idxList has to ascend strictly; found {idx_list[position - 1]} before {index} at position {position}"
+                f"idxList[{position}] is {index}, after {idxList[position - 1]}; expected numbers that ascend strictly"
             )
-    _store(_by_idx, "idxList", list(idx_list), group)
+    _store(_by_idx, "idxList", list(idxList), group)
 
 
-def set_by_size(data_size_list: Any, group: str = WORLD_GROUP) -> None:
-    """Cut so that the segments hold these percentages of the bytes, in the order in which backward produces them.
+def set_by_size(dataSizeList: Any, group: str = WORLD_GROUP) -> None:
+    """Cut so that the segments hold about these percentages of the bytes, in the order in which backward produces them.
 
     Args:
-        data_size_list: list of 1 to 8 numbers from 0 whose sum is 100.
-        group: name of the group.
+        dataSizeList: list of 1 to 8 numbers from 0, per cent of the bytes, whose ``sum()`` is exactly 100.
+        group: name of the group whose reductions are cut so.
 
     Raises:
         ValueError: any other argument.
+
+    When it counts is said at ``set_by_idx``.
+
+    >>> set_by_size([60, 20, 20])
     """
-    _check_group(group)
-    _check_list("dataSizeList", data_size_list)
-    for position, size in enumerate(data_size_list):
+    check_group_name(group)
+    _check_list("dataSizeList", dataSizeList)
+    for position, size in enumerate(dataSizeList):
         if not isinstance(size, (int, float)) or not size >= 0:
-            raise ValueError(f"dataSizeList[{position}] is {size!r}; expected a number from 0, in per cent of the bytes")
-    if sum(data_size_list) != 100:
-        raise ValueError(f"dataSizeList {data_size_list} sums to {sum(data_size_list)!r}; expected exactly 100 (per cent)")
-    _store(_by_size, "dataSizeList", list(data_size_list), group)
+            raise ValueError(
+                f"dataSizeList[{position}] is {size!r}; expected a number from 0, in per cent of the bytes"
+            )
+    if sum(dataSizeList) != 100:
+        raise ValueError(
+            f"dataSizeList {dataSizeList} sums to {sum(dataSizeList)!r}; expected exactly 100 (per cent). Where "
+            "fractions don't add up exactly, let the last entry take the rest: [33.3, 33.3, 33.4]."
+        )
+    _store(_by_size, "dataSizeList", list(dataSizeList), group)
 
 
 def clear() -> None:
-    """Forget all strategies; the default counts again."""
+    """Forget what has been set for all groups; the default counts again."""
     _by_idx.clear()
     _by_size.clear()
 
 
 def segments(sizes: Sequence[int], group: str) -> list[int]:
-    """Where the group's strategy cuts a list of gradients.
+    """Where a group's strategy cuts a list of gradients: percentages if set, else numbers if set, else 96.54 % and the
+    rest.
 
     Args:
-        sizes: bytes of each gradient, in the order of production; at least one.
+        sizes: bytes of each gradient, in the order of production; at least one. A single gradient is one segment,
+            whatever the strategy.
         group: name of the group.
 
     Returns:
-        The number of the last gradient of each segment, ascending; the last one is ``len(sizes) - 1``.
+        The number of the last gradient of each segment, strictly ascending; the last one is ``len(sizes) - 1``.
 
     Raises:
-        ValueError: the strategy doesn't fit these gradients.
+        ValueError: numbers are set, and the last one isn't ``len(sizes) - 1`` (with percentages set as well, too).
     """
     last = len(sizes) - 1
+    if last == 0:
+        return [0]
     by_idx = _by_idx.get(group)
     if by_idx is not None and by_idx[-1] != last:
         raise ValueError(
-            f"the split strategy idxList={by_idx} of group {group!r} doesn't fit: its last entry is {by_idx[-1]}, and there are "
-            f"{len(sizes)} gradients of this dtype, so that it has to be {last} (their number less one).\n"
-            f"What to do: end the list with {last}; the log line with 'segment result' shows the numbers."
+            f"the split strategy idxList={by_idx} of group {group!r} doesn't fit the gradients: its last entry is "
+            f"{by_idx[-1]}; expected {last}, the number of gradients of one dtype ({len(sizes)}) less one.\n"
+            f"What to do: end idxList with {last}, which the log line with 'segment result' shows when no idxList is "
+            "set; or pass fusion=0 or fusion=2 when these aren't the gradients that the strategy is meant for."
         )
     by_size = _by_size.get(group)
     if by_size is not None:
         return _cut_by_size(sizes, by_size)
-    return by_idx if by_idx is not None else _cut_by_default(sizes)
+    return list(by_idx) if by_idx is not None else _cut_by_default(sizes)
 
 
 def segment_result(ends: Sequence[int]) -> str:
-    """The log line by which users find the number of gradients: count and ranges of the segments."""
+    """The log line by which users find the number of gradients.
+
+    >>> segment_result([107, 159])
+    'segment result: 2 segments [0,107] [108,159]'
+    """
     starts = [0, *(end + 1 for end in ends[:-1])]
     ranges = " ".join(f"[{start},{end}]" for start, end in zip(starts, ends))
-    return f"segment result: {len(ends)} segment(s) {ranges}"
+    return f"segment result: {len(ends)} segment{'s' if len(ends) > 1 else ''} {ranges}"
+
+
+# Sizes and running sums are 32-bit floats, as they are in Ascend's compiler: the ends depend on their rounding. A share
+# is rounded once, at the end: 59 % of 80 has to be 47.2 as closely as 32 bits hold it, or another end is found.
+
+
+def _running_sums(sizes: Sequence[int]) -> np.ndarray:
+    return np.cumsum(np.asarray(sizes, np.float32), dtype=np.float32)
+
+
+def _share(percentage: float, total: np.float32) -> np.float32:
+    return np.float32(percentage / 100 * float(total))
 
 
 def _cut_by_default(sizes: Sequence[int]) -> list[int]:
-    running = np.cumsum(np.asarray(sizes, np.float32), dtype=np.float32)
-    last = len(sizes) - 1
-    first = _search(running, np.float32(_DEFAULT[0]) / np.float32(100) * running[-1])
-    return [first, last] if len(sizes) >= first + 2 else [last]
+    running = _running_sums(sizes)
+    first, last = _search(running, _share(_DEFAULT_FIRST, running[-1])), len(sizes) - 1
+    return [first, last] if first < last else [last]
 
 
 def _cut_by_size(sizes: Sequence[int], percentages: Sequence[float]) -> list[int]:
-    running = np.cumsum(np.asarray(sizes, np.float32), dtype=np.float32)
-    last, total = len(sizes) - 1, running[-1]
+    running = _running_sums(sizes)
+    last = len(sizes) - 1
     ends: list[int] = []
-    left = np.float32(0)
+    given = left = np.float32(0)
     for percentage in percentages:
-        goal = np.float32(percentage) / np.float32(100) * total + left
-        rest = goal
+        goal = _share(percentage, running[-1]) + left
         while True:
-            given = running[ends[-1]] if ends else np.float32(0)
-            end = _search(running, given + rest)
-            if ends and end <= ends[-1]:
-                end = ends[-1] + 1
-            if end > last:
-                raise ValueError(
-                    f"the split strategy dataSizeList={list(percentages)} doesn't fit {len(sizes)} gradients: nothing is left "
-                    f"for its later entries.\nWhat to do: give fewer entries."
-                )
+            target = given + goal
+            end = _search(running, target)
+            if ends:
+                end = max(end, ends[-1] + 1)
             ends.append(end)
-            rest = rest - (running[end] - given)
             if end == last:
                 return ends
-            if running[end + 1] - running[end] - rest > _CLOSE:
+            given = running[end]
+            goal = target - given
+            if np.float32(sizes[end + 1]) - goal > _CLOSE:
                 break
-        left = rest
-    # Rounding may leave the last gradients over; none is lost.
+        left = goal
+    # Gradients that are too small to change the 32-bit sum may be left over; they go with the last segment.
     return [*ends[:-1], last]
 
 
 def _search(running: np.ndarray, target: np.float32) -> int:
-    """A plain binary search, and the better of the last probe and its left neighbour; not always the nearest index."""
+    """A plain binary search, then the better of its last probe and that one's left neighbour; which is not always the
+    nearest of all, since the last probe may lie below the target.
+    """
     low, high, middle = 0, len(running) - 1, 0
     while low <= high:
         middle = (low + high) // 2
@@ -160,14 +194,9 @@ def _search(running: np.ndarray, target: np.float32) -> int:
     return middle - 1 if target - running[middle - 1] <= running[middle] - target else middle
 
 
-def _check_group(group: Any) -> None:
-    if not isinstance(group, str) or not group or len(group.encode()) > _MAX_GROUP_BYTES:
-        raise ValueError(f"group has to be a name of 1 to {_MAX_GROUP_BYTES} bytes; found {group!r}")
-
-
 def _check_list(name: str, values: Any) -> None:
     if not isinstance(values, list) or not values:
-        raise ValueError(f"{name} has to be a list that isn't empty; found {values!r}")
+        raise ValueError(f"{name} is {values!r}; expected a list that isn't empty")
     if len(values) > MAX_SEGMENTS:
         raise ValueError(f"{name} has {len(values)} entries; expected at most {MAX_SEGMENTS} segments")
 

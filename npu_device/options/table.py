@@ -124,7 +124,7 @@ GLOBAL_OPTIONS = Section(
         Rule(
             "hcom_parallel",
             "reduce gradients while backward still runs",
-            "Works: `False` sends no gradient before all are there. Set it before a function is traced or an optimizer wrapped.",
+            "Works: `False` sends no gradient before all are there. Set it before tracing, or wrapping an optimizer.",
             default=True,
         ),
         Rule("hcom_multi_mode", "a mode of the collectives", "No effect: it concerns the NPU's collectives."),

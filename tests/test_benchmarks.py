@@ -1,0 +1,83 @@
+"""``python -m benchmarks``: a tiny run works, its tables have their rows, and a rival that fails is reported."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import docs_page
+from benchmarks.cases import ALONE, MIRRORED
+from benchmarks.process_set import ProcessSet, RivalError
+from benchmarks.results import CaseResult, RoundResult, Timing, begin
+from benchmarks.table import tables
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_a_tiny_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "--quick", "--cases", "all_reduce", "--ranks", "2", "--output"]
+    run = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "failed" not in run.stdout, run.stderr
+    rows = [line.split("|")[1].strip() for line in run.stdout.splitlines() if line.startswith("|")]
+    assert rows[0] == "size"
+    assert rows[2:] == ["4 B", "1 MiB"]
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["machine"]["versions"]["tensorflow"]
+    assert results["machine"]["cores"] > 0
+    (case,) = results["cases"]
+    assert [timing["rival"] for timing in case["rounds"][1]["timings"]] == ["npu_device", "npu_device eager", MIRRORED]
+    assert all(len(timing["seconds"]) == 1 for one_round in case["rounds"] for timing in one_round["timings"])
+    assert (tmp_path / "benchmarks.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_has_ratios_and_errors() -> None:
+    timings = [
+        Timing(ALONE, [0.1, 0.3, 0.1]),
+        Timing("npu_device, 4 segments", [0.2, 0.2, 0.4]),
+        Timing("npu_device, 8 segments", [0.2], "rank 1: its process ended"),
+        Timing(MIRRORED, [0.5, 0.4, 0.3]),
+    ]
+    results = begin(3)
+    results.cases.append(CaseResult("resnet50", "a step", 2, [RoundResult("step", 100, 5, timings)]))
+    text = tables(results)
+    assert re.search(r"^\| npu_device, 4 segments +\| +2.00 \| +200 \| +200 … 400 \| +100 \|$", text, re.MULTILINE), (
+        text
+    )
+    assert re.search(r"^\| npu_device, 8 segments \| +failed \|", text, re.MULTILINE), text
+    assert "* step, npu_device, 8 segments: rank 1: its process ended" in text
+
+
+def test_an_error_is_reported_and_the_processes_go_on(tmp_path: Path) -> None:
+    processes = ProcessSet("npu", 2, tmp_path)
+    try:
+        with pytest.raises(RivalError, match=r"rank 1: .*nothing_like_that"):
+            processes.ask("prepare", "key", "nothing_like_that", ())
+        processes.ask("prepare", "key", "all_reduce", (4, False))
+        assert all(seconds > 0 for seconds in processes.ask("measure", "key", 1))
+
+        started = time.monotonic()
+        processes._processes[1].kill()
+        with pytest.raises(RivalError, match="rank 1: its process ended"):
+            processes.ask("measure", "key", 1)
+        with pytest.raises(RivalError, match="were ended before"):
+            processes.ask("forget")
+        assert time.monotonic() - started < 40
+        assert all(process.poll() is not None for process in processes._processes)
+    finally:
+        processes.close()
+
+
+def test_the_page_has_a_place_for_the_results() -> None:
+    page = docs_page.PAGE.read_text()
+    once = docs_page.replace_results(page, "one")
+    assert "one" in once
+    assert docs_page.replace_results(once, "two") == docs_page.replace_results(page, "two")
+    with pytest.raises(ValueError, match="end of results"):
+        docs_page.replace_results("another page", "one")

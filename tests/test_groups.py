@@ -1,0 +1,375 @@
+"""``hccl.manage.api``: groups of ranks, what they are asked, and collectives in them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import job
+import pytest
+from pool import Pool
+from ranks import free_port
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[Pool]:
+    """4 ranks on one host, the world of Ascend's examples."""
+    pool = Pool(4, "3")
+    yield pool
+    pool.close()
+
+
+def uneven_table(path: Path) -> None:
+    """Ranks 0 and 2 on one host, 1 on another: as the rank table names them, all of them being here."""
+    here = [
+        {"device_id": "0", "device_ip": "10.0.0.1", "rank_id": "0", "host_port": str(free_port())},
+        {"device_id": "1", "device_ip": "10.0.0.2", "rank_id": "2"},
+    ]
+    there = [{"device_id": "0", "device_ip": "10.0.0.3", "rank_id": "1"}]
+    servers = [
+        {"server_id": "here", "host_ip": "127.0.0.1", "device": here},
+        {"server_id": "there", "host_ip": "127.0.0.1", "device": there},
+    ]
+    path.write_text(json.dumps({"version": "1.0", "status": "completed", "server_count": "2", "server_list": servers}))
+
+
+def caught(call: Any, *arguments: Any) -> str:
+    """The text of the ValueError that a call raises."""
+    try:
+        result = call(*arguments)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError(f"{call.__name__}{arguments} raised nothing and returned {result!r}")
+
+
+def forget_all() -> None:
+    """The workers of a pool keep what a body leaves behind."""
+    from hccl.manage.api import destroy_group
+    from npu_device.collectives import group
+
+    for name in list(group._made):
+        destroy_group(name)
+
+
+def body_questions() -> Any:
+    from hccl.manage.api import get_local_rank_id, get_local_rank_size, get_rank_id, get_rank_size
+
+    return get_rank_size(), get_rank_id(), get_local_rank_size(), get_local_rank_id()
+
+
+def test_the_world(ranks: Pool) -> None:
+    for rank, found in enumerate(ranks.run(body_questions)):
+        assert found == (ranks.size, rank, ranks.size, rank)
+        assert all(type(value) is int for value in found)
+
+
+def body_table() -> Any:
+    """The behaviour table of Ascend's pages, as world rank 2 of 4 sees it."""
+    from hccl.manage import api
+
+    if api.get_rank_id() < 2:
+        return None
+    try:
+        assert api.create_group("a", 2, [3, 2]) is None
+        found: dict[str, Any] = {
+            "rank": api.get_rank_id("a"),
+            "size": api.get_rank_size("a"),
+            "local": (api.get_local_rank_size("a"), api.get_local_rank_id("a")),
+            "world of 1": api.get_world_rank_from_group_rank("a", 1),
+            "group of 3": api.get_group_rank_from_world_rank(3, "a"),
+        }
+        refused = {
+            "not a member": caught(api.get_group_rank_from_world_rank, 0, "a"),
+            "no such rank": caught(api.get_world_rank_from_group_rank, "a", 2),
+            "negative": caught(api.get_world_rank_from_group_rank, "a", -1),
+            "text": caught(api.get_group_rank_from_world_rank, "3", "a"),
+            "same name": caught(api.create_group, "a", 2, [2, 3]),
+            "caller absent": caught(api.create_group, "b", 2, [0, 1]),
+            "count": caught(api.create_group, "c", 3, [2, 3]),
+            "no list": caught(api.create_group, "d", 2, (2, 3)),
+            "twice": caught(api.create_group, "e", 3, [2, 3, 2]),
+            "too large": caught(api.create_group, "e", 3, [2, 3, 4]),
+            "below zero": caught(api.create_group, "e", 3, [2, 3, -1]),
+            "float": caught(api.create_group, "e", 2, [2, 3.0]),
+            "no ranks": caught(api.create_group, "e", 0, []),
+            "no number": caught(api.create_group, "e", "2", [2, 3]),
+            "empty name": caught(api.create_group, "", 1, [2]),
+            "long name": caught(api.create_group, "x" * 128, 1, [2]),
+            "no name": caught(api.create_group, 5, 1, [2]),
+            "the world": caught(api.create_group, "hccl_world_group", 1, [2]),
+            "destroy the world": caught(api.destroy_group, "hccl_world_group"),
+            "destroy nothing": caught(api.destroy_group, "nope"),
+            "ask nothing": caught(api.get_local_rank_id, "nope"),
+        }
+        assert api.destroy_group("a") is None
+        refused["gone"] = caught(api.get_rank_size, "a")
+        assert api.create_group("x" * 127, 1, [api.get_rank_id()]) is None
+    finally:
+        forget_all()
+    return found, refused
+
+
+EXPECTED_TEXTS = {
+    "not a member": "expected a member of group 'a': world rank(s) 2, 3",
+    "no such rank": "expected a rank from 0 to 1",
+    "negative": "group_rank_id is -1",
+    "text": "world_rank_id is '3'",
+    "same name": "belongs to the group of rank(s) 2, 3",
+    "caller absent": "is not among rank_ids [0, 1]",
+    "count": "has 2 entries; expected 3",
+    "no list": "a tuple; expected a list",
+    "twice": "names 2 more than once",
+    "too large": "rank_ids[2] is 4; expected a world rank, a whole number from 0 to 3",
+    "below zero": "rank_ids[2] is -1",
+    "float": "rank_ids[1] is 3.0",
+    "no ranks": "rank_num is 0",
+    "no number": "rank_num is '2'",
+    "empty name": "1 to 127 bytes",
+    "long name": "it has 128 bytes",
+    "no name": "group 5 is not a group's name",
+    "the world": "all 4 ranks",
+    "destroy the world": "can't be destroyed",
+    "destroy nothing": "no group named 'nope'",
+    "ask nothing": "'hccl_world_group' (all 4 ranks), 'a' (ranks 2, 3)",
+    "gone": "no group named 'a'",
+}
+
+
+def test_ascends_behaviour_table(four_ranks: Pool) -> None:
+    assert four_ranks.run(body_questions) == [(4, rank, 4, rank) for rank in range(4)]
+    answers = four_ranks.run(body_table)
+    for rank in (2, 3):
+        found, refused = answers[rank]
+        assert found == {"rank": rank - 2, "size": 2, "local": (2, rank - 2), "world of 1": 3, "group of 3": 1}
+        assert refused.keys() == EXPECTED_TEXTS.keys()
+        for case, text in EXPECTED_TEXTS.items():
+            assert text in refused[case], (case, refused[case])
+        assert f"rank {rank}" in refused["caller absent"] and f"rank {rank}" in refused["gone"]
+
+
+def body_disjoint(mode: str, rounds: int) -> Any:
+    """Two groups of one name at the same time: the ranks of either half."""
+    import tensorflow as tf
+
+    import npu_device as npu
+    from hccl.manage.api import create_group, get_rank_id, get_rank_size
+
+    rank, size = get_rank_id(), get_rank_size()
+    half = [other for other in range(size) if (other < 2) == (rank < 2)]
+    create_group("half", len(half), half[::-1])
+    try:
+
+        def reduce(value: Any) -> Any:
+            return [npu.distribute.all_reduce(value, how, group="half") for how in ("sum", "mean")]
+
+        call = tf.function(reduce) if mode == "graph" else reduce
+        results = [call(tf.constant([10.0**rank, i])) for i in range(rounds)]
+        variable = tf.Variable(float(rank))
+        npu.distribute.broadcast([variable], root_rank=len(half) - 1, group="half")
+        return [[value.numpy().tolist() for value in result] for result in results], float(variable)
+    finally:
+        forget_all()
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_one_name_for_disjoint_groups(four_ranks: Pool, mode: str) -> None:
+    for rank, (results, root) in enumerate(four_ranks.run(body_disjoint, mode, 5)):
+        total = 11.0 if rank < 2 else 1100.0
+        assert results == [[[total, 2.0 * i], [total / 2, float(i)]] for i in range(5)]
+        assert root == (1.0 if rank < 2 else 3.0)
+
+
+def test_a_mean_divides_by_the_size_of_the_group(ranks: Pool) -> None:
+    for rank, (results, root) in enumerate(ranks.run(body_disjoint, "graph", 1)):
+        half = [other for other in range(ranks.size) if (other < 2) == (rank < 2)]
+        total = sum(10.0**other for other in half)
+        if ranks.size > 1:  # a single device hands back what it was given
+            assert results == [[[total, 0.0], [pytest.approx(total / len(half)), 0.0]]]
+        assert root == half[-1]
+
+
+def body_several() -> Any:
+    """Overlapping groups of two out of three, and each rank by itself, all in use at once and in another order."""
+    import tensorflow as tf
+
+    import npu_device as npu
+    from hccl.manage.api import create_group, get_rank_id
+
+    rank = get_rank_id()
+    pairs = {"first": [0, 1], "last": [2, 1], "outer": [2, 0]}
+    mine = {name: members for name, members in pairs.items() if rank in members}
+    for name, members in mine.items():
+        create_group(name, 2, members)
+    create_group("me", 1, [rank])
+    try:
+
+        @tf.function
+        def reduce(value: Any) -> Any:
+            names = [*mine, "me", "hccl_world_group"]
+            return {name: npu.distribute.all_reduce(value, "sum", group=name) for name in names}
+
+        reduced = [reduce(tf.constant(10.0**rank)) for _ in range(3)][-1]
+        return {name: float(value) for name, value in reduced.items()}
+    finally:
+        forget_all()
+
+
+def test_overlapping_groups_and_groups_of_one(ranks: Pool) -> None:
+    if ranks.size != 3:
+        pytest.skip("two out of three")
+    first, last, outer, world = 11.0, 110.0, 101.0, 111.0
+    assert ranks.run(body_several) == [
+        {"first": first, "outer": outer, "me": 1.0, "hccl_world_group": world},
+        {"first": first, "last": last, "me": 10.0, "hccl_world_group": world},
+        {"last": last, "outer": outer, "me": 100.0, "hccl_world_group": world},
+    ]
+
+
+def body_again() -> Any:
+    """A name that is used for one group after the other, and for the first one again."""
+    import tensorflow as tf
+
+    import npu_device as npu
+    from hccl.manage.api import create_group, destroy_group, get_rank_id, get_rank_size
+
+    rank, size = get_rank_id(), get_rank_size()
+    found = []
+    try:
+        for members in ([0, size - 1], list(range(size)), [size - 1, 0], [size - 1, 0]):
+            if rank in members:
+                create_group("name", len(members), members)
+                results = [npu.distribute.all_reduce(tf.constant(rank + 1), "sum", group="name") for _ in range(2)]
+                found.append([int(result) for result in results])
+                destroy_group("name")
+            else:
+                found.append([])
+        return found
+    finally:
+        forget_all()
+
+
+def test_destroyed_and_made_again(ranks: Pool) -> None:
+    if ranks.size == 1:
+        pytest.skip("rank 0 would stand twice in the list")
+    outer, world = [ranks.size + 1] * 2, [ranks.size * (ranks.size + 1) // 2] * 2
+    for rank, found in enumerate(ranks.run(body_again)):
+        ends = outer if rank in (0, ranks.size - 1) else []
+        assert found == [ends, world, ends, ends]
+
+
+def body_unknown() -> str:
+    import npu_device as npu
+
+    return caught(npu.distribute.all_reduce, 1.0, "sum", 1, -1, "nowhere")
+
+
+def test_a_collective_in_an_unknown_group(ranks: Pool) -> None:
+    if ranks.size == 1:
+        pytest.skip("a single device hands back what it was given")
+    for rank, text in enumerate(ranks.run(body_unknown)):
+        assert f"rank {rank}: there is no group named 'nowhere'" in text
+        assert "create_group" in text
+
+
+def body_single() -> Any:
+    from hccl.manage import api
+
+    try:
+        found = [api.create_group("a", 1, [0]), api.get_rank_size("a"), api.get_rank_id("a")]
+        found += [api.get_local_rank_size("a"), api.get_local_rank_id("a")]
+        found += [api.get_world_rank_from_group_rank("a", 0), api.get_group_rank_from_world_rank(0, "a")]
+        texts = [caught(api.create_group, "a", 1, [0]), caught(api.create_group, "b", 1, [1])]
+        texts += [caught(api.create_group, "b", 2, [0, 1]), caught(api.get_rank_size, "b")]
+        found.append(api.destroy_group("a"))
+        return found, texts
+    finally:
+        forget_all()
+
+
+def test_a_single_device_checks_and_answers(single: Pool) -> None:
+    [(found, texts)] = single.run(body_single)
+    assert found == [None, 1, 0, 1, 0, 0, 0, None]
+    assert "belongs to the group of rank(s) 0" in texts[0]
+    assert "from 0 to 0" in texts[1] and "from 0 to 0" in texts[2]
+    assert "no group named 'b'" in texts[3]
+
+
+def body_in_function() -> Any:
+    """Asked while a function is traced, where AutoGraph would convert what it can."""
+    import tensorflow as tf
+
+    from hccl.manage.api import create_group, get_local_rank_id, get_rank_id, get_rank_size
+
+    create_group("me", 1, [get_rank_id()])
+    try:
+
+        @tf.function
+        def ask() -> Any:
+            return tf.constant([get_rank_size(), get_rank_id(), get_rank_size("me"), get_local_rank_id("me")])
+
+        return ask().numpy().tolist()
+    finally:
+        forget_all()
+
+
+def test_in_a_function(ranks: Pool) -> None:
+    assert ranks.run(body_in_function) == [[ranks.size, rank, 1, 0] for rank in range(ranks.size)]
+
+
+UNEVEN = """
+from hccl.manage.api import *
+create_group("all", 3, [2, 1, 0])  # no npu.open(): it opens by itself
+rank = get_rank_id()
+other = [0, 1] if rank < 2 else [2]
+create_group("other", len(other), other)
+print("found", get_rank_size(), rank, *[f(g) for g in ("hccl_world_group", "all", "other")
+      for f in (get_local_rank_size, get_local_rank_id)])
+"""
+
+
+def test_local_ranks_are_those_on_the_same_host_and_the_device_opens_by_itself(tmp_path: Path) -> None:
+    """Rank 1 is alone on its host; Ascend's 3 // 2 ranks a host would make rank 2 of three the first of its host."""
+    table = tmp_path / "uneven.json"
+    uneven_table(table)
+    common = {"RANK_TABLE_FILE": str(table), "RANK_SIZE": "3", "JOB_ID": "tests", "HCCL_CONNECT_TIMEOUT": "60"}
+    environments = [{**common, "RANK_ID": str(rank)} for rank in range(3)]
+    results = job.finish(job.start_each(tmp_path, UNEVEN, environments), timeout=120)
+    expected = [[3, 0, 2, 0, 2, 0, 1, 0], [3, 1, 1, 0, 1, 0, 1, 0], [3, 2, 2, 1, 2, 1, 1, 0]]
+    for result, numbers in zip(results, expected):
+        assert result.code == 0, result.output
+        assert f"found {' '.join(map(str, numbers))}\n" in result.output
+
+
+INERT = """
+import threading
+from hccl.manage import api
+from npu_device import _compat
+before = threading.active_count()
+api.create_group("a", 1, [0])
+print(api.get_rank_size(), api.get_rank_id(), api.get_local_rank_size("a"), api.get_local_rank_id("a"))
+assert not _compat.context_is_initialized() and threading.active_count() == before
+"""
+
+
+def test_a_single_device_starts_nothing(tmp_path: Path) -> None:
+    [result] = job.run(tmp_path, 1, INERT)
+    assert result.code == 0, result.output
+    assert "1 0 1 0" in result.output
+
+
+def test_signatures() -> None:
+    from hccl.manage import api
+
+    assert {name: str(inspect.signature(getattr(api, name), eval_str=False)) for name in api.__all__} == {
+        "create_group": "(group: 'str', rank_num: 'int', rank_ids: 'list[int]') -> 'None'",
+        "destroy_group": "(group: 'str') -> 'None'",
+        "get_rank_size": "(group: 'str' = 'hccl_world_group') -> 'int'",
+        "get_local_rank_size": "(group: 'str' = 'hccl_world_group') -> 'int'",
+        "get_rank_id": "(group: 'str' = 'hccl_world_group') -> 'int'",
+        "get_local_rank_id": "(group: 'str' = 'hccl_world_group') -> 'int'",
+        "get_world_rank_from_group_rank": "(group: 'str', group_rank_id: 'int') -> 'int'",
+        "get_group_rank_from_world_rank": "(world_rank_id: 'int', group: 'str') -> 'int'",
+    }

@@ -1,0 +1,108 @@
+"""Pairs of ranks: rings, tags that are called in another order on the two sides, pairs in groups."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+from collective_bodies import group
+from pool import Pool
+
+
+def body_ring(length: int) -> Any:
+    import tensorflow as tf
+
+    from npu_device.collectives.receive import receive
+    from npu_device.collectives.send import send
+
+    runtime, mine = group("world")
+    following, before = (mine.rank + 1) % mine.size, (mine.rank - 1) % mine.size
+
+    @tf.function
+    def ring(steps: tf.Tensor) -> tf.Tensor:
+        value = tf.fill([length], tf.cast(mine.rank, tf.int16))
+        for _ in tf.range(steps):
+            send(runtime, value, 3, following, mine)  # everybody sends before anybody receives
+            value = receive(runtime, [length], tf.int16, 3, before, mine)
+        return value
+
+    return ring(tf.constant(1)).numpy(), ring(tf.constant(mine.size)).numpy()
+
+
+def test_everybody_sends_first_in_a_graph(several_ranks: Pool) -> None:
+    n = several_ranks.size
+    for length in (0, 1, 100_001):
+        began = time.monotonic()
+        for rank, (once, around) in enumerate(several_ranks.run(body_ring, length, timeout=30)):
+            np.testing.assert_array_equal(once, np.full(length, (rank - 1) % n))
+            np.testing.assert_array_equal(around, np.full(length, rank))
+        assert time.monotonic() - began < 30
+
+
+def body_tags() -> Any:
+    import tensorflow as tf
+
+    from npu_device.collectives.receive import receive
+    from npu_device.collectives.send import send
+
+    runtime, mine = group("world")
+    last = mine.size - 1
+
+    @tf.function
+    def crossed() -> list[tf.Tensor]:
+        if mine.rank == 0:
+            for tag in (1, 2, 3):
+                send(runtime, tf.fill([4], float(tag)), tag, last, mine)
+        elif mine.rank == last:
+            return [receive(runtime, [4], tf.float32, tag, 0, mine) for tag in (3, 1, 2)]
+        return []
+
+    found = [value.numpy().tolist() for value in crossed()]
+    for call in range(3):  # the same tag again and again is a queue
+        if mine.rank == 0:
+            send(runtime, tf.constant([call, call]), 1, last, mine)
+        elif mine.rank == last:
+            found.append(receive(runtime, (2,), tf.int32, 1, 0, mine).numpy().tolist())
+    return found
+
+
+def test_tags_are_not_mixed_up(several_ranks: Pool) -> None:
+    *others, last = several_ranks.run(body_tags, timeout=30)
+    assert others == [[]] * (several_ranks.size - 1)
+    assert last == [[3.0] * 4, [1.0] * 4, [2.0] * 4, [0, 0], [1, 1], [2, 2]]
+
+
+def body_refusals() -> dict[str, str]:
+    import tensorflow as tf
+
+    from npu_device.collectives.receive import receive
+    from npu_device.collectives.send import send
+
+    runtime, mine = group("world")
+
+    def refusal(operation: Any, *arguments: Any) -> str:
+        try:
+            operation(runtime, *arguments, mine)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "accepted"
+
+    one = tf.constant([1.0])
+    return {
+        "self": refusal(send, one, 0, mine.rank),
+        "range": refusal(send, one, 0, mine.size),
+        "negative": refusal(receive, [1], tf.float32, 0, -1),
+        "text": refusal(send, tf.constant("text"), 0, (mine.rank + 1) % mine.size),
+        "shape": refusal(receive, [None, 2], tf.float32, 0, (mine.rank + 1) % mine.size),
+    }
+
+
+def test_refusals(several_ranks: Pool) -> None:
+    n = several_ranks.size
+    for found in several_ranks.run(body_refusals):
+        assert found["self"].startswith("ValueError") and "with itself" in found["self"]
+        assert found["range"].startswith(f"ValueError: dest_rank {n} ") and f"expected 0 to {n - 1}" in found["range"]
+        assert found["negative"].startswith("ValueError: src_rank -1 ")
+        assert found["text"].startswith("TypeError") and "string" in found["text"]
+        assert found["shape"].startswith("ValueError") and "every dimension" in found["shape"]

@@ -1,0 +1,243 @@
+"""``hccl.split.api``: what it accepts, and where it cuts. How the segments travel is ``test_segments.py``'s part."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hccl.split.api import set_split_strategy_by_idx, set_split_strategy_by_size
+from npu_device.gradients import split_strategy
+from npu_device.gradients.split_strategy import WORLD_GROUP, segment_result, segments
+
+SETTERS = (set_split_strategy_by_idx, set_split_strategy_by_size)
+GOOD = {set_split_strategy_by_idx: [1, 19], set_split_strategy_by_size: [60, 40]}
+
+RESNET = """4096 8257536 8704 8704 4194304 2560 2560 9437184 2560 2560 4194304 8704 8704 4194304 2560 2560 9437184 2560
+2560 4194304 8704 8704 8388608 4194304 2560 2560 9437184 2560 2560 2097152"""
+A = [int(size) for size in RESNET.split()]
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    split_strategy.clear()
+    yield
+    split_strategy.clear()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "percentages", "ends"),
+    [
+        ([1] * 20, None, [18, 19]),
+        ([1] * 20, [1, 59, 40], [0, 11, 19]),
+        ([1] * 20, [90, 1, 9], [17, 18, 19]),
+        (A, [20, 40, 40], [6, 18, 29]),
+        (A, None, [25, 29]),
+        ([1] * 20, [90, 8, 2], [17, 19]),
+        ([1] * 160, None, [153, 159]),
+        ([1] * 10, [60, 20, 20], [5, 7, 9]),
+        ([1, 2, 3, 4], [25, 25, 25, 25], [0, 2, 3]),
+        ([7, 1, 1, 1], [10, 90], [0, 3]),
+        ([5, 1, 1, 1, 1, 1], [50, 50], [0, 5]),
+        ([1], None, [0]),
+        ([1] * 2, None, [1]),
+        ([1] * 3, None, [2]),
+        ([1] * 5, None, [4]),
+    ],
+)
+def test_vectors_of_ascend(sizes: list[int], percentages: list[float] | None, ends: list[int]) -> None:
+    if percentages is not None:
+        set_split_strategy_by_size(percentages)
+    for unit in (1, 100, 1024, 1_000_003):
+        assert segments([size * unit for size in sizes], WORLD_GROUP) == ends, unit
+
+
+@pytest.mark.parametrize("ends", [[19], [3, 19], [0, 1, 2, 3, 4, 5, 6, 19]])
+def test_numbers_cut_as_given(ends: list[int]) -> None:
+    set_split_strategy_by_idx(ends)
+    assert segments(list(range(20)), WORLD_GROUP) == ends
+
+
+@pytest.mark.parametrize("last", [18, 20])
+@pytest.mark.parametrize("with_sizes", [False, True])
+def test_the_last_number_has_to_fit(last: int, with_sizes: bool) -> None:
+    set_split_strategy_by_idx([3, last])
+    if with_sizes:
+        set_split_strategy_by_size([50, 50])
+    with pytest.raises(
+        ValueError, match=rf"(?s)last entry is {last}; expected 19, .*\(20\) less one.*end idxList with 19"
+    ):
+        segments([1] * 20, WORLD_GROUP)
+
+
+def test_a_lone_gradient_is_one_segment() -> None:
+    set_split_strategy_by_idx([20, 100, 159])
+    assert segments([1], WORLD_GROUP) == [0]
+
+
+def test_percentages_go_before_numbers_whatever_came_first() -> None:
+    for first, second in (SETTERS, SETTERS[::-1]):
+        split_strategy.clear()
+        first(GOOD[first])
+        second(GOOD[second])
+        assert segments([1] * 20, WORLD_GROUP) == [11, 19]
+
+
+@pytest.mark.parametrize(
+    ("setter", "first", "second", "ends"),
+    [
+        (set_split_strategy_by_idx, [1, 19], [2, 19], [2, 19]),
+        (set_split_strategy_by_size, [60, 40], [10, 90], [1, 19]),
+    ],
+)
+def test_a_later_call_wins_and_says_so(
+    setter: Any, first: list[int], second: list[int], ends: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "npu_device"):
+        setter(first)
+        setter(first)
+        assert not caplog.records
+        setter(second)
+    assert segments([1] * 20, WORLD_GROUP) == ends
+    assert f"from {first} to {second}" in caplog.text
+
+
+def test_each_group_has_its_own() -> None:
+    set_split_strategy_by_idx([3, 19], group="a")
+    set_split_strategy_by_size([50, 50], "b" * 127)
+    assert segments([1] * 20, "a") == [3, 19]
+    assert segments([1] * 20, "b" * 127) == [9, 19]
+    assert segments([1] * 20, WORLD_GROUP) == [18, 19]
+
+
+def test_later_changes_of_the_list_do_not_count() -> None:
+    given = [3, 19]
+    set_split_strategy_by_idx(given)
+    given.append(7)
+    segments([1] * 20, WORLD_GROUP).append(7)
+    assert segments([1] * 20, WORLD_GROUP) == [3, 19]
+
+
+@pytest.mark.parametrize(
+    "percentages", [[33.3, 33.3, 33.4], [96.54, 3.46], [14.3] * 6 + [14.2], [100], [0, 100], [True, 99]]
+)
+def test_percentages_that_are_taken(percentages: list[float]) -> None:
+    set_split_strategy_by_size(percentages)
+    assert segments([1] * 20, WORLD_GROUP)[-1] == 19
+
+
+@pytest.mark.parametrize(
+    ("percentages", "says"),
+    [
+        ([33.3] * 3, "expected exactly 100"),
+        ([50, 49], "sums to 99"),
+        ([], "isn't empty"),
+        ((50, 50), "expected a list"),
+        (None, "expected a list"),
+        ([-1, 101], r"dataSizeList\[0\] is -1"),
+        ([float("nan"), 100], r"dataSizeList\[0\] is nan"),
+        ([float("inf")], "sums to inf"),
+        (["100"], r"dataSizeList\[0\] is '100'"),
+        ([None], r"dataSizeList\[0\] is None"),
+        ([12] * 8 + [4], "9 entries; expected at most 8"),
+    ],
+)
+def test_percentages_that_are_refused(percentages: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        set_split_strategy_by_size(percentages)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "says"),
+    [
+        ([], "isn't empty"),
+        ((1, 2), "expected a list"),
+        (range(3), "expected a list"),
+        ([-1, 3], r"idxList\[0\] is -1"),
+        ([1, 2**32], r"idxList\[1\] is 4294967296"),
+        ([1.0], r"idxList\[0\] is 1\.0"),
+        (["1"], r"idxList\[0\] is '1'"),
+        ([3, 3], r"idxList\[1\] is 3, after 3; .* strictly"),
+        ([3, 8, 5], r"idxList\[2\] is 5, after 8; .* strictly"),
+        (list(range(9)), "9 entries; expected at most 8"),
+    ],
+)
+def test_numbers_that_are_refused(numbers: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        set_split_strategy_by_idx(numbers)
+
+
+@pytest.mark.parametrize("setter", SETTERS)
+@pytest.mark.parametrize("group", ["", "x" * 128, "é" * 64, 5, None, ["a"]])
+def test_groups_that_are_refused(setter: Any, group: Any) -> None:
+    with pytest.raises(ValueError, match="1 to 127 bytes"):
+        setter(GOOD[setter], group)
+
+
+@pytest.mark.parametrize("setter", SETTERS)
+def test_what_is_refused_changes_nothing(setter: Any) -> None:
+    setter(GOOD[setter])
+    before = segments([1] * 20, WORLD_GROUP)
+    with pytest.raises(ValueError):
+        setter([7, 5])
+    assert segments([1] * 20, WORLD_GROUP) == before
+
+
+def test_arguments_have_ascends_names() -> None:
+    assert [list(inspect.signature(setter).parameters) for setter in SETTERS] == [
+        ["idxList", "group"],
+        ["dataSizeList", "group"],
+    ]
+
+
+def test_the_log_line() -> None:
+    assert segment_result([107, 159]) == "segment result: 2 segments [0,107] [108,159]"
+    assert segment_result([0]) == "segment result: 1 segment [0,0]"
+
+
+def _gradients(chance: random.Random) -> list[int]:
+    """Sizes as models have them: a few large, many small; now and then nothing but one kind."""
+    kind = chance.choice(["mixed", "equal", "empty", "tiny after huge"])
+    count = chance.randint(1, 200)
+    if kind == "equal":
+        return [chance.choice([1, 4, 4096, 10**7])] * count
+    if kind == "empty":
+        return [chance.choice([0, 0, 4]) for _ in range(count)]
+    if kind == "tiny after huge":
+        return [10**9] * chance.randint(1, 3) + [4] * count
+    return [int(10 ** chance.uniform(0, 8)) for _ in range(count)]
+
+
+def _percentages(chance: random.Random) -> list[float]:
+    cuts = sorted(chance.randint(0, 100) for _ in range(chance.randint(0, 7)))
+    return [high - low for low, high in zip([0, *cuts], [*cuts, 100])]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ends_ascend_and_reach_the_last_gradient(seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(100):
+        sizes, percentages = _gradients(chance), _percentages(chance)
+        split_strategy.clear()
+        default = segments(sizes, WORLD_GROUP)
+        assert len(default) <= 2
+        set_split_strategy_by_size(percentages)
+        by_size = segments(sizes, WORLD_GROUP)
+        for ends in (default, by_size):
+            assert ends == sorted(set(ends)) and ends[0] >= 0 and ends[-1] == len(sizes) - 1, (sizes, percentages)
+
+
+def test_needs_neither_tensorflow_nor_an_open_device() -> None:
+    script = (
+        "import sys\n"
+        "from hccl.split.api import set_split_strategy_by_idx, set_split_strategy_by_size\n"
+        "set_split_strategy_by_idx([1, 2]); set_split_strategy_by_size([100])\n"
+        "sys.exit('tensorflow' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
