@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ _ROOT = Path(__file__).parents[1]
 _HOST = "127.0.0.1"
 _ANSWER_SECONDS = 600.0
 _AFTER_ERROR_SECONDS = 30.0
+_ENDING_SECONDS = 5.0
 _TAIL_LINES = 15
 _CLUSTER_PREFIXES = ("RANK_", "CM_", "HCCL_", "NPU_", "TF_CONFIG", "TF_NUM_", "ASCEND_", "DEVICE_ID", "JOB_ID")
 
@@ -93,7 +95,7 @@ class ProcessSet:
                 try:
                     succeeded, value = connection.recv()
                 except (EOFError, OSError):
-                    succeeded, value, lost = False, "its process ended", True
+                    succeeded, value, lost = False, self._ending(rank), True
                 if succeeded:
                     answers[rank] = value
                 else:
@@ -119,6 +121,16 @@ class ProcessSet:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+    def _ending(self, rank: int) -> str:
+        """How a process that has closed its pipe ended."""
+        try:
+            code = self._processes[rank].wait(_ENDING_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "its process is about to end"
+        if code == -signal.SIGKILL:
+            return "its process ended by SIGKILL; likely cause: memory ran out"
+        return f"its process ended with exit code {code}"
 
     def _tails(self) -> str:
         parts = []

@@ -35,7 +35,7 @@ class Pool:
         address = str(directory / "socket")
         self._logs = [directory / f"rank{rank}.log" for rank in range(size)]
         self._processes: list[subprocess.Popen[bytes]] = []
-        with Listener(address, family="AF_UNIX") as listener:
+        with Listener(address, family="AF_UNIX", backlog=size) as listener:
             for rank in range(size):
                 environment = table_environment(directory, size, rank) if size > 1 else {}
                 environment.update(

@@ -53,7 +53,7 @@ EXPECTED = {
     "shape": ["shape or kind of tensor 0", "float32 [3]", "float32 [4]"],
     "dtype": ["shape or kind of tensor 0", "float64 [3]", "float32 [3]"],
     "reduction": ["differ in: reduction", "reduction=max", "reduction=sum"],
-    "root": ["differ in: root", "root=1", "root=0"],
+    "root": ["differ in: root_rank", "root_rank=1", "root_rank=0"],
     "operation": ["operation", "broadcast", "all_reduce"],
     "order of two calls": ["float32 [3]", "float32 [4]"],
     "None on one rank": ["shape or kind of tensor 1", "tensor 1 -: None", "float32 [4]"],

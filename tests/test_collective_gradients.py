@@ -27,8 +27,11 @@ OPERATIONS = (
 )
 
 
+BLOCK = 6  # elements of a rank's share
+
+
 def inputs(rank: int, size: int) -> np.ndarray:
-    return np.random.default_rng(rank).standard_normal(2 * size).astype(np.float32)
+    return np.random.default_rng(rank).standard_normal(BLOCK * size).astype(np.float32)
 
 
 def loss_of(value: Any, rank: int) -> Any:
@@ -51,13 +54,13 @@ def alone(operation: str, tensors: list[Any], rank: int) -> Any:
     if name == "all_gather_v":
         return tf.concat([tensor[: i + 1] for i, tensor in enumerate(tensors)], 0)
     if name == "all_to_all":
-        return tf.concat([tensor[2 * rank : 2 * rank + 2] for tensor in tensors], 0)
+        return tf.concat([tensor[BLOCK * rank : BLOCK * (rank + 1)] for tensor in tensors], 0)
     if name == "broadcast":
         return tensors[size - 1]
     if name == "reduce":
         return reduced[reduction](tensors) if rank == size - 1 else tf.zeros_like(tensors[rank])
     if name == "reduce_scatter":
-        return reduced[reduction](tensors)[2 * rank : 2 * rank + 2]
+        return reduced[reduction](tensors)[BLOCK * rank : BLOCK * (rank + 1)]
     begins = [(apart(row) if name == "all_to_all_v" else np.cumsum([0, *row]))[rank] for row in matrix]
     blocks = [tensor[begin : begin + row[rank]] for tensor, begin, row in zip(tensors, begins, matrix)]
     if name == "all_to_all_vc":

@@ -23,12 +23,12 @@ def four_ranks() -> Iterator[Pool]:
 
 
 def uneven_table(path: Path) -> None:
-    """Ranks 0 and 2 on one host, 1 on another: as the rank table names them, all of them being here."""
-    here = [
+    """Ranks 0 and 1 on one host, 2 on another, as the rank table names them; all of them are here."""
+    here: list[dict[str, str]] = [
         {"device_id": "0", "device_ip": "10.0.0.1", "rank_id": "0", "host_port": str(free_port())},
-        {"device_id": "1", "device_ip": "10.0.0.2", "rank_id": "2"},
+        {"device_id": "1", "device_ip": "10.0.0.2", "rank_id": "1"},
     ]
-    there = [{"device_id": "0", "device_ip": "10.0.0.3", "rank_id": "1"}]
+    there = [{"device_id": "0", "device_ip": "10.0.0.3", "rank_id": "2"}]
     servers = [
         {"server_id": "here", "host_ip": "127.0.0.1", "device": here},
         {"server_id": "there", "host_ip": "127.0.0.1", "device": there},
@@ -323,24 +323,24 @@ UNEVEN = """
 from hccl.manage.api import *
 create_group("all", 3, [2, 1, 0])  # no npu.open(): it opens by itself
 rank = get_rank_id()
-other = [0, 1] if rank < 2 else [2]
+other = [1] if rank == 1 else [0, 2]
 create_group("other", len(other), other)
-print("found", get_rank_size(), rank, *[f(g) for g in ("hccl_world_group", "all", "other")
-      for f in (get_local_rank_size, get_local_rank_id)])
+groups = ("hccl_world_group", "all", "other")
+print("found", rank, [(get_local_rank_size(group), get_local_rank_id(group)) for group in groups])
 """
 
 
 def test_local_ranks_are_those_on_the_same_host_and_the_device_opens_by_itself(tmp_path: Path) -> None:
-    """Rank 1 is alone on its host; Ascend's 3 // 2 ranks a host would make rank 2 of three the first of its host."""
+    """Ascend's 3 ranks // 2 hosts would be one rank a host, and rank 1 the first of its own."""
     table = tmp_path / "uneven.json"
     uneven_table(table)
     common = {"RANK_TABLE_FILE": str(table), "RANK_SIZE": "3", "JOB_ID": "tests", "HCCL_CONNECT_TIMEOUT": "60"}
     environments = [{**common, "RANK_ID": str(rank)} for rank in range(3)]
     results = job.finish(job.start_each(tmp_path, UNEVEN, environments), timeout=120)
-    expected = [[3, 0, 2, 0, 2, 0, 1, 0], [3, 1, 1, 0, 1, 0, 1, 0], [3, 2, 2, 1, 2, 1, 1, 0]]
-    for result, numbers in zip(results, expected):
+    expected = [[(2, 0), (2, 0), (1, 0)], [(2, 1), (2, 1), (1, 0)], [(1, 0), (1, 0), (1, 0)]]
+    for rank, result in enumerate(results):
         assert result.code == 0, result.output
-        assert f"found {' '.join(map(str, numbers))}\n" in result.output
+        assert f"found {rank} {expected[rank]}\n" in result.output
 
 
 INERT = """

@@ -11,13 +11,15 @@ Who waits for somebody that never comes is ``stall``'s part.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import inspect
 import json
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable, TypeVar, cast
 
 import numpy as np
 import tensorflow as tf
@@ -33,6 +35,7 @@ _DETAILS_SECONDS = 2.0
 _PACKAGE = str(Path(__file__).parents[1])
 _OTHERS = ("tensorflow", "keras", "tf_keras")
 _SHOWN_TENSORS = 3
+_MAX_DIMENSIONS = 16
 
 
 class MismatchError(PeerError):
@@ -45,23 +48,27 @@ class Call:
 
     Attributes:
         operation: name of the collective.
-        tensors: one text for each value of a list, by position: its dtype and shape (``?`` where it isn't known while
-            tracing), whether it is sparse, or ``None``.
+        kinds: one text for each value of a list, by position: its dtype and whether it is sparse, or ``None``.
+        shapes: the values' shapes as far as they are known while tracing, for the message only; what is compared are
+            the shapes of the running graph, since one rank may have traced with other knowledge than the rest.
         names: the values' names, for the message only; they may differ among ranks.
         details: whatever else has to be the same on all ranks: reduction, root, tag, …
         line: the line of the script that made the call, for the message only.
+        ragged: the first dimension may differ among the ranks.
     """
 
     operation: str
-    tensors: tuple[str, ...]
+    kinds: tuple[str, ...]
+    shapes: tuple[str, ...]
     names: tuple[str, ...]
     details: tuple[tuple[str, str], ...]
-    line: str = field(default="")
+    line: str
+    ragged: bool = False
 
     @property
     def fingerprint(self) -> tuple[int, int]:
         """Two 32-bit numbers that are the same for calls that match."""
-        text = json.dumps([self.operation, self.tensors, self.details])
+        text = json.dumps([self.operation, self.kinds, self.details])
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         first, second = np.frombuffer(digest, dtype="<i4")
         return int(first), int(second)
@@ -70,7 +77,7 @@ class Call:
         """The call as the others need it to say what differs."""
         return {
             "operation": self.operation,
-            "tensors": list(self.tensors),
+            "tensors": [f"{kind} {shape}".rstrip() for kind, shape in zip(self.kinds, self.shapes)],
             "names": list(self.names),
             "details": dict(self.details),
             "line": self.line,
@@ -88,10 +95,12 @@ def describe(operation: str, values: Sequence[Any], ragged: bool = False, **deta
     """
     return Call(
         operation,
-        tuple(_text(value, ragged) for value in values),
+        tuple(_kind(value) for value in values),
+        tuple(_shape(_compared(value, ragged)) for value in values),
         tuple(_name(value) for value in values),
         tuple((key, str(value)) for key, value in details.items()),
         _user_line(),
+        ragged,
     )
 
 
@@ -99,14 +108,14 @@ _state = threading.local()
 
 
 @contextlib.contextmanager
-def agreed(runtime: Runtime, group: Group, call: Call, values: Sequence[Any] = ()) -> Iterator[None]:
+def agreed(runtime: Runtime, group: Group, call: Call, values: Sequence[Any]) -> Iterator[None]:
     """Agree on a call with the group, and run the block after that.
 
     Args:
         runtime: the running cluster.
         group: who takes part.
         call: what this rank is about to do. Inside another agreement nothing more is asked.
-        values: the call's tensors, for the shapes that aren't known before the graph runs.
+        values: the call's tensors.
 
     Raises:
         MismatchError: the ranks' calls differ; in a tf.function it is raised as an error of the function, with the
@@ -124,6 +133,38 @@ def agreed(runtime: Runtime, group: Group, call: Call, values: Sequence[Any] = (
         _state.inside = False
 
 
+_Operation = TypeVar("_Operation", bound=Callable[..., Any])
+
+
+def collective(
+    operation: str, tensors: str | None, *same: str, ragged: bool = False
+) -> Callable[[_Operation], _Operation]:
+    """Make a function a collective: the ranks agree on the call before its body runs.
+
+    Args:
+        operation: name of the collective.
+        tensors: name of the parameter that holds the tensor or the list of tensors, or None.
+        same: names of further parameters that have to be the same on every rank.
+        ragged: the tensors' first dimension may differ among the ranks.
+    """
+
+    def decorate(function: _Operation) -> _Operation:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            values = given[tensors] if tensors else []
+            values = values if isinstance(values, (list, tuple)) else [values]
+            description = describe(operation, values, ragged, **{name: given[name] for name in same})
+            with agreed(given["runtime"], given["group"], description, values):
+                return function(*args, **kwargs)
+
+        return cast(_Operation, call)
+
+    return decorate
+
+
 def _agree(runtime: Runtime, group: Group, call: Call, values: Sequence[Any]) -> list[tf.Tensor]:
     if _compat.compiled_by_xla():
         return []  # XLA can't stop for a message
@@ -133,13 +174,11 @@ def _agree(runtime: Runtime, group: Group, call: Call, values: Sequence[Any]) ->
     first, second = call.fingerprint
     begun = watch.begin(call.row())
     with tf.control_dependencies([begun]):
-        mine = tf.stack([tf.constant(first), tf.constant(second), _dynamic_shapes(values), 0])
+        mine = tf.stack([tf.constant(first), tf.constant(second), _shapes_number(values, call.ragged), 0])
         everybody = tf.reshape(backend.all_gather(runtime, mine, group), [group.size, 4])
-    with tf.control_dependencies([everybody]):
-        position = watch.end()
     same = tf.reduce_all(tf.equal(everybody, everybody[0]))
-
     if tf.executing_eagerly():
+        position = watch.end()
         if not bool(same):
             raise MismatchError(_report(runtime, group, call, int(position)))
         return []
@@ -150,7 +189,9 @@ def _agree(runtime: Runtime, group: Group, call: Call, values: Sequence[Any]) ->
         runtime.health.stop(text)
         raise MismatchError(text)
 
-    refused = tf.cond(same, lambda: position, lambda: tf.numpy_function(refuse, [position], tf.int32))
+    # Both branches use the watch's variable, or TensorFlow would run this after everything else that has a state but no
+    # resource; two ranks that send to each other in opposite orders would then wait for ever.
+    refused = tf.cond(same, watch.end, lambda: tf.numpy_function(refuse, [watch.end()], tf.int32))
     return [refused]
 
 
@@ -215,17 +256,26 @@ def _row_text(row: dict[str, Any], shown: Sequence[int]) -> str:
     return f"{row['operation']} {details} of {len(row['tensors'])} tensor(s) [{tensors}], called at {row['line']}"
 
 
-def _text(value: Any, ragged: bool) -> str:
+def _kind(value: Any) -> str:
     if value is None:
         return "None"
-    if ragged:
-        return f"{value.dtype.name} rows of {_shape(value.shape[1:])}"
     if isinstance(value, tf.IndexedSlices):
-        return f"sparse {value.values.dtype.name} rows of {_shape(value.values.shape[1:])}"
-    return f"{value.dtype.name} {_shape(value.shape)}"
+        return f"sparse {value.values.dtype.name} rows of"
+    return str(value.dtype.name)
 
 
-def _shape(shape: tf.TensorShape) -> str:
+def _compared(value: Any, ragged: bool) -> tf.TensorShape | None:
+    """The part of a value's shape that has to be the same on every rank."""
+    if value is None:
+        return None
+    if isinstance(value, tf.IndexedSlices):
+        return value.values.shape[1:]
+    return value.shape[1:] if ragged else value.shape
+
+
+def _shape(shape: tf.TensorShape | None) -> str:
+    if shape is None:
+        return ""
     if shape.rank is None:
         return "[…]"
     return "[" + ", ".join("?" if size is None else str(size) for size in shape) + "]"
@@ -237,15 +287,23 @@ def _name(value: Any) -> str:
     return str(getattr(value, "name", "-"))
 
 
-def _dynamic_shapes(values: Sequence[Any]) -> tf.Tensor:
-    """One number for the shapes that are not known while tracing; 0 when all are."""
+def _shapes_number(values: Sequence[Any], ragged: bool) -> tf.Tensor:
+    """One 32-bit number for all shapes, the same whether they were known while tracing or not."""
+    known = 0
     total = tf.constant(0)
     for position, value in enumerate(values):
-        if isinstance(value, tf.Tensor) and not value.shape.is_fully_defined():
-            sizes = tf.shape(value)
-            weights = 31 * (tf.range(tf.size(sizes)) + 1) + 1009 * (position + 1)
-            total = total + tf.reduce_sum(sizes * weights) + tf.size(sizes)
-    return total
+        shape = _compared(value, ragged)
+        if shape is None:
+            continue
+        weights = np.random.default_rng(position).integers(1 << 30, size=_MAX_DIMENSIONS + 1)
+        if shape.is_fully_defined():
+            known += int(np.dot([*shape, shape.rank], [*weights[: shape.rank], weights[-1]]))
+        else:
+            dense = value.values if isinstance(value, tf.IndexedSlices) else value
+            sizes = tf.shape(dense)[1:] if ragged or dense is not value else tf.shape(dense)
+            table = tf.constant(weights, tf.int32)
+            total += tf.reduce_sum(sizes * table[: tf.size(sizes)]) + tf.size(sizes) * table[-1]
+    return total + tf.constant(np.array(known).astype(np.int32))
 
 
 def _user_line() -> str:

@@ -6,10 +6,11 @@ import tensorflow as tf
 
 from npu_device.cluster.runtime import Runtime
 from npu_device.collectives import moving, shapes
-from npu_device.collectives.all_gather_v import all_gather_v  # noqa: F401 (gradients/reduce.py still imports it from here)
+from npu_device.collectives.agreement import collective
 from npu_device.collectives.group import Group
 
 
+@collective("all_gather", "tensor")
 def all_gather(runtime: Runtime, tensor: tf.Tensor, group: Group) -> tf.Tensor:
     """Gather tensors of the same shape.
 

@@ -8,9 +8,11 @@ import tensorflow as tf
 
 from npu_device.cluster.runtime import Runtime
 from npu_device.collectives import moving, shapes
+from npu_device.collectives.agreement import collective
 from npu_device.collectives.group import Group
 
 
+@collective("all_gather_v", "tensor", ragged=True)
 def all_gather_v(runtime: Runtime, tensor: tf.Tensor, group: Group) -> tf.Tensor:
     """Gather tensors whose first dimension may differ among the ranks.
 

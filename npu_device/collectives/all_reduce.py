@@ -9,6 +9,7 @@ import tensorflow as tf
 from npu_device.cluster.runtime import Runtime
 from npu_device.collectives import shapes
 from npu_device.collectives import tensorflow_backend as backend
+from npu_device.collectives.agreement import collective
 from npu_device.collectives.group import Group
 
 REDUCTIONS = ("sum", "mean", "min", "max", "prod")
@@ -25,6 +26,7 @@ _CARRIERS = {
 _DTYPES = (*backend.DTYPES, *_CARRIERS, tf.uint64)
 
 
+@collective("all_reduce", "tensor", "reduction")
 def all_reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
     """Reduce one dense tensor over a group.
 

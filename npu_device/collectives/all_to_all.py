@@ -6,9 +6,11 @@ import tensorflow as tf
 
 from npu_device.cluster.runtime import Runtime
 from npu_device.collectives import moving, shapes
+from npu_device.collectives.agreement import collective
 from npu_device.collectives.group import Group
 
 
+@collective("all_to_all", "tensor")
 def all_to_all(runtime: Runtime, tensor: tf.Tensor, group: Group) -> tf.Tensor:
     """Exchange equal blocks of the first dimension among all ranks.
 

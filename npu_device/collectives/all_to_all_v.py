@@ -11,9 +11,11 @@ import tensorflow as tf
 
 from npu_device.cluster.runtime import Runtime
 from npu_device.collectives import blocks, moving, shapes
+from npu_device.collectives.agreement import collective
 from npu_device.collectives.group import Group
 
 
+@collective("all_to_all_v", "data", ragged=True)
 def all_to_all_v(
     runtime: Runtime,
     data: tf.Tensor,

@@ -8,9 +8,11 @@ import tensorflow as tf
 
 from npu_device.cluster.runtime import Runtime
 from npu_device.collectives import blocks, moving, shapes
+from npu_device.collectives.agreement import collective
 from npu_device.collectives.group import Group
 
 
+@collective("all_to_all_vc", "data", ragged=True)
 def all_to_all_vc(runtime: Runtime, data: tf.Tensor, send_count_matrix: Any, group: Group) -> tf.Tensor:
     """Exchange blocks of different lengths among all ranks.
 

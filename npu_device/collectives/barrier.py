@@ -6,9 +6,11 @@ import tensorflow as tf
 
 from npu_device.cluster.runtime import Runtime
 from npu_device.collectives import tensorflow_backend as backend
+from npu_device.collectives.agreement import collective
 from npu_device.collectives.group import Group
 
 
+@collective("barrier", None)
 def barrier(runtime: Runtime, group: Group) -> tf.Tensor:
     """Wait until every rank of the group has made this call.
 

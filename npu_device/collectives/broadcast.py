@@ -52,7 +52,7 @@ def broadcast(runtime: Runtime, tensors: Sequence[tf.Tensor], root_rank: int, gr
     def differentiable(*values: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
         return _send(runtime, values, root_rank, group), backward
 
-    with agreed(runtime, group, describe("broadcast", tensors, root=root_rank)):
+    with agreed(runtime, group, describe("broadcast", tensors, root_rank=root_rank), tensors):
         return list(differentiable(*tensors))
 
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 from npu_device.cluster.runtime import Runtime
 from npu_device.collectives import tensorflow_backend as backend
 from npu_device.collectives import words
+from npu_device.collectives.agreement import agreed, describe
 from npu_device.collectives.group import Group
 from npu_device.collectives.pair import pair_of
 
@@ -39,5 +40,6 @@ def receive(runtime: Runtime, shape: Any, dtype: tf.DType, tag: int, source: int
         raise ValueError(f"receive needs to know every dimension of what comes; found shape {like.shape}")
     length = words.words_for(elements, like.dtype)
     # As shapes.with_an_element has it on the other side.
-    vector = backend.broadcast_receive(runtime, tf.constant([max(length, 1)]), tf.int32, pair)[:length]
+    with agreed(runtime, pair, describe("send and receive", [like], tag=tag), [like]):
+        vector = backend.broadcast_receive(runtime, tf.constant([max(length, 1)]), tf.int32, pair)[:length]
     return tf.reshape(words.from_words(vector[tf.newaxis], like.dtype, elements), like.shape)

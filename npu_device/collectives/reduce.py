@@ -6,10 +6,12 @@ import tensorflow as tf
 
 from npu_device.cluster.runtime import Runtime
 from npu_device.collectives import moving, shapes
+from npu_device.collectives.agreement import collective
 from npu_device.collectives.all_reduce import all_reduce
 from npu_device.collectives.group import Group
 
 
+@collective("reduce", "tensor", "reduction", "root_rank")
 def reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str, root_rank: int, group: Group) -> tf.Tensor:
     """Reduce one dense tensor over a group to its root.
 

@@ -20,6 +20,7 @@ from npu_device.collectives.group import Group
 
 _FIRST_KEY = 1
 _LARGEST_KEY = 0x7FFFFFFF
+_LANES = 16
 
 
 class Sequence:
@@ -28,10 +29,23 @@ class Sequence:
     def __init__(self, runtime: Runtime) -> None:
         with tf.init_scope(), tf.device(runtime.device("CPU")):
             self._counter = _compat.plain_variable(tf.constant(_FIRST_KEY, tf.int32))
+            self._lanes = [_compat.plain_variable(tf.constant(0, tf.int32)) for _ in range(_LANES)]
+        self._used = 0
 
     def draw(self) -> tf.Tensor:
         """The next number: int32, shape []. An operation of the graph in a tf.function, a value in eager mode."""
         return tf.raw_ops.ResourceCountUpTo(resource=self._counter.handle, limit=_LARGEST_KEY, T=tf.int32)
+
+    def lane(self, apart: bool) -> tf.Tensor:
+        """A resource by which TensorFlow orders operations: another one at each call, or always the same."""
+        if not apart:
+            return self._lanes[0].handle
+        self._used += 1
+        return self._lanes[1 + self._used % (_LANES - 1)].handle
+
+    def touch(self) -> None:
+        """An operation that TensorFlow keeps in a graph, in the group's own order."""
+        self._lanes[0].assign_add(0, read_value=False)
 
 
 _sequences: weakref.WeakKeyDictionary[Runtime, dict[Group, Sequence]] = weakref.WeakKeyDictionary()

@@ -34,8 +34,8 @@ def all_reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str, group: Group
             input=tensor,
             merge_op=_MERGE_OPS[reduction],
             final_op="Id",
-            ordering_token=[],
             **_keys(runtime, group, kind),
+            **_order(runtime, group, kind),
         )
 
 
@@ -43,14 +43,16 @@ def all_gather(runtime: Runtime, tensor: tf.Tensor, group: Group) -> tf.Tensor:
     """The tensors of all ranks of the group, one after the other along the first dimension."""
     device, kind = _device(runtime, tensor.dtype)
     with tf.device(device):
-        return tf.raw_ops.CollectiveGatherV2(input=tensor, ordering_token=[], **_keys(runtime, group, kind))
+        keys = {**_keys(runtime, group, kind), **_order(runtime, group, kind)}
+        return tf.raw_ops.CollectiveGatherV2(input=tensor, **keys)
 
 
 def all_to_all(runtime: Runtime, tensor: tf.Tensor, group: Group) -> tf.Tensor:
     """Row i of the tensor goes to rank i; row i of the result comes from rank i. Shape [group.size, …]."""
     device, kind = _device(runtime, tensor.dtype)
     with tf.device(device):
-        return tf.raw_ops.CollectiveAllToAllV2(input=tensor, ordering_token=[], **_keys(runtime, group, kind))
+        keys = {**_keys(runtime, group, kind), **_order(runtime, group, kind)}
+        return tf.raw_ops.CollectiveAllToAllV2(input=tensor, **keys)
 
 
 def broadcast(runtime: Runtime, tensor: tf.Tensor, root_rank: int, group: Group) -> tf.Tensor:
@@ -59,24 +61,25 @@ def broadcast(runtime: Runtime, tensor: tf.Tensor, root_rank: int, group: Group)
         return broadcast_receive(runtime, tf.shape(tensor), tensor.dtype, group)
     device, kind = _device(runtime, tensor.dtype)
     with tf.device(device):
-        return _kept(tf.raw_ops.CollectiveBcastSendV2(input=tensor, **_keys(runtime, group, kind)))
+        return _kept(runtime, group, tf.raw_ops.CollectiveBcastSendV2(input=tensor, **_keys(runtime, group, kind)))
 
 
 def broadcast_receive(runtime: Runtime, shape: tf.Tensor, dtype: tf.DType, group: Group) -> tf.Tensor:
     """What the root broadcasts, on another rank, which knows its shape and dtype."""
     device, kind = _device(runtime, dtype)
     with tf.device(device):
-        return _kept(tf.raw_ops.CollectiveBcastRecvV2(shape=shape, T=dtype, **_keys(runtime, group, kind)))
+        keys = _keys(runtime, group, kind)
+        return _kept(runtime, group, tf.raw_ops.CollectiveBcastRecvV2(shape=shape, T=dtype, **keys))
 
 
-def _kept(result: tf.Tensor) -> tf.Tensor:
+def _kept(runtime: Runtime, group: Group, result: tf.Tensor) -> tf.Tensor:
     """Of all collectives TensorFlow drops broadcasts from a tf.function whose result isn't used (``ASYNC_STATEFUL_OPS``
-    of its automatic control dependencies, TensorFlow 2.20); the ranks that do use it would wait for ever. An
-    assertion is never dropped.
+    of its automatic control dependencies, TensorFlow 2.20); the ranks that do use it would wait for ever. What writes
+    to a variable is never dropped.
     """
     if not tf.executing_eagerly():
         with tf.control_dependencies([result]):
-            tf.raw_ops.Assert(condition=True, data=[""])
+            sequence_of(runtime, group).touch()
     return result
 
 
@@ -88,8 +91,7 @@ def _device(runtime: Runtime, dtype: tf.DType) -> tuple[str, str]:
     if kind == "CPU" and _compat.compiled_by_xla():
         raise RuntimeError(
             f"rank {runtime.cluster.rank}: a collective operation was called in a function that XLA compiles "
-            "(jit_compile=True), "
-            "and XLA can't talk to other processes on the CPU.\n"
+            "(jit_compile=True), and XLA can't talk to other processes on the CPU.\n"
             "What to do: leave jit_compile out of tf.function, or pass jit_compile=False to model.compile."
         )
     return runtime.device(kind), kind
@@ -106,3 +108,13 @@ def _keys(runtime: Runtime, group: Group, kind: str) -> dict[str, Any]:
         "instance_key": instance_key,
         "communication_hint": "nccl" if kind == "GPU" else "auto",
     }
+
+
+def _order(runtime: Runtime, group: Group, kind: str) -> dict[str, Any]:
+    """TensorFlow runs operations of a tf.function that have a state, but no resource, one after the other, and those
+    on one resource likewise. On the CPU each collective gets another resource than its neighbours, so that none waits
+    for another; NCCL wants the same order on every rank, and gets it by one resource.
+    """
+    if tf.executing_eagerly():
+        return {"ordering_token": []}
+    return {"ordering_token": [sequence_of(runtime, group).lane(apart=kind == "CPU")]}
