@@ -64,9 +64,4 @@ def _run_round(one_round: Round, sets: dict[str, ProcessSet], repeats: int, name
                 seconds = ask(rival, "measure", rival.label, one_round.steps)
                 if seconds:
                     timings[rival].seconds.append(max(seconds))
-    for processes in sets.values():
-        try:
-            processes.ask("forget")
-        except RivalError:
-            continue  # its rivals have their error already, or will have it in the next round
     return RoundResult(one_round.label, one_round.size, one_round.steps, list(timings.values()))

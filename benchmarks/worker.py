@@ -22,7 +22,7 @@ class Worker:
         self._steps: dict[str, Callable[[], Any]] = {}
 
     def prepare(self, key: str, method: str, arguments: tuple[Any, ...]) -> None:
-        """Make a step and run it once, which traces it."""
+        """Make a step, in place of the one that had the key, and run it once, which traces it."""
         step = getattr(self._side, method)(*arguments)
         _finish(step())
         self._steps[key] = step
@@ -36,10 +36,6 @@ class Worker:
             step()
         _finish(step())
         return (time.perf_counter() - started) / steps
-
-    def forget(self) -> None:
-        """Give the memory of all steps back."""
-        self._steps.clear()
 
 
 def _finish(result: Any) -> None:
