@@ -43,5 +43,6 @@ def _steps(panel: Any, case: CaseResult) -> None:
     shown = [(timing.rival, timing.median) for timing in case.rounds[0].timings if timing.median is not None]
     bars = panel.barh([rival for rival, _ in shown], [median * 1000 for _, median in shown])
     panel.bar_label(bars, fmt="%.0f", padding=2)
+    panel.margins(x=0.1)
     panel.invert_yaxis()
     panel.set_xlabel("ms a step")
