@@ -89,7 +89,7 @@ def test_against_what_was_ready_first(single: Pool, kind: str, scaled: bool) -> 
     [(order, times)] = single.run(body_order, kind, scaled)
     if kind == "shared layer":
         assert order[-1] in (0, 1) and order[-2] in (0, 1), "the shared layer waits for its lowest use"
-    along = np.array([times[position] for position in order]) / max(max(times), 1e-9)
+    along = np.array([times[position] for position in order]) / max(times)
     # What is ready at about the same moment may come in either order; nothing may stand far from its place.
     for position, moment in enumerate(along):
         assert np.all(along[position + 1 :] > moment - TOLERANCE), (order, times)

@@ -22,9 +22,9 @@ def _segment_sizes(function: Any) -> list[int]:
 
 def body_strategies() -> Any:
     import tensorflow as tf
-    from hccl.split.api import set_split_strategy_by_idx, set_split_strategy_by_size
 
     import npu_device as npu
+    from hccl.split.api import set_split_strategy_by_idx, set_split_strategy_by_size
     from npu_device.gradients import split_strategy
 
     weights = [tf.Variable(tf.ones([2, 2]) * 0.1) for _ in range(10)]
@@ -75,9 +75,9 @@ def test_the_strategy_cuts_the_list(ranks: Pool) -> None:
 
 def body_times(overlap: bool) -> Any:
     import tensorflow as tf
-    from hccl.split.api import set_split_strategy_by_idx
 
     import npu_device as npu
+    from hccl.split.api import set_split_strategy_by_idx
     from npu_device.gradients import split_strategy
 
     weights = [tf.Variable(tf.eye(WIDTH)) for _ in range(12)]
