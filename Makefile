@@ -38,5 +38,5 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 9) <= v <= (3, 13) else "TensorFlow has no packages for Python %d.%d; run make PYTHON=python3.11 (3.9 to 3.13)" % v)'
 	@echo "Setting up $(VENV): TensorFlow and the model garden, about 3.3 GB, a few minutes the first time."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[examples,test,lint]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[examples,test,lint,benchmarks]"
 	@touch $@

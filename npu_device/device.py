@@ -125,7 +125,9 @@ def cluster_runtime() -> Runtime | None:
         return running
     if membership.world_size_from_environment() == 1:
         return None
-    _log.warning("npu.distribute is used before npu.open(): opening now, since the environment names several workers")
+    _log.warning(
+        "npu.distribute or hccl is used before npu.open(): opening now, since the environment names several workers"
+    )
     open()
     return runtime.current()
 

@@ -1,5 +1,6 @@
 """``npu.distribute``: what a training script adds to run on many workers."""
 
+from npu_device.distribute import hccl_ops
 from npu_device.distribute.dataset import shard_and_rebatch_dataset
 from npu_device.distribute.optimizer import npu_distributed_keras_optimizer_wrapper
 from npu_device.distribute.reduce import all_reduce
@@ -11,6 +12,7 @@ __all__ = [
     "broadcast",
     "grouping_broadcast",
     "grouping_gradients_apply",
+    "hccl_ops",
     "npu_distributed_keras_optimizer_wrapper",
     "shard_and_rebatch_dataset",
 ]

@@ -11,6 +11,7 @@ import socket
 import tempfile
 import time
 
+from npu_device import environment
 from npu_device.launch import child_environment, failures, rank_table, report
 from npu_device.launch.arguments import Options
 from npu_device.launch.console import Console, Voice
@@ -50,7 +51,7 @@ def run(options: Options) -> int:
 
 
 def _job_id(options: Options, port: int) -> str:
-    given = options.job_id or os.environ.get("JOB_ID")
+    given = options.job_id or environment.JOB_ID.raw()
     if given:
         return given
     if options.nnodes > 1:  # every node must come to the same name by itself
