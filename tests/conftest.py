@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import pytest
 from pool import Pool
 
-# A test run in the background of a shell begins with Ctrl-C ignored, and so would all processes that the tests start.
+# In the background of a shell, or under nohup, a test run begins with these ignored, and so would all processes that the
+# tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 WORLD_SIZES = (1, 2, 3)
 KERAS = ("2", "3")
