@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from pool import Pool
 
-# In the background of a shell, or under nohup, a test run begins with these ignored, and so would all processes that the
-# tests start.
+# In the background of a shell, or under nohup, a test run begins with these ignored, and so would the processes that it
+# starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
