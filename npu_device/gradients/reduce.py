@@ -7,6 +7,7 @@ order.
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Optional, Union
@@ -20,6 +21,7 @@ from npu_device.collectives.group import Group
 from npu_device.gradients.fusion import check_fusion
 from npu_device.gradients.segments import cut
 from npu_device.gradients.sparse import reduce_slices
+from npu_device.gradients.split_strategy import MAX_SEGMENTS
 
 Gradient = Optional[Union[tf.Tensor, tf.IndexedSlices]]
 
@@ -78,7 +80,11 @@ def reduce_list(runtime: Runtime, values: Sequence[Gradient], reduction: Reducti
     """
     segments = cut(values, reduction.kind, reduction.fusion, group.name)
     call = describe(
-        "all_reduce", values, reduction=reduction.kind, segments=segments, compression=reduction.compression or "none"
+        "all_reduce",
+        values,
+        reduction=reduction.kind,
+        segments=_summary(segments),
+        compression=reduction.compression or "none",
     )
     results: list[Gradient] = [None] * len(values)
     with agreed(runtime, group, call, values), _all_first(values, reduction):
@@ -90,6 +96,15 @@ def reduce_list(runtime: Runtime, values: Sequence[Gradient], reduction: Reducti
             if isinstance(value, tf.IndexedSlices):
                 results[position] = reduce_slices(runtime, value, reduction.kind, group)
     return results
+
+
+def _summary(segments: Sequence[Sequence[int]]) -> str:
+    """Number and lengths of the segments, and a checksum of what is in them: short, and the same where they are the
+    same.
+    """
+    lengths = "+".join(str(len(positions)) for positions in segments[:MAX_SEGMENTS])
+    more = "+…" if len(segments) > MAX_SEGMENTS else ""
+    return f"{len(segments)} ({lengths}{more}, order {zlib.crc32(repr(segments).encode()):08x})"
 
 
 def _all_first(values: Sequence[Gradient], reduction: Reduction) -> Any:
