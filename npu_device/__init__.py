@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from npu_device import configs, distribute, npu_device, utils
+    from npu_device import compat, configs, distribute, gen_npu_ops, npu_device, ops, train, utils
     from npu_device._api import (
         NpuDeviceHandle,
         close,
@@ -29,8 +29,10 @@ __version__ = "0.1.0"
 __all__ = [
     "NpuDeviceHandle",
     "close",
+    "compat",
     "configs",
     "distribute",
+    "gen_npu_ops",
     "global_options",
     "is_inf_nan_enabled",
     "keep_dtype_scope",
@@ -39,8 +41,10 @@ __all__ = [
     "npu_recompute_scope",
     "npu_run_context",
     "open",
+    "ops",
     "set_device_sat_mode",
     "set_npu_loop_size",
+    "train",
     "utils",
 ]
 

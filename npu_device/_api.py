@@ -2,7 +2,7 @@
 their first use.
 """
 
-from npu_device import configs, distribute, npu_device, utils
+from npu_device import compat, configs, distribute, gen_npu_ops, npu_device, ops, train, utils
 from npu_device.compat_function import npu_compat_function
 from npu_device.configs import npu_run_context
 from npu_device.device import NpuDeviceHandle, close, open
@@ -13,8 +13,10 @@ from npu_device.utils.scope import keep_dtype_scope, npu_recompute_scope
 __all__ = [
     "NpuDeviceHandle",
     "close",
+    "compat",
     "configs",
     "distribute",
+    "gen_npu_ops",
     "global_options",
     "is_inf_nan_enabled",
     "keep_dtype_scope",
@@ -23,7 +25,9 @@ __all__ = [
     "npu_recompute_scope",
     "npu_run_context",
     "open",
+    "ops",
     "set_device_sat_mode",
     "set_npu_loop_size",
+    "train",
     "utils",
 ]

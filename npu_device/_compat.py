@@ -12,12 +12,17 @@ from typing import Any
 
 import tensorflow as tf
 
+# Scripts take config_pb2, rewriter_config_pb2, session and session_run_hook from the adapter's star import.
+from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2  # noqa: F401
+from tensorflow.python.client import session  # noqa: F401
+
 # The eager context has no public counterpart for collective ops over several processes;
 # tf.distribute.MultiWorkerMirroredStrategy goes through the same calls.
 from tensorflow.python.eager import context as _context
 from tensorflow.python.framework import ops as _ops
 from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
+from tensorflow.python.training import session_run_hook  # noqa: F401
 from tensorflow.python.util import tf_stack as _tf_stack
 
 
@@ -26,10 +31,27 @@ def eager_context() -> Any:
     return _context.context()
 
 
+def eager_mode() -> Any:
+    """A context manager in which the calling thread runs eagerly, whatever graph the process builds, and after
+    ``tf.compat.v1.disable_v2_behavior()`` too.
+    """
+    return _context.eager_mode()
+
+
 def context_is_initialized() -> bool:
     """True when TensorFlow has made its devices and thread pools, after which nothing can be configured any more."""
     current = _context.context_safe()
     return current is not None and current._context_handle is not None
+
+
+def renew_context_of_graphs() -> None:
+    """Make TensorFlow's context anew where eager mode is switched off for the whole process.
+
+    Building a graph with a data set makes a context, only to register functions that the graph holds as well, and
+    afterwards the collective runtime can't be configured any more. Nothing else lives in such a context.
+    """
+    if _context.default_execution_mode == _context.GRAPH_MODE and context_is_initialized():
+        _context._reset_context()
 
 
 def coordinated_job(name: str, num_tasks: int) -> Any:
@@ -54,11 +76,11 @@ def server_def(cluster: dict[str, list[str]], job: str, task: int, port: int, co
     )
 
 
-def plain_variable(initial_value: Any) -> Any:
+def plain_variable(initial_value: Any, name: str | None = None) -> Any:
     """A variable that no surrounding tf.distribute or Keras scope gets to see (tf.Variable goes through their
     creators).
     """
-    return _resource_variable_ops.ResourceVariable(initial_value, trainable=False)
+    return _resource_variable_ops.ResourceVariable(initial_value, trainable=False, name=name)
 
 
 def stack() -> list[Any]:
@@ -67,6 +89,16 @@ def stack() -> list[Any]:
     Code that AutoGraph has rewritten shows the lines that the user wrote.
     """
     return list(_tf_stack.extract_stack())
+
+
+def run_independently(operation: Any) -> None:
+    """In a tf.function: run an operation that has a state, but in no order with others of its kind.
+
+    There is no public way; without it automatic control dependencies run them one after the other.
+    """
+    manager = operation.graph.experimental_acd_manager
+    if manager is not None:
+        manager.run_independently(operation)
 
 
 def compiled_by_xla() -> bool:
@@ -89,3 +121,31 @@ def is_keras_3(keras: Any) -> bool:
     """True for Keras 3 and later; False for tf_keras and for the Keras 2 of TensorFlow 2.15."""
     version = getattr(keras, "__version__", None) or getattr(keras, "version", lambda: "2")()
     return int(str(version).split(".", 1)[0]) >= 3
+
+
+def loss_scale_class_of_tf_keras(keras: Any, optimizer: object) -> Any:
+    """The class that tf-keras's ``LossScaleOptimizer(optimizer)`` is: one for legacy optimizers, one for the others.
+
+    What is exported chooses between the two, and can't be given methods in a subclass.
+    """
+    module = sys.modules[keras.mixed_precision.LossScaleOptimizer.__module__]
+    legacy = isinstance(optimizer, keras.optimizers.legacy.Optimizer)
+    return module.LossScaleOptimizer if legacy else module.LossScaleOptimizerV3
+
+
+def estimator_module() -> Any:
+    """``tf.compat.v1.estimator`` in TensorFlow 2.15; None from 2.16 on, which dropped it."""
+    return getattr(tf.compat.v1, "estimator", None)
+
+
+def session_backend() -> Any:
+    """The Keras backend that knows sessions (``get_session``, ``set_session``).
+
+    That of tf-keras, where tf.keras is Keras 2; under Keras 3 the one inside TensorFlow, which models don't use.
+    """
+    backend = tf.compat.v1.keras.backend
+    if hasattr(backend, "set_session"):
+        return backend
+    from tensorflow.python.keras import backend as inside_tensorflow
+
+    return inside_tensorflow

@@ -7,17 +7,25 @@ otherwise: a rank that trains alone while it believes to be one of four is worse
 
 from __future__ import annotations
 
+import atexit
 import logging
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
-from npu_device import environment
+from npu_device import _compat, environment
 from npu_device.cluster import membership, rendezvous, runtime
 from npu_device.cluster.errors import ClusterError
 from npu_device.cluster.runtime import Runtime
+from npu_device.collectives.shared_memory.host import prove
 from npu_device.collectives.stall import watch_for_stalls
 from npu_device.options import global_options
+from npu_device.profiling import trace
+from npu_device.profiling.output import write_report
+from npu_device.profiling.settings import settings
+from npu_device.tuning import aoe
+from npu_device.tuning.split_choice import share
 
 _log = logging.getLogger("npu_device")
 
@@ -91,9 +99,15 @@ def open(device_id: int | None = None) -> NpuDeviceHandle:
         _handle = NpuDeviceHandle(_single_device_id(device_id), 1, 0)
     else:
         try:
+            if not runtime.is_closed():
+                _compat.renew_context_of_graphs()
             runtime.require_uninitialized()
             cluster = rendezvous.meet(mine)
-            watch_for_stalls(runtime.start(cluster))
+            running = runtime.start(cluster)
+            watch_for_stalls(running)
+            prove(running)
+            share(running)
+            _start_trace(running)
         except ClusterError as error:
             raise type(error)(f"Failed open npu device {mine.device_id}: {error}") from error
         _handle = NpuDeviceHandle(cluster.device_id, cluster.world_size, cluster.rank)
@@ -102,10 +116,16 @@ def open(device_id: int | None = None) -> NpuDeviceHandle:
 
 
 def close() -> None:
-    """Leave the job. Also runs at exit; on a single device the handle is forgotten. See ``cluster.runtime.close``."""
+    """Leave the job. Also runs at exit; on a single device the handle is forgotten. See ``cluster.runtime.close``.
+
+    A trace ends here; rank 0 makes its report when the others have left.
+    """
     global _handle
     _handle = None
+    tracer = trace.stop()
     runtime.close()
+    if tracer is not None and tracer.rank == 0:
+        write_report(tracer.settings.output)
 
 
 def handle() -> NpuDeviceHandle | None:
@@ -130,6 +150,17 @@ def cluster_runtime() -> Runtime | None:
     )
     open()
     return runtime.current()
+
+
+def _start_trace(running: Runtime) -> None:
+    options = global_options().profiling_config
+    wanted = settings(options.enable_profiling.typed, options.profiling_options.typed)
+    tuning = global_options().aoe_config
+    if wanted is None and (tuning.aoe_mode.typed or environment.AOE_MODE.get()) == "4":
+        wanted = aoe.begin(running, Path(tuning.work_path.typed))
+    if wanted is not None:
+        trace.start(running, wanted)
+        atexit.register(close)  # before the cluster's own, which ends the queue's eager context too
 
 
 def _single_device_id(device_id: int | None) -> int:

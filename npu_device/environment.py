@@ -82,6 +82,36 @@ def _integer(low: int, high: int | None = None) -> Form[int]:
     return Form(parse, f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}")
 
 
+def _one_of(*texts: str) -> Form[str]:
+    def parse(text: str) -> str:
+        if text not in texts:
+            raise ValueError(text)
+        return text
+
+    return Form(parse, f"one of {', '.join(texts)}")
+
+
+def _split(text: str) -> str | tuple[int, ...]:
+    """``auto``, or numbers as ``set_split_strategy_by_idx`` takes them, with or without brackets."""
+    if text == "auto":
+        return text
+    numbers = tuple(int(part) for part in text.strip("[]").split(","))
+    if not 1 <= len(numbers) <= 8 or numbers[0] < 0 or list(numbers) != sorted(set(numbers)):
+        raise ValueError(text)
+    return numbers
+
+
+def _windows(text: str) -> tuple[tuple[int, int], ...]:
+    """``1-25,100-120``: first and last of each window."""
+    found = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+            raise ValueError(text)
+        found.append((int(first), int(last)))
+    return tuple(found)
+
+
 def _seconds(high: float) -> Form[float]:
     def parse(text: str) -> float:
         value = float(text)
@@ -183,6 +213,39 @@ HCCL_IF_BASE_PORT: Variable[int | None] = Variable(
     "61000 to 64999, computed from the table and JOB_ID.",
     "Ascend",
 )
+AOE_MODE: Variable[str | None] = Variable(
+    "AOE_MODE",
+    _one_of("1", "2", "4"),
+    None,
+    "",
+    "4 looks for the best gradient split (`npurun` does as with `--tune`); 1 and 2 tune NPU kernels, without effect. "
+    "The option `aoe_config.aoe_mode` goes first.",
+    "Ascend",
+)
+TUNE_BANK_PATH: Variable[str | None] = Variable(
+    "TUNE_BANK_PATH",
+    _PATH,
+    None,
+    "",
+    "directory for the tuner's `<device>_gradient_fusion.json`; default the tuner's work path.",
+    "Ascend",
+)
+PROFILING_MODE: Variable[str] = Variable(
+    "PROFILING_MODE",
+    _one_of("true", "false", "dynamic"),
+    "false",
+    "",
+    "true traces the iterations, as the option `profiling_config.enable_profiling` does; dynamic is false here.",
+    "Ascend",
+)
+PROFILING_OPTIONS: Variable[str | None] = Variable(
+    "PROFILING_OPTIONS",
+    Form(str, "JSON"),
+    None,
+    "",
+    "what `PROFILING_MODE` traces, as the option `profiling_config.profiling_options` says it.",
+    "Ascend",
+)
 NPU_LOOP_SIZE: Variable[int] = Variable(
     "NPU_LOOP_SIZE",
     _integer(1),
@@ -223,6 +286,16 @@ NPU_DEVICE_HEARTBEAT_TIMEOUT: Variable[float] = Variable(
     "a rank that sends no heartbeat for so long counts as lost, and the others raise.",
     "npu_device",
 )
+NPU_DEVICE_BACKEND: Variable[str] = Variable(
+    "NPU_DEVICE_BACKEND",
+    _one_of("auto", "tensorflow", "shared_memory"),
+    "auto",
+    "",
+    "how data travels: `tensorflow` through TensorFlow's collective operations, `shared_memory` through memory that the "
+    "ranks of a host share, and between hosts through TensorFlow; `auto` is `shared_memory` where that is possible. The "
+    "same on all ranks.",
+    "npu_device",
+)
 NPU_DEVICE_STALL_WARNING: Variable[float] = Variable(
     "NPU_DEVICE_STALL_WARNING",
     _seconds(86400),
@@ -245,6 +318,32 @@ NPU_DEVICE_ERROR_FILE: Variable[str | None] = Variable(
     None,
     "",
     "where a failing rank leaves its error for `npurun`, which sets this.",
+    "npu_device",
+)
+NPU_DEVICE_TRACE_ITERATIONS: Variable[tuple[tuple[int, int], ...]] = Variable(
+    "NPU_DEVICE_TRACE_ITERATIONS",
+    Form(_windows, "first and last iteration, such as 1-25 or 100-120,500-520"),
+    (),
+    "iterations",
+    "which iterations a trace records; default the first 100, and then fewer and fewer: every 2nd up to 200, every 4th "
+    "up to 400, and so on.",
+    "npu_device",
+)
+NPU_DEVICE_SPLIT: Variable[str | tuple[int, ...] | None] = Variable(
+    "NPU_DEVICE_SPLIT",
+    Form(_split, "auto, or 1 to 8 ascending numbers with commas between them"),
+    None,
+    "",
+    "how gradients are cut where the script sets no split strategy: `auto` takes what `npurun --tune` found for this "
+    "model and cluster; numbers are those of `set_split_strategy_by_idx`, for lists that they fit.",
+    "npu_device",
+)
+NPU_DEVICE_SPLIT_DIR: Variable[str | None] = Variable(
+    "NPU_DEVICE_SPLIT_DIR",
+    _PATH,
+    None,
+    "",
+    "where found splits are kept; default `~/.cache/npu_device/splits`. Rank 0's host counts.",
     "npu_device",
 )
 
@@ -272,7 +371,7 @@ def page() -> str:
         parts.append(f"\n## {origin}\n\n| variable | default | unit | expected | meaning |\n|---|---|---|---|---|\n")
         for variable in ALL:
             if variable.origin == origin:
-                default = "–" if variable.default is None else f"`{_plain(variable.default)}`"
+                default = "–" if variable.default in (None, ()) else f"`{_plain(variable.default)}`"
                 unit, expected = variable.unit or "–", variable.form.expected
                 cells = (f"`{variable.name}`", default, unit, expected, variable.meaning)
                 parts.append(f"| {' | '.join(cells)} |\n")

@@ -119,7 +119,9 @@ class Pool:
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without anything that describes a cluster."""
+    """This process's environment without anything that describes a cluster. ``NPU_DEVICE_BACKEND`` stays: with it the
+    whole suite can be run on one backend.
+    """
     prefixes = (
         "RANK_",
         "CM_",
@@ -132,4 +134,5 @@ def clean_environment() -> dict[str, str]:
         "POD_NAME",
         "PROFILING_",
     )
-    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+    kept = ("NPU_DEVICE_BACKEND",)
+    return {name: value for name, value in os.environ.items() if name in kept or not name.startswith(prefixes)}

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pool import Pool
+from versions import needs_keras_3
 
 BATCH = 4
 TOLERANCE = 2e-6
@@ -176,6 +177,7 @@ def body_accumulation() -> Any:
     )
 
 
+@needs_keras_3
 def test_gradient_accumulation_of_keras_3(ranks: Pool) -> None:
     for difference, moved in ranks.run(body_accumulation):
         assert difference < TOLERANCE
@@ -378,6 +380,7 @@ def body_jit() -> Any:
     return fit("auto"), fit(True)
 
 
+@needs_keras_3
 def test_keras_3_jit_compile(ranks: Pool) -> None:
     for auto, forced in ranks.run(body_jit):
         assert auto == "trained"

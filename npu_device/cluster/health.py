@@ -69,6 +69,14 @@ class Health:
             text = self._missed((group, tuple(ranks)), coming=1)
             if text is not None:
                 raise PeerError(text)
+        self.require_running()
+
+    def require_running(self) -> None:
+        """While this rank waits in a collective.
+
+        Raises:
+            PeerError: a rank has failed, or this rank's collectives were stopped.
+        """
         if self._failure is not None:
             raise PeerError(self._failure)
 

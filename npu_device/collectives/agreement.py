@@ -1,9 +1,10 @@
 """Before data moves the ranks agree on what they are about to do; calls that don't match are an error on all of them.
 
-Every rank sends a fingerprint of its call (operation, positions, dtypes, shapes, reduction, root) in a gather of four
-integers that looks the same whatever the call is, so that it matches even where the calls don't. Only when the
-fingerprints differ do the ranks tell each other the details, through the key-value store. A list of gradients takes
-one agreement, which depends on none of them and is over long before backward produces the first one.
+Every rank sends a fingerprint of its call (operation, positions, dtypes, shapes, reduction, root): in shared memory
+beside the first data, and through TensorFlow in a gather of four integers that looks the same whatever the call is, so
+that it matches even where the calls don't. Only when the fingerprints differ do the ranks tell each other the details,
+through the key-value store. A list of gradients takes one agreement; TensorFlow's depends on none of them and is over
+long before backward produces the first one.
 
 Who waits for somebody that never comes is ``stall``'s part.
 """
@@ -27,9 +28,11 @@ import tensorflow as tf
 from npu_device import _compat
 from npu_device.cluster.errors import ClusterError, PeerError
 from npu_device.cluster.runtime import Runtime
-from npu_device.collectives import tensorflow_backend as backend
+from npu_device.collectives import backend
 from npu_device.collectives.group import Group
-from npu_device.collectives.stall import watch_of
+from npu_device.collectives.shared_memory import backend as shared_memory
+from npu_device.collectives.stall import graph_watch_of
+from npu_device.collectives.tensorflow_backend import backend as tensorflow_backend
 
 _DETAILS_SECONDS = 2.0
 _PACKAGE = str(Path(__file__).parents[1])
@@ -127,8 +130,12 @@ def agreed(runtime: Runtime, group: Group, call: Call, values: Sequence[Any]) ->
         return
     _state.inside = True
     try:
-        with tf.control_dependencies(_agree(runtime, group, call, values)):
-            yield
+        if backend.shares_memory(runtime, group) and not _compat.compiled_by_xla():
+            with shared_memory.agreed(runtime, group, _terms(runtime, group, call, values)):
+                yield
+        else:
+            with tf.control_dependencies(_agree(runtime, group, call, values)):
+                yield
     finally:
         _state.inside = False
 
@@ -165,17 +172,31 @@ def collective(
     return decorate
 
 
+def _terms(runtime: Runtime, group: Group, call: Call, values: Sequence[Any]) -> shared_memory.Terms:
+    eager = tf.executing_eagerly()
+    if eager:
+        runtime.health.check(group.name, group.ranks)
+
+    def refuse(position: int) -> MismatchError:
+        text = _report(runtime, group, call, position)
+        if not eager:
+            runtime.health.stop(text)  # the rest of the graph may have begun other collectives already
+        return MismatchError(text)
+
+    return shared_memory.Terms((*call.fingerprint, _shapes_number(values, call.ragged)), call.row(), refuse)
+
+
 def _agree(runtime: Runtime, group: Group, call: Call, values: Sequence[Any]) -> list[tf.Tensor]:
     if _compat.compiled_by_xla():
         return []  # XLA can't stop for a message
     if tf.executing_eagerly():
         runtime.health.check(group.name, group.ranks)
-    watch = watch_of(runtime, group)
+    watch = graph_watch_of(runtime, group)
     first, second = call.fingerprint
     begun = watch.begin(call.row())
     with tf.control_dependencies([begun]):
         mine = tf.stack([tf.constant(first), tf.constant(second), _shapes_number(values, call.ragged), 0])
-        everybody = tf.reshape(backend.all_gather(runtime, mine, group), [group.size, 4])
+        everybody = tensorflow_backend.all_gather(runtime, mine, group)
     same = tf.reduce_all(tf.equal(everybody, everybody[0]))
     if tf.executing_eagerly():
         position = watch.end()
@@ -287,23 +308,30 @@ def _name(value: Any) -> str:
     return str(getattr(value, "name", "-"))
 
 
-def _shapes_number(values: Sequence[Any], ragged: bool) -> tf.Tensor:
-    """One 32-bit number for all shapes, the same whether they were known while tracing or not."""
+def _shapes_number(values: Sequence[Any], ragged: bool) -> int | tf.Tensor:
+    """One 32-bit number for all shapes, the same whether they were known while tracing or not: an int or int32."""
     known = 0
-    total = tf.constant(0)
+    unknown: list[tf.Tensor] = []
     for position, value in enumerate(values):
         shape = _compared(value, ragged)
         if shape is None:
             continue
-        weights = np.random.default_rng(position).integers(1 << 30, size=_MAX_DIMENSIONS + 1)
+        weights = _weights(position)
         if shape.is_fully_defined():
-            known += int(np.dot([*shape, shape.rank], [*weights[: shape.rank], weights[-1]]))
+            known += sum(size * weight for size, weight in zip(shape, weights)) + len(shape) * weights[-1]
         else:
             dense = value.values if isinstance(value, tf.IndexedSlices) else value
             sizes = tf.shape(dense)[1:] if ragged or dense is not value else tf.shape(dense)
             table = tf.constant(weights, tf.int32)
-            total += tf.reduce_sum(sizes * table[: tf.size(sizes)]) + tf.size(sizes) * table[-1]
-    return total + tf.constant(np.array(known).astype(np.int32))
+            unknown.append(tf.reduce_sum(sizes * table[: tf.size(sizes)]) + tf.size(sizes) * table[-1])
+    total = (known + (1 << 31)) % (1 << 32) - (1 << 31)
+    return tf.add_n([*unknown, tf.constant(total)]) if unknown else total
+
+
+@functools.cache
+def _weights(position: int) -> tuple[int, ...]:
+    """Random numbers, the same on every rank: one for each dimension of a value, and one for their number."""
+    return tuple(np.random.default_rng(position).integers(1 << 30, size=_MAX_DIMENSIONS + 1).tolist())
 
 
 def _user_line() -> str:

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Callable
 
 import tensorflow as tf
 
 from npu_device.cluster.runtime import Runtime
-from npu_device.collectives import shapes
-from npu_device.collectives import tensorflow_backend as backend
+from npu_device.collectives import backend
 from npu_device.collectives.agreement import collective
+from npu_device.collectives.dtypes import REDUCED
 from npu_device.collectives.group import Group
 
 REDUCTIONS = ("sum", "mean", "min", "max", "prod")
-
-# Wider integers carry the narrow ones that TensorFlow's kernels don't take. Sums and products are cut back to the
-# narrow dtype afterwards, which wraps around as they would by themselves.
-_CARRIERS = {
-    tf.int8: tf.int32,
-    tf.int16: tf.int32,
-    tf.uint8: tf.int32,
-    tf.uint16: tf.int32,
-    tf.uint32: tf.int64,
-}
-_DTYPES = (*backend.DTYPES, *_CARRIERS, tf.uint64)
 
 
 @collective("all_reduce", "tensor", "reduction")
@@ -46,22 +36,41 @@ def all_reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str, group: Group
         ValueError: another reduction.
         TypeError: a dtype that can't be reduced.
     """
-    require_reduction("all_reduce", tensor.dtype, reduction)
-    size = group.size
-    merge = "sum" if reduction == "mean" else reduction
+    [[reduced]] = all_reduce_segments(runtime, [[tensor]], reduction, group, None)
+    return reduced
 
-    def reduce(value: tf.Tensor) -> tf.Tensor:
-        return shapes.with_an_element(lambda some: backend.all_reduce(runtime, some, merge, group), value)
 
-    if tensor.dtype.is_floating:
-        return _reduce_floating(reduce, tensor, reduction, size)
-    if tensor.dtype == tf.uint64:
-        reduced = _reduce_uint64(reduce, tensor, merge)
-    else:
-        reduced = reduce(tf.cast(tensor, _CARRIERS.get(tensor.dtype, tensor.dtype)))
-    if reduction == "mean":
-        return tf.cast(tf.cast(reduced, tf.float64) / size, mean_dtype(tensor.dtype))
-    return tf.cast(reduced, tensor.dtype)
+def all_reduce_segments(
+    runtime: Runtime, segments: Sequence[Sequence[tf.Tensor]], reduction: str, group: Group, wire: tf.DType | None
+) -> list[list[tf.Tensor]]:
+    """Reduce segments of tensors; the ranks have agreed on them already.
+
+    Args:
+        runtime: the running cluster.
+        segments: each of one dtype; a segment of several tensors has static shapes only. Each is reduced as soon as its
+            own tensors are there.
+        reduction: as in ``all_reduce``.
+        group: the group, of which this rank is a member.
+        wire: dtype of float32 and float64 while they travel, or None.
+
+    Returns:
+        The results in the same lists, as ``all_reduce`` gives them, and differentiable like those.
+
+    Raises:
+        ValueError: another reduction.
+        TypeError: a dtype that can't be reduced.
+    """
+    for segment in segments:
+        require_reduction("all_reduce", segment[0].dtype, reduction)
+    results: list[list[tf.Tensor]] = [[] for _ in segments]
+    for floating in (True, False):
+        places = [place for place, segment in enumerate(segments) if segment[0].dtype.is_floating == floating]
+        if places:
+            lists = [segments[place] for place in places]
+            reduced = _reduce(runtime, lists, reduction, group, wire if floating else None)
+            for place, tensors in zip(places, reduced):
+                results[place] = tensors
+    return results
 
 
 def require_reduction(operation: str, dtype: tf.DType, reduction: str) -> None:
@@ -73,44 +82,39 @@ def require_reduction(operation: str, dtype: tf.DType, reduction: str) -> None:
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction {reduction!r} is unknown; expected one of {', '.join(map(repr, REDUCTIONS))}")
-    if dtype not in _DTYPES:
+    if dtype not in REDUCED:
         raise TypeError(
             f"{operation} can't reduce dtype {dtype.name}; expected one of "
-            f"{', '.join(dtype.name for dtype in _DTYPES)}. Cast the tensor first."
+            f"{', '.join(dtype.name for dtype in REDUCED)}. Cast the tensor first."
         )
 
 
-def mean_dtype(dtype: tf.DType) -> tf.DType:
-    """The dtype of a mean, as ``tf.divide`` has it."""
-    if dtype.is_floating:
-        return dtype
-    return tf.float32 if dtype.size < 4 else tf.float64
+def _reduce(
+    runtime: Runtime, segments: Sequence[Sequence[tf.Tensor]], reduction: str, group: Group, wire: tf.DType | None
+) -> list[list[tf.Tensor]]:
+    """Segments that are all of floating-point dtypes, or none."""
+    if not segments[0][0].dtype.is_floating:
+        return backend.all_reduce(runtime, segments, reduction, group)
 
-
-def _reduce_uint64(reduce: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor, merge: str) -> tf.Tensor:
-    """In int64, whose sums and products have the same bits, and whose order is the same with the top bit flipped."""
-    flip = tf.int64.min if merge in ("min", "max") else 0
-    reduced = reduce(tf.bitwise.bitwise_xor(tf.bitcast(tensor, tf.int64), tf.constant(flip, tf.int64)))
-    return tf.bitcast(tf.bitwise.bitwise_xor(reduced, tf.constant(flip, tf.int64)), tf.uint64)
-
-
-def _reduce_floating(
-    reduce: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor, reduction: str, size: int
-) -> tf.Tensor:
-    def scaled(value: tf.Tensor) -> tf.Tensor:
-        reduced = reduce(value)
-        return reduced * tf.cast(1.0 / size, value.dtype) if reduction == "mean" else reduced
+    def in_segments(tensors: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
+        left = iter(tensors)
+        return [[next(left) for _ in segment] for segment in segments]
 
     @tf.custom_gradient
-    def differentiable(value: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], Any]]:
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+    def call(*values: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
+        def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
             if reduction not in ("sum", "mean"):
                 raise LookupError(
                     f"all_reduce has no gradient for reduction {reduction!r}; it is differentiable for 'sum' and 'mean'"
                 )
             # Through the same door, so that second derivatives work.
-            return _reduce_floating(reduce, upstream, reduction, size)
+            return _flat(_reduce(runtime, in_segments(upstream), reduction, group, wire))
 
-        return scaled(value), gradient
+        return _flat(backend.all_reduce(runtime, in_segments(values), reduction, group, wire)), gradient
 
-    return differentiable(tensor)
+    reduced = call(*_flat(segments))
+    return in_segments(reduced if isinstance(reduced, (list, tuple)) else [reduced])
+
+
+def _flat(segments: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+    return [tensor for segment in segments for tensor in segment]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from npu_device.cluster.runtime import Runtime
-from npu_device.collectives import tensorflow_backend as backend
+from npu_device.collectives import backend
 from npu_device.collectives.agreement import collective
 from npu_device.collectives.group import Group
 
@@ -23,4 +23,5 @@ def barrier(runtime: Runtime, group: Group) -> tf.Tensor:
         ``tf.function`` it is over when this tensor exists, so that what must come afterwards depends on it
         (``tf.control_dependencies``).
     """
-    return backend.all_reduce(runtime, tf.constant(1), "sum", group)
+    [[count]] = backend.all_reduce(runtime, [[tf.constant(1)]], "sum", group)
+    return count

@@ -1,4 +1,4 @@
-"""broadcast: every rank gets the root's tensors, in few large transfers instead of one a tensor."""
+"""broadcast: every rank gets the root's tensors."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device.cluster.runtime import Runtime
-from npu_device.collectives import shapes, words
-from npu_device.collectives import tensorflow_backend as backend
+from npu_device.collectives import backend, shapes
 from npu_device.collectives.agreement import agreed, describe
+from npu_device.collectives.dtypes import require_bits
 from npu_device.collectives.group import Group
-
-TRANSFER_BYTES = 64 << 20
-"""About how much goes into one transfer: large enough for the full bandwidth, small enough not to double a large
-model's memory.
-"""
 
 
 def broadcast(runtime: Runtime, tensors: Sequence[tf.Tensor], root_rank: int, group: Group) -> list[tf.Tensor]:
@@ -37,6 +32,8 @@ def broadcast(runtime: Runtime, tensors: Sequence[tf.Tensor], root_rank: int, gr
         TypeError: a dtype that isn't made of bits of fixed size (strings, resources).
     """
     shapes.require_member("root_rank", root_rank, group)
+    for tensor in tensors:
+        require_bits(tensor.dtype)
     if not tensors:
         return []
 
@@ -50,32 +47,7 @@ def broadcast(runtime: Runtime, tensors: Sequence[tf.Tensor], root_rank: int, gr
 
     @tf.custom_gradient
     def differentiable(*values: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
-        return _send(runtime, values, root_rank, group), backward
+        return backend.broadcast(runtime, values, root_rank, group), backward
 
     with agreed(runtime, group, describe("broadcast", tensors, root_rank=root_rank), tensors):
         return list(differentiable(*tensors))
-
-
-def _send(runtime: Runtime, tensors: Sequence[tf.Tensor], root_rank: int, group: Group) -> list[tf.Tensor]:
-    results: list[tf.Tensor] = []
-    for transfer in _transfers(tensors):
-        received = shapes.with_an_element(
-            lambda vector: backend.broadcast(runtime, vector, root_rank, group), words.pack(transfer)
-        )
-        results.extend(words.unpack(received, transfer))
-    return results
-
-
-def _transfers(tensors: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
-    """Cut the list, in its order, into transfers of about ``TRANSFER_BYTES``. A tensor of unknown size goes alone."""
-    transfers: list[list[tf.Tensor]] = []
-    room = 0
-    for tensor in tensors:
-        count = words.count(tensor)
-        size = count * 4 if isinstance(count, int) else TRANSFER_BYTES
-        if not transfers or size > room:
-            transfers.append([])
-            room = TRANSFER_BYTES
-        transfers[-1].append(tensor)
-        room -= size
-    return transfers

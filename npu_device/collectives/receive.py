@@ -7,9 +7,9 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device.cluster.runtime import Runtime
-from npu_device.collectives import tensorflow_backend as backend
-from npu_device.collectives import words
+from npu_device.collectives import backend
 from npu_device.collectives.agreement import agreed, describe
+from npu_device.collectives.dtypes import require_bits
 from npu_device.collectives.group import Group
 from npu_device.collectives.pair import pair_of
 
@@ -34,12 +34,8 @@ def receive(runtime: Runtime, shape: Any, dtype: tf.DType, tag: int, source: int
     """
     pair = pair_of(group, source, group.rank, tag)
     like = tf.TensorSpec(shape, dtype)
-    words.require_bits(like.dtype)
-    elements = like.shape.num_elements()
-    if elements is None:
+    require_bits(like.dtype)
+    if not like.shape.is_fully_defined():
         raise ValueError(f"receive needs to know every dimension of what comes; found shape {like.shape}")
-    length = words.words_for(elements, like.dtype)
-    # As shapes.with_an_element has it on the other side.
     with agreed(runtime, pair, describe("send and receive", [like], tag=tag), [like]):
-        vector = backend.broadcast_receive(runtime, tf.constant([max(length, 1)]), tf.int32, pair)[:length]
-    return tf.reshape(words.from_words(vector[tf.newaxis], like.dtype, elements), like.shape)
+        return backend.receive(runtime, like, 1 - pair.rank, pair)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import tensorflow as tf
 
 from npu_device.cluster.runtime import Runtime
-from npu_device.collectives import moving, shapes
+from npu_device.collectives import backend, moving, shapes
 from npu_device.collectives.agreement import collective
-from npu_device.collectives.all_reduce import all_reduce
+from npu_device.collectives.all_reduce import require_reduction
 from npu_device.collectives.group import Group
 
 
@@ -31,12 +31,13 @@ def reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str, root_rank: int, 
         ValueError: another reduction, or the root is not in the group.
         TypeError: a dtype that can't be reduced.
 
-    TensorFlow can't reduce to one rank only; this moves as many bytes as ``all_reduce``.
+    TensorFlow can't reduce to one rank only: between hosts this moves as many bytes as ``all_reduce``.
     """
+    require_reduction("reduce", tensor.dtype, reduction)
     shapes.require_member("root_rank", root_rank, group)
 
     def forward(value: tf.Tensor) -> tf.Tensor:
-        reduced = all_reduce(runtime, value, reduction, group)
+        reduced = backend.reduce(runtime, value, reduction, root_rank, group)
         if group.rank == root_rank:
             return reduced
         with tf.control_dependencies([reduced]):

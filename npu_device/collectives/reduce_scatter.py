@@ -7,7 +7,8 @@ import tensorflow as tf
 from npu_device.cluster.runtime import Runtime
 from npu_device.collectives import moving, shapes
 from npu_device.collectives.agreement import collective
-from npu_device.collectives.all_reduce import mean_dtype, require_reduction
+from npu_device.collectives.all_reduce import require_reduction
+from npu_device.collectives.dtypes import mean_dtype
 from npu_device.collectives.group import Group
 
 _REDUCE = {"sum": tf.reduce_sum, "min": tf.reduce_min, "max": tf.reduce_max, "prod": tf.reduce_prod}

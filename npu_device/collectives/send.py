@@ -7,9 +7,9 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device.cluster.runtime import Runtime
-from npu_device.collectives import shapes, words
-from npu_device.collectives import tensorflow_backend as backend
+from npu_device.collectives import backend
 from npu_device.collectives.agreement import agreed, describe
+from npu_device.collectives.dtypes import require_bits
 from npu_device.collectives.group import Group
 from npu_device.collectives.pair import pair_of
 
@@ -36,9 +36,7 @@ def send(runtime: Runtime, tensor: tf.Tensor, tag: int, destination: int, group:
     is no gradient: nothing of the send comes back to this rank.
     """
     pair = pair_of(group, group.rank, destination, tag)
-    words.require_bits(tensor.dtype)
+    require_bits(tensor.dtype)
     with agreed(runtime, pair, describe("send and receive", [tensor], tag=tag), [tensor]):
-        sent = shapes.with_an_element(
-            lambda vector: backend.broadcast(runtime, vector, pair.rank, pair), words.pack([tensor])
-        )
+        [sent] = backend.broadcast(runtime, [tensor], pair.rank, pair)
     return None if tf.executing_eagerly() else sent.op

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Callable
+from typing import Callable, Union
 
 import tensorflow as tf
 
 from npu_device.collectives.group import Group
-from npu_device.collectives.words import Count
+
+Count = Union[int, tf.Tensor]  # a number that is known while tracing, or an int32 scalar
 
 
 def require_member(what: str, rank: int, group: Group) -> None:
@@ -79,16 +80,3 @@ def require_vector(operation: str, data: tf.Tensor) -> None:
             f"{operation} exchanges blocks of a one-dimensional buffer; found shape {data.shape}. What to do: "
             "tf.reshape(data, [-1]), and counts and displacements in elements."
         )
-
-
-def with_an_element(move: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:
-    """``move(tensor)``, for a move that keeps the shape and must not get a tensor without elements: TensorFlow's
-    kernels crash on those now and then (two reductions in one graph, TensorFlow 2.20), so that one element is sent.
-    """
-    if tensor.shape.num_elements():
-        return move(tensor)
-    elements = tf.size(tensor)
-    moved = move(tf.pad(tf.reshape(tensor, [-1]), [[0, tf.cast(elements == 0, tf.int32)]]))
-    result = tf.reshape(moved[:elements], tf.shape(tensor))
-    result.set_shape(tensor.shape)
-    return result

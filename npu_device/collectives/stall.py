@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 import weakref
-from typing import Any
+from typing import Any, Callable, Protocol, cast
 
 import tensorflow as tf
 
@@ -23,19 +23,23 @@ _ANSWER_SECONDS = 2.0
 _LARGEST = 0x7FFFFFFF
 
 
-class Watch:
-    """How far one group's agreements have come on this rank. The counters live in TensorFlow, so that graphs can move
-    them.
-    """
+class Watch(Protocol):
+    """How far one group's collectives have come on this rank."""
 
-    def __init__(self, runtime: Runtime, group: Group) -> None:
+    def position(self) -> dict[str, Any]:
+        """How many this rank has begun, whether it waits for others in the last one, and which call that is."""
+
+
+class GraphWatch:
+    """A watch whose counters live in TensorFlow, so that the operations of a graph can move them."""
+
+    def __init__(self, runtime: Runtime) -> None:
         with tf.init_scope(), tf.device(runtime.device("CPU")):
             self._begun = _compat.plain_variable(tf.constant(0, tf.int32))
             self._ended = _compat.plain_variable(tf.constant(0, tf.int32))
             self._current = _compat.plain_variable(tf.constant(0, tf.int32))
         self._calls: list[dict[str, Any]] = []
         self._numbers: dict[str, int] = {}
-        runtime.health.count_collectives_with(group.name, group.ranks, lambda: self.position()["begun"])
 
     def begin(self, call: dict[str, Any]) -> tf.Tensor:
         """Note, when it is run, that this rank has come to a call."""
@@ -58,6 +62,31 @@ class Watch:
         return {"begun": begun, "waiting": begun > ended, "call": call}
 
 
+class LocalWatch:
+    """A watch whose counters live in Python, for collectives that Python runs."""
+
+    def __init__(self) -> None:
+        self._begun = 0
+        self._ended = 0
+        self._call: dict[str, Any] | None = None
+
+    def begin(self, call: dict[str, Any] | None) -> int:
+        """Note that this rank has begun a collective; its position in the group's sequence. None is another one of the
+        same call.
+        """
+        self._begun += 1
+        self._call = call or self._call
+        return self._begun - 1
+
+    def end(self) -> None:
+        """Note that one is over."""
+        self._ended += 1
+
+    def position(self) -> dict[str, Any]:
+        """Where this rank is."""
+        return {"begun": self._begun, "waiting": self._begun > self._ended, "call": self._call}
+
+
 class StallWatch:
     """One daemon thread a process that looks at all groups."""
 
@@ -71,10 +100,11 @@ class StallWatch:
         runtime.health.on_event("here", self._note)
         threading.Thread(target=self._run, name="npu_device-stall", daemon=True).start()
 
-    def watch(self, runtime: Runtime, group: Group) -> Watch:
+    def watch(self, runtime: Runtime, group: Group, make: Callable[[], Watch]) -> Watch:
         """The watch of a group, made at its first use."""
         if group not in self._watches:
-            self._watches[group] = Watch(runtime, group)
+            watch = self._watches[group] = make()
+            runtime.health.count_collectives_with(group.name, group.ranks, lambda: watch.position()["begun"])
         return self._watches[group]
 
     def _run(self) -> None:
@@ -171,6 +201,11 @@ def watch_for_stalls(runtime: Runtime) -> None:
     _watches[runtime] = StallWatch(runtime)
 
 
-def watch_of(runtime: Runtime, group: Group) -> Watch:
-    """The watch of a group of a running cluster."""
-    return _watches[runtime].watch(runtime, group)
+def graph_watch_of(runtime: Runtime, group: Group) -> GraphWatch:
+    """The watch of a group that TensorFlow serves."""
+    return cast(GraphWatch, _watches[runtime].watch(runtime, group, lambda: GraphWatch(runtime)))
+
+
+def local_watch_of(runtime: Runtime, group: Group) -> LocalWatch:
+    """The watch of a group that shares memory."""
+    return cast(LocalWatch, _watches[runtime].watch(runtime, group, LocalWatch))

@@ -19,16 +19,7 @@ import tensorflow as tf
 
 from npu_device import device
 from npu_device.cluster.runtime import Runtime
-from npu_device.collectives import all_gather as _all_gather
-from npu_device.collectives import all_reduce as _all_reduce
-from npu_device.collectives import all_to_all_v as _all_to_all_v
-from npu_device.collectives import all_to_all_vc as _all_to_all_vc
 from npu_device.collectives import blocks as _blocks
-from npu_device.collectives import broadcast as _broadcast
-from npu_device.collectives import receive as _receive
-from npu_device.collectives import reduce as _reduce
-from npu_device.collectives import reduce_scatter as _reduce_scatter
-from npu_device.collectives import send as _send
 from npu_device.collectives.group import WORLD_GROUP, Group, group_of
 from npu_device.distribute.remote_ops import (
     gather_all_to_all_v,
@@ -38,6 +29,8 @@ from npu_device.distribute.remote_ops import (
     remote_write,
 )
 from npu_device.gradients.fusion import check_fusion, check_fusion_0_or_2
+from npu_device.sessions import graph_collectives as _collectives
+from npu_device.sessions.outside import in_session_graph
 
 __all__ = [
     "all_to_all_v",
@@ -86,7 +79,7 @@ def allreduce(tensor: Any, reduction: str, fusion: int = 1, fusion_id: int = -1,
     if joined is None:
         return tensor
     runtime, members = joined
-    return _all_reduce.all_reduce(runtime, tf.convert_to_tensor(tensor), reduction, members)
+    return _collectives.all_reduce(runtime, tf.convert_to_tensor(tensor), reduction, members)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -110,14 +103,15 @@ def allgather(tensor: Any, rank_size: int, group: str = WORLD_GROUP) -> Any:
     if joined is None:
         return tensor
     runtime, members = joined
-    return _all_gather.all_gather(runtime, tf.convert_to_tensor(tensor), members)
+    return _collectives.all_gather(runtime, tf.convert_to_tensor(tensor), members)
 
 
 @tf.autograph.experimental.do_not_convert
 def broadcast(
     tensor: Sequence[Any], root_rank: int, fusion: int = 2, fusion_id: int = 0, group: str = WORLD_GROUP
 ) -> list[Any]:
-    """Send the root's tensors to every rank. Nothing is assigned: ``npu.distribute.broadcast`` does that.
+    """Send the root's tensors to every rank. Nothing is assigned (``npu.distribute.broadcast`` does that); but in a
+    graph for a session variables are overwritten when the result is fetched, as on Ascend.
 
     Args:
         tensor: a list of tensors or variables, with the same shapes and dtypes on every rank.
@@ -140,7 +134,10 @@ def broadcast(
     if joined is None:
         return list(tensor)
     runtime, members = joined
-    return _broadcast.broadcast(runtime, [tf.convert_to_tensor(value) for value in tensor], root_rank, members)
+    sent = _collectives.broadcast(runtime, [tf.convert_to_tensor(value) for value in tensor], root_rank, members)
+    if not in_session_graph():
+        return sent
+    return [_assigned(value, result) for value, result in zip(tensor, sent)]
 
 
 @tf.autograph.experimental.do_not_convert
@@ -170,7 +167,7 @@ def reduce(
     if joined is None:
         return tensor
     runtime, members = joined
-    return _reduce.reduce(runtime, tf.convert_to_tensor(tensor), reduction, root_rank, members)
+    return _collectives.reduce(runtime, tf.convert_to_tensor(tensor), reduction, root_rank, members)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -197,7 +194,7 @@ def reduce_scatter(tensor: Any, reduction: str, rank_size: int, group: str = WOR
     if joined is None:
         return tensor
     runtime, members = joined
-    return _reduce_scatter.reduce_scatter(runtime, tf.convert_to_tensor(tensor), reduction, members)
+    return _collectives.reduce_scatter(runtime, tf.convert_to_tensor(tensor), reduction, members)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -221,7 +218,7 @@ def send(tensor: Any, sr_tag: int, dest_rank: int, group: str = WORLD_GROUP) -> 
     each other. Inside one ``tf.function`` they don't.
     """
     runtime, members = _join_others("send", group)
-    return _send.send(runtime, tf.convert_to_tensor(tensor), sr_tag, dest_rank, members)
+    return _collectives.send(runtime, tf.convert_to_tensor(tensor), sr_tag, dest_rank, members)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -244,7 +241,7 @@ def receive(shape: Any, data_type: Any, sr_tag: int, src_rank: int, group: str =
         TypeError: a dtype that has no bits to send.
     """
     runtime, members = _join_others("receive", group)
-    return _receive.receive(runtime, shape, tf.as_dtype(data_type), sr_tag, src_rank, members)
+    return _collectives.receive(runtime, shape, tf.as_dtype(data_type), sr_tag, src_rank, members)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -281,7 +278,7 @@ def all_to_all_v(
         incoming = _blocks.checked("recv", recv_counts, recv_displacements, 1)
         return _blocks.join(_blocks.cut(data, outgoing, incoming.counts[0]), incoming)
     runtime, members = joined
-    return _all_to_all_v.all_to_all_v(
+    return _collectives.all_to_all_v(
         runtime, data, send_counts, send_displacements, recv_counts, recv_displacements, members
     )
 
@@ -323,11 +320,19 @@ def all_to_all_v_c(
         outgoing = _blocks.packed(_blocks.whole_numbers("send_count_matrix", send_count_matrix, [1, 1])[0])
         return _blocks.join(_blocks.cut(data, outgoing, outgoing.counts[0]), outgoing)
     runtime, members = joined
-    return _all_to_all_vc.all_to_all_vc(runtime, data, send_count_matrix, members)
+    return _collectives.all_to_all_vc(runtime, data, send_count_matrix, members)
 
 
 alltoallv = all_to_all_v
 alltoallvc = all_to_all_v_c
+
+
+def _assigned(value: Any, result: tf.Tensor) -> tf.Tensor:
+    """The result; fetching it has the variable overwritten, if it is the value of one."""
+    if not hasattr(value, "assign"):
+        return result
+    with tf.control_dependencies([tf.compat.v1.assign(value, result)]):
+        return tf.identity(result)
 
 
 def _join(group: str) -> tuple[Runtime, Group] | None:

@@ -13,6 +13,7 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device import _compat
+from npu_device.profiling.steps import iteration
 
 _REDUCTION = "_npu_gradient_reduction"
 _FRAMES = 6
@@ -24,7 +25,12 @@ _as_it_is = tf.autograph.experimental.do_not_convert
 def is_wrapped(optimizer: Any) -> bool:
     """True when the optimizer, or the one inside a loss-scale optimizer, reduces its gradients already."""
     inner = getattr(optimizer, "inner_optimizer", None)
-    return _REDUCTION in vars(optimizer) or (inner is not None and _REDUCTION in vars(inner))
+    return reduction_of(optimizer) is not None or (inner is not None and reduction_of(inner) is not None)
+
+
+def reduction_of(optimizer: Any) -> Any:
+    """The ``GradientReduction`` of a wrapped optimizer; None of another one."""
+    return vars(optimizer).get(_REDUCTION)
 
 
 def install(optimizer: Any, keras: Any, reduction: Any) -> None:
@@ -66,7 +72,8 @@ def install(optimizer: Any, keras: Any, reduction: Any) -> None:
 
 @_as_it_is
 def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-    return type(self).apply(self, getattr(self, _REDUCTION).reduce(grads), trainable_variables)
+    with iteration():
+        return type(self).apply(self, getattr(self, _REDUCTION).reduce_once(list(grads)), trainable_variables)
 
 
 @_as_it_is
@@ -105,7 +112,8 @@ def _check_finite(self: Any, grads: Any) -> Any:
 
 @_as_it_is
 def _apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-    return type(self).apply_gradients(self, _reduce_pairs(self, grads_and_vars), *args, **kwargs)
+    with iteration():
+        return type(self).apply_gradients(self, _reduce_pairs(self, grads_and_vars), *args, **kwargs)
 
 
 @_as_it_is

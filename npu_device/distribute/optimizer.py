@@ -16,8 +16,9 @@ from npu_device import _compat, device
 from npu_device.cluster.runtime import Runtime
 from npu_device.collectives.group import WORLD_GROUP, Group, group_of
 from npu_device.distribute import keras_hooks
-from npu_device.gradients.reduce import Gradient, Reduction, reduce_list
+from npu_device.gradients.reduce import Gradient, Reduction
 from npu_device.options import global_options
+from npu_device.sessions.graph_collectives import reduce_list
 
 
 def npu_distributed_keras_optimizer_wrapper(
@@ -101,10 +102,11 @@ class GradientReduction:
     def reduce_once(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Like ``reduce``, but what has just come from there goes through as it is.
 
-        A tf-keras loss-scale optimizer lets its inner optimizer aggregate the gradients first and apply them later.
+        A loss-scale optimizer has them reduced first, and applied by its inner optimizer later, if they are finite.
         """
         done = {id(gradient) for reference in self._reduced if (gradient := reference()) is not None}
-        if all(gradient is None or id(gradient) in done for gradient in gradients):
+        present = [gradient for gradient in gradients if gradient is not None]
+        if present and all(id(gradient) in done for gradient in present):
             return list(gradients)
         return self.reduce(gradients)
 

@@ -8,8 +8,9 @@ import tensorflow as tf
 
 from npu_device import device
 from npu_device.collectives.group import WORLD_GROUP, group_of
-from npu_device.gradients.reduce import Reduction, reduce_list
+from npu_device.gradients.reduce import Reduction
 from npu_device.options import global_options
+from npu_device.sessions.graph_collectives import reduce_list
 
 
 @tf.autograph.experimental.do_not_convert
@@ -46,7 +47,8 @@ def all_reduce(
         RuntimeError: another rank has failed or left; the environment names several ranks but the job can't be joined
             any more.
 
-    Every rank has to make the call; it works eagerly, in tf.function and in loops. Sum and mean are differentiable.
+    Every rank has to make the call; it works eagerly, in tf.function, in loops and in graphs for sessions. Sum and mean
+    are differentiable.
 
     >>> import npu_device as npu
     >>> npu.distribute.all_reduce(3.0)  # a single device

@@ -10,8 +10,9 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device import device
-from npu_device.collectives.broadcast import broadcast
 from npu_device.collectives.group import WORLD_GROUP, group_of
+from npu_device.distribute.variables import overwrite
+from npu_device.sessions.outside import in_session_graph
 
 
 @tf.autograph.experimental.do_not_convert
@@ -25,8 +26,8 @@ def grouping_gradients_apply(apply_func: Callable[..., Any], grads_and_vars: Any
         kwargs: handed on to ``apply_func``.
 
     Returns:
-        On several ranks ``None``; in a tf.function the updates run with the function. On a single device what
-        ``apply_func`` returns for all pairs.
+        On several ranks ``None``, and in a graph for a session the operation that does it all; in a tf.function the
+        updates run with the function. On a single device what ``apply_func`` returns for all pairs.
 
     Raises:
         ValueError: there are fewer variables than ranks.
@@ -43,9 +44,9 @@ def grouping_gradients_apply(apply_func: Callable[..., Any], grads_and_vars: Any
     pairs = list(grads_and_vars)
     variables = [variable for _, variable in pairs]
     mine = shares(variables, runtime.cluster.world_size)[runtime.cluster.rank]
-    apply_func([pairs[position] for position in mine], *args, **kwargs)
-    grouping_broadcast(variables)
-    return None
+    applied = apply_func([pairs[position] for position in mine], *args, **kwargs)
+    with tf.control_dependencies([applied] if in_session_graph() else []):
+        return grouping_broadcast(variables)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -56,7 +57,8 @@ def grouping_broadcast(variables: Any) -> Any:
         variables: variables of the same number, shapes and dtypes on every rank.
 
     Returns:
-        ``None`` on several ranks, ``variables`` on a single device.
+        On several ranks ``None``, and in a graph for a session the operation that does it; ``variables`` on a single
+        device.
 
     Raises:
         ValueError: there are fewer variables than ranks.
@@ -69,11 +71,11 @@ def grouping_broadcast(variables: Any) -> Any:
         return variables
     group = group_of(runtime, WORLD_GROUP)
     variables = list(variables)
-    for owner, share in enumerate(shares(variables, group.size)):
-        tensors = [tf.convert_to_tensor(variables[position]) for position in share]
-        for position, tensor in zip(share, broadcast(runtime, tensors, owner, group)):
-            variables[position].assign(tensor)
-    return None
+    sent = [
+        overwrite(runtime, [variables[position] for position in share], owner, group)
+        for owner, share in enumerate(shares(variables, group.size))
+    ]
+    return tf.group(sent) if in_session_graph() else None
 
 
 def shares(variables: Sequence[Any], count: int) -> list[range]:

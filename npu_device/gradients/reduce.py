@@ -16,12 +16,14 @@ import tensorflow as tf
 
 from npu_device.cluster.runtime import Runtime
 from npu_device.collectives.agreement import agreed, describe
-from npu_device.collectives.all_reduce import REDUCTIONS, all_reduce
+from npu_device.collectives.all_reduce import REDUCTIONS, all_reduce_segments
+from npu_device.collectives.backend import shares_memory
 from npu_device.collectives.group import Group
 from npu_device.gradients.fusion import check_fusion
 from npu_device.gradients.segments import cut
 from npu_device.gradients.sparse import reduce_slices
 from npu_device.gradients.split_strategy import MAX_SEGMENTS
+from npu_device.profiling.steps import traced_reduction
 
 Gradient = Optional[Union[tf.Tensor, tf.IndexedSlices]]
 
@@ -58,6 +60,11 @@ class Reduction:
         if self.compression is not None and self.kind not in ("sum", "mean"):
             raise ValueError(f"compression goes with sum and mean; found reduction {self.kind!r}")
 
+    @property
+    def wire(self) -> tf.DType | None:
+        """The dtype of float32 and float64 while they travel; None for their own."""
+        return None if self.compression is None else _WIRE_DTYPES[self.compression]
+
 
 def reduce_list(runtime: Runtime, values: Sequence[Gradient], reduction: Reduction, group: Group) -> list[Gradient]:
     """Reduce a list of tensors over a group.
@@ -87,15 +94,28 @@ def reduce_list(runtime: Runtime, values: Sequence[Gradient], reduction: Reducti
         compression=reduction.compression or "none",
     )
     results: list[Gradient] = [None] * len(values)
-    with agreed(runtime, group, call, values), _all_first(values, reduction):
-        for positions in segments:
-            reduced = _reduce_segment(runtime, [values[position] for position in positions], reduction, group)
-            for position, tensor in zip(positions, reduced):
+    seen = traced(runtime, values, segments, reduction, group)
+    with seen as trace, agreed(runtime, group, call, values), _all_first(values, reduction):
+        reduced = all_reduce_segments(
+            runtime, [[values[i] for i in positions] for positions in segments], reduction.kind, group, reduction.wire
+        )
+        for positions, tensors in zip(segments, reduced):
+            trace.segment(tensors)
+            for position, tensor in zip(positions, tensors):
                 results[position] = tensor
         for position, value in enumerate(values):
             if isinstance(value, tf.IndexedSlices):
                 results[position] = reduce_slices(runtime, value, reduction.kind, group)
+                trace.segment([results[position]])
     return results
+
+
+def traced(
+    runtime: Runtime, values: Sequence[Gradient], segments: Sequence[Sequence[int]], reduction: Reduction, group: Group
+) -> contextlib.AbstractContextManager[Any]:
+    """What the iteration trace sees of a reduction, see ``profiling.steps``."""
+    backend = "shared_memory" if shares_memory(runtime, group) else "tensorflow"
+    return traced_reduction(values, segments, reduction.kind, group.name, backend, reduction.overlap)
 
 
 def _summary(segments: Sequence[Sequence[int]]) -> str:
@@ -112,24 +132,3 @@ def _all_first(values: Sequence[Gradient], reduction: Reduction) -> Any:
     if reduction.overlap:
         return contextlib.nullcontext()
     return tf.control_dependencies([value for value in values if isinstance(value, tf.Tensor)])
-
-
-def _reduce_segment(
-    runtime: Runtime, tensors: Sequence[tf.Tensor], reduction: Reduction, group: Group
-) -> list[tf.Tensor]:
-    """Tensors of one dtype through one collective."""
-    if len(tensors) == 1:
-        return [_reduce_one(runtime, tensors[0], reduction, group)]
-    packed = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
-    reduced = _reduce_one(runtime, packed, reduction, group)
-    parts = tf.split(reduced, [tensor.shape.num_elements() for tensor in tensors])
-    return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors)]
-
-
-def _reduce_one(runtime: Runtime, tensor: tf.Tensor, reduction: Reduction, group: Group) -> tf.Tensor:
-    if reduction.compression is None or tensor.dtype not in (tf.float32, tf.float64):
-        return all_reduce(runtime, tensor, reduction.kind, group)
-    # The mean's division comes first, so that 16 bits hold the sum as well as they hold one rank's values.
-    share = tensor / group.size if reduction.kind == "mean" else tensor
-    narrow = tf.cast(share, _WIRE_DTYPES[reduction.compression])
-    return tf.cast(all_reduce(runtime, narrow, "sum", group), tensor.dtype)

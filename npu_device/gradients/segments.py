@@ -9,7 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device.gradients.order import production_order
-from npu_device.gradients.split_strategy import segment_result, segments
+from npu_device.gradients.split_strategy import is_set, segment_result, segments
+from npu_device.tuning.split_choice import ends_for
 
 _log = logging.getLogger("npu_device")
 _logged: set[str] = set()
@@ -47,7 +48,8 @@ def cut(tensors: Sequence[Any], reduction: str, fusion: int, group: str) -> list
             found.append(order)
             continue
         sizes = [tensors[position].shape.num_elements() * dtype.size for position in order]
-        ends = segments(sizes, group)
+        # What the script itself has set goes before the environment.
+        ends = (None if is_set(group) else ends_for(sizes, dtype.name, group)) or segments(sizes, group)
         _log_once(f"{segment_result(ends)} of {len(order)} {dtype.name} gradients in group {group!r}")
         starts = [0, *(end + 1 for end in ends[:-1])]
         found.extend(order[start : end + 1] for start, end in zip(starts, ends))

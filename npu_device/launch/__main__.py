@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from npu_device.launch import arguments, job
+from npu_device import environment
+from npu_device.launch import arguments, job, tune
 
 
 def main() -> None:
     """Run the launcher with the command line of this process, and exit with the job's exit code."""
-    sys.exit(job.run(arguments.parse(sys.argv[1:])))
+    options = arguments.parse(sys.argv[1:])
+    tuning = options.tune or environment.AOE_MODE.raw() == "4"
+    sys.exit(tune.run(options) if tuning else job.run(options))
 
 
 if __name__ == "__main__":

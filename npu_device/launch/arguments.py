@@ -40,6 +40,8 @@ class Options:
         tee: with ``log_dir``, write to the console too.
         job_id: the job's name; None leaves it to ``JOB_ID`` of the environment, or to the launcher.
         grace: seconds between the request to stop and the kill.
+        trace: directory for an iteration trace; None for none.
+        tune: run the script several times for a few steps, and find the best gradient split.
     """
 
     command: tuple[str, ...]
@@ -52,6 +54,8 @@ class Options:
     tee: bool = False
     job_id: str | None = None
     grace: float = 5.0
+    trace: str | None = None
+    tune: bool = False
 
     @property
     def world_size(self) -> int:
@@ -84,6 +88,8 @@ def parse(argv: Sequence[str]) -> Options:
                 f"--nnodes {given.nnodes} needs {names} too: run npurun once on every node, with --node-rank 0 to "
                 f"{given.nnodes - 1} and everywhere the same address of node 0 as --master-addr"
             )
+    if given.trace is not None and given.tune:
+        parser.error("--tune makes traces of its own: leave --trace out")
     node_rank = given.node_rank or 0
     if not 0 <= node_rank < given.nnodes:
         parser.error(f"--node-rank {node_rank}: with --nnodes {given.nnodes} it is 0 to {given.nnodes - 1}")
@@ -98,6 +104,8 @@ def parse(argv: Sequence[str]) -> Options:
         tee=given.tee,
         job_id=given.job_id,
         grace=given.grace,
+        trace=given.trace,
+        tune=given.tune,
     )
 
 
@@ -116,6 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     _add(parser, "--tee", action="store_true", help="with --log-dir: write to the console as well")
     _add(parser, "--job-id", type=_job_id, metavar="ID", help="name of the job (default $JOB_ID, else a new one)")
     _add(parser, "--grace", type=_seconds, default=5.0, metavar="S", help="seconds from asking to killing (default 5)")
+    _add(parser, "--trace", metavar="DIR", help="trace the iterations into DIR, with a report (npu-trace)")
+    _add(parser, "--tune", action="store_true", help="run the script a few times to find the best gradient split")
     several = parser.add_argument_group("several nodes (run npurun once on each)")
     _add(several, "--nnodes", type=_positive, default=1, metavar="N", help="number of nodes (default 1)")
     _add(several, "--node-rank", type=int, metavar="R", help="number of this node, from 0")

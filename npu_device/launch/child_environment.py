@@ -5,6 +5,8 @@ The launcher hands its own environment on as a whole; reading single variables i
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 
 # The other two ways to describe a job. With a rank table they are a contradiction, which the ranks would refuse.
@@ -25,6 +27,7 @@ def for_rank(
     table: str,
     job_id: str,
     error_file: str,
+    trace: str | None = None,
 ) -> dict[str, str]:
     """The whole environment of one rank.
 
@@ -36,6 +39,7 @@ def for_rank(
         table: path of the rank table.
         job_id: name of the job.
         error_file: path where the rank leaves a record of its failure (see ``failures``).
+        trace: directory for an iteration trace.
     """
     environment = {name: value for name, value in inherited.items() if name not in _OTHER_SCHEMES}
     environment.update(
@@ -48,4 +52,6 @@ def for_rank(
         NPU_DEVICE_ERROR_FILE=error_file,
         PYTHONUNBUFFERED="1",  # else a rank's output would come in blocks, and the last block of a killed rank never
     )
+    if trace is not None:
+        environment.update(PROFILING_MODE="true", PROFILING_OPTIONS=json.dumps({"output": os.path.abspath(trace)}))
     return environment

@@ -87,6 +87,8 @@ class _Launch:
             pump.finish()
         for log in self._logs:
             log.close()
+        if self._options.trace is not None:
+            self._console.say(f"the trace is in {self._options.trace}: npu-trace {self._options.trace} reports on it")
         return self._conclude(supervisor)
 
     def _start(self, events: queue.SimpleQueue[int | None], port: int) -> None:
@@ -115,6 +117,7 @@ class _Launch:
                 table=table,
                 job_id=job_id,
                 error_file=self._error_file(rank),
+                trace=options.trace,
             )
             log = None
             if options.log_dir is not None:

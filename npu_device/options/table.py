@@ -13,7 +13,7 @@ _MEMORY = "No effect: TensorFlow manages the memory."
 _PRECISION = "No effect: tensors keep the script's dtypes; for mixed precision use `tf.keras.mixed_precision`."
 _TIMEOUT = "No effect: there are no NPU streams to wait for."
 _TUNING = "No effect: there are no NPU kernels to tune."
-_PROFILER = "No effect: no NPU profiler; `tf.profiler` works as usual."
+_TRACE = "Works for `training_trace`, see tracing.md; set before `npu.open`. The other data is the NPU profiler's."
 _DUMP = "No effect: there are no NPU operators to dump; `tf.debugging` works as usual."
 _DEPLOY = "No effect: the model is not cut over devices."
 _DEBUG = "No effect: there is no NPU compiler or device to debug."
@@ -140,15 +140,21 @@ GLOBAL_OPTIONS = Section(
         Section(
             "profiling_config",
             (
-                Rule("enable_profiling", "trace the training", _PROFILER, default=False),
-                Rule("profiling_options", "what to trace, JSON", _PROFILER, default=_PROFILING_OPTIONS),
+                Rule("enable_profiling", "trace the training", _TRACE, default=False),
+                Rule("profiling_options", "what to trace, JSON", _TRACE, default=_PROFILING_OPTIONS),
             ),
         ),
         Section(
             "aoe_config",
             (
-                Rule("aoe_mode", "what to tune: kernels, subgraphs, gradient split", _TUNING, allowed=("1", "2", "4")),
-                Rule("work_path", "directory for the tuner's files", _TUNING, default="./"),
+                Rule(
+                    "aoe_mode",
+                    "what to tune: 1 subgraphs, 2 kernels, 4 gradient split",
+                    "4 works: traces the run, and says at its end how to cut the gradients (docs/tuning.md). 1 and 2 "
+                    "have no effect.",
+                    allowed=("1", "2", "4"),
+                ),
+                Rule("work_path", "directory for the tuner's files", "Works with aoe_mode 4.", default="./"),
                 Rule("aoe_config_file", "file with the tuner's settings", _TUNING),
             ),
         ),

@@ -39,3 +39,69 @@ def npu_optimizer_scope() -> Iterator[None]:
 def npu_gradients_scope() -> Iterator[None]:
     """On an NPU: marks the block as the backward part of the graph. Without effect here."""
     yield
+
+
+@contextlib.contextmanager
+def without_npu_compile_scope() -> Iterator[None]:
+    """On an NPU: operations in the block run on the host. Without effect here."""
+    yield
+
+
+@contextlib.contextmanager
+def npu_variable_scope(placement: object = None) -> Iterator[None]:
+    """On an NPU: the engine for the variables of the block (``NpuExecutePlacement``). Without effect here."""
+    yield
+
+
+@contextlib.contextmanager
+def npu_stage_scope(stage: int) -> Iterator[None]:
+    """On an NPU: the stage of a pipeline that the block belongs to. Without effect here."""
+    yield
+
+
+@contextlib.contextmanager
+def npu_mem_type_scope() -> Iterator[None]:
+    """On an NPU: variables of the block go to another kind of memory. Without effect here."""
+    yield
+
+
+@contextlib.contextmanager
+def npu_weight_prefetch_scope(buffer_pool_id: int = 0, buffer_pool_size: int = 536870912) -> Iterator[None]:
+    """On an NPU: weights of the block are fetched ahead, into a pool of so many bytes. Without effect here."""
+    yield
+
+
+@contextlib.contextmanager
+def op_specified_engine_scope(engine_name: str, kernel_lib_name: str) -> Iterator[None]:
+    """On an NPU: the engine and the kernel library for the block. Without effect here."""
+    yield
+
+
+@contextlib.contextmanager
+def npu_qos_label_scope(label: object) -> Iterator[None]:
+    """On an NPU: the quality of service for the block. Without effect here."""
+    yield
+
+
+@contextlib.contextmanager
+def subgraph_multi_dims_scope(index: int) -> Iterator[None]:
+    """On an NPU: the block is a subgraph with shapes of its own. Without effect here."""
+    yield
+
+
+@contextlib.contextmanager
+def npu_graph_slice_scope(slice_num: int | None = None) -> Iterator[None]:
+    """On an NPU: the block is cut into slices to save memory. Without effect here."""
+    yield
+
+
+@contextlib.contextmanager
+def disable_autofuse() -> Iterator[None]:
+    """On an NPU: operations of the block aren't fused. Without effect here."""
+    yield
+
+
+@contextlib.contextmanager
+def limit_core_num_scope(*arguments: object, **keywords: object) -> Iterator[None]:
+    """On an NPU: how many cores the block may use. Without effect here."""
+    yield

@@ -1,7 +1,7 @@
-"""The backend that works everywhere: TensorFlow's collective operations (ring over gRPC on CPU, NCCL on GPU).
+"""TensorFlow's collective operations as they are: the only door to their kernels.
 
-Only what TensorFlow's kernels take: one dense tensor of one of ``DTYPES``, of the same shape on every rank. What is
-composed of it (other dtypes, ragged sizes, lists) stands in the files of the operations.
+One dense tensor of one of ``DTYPES``, of the same shape on every rank. What is composed of it (other dtypes, tensors
+without elements, lists) stands in ``backend``.
 
 Each execution of an operation gets a fresh instance key from ``sequence``.
 """
@@ -15,7 +15,7 @@ import tensorflow as tf
 from npu_device import _compat
 from npu_device.cluster.runtime import Runtime
 from npu_device.collectives.group import Group
-from npu_device.collectives.sequence import sequence_of
+from npu_device.collectives.tensorflow_backend.sequence import sequence_of
 
 DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 """What TensorFlow's reduction kernels take on the CPU."""

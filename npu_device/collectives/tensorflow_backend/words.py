@@ -6,23 +6,11 @@ A tensor of a narrow dtype takes as many bytes on the wire as it has, rounded up
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Union
 
 import tensorflow as tf
 
-Count = Union[int, tf.Tensor]  # a number that is known while tracing, or an int32 scalar
-
-
-def require_bits(dtype: tf.DType) -> None:
-    """Refuse what isn't made of bits of a fixed number.
-
-    Raises:
-        TypeError: strings, resources and the like.
-    """
-    if not (dtype.is_floating or dtype.is_integer or dtype.is_complex or dtype.is_bool):
-        raise TypeError(
-            f"a tensor of dtype {dtype.name} can't be sent to another rank; expected a numeric dtype or bool"
-        )
+from npu_device.collectives.dtypes import require_bits
+from npu_device.collectives.shapes import Count
 
 
 def count(tensor: tf.Tensor) -> Count:

@@ -1,0 +1,21 @@
+"""Ascend's settings of sessions and Estimators."""
+
+from npu_device.sessions.config import decorator_tf_session
+from npu_device.sessions.run_config import (
+    DumpConfig,
+    DynamicInputConfig,
+    MemoryConfig,
+    NpuExecutePlacement,
+    NPURunConfig,
+    ProfilingConfig,
+)
+
+__all__ = [
+    "DumpConfig",
+    "DynamicInputConfig",
+    "MemoryConfig",
+    "NPURunConfig",
+    "NpuExecutePlacement",
+    "ProfilingConfig",
+    "decorator_tf_session",
+]

@@ -1,0 +1,9 @@
+"""Ascend's loss-scale optimizer. Scripts take the managers from here too."""
+
+from npu_device.sessions.loss_scale import (
+    ExponentialUpdateLossScaleManager,
+    FixedLossScaleManager,
+    NPULossScaleOptimizer,
+)
+
+__all__ = ["ExponentialUpdateLossScaleManager", "FixedLossScaleManager", "NPULossScaleOptimizer"]

@@ -1,0 +1,5 @@
+"""An RNN cell, unrolled."""
+
+from npu_device.ops.static_rnn import npu_dynamic_rnn
+
+__all__ = ["npu_dynamic_rnn"]

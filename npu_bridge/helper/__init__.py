@@ -1,0 +1,1 @@
+"""``from npu_bridge.helper import helper``."""

@@ -1,0 +1,12 @@
+"""The raw operators by way of a function."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from npu_device import gen_npu_ops
+
+
+def get_gen_ops() -> ModuleType:
+    """``npu_device.gen_npu_ops``."""
+    return gen_npu_ops

@@ -1,0 +1,1 @@
+"""``npu_cpu_ops`` and ``lru_cache``."""

@@ -1,0 +1,1 @@
+"""``npu_vector_ops`` and ``npu_cube_ops``."""

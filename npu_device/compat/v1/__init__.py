@@ -1,0 +1,12 @@
+"""``npu_device.compat.v1``: ``SessionConfigBuilder``, and every module of ``npu_bridge`` once more.
+
+The modules below are those of ``npu_bridge``'s directory, loaded under this name. They hold nothing but imports, so
+that both names lead to the same functions and classes.
+"""
+
+import npu_bridge
+from npu_device.sessions.config import SessionConfigBuilder
+
+__path__ = [*__path__, *npu_bridge.__path__]
+
+__all__ = ["SessionConfigBuilder"]

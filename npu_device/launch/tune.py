@@ -1,0 +1,174 @@
+"""``npurun --tune``: runs the script several times, for a few steps each, and lets the tuner compare.
+
+Every run is a npurun of its own, stopped when its trace has enough iterations. What is tried, and what wins, is
+``npu_device.tuning``'s part; how several nodes keep in step is ``tune_nodes``'s.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from npu_device.launch.arguments import Options
+from npu_device.launch.console import Console
+from npu_device.launch.tune_nodes import Follower, Job, Leader
+
+if TYPE_CHECKING:
+    from npu_device.tuning.trials import Budget
+
+DIRECTORY = "npu_tune"
+"""Where everything goes, in the working directory; on several nodes they have to share it."""
+
+_POLL_SECONDS = 0.1
+_TAIL_LINES = 20
+_FAILED = 1
+# What would interfere: another way to ask for tuning, and the split that is to be found.
+_OURS = ("AOE_MODE", "NPU_DEVICE_SPLIT")
+
+
+class RunError(RuntimeError):
+    """A run ended before it had made enough steps; the text has the end of its output."""
+
+
+def run(options: Options, budget: Budget | None = None) -> int:
+    """Tune the script on this node, which leads when it is node 0, and follows otherwise.
+
+    Args:
+        options: the command line.
+        budget: how much is tried; default the tuner's.
+
+    Returns:
+        0, or 1 when a run failed; a signal's number + 128 when one stopped the tuning.
+    """
+    console = Console()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    directory = Path(DIRECTORY).resolve()
+    directory.mkdir(exist_ok=True)
+    try:
+        if options.world_size == 1:
+            raise ValueError("a single rank reduces nothing. What to do: npurun -n 2 --tune …")
+        if options.node_rank == 0:
+            print(_lead(options, budget, directory, console))
+        else:
+            for job in Follower(directory, options.node_rank):
+                _carry_out(job, options, directory)
+    except (RunError, ValueError, OSError) as error:
+        console.say(f"tuning failed: {error}")
+        return _FAILED
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+def _lead(options: Options, budget: Budget | None, directory: Path, console: Console) -> str:
+    """Tune, and return what to tell the user."""
+    # Here and not above: npurun without --tune does without numpy.
+    from npu_device.profiling.records import read
+    from npu_device.tuning import report
+    from npu_device.tuning.cost_model import CostModel
+    from npu_device.tuning.keeping import keep
+    from npu_device.tuning.traced import Traced, traced
+    from npu_device.tuning.trials import COST_FILE, FIRST, WARM_UP, Budget, tune
+
+    for old in (*directory.glob("run*"), *directory.glob(f"{FIRST}*"), directory / COST_FILE):
+        shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+    console.say(f"tuning: traces and output of all runs go to {directory}")
+    with Leader(directory, options.nnodes) as leader:
+
+        def script(name: str, ends: Sequence[int] | None, steps: int) -> Traced:
+            job = Job(name, None, list(ends) if ends else None, WARM_UP + steps)
+            leader.announce(job)
+            _carry_out(job, options, directory)
+            return traced(read(directory / name), WARM_UP)
+
+        def measure(largest: int) -> CostModel:
+            job = Job("collectives", [str(directory / COST_FILE), str(largest)], None, 0)
+            leader.announce(job)
+            _carry_out(job, options, directory)
+            return CostModel.from_dict(json.loads((directory / COST_FILE).read_text(encoding="utf-8")))
+
+        result = tune(script, measure, console.say, budget or Budget())
+    files = keep(result, directory)
+    return (
+        f"{report.prediction(result.traced, result.cost)}\n\n{report.outcome(result)}\n\n"
+        f"Or leave the script as it is and start it with NPU_DEVICE_SPLIT=auto, which reads {files[0]}"
+    )
+
+
+def _carry_out(job: Job, options: Options, directory: Path) -> None:
+    """Run a job's ranks on this node until it has ended, or has made enough iterations.
+
+    Raises:
+        RunError: it ended with an error, or too early.
+    """
+    log = directory / f"{job.name}.log"
+    traces = directory / job.name
+    command = _command(job, options)
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, env=_environment(job, traces), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+        )
+        try:
+            while process.poll() is None and not _is_enough(job, traces, options.world_size):
+                time.sleep(_POLL_SECONDS)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+            process.wait()
+    # A run that was stopped ends with an error, and so does one whose neighbour node was quicker to stop its ranks.
+    done = process.returncode == 0 if job.measuring is not None else _is_enough(job, traces, options.world_size)
+    if not done:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+        counts = ", ".join(str(_iterations(traces, rank)) for rank in range(options.world_size))
+        what = f"{job.name} ended with exit code {process.returncode}"
+        if job.measuring is None:
+            what += f" after {counts} traced iterations (by rank); expected {job.iterations} on every rank"
+        raise RunError(
+            f"{what}.\nLikely cause: the script failed, is too short, doesn't reduce gradients, or sets its own "
+            f"profiling options.\nThe end of its output ({log}):\n{tail}"
+        )
+
+
+def _command(job: Job, options: Options) -> list[str]:
+    launcher = [sys.executable, "-m", "npu_device.launch", "-n", str(options.nproc_per_node)]
+    launcher += ["--job-id", f"tune-{job.key}", "--grace", str(options.grace)]
+    if options.nnodes > 1:
+        launcher += ["--nnodes", str(options.nnodes), "--node-rank", str(options.node_rank)]
+        launcher += ["--master-addr", options.master_addr]
+    if options.master_port is not None:
+        launcher += ["--master-port", str(options.master_port)]
+    if job.measuring is not None:
+        return [*launcher, "-m", "npu_device.launch.measuring", *job.measuring]
+    return [*launcher, "--", *options.command]
+
+
+def _environment(job: Job, traces: Path) -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if name not in _OURS}
+    if job.ends is not None:
+        environment["NPU_DEVICE_SPLIT"] = ",".join(map(str, job.ends))
+    if job.measuring is None:
+        environment["PROFILING_MODE"] = "true"
+        environment["PROFILING_OPTIONS"] = json.dumps({"output": str(traces), "training_trace": "on"})
+        environment["NPU_DEVICE_TRACE_ITERATIONS"] = f"1-{job.iterations}"
+    return environment
+
+
+def _is_enough(job: Job, traces: Path, world_size: int) -> bool:
+    return job.measuring is None and all(_iterations(traces, rank) >= job.iterations for rank in range(world_size))
+
+
+def _iterations(traces: Path, rank: int) -> int:
+    """How many iterations a rank has recorded; its file begins with one line about the run."""
+    try:
+        with (traces / f"rank{rank}" / "iterations.jsonl").open("rb") as file:
+            return max(0, file.read().count(b"\n") - 1)
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,1 @@
+"""The iteration trace: what happened when in a training step, and the report about it."""

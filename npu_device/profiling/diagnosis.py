@@ -1,0 +1,163 @@
+"""Which of the three situations of Ascend's tuning guide a trace shows, and the split to try next.
+
+Source: Ascend TF Adapter, "Adjusting the gradient splitting strategy".
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable
+
+from npu_device.collectives.group_name import WORLD_GROUP
+from npu_device.profiling.figures import RankFigures
+from npu_device.profiling.records import Iteration, RankTrace
+from npu_device.tuning.cost_model import CostModel, fit
+from npu_device.tuning.planner import best_plan, predict
+from npu_device.tuning.traced import traced
+
+_LITTLE = 0.02  # of a step: not worth a change
+_MOST = 0.9  # of the bytes
+_ASSUMED_ALPHA = 1e-3
+_MEASURED = "collectives.json"  # npurun --tune leaves it
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is wrong, and what to do.
+
+    Attributes:
+        good: there is nothing to gain.
+        situation: a headline.
+        reasons: the figures that say so.
+        call: the call to paste; None when no better split is to be expected.
+        expectation: what the call is expected to bring, or why there is none.
+    """
+
+    good: bool
+    situation: str
+    reasons: str
+    call: str | None
+    expectation: str
+
+
+def diagnose(traces: Sequence[RankTrace], ranks: Sequence[RankFigures], directory: Path) -> Diagnosis:
+    """Say what the split does to the step.
+
+    Args:
+        traces: of ``figures.steady``.
+        ranks: their figures.
+        directory: of the trace, where a measurement of the collectives may be.
+    """
+    last = max(ranks, key=lambda rank: rank.busy)
+    trace = next(one for one in traces if one.rank == last.rank)
+    if last.exposed < _LITTLE * last.step:
+        reasons = f"Of each step, {_ms(last.exposed)} of it is exposed."
+        return Diagnosis(True, "Communication is hidden behind backward.", reasons, None, "There is nothing to change.")
+    return Diagnosis(False, *_situation(trace, last), *_advice(traces, directory))
+
+
+def _situation(trace: RankTrace, rank: RankFigures) -> tuple[str, str]:
+    """Headline and figures."""
+    order = _by_start(trace)
+    share = [_bytes(trace, segment) / max(1, sum(one.bytes for one in trace.gradients)) for segment in order]
+    before = order[:-1]
+    start = _median(trace, lambda one: one.allreduce[order[0]][0] - one.fp_start)
+    slack = _median(trace, lambda one: one.bp_end - max((one.allreduce[i][1] for i in before), default=one.bp_end))
+    backward = rank.alone + rank.hidden
+    hang = f"reduction goes on for {_ms(rank.exposed)} after backward, {rank.exposed / rank.step:.0%} of a step"
+    if rank.hidden + rank.exposed > backward:
+        hang += f". It takes {_ms(rank.hidden + rank.exposed)} in all, more than backward has: no split hides it whole"
+    if max(share) >= _MOST:
+        return (
+            "One segment carries most and hangs over: add segments.",
+            f"Of {len(order)} segment{'s' if len(order) > 1 else ''} one has {max(share):.0%} of the bytes; {hang}.",
+        )
+    first = (
+        f"The first segment ({share[0]:.0%} of the bytes) starts {_ms(start)} after forward's start, of {_ms(backward)}"
+    )
+    if slack < 0:
+        return (
+            "The first reductions start late and outlast backward: move the cut forward.",
+            f"{first} until backward ends; all but the last segment are over {_ms(-slack)} after that; {hang}.",
+        )
+    return (
+        "The first reduction starts early and the last one is long: move the cut back.",
+        f"{first} until backward ends; all but the last segment are over {_ms(slack)} before that, while the last one "
+        f"({share[-1]:.0%}) hangs over; {hang}.",
+    )
+
+
+def _advice(traces: Sequence[RankTrace], directory: Path) -> tuple[str | None, str]:
+    """The call, and what it is expected to bring."""
+    check = "npurun --tune measures the collectives and tries what it finds."
+    try:
+        found = traced(traces)
+    except ValueError as error:
+        return None, f"No split is proposed: {error}"
+    cost, source = _cost(traces, directory)
+    plan, now = best_plan(found.step.backward, cost), predict(found.step.backward, cost, found.ends)
+    gain = now.exposed - plan.exposed
+    if gain < _LITTLE * found.median:
+        return None, f"By {source} no other split is expected to be faster. {check}"
+    text = f"By {source} it is expected to save {_ms(gain * 1e6)} of a step's {_ms(found.median * 1e6)}. {check}"
+    return _call(traces[0], found.step.backward.sizes, plan.ends), text
+
+
+def _cost(traces: Sequence[RankTrace], directory: Path) -> tuple[CostModel, str]:
+    measured = directory / _MEASURED
+    if measured.is_file():
+        return CostModel.from_dict(json.loads(measured.read_text(encoding="utf-8"))), "the measured collectives"
+    # What a segment took once it had the network for itself and every rank had its gradients.
+    samples: dict[int, list[float]] = {}
+    for ones in zip(*(trace.iterations for trace in traces)):
+        over = 0.0
+        for segment in _by_start(traces[0]):
+            begun = max(over, *(one.allreduce[segment][0] for one in ones))
+            over = max(one.allreduce[segment][1] for one in ones)
+            samples.setdefault(_bytes(traces[0], segment), []).append(max(1.0, over - begun) * 1e-6)
+    samples.pop(0, None)
+    if len(samples) > 1:
+        cost = fit(samples)
+        return CostModel(cost.alpha, cost.beta, busy=cost.alpha), "the segments' times in this trace"
+    [(size, times)] = samples.items()
+    beta = max(0.0, statistics.median(times) - _ASSUMED_ALPHA) / size
+    source = f"the segment's time in this trace, of which {_ms(_ASSUMED_ALPHA * 1e6)} count as independent of its size,"
+    return CostModel(_ASSUMED_ALPHA, beta, busy=_ASSUMED_ALPHA), source
+
+
+def _call(trace: RankTrace, sizes: Sequence[int], ends: Sequence[int]) -> str:
+    where = "" if trace.group == WORLD_GROUP else f", group={trace.group!r}"
+    if len({gradient.dtype for gradient in trace.gradients if not gradient.dtype.startswith("sparse")}) == 1:
+        return f"set_split_strategy_by_idx({list(ends)}{where})"
+    # Every dtype counts its gradients by itself, and one list of indices fits only one of them.
+    starts = [0, *(end + 1 for end in ends[:-1])]
+    shares = [sum(sizes[start : end + 1]) / sum(sizes) for start, end in zip(starts, ends)]
+    percentages = [max(1, round(100 * share)) for share in shares]
+    percentages[percentages.index(max(percentages))] += 100 - sum(percentages)
+    return f"set_split_strategy_by_size({percentages}{where})"
+
+
+def _by_start(trace: RankTrace) -> list[int]:
+    """Numbers of the segments, as they usually start."""
+
+    def start(segment: int) -> float:
+        return _median(trace, lambda one: one.allreduce[segment][0] - one.fp_start)
+
+    return sorted(range(len(trace.segments)), key=start)
+
+
+def _bytes(trace: RankTrace, segment: int) -> int:
+    first, last = trace.segments[segment]
+    return sum(gradient.bytes for gradient in trace.gradients[first : last + 1])
+
+
+def _median(trace: RankTrace, value: Callable[[Iteration], float]) -> float:
+    return statistics.median(map(value, trace.iterations))
+
+
+def _ms(microseconds: float) -> str:
+    return f"{microseconds / 1e3:.1f} ms"

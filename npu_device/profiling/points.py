@@ -1,0 +1,111 @@
+"""Points in time, wherever a script runs: a clock that is read when tensors are there.
+
+In a graph a point is TensorFlow's own ``Timestamp`` operation behind control dependencies, well under a microsecond
+each; nothing waits for it but the record. ``tf.function`` would run operations with a state one after the other, in the
+order in which they were made, so that these are marked as independent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device import _compat
+
+# What a step gets from outside; forward starts when it is there.
+_INPUTS = ("Placeholder", "IteratorGetNext", "IteratorGetNextAsOptional", "OptionalGetValue")
+
+
+def when(values: Iterable[Any]) -> Any:
+    """The time when values are there: in seconds since the epoch, a float eagerly, a float64 scalar in a graph.
+
+    Args:
+        values: tensors, ``tf.IndexedSlices`` or operations, of the current graph or one around it.
+    """
+    operations = [] if tf.executing_eagerly() else [_operation(value) for value in values]
+    if not operations:
+        return time.time() if tf.executing_eagerly() else _read([], tf.compat.v1.get_default_graph())
+    return _read(operations, operations[0].graph)
+
+
+def forward_start(gradients: Sequence[Any], name: str) -> Any:
+    """The time when forward starts.
+
+    Args:
+        gradients: what the step comes to; at least one.
+        name: of the operation with which it starts; "" takes the moment when all of the step's inputs are there.
+
+    Returns:
+        None in eager mode, where nobody sees it.
+    """
+    if tf.executing_eagerly():
+        return None
+    targets = [_operation(gradient) for gradient in gradients]
+    graph = targets[0].graph
+    named = _named(graph, name)
+    if named is not None:
+        return _read([tensor.op for tensor in named.inputs], graph)
+    return _read([operation for operation in _before(targets) if operation.type in _INPUTS], graph)
+
+
+def backward_end(gradients: Sequence[Any], name: str) -> Any:
+    """The time when the operation of this name is over; None without such an operation in the gradients' graph."""
+    if tf.executing_eagerly():
+        return None
+    graph = _operation(gradients[0]).graph
+    named = _named(graph, name)
+    return None if named is None else _read([named], graph)
+
+
+def _read(operations: Sequence[tf.Operation], graph: tf.Graph) -> tf.Tensor:
+    with graph.as_default():
+        if getattr(graph, "building_function", False):
+            # Else a block of control dependencies around the caller would count.
+            with tf.control_dependencies(None), tf.control_dependencies(operations):
+                point = tf.timestamp()
+        else:
+            with tf.control_dependencies(operations):
+                point = tf.timestamp()
+    _compat.run_independently(point.op)
+    return point
+
+
+def _operation(value: Any) -> tf.Operation:
+    """The operation that makes a value, in the graph where it is made: not what brings it into a branch or a loop."""
+    if isinstance(value, tf.Operation):
+        return value
+    tensor = value.values if isinstance(value, tf.IndexedSlices) else value
+    while True:
+        if tensor.op.type == "IdentityN":  # tf.custom_gradient ties everything that a function returns together
+            tensor = tensor.op.inputs[tensor.value_index]
+            continue
+        captures = getattr(tensor.graph, "captures", ()) if tensor.op.type == "Placeholder" else ()
+        outer = next((outside for outside, inside in captures if inside is tensor), None)
+        if outer is None or not tf.is_symbolic_tensor(outer):
+            return tensor.op
+        tensor = outer
+
+
+def _named(graph: tf.Graph, name: str) -> tf.Operation | None:
+    if not name:
+        return None
+    try:
+        return graph.get_operation_by_name(name)
+    except KeyError:
+        return None
+
+
+def _before(targets: Sequence[tf.Operation]) -> Iterator[tf.Operation]:
+    """Everything that some operations rest on, within their graphs."""
+    seen: set[tf.Operation] = set()
+    waiting = list(targets)
+    while waiting:
+        operation = waiting.pop()
+        if operation not in seen:
+            seen.add(operation)
+            waiting += (tensor.op for tensor in operation.inputs)
+            waiting += operation.control_inputs
+            yield operation

@@ -1,0 +1,127 @@
+"""How long a collective takes: a line through measured times, with its uncertainty.
+
+What is measured, and how, is ``measure``'s part; the formulas for rings and trees of many ranks are ``networks``'s.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# No median of a few repetitions is known better than this, however alike they are.
+_LEAST_ERROR = 0.02
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """One all-reduce of ``bytes`` takes ``alpha + beta * bytes`` seconds.
+
+    Attributes:
+        alpha: seconds that each collective takes whatever its size.
+        beta: seconds a byte; collectives under way at once share the bandwidth.
+        busy: the part of ``alpha``, in seconds, during which no other collective gets on. 0 where collectives run side
+            by side and only share the bandwidth, ``alpha`` where they run one after the other.
+        alpha_error: standard error of ``alpha``, in seconds.
+        beta_error: standard error of ``beta``, in seconds a byte.
+
+    Raises:
+        ValueError: a negative figure, or ``busy`` above ``alpha``.
+    """
+
+    alpha: float
+    beta: float
+    busy: float = 0.0
+    alpha_error: float = 0.0
+    beta_error: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.busy <= self.alpha and self.beta >= 0):
+            raise ValueError(
+                f"alpha {self.alpha!r}, beta {self.beta!r}, busy {self.busy!r}: expected seconds from 0, with busy at "
+                "most alpha"
+            )
+
+    @property
+    def latency(self) -> float:
+        """The part of ``alpha``, in seconds, that the collectives spend side by side."""
+        return self.alpha - self.busy
+
+    def work(self, size: float) -> float:
+        """Seconds that a collective of ``size`` bytes keeps the others from their bandwidth."""
+        return self.busy + self.beta * size
+
+    def seconds(self, size: float) -> float:
+        """Seconds that one collective of ``size`` bytes takes when it is alone."""
+        return self.alpha + self.beta * size
+
+    def slower(self) -> CostModel:
+        """The same with alpha and beta one standard error up: what a prediction should be read with."""
+        alpha = self.alpha + self.alpha_error
+        return CostModel(alpha, self.beta + self.beta_error, self.busy * alpha / self.alpha if self.alpha else 0.0)
+
+    def as_dict(self) -> dict[str, float]:
+        """For JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CostModel:
+        """What ``as_dict`` gave."""
+        return cls(**{name: float(value) for name, value in values.items()})
+
+
+def fit(samples: Mapping[int, Sequence[float]], lanes: Mapping[int, Sequence[float]] | None = None) -> CostModel:
+    """A cost model from measured times.
+
+    Args:
+        samples: seconds that single collectives took, several for each size in bytes; at least two sizes.
+        lanes: seconds that several collectives took which were started at once with the smallest of the sizes each, by
+            their number. Without them the collectives count as running side by side.
+
+    Returns:
+        The line by weighted least squares through the medians; the weights come from how much the repetitions differ.
+        A negative alpha or beta, which noise can bring, becomes 0.
+
+    Raises:
+        ValueError: fewer than two sizes, or a size without times.
+    """
+    if len(samples) < 2 or not all(samples.values()):
+        raise ValueError(f"times of {len(samples)} size(s) were given; expected some for each of at least two sizes")
+    points = [(float(size), *_median_and_error(times)) for size, times in sorted(samples.items())]
+    weights = [1 / error**2 for _, _, error in points]
+    total = sum(weights)
+    mean_size = sum(w * size for w, (size, _, _) in zip(weights, points)) / total
+    mean_time = sum(w * time for w, (_, time, _) in zip(weights, points)) / total
+    spread = sum(w * (size - mean_size) ** 2 for w, (size, _, _) in zip(weights, points))
+    slope = sum(w * (size - mean_size) * (time - mean_time) for w, (size, time, _) in zip(weights, points)) / spread
+    beta = max(0.0, slope)
+    alpha = max(0.0, mean_time - beta * mean_size)
+    # Where the times don't lie on a line, the misfit is part of the uncertainty.
+    misfit = sum(w * (time - alpha - beta * size) ** 2 for w, (size, time, _) in zip(weights, points))
+    scale = max(1.0, misfit / max(1, len(points) - 2))
+    return CostModel(
+        alpha=alpha,
+        beta=beta,
+        busy=_busy(alpha, beta, min(samples), lanes or {}),
+        alpha_error=math.sqrt(scale * (1 / total + mean_size**2 / spread)),
+        beta_error=math.sqrt(scale / spread),
+    )
+
+
+def _busy(alpha: float, beta: float, size: int, lanes: Mapping[int, Sequence[float]]) -> float:
+    """What one more collective beside the others costs, less the bandwidth that it takes."""
+    found = [
+        (statistics.median(times) - alpha - count * beta * size) / (count - 1)
+        for count, times in lanes.items()
+        if count > 1
+    ]
+    return min(alpha, max(0.0, statistics.fmean(found))) if found else 0.0
+
+
+def _median_and_error(times: Sequence[float]) -> tuple[float, float]:
+    median = statistics.median(times)
+    # 1.25 standard deviations by the root of the number: the standard error of a median.
+    error = 1.25 * statistics.stdev(times) / math.sqrt(len(times)) if len(times) > 1 else 0.0
+    return median, max(error, _LEAST_ERROR * median, 1e-9)

@@ -1,0 +1,72 @@
+"""A short measurement on the very cluster: how long all_reduce takes by size, and several side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from npu_device.cluster.runtime import Runtime
+from npu_device.collectives.all_reduce import all_reduce, all_reduce_segments
+from npu_device.collectives.group import Group
+from npu_device.tuning.cost_model import CostModel, fit
+
+_SMALLEST = 4096
+_PARTS = (64, 16, 4, 2, 1)  # of the largest size: segments of a split are between these
+_LANES = 4
+_REPEATS = 7
+_FEWEST_REPEATS = 2
+_SECONDS = 5.0  # when the measurement has taken so long, the sizes that are left get the fewest repeats
+
+
+def measure(runtime: Runtime, group: Group, largest: int) -> CostModel:
+    """Measure and fit.
+
+    Args:
+        runtime: the running cluster.
+        group: the group whose all_reduce is measured.
+        largest: bytes of all gradients together.
+
+    Returns:
+        The cost model, from float32 sums inside a ``tf.function``; the same on every rank, since the slowest rank's
+        times count.
+
+    Every rank of the group has to call it with the same arguments. It takes a few seconds.
+    """
+    sizes = sorted({_SMALLEST, *(max(_SMALLEST, largest // part // 4 * 4) for part in _PARTS)})
+    if len(sizes) == 1:
+        sizes.append(16 * _SMALLEST)
+    began = time.monotonic()
+    samples = {size: _times(runtime, group, [size], began) for size in sizes}
+    lanes = {_LANES: _times(runtime, group, [_SMALLEST] * _LANES, began)}
+    return fit(samples, lanes)
+
+
+def _times(runtime: Runtime, group: Group, sizes: Sequence[int], began: float) -> list[float]:
+    """Seconds that collectives of these bytes take which are started at once, on the slowest rank."""
+    tensors = [tf.ones([size // 4], tf.float32) for size in sizes]
+
+    def reduce() -> list[tf.Tensor]:
+        # As gradients travel: what the ranks agree on beforehand hides behind the forward pass.
+        segments = [[tensor] for tensor in tensors]
+        return [result for [result] in all_reduce_segments(runtime, segments, "sum", group, None)]
+
+    # A concrete function, since TensorFlow warns of calls that trace again, and each size does.
+    called = tf.function(reduce).get_concrete_function()
+    seconds: list[float] = []
+    _finish(called())
+    while len(seconds) < _REPEATS:
+        # Brings the ranks into line, too, before the next one is timed.
+        spent = all_reduce(runtime, tf.constant(time.monotonic() - began, tf.float64), "max", group)
+        if float(spent) > _SECONDS and len(seconds) >= _FEWEST_REPEATS:
+            break
+        started = time.perf_counter()
+        _finish(called())
+        seconds.append(time.perf_counter() - started)
+    return [float(value) for value in all_reduce(runtime, tf.constant(seconds, tf.float64), "max", group)]
+
+
+def _finish(results: Sequence[tf.Tensor]) -> None:
+    for result in results:
+        result[:1].numpy()

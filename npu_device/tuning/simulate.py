@@ -1,0 +1,112 @@
+"""What a traced model would do on N ranks and another network: step time and efficiency, before machines are rented.
+
+Assumptions, which ``ASSUMPTIONS`` says to the user as well: see there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from npu_device.tuning.networks import SHAPES, Network
+from npu_device.tuning.planner import Backward, best_plan, default_plan
+
+RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+ASSUMPTIONS = """\
+Assumptions: each rank does what the traced one did, on its own batch and its own machine (weak scaling), as fast as the
+slowest traced rank's median; input, backward and update take as long as traced; communication costs the processor
+nothing; a message takes alpha + beta * bytes between any two ranks, nobody else uses the network, and it never
+congests; segments travel one after the other; nobody straggles. Real runs are slower, the more so with more ranks."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A traced step, in seconds.
+
+    Attributes:
+        backward: the gradients, from the start of the forward pass.
+        rest: what a step has besides forward, backward and communication: input wait and update.
+    """
+
+    backward: Backward
+    rest: float
+
+    @property
+    def alone(self) -> float:
+        """Seconds a step takes without any communication."""
+        return self.backward.end + self.rest
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a number of ranks comes to.
+
+    Attributes:
+        ranks: the number.
+        shape: ``"ring"`` or ``"tree"``.
+        default: seconds a step with Ascend's default split.
+        tuned: seconds a step with the best split for this number of ranks.
+        ends: that split.
+        alone: seconds a step without communication.
+    """
+
+    ranks: int
+    shape: str
+    default: float
+    tuned: float
+    ends: tuple[int, ...]
+    alone: float
+
+    @property
+    def efficiency(self) -> float:
+        """Part of the perfect speed-up that is left with the best split, 0 to 1."""
+        return self.alone / self.tuned
+
+    @property
+    def default_efficiency(self) -> float:
+        """The same with the default split."""
+        return self.alone / self.default
+
+
+def simulate(step: Step, network: Network, ranks: Sequence[int] = RANKS) -> list[Expected]:
+    """The expected step time of a model.
+
+    Args:
+        step: what was traced.
+        network: latency and bandwidth between two ranks.
+        ranks: numbers of ranks, each from 1.
+
+    Returns:
+        For each shape of ``networks.SHAPES`` one row for each number of ranks.
+
+    Raises:
+        ValueError: a number of ranks below 1.
+    """
+    if min(ranks) < 1:
+        raise ValueError(f"ranks are {list(ranks)}; expected numbers from 1")
+    rows = []
+    for shape, cost_of in SHAPES.items():
+        for count in ranks:
+            if count == 1:
+                everything = (len(step.backward.sizes) - 1,)
+                rows.append(Expected(1, shape, step.alone, step.alone, everything, step.alone))
+                continue
+            cost = cost_of(network, count)
+            best, default = best_plan(step.backward, cost), default_plan(step.backward, cost)
+            rows.append(
+                Expected(count, shape, step.alone + default.exposed, step.alone + best.exposed, best.ends, step.alone)
+            )
+    return rows
+
+
+def table(rows: Sequence[Expected]) -> str:
+    """The rows as text, one line for each number of ranks and shape."""
+    lines = [f"{'':14}{'default split':>24}{'best split':>22}", f"{'ranks':>6} {'shape':6}"]
+    lines[1] += f"{'ms a step':>14}{'efficiency':>12}{'ms a step':>12}{'efficiency':>12}{'speed-up':>11}  segments"
+    for row in rows:
+        lines.append(
+            f"{row.ranks:>6} {row.shape:6}{row.default * 1e3:>14.1f}{row.default_efficiency:>12.1%}"
+            f"{row.tuned * 1e3:>12.1f}{row.efficiency:>12.1%}{row.ranks * row.efficiency:>11.1f}  {len(row.ends)}"
+        )
+    return "\n".join(lines)

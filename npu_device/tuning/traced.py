@@ -1,0 +1,113 @@
+"""What a trace says to the tuner: when the gradients are ready, and what the steps took.
+
+All times are medians over the traced iterations, of the slowest rank: the collectives wait for it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from npu_device.profiling.records import RankTrace
+from npu_device.tuning.planner import Backward
+from npu_device.tuning.simulate import Step
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced run.
+
+    Attributes:
+        step: its step, for planner and simulation.
+        dtype: the dtype of the gradients, or of those with the most bytes where there are several dtypes.
+        group: the group in which they are reduced.
+        hosts: name of each rank's host, by rank.
+        backend: what reduced them.
+        ends: the last gradient of each segment.
+        seconds: seconds a step, from the end of one to the end of the next, of every traced iteration.
+        exposed: seconds from the end of backward to the end of the last collective.
+    """
+
+    step: Step
+    dtype: str
+    group: str
+    hosts: tuple[str, ...]
+    backend: str
+    ends: tuple[int, ...]
+    seconds: tuple[float, ...]
+    exposed: float
+
+    @property
+    def median(self) -> float:
+        """Seconds a step."""
+        return statistics.median(self.seconds)
+
+
+def traced(traces: Sequence[RankTrace], skip: int = 0) -> Traced:
+    """Sum a trace up.
+
+    Args:
+        traces: of all ranks.
+        skip: traced iterations to leave out at the beginning, which warm up.
+
+    Raises:
+        ValueError: no ranks, ranks missing, no iterations left, or ranks that reduced different gradients.
+    """
+    _check(traces, skip)
+    first = traces[0]
+    weight: dict[str, int] = {}
+    for gradient in first.gradients:
+        weight[gradient.dtype] = weight.get(gradient.dtype, 0) + gradient.bytes
+    dtype = max(weight, key=lambda name: weight[name])
+    # Gradients whose size isn't known before the graph runs travel alone; no split counts them.
+    mine = [number for number, gradient in enumerate(first.gradients) if gradient.dtype == dtype and gradient.bytes]
+    kept = {trace.rank: trace.iterations[skip:] for trace in traces}
+    ready = [
+        max(_median(one.ready[position] - one.fp_start for one in iterations) for iterations in kept.values())
+        for position in mine
+    ]
+    end = max(_median(one.bp_end - one.fp_start for one in iterations) for iterations in kept.values())
+    # The same iterations on all ranks; the job is as fast as its slowest.
+    slowest = tuple(max(one.time for one in each) * 1e-6 for each in zip(*kept.values()))
+    step = statistics.median(slowest)
+    over = max(_median(one.exposed for one in iterations) for iterations in kept.values())
+    places = {position: place for place, position in enumerate(mine)}
+    backward = Backward(tuple(first.gradients[position].bytes for position in mine), tuple(ready), end)
+    return Traced(
+        step=Step(backward, max(0.0, step - end - over)),
+        dtype=dtype,
+        group=first.group,
+        hosts=tuple(trace.host for trace in sorted(traces, key=lambda trace: trace.rank)),
+        backend=first.backend,
+        ends=tuple(places[last] for _, last in first.segments if last in places),
+        seconds=slowest,
+        exposed=over,
+    )
+
+
+def _check(traces: Sequence[RankTrace], skip: int) -> None:
+    if not traces:
+        raise ValueError("there is no trace in the directory")
+    missing = sorted(set(range(traces[0].world_size)) - {trace.rank for trace in traces})
+    if missing:
+        raise ValueError(f"the trace of rank(s) {', '.join(map(str, missing))} of {traces[0].world_size} is missing")
+    short = [f"rank {trace.rank}: {len(trace.iterations)}" for trace in traces if len(trace.iterations) < skip + 1]
+    if short:
+        lines = "\n".join(short)
+        raise ValueError(
+            f"too few iterations were traced; expected {skip + 1} at least, found\n{lines}\nWhat to do: let the script "
+            "run for more steps."
+        )
+    different = [trace for trace in traces if trace.model != traces[0].model]
+    if different:
+        lines = "\n".join(f"rank {trace.rank}: {trace.model}" for trace in traces)
+        raise ValueError(
+            f"the ranks reduced different gradients; their fingerprints are\n{lines}\nLikely cause: the directory has "
+            "traces of several runs."
+        )
+
+
+def _median(microseconds: Iterable[float]) -> float:
+    """In seconds."""
+    return statistics.median(microseconds) * 1e-6

@@ -1,0 +1,138 @@
+"""The tuner checks itself: tries the best few splits and the one there is now, in turn, and keeps what was faster.
+
+A split is read when a step is traced, so that each trial is a short run of the script from its start. How a run is
+started and stopped is the caller's part (``npu_device.launch.tune``); imports no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Callable, Optional
+
+from npu_device.tuning.cost_model import CostModel
+from npu_device.tuning.planner import Plan, contenders, predict
+from npu_device.tuning.traced import Traced
+
+WARM_UP = 2
+"""Traced iterations at the start of each run that don't count."""
+
+FIRST = "first"
+"""Name of the run that traces the split as it is, and of its directory."""
+
+COST_FILE = "collectives.json"
+"""The measured cost model, beside the runs' directories."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much is tried; with the defaults 50 steps are counted in all.
+
+    Attributes:
+        first: steps of the first run, which shows when the gradients are ready.
+        plans: splits that are tried beside the present one, at most.
+        rounds: how often each is run.
+        steps: steps that count in each of these runs.
+    """
+
+    first: int = 10
+    plans: int = 3
+    rounds: int = 2
+    steps: int = 5
+
+
+@dataclass
+class Tried:
+    """A split and what came of it. ``measured`` has one run for each round."""
+
+    label: str
+    plan: Plan
+    runs: list[Traced] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds a step, the median over all runs."""
+        return statistics.median(second for run in self.runs for second in run.seconds)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of communication after backward, the median of the runs."""
+        return statistics.median(run.exposed for run in self.runs)
+
+    def faster_than(self, other: Tried) -> bool:
+        """True when it was faster in each round and over all: once may be chance."""
+        each = all(mine.median < theirs.median for mine, theirs in zip(self.runs, other.runs))
+        return each and self.seconds < other.seconds
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What tuning came to.
+
+    Attributes:
+        traced: the first run, with the split that the script has now.
+        cost: the measured collectives.
+        tried: the present split first, then the plans.
+        chosen: the fastest of those that were faster than the present split, else the present one.
+    """
+
+    traced: Traced
+    cost: CostModel
+    tried: tuple[Tried, ...]
+    chosen: Tried
+
+    @property
+    def gained(self) -> bool:
+        """True when another split than the present one was faster."""
+        return self.chosen is not self.tried[0]
+
+
+Run = Callable[[str, Optional[Sequence[int]], int], Traced]
+"""Runs the script: name of the run, the split (None: as the script is), steps that count."""
+
+
+def tune(run: Run, measure: Callable[[int], CostModel], say: Callable[[str], None], budget: Budget) -> Outcome:
+    """Find the best split of a script.
+
+    Args:
+        run: runs the script once.
+        measure: measures the collectives, given the bytes of all gradients.
+        say: tells the user how it goes on.
+        budget: how much is tried.
+
+    Raises:
+        ValueError: the script doesn't take the split that it is given, since it sets its own; a trace is of no use.
+    """
+    say("run 1: when the gradients are ready, with the split as it is now")
+    first = run(FIRST, None, budget.first)
+    say("measuring the collectives")
+    cost = measure(sum(first.step.backward.sizes))
+    backward = first.step.backward
+    present = Tried("as it is now", predict(backward, cost, first.ends))
+    plans = [plan for plan in contenders(backward, cost, budget.plans) if plan.ends != first.ends]
+    tried = (present, *(Tried(f"plan {number}", plan) for number, plan in enumerate(plans, start=1)))
+    number = 1
+    for turn in range(budget.rounds if plans else 0):
+        # There and back, so that a machine that gets slower or faster meanwhile treats all alike.
+        for one in tried if turn % 2 == 0 else tried[::-1]:
+            number += 1
+            ends = None if one is present else one.plan.ends
+            say(f"run {number} of {1 + budget.rounds * len(tried)}: {one.label}, segments end at {list(one.plan.ends)}")
+            result = run(f"run{number}", ends, budget.steps)
+            _require_split(one, result)
+            one.runs.append(result)
+    if not plans:
+        present.runs.append(first)
+    faster = [one for one in tried[1:] if one.faster_than(present)]
+    return Outcome(first, cost, tried, min(faster, key=lambda one: one.seconds, default=present))
+
+
+def _require_split(wanted: Tried, result: Traced) -> None:
+    if result.ends != wanted.plan.ends:
+        raise ValueError(
+            f"the run was to cut the gradients at {list(wanted.plan.ends)}, and did so at {list(result.ends)}.\n"
+            "Likely cause: the script sets a split strategy itself (hccl.split.api), which goes before the tuner's; or "
+            "its gradients differ from run to run.\n"
+            "What to do: take the call of set_split_strategy_by_idx or set_split_strategy_by_size out while tuning."
+        )

@@ -1,0 +1,183 @@
+"""Every import statement that public scripts use resolves, each as the first one of a process; the star import brings
+the names that scripts take from it, and does nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+
+STATEMENTS = """\
+from npu_bridge.npu_init import *
+from npu_bridge.estimator import npu_ops
+from npu_bridge.estimator.npu.npu_config import NPURunConfig
+from npu_bridge.estimator.npu.npu_optimizer import NPUDistributedOptimizer
+from npu_bridge.estimator.npu.npu_estimator import NPUEstimator
+import npu_device
+import npu_bridge
+from npu_bridge.hccl import hccl_ops
+from npu_bridge.estimator.npu.npu_loss_scale_optimizer import NPULossScaleOptimizer
+from npu_bridge.estimator.npu.npu_loss_scale_manager import FixedLossScaleManager
+from npu_bridge.estimator.npu.npu_loss_scale_manager import ExponentialUpdateLossScaleManager
+from hccl.manage.api import get_rank_size
+from npu_bridge.estimator.npu import npu_scope
+from hccl.manage.api import get_rank_id
+from npu_bridge.estimator.npu.npu_optimizer import allreduce
+from npu_bridge.estimator.npu_unary_ops import npu_unary_ops
+from hccl.split.api import set_split_strategy_by_idx
+from npu_device import gen_npu_ops
+from npu_bridge.estimator.npu import npu_loss_scale_manager as lsm_lib
+from npu_bridge.estimator.npu.npu_estimator import NPUEstimatorSpec
+from hccl.manage.api import get_local_rank_id
+import npu_device as npu
+from npu_bridge.estimator.npu.npu_estimator import NPUEstimator,NPUEstimatorSpec
+from npu_bridge.estimator.npu.npu_estimator import *
+from npu_bridge.estimator.npu.npu_config import *
+from npu_bridge.estimator.npu.npu_config import DumpConfig
+from npu_bridge.estimator.npu import util
+from npu_bridge.estimator.npu import npu_loss_scale_optimizer as lso
+from npu_bridge.npu_init import DumpConfig
+from hccl.split.api import set_split_strategy_by_size
+from npu_device.compat.v1.npu_init import *
+from npu_bridge.estimator.npu import npu_convert_dropout
+from npu_bridge.estimator.npu.npu_dynamic_rnn import DynamicRNN
+from npu_bridge.estimator.npu.npu_config import ProfilingConfig
+import npu_bridge.npu_init
+from npu_bridge.npu_init import RewriterConfig
+from npu_bridge.estimator.npu.npu_optimizer import NPUOptimizer
+from npu_bridge.estimator.npu.npu_estimator import NPUEstimator, NPUEstimatorSpec
+from npu_bridge.estimator.npu import npu_plugin
+from npu_bridge.estimator.npu import npu_loss_scale_optimizer
+from npu_bridge.estimator.npu import npu_loss_scale_manager
+from hccl.manage.api import create_group
+from npu_bridge.npu_init import RewriterConfig, npu_config_proto
+from npu_bridge.npu_cpu.npu_cpu_ops import embeddingrankid
+from npu_bridge.estimator.npu.npu_config import NpuExecutePlacement
+from npu_bridge import tf_adapter
+from hccl.manage.api import get_local_rank_size
+from npu_device.npu_device import gen_npu_ops as npu_aicore_ops
+from npu_bridge.npu_init import NPULossScaleOptimizer, npu_config_proto, RewriterConfig
+from npu_bridge.npu_cpu import npu_cpu_ops as custom_op
+from npu_bridge.estimator.npu import *
+from npu_device.npu_device import global_npu_ctx
+from npu_bridge.tbe.npu_cube_ops import deformable_conv2d
+from npu_bridge.npu_init import RewriterConfig, npu_ops, npu_unary_ops, NPURunConfig, NPUEstimator
+from npu_bridge.npu_init import RewriterConfig, npu_config_proto, ExponentialUpdateLossScaleManager
+from npu_bridge.estimator.npu.npu_loss_scale_manager import ExponentialUpdateLossScaleManager, FixedLossScaleManager
+from npu_bridge.estimator.npu.npu_hook import NPUBroadcastGlobalVariablesHook
+from npu_bridge.estimator.npu.npu_dynamic_rnn import DynamicGRUV2
+from npu_bridge.estimator.npu.npu_dynamic_rnn import DynamicAUGRU
+from npu_bridge import *
+from npu_device.compat.v1.npu_init import RewriterConfig
+from npu_device.compat.v1.estimator import npu_ops
+from npu_bridge.tbe import npu_vector_ops
+from npu_bridge.npu_init import npu_ops
+from npu_bridge.npu_cpu.lru_cache import *
+from npu_bridge.helper import helper
+from npu_bridge.estimator.npu_ops import dropout as ops_dropout
+from npu_bridge.estimator.npu_aicore_ops import npu_aicore_ops
+from npu_bridge.estimator.npu.npu_loss_scale_optimizer import FixedLossScaleManager
+from npu_bridge.estimator.npu.npu_hook import *
+from npu_bridge.estimator.npu import npu_hook
+from npu_bridge.estimator import npu_aicore_ops
+from npu_bridge.estimator import *
+from hccl.manage.api import get_rank_size, get_rank_id
+from npu_device.compat.v1.estimator.npu.npu_optimizer import npu_distributed_optimizer_wrapper
+from npu_device.compat.v1.hccl import hccl_ops
+from npu_device.compat.v1 import SessionConfigBuilder
+from npu_device.compat import enable_v1
+from npu_device.distribute.hccl import npu_distributed_keras_optimizer_wrapper
+from npu_device.distribute import hccl_ops
+from npu_device.train import npu_convert
+from npu_device.train.optimizer import NpuLossScaleOptimizer
+from npu_device.utils.scope import keep_dtype_scope
+"""
+
+STAR_NAMES = """
+NPURunConfig ProfilingConfig MemoryConfig DumpConfig DynamicInputConfig decorator_tf_session NPUEstimator
+NPUEstimatorSpec NPUCheckpointSaverHook NPUOutputTensorHook NPUBroadcastGlobalVariablesHook SetIterationsVarHook
+TellMeStepOrLossHook NpuEmptyHook NPUDistributedOptimizer KerasDistributeOptimizer npu_distributed_optimizer_wrapper
+NPUOptimizer npu_allreduce NPULossScaleOptimizer FixedLossScaleManager ExponentialUpdateLossScaleManager
+NPUBroadcastGlobalVariablesCallback npu_ops npu_rnn npu_scope keras_to_npu npu_strategy util npu_plugin npu_unary_ops
+hccl_ops profiler npu_cpu_ops scoped_graph_manager create_group destroy_group get_rank_size get_rank_id
+get_local_rank_size get_local_rank_id get_world_rank_from_group_rank get_group_rank_from_world_rank
+set_split_strategy_by_idx set_split_strategy_by_size tf os np config_pb2 rewriter_config_pb2 RewriterConfig session
+session_run_hook backend experimental_options npu_config_proto npu_session_config_init npu_run_config_init
+npu_graph_options npu_optimizer_options npu_hooks_append npu_callbacks_append set_keras_session_npu_config init_resource
+shutdown_resource close_session get_npu_rank_id get_npu_local_rank_id get_npu_rank_size get_npu_local_rank_size
+npu_keras_optimizer npu_tf_optimizer npu_clear_session
+"""
+
+
+def first_of_a_process(programs: Sequence[str]) -> str:
+    """Run each program in a process that has imported TensorFlow and nothing of the package; their errors."""
+    # Importing TensorFlow takes seconds: one process does, and forks for each program.
+    parent = """
+        import json, os, sys, traceback
+        import tensorflow
+        tensorflow.keras.optimizers  # loads Keras where that is late
+        for program in json.load(sys.stdin):
+            child = os.fork()
+            if child == 0:
+                try:
+                    exec(program, {})
+                except BaseException:
+                    print(program, traceback.format_exc(limit=-2), sep="\\n", flush=True)
+                os._exit(0)
+            os.waitpid(child, 0)
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(parent)],
+        input=json.dumps(programs),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_every_statement_resolves() -> None:
+    by_module: dict[str, list[str]] = {}
+    for statement in STATEMENTS.splitlines():
+        by_module.setdefault(statement.split()[1], []).append(statement)
+    # What several statements load first is the same module: they may share a process.
+    errors = first_of_a_process(["\n".join(statements) for statements in by_module.values()])
+    assert not errors, errors
+
+
+def test_the_star_import_brings_its_names_and_does_nothing_else() -> None:
+    programs = [
+        f"""
+import threading, time
+threads, began = threading.enumerate(), time.process_time()
+scope = {{}}
+exec("from {module} import *", scope)
+seconds = time.process_time() - began
+assert seconds < 2, seconds
+missing = [name for name in {STAR_NAMES!r}.split() if name not in scope]
+assert not missing, missing
+assert threading.enumerate() == threads
+from npu_device import _compat
+assert not _compat.context_is_initialized()
+exec("assert tf.constant and np.zeros and os.environ and RewriterConfig.OFF", scope)
+"""
+        for module in ("npu_bridge.npu_init", "npu_device.compat.v1.npu_init")
+    ]
+    errors = first_of_a_process(programs)
+    assert not errors, errors
+
+
+def test_both_trees_lead_to_the_same_things() -> None:
+    import npu_device.compat.v1.estimator.npu.npu_config as compat  # type: ignore[import-not-found]
+
+    import npu_bridge.estimator.npu.npu_config as bridge
+    from npu_device.compat import v1
+
+    for name in bridge.__all__:
+        assert getattr(bridge, name) is getattr(compat, name)
+    assert v1.SessionConfigBuilder().session_config.allow_soft_placement

@@ -1,0 +1,244 @@
+"""``npu.train.optimizer.NpuLossScaleOptimizer`` in each Keras, around plain and wrapped optimizers, on 1, 2 and 3 ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from pool import Pool
+
+INFINITE = (False, True, False, False)
+"""Whether the gradients of each step overflow, on the last rank only."""
+
+
+def _inner(tf: Any, kind: str) -> Any:
+    optimizers = tf.keras.optimizers.legacy if kind == "legacy" else tf.keras.optimizers
+    return optimizers.SGD(0.5, momentum=0.5)
+
+
+def body_steps(kind: str, place: str, dynamic: bool, style: str, graph: bool, strategy: str | None = None) -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    handle = npu.open()
+    last = handle.worker_id == handle.workers_num - 1
+    wrap = npu.distribute.npu_distributed_keras_optimizer_wrapper
+    optimizer = _inner(tf, kind)
+    if place == "inner":
+        optimizer = wrap(optimizer)
+    more = {"dynamic_growth_steps": 2} if dynamic else {}
+    optimizer = npu.train.optimizer.NpuLossScaleOptimizer(optimizer, dynamic=dynamic, initial_scale=8.0, **more)
+    if place == "outer":
+        assert wrap(optimizer) is optimizer
+    assert isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
+    assert isinstance(optimizer, npu.train.optimizer.NpuLossScaleOptimizer)
+    variable, unused = tf.Variable([1.0, 1.0]), tf.Variable(1.0)
+    table = tf.Variable(tf.ones([3, 2]))
+    variables = [variable, table, unused]
+
+    def step(infinite: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable) * float(handle.worker_id + 1) + tf.reduce_sum(tf.gather(table, [0, 0]))
+            loss *= tf.where(infinite, float("inf"), 1.0)
+            scaled = optimizer.scale_loss(loss) if style == "scale_loss" else optimizer.get_scaled_loss(loss)
+        gradients = tape.gradient(scaled, variables)
+        assert isinstance(gradients[1], tf.IndexedSlices)
+        if style == "by hand":
+            gradients = optimizer.get_unscaled_gradients(gradients)
+            gradients = npu.distribute.all_reduce(gradients, "mean")
+        elif style == "get_unscaled_gradients":
+            gradients = optimizer.get_unscaled_gradients(gradients)
+        optimizer.apply_gradients(zip(gradients, variables))
+
+    if strategy is not None:
+        inside = getattr(tf.distribute, strategy)(["CPU:0"] if strategy == "MirroredStrategy" else "CPU:0")
+        plain = step
+
+        def step(infinite: Any) -> None:
+            inside.run(plain, args=(infinite,))
+
+    call = tf.function(step) if graph else step
+    before = bool(optimizer.last_step_finite.numpy())
+    trail = []
+    for infinite in INFINITE:
+        call(tf.constant(infinite and last))
+        trail.append(
+            (
+                variable.numpy().tolist(),
+                table.numpy()[:, 0].tolist(),
+                float(optimizer.loss_scale),
+                bool(optimizer.last_step_finite.numpy()),
+                int(np.asarray(optimizer.inner_optimizer.iterations)),
+            )
+        )
+    return before, trail
+
+
+def _expected(mean: float, dynamic: bool) -> list[Any]:
+    """By the rules of the adapter: value and row 0 of the table with momentum 0.5, scale, finite, iterations."""
+    value, row, speed, row_speed, scale, good = 1.0, 1.0, 0.0, 0.0, 8.0, 0
+    trail: list[Any] = []
+    for iteration, infinite in enumerate(INFINITE, start=1):
+        if not infinite:
+            speed, row_speed = 0.5 * speed - 0.5 * mean, 0.5 * row_speed - 0.5 * 2
+            value, row = value + speed, row + row_speed
+        if dynamic:
+            good = 0 if infinite else good + 1
+            if infinite or good == 2:
+                scale, good = scale / 2 if infinite else scale * 2, 0
+        trail.append(([value, value], [row, 1.0, 1.0], scale, not infinite, iteration))
+    return trail
+
+
+def test_ranks_agree_and_steps_follow_the_rules(keras_ranks: Pool) -> None:
+    for before, trail in keras_ranks.run(body_steps, "new", "inner", True, "get_unscaled_gradients", True):
+        assert before is False
+        assert trail == _expected((keras_ranks.size + 1) / 2, dynamic=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "dynamic", "style", "graph"),
+    [
+        ("new", "inner", False, "get_unscaled_gradients", False),
+        ("new", "outer", True, "get_unscaled_gradients", True),
+        ("new", "nowhere", True, "by hand", True),
+    ],
+)
+def test_wherever_gradients_are_reduced(
+    keras_two_ranks: Pool, kind: str, place: str, dynamic: bool, style: str, graph: bool
+) -> None:
+    for _, trail in keras_two_ranks.run(body_steps, kind, place, dynamic, style, graph):
+        assert trail == _expected(1.5, dynamic)
+
+
+@pytest.mark.parametrize(("place", "graph"), [("inner", True), ("outer", False)])
+def test_legacy_optimizers(keras: str, keras_two_ranks: Pool, place: str, graph: bool) -> None:
+    if keras == "3":
+        pytest.skip("Keras 3 has no legacy optimizers")
+    for _, trail in keras_two_ranks.run(body_steps, "legacy", place, True, "get_unscaled_gradients", graph):
+        assert trail == _expected(1.5, dynamic=True)
+
+
+@pytest.mark.parametrize("place", ["inner", "outer"])
+def test_keras_3_style(two_ranks: Pool, place: str) -> None:
+    for _, trail in two_ranks.run(body_steps, "new", place, True, "scale_loss", True):
+        assert trail == _expected(1.5, dynamic=True)
+
+
+def test_gradients_that_nobody_reduces(keras_two_ranks: Pool) -> None:
+    results = keras_two_ranks.run(body_steps, "new", "nowhere", False, "get_unscaled_gradients", True)
+    for rank, (_, trail) in enumerate(results):
+        assert trail == _expected(rank + 1.0, dynamic=False), "each goes its own way, and all leave out the same step"
+
+
+@pytest.mark.parametrize("strategy", ["OneDeviceStrategy", "MirroredStrategy"])
+def test_in_a_strategy_of_tensorflow(keras_two_ranks: Pool, strategy: str) -> None:
+    for _, trail in keras_two_ranks.run(
+        body_steps, "new", "inner", True, "get_unscaled_gradients", True, strategy
+    ):
+        assert trail == _expected(1.5, dynamic=True)
+
+
+def body_fit() -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    handle = npu.open()
+    rank, size = handle.worker_id, handle.workers_num
+    wrap = npu.distribute.npu_distributed_keras_optimizer_wrapper
+    random = np.random.default_rng(0)
+    x = random.standard_normal([8 * size, 5]).astype(np.float32)
+    y = x.sum(axis=1, keepdims=True)
+
+    def fit(scaled: bool, x: Any, y: Any, batch: int) -> Any:
+        tf.keras.utils.set_random_seed(1)
+        model = tf.keras.Sequential([tf.keras.Input([5]), tf.keras.layers.Dense(3), tf.keras.layers.Dense(1)])
+        optimizer = tf.keras.optimizers.SGD(0.1)
+        if scaled:
+            optimizer = npu.train.optimizer.NpuLossScaleOptimizer(wrap(optimizer))
+        model.compile(optimizer=optimizer, loss="mse")
+        model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0)
+        return model
+
+    half = np.concatenate([part[4 * rank : 4 * rank + 4] for part in np.split(np.arange(8 * size), 2)])
+    mine = fit(True, x[half], y[half], 4) if size > 1 else fit(True, x, y, 4)
+    reference = fit(False, x, y, 4 * size)
+    differences = [np.max(np.abs(a - b)) for a, b in zip(mine.get_weights(), reference.get_weights())]
+    return float(max(differences)), bool(mine.optimizer.last_step_finite.numpy()), float(mine.optimizer.loss_scale)
+
+
+def test_fit_equals_one_process(keras_two_ranks: Pool) -> None:
+    for difference, finite, scale in keras_two_ranks.run(body_fit):
+        assert difference < 1e-5
+        assert finite
+        assert scale == 2.0**15
+
+
+def body_config(directory: str) -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    kind = npu.train.optimizer.NpuLossScaleOptimizer
+    fixed = kind(tf.keras.optimizers.Adam(0.25), dynamic=False, initial_scale=1000.0)
+    again = kind.from_config(fixed.get_config())
+    model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+    model.compile(optimizer=kind(tf.keras.optimizers.Adam(0.25), dynamic_growth_steps=7), loss="mse")
+    model.fit(np.ones([4, 2], np.float32), np.ones([4, 1], np.float32), verbose=0)
+    model.save(f"{directory}/model{npu.open().worker_id}.keras")
+    loaded = tf.keras.models.load_model(
+        f"{directory}/model{npu.open().worker_id}.keras", custom_objects={"NpuLossScaleOptimizer": kind}
+    )
+    older = npu.train.optimizer.NpuExperimentalLossScaleOptimizer
+    sgd = tf.keras.optimizers.SGD
+    rule = tf.compat.v1.mixed_precision.DynamicLossScale(initial_loss_scale=4.0, increment_period=3)
+    constant = tf.compat.v1.mixed_precision.FixedLossScale(16.0)
+    found = [older(sgd(), "dynamic"), older(sgd(), 128.0), older(sgd(), rule), older(sgd(), constant)]
+
+    def refusal(*arguments: Any, **keywords: Any) -> str:
+        try:
+            kind(*arguments, **keywords)
+        except Exception as error:
+            return type(error).__name__
+        return "accepted"
+
+    return {
+        "again": (again.get_config() == fixed.get_config(), float(again.loss_scale), again.dynamic),
+        "loaded": (
+            isinstance(loaded.optimizer, kind),
+            loaded.optimizer.dynamic_growth_steps,
+            float(np.asarray(loaded.optimizer.inner_optimizer.learning_rate)),
+        ),
+        "experimental": [(optimizer.dynamic, float(optimizer.loss_scale)) for optimizer in found],
+        "growth": found[2].dynamic_growth_steps,
+        "refusals": [
+            refusal(sgd(), dynamic=False),
+            refusal(sgd(), dynamic=False, initial_scale=2.0, dynamic_growth_steps=5),
+            refusal(sgd(), "dynamic"),
+            refusal(object()),
+            refusal(kind(sgd())),
+        ],
+    }
+
+
+def test_configs_models_and_refusals(keras_two_ranks: Pool, tmp_path: Any) -> None:
+    for found in keras_two_ranks.run(body_config, str(tmp_path)):
+        assert found["again"] == (True, 1000.0, False)
+        assert found["loaded"] == (True, 7, 0.25)
+        assert found["experimental"] == [(True, 2.0**15), (False, 128.0), (True, 4.0), (False, 16.0)]
+        assert found["growth"] == 3
+        assert found["refusals"] == ["ValueError", "ValueError", "TypeError", "TypeError", "TypeError"]
+
+
+def test_importing_the_name_imports_no_keras() -> None:
+    import subprocess
+    import sys
+
+    program = (
+        "from npu_device.train.optimizer import NpuLossScaleOptimizer; import sys; "
+        "print([name for name in ('keras', 'tf_keras') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"

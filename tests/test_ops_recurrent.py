@@ -1,0 +1,319 @@
+"""LSTM and GRU operators: loops in numpy, and gradients by hand against TensorFlow's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from pool import Pool
+
+MODES = ["eager", "function", "session"]
+STEPS, BATCH, INPUT, HIDDEN = 3, 2, 2, 3
+RANDOM = np.random.default_rng(5)
+X = RANDOM.normal(size=[STEPS, BATCH, INPUT])
+H0, C0 = RANDOM.normal(size=[2, 1, BATCH, HIDDEN])
+W, B = RANDOM.normal(size=[INPUT + HIDDEN, 4 * HIDDEN]), RANDOM.normal(size=[4 * HIDDEN])
+WI, WH = RANDOM.normal(size=[INPUT, 3 * HIDDEN]), RANDOM.normal(size=[HIDDEN, 3 * HIDDEN])
+BI, BH = RANDOM.normal(size=[2, 3 * HIDDEN])
+ATTENTION = RANDOM.uniform(size=[STEPS, BATCH])
+DY, DH, DC = RANDOM.normal(size=[3, STEPS, BATCH, HIDDEN])
+
+
+def sigmoid(x: Any) -> Any:
+    return 1 / (1 + np.exp(-x))
+
+
+def lstm_step(x: Any, h: Any, c: Any, forget_bias: float) -> list[Any]:
+    i, j, f, o = np.split(np.concatenate([x, h], 1) @ W + B, 4, axis=1)
+    i, j, f, o = sigmoid(i), np.tanh(j), sigmoid(f + forget_bias), sigmoid(o)
+    new_c = c * f + i * j
+    return [new_c, np.tanh(new_c) * o, i, j, f, o, np.tanh(new_c)]
+
+
+def lstm(lengths: list[int], forget_bias: float) -> list[Any]:
+    """y, h, c of each step."""
+    h, c = H0[0], C0[0]
+    results = []
+    for step, x in enumerate(X):
+        within = np.array([[step < length] for length in lengths])
+        new_c, new_h, *_ = lstm_step(x, h, c, forget_bias)
+        h, c = np.where(within, new_h, h), np.where(within, new_c, c)
+        results.append((np.where(within, new_h, 0), h, c))
+    return [np.stack(each) for each in zip(*results)]
+
+
+def gru(lengths: list[int], attention: Any) -> list[Any]:
+    """y, h of each step."""
+    h = H0[0]
+    results = []
+    for step, x in enumerate(X):
+        within = np.array([[step < length] for length in lengths])
+        xz, xr, xn = np.split(x @ WI + BI, 3, axis=1)
+        hz, hr, hn = np.split(h @ WH + BH, 3, axis=1)
+        z = sigmoid(xz + hz) * (1 - attention[step][:, None])
+        new_h = z * h + (1 - z) * np.tanh(xn + sigmoid(xr + hr) * hn)
+        h = np.where(within, new_h, h)
+        results.append((np.where(within, new_h, 0), h))
+    return [np.stack(each) for each in zip(*results)]
+
+
+def body_cell(mode: str) -> None:
+    from op_modes import check_gradients, evaluate
+
+    from npu_device import gen_npu_ops
+
+    arguments = (X[0], H0[0], C0[0], W, B)
+    results = evaluate(mode, gen_npu_ops.basic_lstm_cell, *arguments)
+    for found, right in zip(results, lstm_step(X[0], H0[0], C0[0], 1.0)):
+        np.testing.assert_allclose(found, right)
+    if mode == "eager":
+        check_gradients(mode, lambda *inputs: gen_npu_ops.basic_lstm_cell(*inputs)[:2], *arguments)
+
+    def by_hand(x: Any, h: Any, c: Any, w: Any, b: Any) -> Any:
+        _, _, *gates = gen_npu_ops.basic_lstm_cell(x, h, c, w, b)
+        dgate, dct_1 = gen_npu_ops.basic_lstm_cell_c_state_grad(c, DH[0], DC[0], *gates)
+        dxt, dht = gen_npu_ops.basic_lstm_cell_input_grad(dgate, w, keep_prob=1.0)
+        dw, db = gen_npu_ops.basic_lstm_cell_weight_grad(x, h, dgate)
+        return dxt, dht, dct_1, dw, db
+
+    def both(*inputs: Any) -> Any:
+        return gen_npu_ops.basic_lstm_cell(*inputs)[:2]
+
+    compare_gradients(mode, both, (DC[0], DH[0]), by_hand, arguments)
+
+
+def compare_gradients(mode: str, forward: Any, factors: Any, by_hand: Any, arguments: Any) -> None:
+    """``by_hand`` gives what TensorFlow finds for the results of ``forward`` times the factors."""
+    import tensorflow as tf
+    from op_modes import evaluate
+
+    def by_tensorflow(*inputs: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            loss = tf.add_n([tf.reduce_sum(y * factor) for y, factor in zip(forward(*inputs), factors)])
+        return tape.gradient(loss, inputs)
+
+    # A tape can't follow the loops of TensorFlow 1 graphs; tf.gradients can, and by_hand stands for them there.
+    right = evaluate("eager", by_tensorflow, *arguments)
+    found = evaluate(mode, by_hand, *arguments)
+    assert len(found) == len(right)
+    for each, (mine, tensorflow) in enumerate(zip(found, right)):
+        np.testing.assert_allclose(mine, tensorflow, rtol=1e-7, atol=1e-10, err_msg=f"argument {each}")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_basic_lstm_cell(single: Pool, mode: str) -> None:
+    single.run(body_cell, mode)
+
+
+def body_rnn(mode: str, seq_length: list[int] | None) -> None:
+    from op_modes import evaluate
+
+    from npu_device import gen_npu_ops
+
+    lengths = seq_length or [STEPS] * BATCH
+
+    def forward(x: Any, w: Any, b: Any, h: Any, c: Any) -> Any:
+        return gen_npu_ops.dynamic_rnn(x, w, b, seq_length, h, c, forget_bias=0.5)
+
+    arguments = (X, W, B, H0, C0)
+    for found, right in zip(evaluate(mode, forward, *arguments), lstm(lengths, 0.5)):
+        np.testing.assert_allclose(found, right)
+
+    def by_hand(x: Any, w: Any, b: Any, init_h: Any, init_c: Any) -> Any:
+        y, h, c, *gates = forward(x, w, b, init_h, init_c)
+        dw, db, dx, dh, dc = gen_npu_ops.dynamic_rnn_grad(
+            x, w, b, y, init_h, init_c, h, c, DY, DH, DC, *gates, seq_length=seq_length, direction="UNIDIRECTIONAL"
+        )
+        return dx, dw, db, dh, dc
+
+    compare_gradients(mode, forward, (DY, DH, DC), by_hand, arguments)
+
+    def last_step_only(x: Any, w: Any, b: Any, init_h: Any, init_c: Any) -> Any:
+        y, h, c, *gates = forward(x, w, b, init_h, init_c)
+        dw, db, dx, dh, dc = gen_npu_ops.dynamic_rnn_grad(
+            x, w, b, y, init_h[-1], init_c[-1], h, c, DY, DH[-1], DC[-1:], *gates, seq_length=seq_length
+        )
+        return dx, dw, db, dh[None], dc[None]
+
+    compare_gradients(
+        mode,
+        lambda *inputs: [(each if part == 0 else each[-1]) for part, each in enumerate(forward(*inputs)[:3])],
+        (DY, DH[-1], DC[-1]),
+        last_step_only,
+        arguments,
+    )
+
+
+@pytest.mark.parametrize("seq_length", [None, [1, 3]])
+@pytest.mark.parametrize("mode", MODES)
+def test_dynamic_rnn(single: Pool, mode: str, seq_length: list[int] | None) -> None:
+    single.run(body_rnn, mode, seq_length)
+
+
+def body_gru(mode: str, seq_length: list[int] | None) -> None:
+    from op_modes import evaluate
+
+    from npu_device import gen_npu_ops
+
+    lengths = seq_length or [STEPS] * BATCH
+
+    def forward(x: Any, wi: Any, wh: Any, bi: Any, bh: Any, h: Any) -> Any:
+        return gen_npu_ops.dynamic_gru_v2(x, wi, wh, bi, bh, seq_length, h, gate_order="zrh", reset_after=True)
+
+    def forward_augru(x: Any, wi: Any, wh: Any, bi: Any, bh: Any, h: Any, attention: Any) -> Any:
+        return gen_npu_ops.dynamic_augru(x, wi, wh, attention, bi, bh, seq_length, h)
+
+    def by_hand(x: Any, wi: Any, wh: Any, bi: Any, bh: Any, init_h: Any) -> Any:
+        y, h, *gates = forward(x, wi, wh, bi, bh, init_h)
+        dwi, dwh, dbi, dbh, dx, dh = gen_npu_ops.dynamic_gru_v2_grad(
+            x, wi, wh, y, init_h, h, DY, DH, *gates, seq_length=seq_length
+        )
+        return dx, dwi, dwh, dbi, dbh, dh
+
+    def by_hand_augru(x: Any, wi: Any, wh: Any, bi: Any, bh: Any, init_h: Any, attention: Any) -> Any:
+        y, h, *gates = forward_augru(x, wi, wh, bi, bh, init_h, attention)
+        dwi, dwh, dbi, dbh, dx, dh, da = gen_npu_ops.dynamic_augru_grad(
+            x, wi, wh, attention, y, init_h, h, DY, DH, *gates, seq_length=seq_length
+        )
+        return dx, dwi, dwh, dbi, dbh, dh, da
+
+    plain = (X, WI, WH, BI, BH, H0)
+    for arguments, call, gradients, attention in [
+        (plain, forward, by_hand, np.zeros_like(ATTENTION)),
+        ((*plain, ATTENTION), forward_augru, by_hand_augru, ATTENTION),
+    ]:
+        for found, right in zip(evaluate(mode, call, *arguments), gru(lengths, attention)):
+            np.testing.assert_allclose(found, right)
+        compare_gradients(mode, call, (DY, DH), gradients, arguments)
+
+
+@pytest.mark.parametrize("seq_length", [None, [3, 2]])
+@pytest.mark.parametrize("mode", MODES)
+def test_dynamic_gru(single: Pool, mode: str, seq_length: list[int] | None) -> None:
+    single.run(body_gru, mode, seq_length)
+
+
+def body_layers(mode: str) -> dict[str, Any]:
+    """Each layer learns to keep its last output near a target, twice called with the same weights."""
+    import tensorflow as tf
+
+    from npu_bridge.estimator.npu.npu_dynamic_rnn import DynamicAUGRU, DynamicGRUV2, DynamicRNN
+
+    x = X.astype(np.float32)
+    losses: dict[str, Any] = {}
+    for cls, extra in ((DynamicRNN, ()), (DynamicGRUV2, ()), (DynamicAUGRU, (ATTENTION.astype(np.float32),))):
+
+        def loss_of(layer: Any, extra: Any = extra) -> Any:
+            y = layer(tf.constant(x), *extra, seq_length=tf.constant([3, 2]))[0]
+            again = layer(tf.constant(x), *extra)[1]
+            return tf.reduce_mean(tf.square(y[1] - 0.3)) + tf.reduce_mean(tf.square(again[-1] - 0.3))
+
+        layer = cls(hidden_size=HIDDEN, dtype=tf.float32, time_major=True)
+        if mode == "session":
+            with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+                loss = loss_of(layer)
+                variables = tf.compat.v1.trainable_variables()
+                train = tf.compat.v1.train.GradientDescentOptimizer(0.5).minimize(loss)
+                session.run(tf.compat.v1.global_variables_initializer())
+                before = session.run(loss)
+                for _ in range(10):
+                    session.run(train)
+                losses[cls.__name__] = (before, session.run(loss), len(variables))
+            continue
+
+        def step(layer: Any = layer, loss_of: Any = loss_of) -> Any:
+            with tf.GradientTape() as tape:
+                loss = loss_of(layer)
+            variables = layer.trainable_variables
+            for variable, gradient in zip(variables, tape.gradient(loss, variables)):
+                variable.assign_sub(0.5 * gradient)
+            return loss
+
+        call = tf.function(step) if mode == "function" else step
+        trained = [float(call()) for _ in range(11)]
+        losses[cls.__name__] = (trained[0], trained[-1], len(layer.trainable_variables))
+    return losses
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_learn(single: Pool, mode: str) -> None:
+    (found,) = single.run(body_layers, mode)
+    assert {name: count for name, (_, _, count) in found.items()} == {
+        "DynamicRNN": 2,
+        "DynamicGRUV2": 4,
+        "DynamicAUGRU": 4,
+    }
+    for name, (before, after, _) in found.items():
+        assert after < 0.7 * before, name
+
+
+def body_refusals() -> list[str]:
+    import tensorflow as tf
+
+    from npu_bridge.estimator.npu.npu_dynamic_rnn import DynamicGRUV2, DynamicRNN
+    from npu_device import gen_npu_ops
+
+    texts = []
+    for call in (
+        lambda: DynamicRNN(3, tf.float32, direction="BIDIRECTIONAL"),
+        lambda: DynamicGRUV2(3, tf.float32, gate_order="rzh"),
+        lambda: gen_npu_ops.basic_lstm_cell(X[0], H0[0], C0[0], W, B, keep_prob=0.5),
+        lambda: gen_npu_ops.dynamic_rnn(X, W, B, colour="red"),
+    ):
+        try:
+            call()
+        except (NotImplementedError, TypeError) as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+def test_refusals(single: Pool) -> None:
+    (texts,) = single.run(body_refusals)
+    assert "direction='BIDIRECTIONAL'" in texts[0] and "tf.reverse" in texts[0]
+    assert "gate_order='rzh'" in texts[1] and "update, reset, new" in texts[1]
+    assert "keep_prob=0.5" in texts[2] and "npu_ops.dropout" in texts[2]
+    assert texts[3].startswith("TypeError") and "colour" in texts[3]
+
+
+def body_static_rnn() -> None:
+    import tensorflow as tf
+
+    from npu_bridge.npu_init import npu_rnn
+
+    class Cell:
+        """The simplest RNN cell: adds up."""
+
+        output_size = state_size = INPUT
+
+        def get_initial_state(self, inputs: Any = None, batch_size: Any = None, dtype: Any = None) -> Any:
+            return tf.zeros([batch_size or BATCH, INPUT], dtype)
+
+        zero_state = get_initial_state
+
+        def __call__(self, inputs: Any, state: Any, scope: Any = None) -> Any:
+            return inputs + state, inputs + state
+
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        batch_major = tf.constant(X.transpose(1, 0, 2))
+        state = tf.zeros([BATCH, INPUT], tf.float64)
+        outputs, last = npu_rnn.npu_dynamic_rnn(Cell(), batch_major, state, sequence_length=[3, 2])
+        listed, last_listed = npu_rnn.npu_dynamic_rnn(Cell(), tf.unstack(tf.constant(X)), state)
+        assert isinstance(listed, list)
+        found = session.run([outputs, last, tf.stack(listed), last_listed])
+        try:
+            npu_rnn.npu_dynamic_rnn(Cell(), tf.compat.v1.placeholder(tf.float32, [2, None, INPUT]), dtype=tf.float32)
+            raise AssertionError("accepted")
+        except ValueError as error:
+            assert "axis 1" in str(error)
+    sums = X.cumsum(axis=0)
+    within = np.array([[1, 1, 1], [1, 1, 0]])[:, :, None]
+    np.testing.assert_allclose(found[0], sums.transpose(1, 0, 2) * within)
+    np.testing.assert_allclose(found[1], [sums[2, 0], sums[1, 1]])
+    np.testing.assert_allclose(found[2], sums)
+    np.testing.assert_allclose(found[3], sums[-1])
+
+
+def test_npu_dynamic_rnn(single: Pool) -> None:
+    single.run(body_static_rnn)

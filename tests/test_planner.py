@@ -1,0 +1,162 @@
+"""The planner finds the best of all ways to cut, for collectives in a queue and for those that share the bandwidth."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from npu_device.gradients.split_strategy import cut_by_default
+from npu_device.tuning.cost_model import CostModel
+from npu_device.tuning.planner import (
+    Backward,
+    best_plan,
+    best_plans,
+    contenders,
+    default_plan,
+    per_gradient_plan,
+    predict,
+)
+
+# Shi, Chu and Li, "MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD Algorithms" (INFOCOM 2019):
+# an all-reduce over 16 nodes and 10 GbE.
+PUBLISHED = CostModel(9.08e-4, 7.40e-10, busy=9.08e-4)
+
+
+def instance(seed: int, most: int = 12) -> tuple[Backward, CostModel]:
+    """A random backward pass, and collectives between a queue and side by side."""
+    chance = random.Random(seed)
+    count = chance.randint(1, most)
+    ready, now = [], 0.0
+    for _ in range(count):
+        now += chance.expovariate(1 / 0.01)
+        ready.append(now + chance.choice([0, 0, chance.uniform(-0.02, 0.02)]))
+    sizes = tuple(chance.choice([4, 10_000, 1_000_000, 8_000_000]) for _ in range(count))
+    alpha = chance.choice([0.0, 1e-4, 5e-3])
+    cost = CostModel(alpha, chance.choice([1e-10, 1e-9, 1e-8]), busy=alpha * chance.choice([0.0, 0.3, 1.0]))
+    return Backward(sizes, tuple(ready), max(ready) + chance.choice([0, 0.004])), cost
+
+
+def every_cut(count: int, most: int) -> list[tuple[int, ...]]:
+    last = count - 1
+    return [
+        (*inner, last) for number in range(min(most, count)) for inner in itertools.combinations(range(last), number)
+    ]
+
+
+def in_a_queue(backward: Backward, cost: CostModel, ends: Sequence[int]) -> float:
+    """The issue's formula, word for word."""
+    finish, start = float("-inf"), 0
+    for end in ends:
+        ready = max(backward.ready[: end + 1])
+        finish = max(finish, ready) + cost.alpha + cost.beta * sum(backward.sizes[start : end + 1])
+        start = end + 1
+    return finish
+
+
+def sharing(backward: Backward, cost: CostModel, ends: Sequence[int]) -> float:
+    """Transfers that share the bandwidth evenly, followed from event to event."""
+    starts = [0, *(end + 1 for end in ends[:-1])]
+    coming = sorted(
+        (max(backward.ready[: end + 1]) + cost.alpha, cost.beta * sum(backward.sizes[start : end + 1]))
+        for start, end in zip(starts, ends)
+    )
+    now, left = float("-inf"), []
+    while coming or left:
+        if not left:
+            now = max(now, coming[0][0])
+        while coming and coming[0][0] <= now:
+            left.append(coming.pop(0)[1])
+        step = min(left) * len(left)
+        if coming:
+            step = min(step, coming[0][0] - now)
+        left = [work - step / len(left) for work in left]
+        left = [work for work in left if work > 1e-15]
+        now += step
+    return now
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_best_plan_is_the_best_of_all(seed: int) -> None:
+    backward, cost = instance(seed)
+    everything = [predict(backward, cost, ends).finish for ends in every_cut(len(backward.sizes), 8)]
+    assert best_plan(backward, cost).finish == pytest.approx(min(everything), rel=1e-12)
+
+
+def test_the_best_plan_of_sixteen_gradients_is_the_best_of_all() -> None:
+    backward, cost = next(
+        found for found in (instance(seed, 16) for seed in range(1000)) if len(found[0].sizes) == 16
+    )
+    everything = [predict(backward, cost, ends).finish for ends in every_cut(16, 8)]
+    assert len(everything) == 16384
+    assert best_plan(backward, cost).finish == pytest.approx(min(everything), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_best_plan_of_each_number_of_segments(seed: int) -> None:
+    backward, cost = instance(seed, 10)
+    for number, plan in enumerate(best_plans(backward, cost), start=1):
+        exactly = [ends for ends in every_cut(len(backward.sizes), number) if len(ends) == number]
+        assert plan.ends in exactly
+        assert plan.finish == pytest.approx(min(predict(backward, cost, ends).finish for ends in exactly), rel=1e-12)
+        assert plan.finish == pytest.approx(predict(backward, cost, plan.ends).finish, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_one_after_the_other_is_the_queue_of_the_formula(seed: int) -> None:
+    backward, cost = instance(seed)
+    queue = CostModel(cost.alpha, cost.beta, busy=cost.alpha)
+    for ends in every_cut(len(backward.sizes), 3):
+        assert predict(backward, queue, ends).finish == pytest.approx(in_a_queue(backward, queue, ends), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_side_by_side_ends_when_shared_bandwidth_ends(seed: int) -> None:
+    backward, cost = instance(seed)
+    parallel = CostModel(cost.alpha, cost.beta, busy=0.0)
+    for ends in every_cut(len(backward.sizes), 3):
+        assert predict(backward, parallel, ends).finish == pytest.approx(sharing(backward, parallel, ends), rel=1e-9)
+
+
+def test_published_all_reduce_of_resnet50() -> None:
+    """25.6 million parameters in 161 gradients, nothing to hide behind: merged 161 latencies become one."""
+    sizes = (102_228_128 - 160 * 4, *(4 for _ in range(160)))
+    backward = Backward(sizes, (0.0,) * 161, 0.0)
+    one = best_plan(backward, PUBLISHED)
+    assert one.ends == (160,)
+    assert one.exposed == pytest.approx(9.08e-4 + 102_228_128 * 7.40e-10)
+    assert one.exposed == pytest.approx(0.07656, abs=1e-5)
+    assert per_gradient_plan(backward, PUBLISHED).exposed == pytest.approx(0.22184, abs=1e-5)
+
+
+def test_published_merging_condition() -> None:
+    """Two gradients are better merged exactly when the second is ready before the first one's latency would be over, if
+    nothing else is under way.
+    """
+    first = 1_000_000
+    for gap, segments in ((0.9 * 9.08e-4, 1), (1.1 * 9.08e-4, 2)):
+        backward = Backward((first, 1_000), (0.0, gap), gap)
+        assert len(best_plan(backward, PUBLISHED).ends) == segments
+
+
+def test_communication_that_fits_under_backward_leaves_the_last_segment_exposed() -> None:
+    backward = Backward((1_000_000,) * 10, tuple(0.1 * number for number in range(1, 11)), 1.0)
+    cost = CostModel(1e-3, 1e-8, busy=1e-3)
+    assert best_plan(backward, cost).exposed == pytest.approx(1e-3 + 0.01)
+    assert default_plan(backward, cost) == predict(backward, cost, cut_by_default(backward.sizes))
+    assert predict(backward, cost, [9]).exposed == pytest.approx(1e-3 + 0.1)
+
+
+def test_contenders_halve_the_number_of_segments() -> None:
+    backward = Backward((1_000_000,) * 32, tuple(0.01 * number for number in range(1, 33)), 0.32)
+    numbers = [len(plan.ends) for plan in contenders(backward, CostModel(1e-5, 1e-8, busy=1e-5), 4)]
+    assert numbers[0] == len(best_plan(backward, CostModel(1e-5, 1e-8, busy=1e-5)).ends) > 1
+    assert all(later <= earlier // 2 for earlier, later in zip(numbers, numbers[1:]))
+
+
+@pytest.mark.parametrize("ends", [[], [1, 1, 2], [2, 1], [0, 1], [0, 3], [-1, 2]])
+def test_ends_that_do_not_fit(ends: list[int]) -> None:
+    with pytest.raises(ValueError, match="3 gradients; expected ascending numbers of which the last is 2"):
+        predict(Backward((4, 4, 4), (0.1, 0.2, 0.3), 0.3), CostModel(0.0, 1e-9), ends)

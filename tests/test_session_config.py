@@ -1,0 +1,275 @@
+"""Session configurations with the custom optimizer "NpuOptimizer", and ``NPURunConfig``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from npu_device.options import GlobalOptions, global_options
+from npu_device.sessions.config import (
+    RewriterConfig,
+    SessionConfigBuilder,
+    decorator_tf_session,
+    npu_config_proto,
+    npu_graph_options,
+    npu_optimizer_options,
+    npu_session_config_init,
+)
+from npu_device.sessions.run_config import DumpConfig, NPURunConfig, ProfilingConfig
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test begins with the options of a new process."""
+    monkeypatch.setattr("npu_device.options.group._options", GlobalOptions())
+
+
+def hand_made(*names: str) -> Any:
+    """A configuration as scripts write it, with the common parameters, a misspelt one, and further optimizers."""
+    config = tf.compat.v1.ConfigProto(allow_soft_placement=True)
+    rewrites = config.graph_options.rewrite_options
+    for name in names or ("NpuOptimizer",):
+        custom = rewrites.custom_optimizers.add()
+        custom.name = name
+        custom.parameter_map["use_off_line"].b = True
+        custom.parameter_map["precision_mode"].s = tf.compat.as_bytes("allow_mix_precision")
+        custom.parameter_map["graph_run_mode"].i = 1
+        custom.parameter_map["sfusion_switch_file"].s = tf.compat.as_bytes("/nowhere/switch.cfg")
+    rewrites.remapping = RewriterConfig.OFF
+    rewrites.memory_optimization = RewriterConfig.OFF
+    return config
+
+
+def only_by_name() -> Any:
+    config = hand_made()
+    config.graph_options.rewrite_options.optimizers.extend(["NpuOptimizer", "function", "constfold"])
+    return config
+
+
+def failing_on_errors() -> Any:
+    config = hand_made()
+    config.graph_options.rewrite_options.fail_on_optimizer_errors = True
+    return config
+
+
+CONFIGS = {
+    "hand-made": hand_made,
+    "with others": lambda: hand_made("NpuOptimizer", "GradFusionOptimizer", "function"),
+    "optimizers by name": only_by_name,
+    "fail_on_optimizer_errors": failing_on_errors,
+    "npu_config_proto": npu_config_proto,
+    "npu_config_proto of a hand-made one": lambda: npu_config_proto(hand_made()),
+    "npu_session_config_init": npu_session_config_init,
+    "builder": lambda: SessionConfigBuilder().session_config,
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_session_trains_with_the_configuration(name: str) -> None:
+    with tf.Graph().as_default():
+        x = tf.compat.v1.placeholder(tf.float32, [None, 2])
+        w = tf.compat.v1.get_variable("w", initializer=tf.constant([[1.0], [2.0]]))
+        loss = tf.reduce_sum(tf.matmul(x, w))
+        train = tf.compat.v1.train.GradientDescentOptimizer(0.5).minimize(loss)
+        with tf.compat.v1.train.MonitoredTrainingSession(config=CONFIGS[name]()) as session:
+            assert session.run([train, loss], {x: [[3.0, 4.0]]})[1] == 11
+            assert session.run(w).tolist() == [[-0.5], [0.0]]
+
+
+def names_of(config: Any) -> list[str]:
+    return [optimizer.name for optimizer in config.graph_options.rewrite_options.custom_optimizers]
+
+
+def test_npu_config_proto_changes_the_configuration_it_is_given() -> None:
+    given = tf.compat.v1.ConfigProto(log_device_placement=True, inter_op_parallelism_threads=3)
+    config = npu_config_proto(config_proto=given)
+    assert config is given
+    assert npu_config_proto(config) is given
+    assert names_of(config) == ["NpuOptimizer"]
+    assert config.allow_soft_placement
+    assert not config.log_device_placement
+    assert config.inter_op_parallelism_threads == 3
+    rewrites = config.graph_options.rewrite_options
+    assert rewrites.remapping == rewrites.memory_optimization == RewriterConfig.OFF
+    assert config.graph_options.optimizer_options.global_jit_level == tf.compat.v1.OptimizerOptions.OFF
+
+
+@pytest.mark.parametrize("given", [None, {}, "config"])
+def test_anything_else_gives_a_new_configuration(given: Any) -> None:
+    assert names_of(npu_config_proto(given)) == ["NpuOptimizer"]
+    assert names_of(npu_session_config_init(given)) == ["NpuOptimizer"]
+    assert npu_optimizer_options(given).global_jit_level == tf.compat.v1.OptimizerOptions.OFF
+    assert npu_graph_options(given).optimizer_options.global_jit_level == tf.compat.v1.OptimizerOptions.OFF
+
+
+def test_the_optimizer_is_found_among_others_and_keeps_its_parameters() -> None:
+    config = npu_config_proto(hand_made("GradFusionOptimizer", "NpuOptimizer"))
+    assert names_of(config) == ["GradFusionOptimizer", "NpuOptimizer"]
+    parameters = config.graph_options.rewrite_options.custom_optimizers[1].parameter_map
+    assert parameters["precision_mode"].s == b"allow_mix_precision"
+    assert "hcom_parallel" not in parameters
+
+
+def test_parameters_that_mean_something_here_have_their_effect() -> None:
+    config = hand_made()
+    parameters = config.graph_options.rewrite_options.custom_optimizers[0].parameter_map
+    parameters["hcom_parallel"].b = False
+    parameters["profiling_mode"].b = True
+    parameters["profiling_options"].s = tf.compat.as_bytes('{"output":"/tmp/profile","training_trace":"on"}')
+    parameters["aoe_mode"].s = tf.compat.as_bytes("4")
+    parameters["work_path"].s = tf.compat.as_bytes("/tmp/tuning")
+    npu_config_proto(config)
+    options = global_options()
+    assert options.aoe_config.aoe_mode.value == "4"
+    assert options.aoe_config.work_path.value == "/tmp/tuning"
+    assert options.hcom_parallel.typed is False
+    assert options.profiling_config.enable_profiling.typed is True
+    assert json.loads(options.profiling_config.profiling_options.value)["output"] == "/tmp/profile"
+
+
+def test_parameters_that_are_not_there_change_nothing() -> None:
+    global_options().hcom_parallel = False
+    global_options().profiling_config.enable_profiling = True
+    npu_config_proto(hand_made())
+    npu_config_proto()
+    assert global_options().hcom_parallel.typed is False
+    assert global_options().profiling_config.enable_profiling.typed is True
+
+
+def test_empty_profiling_options_are_the_usual_ones() -> None:
+    usual = global_options().profiling_config.profiling_options.value
+    builder = SessionConfigBuilder()
+    builder.parameter_map["profiling_options"].s = b""
+    assert builder.session_config
+    assert global_options().profiling_config.profiling_options.value == usual
+
+
+def test_a_value_that_the_option_refuses_is_refused() -> None:
+    config = hand_made()
+    config.graph_options.rewrite_options.custom_optimizers[0].parameter_map["aoe_mode"].s = b"3"
+    with pytest.raises(ValueError, match=r"aoe_config\.aoe_mode"):
+        npu_config_proto(config)
+
+
+def test_builder_reads_the_parameters_when_the_configuration_is_taken() -> None:
+    given = tf.compat.v1.ConfigProto()
+    builder = SessionConfigBuilder(given)
+    builder.parameter_map["hcom_parallel"].b = False
+    assert global_options().hcom_parallel.typed is True
+    assert builder.session_config is given
+    assert global_options().hcom_parallel.typed is False
+
+
+def test_decorator_gives_sessions_the_configuration() -> None:
+    seen: list[Any] = []
+
+    @decorator_tf_session
+    def make_session(target: str = "", graph: Any = None, config: Any = None) -> str:
+        seen.append(config)
+        return target
+
+    given = tf.compat.v1.ConfigProto()
+    assert make_session("here", None, given) == "here"
+    assert make_session() == ""
+    assert seen[0] is given
+    assert [names_of(config) for config in seen] == [["NpuOptimizer"]] * 2
+
+
+def test_keras_2_trains_in_the_session_with_the_configuration() -> None:
+    # Switches TensorFlow to version 1 and needs Keras 2: a process of its own.
+    program = """
+        import numpy as np
+        import tensorflow as tf
+        import npu_device
+        from npu_device.sessions import keras_session
+        npu_device.compat.enable_v1()
+        assert not tf.executing_eagerly()
+        for _ in range(2):
+            config = tf.compat.v1.ConfigProto()
+            session = keras_session.set_keras_session_npu_config(config)
+            assert config.graph_options.rewrite_options.custom_optimizers[0].name == "NpuOptimizer"
+            assert tf.compat.v1.keras.backend.get_session() is session is keras_session.backend.get_session()
+            keras = tf.compat.v1.keras
+            model = keras.Sequential([keras.layers.Dense(1, input_shape=[1])])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+            model.fit(np.array([[1.0], [2.0]]), np.array([[2.0], [4.0]]), epochs=300, verbose=0)
+            assert abs(model.predict(np.array([[3.0]]))[0, 0] - 6) < 0.1
+            keras_session.npu_clear_session()
+            assert keras.backend.get_session() is not session
+        """
+    environment = {**os.environ, "TF_USE_LEGACY_KERAS": "1"}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env=environment, timeout=120, check=True)
+
+
+def test_run_config_records_what_it_is_given() -> None:
+    dump = DumpConfig(enable_dump=True, dump_path="/tmp/dump", dump_step="0|5")
+    config = NPURunConfig(
+        10,
+        model_dir="/tmp/model",
+        session_config=tf.compat.v1.ConfigProto(),
+        precision_mode="allow_mix_precision",
+        dump_config=dump,
+        a_later_release="has it",
+    )
+    assert config.iterations_per_loop == 10
+    assert config.model_dir == "/tmp/model"
+    assert config.save_checkpoints_steps == 100
+    assert config.save_checkpoints_secs is None
+    assert config.keep_checkpoint_max == 5
+    assert config.save_summary_steps == 0
+    assert config.hcom_parallel is True
+    assert config.dump_config is dump
+    assert config.a_later_release == "has it"
+    assert names_of(config.session_config) == ["NpuOptimizer"]
+    assert NPURunConfig(save_checkpoints_secs=60).save_checkpoints_steps is None
+
+
+def test_run_config_sets_options() -> None:
+    NPURunConfig()
+    assert global_options().hcom_parallel.typed is True
+    profiling_config = ProfilingConfig(True, ["training_trace", "task_trace"])
+    NPURunConfig(hcom_parallel=False, profiling_config=profiling_config, aoe_mode="4")
+    assert global_options().aoe_config.aoe_mode.value == "4"
+    assert global_options().hcom_parallel.typed is False
+    profiling = global_options().profiling_config
+    assert profiling.enable_profiling.typed is True
+    assert json.loads(profiling.profiling_options.value) == {
+        "output": "./",
+        "training_trace": "on",
+        "task_trace": "on",
+    }
+
+
+@pytest.mark.parametrize("keyword", ["profiling_options", "enable_options"])
+def test_profiling_options_under_both_names(keyword: str) -> None:
+    assert ProfilingConfig(enable_profiling=True, **{keyword: '{"output":"x"}'}).as_json() == '{"output":"x"}'
+    assert ProfilingConfig(**{keyword: ["op_trace"]}).as_json() == '{"output": "./", "op_trace": "on"}'
+    assert ProfilingConfig().as_json() is None
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "text"),
+    [
+        ({"iterations_per_loop": 0}, ValueError, "iterations_per_loop must be .*; found 0"),
+        ({"iterations_per_loop": 2.0}, ValueError, "iterations_per_loop must be .*; found 2.0"),
+        ({"mix_compile_mode": 1}, TypeError, "mix_compile_mode must be .*; found 1"),
+        ({"mix_compile_mode": True, "iterations_per_loop": 2}, ValueError, "must be 1 with mix_compile_mode"),
+        ({"graph_run_mode": 2}, ValueError, "graph_run_mode must be .*; found 2"),
+        ({"jit_compile": True}, TypeError, "jit_compile must be a string"),
+    ],
+)
+def test_run_config_refuses(keywords: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        NPURunConfig(**keywords)
+
+
+def test_run_config_refuses_an_argument_given_twice() -> None:
+    with pytest.raises(TypeError, match="multiple values for iterations_per_loop"):
+        NPURunConfig(1, iterations_per_loop=1)

@@ -1,0 +1,323 @@
+"""Collectives in graphs that a session runs: results, order, waiting threads, errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from collective_bodies import REDUCTIONS, values
+from pool import Pool
+
+DTYPES = ("float16", "bfloat16", "float32", "int32", "int64", "uint16")
+
+
+def operators(shape: tuple[int, ...]) -> dict[str, Any]:
+    """Everything of hccl_ops on one array a rank, and npu.distribute.all_reduce of a list of all dtypes."""
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device.distribute import hccl_ops
+
+    size, rank = npu.open().workers_num, npu.open().worker_id
+    mine = values(rank, shape)
+    with tf.Graph().as_default():
+        fed = tf.compat.v1.placeholder(tf.float64, shape)
+        one = tf.compat.v1.placeholder(tf.float64, [None])
+        fetches: dict[str, Any] = {f"allreduce {r}": hccl_ops.allreduce(fed, r) for r in ("sum", "min", "max", "prod")}
+        for reduction in REDUCTIONS:
+            typed = [tf.cast(fed, dtype) for dtype in DTYPES]
+            several = npu.distribute.all_reduce([*typed, None, typed[0]], reduction)
+            assert several[len(DTYPES)] is None
+            assert all(tensor.shape == shape for tensor in several if tensor is not None)
+            for dtype, tensor in zip(DTYPES, several):
+                fetches[f"{reduction} {dtype}"] = tf.cast(tensor, tf.float64)
+        fetches["allgather"] = hccl_ops.allgather(fed, size)
+        fetches["allgather unknown"] = hccl_ops.allgather(one, size)
+        fetches["broadcast"], fetches["broadcast 2"] = hccl_ops.broadcast([fed, one], size - 1)
+        fetches["reduce"] = hccl_ops.reduce(fed, "sum", size - 1)
+        fetches["reduce_scatter"] = hccl_ops.reduce_scatter(tf.tile(fed, [size, 1]), "sum", size)
+        counts = tf.ones([size], tf.int64)
+        fetches["all_to_all_v"] = hccl_ops.all_to_all_v(
+            tf.range(size) + 10 * rank, counts, range(size), counts, range(size)
+        )
+        fetches["all_to_all_v_c"] = hccl_ops.all_to_all_v_c(tf.range(size) + 10 * rank, np.ones([size, size]), rank)
+        with tf.compat.v1.Session() as session:
+            results: dict[str, Any] = session.run(fetches, {fed: mine, one: mine[0]})
+            return results
+
+
+def test_operators(ranks: Pool) -> None:
+    shape = (2, 3)
+    everybody = [values(rank, shape) for rank in range(ranks.size)]
+    last = everybody[-1]
+    for rank, results in enumerate(ranks.run(operators, shape)):
+        for reduction, of in REDUCTIONS.items():
+            if reduction != "mean":
+                np.testing.assert_array_equal(results[f"allreduce {reduction}"], of(everybody, axis=0))
+            for dtype in DTYPES:
+                expected = of(everybody, axis=0)
+                np.testing.assert_allclose(results[f"{reduction} {dtype}"], expected, rtol=0.01, err_msg=dtype)
+        np.testing.assert_array_equal(results["allgather"], np.concatenate(everybody))
+        np.testing.assert_array_equal(results["allgather unknown"], np.concatenate([value[0] for value in everybody]))
+        np.testing.assert_array_equal(results["broadcast"], last)
+        np.testing.assert_array_equal(results["broadcast 2"], last[0])
+        root = rank == ranks.size - 1
+        np.testing.assert_array_equal(results["reduce"], np.sum(everybody, axis=0) * root)
+        np.testing.assert_array_equal(results["reduce_scatter"], np.sum(everybody, axis=0))
+        sent_here = [10 * sender + rank for sender in range(ranks.size)]
+        np.testing.assert_array_equal(results["all_to_all_v"], sent_here)
+        np.testing.assert_array_equal(results["all_to_all_v_c"], sent_here)
+
+
+def in_opposite_orders(count: int) -> list[float]:
+    """Independent operations, which each rank's data make ready in another order, with one thread for all."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    rank = npu.open().worker_id
+    config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=1, intra_op_parallelism_threads=1)
+    with tf.Graph().as_default():
+        chain = [tf.constant(float(rank))]
+        sums: dict[int, Any] = {}
+        waits = []
+        for number in range(count):
+            place = number if rank == 0 else count - 1 - number
+            with tf.control_dependencies([chain[-1]]):
+                chain.append(tf.constant(float(place)) + 0.0)
+            waits.append((place, chain[-1]))
+        for place, tensor in sorted(waits):
+            sums[place] = npu.distribute.all_reduce(tensor, "sum")
+        with tf.compat.v1.Session(config=config) as session:
+            return [session.run([sums[place] for place in range(count)])[i] for i in range(count)]
+
+
+def test_opposite_orders_with_one_thread(several_ranks: Pool) -> None:
+    for results in several_ranks.run(in_opposite_orders, 7):
+        assert results == [several_ranks.size * place for place in range(7)]
+
+
+def send_both_ways() -> np.ndarray:
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device.distribute import hccl_ops
+
+    rank = npu.open().worker_id
+    other = 1 - rank
+    with tf.Graph().as_default():
+        sent = hccl_ops.send(tf.fill([2], rank + 1.0), 5, other)
+        assert isinstance(sent, tf.Operation)
+        with tf.control_dependencies([sent] if rank else []):
+            received = hccl_ops.receive([2], tf.float32, 5, other)
+        with tf.compat.v1.Session() as session:
+            return session.run([received, sent])[0]
+
+
+def test_send_and_receive(two_ranks: Pool) -> None:
+    first, second = two_ranks.run(send_both_ways)
+    assert (first.tolist(), second.tolist()) == ([2.0, 2.0], [1.0, 1.0])
+
+
+def a_subset() -> list[float]:
+    """Fetching one operation runs neither the others nor what they depend on."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    with tf.Graph().as_default():
+        never_fed = tf.compat.v1.placeholder(tf.float32, [])
+        npu.distribute.all_reduce([never_fed], "sum")
+        wanted = npu.distribute.all_reduce(tf.constant(1.0), "sum")
+        npu.distribute.all_reduce(never_fed, "sum")
+        with tf.compat.v1.Session() as session:
+            return [float(session.run(wanted)) for _ in range(3)]
+
+
+def test_fetching_a_subset(ranks: Pool) -> None:
+    assert ranks.run(a_subset) == [[ranks.size] * 3] * ranks.size
+
+
+def gradient(kind: str) -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    rank = npu.open().worker_id
+    with tf.Graph().as_default():
+        x = tf.constant([1.0, 2.0]) * (rank + 1.0)
+        if kind == "broadcast":
+            [y] = npu.distribute.hccl_ops.broadcast([x], 0)
+        else:
+            y = npu.distribute.all_reduce([x, x * 3.0], kind)[1]
+        [slope] = tf.gradients(tf.reduce_sum(y * (rank + 1.0)), x)
+        with tf.compat.v1.Session() as session:
+            return session.run(slope).tolist()
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("sum", 9.0), ("mean", 4.5)])
+def test_gradients(two_ranks: Pool, kind: str, expected: float) -> None:
+    assert two_ranks.run(gradient, kind) == [[expected] * 2] * 2
+
+
+@pytest.mark.parametrize("kind", ["max", "broadcast"])
+def test_what_has_no_gradient_says_so(two_ranks: Pool, kind: str) -> None:
+    with pytest.raises(AssertionError, match=r"LookupError: .* has no gradient"):
+        two_ranks.run(gradient, kind)
+
+
+def mismatch() -> tuple[str, list[float]]:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    rank = npu.open().worker_id
+    with tf.Graph().as_default():
+        wrong = npu.distribute.all_reduce(tf.zeros([2 + rank], name="weights"), "sum")
+        right = npu.distribute.all_reduce(tf.ones([2]), "sum")
+        with tf.compat.v1.Session() as session:
+            try:
+                session.run(wrong)
+                message = ""
+            except tf.errors.OpError as error:
+                message = str(error)
+            return message, session.run(right).tolist()
+
+
+def test_a_mismatch_is_an_error_of_run_and_the_session_goes_on(several_ranks: Pool) -> None:
+    size = several_ranks.size
+    for message, after in several_ranks.run(mismatch):
+        for rank in range(size):
+            assert f"rank {rank} on host" in message
+            assert f"weights:0: float32 [{2 + rank}]" in message
+        assert "test_sessions_collectives.py" in message  # the line that made the operation
+        assert "What to do:" in message
+        assert after == [size] * 2
+
+
+def refused() -> list[str]:
+    """What can be seen while the graph is built is refused then."""
+    import tensorflow as tf
+
+    from npu_device.distribute import hccl_ops
+
+    messages = []
+    with tf.Graph().as_default():
+        for call in (
+            lambda: hccl_ops.allreduce(tf.constant(True), "sum"),
+            lambda: hccl_ops.allgather(tf.constant(1.0), 2),
+            lambda: hccl_ops.reduce_scatter(tf.zeros([3]), "sum", 2),
+            lambda: hccl_ops.broadcast([tf.constant("text")], 0),
+            lambda: hccl_ops.broadcast([tf.constant(1.0)], 7),
+            lambda: hccl_ops.allreduce(tf.constant(1.0), "mean"),
+        ):
+            try:
+                messages.append(f"not refused: {call()}")
+            except (TypeError, ValueError) as error:
+                messages.append(str(error))
+    return messages
+
+
+def test_refused_when_the_graph_is_built(two_ranks: Pool) -> None:
+    expected = ["dtype bool", "scalar", "multiple of rank_size", "dtype string", "root_rank 7", "knows 'mean'"]
+    for messages in two_ranks.run(refused):
+        for part, message in zip(expected, messages):
+            assert part in message
+
+
+def sparse_and_branches() -> tuple[Any, ...]:
+    """IndexedSlices, a branch and a loop of the graph."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    rank = npu.open().worker_id
+    with tf.Graph().as_default():
+        slices = tf.IndexedSlices(tf.ones([2, 3]), tf.constant([rank, 5], tf.int64), tf.constant([8, 3], tf.int64))
+        reduced = npu.distribute.all_reduce([slices], "sum")[0]
+        branch = tf.cond(
+            tf.constant(True), lambda: npu.distribute.all_reduce(tf.constant(1.0), "sum"), lambda: tf.constant(0.0)
+        )
+        _, looped = tf.while_loop(
+            lambda step, _: step < 3,
+            lambda step, total: (step + 1, npu.distribute.all_reduce(total, "sum")),
+            [tf.constant(0), tf.constant(1.0)],
+        )
+        with tf.compat.v1.Session() as session:
+            dense = tf.convert_to_tensor(reduced)
+            return session.run(dense)[:, 0].tolist(), float(session.run(branch)), float(session.run(looped))
+
+
+def test_sparse_gradients_branches_and_loops(ranks: Pool) -> None:
+    size = ranks.size
+    rows = [1.0 * (row < size) + size * (row == 5) for row in range(8)]
+    assert ranks.run(sparse_and_branches) == [(rows, float(size), float(size**3))] * size
+
+
+def overlap() -> bool:
+    """The first segment is reduced while the second one's gradient is still being made."""
+    import threading
+
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device.sessions.outside import run_outside
+
+    first_is_there = threading.Event()
+
+    def wait(value: np.ndarray) -> list[np.ndarray]:
+        return [np.array(float(first_is_there.wait(20)) + 0 * value, np.float32)]
+
+    def tell(value: np.ndarray) -> list[np.ndarray]:
+        first_is_there.set()
+        return [value]
+
+    config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=1)
+    spec = tf.TensorSpec([], tf.float32)
+    with tf.Graph().as_default():
+        early = tf.constant(2.0)
+        [late] = run_outside(wait, [early], [spec])
+        sums = npu.distribute.all_reduce([late, early], "sum", fusion=0)
+        [told] = run_outside(tell, [sums[1]], [spec])
+        with tf.compat.v1.Session(config=config) as session:
+            return session.run([sums[0], told])[0] == npu.open().workers_num
+
+
+def test_segments_travel_while_backward_runs(two_ranks: Pool) -> None:
+    assert two_ranks.run(overlap) == [True, True]
+
+
+def broadcasts(size: int) -> dict[str, Any]:
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device.distribute import hccl_ops
+
+    v1, rank = tf.compat.v1, npu.open().worker_id
+    found: dict[str, Any] = {}
+    for kind in ("resource", "reference"):
+        with tf.Graph().as_default(), v1.Session() as session:
+            made = [
+                v1.get_variable(name, initializer=tf.constant([1.0, 2.0]) * (rank + 1), use_resource=kind == "resource")
+                for name in ("a", "b", "c")
+            ]
+            session.run(v1.global_variables_initializer())
+            session.run(hccl_ops.broadcast(v1.trainable_variables()[:1], size - 1))
+            outputs = hccl_ops.broadcast([made[1]], size - 1)
+            session.run(v1.assign(made[1], outputs[0]))
+            assert outputs[0].op is not None
+            before = session.run(made[2]).tolist()
+            session.run(outputs[0].op)
+            session.run(npu.distribute.broadcast([made[2]], 0))
+            found[kind] = (before, *(value.tolist() for value in session.run(made)))
+    return found
+
+
+def test_broadcast_overwrites_variables(ranks: Pool) -> None:
+    size = ranks.size
+    last = [1.0 * size, 2.0 * size]
+    for rank, found in enumerate(ranks.run(broadcasts, size)):
+        mine = [1.0 * (rank + 1), 2.0 * (rank + 1)]
+        for kind in ("resource", "reference"):
+            assert found[kind] == (mine, last, last, [1.0, 2.0]), kind

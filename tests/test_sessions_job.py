@@ -1,0 +1,85 @@
+"""Whole scripts in TensorFlow 1 style, from start to exit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import job
+
+# Data sets first, and no npu.open(): as scripts for TensorFlow 1 have it.
+HEAD = """
+import sys
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+tf.disable_v2_behavior()
+from hccl.manage.api import get_rank_id, get_rank_size
+from npu_bridge.estimator.npu.npu_hook import NPUBroadcastGlobalVariablesHook
+from npu_bridge.estimator.npu.npu_loss_scale_manager import ExponentialUpdateLossScaleManager
+from npu_bridge.estimator.npu.npu_loss_scale_optimizer import NPULossScaleOptimizer
+from npu_bridge.estimator.npu.npu_optimizer import NPUDistributedOptimizer
+from npu_bridge.hccl import hccl_ops
+
+features = np.arange(24, dtype=np.float32).reshape(8, 3) / 24
+data = tf.data.Dataset.from_tensor_slices((features, features.sum(1, keepdims=True)))
+data = data.map(lambda x, y: (x * 1.0, y)).repeat().batch(4)
+iterator = tf.data.make_initializable_iterator(data)
+tf.add_to_collection(tf.GraphKeys.TABLE_INITIALIZERS, iterator.initializer)
+x, y = iterator.get_next()
+rank, size = get_rank_id(), get_rank_size()
+tf.set_random_seed(1 + rank)
+with tf.variable_scope("net"):
+    weights = tf.get_variable("weights", [3, 1])
+    table = tf.get_variable("table", [6, 2])
+rows = tf.nn.embedding_lookup(table, [rank, 3])
+loss = tf.reduce_mean((x @ weights - y) ** 2) + tf.reduce_sum(rows**2)
+everybodys = hccl_ops.allreduce(loss, "sum") / size
+step = tf.train.get_or_create_global_step()
+"""
+
+TRAINING = (
+    HEAD
+    + """
+manager = ExponentialUpdateLossScaleManager(2**16, 1000, 2, decr_ratio=0.5)
+optimizer = NPUDistributedOptimizer(tf.train.AdamOptimizer(0.05))
+optimizer = NPULossScaleOptimizer(optimizer, manager, is_distributed=True)
+train = optimizer.minimize(loss, global_step=step)
+hooks = [NPUBroadcastGlobalVariablesHook(0, rank), tf.train.StopAtStepHook(20)]
+losses = []
+with tf.train.MonitoredTrainingSession(hooks=hooks) as session:
+    while not session.should_stop():
+        _, value, learnt, learnt_rows = session.run([train, everybodys, weights, table])
+        losses.append(float(value))
+print("RESULT", len(losses), losses[-1] < losses[0] / 2, learnt.ravel().tolist(), learnt_rows.ravel().tolist())
+"""
+)
+
+FAILING = (
+    HEAD
+    + """
+train = NPUDistributedOptimizer(tf.train.GradientDescentOptimizer(0.1)).minimize(loss, global_step=step)
+with tf.train.MonitoredTrainingSession() as session:
+    for number in range(5):
+        if number == 3 and rank == 1:
+            raise ValueError("the disk of rank 1 is full")
+        session.run([train, everybodys])
+"""
+)
+
+
+def test_a_session_trains_on_two_ranks(tmp_path: Path) -> None:
+    results = []
+    for ended in job.run(tmp_path, 2, TRAINING):
+        assert ended.code == 0, ended.output
+        assert "Traceback" not in ended.output
+        results.append(next(line for line in ended.output.splitlines() if line.startswith("RESULT")))
+    assert results[0] == results[1]
+    assert results[0].startswith("RESULT 20 True")
+
+
+def test_a_failing_rank_is_named_in_the_others_session(tmp_path: Path) -> None:
+    first, second = job.run(tmp_path, 2, FAILING)
+    assert first.code != 0 and second.code != 0
+    assert "rank 1 on host" in first.output
+    assert "the disk of rank 1 is full" in first.output
+    assert first.at - second.at < 10

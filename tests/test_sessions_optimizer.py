@@ -1,0 +1,285 @@
+"""TensorFlow 1 optimizers over several ranks, loss scaling, and several steps in one run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from pool import Pool
+
+STEPS = 4
+ROWS = 12  # shared by 1, 2 and 3 ranks
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(7)
+    x = generator.normal(size=(ROWS, 3)).astype(np.float32)
+    return x, (x @ np.array([[1.0], [-2.0], [0.5]], np.float32)).astype(np.float32)
+
+
+def train(kind: str, split: bool = False) -> dict[str, Any]:
+    """A few steps on this rank's rows; the variables afterwards, and how many segments there were."""
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device.sessions import loss_scale as scaling
+    from npu_device.sessions import optimizer as optimizers
+    from npu_device.sessions.hooks import broadcast_global_variables
+
+    v1, size, rank = tf.compat.v1, npu.open().workers_num, npu.open().worker_id
+    x, y = (array[rank::size] for array in data())
+
+    def make(opt: Any) -> Any:
+        if kind == "wrapper":
+            return optimizers.npu_distributed_optimizer_wrapper(opt)
+        if kind == "sharded":
+            return optimizers.NPUDistributedOptimizer(opt, is_weight_update_sharding=True)
+        if kind == "loss scale":
+            manager = scaling.FixedLossScaleManager(1024.0)
+            return scaling.NPULossScaleOptimizer(
+                optimizers.NPUDistributedOptimizer(opt), manager, is_distributed=size > 1
+            )
+        if kind == "NPUOptimizer":
+            manager = scaling.ExponentialUpdateLossScaleManager(8.0, 2)
+            return scaling.NPUOptimizer(opt, manager, is_distributed=True, is_loss_scale=True)
+        return optimizers.NPUDistributedOptimizer(opt)
+
+    with tf.Graph().as_default():
+        v1.set_random_seed(3 + rank)
+        fed = v1.placeholder(tf.float32, [None, 3])
+        hidden = v1.get_variable("hidden", [3, 4], initializer=v1.initializers.random_normal(stddev=0.5))
+        bias = v1.get_variable("bias", [4], initializer=v1.initializers.zeros())
+        out = v1.get_variable("out", [4, 1], initializer=v1.initializers.random_normal(stddev=0.5))
+        v1.get_variable("unused", [2], initializer=v1.initializers.zeros())
+        loss = tf.reduce_mean(tf.square(tf.tanh(fed @ hidden + bias) @ out - y))
+        step = v1.train.get_or_create_global_step()
+        opt = make(v1.train.MomentumOptimizer(0.05, 0.9))
+        if kind == "by hand":
+            trained = v1.trainable_variables()[:3]
+            plain = v1.train.MomentumOptimizer(0.05, 0.9)
+            gradients = optimizers.npu_allreduce(tf.gradients(loss, trained))
+            update = plain.apply_gradients(zip(gradients, trained), global_step=step)
+        else:
+            update = opt.minimize(loss, global_step=step)
+        with v1.Session() as session:
+            session.run(v1.global_variables_initializer())
+            session.run(broadcast_global_variables(0))
+            for _ in range(STEPS):
+                session.run(update, {fed: x})
+            return {"variables": session.run([hidden, bias, out]), "step": int(session.run(step))}
+
+
+KINDS = ("NPUDistributedOptimizer", "wrapper", "sharded", "loss scale", "NPUOptimizer", "by hand")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_train_as_one(several_ranks: Pool, single: Pool, kind: str) -> None:
+    [alone] = single.run(train, kind)
+    results = several_ranks.run(train, kind)
+    for result in results:
+        assert result["step"] == STEPS
+        for variable, expected, first in zip(result["variables"], alone["variables"], results[0]["variables"]):
+            np.testing.assert_array_equal(variable, first)
+            np.testing.assert_allclose(variable, expected, rtol=2e-5, atol=1e-6)
+
+
+def segments(numbers: list[int]) -> list[int]:
+    """Collectives of one step's gradients under a split strategy; none of them holds more than its segment."""
+    import tensorflow as tf
+
+    from hccl.split.api import set_split_strategy_by_idx
+    from npu_device.gradients import split_strategy
+    from npu_device.sessions.optimizer import NPUDistributedOptimizer
+
+    set_split_strategy_by_idx(numbers)
+    try:
+        with tf.Graph().as_default() as graph:
+            value = tf.ones([2, 3])
+            for layer in range(4):
+                weights = tf.compat.v1.get_variable(f"w{layer}", [3, 3])
+                value = value @ weights
+            NPUDistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1)).compute_gradients(value)
+            sent = [op for op in graph.get_operations() if op.type == "DatasetToSingleElement"]
+            return [len(op.outputs) for op in sent]
+    finally:
+        split_strategy.clear()
+
+
+def test_the_split_strategy_cuts_the_gradients(two_ranks: Pool) -> None:
+    assert two_ranks.run(segments, [0, 3]) == [[1, 3]] * 2
+
+
+def twice() -> list[str]:
+    import tensorflow as tf
+
+    from npu_device.sessions import optimizer as optimizers
+
+    messages = []
+    plain = tf.compat.v1.train.GradientDescentOptimizer(0.1)
+    for opt in (optimizers.npu_distributed_optimizer_wrapper(plain), optimizers.NPUDistributedOptimizer(plain)):
+        try:
+            optimizers.npu_distributed_optimizer_wrapper(opt)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_averaging_twice_is_refused(two_ranks: Pool) -> None:
+    for messages in two_ranks.run(twice):
+        assert len(messages) == 2
+        assert all("twice" in message and "What to do" in message for message in messages)
+
+
+def overflow() -> dict[str, Any]:
+    """One rank's gradient overflows in the second step: no rank makes it, and the scale shrinks."""
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device.sessions.loss_scale import ExponentialUpdateLossScaleManager, NPULossScaleOptimizer
+
+    v1, size, rank = tf.compat.v1, npu.open().workers_num, npu.open().worker_id
+    with tf.Graph().as_default():
+        fed = v1.placeholder(tf.float32, [])
+        weight = v1.get_variable("weight", initializer=1.0)
+        step = v1.train.get_or_create_global_step()
+        manager = ExponentialUpdateLossScaleManager(16.0, 2, decr_every_n_nan_or_inf=1, decr_ratio=0.5)
+        opt = NPULossScaleOptimizer(v1.train.GradientDescentOptimizer(1.0), manager, is_distributed=True)
+        update = opt.minimize(weight * fed, global_step=step)
+        found = []
+        with v1.Session() as session:
+            session.run(v1.global_variables_initializer())
+            for bad in (False, True, False, False):
+                session.run(update, {fed: np.inf if bad and rank == size - 1 else 1.0})
+                found.append(session.run([weight, step, manager.get_loss_scale()]))
+    return {"weight": [row[0] for row in found], "step": [row[1] for row in found], "scale": [row[2] for row in found]}
+
+
+def test_overflow_on_one_rank_leaves_the_step_out_on_all(ranks: Pool) -> None:
+    for found in ranks.run(overflow):
+        assert found["weight"] == [0.0, 0.0, -1.0, -2.0]
+        assert found["step"] == [1, 1, 2, 3]
+        assert found["scale"] == [16.0, 8.0, 8.0, 16.0]
+
+
+def checks() -> list[str]:
+    import tensorflow as tf
+
+    from npu_device.sessions import iterations, loss_scale, system
+
+    messages = []
+    for call in (
+        lambda: loss_scale.FixedLossScaleManager(0.5),
+        lambda: loss_scale.NPUOptimizer(None, is_loss_scale=True),
+        lambda: iterations.set_iteration_per_loop(None, tf.constant(1), 2),
+        system.initialize_system,
+    ):
+        try:
+            call()
+        except (ValueError, RuntimeError) as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_what_is_refused(single: Pool) -> None:
+    [messages] = single.run(checks)
+    for part, message in zip(("at least 1", "loss_scale_manager", "tf.Operation", "eager mode"), messages):
+        assert part in message
+    assert len(messages) == 4
+
+
+def several_steps(hook: bool) -> tuple[int, int, float]:
+    """Runs of an operation that makes three steps each; data comes from an iterator."""
+    import tensorflow as tf
+
+    from npu_device.sessions import iterations
+    from npu_device.sessions.hooks import SetIterationsVarHook
+    from npu_device.sessions.optimizer import NPUDistributedOptimizer
+
+    v1 = tf.compat.v1
+    with tf.Graph().as_default():
+        numbers = v1.data.make_one_shot_iterator(tf.data.Dataset.range(100)).get_next()
+        weight = v1.get_variable("weight", initializer=0.0)
+        step = v1.train.get_or_create_global_step()
+        opt = NPUDistributedOptimizer(v1.train.GradientDescentOptimizer(1.0))
+        update = opt.minimize(-weight * tf.cast(numbers, tf.float32), global_step=step)
+        config = v1.ConfigProto(inter_op_parallelism_threads=1)
+        if hook:
+            loop = iterations.IterationPerLoop().create_iteration_per_loop_var(update)
+            with v1.train.MonitoredTrainingSession(hooks=[SetIterationsVarHook(3)], config=config) as session:
+                session.run(loop)
+                session.run(loop)
+                return (*session.run([step, numbers]), float(session.run(weight)))
+        with v1.Session(config=config) as session:
+            session.run(v1.global_variables_initializer())
+            assert iterations.set_iteration_per_loop(session, update, 1) is update
+            loop = iterations.set_iteration_per_loop(session, update, 3)
+            assert loop.name.endswith("IterationOp")
+            session.run(loop)
+            session.run(loop)
+            return (*session.run([step, numbers]), float(session.run(weight)))
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_several_steps_in_one_run(two_ranks: Pool, hook: bool) -> None:
+    for found in two_ranks.run(several_steps, hook):
+        assert found == (6, 6, float(sum(range(6))))
+
+
+def hooks() -> dict[str, Any]:
+    import os
+
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device.sessions import hooks as all_hooks
+    from npu_device.sessions import system
+
+    v1, rank = tf.compat.v1, npu.open().worker_id
+    outputs: list[Any] = []
+    with tf.Graph().as_default():
+        weight = v1.get_variable("weight", initializer=float(rank + 5))
+        kept = v1.get_variable("kept", initializer=float(rank), trainable=False)
+        started, stopped = system.initialize_system(), system.shutdown_system()
+        step = v1.train.get_or_create_global_step()
+        forward = v1.assign_add(step, 1)
+        chosen = [
+            all_hooks.NPUBroadcastGlobalVariablesHook(0, rank),
+            all_hooks.NpuEmptyHook(),
+            all_hooks.NPUOutputTensorHook({"weight": weight}, None, outputs.append, 2),
+            all_hooks.TellMeStepOrLossHook(step=forward, total_step=9),
+        ]
+        with v1.train.MonitoredTrainingSession(hooks=chosen) as session:
+            session.run(started)
+            for _ in range(2):
+                session.run(forward)
+            weights = session.run([weight, kept])
+            session.run(stopped)
+    told = os.environ.pop("STEP_NOW"), os.environ.pop("TOTAL_STEP")
+    return {"weights": [float(value) for value in weights], "outputs": outputs, "told": told}
+
+
+def test_hooks(ranks: Pool) -> None:
+    for rank, found in enumerate(ranks.run(hooks)):
+        assert found["weights"] == [5.0, rank]
+        assert found["outputs"] == [[{"weight": 5.0}] * 2, [{"weight": 5.0}] * 2, [{"weight": 5.0}]]
+        assert found["told"] == ("5", "9")
+
+
+def sizes() -> tuple[Any, ...]:
+    from npu_device.sessions import system
+
+    session, stop = system.init_resource()
+    names = (
+        system.get_npu_rank_id(),
+        system.get_npu_rank_size(),
+        system.get_npu_local_rank_id(),
+        system.get_npu_local_rank_size(),
+    )
+    system.shutdown_resource(session, stop)
+    system.close_session(session)
+    return names
+
+
+def test_init_resource_and_who_this_rank_is(ranks: Pool) -> None:
+    assert ranks.run(sizes) == [(rank, ranks.size, rank, ranks.size) for rank in range(ranks.size)]

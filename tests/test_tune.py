@@ -1,0 +1,414 @@
+"""Tuning: what a trace says, what is tried and kept, what ``NPU_DEVICE_SPLIT`` does with it, and one real run of it
+all.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+from launcher import environment
+from pool import Pool
+
+from npu_device.gradients.split_strategy import cut_by_default
+from npu_device.launch.tune_nodes import Follower, Job, Leader
+from npu_device.profiling.records import FILE, Gradient, Iteration, RankTrace
+from npu_device.tuning import __main__ as npu_tune
+from npu_device.tuning.cost_model import CostModel
+from npu_device.tuning.keeping import keep
+from npu_device.tuning.planner import best_plan, predict
+from npu_device.tuning.saved_splits import SavedSplit, fingerprint, load_all, place_of, save
+from npu_device.tuning.traced import Traced, traced
+from npu_device.tuning.trials import COST_FILE, FIRST, Budget, tune
+
+GRADIENTS = 20
+BYTES = 1_000_000
+COST = CostModel(2e-3, 1e-9, busy=2e-3)
+
+
+def trace(rank: int, slower: float = 1.0, steps: int = 8) -> RankTrace:
+    """A rank of two: forward 100 ms, then a gradient each 5 ms, two segments, update 10 ms, input 20 ms."""
+    backward = [100_000 + 5_000 * number * slower for number in range(1, GRADIENTS + 1)]
+    iterations: list[Iteration] = []
+    for number in range(1, steps + 1):
+        begin = 1e15 + 400_000 * number
+        ready = tuple(begin + moment for moment in backward)
+        over = ready[-1] + 30_000
+        reductions = ((ready[17], ready[17] + 20_000), (ready[-1], over))
+        previous = iterations[-1].iteration_end if iterations else None
+        iterations.append(Iteration(number, begin, ready[-1], over + 10_000, reductions, ready, previous))
+    gradients = tuple(Gradient(f"gradient{number}", "float32", BYTES) for number in range(GRADIENTS))
+    return RankTrace(
+        rank, 2, "here", 1, 0.0, 0.0, "model", "tensorflow", "hccl_world_group", gradients, ((0, 17), (18, 19)),
+        tuple(iterations),
+    )  # fmt: skip
+
+
+def write_trace(directory: Path) -> None:
+    for rank in range(2):
+        one = trace(rank)
+        lines = [one.header(), *(iteration.__dict__ for iteration in one.iterations)]
+        (directory / f"rank{rank}").mkdir(parents=True)
+        (directory / f"rank{rank}" / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_what_a_trace_says() -> None:
+    found = traced([trace(0), trace(1)], skip=2)
+    assert found.step.backward.sizes == (BYTES,) * GRADIENTS
+    assert found.step.backward.ready == pytest.approx([0.1 + 0.005 * number for number in range(1, GRADIENTS + 1)])
+    assert found.step.backward.end == pytest.approx(0.2)
+    assert found.ends == (17, 19)
+    assert found.exposed == pytest.approx(0.03)
+    assert found.seconds == pytest.approx((0.4,) * 6)
+    # 400 ms less 200 ms of forward and backward and 30 ms of hanging over.
+    assert found.step.rest == pytest.approx(0.17)
+    assert (found.dtype, found.hosts) == ("float32", ("here", "here"))
+
+
+def test_the_slowest_rank_counts() -> None:
+    found = traced([trace(0), trace(1, slower=1.5)])
+    assert found.step.backward.end == pytest.approx(0.25)
+
+
+def test_the_dtype_with_the_most_bytes_is_tuned() -> None:
+    mixed = []
+    for rank in range(2):
+        one = trace(rank)
+        gradients = tuple(replace(gradient, dtype="float16") for gradient in one.gradients[:18]) + one.gradients[18:]
+        mixed.append(replace(one, gradients=gradients, segments=((0, 10), (11, 17), (18, 19))))
+    found = traced(mixed)
+    assert (found.dtype, len(found.step.backward.sizes), found.ends) == ("float16", 18, (10, 17))
+
+
+@pytest.mark.parametrize(
+    ("traces", "problem"),
+    [
+        ([], "no trace"),
+        ([trace(1)], r"rank\(s\) 0 of 2"),
+        ([trace(0), trace(1, steps=2)], "rank 1: 2"),
+        ([trace(0), replace(trace(1), model="other")], "rank 1: other"),
+    ],
+)
+def test_traces_of_no_use(traces: list[RankTrace], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        traced(traces, skip=2)
+
+
+class World:
+    """A script whose steps take what the cost model says, times what ``slowdown`` has for the split."""
+
+    def __init__(self, own: Sequence[int] | None = None) -> None:
+        self.first = traced([trace(0), trace(1)])
+        self.ends: list[tuple[int, ...] | None] = []
+        self.counted = 0
+        self.slowdown: dict[tuple[int, ...], float] = {}
+        self._own = tuple(own) if own else None
+
+    def run(self, name: str, ends: Sequence[int] | None, steps: int) -> Traced:
+        self.ends.append(None if ends is None else tuple(ends))
+        self.counted += steps
+        actual = self._own or tuple(ends or self.first.ends)
+        plan = predict(self.first.step.backward, COST, actual)
+        seconds = (self.first.step.alone + plan.exposed) * self.slowdown.get(actual, 1.0)
+        return replace(self.first, ends=actual, seconds=(seconds,) * steps, exposed=plan.exposed)
+
+
+def test_the_best_split_wins_within_fifty_steps() -> None:
+    world = World()
+    result = tune(world.run, lambda _: COST, lambda _: None, Budget())
+    assert result.gained
+    assert result.chosen.plan == best_plan(world.first.step.backward, COST)
+    assert world.counted <= 50
+    assert len(result.tried) == 4
+    assert all(len(one.runs) == 2 for one in result.tried)
+
+
+def test_the_runs_go_there_and_back() -> None:
+    world = World()
+    tune(world.run, lambda _: COST, lambda _: None, Budget())
+    assert world.ends[0] is world.ends[1] is None
+    assert world.ends[1:5] == world.ends[5:][::-1]
+
+
+def test_a_prediction_that_turns_out_slower_is_not_kept() -> None:
+    world = World()
+    best = best_plan(world.first.step.backward, COST).ends
+    world.slowdown = {best: 1.2}
+    result = tune(world.run, lambda _: COST, lambda _: None, Budget())
+    assert result.chosen.plan.ends != best
+    world.slowdown = dict.fromkeys((one.plan.ends for one in result.tried[1:]), 1.2)
+    result = tune(world.run, lambda _: COST, lambda _: None, Budget())
+    assert not result.gained
+    assert result.chosen.plan.ends == world.first.ends
+
+
+def test_a_script_with_a_split_of_its_own_is_refused() -> None:
+    with pytest.raises(ValueError, match="take the call of set_split_strategy_by_idx"):
+        tune(World(own=[17, 19]).run, lambda _: COST, lambda _: None, Budget())
+
+
+def test_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_DEVICE_SPLIT_DIR", str(tmp_path / "splits"))
+    world = World()
+    result = tune(world.run, lambda _: COST, lambda _: None, Budget())
+    _, fusion = keep(result, tmp_path)
+    (split,) = load_all()
+    assert split.ends == result.chosen.plan.ends
+    assert split.checked
+    assert split.model == fingerprint("float32", [BYTES] * GRADIENTS)
+    assert split.place.world_size == 2
+    (graph,) = json.loads(fusion.read_text())
+    assert fusion.name == "CPU_gradient_fusion.json"
+    assert graph["modelhash"] == split.model
+    assert graph["modelvalue"]["gradientSize"] == [BYTES] * GRADIENTS
+    assert graph["modelvalue"]["gradientTime"] == [105_000, *[5_000] * (GRADIENTS - 1)]
+
+
+def test_a_file_that_is_no_split_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NPU_DEVICE_SPLIT_DIR", str(tmp_path))
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "newer.json").write_text('{"version": 2}')
+    assert load_all() == []
+    assert "broken.json" in caplog.text
+    assert "version 2; expected 1" in caplog.text
+
+
+def test_npu_tune_prints_the_line_to_paste(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_trace(tmp_path)
+    (tmp_path / COST_FILE).write_text(json.dumps(COST.as_dict()))
+    npu_tune.main([str(tmp_path)])
+    text = capsys.readouterr().out
+    best = best_plan(traced([trace(0), trace(1)]).step.backward, COST)
+    assert f"set_split_strategy_by_idx({list(best.ends)})" in text
+    assert "20 float32 gradients, 20.0 MB; 2 ranks on 1 host" in text
+    for name in ("as it is now", "default", "one segment", "one a gradient", "best", "(traced"):
+        assert any(line.startswith(name) for line in text.splitlines())
+
+
+def test_npu_tune_simulates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_trace(tmp_path)
+    npu_tune.main(["--simulate", str(tmp_path), "--network", "25gbe"])
+    text = capsys.readouterr().out
+    assert "  1024 tree" in text
+    assert "Assumptions: " in text
+    assert (tmp_path / npu_tune.PICTURE).read_text().startswith("<svg")
+
+
+def test_npu_tune_without_a_measurement(tmp_path: Path) -> None:
+    write_trace(tmp_path)
+    with pytest.raises(SystemExit, match=r"no collectives\.json.*\n.*--alpha"):
+        npu_tune.main([str(tmp_path)])
+
+
+def cut_with(choice: str, sizes: list[int]) -> tuple[list[list[int]], list[str]]:
+    """The segments of a list of float32 gradients of these lengths, and the warnings about them."""
+    import tensorflow as tf
+
+    from npu_device.gradients.segments import cut
+
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("npu_device").addHandler(handler)
+    os.environ["NPU_DEVICE_SPLIT"] = choice
+    try:
+        # Eager tensors that were made in the order of the list count from its end.
+        return cut([tf.zeros([size]) for size in sizes], "sum", 1, "hccl_world_group"), warnings
+    finally:
+        del os.environ["NPU_DEVICE_SPLIT"]
+        logging.getLogger("npu_device").removeHandler(handler)
+
+
+def numbers(rank_number: int = 0) -> dict[str, Any]:
+    from hccl.split.api import set_split_strategy_by_size
+    from npu_device.gradients import split_strategy
+
+    found = {"fits": cut_with("[1, 3, 5]", [8] * 6), "other": cut_with("1,3,5", [8] * 5), "short": cut_with("1,3", [8])}
+    set_split_strategy_by_size([50, 50])
+    found["own"] = cut_with("1,3,5", [8] * 6)
+    split_strategy.clear()
+    return found
+
+
+def test_numbers_from_the_environment(single: Pool) -> None:
+    (found,) = single.run(numbers)
+    assert found["fits"] == ([[5, 4], [3, 2], [1, 0]], [])
+    segments, (warning,) = found["other"]
+    assert sum(map(len, segments)) == 5
+    assert segments[0] == [4, 3, 2, 1, 0][: len(segments[0])]
+    assert "its last number has to be 4" in warning
+    assert found["short"] == ([[0]], [])
+    assert found["own"] == ([[5, 4, 3], [2, 1, 0]], [])
+
+
+def auto(directory: str) -> dict[str, Any]:
+    """Only rank 0 sees the directory."""
+    from npu_device.cluster import runtime
+    from npu_device.tuning import split_choice
+
+    running = runtime.current()
+    assert running is not None
+    os.environ["NPU_DEVICE_SPLIT_DIR"] = directory if running.cluster.rank == 0 else "/nowhere"
+    os.environ["NPU_DEVICE_SPLIT"] = "auto"
+    place = place_of(running.cluster.hosts)
+    if running.cluster.rank == 0:
+        mine = SavedSplit(fingerprint("float32", [32] * 6), "hccl_world_group", place, (1, 5), True, {})
+        elsewhere = replace(mine, model=fingerprint("float32", [32] * 7), place=replace(place, world_size=64))
+        save(mine)
+        save(elsewhere)
+    try:
+        split_choice.share(running)
+        return {
+            name: cut_with("auto", [8] * count)
+            for name, count in (("mine", 6), ("moved", 7), ("changed", 9), ("few", 3))
+        }
+    finally:
+        del os.environ["NPU_DEVICE_SPLIT_DIR"]
+        os.environ.pop("NPU_DEVICE_SPLIT", None)
+
+
+def test_auto_takes_what_was_found_here_for_this_model(two_ranks: Pool, tmp_path: Path) -> None:
+    for found in two_ranks.run(auto, str(tmp_path)):
+        assert found["mine"] == ([[5, 4], [3, 2, 1, 0]], [])
+        segments, (warning,) = found["moved"]
+        assert [len(segment) for segment in segments] == [len(segments[0]), 7 - len(segments[0])][: len(segments)]
+        assert "world_size 2 (was 64)" in warning
+        assert "npurun --tune" in warning
+        assert "the model has changed since" in found["changed"][1][0]
+        assert found["few"][1] == []
+
+
+def test_nodes_run_the_same_jobs_whatever_an_earlier_tuning_has_left(tmp_path: Path) -> None:
+    for old in ("node1", "session.json", "job_old_0.json"):
+        (tmp_path / old).write_text('{"session": "old", "tokens": ["old"]}' if old == "session.json" else '"old"')
+    jobs = [Job("first", None, None, 5), Job("collectives", ["file", "100"], None, 0), Job("run2", None, [3, 7], 4)]
+    done: dict[int, list[Job]] = {}
+
+    def follow(node: int) -> None:
+        done[node] = list(Follower(tmp_path, node))
+
+    others = [threading.Thread(target=follow, args=[node]) for node in (1, 2)]
+    for other in others:
+        other.start()
+    with Leader(tmp_path, 3) as leader:
+        for job in jobs:
+            leader.announce(job)
+    for other in others:
+        other.join(20)
+    assert done == {1: jobs, 2: jobs}
+
+
+def measured(directory: str) -> str:
+    """What ``aoe_mode`` 4 does when the device is opened."""
+    import atexit
+
+    from npu_device.cluster import runtime
+    from npu_device.tuning import aoe
+
+    running = runtime.current()
+    assert running is not None
+    try:
+        return str(aoe.begin(running, Path(directory)).output)
+    finally:
+        atexit.unregister(aoe.finish)
+
+
+def test_aoe_mode_4_measures_first_and_predicts_in_the_end(
+    two_ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from npu_device.tuning import aoe
+
+    (output,) = set(two_ranks.run(measured, str(tmp_path)))
+    work = tmp_path / "npu_tune"
+    assert Path(output) == work / FIRST
+    cost = CostModel.from_dict(json.loads((work / COST_FILE).read_text()))
+    assert 0 < cost.beta < 1e-7
+    assert 0 <= cost.alpha < 0.1
+    assert cost.beta_error > 0
+
+    monkeypatch.setenv("NPU_DEVICE_SPLIT_DIR", str(tmp_path / "splits"))
+    monkeypatch.setenv("TUNE_BANK_PATH", str(tmp_path))
+    write_trace(work / FIRST)
+    aoe.finish(work, COST)
+    (split,) = load_all()
+    assert not split.checked
+    assert f"set_split_strategy_by_idx({list(split.ends)})" in caplog.text
+    assert (tmp_path / "CPU_gradient_fusion.json").is_file()
+
+    aoe.finish(tmp_path, COST)
+    assert "no split was found: there is no trace" in caplog.text
+
+
+SCRIPT = """\
+    import tensorflow as tf
+    import npu_device as npu
+
+    npu.open().as_default()
+    tf.random.set_seed(1)
+    layers = [tf.Variable(tf.random.normal([256, 256]) * 0.05) for _ in range(8)]
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            y = x
+            for layer in layers:
+                y = tf.nn.relu(y @ layer)
+            loss = tf.reduce_mean(tf.square(y - 1))
+        gradients = npu.distribute.all_reduce(tape.gradient(loss, layers))
+        for layer, gradient in zip(layers, gradients):
+            layer.assign_sub(0.01 * gradient)
+        return loss
+
+    for number in range(100_000):
+        step(tf.random.normal([64, 256]))
+"""
+
+TUNE_IT = """\
+    import sys
+    from npu_device.launch import arguments, tune
+    from npu_device.tuning.trials import Budget
+
+    sys.exit(tune.run(arguments.parse(sys.argv[1:]), Budget(first=4, plans=1, rounds=1, steps=3)))
+"""
+
+
+def test_tuning_a_script(tmp_path: Path) -> None:
+    """The real thing, with as few runs as there can be: one to trace, one to measure, the present split and a plan."""
+    (tmp_path / "train.py").write_text(dedent(SCRIPT))
+    (tmp_path / "tune_it.py").write_text(dedent(TUNE_IT))
+    splits = tmp_path / "splits"
+    ended = subprocess.run(
+        [sys.executable, "tune_it.py", "-n", "2", "--tune", "train.py"],
+        cwd=tmp_path,
+        env=environment(NPU_DEVICE_SPLIT_DIR=str(splits), TF_CPP_MIN_LOG_LEVEL="2", NPU_DEVICE_SPLIT="3,7"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "8 float32 gradients, 2.1 MB; 2 ranks on 1 host" in ended.stdout
+    (file,) = splits.iterdir()
+    saved = json.loads(file.read_text())
+    assert f"set_split_strategy_by_idx({saved['ends']})" in ended.stdout
+    assert saved["checked"]
+    default = cut_by_default([256 * 256 * 4] * 8)
+    assert saved["ends"] == default or saved["found"]["seconds"] < saved["found"]["seconds_before"]
+    work = tmp_path / "npu_tune"
+    assert (work / "CPU_gradient_fusion.json").is_file()
+    # What it has left is enough for npu-tune.
+    npu_tune.main([str(work)])
+    npu_tune.main(["--simulate", str(work)])
+    assert (work / npu_tune.PICTURE).is_file()

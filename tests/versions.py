@@ -1,0 +1,9 @@
+"""What the installed TensorFlow comes with, for tests that need it. Imports no TensorFlow."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import pytest
+
+needs_keras_3 = pytest.mark.skipif(version("keras").startswith("2."), reason="this TensorFlow comes with Keras 2")
