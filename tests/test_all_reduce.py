@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from pool import Pool
 
+pytestmark = pytest.mark.both_backends
+
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 REDUCTIONS = {"sum": np.sum, "mean": np.mean, "min": np.min, "max": np.max, "prod": np.prod}

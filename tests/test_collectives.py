@@ -9,6 +9,8 @@ import pytest
 from collective_bodies import FLOATS, INTEGERS, OTHERS, REDUCTIONS, apart, counts, group, members, plain, values
 from pool import Pool
 
+pytestmark = pytest.mark.both_backends
+
 
 def body_moves(kind: str, mode: str) -> dict[str, dict[str, Any]]:
     import tensorflow as tf

@@ -86,9 +86,7 @@ def test_the_best_plan_is_the_best_of_all(seed: int) -> None:
 
 
 def test_the_best_plan_of_sixteen_gradients_is_the_best_of_all() -> None:
-    backward, cost = next(
-        found for found in (instance(seed, 16) for seed in range(1000)) if len(found[0].sizes) == 16
-    )
+    backward, cost = next(found for found in (instance(seed, 16) for seed in range(1000)) if len(found[0].sizes) == 16)
     everything = [predict(backward, cost, ends).finish for ends in every_cut(16, 8)]
     assert len(everything) == 16384
     assert best_plan(backward, cost).finish == pytest.approx(min(everything), rel=1e-12)

@@ -6,8 +6,11 @@ import time
 from typing import Any
 
 import numpy as np
+import pytest
 from collective_bodies import group
 from pool import Pool
+
+pytestmark = pytest.mark.both_backends
 
 
 def body_ring(length: int) -> Any:

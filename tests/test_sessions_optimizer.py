@@ -283,3 +283,42 @@ def sizes() -> tuple[Any, ...]:
 
 def test_init_resource_and_who_this_rank_is(ranks: Pool) -> None:
     assert ranks.run(sizes) == [(rank, ranks.size, rank, ranks.size) for rank in range(ranks.size)]
+
+
+def keras_in_a_session() -> list[list[float]]:
+    """Keras 2 with a session of TensorFlow 1: fit with the callback and the wrapper."""
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device import _compat
+    from npu_device.distribute.npu_callbacks import NPUBroadcastGlobalVariablesCallback
+    from npu_device.sessions.optimizer import npu_distributed_optimizer_wrapper
+
+    keras, v1, size, rank = tf.keras, tf.compat.v1, npu.open().workers_num, npu.open().worker_id
+    x, y = (array[rank::size] for array in data())
+    with tf.Graph().as_default(), v1.Session() as session:
+        v1.set_random_seed(rank)
+        _compat.session_backend().set_session(session)
+        model = keras.Sequential([keras.layers.Dense(1, input_shape=(3,))])
+        model.compile(npu_distributed_optimizer_wrapper(keras.optimizers.legacy.SGD(0.1)), "mse")
+        before = model.get_weights()
+        callbacks = [NPUBroadcastGlobalVariablesCallback(0)]
+        model.fit(x, y, batch_size=len(x), epochs=3, shuffle=False, verbose=0, callbacks=callbacks)
+        after = model.get_weights()
+    _compat.session_backend().clear_session()
+    return [array.ravel().tolist() for array in (before[0], after[0])]
+
+
+@pytest.mark.parametrize("size", [2], indirect=True)
+@pytest.mark.parametrize("keras", ["2"], indirect=True)
+def test_keras_in_a_session(keras_ranks: Pool) -> None:
+    (before_0, after_0), (before_1, after_1) = keras_ranks.run(keras_in_a_session)
+    assert before_0 != before_1
+    assert after_0 == after_1
+    x, y = data()
+    weights = np.array(before_0)[:, np.newaxis]
+    bias = 0.0
+    for _ in range(3):
+        error = x @ weights + bias - y
+        weights, bias = weights - 0.1 * 2 * x.T @ error / ROWS, bias - 0.1 * 2 * error.mean()
+    np.testing.assert_allclose(after_0, weights.ravel(), rtol=1e-4)

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from npu_device import _compat
 from npu_device.distribute.variables import broadcast
 
 
@@ -47,7 +48,9 @@ def broadcast_keras_model(model: Any, root_rank: int = 0) -> None:
     """Overwrite all weights of a Keras model with those of the root; every rank has to call it. See
     ``npu.distribute.broadcast``.
     """
-    broadcast(list(model.weights), root_rank)
+    operation = broadcast(list(model.weights), root_rank)
+    if operation is not None:  # a model of TensorFlow 1, whose weights live in Keras's session
+        _compat.session_backend().get_session().run(operation)
 
 
 def broadcast_helper(variables: Sequence[Any], root_rank: int = 0) -> None:

@@ -84,7 +84,8 @@ class Tracer:
 
     def close(self) -> None:
         """Record what has been handed over, and end."""
-        self._queue.close()
+        with _compat.eager_mode():
+            self._queue.close()
         self._thread.join()
         self._recorder.close()
 

@@ -36,8 +36,7 @@ class IterationPerLoop:
         Raises:
             ValueError: ``train_op`` is not an operation.
         """
-        if not isinstance(train_op, tf.Operation):
-            raise ValueError(f"train_op must be a tf.Operation; found a {type(train_op).__name__}: pass tensor.op")
+        _require_operation(train_op)
 
         def steps(_: np.ndarray) -> list[np.ndarray]:
             for _step in range(self._steps):
@@ -88,14 +87,18 @@ def set_iteration_per_loop(sess: Any, train_op: Any, iterations_per_loop: int = 
 
     Source: Ascend TF Adapter 1.15, ``util.set_iteration_per_loop``.
     """
-    if not isinstance(train_op, tf.Operation):
-        raise ValueError(f"train_op must be a tf.Operation; found a {type(train_op).__name__}: pass tensor.op")
+    _require_operation(train_op)
     if _checked(iterations_per_loop) == 1:
         return train_op
     loop = IterationPerLoop()
     made = loop.create_iteration_per_loop_var(train_op)
     loop.load_iteration_per_loop_var(sess, iterations_per_loop)
     return made
+
+
+def _require_operation(train_op: Any) -> None:
+    if not isinstance(train_op, tf.Operation):
+        raise ValueError(f"train_op must be a tf.Operation; found a {type(train_op).__name__}: pass tensor.op")
 
 
 def _checked(iterations_per_loop: int) -> int:

@@ -35,24 +35,17 @@ def run_outside(
         The results.
     """
 
-    def body(*values: tf.Tensor) -> list[tf.Tensor]:
-        return tf.numpy_function(function, list(values), [spec.dtype for spec in specs], stateful=True)
+    dtypes, shapes = [spec.dtype for spec in specs], [spec.shape for spec in specs]
+
+    @tf.autograph.experimental.do_not_convert
+    def body(*values: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        return tuple(tf.numpy_function(function, list(values), dtypes))
 
     # Reading one element of a data set is an asynchronous operation, and the data set brings its own thread for the
     # function.
-    elements = tf.data.Dataset.from_tensors(tuple(tensors)).map(
-        tf.autograph.experimental.do_not_convert(lambda *values: tuple(body(*values)))
-    )
+    elements = tf.data.Dataset.from_tensors(tuple(tensors)).map(body)
+    variant = tf.data.experimental.to_variant(elements)
     threads = tf.raw_ops.PrivateThreadPoolDataset(
-        input_dataset=tf.data.experimental.to_variant(elements),
-        num_threads=1,
-        output_types=[spec.dtype for spec in specs],
-        output_shapes=[spec.shape for spec in specs],
+        input_dataset=variant, num_threads=1, output_types=dtypes, output_shapes=shapes
     )
-    return list(
-        tf.raw_ops.DatasetToSingleElement(
-            dataset=threads,
-            output_types=[spec.dtype for spec in specs],
-            output_shapes=[spec.shape for spec in specs],
-        )
-    )
+    return list(tf.raw_ops.DatasetToSingleElement(dataset=threads, output_types=dtypes, output_shapes=shapes))

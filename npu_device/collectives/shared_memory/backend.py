@@ -260,6 +260,16 @@ class _Line:
 _NO_TERMS = Terms((0, 0, 0), {}, lambda _: RuntimeError("the ranks of a group called different collectives"))
 
 
+_ends: weakref.WeakKeyDictionary[tf.Operation, tf.Tensor] = weakref.WeakKeyDictionary()
+
+
+def end_of(operation: tf.Operation) -> tf.Tensor | None:
+    """When a collective that an operation of a graph waits for was over, which may be long before somebody asked for
+    its results: seconds since the epoch, float64, shape []. None for operations that aren't this backend's.
+    """
+    return _ends.get(operation)
+
+
 class _Order:
     """Two variables that TensorFlow orders starts and finishes by."""
 
@@ -320,10 +330,13 @@ def _finish(line: _Line, order: _Order, operation: _Operation, ticket: tf.Tensor
 
     @tf.autograph.experimental.do_not_convert
     def finish(_: Any, ticket: Any) -> list[np.ndarray]:
-        return [ticket, *line.finish(line.kept(int(ticket)))]
+        job = line.kept(int(ticket))
+        results = line.finish(job)
+        return [ticket, np.float64(job.ended_at), *results]
 
     dtypes = [output.dtype for output in operation.outputs]
-    results = _in_turn(order.finishes, finish, [ticket], [tf.int64, *dtypes])[1:]
+    _, ended, *results = _in_turn(order.finishes, finish, [ticket], [tf.int64, tf.float64, *dtypes])
+    _ends[ended.op] = ended
     for tensor, output in zip(results, operation.outputs):
         tensor.set_shape(output.shape)
     return results

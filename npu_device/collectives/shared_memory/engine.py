@@ -8,6 +8,7 @@ one is handed to a background thread, so that it proceeds while TensorFlow compu
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from typing import Any, Callable
 
@@ -30,6 +31,7 @@ class Job:
         self.refuse = refuse
         self.program: Waiting | None = None
         self.error: BaseException | None = None
+        self.ended_at = 0.0  # seconds since the epoch
         self.ended = threading.Event()
 
 
@@ -120,5 +122,6 @@ class Engine:
             job.error = self._broken = error
         self._queue.popleft()
         job.program = None
+        job.ended_at = time.time()
         job.ended.set()
         return True

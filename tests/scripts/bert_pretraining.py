@@ -1,0 +1,129 @@
+"""Pretraining in the manner of BERT: several small batches a step, loss scaling, averaged gradients, LAMB."""
+
+import argparse
+import os
+
+import numpy as np
+import tensorflow as tf
+
+import npu_device as npu
+from npu_device import gen_npu_ops
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--train_batch_size", type=int, default=4)
+parser.add_argument("--num_accumulation_steps", type=int, default=2)
+parser.add_argument("--loss_scale", type=int, default=0, help="0: dynamic")
+parser.add_argument("--overflow_at", type=int, default=-1, help="the step whose loss overflows on the last rank")
+FLAGS, _ = parser.parse_known_args()
+
+npu.global_options().precision_mode = "allow_mix_precision"
+npu.global_options().modify_mixlist = "./ops_info.json"
+npu.open().as_default()
+
+RANK_SIZE = int(os.getenv("RANK_SIZE", "1"))
+RANK_ID = int(os.getenv("RANK_ID", "0"))
+VOCABULARY, LENGTH, WIDTH = 24, 6, 8
+
+
+class LAMB:
+    """The update rule, on the NPU's fused fragments."""
+
+    def __init__(self, learning_rate, variables):
+        self.learning_rate = learning_rate
+        self.variables = variables
+        self.m = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in variables]
+        self.v = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in variables]
+
+    def apply_gradients(self, gradients, step):
+        beta1, beta2, epsilon, decay = 0.9, 0.999, 1e-6, 0.01
+        for gradient, variable, m, v in zip(gradients, self.variables, self.m, self.v):
+            m.assign(beta1 * m + (1 - beta1) * gradient)
+            v.assign(beta2 * v + (1 - beta2) * tf.square(gradient))
+            m_hat, v_hat = m / (1 - beta1**step), v / (1 - beta2**step)
+            value = tf.convert_to_tensor(variable)
+            update = m_hat / (tf.sqrt(v_hat) + epsilon) + decay * value
+            norm, update_norm = tf.norm(value), tf.norm(update)
+            ratio = tf.where(norm > 0, tf.where(update_norm > 0, norm / update_norm, 1.0), 1.0)
+            variable.assign_sub(self.learning_rate * ratio * update)
+
+
+class Encoder(tf.Module):
+    def __init__(self):
+        initial = np.random.RandomState(RANK_ID)
+
+        def variable(*shape):
+            return tf.Variable(initial.randn(*shape).astype(np.float32) * 0.3)
+
+        self.table, self.hidden, self.output = variable(VOCABULARY, WIDTH), variable(WIDTH, WIDTH), variable(WIDTH)
+        self.pooler = variable(WIDTH, 2)  # its task has no labels here: no gradient
+
+    def __call__(self, ids):
+        x = tf.nn.embedding_lookup(self.table, ids)
+        x = gen_npu_ops.fast_gelu(x @ self.hidden) + self.output
+        return tf.matmul(x, self.table, transpose_b=True)
+
+
+def data():
+    ids = np.random.RandomState(5).randint(0, VOCABULARY, [48, LENGTH]).astype(np.int32)
+    dataset = tf.data.Dataset.from_tensor_slices(ids)
+    batch_size = FLAGS.train_batch_size
+    if RANK_SIZE > 1:
+        dataset, batch_size = npu.distribute.shard_and_rebatch_dataset(dataset, batch_size)
+    return dataset.batch(batch_size, drop_remainder=True)
+
+
+def main():
+    encoder = Encoder()
+    if RANK_SIZE > 1:
+        npu.distribute.broadcast(encoder.trainable_variables, root_rank=0)
+    variables = [encoder.table, encoder.hidden, encoder.output]
+    # The scale, the skipped steps and the learning rate's schedule are this one's; LAMB makes the update.
+    scaler = npu.train.optimizer.NpuLossScaleOptimizer(
+        tf.keras.optimizers.SGD(1.0),
+        **({"dynamic": False, "initial_scale": float(FLAGS.loss_scale)} if FLAGS.loss_scale else {}),
+    )
+    lamb = LAMB(0.02, variables)
+    accumulated = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in variables]
+
+    @tf.function
+    def forward_backward(ids, factor):
+        with tf.GradientTape() as tape:
+            logits = encoder(ids)
+            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=ids, logits=logits)) * factor
+            scaled = scaler.get_scaled_loss(loss)
+        gradients = tape.gradient(scaled, variables)
+        gradients = scaler.get_unscaled_gradients(gradients)
+        for total, gradient in zip(accumulated, gradients):
+            total.assign_add(tf.convert_to_tensor(gradient) / FLAGS.num_accumulation_steps)
+
+    @tf.function
+    def update(step):
+        gradients = npu.distribute.all_reduce([tf.convert_to_tensor(total) for total in accumulated])
+        gradients, _ = tf.clip_by_global_norm(gradients, 1.0)
+        # A variable of its own takes the place of the model's: the scaler decides, and counts.
+        marker = [tf.reduce_sum(gradient) * 0.0 for gradient in gradients[:1]]
+        scaler.apply_gradients(zip(marker, [probe]))
+        if scaler.last_step_finite:
+            lamb.apply_gradients(gradients, step)
+        for total in accumulated:
+            total.assign(tf.zeros_like(total))
+
+    probe = tf.Variable(0.0)
+    skipped = []
+    iterator = iter(data().repeat())
+    for step in range(1, 7):
+        for _ in range(FLAGS.num_accumulation_steps):
+            overflow = step == FLAGS.overflow_at and RANK_ID == RANK_SIZE - 1
+            forward_backward(next(iterator), tf.constant(float("inf") if overflow else 1.0))
+        update(tf.constant(float(step)))
+        if not scaler.last_step_finite.numpy():
+            skipped.append(step)
+    return {
+        "skipped": skipped,
+        "loss_scale": float(scaler.loss_scale),
+        "weights": [v.numpy() for v in encoder.trainable_variables],
+    }
+
+
+if __name__ == "__main__":
+    result = main()

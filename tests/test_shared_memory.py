@@ -1,0 +1,180 @@
+"""Ranks of one host talk through shared memory: chosen by itself, only when it is proved, and left behind by nobody."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import job
+import numpy as np
+import pytest
+from pool import Pool, clean_environment
+
+from npu_device.collectives.shared_memory import mapping
+
+pytestmark = pytest.mark.skipif(
+    not mapping.is_supported() or os.environ.get("NPU_DEVICE_BACKEND") == "tensorflow",
+    reason="needs Linux on x86-64, and isn't about TensorFlow's backend",
+)
+
+BEGIN = """
+import os, sys, time
+import tensorflow as tf
+import npu_device as npu
+rank = npu.open().worker_id
+def shared():
+    from npu_device.collectives import backend, group
+    runtime = npu.device.cluster_runtime()
+    return backend.shares_memory(runtime, group.group_of(runtime, "hccl_world_group"))
+"""
+
+
+def body_kept() -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    rank = npu.open().worker_id
+    reduce = tf.function(lambda x: npu.distribute.all_reduce([x, 2 * x], "sum"))
+    kept, expected, variable = [], [], tf.Variable(tf.zeros([50_000]))
+    for number in range(12):
+        x = tf.fill([50_000], float(number + rank))
+        results = [*reduce(x), npu.distribute.all_reduce(x, "sum"), *npu.distribute.all_reduce([x, x], "mean")]
+        variable.assign(results[0])
+        results += [tf.reshape(results[1], [500, 100])[7:9], variable.read_value()]
+        # Some are dropped, so that their memory is used again.
+        kept += results[number % 3 :: 2]
+        expected += [np.array(result) for result in results[number % 3 :: 2]]
+        results[0] += 1.0
+    return [bool((np.array(tensor) == array).all()) for tensor, array in zip(kept, expected)]
+
+
+def test_a_tensor_that_is_kept_never_changes(several_ranks: Pool) -> None:
+    for same in several_ranks.run(body_kept):
+        assert len(same) > 30 and all(same)
+
+
+def body_strategies() -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+    from hccl.split.api import set_split_strategy_by_idx
+    from npu_device.gradients import split_strategy
+
+    rank = npu.open().worker_id
+    tensors = [tf.random.stateless_normal([1000 * (i + 1)], [rank, i]) for i in range(8)]
+    found = []
+    for ends in ([7], [0, 7], [2, 5, 7], list(range(8))):
+        set_split_strategy_by_idx(ends)
+        try:
+            results = tf.function(lambda: npu.distribute.all_reduce(tensors, "mean"))()
+        finally:
+            split_strategy.clear()
+        found.append(b"".join(result.numpy().tobytes() for result in results))
+    return found
+
+
+def test_every_split_gives_the_same_bits_on_every_rank(several_ranks: Pool) -> None:
+    results = several_ranks.run(body_strategies)
+    assert len({digest for found in results for digest in found}) == 1
+
+
+def test_a_killed_rank_is_noticed_within_a_second_and_leaves_nothing(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    script = (
+        BEGIN
+        + """
+assert shared()
+big = tf.ones([3_000_000])
+npu.distribute.all_reduce(big, "sum")
+if rank == 1:
+    print("killed at", time.time(), flush=True)
+    os.kill(os.getpid(), 9)
+try:
+    tf.function(lambda: npu.distribute.all_reduce(big, "sum"))()
+finally:
+    print("raised at", time.time(), flush=True)
+"""
+    )
+    results = job.run(tmp_path, 3, script)
+    killed = float(re.findall(r"killed at ([0-9.]+)", results[1].output)[0])
+    for rank in (0, 2):
+        output = results[rank].output
+        assert results[rank].code == 1
+        assert float(re.findall(r"raised at ([0-9.]+)", output)[0]) - killed < 1.0
+        assert "PeerError" in output and "rank 1 on host" in output and "its process" in output
+        assert "Look at the output of rank 1" in output
+    if os.path.isdir("/dev/shm"):
+        assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_a_backend_that_differs_or_is_unknown_is_an_error(tmp_path: Path) -> None:
+    from ranks import table_environment
+
+    environments = [
+        {**table_environment(tmp_path, 2, rank), "NPU_DEVICE_BACKEND": backend}
+        for rank, backend in enumerate(["tensorflow", "auto"])
+    ]
+    for result in job.finish(job.start_each(tmp_path, BEGIN, environments)):
+        assert result.code != 0
+        assert "rank 0 on host" in result.output and ": tensorflow" in result.output
+        assert "rank 1 on host" in result.output and ": auto" in result.output
+        assert "What to do: give every rank the same value" in result.output
+    [result] = job.run(tmp_path, 1, BEGIN, RANK_SIZE="2", RANK_ID="0", NPU_DEVICE_BACKEND="gloo")
+    assert result.code != 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root to make a PID namespace")
+@pytest.mark.parametrize("backend", ["auto", "shared_memory"])
+def test_ranks_that_cannot_share_use_tensorflow_with_one_warning(tmp_path: Path, backend: str) -> None:
+    from ranks import table_environment
+
+    script = tmp_path / "script.py"
+    script.write_text(BEGIN + 'print("shared", shared(), float(npu.distribute.all_reduce(tf.constant(1.0), "sum")))\n')
+    processes = []
+    for rank, prefix in enumerate([[], ["unshare", "--pid", "--fork", "--mount-proc"]]):
+        environment = {**clean_environment(), **table_environment(tmp_path, 2, rank), "NPU_DEVICE_BACKEND": backend}
+        command = [*prefix, sys.executable, str(script)]
+        processes.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    results = job.finish(processes)
+    if backend == "auto":
+        assert all(result.code == 0 and "shared False 2.0" in result.output for result in results), results
+        assert sum(result.output.count("use TensorFlow's collectives") for result in results) == 1
+    else:
+        for result in results:
+            assert result.code != 0
+            assert "rank 1 on host" in result.output and "PID namespace" in result.output
+            assert "What to do" in result.output
+
+
+def test_only_the_same_user_can_open_the_memory() -> None:
+    memory, path = mapping.create(mapping.PAGE)
+    with memory:
+        assert os.stat(path).st_mode & 0o077 == 0
+        with mapping.attach(path, mapping.PAGE) as other:
+            other[:4] = b"same"
+            assert memory[:4] == b"same"
+        if os.geteuid() == 0:
+            code = f"import os; os.setgid(65534); os.setuid(65534); os.open({path!r}, os.O_RDWR)"
+            result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+            assert "PermissionError" in result.stderr
+
+
+def test_a_process_is_known_to_have_ended_before_anybody_waits_for_it() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert mapping.process(child.pid)
+    child.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while mapping.process(child.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert mapping.process(child.pid) == ""
+    child.wait()

@@ -1,0 +1,203 @@
+"""The programs of the shared-memory backend on real rings, whose members are threads of this process."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from typing import Any, Callable
+
+import numpy as np
+import pytest
+
+from npu_device.collectives.shared_memory import futex, programs
+from npu_device.collectives.shared_memory.buffers import ALIGNMENT, BufferPool
+from npu_device.collectives.shared_memory.channel import Channel, Layout
+from npu_device.collectives.shared_memory.engine import Engine, Job
+from npu_device.collectives.shared_memory.stream import Stream
+
+pytestmark = pytest.mark.skipif(not futex.is_supported(), reason="needs Linux on x86-64")
+
+SLOT = Layout(2).slot_bytes
+LENGTHS = [0, 1, 1000, SLOT // 4, SLOT // 4 + 1, 5 * SLOT // 4, (Layout(2).slots + 3) * SLOT // 4]
+
+
+class Members:
+    """Engines of a group on one mapping, and a way to do something on all of them at once."""
+
+    def __init__(self, size: int) -> None:
+        memory = mmap.mmap(-1, Layout(size).bytes)
+        self.size = size
+        self.engines = [Engine(self._connector(memory, rank)) for rank in range(size)]
+
+    def _connector(self, memory: mmap.mmap, rank: int) -> Callable[[], Channel]:
+        return lambda: Channel(memory, self.size, rank, lambda: None)
+
+    def together(self, act: Callable[[int, Engine], Any]) -> list[Any]:
+        """``act(rank, engine)`` on a thread for each member; the results."""
+        results: list[Any] = [None] * self.size
+        errors: list[BaseException] = []
+
+        def run(rank: int) -> None:
+            try:
+                results[rank] = act(rank, self.engines[rank])
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive(), "a member hangs"
+        if errors:
+            raise errors[0]
+        return results
+
+
+def run(engine: Engine, program: Callable[[Channel], Any], background: bool = False) -> None:
+    job = Job(program, None, lambda: ValueError("heads differ"))
+    engine.start(job, background)
+    engine.finish(job)
+
+
+def reduced(engine: Engine, arrays: list[np.ndarray], reduction: str, wire: Any = None) -> list[np.ndarray]:
+    stream = Stream([array.shape for array in arrays], np.dtype(wire or arrays[0].dtype))
+    flat, results = stream.results(BufferPool(), arrays[0].dtype)
+    flats = [array.reshape(-1) for array in arrays]
+    run(engine, lambda channel: programs.all_reduce(channel, stream, flats, flat, reduction, (1, 2, 3, 4)))
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_reductions_of_any_length(size: int, length: int) -> None:
+    members = Members(size)
+    values = [np.random.default_rng(rank).standard_normal(length).astype(np.float32) for rank in range(size)]
+    for reduction, combine in programs._FOLDS.items():
+        expected = values[0].copy()
+        for other in values[1:]:
+            expected = combine(expected, other)
+        if reduction == "mean":
+            expected = expected * np.float32(1 / size)
+        for [found] in members.together(lambda rank, engine, how=reduction: reduced(engine, [values[rank]], how)):
+            assert found.tobytes() == expected.tobytes(), "the order of the ranks decides every bit"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_how_a_list_is_cut_changes_no_bit(size: int) -> None:
+    shapes = [(3,), (), (70_000,), (0, 4), (200, 700), (5, 5)]
+    members = Members(size)
+    lists = [
+        [np.random.default_rng([rank, i]).standard_normal(shape) for i, shape in enumerate(shapes)]
+        for rank in range(size)
+    ]
+    whole = members.together(lambda rank, engine: reduced(engine, lists[rank], "mean"))
+    parts = members.together(
+        lambda rank, engine: reduced(engine, lists[rank][:2], "mean") + reduced(engine, lists[rank][2:], "mean")
+    )
+    for one, other in zip(whole, parts):
+        assert [array.shape for array in one] == shapes
+        for mine, theirs, first in zip(one, other, whole[0]):
+            assert mine.tobytes() == theirs.tobytes() == first.tobytes()
+            assert mine.size == 0 or mine.ctypes.data % ALIGNMENT == 0, "TensorFlow would copy it"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_moves(size: int, length: int) -> None:
+    members = Members(size)
+    rows = [np.arange(size * length, dtype=np.int16).reshape(size, length) + 7 * rank for rank in range(size)]
+
+    def moves(rank: int, engine: Engine) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        mine = np.ascontiguousarray(rows[rank])
+        gathered, exchanged, sent = np.empty_like(mine), np.empty_like(mine), np.empty(size * length, np.int16)
+        run(engine, lambda channel: programs.all_gather(channel, mine[0], gathered, None))
+        run(engine, lambda channel: programs.all_to_all(channel, mine, exchanged, None))
+        stream = Stream([(size * length,)], mine.dtype)
+        out = None if rank == size - 1 else np.zeros(stream.length, np.int16)
+        run(engine, lambda channel: programs.broadcast(channel, stream, [mine.reshape(-1)], out, size - 1, None))
+        sent[:] = mine.reshape(-1) if out is None else out[: size * length]
+        return gathered, exchanged, sent
+
+    for rank, (gathered, exchanged, sent) in enumerate(members.together(moves)):
+        assert (gathered == np.stack([table[0] for table in rows])).all()
+        assert (exchanged == np.stack([table[rank] for table in rows])).all()
+        assert (sent == rows[-1].reshape(-1)).all()
+
+
+def test_heads_that_differ_are_an_error_everywhere_and_the_next_job_works() -> None:
+    members = Members(3)
+
+    def meet(rank: int, engine: Engine) -> str:
+        try:
+            run(engine, lambda channel: programs.meet(channel, (rank == 1, 0, 0, 0)))
+        except ValueError as error:
+            return str(error)
+        return "no error"
+
+    assert members.together(meet) == ["heads differ"] * 3
+    values = [np.full(SLOT, rank, np.float32) for rank in range(3)]
+    for [found] in members.together(lambda rank, engine: reduced(engine, [values[rank]], "sum")):
+        assert (found == 3).all()
+
+
+def test_starting_never_waits_and_long_jobs_proceed_by_themselves() -> None:
+    members = Members(2)
+    long, short = np.ones(20 * SLOT, np.float32), np.ones(3, np.float32)
+    came = threading.Event()
+
+    def act(rank: int, engine: Engine) -> tuple[float, float]:
+        if rank == 1:
+            came.wait(10)
+        jobs = []
+        began = time.monotonic()
+        for array, background in ((short, False), (long, True), (short, False)):
+            stream = Stream([array.shape], array.dtype)
+            flat, results = stream.results(BufferPool(), array.dtype)
+            job = Job(
+                lambda channel, s=stream, a=array, f=flat: programs.all_reduce(channel, s, [a], f, "sum", (0, 0, 0, 0)),
+                results,
+                lambda: ValueError("heads differ"),
+            )
+            engine.start(job, background)
+            jobs.append(job)
+        started = time.monotonic() - began
+        came.set()
+        assert jobs[1].ended.wait(20), "nobody asked for its result, and it should have ended all the same"
+        for job in jobs:
+            assert all((result == 2).all() for result in engine.finish(job))
+        return started, time.monotonic() - began
+
+    started = [seconds for seconds, _ in members.together(act)]
+    assert max(started) < 5, "rank 0 starts all three before rank 1 comes"
+
+
+def test_waiting_leaves_the_core_to_others() -> None:
+    members = Members(2)
+
+    def act(rank: int, engine: Engine) -> float:
+        if rank == 1:
+            time.sleep(1.0)
+        began = time.thread_time()
+        reduced(engine, [np.ones(4, np.float32)], "sum")
+        return time.thread_time() - began
+
+    waiting, _ = members.together(act)
+    assert waiting < 0.2
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 64, 256])
+def test_the_mapping_is_bounded(size: int) -> None:
+    assert Layout(size).bytes <= 34 << 20
+
+
+def test_a_buffer_is_used_again_only_when_nobody_holds_a_part_of_it() -> None:
+    pool = BufferPool()
+    first = pool.take(1 << 20)
+    address, part = first.ctypes.data, first.view(np.float32)[10:20]
+    del first
+    second = pool.take(1 << 20)
+    assert second.ctypes.data != address, "a part of the first one is still in use"
+    del part
+    assert pool.take(1 << 20).ctypes.data == address
