@@ -15,11 +15,11 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.two_hosts import ADDRESSES, on_host, shape, two_hosts
 from npu_device.profiling.records import read
 from npu_device.tuning.cost_model import CostModel
 from npu_device.tuning.planner import best_plans, predict
@@ -27,8 +27,6 @@ from npu_device.tuning.traced import Traced, traced
 from npu_device.tuning.trials import COST_FILE, FIRST, WARM_UP
 
 _ROOT = Path(__file__).parents[1]
-_NAMESPACES = ("npu_host0", "npu_host1")
-_ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _PORTS = {"npu": 29688, "mirrored": 29700}
 _CLUSTER = ("RANK_", "CM_", "HCCL_", "NPU_", "TF_CONFIG", "ASCEND_", "DEVICE_ID", "JOB_ID", "PROFILING_", "AOE_")
 _ENDLESS = 100_000  # steps of a run that the tuner stops
@@ -46,9 +44,9 @@ def main() -> None:
     if os.geteuid() != 0:
         sys.exit("network namespaces need root. What to do: start it with sudo.")
     results = []
-    with _two_hosts():
+    with two_hosts():
         for rate in options.rates:
-            _shape(rate)
+            shape(rate)
             for model in options.models:
                 directory = (options.output / f"{model}_{rate:g}gbit").resolve()
                 results.append(_compare(model, rate, options.rounds, options.steps, directory))
@@ -108,16 +106,16 @@ def _rivals(found: Traced, cost: CostModel, tuned: list[int]) -> dict[str, list[
 
 def _both_npu(model: str, steps: int, directory: Path, extra: Sequence[str], variables: dict[str, str]) -> str:
     commands = []
-    for node, address in enumerate(_ADDRESSES):
+    for node, address in enumerate(ADDRESSES):
         launcher = [sys.executable, "-m", "npu_device.launch", *extra, "-n", "1", "--nnodes", "2"]
-        launcher += ["--node-rank", str(node), "--master-addr", _ADDRESSES[0], "--master-port", str(_PORTS["npu"])]
+        launcher += ["--node-rank", str(node), "--master-addr", ADDRESSES[0], "--master-port", str(_PORTS["npu"])]
         launcher += ["-m", "benchmarks.shaped_step", model, "npu", str(steps), str(node)]
         commands.append((launcher, {**variables, "HCCL_IF_IP": address}))
     return _both(commands, directory)
 
 
 def _both_mirrored(model: str, steps: int, directory: Path) -> str:
-    workers = [f"{address}:{_PORTS['mirrored']}" for address in _ADDRESSES]
+    workers = [f"{address}:{_PORTS['mirrored']}" for address in ADDRESSES]
     commands = []
     for node in range(2):
         config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": node}}
@@ -141,7 +139,7 @@ def _both(commands: Sequence[tuple[list[str], dict[str, str]]], directory: Path)
             with logs[-1].open("wb") as log:
                 processes.append(
                     subprocess.Popen(
-                        ["ip", "netns", "exec", _NAMESPACES[node], "taskset", "-c", mine, *command],
+                        on_host(node, ["taskset", "-c", mine, *command]),
                         cwd=directory,
                         env={**environment, "TF_USE_LEGACY_KERAS": "1"},
                         stdout=log,
@@ -173,40 +171,6 @@ def _table(result: dict[str, Any]) -> str:
         segments = "" if row["ends"] is None else str(len(row["ends"]))
         lines.append(f"| {row['name']} | {segments} | {statistics.median(row['seconds']) * 1e3:.0f} | {predicted} |")
     return "\n".join(lines)
-
-
-@contextmanager
-def _two_hosts() -> Iterator[None]:
-    _remove()
-    try:
-        for name in _NAMESPACES:
-            _do("ip", "netns", "add", name)
-        first, second = _NAMESPACES
-        _do("ip", "link", "add", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0", "netns", second)
-        for name, address in zip(_NAMESPACES, _ADDRESSES):
-            _do("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
-            _do("ip", "-n", name, "link", "set", "eth0", "up")
-            _do("ip", "-n", name, "link", "set", "lo", "up")
-        yield
-    finally:
-        _remove()
-
-
-def _remove() -> None:
-    for name in _NAMESPACES:
-        subprocess.run(["ip", "netns", "delete", name], check=False, stderr=subprocess.DEVNULL)
-
-
-def _shape(gbit: float) -> None:
-    # The burst has to hold what the kernel sends at once: at 10 Gbit/s and 250 ticks a second 5 MB.
-    burst = max(262_144, int(gbit * 1e9 / 8 / 250))
-    for name in _NAMESPACES:
-        rate = ("rate", f"{gbit * 1000:.0f}mbit", "burst", str(burst), "latency", "20ms")
-        _do("tc", "-n", name, "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate)
-
-
-def _do(*command: str) -> None:
-    subprocess.run(command, check=True)
 
 
 def _progress(text: str) -> None:

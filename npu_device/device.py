@@ -98,6 +98,8 @@ def open(device_id: int | None = None) -> NpuDeviceHandle:
     if mine is None:
         _handle = NpuDeviceHandle(_single_device_id(device_id), 1, 0)
     else:
+        profiling = global_options().profiling_config
+        traced = settings(profiling.enable_profiling.typed, profiling.profiling_options.typed)
         try:
             if not runtime.is_closed():
                 _compat.renew_context_of_graphs()
@@ -107,7 +109,9 @@ def open(device_id: int | None = None) -> NpuDeviceHandle:
             watch_for_stalls(running)
             prove(running)
             share(running)
-            _start_trace(running)
+            if traced is not None:
+                trace.start(running, traced)
+                atexit.register(close)  # and so before the cluster ends, which registers its end when it starts
         except ClusterError as error:
             raise type(error)(f"Failed open npu device {mine.device_id}: {error}") from error
         _handle = NpuDeviceHandle(cluster.device_id, cluster.world_size, cluster.rank)
@@ -150,17 +154,6 @@ def cluster_runtime() -> Runtime | None:
     )
     open()
     return runtime.current()
-
-
-def _start_trace(running: Runtime) -> None:
-    options = global_options().profiling_config
-    wanted = settings(options.enable_profiling.typed, options.profiling_options.typed)
-    tuning = global_options().aoe_config
-    if wanted is None and (tuning.aoe_mode.typed or environment.AOE_MODE.get()) == "4":
-        wanted = aoe.begin(running, Path(tuning.work_path.typed))
-    if wanted is not None:
-        trace.start(running, wanted)
-        atexit.register(close)  # before the cluster's own, which ends the queue's eager context too
 
 
 def _single_device_id(device_id: int | None) -> int:

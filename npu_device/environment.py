@@ -291,8 +291,8 @@ NPU_DEVICE_BACKEND: Variable[str] = Variable(
     _one_of("auto", "tensorflow", "shared_memory"),
     "auto",
     "",
-    "how data travels: `tensorflow` through TensorFlow's collective operations, `shared_memory` through memory that the "
-    "ranks of a host share, and between hosts through TensorFlow; `auto` is `shared_memory` where that is possible. The "
+    "how data travels: `tensorflow` through TensorFlow's collective operations, `shared_memory` through memory that "
+    "the ranks of a host share, and between hosts through TensorFlow; `auto` is `shared_memory` where possible. The "
     "same on all ranks.",
     "npu_device",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import job
+from ranks import table_environment
 
 SCRIPT = """
 import os, threading
@@ -60,14 +61,12 @@ def test_the_same_objects_and_nothing_created(tmp_path: Path) -> None:
     assert "inert" in result.output
 
 
-def test_rank_size_1_is_inert_too(tmp_path: Path) -> None:
+def test_one_rank_with_a_table_of_one_device_is_inert_too(tmp_path: Path) -> None:
     [result] = job.run(
         tmp_path,
         1,
         "import os\nos.chdir(os.path.dirname(__file__))\n" + SCRIPT,
-        RANK_SIZE="1",
-        RANK_ID="0",
-        JOB_ID="10087",
+        **{**table_environment(tmp_path, 1, 0), "JOB_ID": "10087"},
     )
     assert result.code == 0, result.output
     assert "inert" in result.output

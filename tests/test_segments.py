@@ -86,9 +86,8 @@ def body_times(overlap: bool) -> Any:
 
     import npu_device as npu
     from hccl.split.api import set_split_strategy_by_idx
-    from npu_device.gradients import split_strategy
-
     from npu_device.collectives.shared_memory.backend import end_of
+    from npu_device.gradients import split_strategy
 
     weights = [tf.Variable(tf.eye(WIDTH)) for _ in range(12)]
     times: dict[str, list[float]] = {"first reduced": [], "last made": []}

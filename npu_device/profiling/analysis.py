@@ -34,7 +34,7 @@ def analyse(traces: Sequence[RankTrace], directory: Path) -> Analysis:
     """Look through the traces of a directory.
 
     Raises:
-        ValueError: there is no trace, or no iteration that all ranks have.
+        ValueError: no iteration that all ranks have, or ranks that reduced different segments.
     """
     kept = steady(traces)
     ranks = [figures(trace) for trace in kept]

@@ -58,13 +58,14 @@ class Slowest:
 
 
 def steady(traces: Sequence[RankTrace]) -> list[RankTrace]:
-    """The traces with the iterations that every rank has, without the first ones.
+    """The traces, of one rank at least, with the iterations that every rank has, without the first ones.
 
     Raises:
-        ValueError: no traces, or no iteration that all ranks have.
+        ValueError: no iteration that all ranks have, or ranks that reduced different segments.
     """
-    if not traces:
-        raise ValueError("there is no trace in the directory")
+    if len({(trace.model, trace.segments) for trace in traces}) > 1:
+        lines = "\n".join(f"rank {trace.rank}: model {trace.model}, segments {trace.segments}" for trace in traces)
+        raise ValueError(f"the ranks reduced different segments:\n{lines}\nLikely cause: traces of several runs.")
     numbers = sorted(set.intersection(*({one.iteration for one in trace.iterations} for trace in traces)))
     if not numbers:
         counts = "\n".join(f"rank {trace.rank}: {len(trace.iterations)} iterations" for trace in traces)

@@ -28,9 +28,11 @@ def write_all(directory: Path) -> str:
         OSError: the directory can't be written.
     """
     traces = read(directory)
-    found = analyse(traces, directory)
+    if not traces:
+        raise ValueError("there is no trace in the directory")
     write_csv(traces, directory / TABLE)
     write_json(traces, directory / PERFETTO)
+    found = analyse(traces, directory)
     text = summary(found)
     (directory / TEXT).write_text(text + "\n", encoding="utf-8")
     (directory / PAGE).write_text(page(found), encoding="utf-8")

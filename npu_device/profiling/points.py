@@ -7,6 +7,7 @@ order in which they were made, so that these are marked as independent.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device import _compat
+
+_log = logging.getLogger("npu_device")
 
 # What a step gets from outside; forward starts when it is there.
 _INPUTS = ("Placeholder", "IteratorGetNext", "IteratorGetNextAsOptional", "OptionalGetValue")
@@ -95,6 +98,7 @@ def _named(graph: tf.Graph, name: str) -> tf.Operation | None:
     try:
         return graph.get_operation_by_name(name)
     except KeyError:
+        _log.warning("there is no operation %r in the traced step: the point is found as if no name were given", name)
         return None
 
 

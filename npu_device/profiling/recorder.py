@@ -68,18 +68,18 @@ class Recorder:
 
     def _accepts(self, plan: Plan) -> bool:
         """Take the plan up if it is the first, another cut of the same model, or has more bytes."""
-        old, self_file = self._plan, self._file
+        old = self._plan
         if plan is old:
             return True
-        assert self_file is not None
         if old is not None and old.model != plan.model:
             if plan.bytes <= old.bytes:
                 return False
-            self_file.seek(0)
-            self_file.truncate()
+            assert self._file is not None
+            self._file.seek(0)
+            self._file.truncate()
             self._iteration, self._previous_end = 0, None
         self._plan = plan
-        if old is None or old.segments != plan.segments or old.model != plan.model:
+        if old is None or (old.model, old.segments) != (plan.model, plan.segments):
             self._write(self._header())
         return True
 
@@ -96,7 +96,8 @@ class Recorder:
         ).header()
 
     def _write(self, line: dict[str, object]) -> None:
-        assert self._file is not None
+        if self._file is None:
+            return
         try:
             text = json.dumps(line, separators=(",", ":")) + "\n"
             if self._limit is not None and self._file.tell() + len(text) > self._limit:

@@ -117,13 +117,15 @@ def traced_reduction(
         What is to be told when a segment has been reduced.
     """
     tracer = trace.running()
-    used = {position for positions in segments for position in positions}
-    rest = [[position] for position, value in enumerate(values) if value is not None and position not in used]
-    parts = [[values[position] for position in positions] for positions in (*segments, *rest)]
-    if tracer is None or _here.untraced or not parts or kind not in ("sum", "mean") or _compat.compiled_by_xla():
+    flat: list[Any] = []
+    if tracer is not None and not _here.untraced and kind in ("sum", "mean") and not _compat.compiled_by_xla():
+        used = {position for positions in segments for position in positions}
+        rest = [[position] for position, value in enumerate(values) if value is not None and position not in used]
+        parts = [[values[position] for position in positions] for positions in (*segments, *rest)]
+        flat = [value for part in parts for value in part]
+    if tracer is None or not flat:
         yield Reduction()
         return
-    flat = [value for part in parts for value in part]
     start = points.forward_start(flat, tracer.settings.fp_point)
     end = points.backward_end(flat, tracer.settings.bp_point)
     seen = Reduction(tracer)

@@ -6,6 +6,7 @@ process takes them out and has them recorded.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ from npu_device.profiling.records import FILE, RankTrace
 from npu_device.profiling.settings import Settings
 
 _WAITING = 10_000  # iterations that the queue holds; a step would wait when it is full
+
+_log = logging.getLogger("npu_device")
 
 
 class Tracer:
@@ -96,7 +99,11 @@ class Tracer:
                     number, points = self._queue.dequeue()
                 except tf.errors.OpError:
                     return  # closed
-                self._recorder.add(self._plans[int(number)], points.numpy().tolist())
+                try:
+                    self._recorder.add(self._plans[int(number)], points.numpy().tolist())
+                except Exception:  # the training doesn't wait for a queue that nobody empties
+                    _log.exception("rank %d: tracing ends here", self.rank)
+                    self._recorder.close()
 
 
 def _remove_others(directory: Path, world_size: int) -> None:

@@ -1,0 +1,327 @@
+"""What is made out of a trace: figures, diagnosis, table, Perfetto's file, page. From traces whose truth is known."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import zlib
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from npu_device.gradients import split_strategy
+from npu_device.profiling.__main__ import main
+from npu_device.profiling.analysis import Analysis, analyse
+from npu_device.profiling.drawing import COLOURS
+from npu_device.profiling.output import write_all
+from npu_device.profiling.records import FILE, Gradient, Iteration, RankTrace
+from npu_device.profiling.summary import summary
+
+GRADIENTS = 10
+MB = 1_000_000
+MS = 1_000.0
+
+
+def trace(
+    rank: int = 0,
+    segments: Sequence[tuple[int, int]] = ((0, 8), (9, 9)),
+    takes: float = 3.0,
+    slower: float = 0.0,
+    wait: float = 5.0,
+    dtypes: Sequence[str] = ("float32",) * GRADIENTS,
+    hosts: Sequence[str] = ("a", "a"),
+    steps: int = 9,
+) -> RankTrace:
+    """A rank of two. Forward takes 50 ms, then a gradient of 1 MB comes each 5 ms; a segment takes ``takes`` ms a MB,
+    one after the other; then 10 ms for the update, and ``wait`` ms for the input.
+    """
+    done, iterations = 1e15, []
+    for number in range(1, steps + 1):
+        previous, start = done, done + wait * MS
+        ready = tuple(start + (50 + 5 * (place + 1) + slower) * MS for place in range(GRADIENTS))
+        reductions, over = [], 0.0
+        for first, last in segments:
+            over = max(over, ready[last]) + takes * (last - first + 1) * MS
+            reductions.append((ready[last], over))
+        done = over + 10 * MS
+        before = previous if number > 1 else None
+        iterations.append(Iteration(number, start, ready[-1], done, tuple(reductions), ready, before))
+    gradients = tuple(Gradient(f"g{place}", dtypes[place], MB) for place in range(GRADIENTS))
+    error = None if len(set(hosts)) > 1 and rank else 0.0
+    return RankTrace(
+        rank, 2, hosts[rank], 1, 0.0, error, "m", "tensorflow", "hccl_world_group", gradients, tuple(segments),
+        tuple(iterations),
+    )  # fmt: skip
+
+
+def write(directory: Path, traces: Sequence[RankTrace]) -> None:
+    for one in traces:
+        lines = [one.header(), *(iteration.__dict__ for iteration in one.iterations)]
+        (directory / f"rank{one.rank}").mkdir(parents=True)
+        (directory / f"rank{one.rank}" / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def found(directory: Path, *traces: RankTrace) -> Analysis:
+    return analyse(traces, directory)
+
+
+# Figures
+
+
+def test_where_the_time_goes(tmp_path: Path) -> None:
+    # Segment 0 is ready at 95 ms and takes 27 ms, segment 1 ends at 125 ms; backward ends at 100 ms.
+    [first, _] = found(tmp_path, trace(0), trace(1)).ranks
+    parts = (first.step, first.input_wait, first.alone, first.hidden, first.exposed, first.update)
+    assert parts == pytest.approx((140e3, 5e3, 95e3, 5e3, 25e3, 10e3))
+
+
+@pytest.mark.parametrize(
+    ("changed", "cause"), [({"slower": 20.0}, "forward and backward"), ({"wait": 25.0}, "waiting for input")]
+)
+def test_the_slowest_rank_is_named_with_its_cause(tmp_path: Path, changed: dict[str, float], cause: str) -> None:
+    result = found(tmp_path, trace(0, hosts=("a", "b")), trace(1, hosts=("a", "b"), **changed))  # type: ignore[arg-type]
+    assert result.slowest is not None
+    assert (result.slowest.rank, result.slowest.host, result.slowest.cause) == (1, "b", cause)
+    assert result.slowest.late == pytest.approx(20e3)
+    assert f"rank 1 on host b: it is 20.0 ms later than they are, in {cause}" in summary(result)
+    assert "clocks could not be compared" in summary(result)
+
+
+def test_even_ranks_are_said_to_be_even(tmp_path: Path) -> None:
+    text = summary(found(tmp_path, trace(0), trace(1)))
+    assert "no rank is slower" in text
+    assert "the same host's clock" in text
+    assert "a step takes 140.0 ms" in text
+
+
+# Diagnosis
+
+
+@pytest.mark.parametrize(
+    ("segments", "takes", "situation", "reason"),
+    [
+        (((0, 2), (3, 9)), 3.0, "starts early and the last one is long: move the cut back", "over 26.0 ms before that"),
+        (((0, 7), (8, 9)), 3.0, "start late and outlast backward: move the cut forward", "over 14.0 ms after that"),
+        (((0, 9),), 3.0, "One segment carries most and hangs over: add segments", "100% of the bytes"),
+        (((0, 8), (9, 9)), 3.0, "One segment carries most and hangs over: add segments", "90% of the bytes"),
+        (((0, 8), (9, 9)), 0.1, "hidden behind backward", "0.1 ms of it is exposed"),
+    ],
+)
+def test_the_situations_of_the_guide(
+    tmp_path: Path, segments: tuple[tuple[int, int], ...], takes: float, situation: str, reason: str
+) -> None:
+    result = found(tmp_path, *(trace(rank, segments, takes) for rank in range(2)))
+    assert situation in result.diagnosis.situation
+    assert reason in result.diagnosis.reasons
+    assert result.diagnosis.good == (takes < 1)
+
+
+def test_the_call_can_be_pasted_and_helps(tmp_path: Path) -> None:
+    """What it proposes is better than what there was, in the world that the trace comes from."""
+    before = found(tmp_path, trace(0, ((0, 9),)), trace(1, ((0, 9),)))
+    call = before.diagnosis.call
+    assert call is not None
+    match = re.fullmatch(r"set_split_strategy_by_idx\((\[.*\])\)", call)
+    assert match is not None
+    ends = json.loads(match.group(1))
+    split_strategy.set_by_idx(ends)
+    try:
+        assert split_strategy.segments([MB] * GRADIENTS, "hccl_world_group") == ends
+    finally:
+        split_strategy.clear()
+    segments = tuple(zip([0, *(end + 1 for end in ends[:-1])], ends))
+    after = found(tmp_path, trace(0, segments), trace(1, segments))
+    assert after.ranks[0].exposed < before.ranks[0].exposed / 3
+    assert call in summary(before)
+
+
+def test_several_dtypes_are_cut_by_size(tmp_path: Path) -> None:
+    dtypes = ("float32",) * 8 + ("float16",) * 2
+    segments = ((0, 7), (8, 9))
+    call = found(tmp_path, *(trace(rank, segments, dtypes=dtypes) for rank in range(2))).diagnosis.call
+    assert call is not None
+    match = re.fullmatch(r"set_split_strategy_by_size\((\[.*\])\)", call)
+    assert match is not None
+    try:
+        split_strategy.set_by_size(json.loads(match.group(1)))
+    finally:
+        split_strategy.clear()
+
+
+def test_a_measurement_of_the_collectives_is_used(tmp_path: Path) -> None:
+    measured = {"alpha": 1.0, "beta": 1e-9, "busy": 1.0, "alpha_error": 0.0, "beta_error": 0.0}
+    (tmp_path / "collectives.json").write_text(json.dumps(measured))
+    # A second a collective: one is best, whatever the trace says.
+    diagnosis = found(tmp_path, trace(0), trace(1)).diagnosis
+    assert diagnosis.call == "set_split_strategy_by_idx([9])"
+    assert "By the measured collectives" in diagnosis.expectation
+
+
+def test_missing_ranks_are_named(tmp_path: Path) -> None:
+    text = summary(found(tmp_path, trace(0)))
+    assert "no trace of rank(s) 1. What to do: bring the directories rank<N> of all hosts together" in text
+    assert "No split is proposed" in text
+
+
+def test_without_a_trace_it_says_so(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"npu-trace: .*there is no trace in the directory"):
+        main([str(tmp_path)])
+
+
+# Files
+
+
+def test_the_table_has_the_columns_of_ascend(tmp_path: Path) -> None:
+    """The example of the profiling guide's kind: two segments, the numbers worked out by hand."""
+    one = Iteration(2, 1000.0, 9000.0, 9800.0, ((6500.0, 8000.0), (9010.0, 9310.0)), (6500.0, 9000.0), 900.0)
+    first = Iteration(1, 100.0, 500.0, 900.0, ((300.0, 400.0), (500.0, 600.0)), (300.0, 500.0))
+    gradients = (Gradient("a", "float32", 4), Gradient("b", "float32", 4))
+    two = RankTrace(0, 2, "a", 1, 0, 0, "m", "t", "g", gradients, ((0, 0), (1, 1)), (first, one))
+    single = RankTrace(1, 2, "a", 1, 0, 0, "m", "t", "g", gradients, ((0, 1),), (
+        Iteration(1, 100.0, 500.0, 900.0, ((500.0, 600.0),), (300.0, 500.0)),
+    ))  # fmt: skip
+    write(tmp_path, [two, single])
+    with pytest.raises(ValueError, match="rank 1: model m, segments"):
+        write_all(tmp_path)  # the report compares ranks, the table doesn't
+    rows = list(csv.reader((tmp_path / "step_trace.csv").open()))
+    assert ",".join(rows[0]) == (
+        "Device_id,Iteration ID,FP Start(us),BP End(us),Iteration End(us),Iteration Time(us),FP to BP Time(us),"
+        "Iteration Refresh(us),Data Aug Bound(us),Model ID,Reduce Start(us),Reduce Duration(us),Reduce Start(us),"
+        "Reduce Duration(us)"
+    )
+    assert ",".join(rows[1]).startswith("0,1,100.000,500.000,900.000,800.000,400.000,400.000,N/A,1,")
+    assert ",".join(rows[2]) == (
+        "0,2,1000.000,9000.000,9800.000,8900.000,8000.000,800.000,100.000,1,6500.000,1500.000,9010.000,300.000"
+    )
+    assert rows[3][-4:] == ["500.000", "100.000", "N/A", "N/A"]
+
+
+def test_the_trace_follows_the_event_format(tmp_path: Path) -> None:
+    traces = [trace(0), trace(1)]
+    write(tmp_path, traces)
+    write_all(tmp_path)
+    document = json.loads((tmp_path / "trace.json").read_text())
+    assert document["displayTimeUnit"] in ("ms", "ns")
+    events = document["traceEvents"]
+    spans: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    flows: dict[tuple[str, str], list[str]] = {}
+    named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
+    for event in events:
+        assert isinstance(event["name"], str) and isinstance(event["args"], dict)
+        assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name", "process_sort_index", "thread_sort_index")
+            continue
+        assert event["ph"] in ("X", "s", "t") and event["ts"] > 0 and event["cat"]
+        assert (event["pid"], event["tid"]) in named
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            spans.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+        else:
+            flows.setdefault((event["cat"], event["id"]), []).append(event["ph"])
+    # On one line nothing overlaps, or viewers drop it; each arrow has a beginning and an end.
+    for line in spans.values():
+        line.sort()
+        assert all(before[1] <= after[0] for before, after in zip(line, line[1:]))
+    assert all(phases == ["s", "t"] for phases in flows.values())
+    assert len(flows) == 2 * (9 - 1)
+    names = {event["name"] for event in events if event["pid"] == 1}
+    assert {"Iteration 2", "FP_BP Time 2", "Iteration Refresh 2", "Reduce_2_0", "Reduce_2_1"} <= names
+    reduce = next(event for event in events if event["name"] == "Reduce_2_1")
+    start, end = traces[0].iterations[1].allreduce[1]
+    assert (reduce["ts"], reduce["dur"]) == (start, end - start)
+    assert reduce["args"] == {"Iteration ID": 2, "Reduce Start 1": start, "Reduce End 1": end}
+
+
+class _Checker(HTMLParser):
+    """Tags that are closed in order, and everything that a page would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.counts: dict[str, int] = {}
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+        self.loads += [f"{tag} {name}" for name, _ in attrs if name in ("src", "href", "srcset", "data", "action")]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
+    hostile = ("<b>&x", "a")
+    write(tmp_path, [trace(0, hosts=hostile), trace(1, hosts=hostile)])
+    write_all(tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    checker = _Checker()
+    checker.feed(text)
+    assert checker.open == [] and checker.loads == []
+    assert checker.counts["svg"] == 3 and "script" not in checker.counts and "link" not in checker.counts
+    assert set(re.findall(r"https?://[^\"' <]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert "url(" not in text and "@import" not in text
+    assert "<b>&x" not in text
+
+
+def _pixels(path: Path) -> tuple[int, int, set[tuple[int, ...]]]:
+    """Width, height and colours of a PNG with 8 bits a channel."""
+    data = path.read_bytes()
+    position, packed, header = 8, b"", b""
+    while position < len(data):
+        length, kind = struct.unpack(">I4s", data[position : position + 8])
+        body = data[position + 8 : position + 8 + length]
+        header = body if kind == b"IHDR" else header
+        packed += body if kind == b"IDAT" else b""
+        position += length + 12
+    width, height, depth, kind = struct.unpack(">IIBB", header[:10])
+    assert depth == 8
+    each = {2: 3, 6: 4}[kind]
+    raw, before, colours = zlib.decompress(packed), bytes(width * each), set()
+    for row in range(height):
+        begin = row * (width * each + 1)
+        line, how = bytearray(raw[begin + 1 : begin + 1 + width * each]), raw[begin]
+        for at in range(len(line)):
+            left = line[at - each] if at >= each else 0
+            up, corner = before[at], before[at - each] if at >= each else 0
+            if how == 4:
+                guess = left + up - corner
+                near = min((left, up, corner), key=lambda value: abs(guess - value))
+            else:
+                near = (0, left, up, (left + up) // 2)[how]
+            line[at] = (line[at] + near) & 255
+        colours.update(tuple(line[at : at + 3]) for at in range(0, len(line), each))
+        before = bytes(line)
+    return width, height, colours
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
+def test_a_browser_draws_the_page(tmp_path: Path) -> None:
+    write(tmp_path, [trace(0), trace(1, slower=20)])
+    write_all(tmp_path)
+    picture = tmp_path / "page.png"
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=640,1400", f"--screenshot={picture}"]
+    subprocess.run(
+        [*command, (tmp_path / "report.html").as_uri()],
+        check=True,
+        capture_output=True,
+        timeout=60,
+        env={**os.environ, "HOME": str(tmp_path)},
+    )
+    width, height, colours = _pixels(picture)
+    assert (width, height) == (640, 1400)
+    drawn = {tuple(bytes.fromhex(colour[1:])) for colour in COLOURS.values()}
+    assert drawn <= colours, drawn - colours

@@ -1,0 +1,83 @@
+"""Ranks on two hosts: each host reduces in shared memory, and one rank a host talks to the other."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pool import clean_environment
+
+from benchmarks.two_hosts import ADDRESSES, can_be_made, on_host, shape, two_hosts
+
+pytestmark = pytest.mark.skipif(not can_be_made(), reason="needs root, ip and tc to make two hosts")
+
+SCRIPT = """
+import os
+import numpy as np, tensorflow as tf
+import npu_device as npu
+from npu_device.distribute import hccl_ops
+rank = npu.open().worker_id
+
+def values(r):
+    return np.random.default_rng(r).standard_normal(1000).astype(np.float32)
+
+def check(found, expected):
+    np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-5, atol=1e-6)
+
+mine, everybody = tf.constant(values(rank)), [values(r) for r in range(4)]
+for run in (lambda f: f(), lambda f: tf.function(f)()):
+    check(run(lambda: npu.distribute.all_reduce(mine, "sum")), sum(everybody))
+    check(run(lambda: npu.distribute.all_reduce([mine, None], "mean", compression=None))[0], sum(everybody) / 4)
+    check(run(lambda: npu.distribute.all_reduce(mine, "max")), np.max(everybody, 0))
+    check(run(lambda: npu.distribute.all_reduce(tf.constant([rank]), "mean")), [1.5])
+    for root in range(4):
+        check(run(lambda: hccl_ops.broadcast([mine], root))[0], everybody[root])
+    check(run(lambda: hccl_ops.allgather(mine, 4)), np.concatenate(everybody))
+bits = [npu.distribute.all_reduce(mine, "sum").numpy().tobytes()]
+gathered = hccl_ops.allgather(tf.constant([hash(bits[0]) % 2**31]), 4).numpy()
+print("checked", flush=True)
+
+def sent():
+    return int(open("/sys/class/net/eth0/statistics/tx_bytes").read())
+
+big = tf.ones([4_000_000])
+npu.distribute.all_reduce(big, "sum")
+npu.distribute.all_reduce(tf.constant(1.0), "sum")
+before = sent()
+for _ in range(3):
+    assert float(npu.distribute.all_reduce(big, "sum")[0]) == 4.0
+npu.distribute.all_reduce(tf.constant(1.0), "sum")
+print("sent", (sent() - before) / 3 / 16e6, flush=True)
+"""
+
+
+def _run(directory: Path, backend: str) -> list[str]:
+    script = directory / "script.py"
+    script.write_text(SCRIPT)
+    processes = []
+    for host in range(2):
+        launch = [sys.executable, "-m", "npu_device.launch", "-n", "2", "--nnodes", "2", "--node-rank", str(host)]
+        command = on_host(host, [*launch, "--master-addr", ADDRESSES[0], "--master-port", "29700", str(script)])
+        environment = {**clean_environment(), "TF_CPP_MIN_LOG_LEVEL": "2", "NPU_DEVICE_BACKEND": backend}
+        processes.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    return outputs
+
+
+def test_two_hosts_send_what_one_rank_each_needs(tmp_path: Path) -> None:
+    sent = {}
+    with two_hosts():
+        shape(1.0)
+        for backend in ("auto", "tensorflow"):
+            outputs = _run(tmp_path, backend)
+            assert sum(output.count("checked") for output in outputs) == 4
+            sent[backend] = max(float(found) for output in outputs for found in re.findall(r"sent ([0-9.]+)", output))
+    # A ring of two hosts sends the tensor once from each; a ring of four ranks one and a half times.
+    assert 0.95 < sent["auto"] < 1.15
+    assert 1.4 < sent["tensorflow"] < 1.7
