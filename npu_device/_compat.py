@@ -19,6 +19,7 @@ from tensorflow.python.client import session  # noqa: F401
 # The eager context has no public counterpart for collective ops over several processes;
 # tf.distribute.MultiWorkerMirroredStrategy goes through the same calls.
 from tensorflow.python.eager import context as _context
+from tensorflow.python.eager import record as _record
 from tensorflow.python.framework import ops as _ops
 from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
@@ -99,6 +100,11 @@ def run_independently(operation: Any) -> None:
     manager = operation.graph.experimental_acd_manager
     if manager is not None:
         manager.run_independently(operation)
+
+
+def may_be_differentiated() -> bool:
+    """False in eager mode without a gradient tape."""
+    return not tf.executing_eagerly() or bool(_record.could_possibly_record())
 
 
 def compiled_by_xla() -> bool:

@@ -1,4 +1,4 @@
-"""``npu.train.optimizer.NpuLossScaleOptimizer`` in each Keras, around plain and wrapped optimizers, on 1, 2 and 3 ranks."""
+"""``npu.train.optimizer.NpuLossScaleOptimizer`` in each Keras, around plain and wrapped optimizers."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import _pool
-from pool import Pool
 
 
 def body_script(name: str, *arguments: str) -> Any:

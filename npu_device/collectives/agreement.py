@@ -16,6 +16,7 @@ import functools
 import hashlib
 import inspect
 import json
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from npu_device.collectives.tensorflow_backend import backend as tensorflow_back
 _DETAILS_SECONDS = 2.0
 _PACKAGE = str(Path(__file__).parents[1])
 _OTHERS = ("tensorflow", "keras", "tf_keras")
+_UNKNOWN_LINE = "an unknown line"
 _SHOWN_TENSORS = 3
 _MAX_DIMENSIONS = 16
 
@@ -71,10 +73,7 @@ class Call:
     @property
     def fingerprint(self) -> tuple[int, int]:
         """Two 32-bit numbers that are the same for calls that match."""
-        text = json.dumps([self.operation, self.kinds, self.details])
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        first, second = np.frombuffer(digest, dtype="<i4")
-        return int(first), int(second)
+        return _fingerprint(self.operation, self.kinds, self.details)
 
     def row(self) -> dict[str, Any]:
         """The call as the others need it to say what differs."""
@@ -85,6 +84,13 @@ class Call:
             "details": dict(self.details),
             "line": self.line,
         }
+
+
+@functools.lru_cache(maxsize=1024)
+def _fingerprint(*parts: Any) -> tuple[int, int]:
+    digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
+    first, second = np.frombuffer(digest, dtype="<i4")
+    return int(first), int(second)
 
 
 def describe(operation: str, values: Sequence[Any], ragged: bool = False, **details: Any) -> Call:
@@ -318,7 +324,7 @@ def _shapes_number(values: Sequence[Any], ragged: bool) -> int | tf.Tensor:
             continue
         weights = _weights(position)
         if shape.is_fully_defined():
-            known += sum(size * weight for size, weight in zip(shape, weights)) + len(shape) * weights[-1]
+            known += sum(size * weight for size, weight in zip(shape.as_list(), weights)) + len(shape) * weights[-1]
         else:
             dense = value.values if isinstance(value, tf.IndexedSlices) else value
             sizes = tf.shape(dense)[1:] if ragged or dense is not value else tf.shape(dense)
@@ -336,9 +342,20 @@ def _weights(position: int) -> tuple[int, ...]:
 
 def _user_line() -> str:
     """The innermost line of the script, outside this package, TensorFlow and Keras."""
-    for frame in reversed(_compat.stack()):
-        parts = Path(frame.filename).parts
-        ours = frame.filename.startswith(_PACKAGE)
-        if not ours and not any(name in parts for name in _OTHERS) and not frame.filename.startswith("<"):
-            return f"{frame.filename}:{frame.lineno} ({frame.name})"
-    return "an unknown line"
+    if tf.executing_eagerly():  # nothing that AutoGraph has rewritten: the interpreter's own frames are quicker
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            if _is_users(frame.f_code.co_filename):
+                return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+            frame = frame.f_back
+        return _UNKNOWN_LINE
+    for entry in reversed(_compat.stack()):
+        if _is_users(entry.filename):
+            return f"{entry.filename}:{entry.lineno} ({entry.name})"
+    return _UNKNOWN_LINE
+
+
+@functools.cache
+def _is_users(filename: str) -> bool:
+    ours = filename.startswith((_PACKAGE, "<")) or filename == contextlib.__file__
+    return not ours and not any(name in Path(filename).parts for name in _OTHERS)

@@ -7,6 +7,7 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
+from npu_device import _compat
 from npu_device.cluster.runtime import Runtime
 from npu_device.collectives import backend
 from npu_device.collectives.agreement import collective
@@ -93,8 +94,8 @@ def _reduce(
     runtime: Runtime, segments: Sequence[Sequence[tf.Tensor]], reduction: str, group: Group, wire: tf.DType | None
 ) -> list[list[tf.Tensor]]:
     """Segments that are all of floating-point dtypes, or none."""
-    if not segments[0][0].dtype.is_floating:
-        return backend.all_reduce(runtime, segments, reduction, group)
+    if not segments[0][0].dtype.is_floating or not _compat.may_be_differentiated():
+        return backend.all_reduce(runtime, segments, reduction, group, wire)
 
     def in_segments(tensors: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
         left = iter(tensors)

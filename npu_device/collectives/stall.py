@@ -56,7 +56,7 @@ class GraphWatch:
 
     def position(self) -> dict[str, Any]:
         """Where this rank is."""
-        with tf.init_scope():
+        with _compat.eager_mode():
             begun, ended, current = int(self._begun), int(self._ended), int(self._current)
         call = self._calls[current] if current < len(self._calls) else None
         return {"begun": begun, "waiting": begun > ended, "call": call}

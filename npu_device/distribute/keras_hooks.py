@@ -45,7 +45,11 @@ def install(optimizer: Any, keras: Any, reduction: Any) -> None:
         TypeError: it isn't an optimizer of any known family.
     """
     if _compat.is_keras_3(keras) and isinstance(optimizer, keras.optimizers.Optimizer):
-        hooks: dict[str, Callable[..., Any]] = {"apply": _apply_keras_3, "build": _build_keras_3}
+        hooks: dict[str, Callable[..., Any]] = {
+            "apply_gradients": _apply_gradients,
+            "apply": _apply_keras_3,
+            "build": _build_keras_3,
+        }
     elif not hasattr(optimizer, "apply_gradients"):
         raise TypeError(
             f"expected a Keras optimizer; found a {type(optimizer).__module__}.{type(optimizer).__name__}, which has "
@@ -65,6 +69,17 @@ def install(optimizer: Any, keras: Any, reduction: Any) -> None:
     setattr(optimizer, _REDUCTION, reduction)
     for name, hook in hooks.items():
         setattr(optimizer, name, MethodType(hook, optimizer))
+
+
+# All. A class of the user's own may clip, and thereby make new tensors, before the base class goes on to `apply` or to
+# aggregation: what is inside `apply_gradients` has been reduced.
+
+
+@_as_it_is
+def _apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+    pairs = _reduce_pairs(self, grads_and_vars)
+    with iteration(), getattr(self, _REDUCTION).applying():
+        return type(self).apply_gradients(self, pairs, *args, **kwargs)
 
 
 # Keras 3. `apply_gradients` and `fit` go through `apply`, which clips, accumulates and updates.
@@ -108,12 +123,6 @@ def _check_finite(self: Any, grads: Any) -> Any:
 
 # tf-keras. `fit` and `minimize` go through `apply_gradients`; a loss-scale optimizer calls its inner optimizer's
 # aggregation first, decides whether the gradients are finite, and then has them applied without aggregation.
-
-
-@_as_it_is
-def _apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-    with iteration():
-        return type(self).apply_gradients(self, _reduce_pairs(self, grads_and_vars), *args, **kwargs)
 
 
 @_as_it_is

@@ -6,8 +6,9 @@ Which methods of which optimizer that takes is in ``keras_hooks``.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -89,6 +90,7 @@ class GradientReduction:
         self._reduction = reduction
         self._group = group
         self._reduced: list[weakref.ref[Any]] = []
+        self._applying = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReduction:
         return GradientReduction(self._runtime, self._reduction, self._group)
@@ -99,14 +101,23 @@ class GradientReduction:
         self._reduced = [weakref.ref(gradient) for gradient in reduced if gradient is not None]
         return reduced
 
+    @contextlib.contextmanager
+    def applying(self) -> Iterator[None]:
+        """Gradients that come in the block have been reduced already."""
+        before, self._applying = self._applying, True
+        try:
+            yield
+        finally:
+            self._applying = before
+
     def reduce_once(self, gradients: Sequence[Gradient]) -> list[Gradient]:
-        """Like ``reduce``, but what has just come from there goes through as it is.
+        """Like ``reduce``, but what has just come from there, or comes while it is applied, goes through as it is.
 
         A loss-scale optimizer has them reduced first, and applied by its inner optimizer later, if they are finite.
         """
         done = {id(gradient) for reference in self._reduced if (gradient := reference()) is not None}
         present = [gradient for gradient in gradients if gradient is not None]
-        if present and all(id(gradient) in done for gradient in present):
+        if self._applying or (present and all(id(gradient) in done for gradient in present)):
             return list(gradients)
         return self.reduce(gradients)
 

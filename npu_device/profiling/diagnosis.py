@@ -17,6 +17,7 @@ from npu_device.profiling.figures import RankFigures
 from npu_device.profiling.records import Iteration, RankTrace
 from npu_device.tuning.cost_model import CostModel, fit
 from npu_device.tuning.planner import best_plan, predict
+from npu_device.tuning.report import line_to_paste
 from npu_device.tuning.traced import traced
 
 _LITTLE = 0.02  # of a step: not worth a change
@@ -130,14 +131,14 @@ def _cost(traces: Sequence[RankTrace], directory: Path) -> tuple[CostModel, str]
 
 
 def _call(trace: RankTrace, sizes: Sequence[int], ends: Sequence[int]) -> str:
-    where = "" if trace.group == WORLD_GROUP else f", group={trace.group!r}"
     if len({gradient.dtype for gradient in trace.gradients if not gradient.dtype.startswith("sparse")}) == 1:
-        return f"set_split_strategy_by_idx({list(ends)}{where})"
+        return line_to_paste(ends, trace.group)
     # Every dtype counts its gradients by itself, and one list of indices fits only one of them.
     starts = [0, *(end + 1 for end in ends[:-1])]
     shares = [sum(sizes[start : end + 1]) / sum(sizes) for start, end in zip(starts, ends)]
     percentages = [max(1, round(100 * share)) for share in shares]
     percentages[percentages.index(max(percentages))] += 100 - sum(percentages)
+    where = "" if trace.group == WORLD_GROUP else f", group={trace.group!r}"
     return f"set_split_strategy_by_size({percentages}{where})"
 
 

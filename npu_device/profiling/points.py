@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device import _compat
+from npu_device.collectives.shared_memory.backend import end_of
 
 _log = logging.getLogger("npu_device")
 
@@ -28,10 +29,18 @@ def when(values: Iterable[Any]) -> Any:
     Args:
         values: tensors, ``tf.IndexedSlices`` or operations, of the current graph or one around it.
     """
-    operations = [] if tf.executing_eagerly() else [_operation(value) for value in values]
-    if not operations:
-        return time.time() if tf.executing_eagerly() else _read([], tf.compat.v1.get_default_graph())
-    return _read(operations, operations[0].graph)
+    if tf.executing_eagerly():
+        return time.time()
+    operations = [_operation(value) for value in values]
+    return _read(operations, operations[0].graph if operations else tf.compat.v1.get_default_graph())
+
+
+def reduced(value: Any) -> Any:
+    """The time when the collective that makes a value was over. In shared memory that may be before the value is there:
+    a background thread makes it, and the graph asks for it later.
+    """
+    ended = None if tf.executing_eagerly() else end_of(_operation(value))
+    return when([value]) if ended is None else ended
 
 
 def forward_start(gradients: Sequence[Any], name: str) -> Any:

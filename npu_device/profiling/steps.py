@@ -32,7 +32,7 @@ class Reduction:
     def segment(self, results: Sequence[Any]) -> None:
         """Say that a segment has been reduced, to these tensors; in the order of the segments."""
         if self._tracer is not None:
-            self.ends.append(points.when(results[:1]))
+            self.ends.append(points.reduced(results[0]))
 
     def hand_over(self, end: Any = None) -> None:
         """Record the iteration, whose end is a point of its own or that of the last segment."""

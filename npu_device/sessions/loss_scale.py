@@ -6,8 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device.distribute.reduce import all_reduce
 from npu_device.sessions.optimizer import DelegatingOptimizer, NPUDistributedOptimizer
+from npu_device.train.loss_scale_step import all_finite, on_all_ranks, unscaled
 
 _LARGEST = 3.4e38
 
@@ -138,7 +138,7 @@ class NPULossScaleOptimizer(DelegatingOptimizer):
             return value * tf.cast(scale, value.dtype)
 
         pairs = super().compute_gradients(scaled if callable(loss) else scaled(), *args, **kwargs)
-        return [(_divided(gradient, scale), variable) for gradient, variable in pairs]
+        return [(unscaled(gradient, scale), variable) for gradient, variable in pairs]
 
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
         """The operation that updates the variables, if the gradients are finite, and the loss scale."""
@@ -155,20 +155,8 @@ class NPULossScaleOptimizer(DelegatingOptimizer):
         return tf.group(applied, self._manager.update_loss_scale(finite))
 
     def _finite(self, gradients: list[Any]) -> tf.Tensor:
-        values = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in gradients]
-        each = [tf.reduce_all(tf.math.is_finite(value)) for value in values if value is not None]
-        finite = tf.reduce_all(tf.stack(each))
-        if not self._is_distributed:
-            return finite
-        return tf.cast(all_reduce(tf.cast(finite, tf.int32), "min"), tf.bool)
-
-
-def _divided(gradient: Any, scale: tf.Tensor) -> Any:
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_divided(gradient.values, scale), gradient.indices, gradient.dense_shape)
-    return gradient / tf.cast(scale, gradient.dtype)
+        finite = all_finite(gradients)
+        return on_all_ranks(finite) if self._is_distributed else finite
 
 
 def _done(operation: Any) -> tf.Tensor:

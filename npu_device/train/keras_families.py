@@ -1,5 +1,5 @@
-"""What a ``NpuLossScaleOptimizer`` is in each Keras: a subclass of that Keras's own ``LossScaleOptimizer``, made when the
-first optimizer of that Keras is handed over.
+"""What a ``NpuLossScaleOptimizer`` is in each Keras: a subclass of that Keras's own ``LossScaleOptimizer``, made when
+the first optimizer of that Keras is handed over.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device import _compat
-from npu_device.distribute import keras_hooks
 from npu_device.train.loss_scale_step import LastStep, apply_if_finite, reduced_and_finite, unscaled
 
 _INITIAL_SCALE = 2.0**15
@@ -45,6 +44,8 @@ class KerasFamily(_Keras):
 
 class Keras3Family(KerasFamily):
     """Keras 3, whose own class has a dynamic scale only, takes scaled gradients and knows no ranks."""
+
+    built: bool
 
     def __init__(
         self,
@@ -172,6 +173,6 @@ def class_for(face: type, optimizer: Any) -> Any:
     return _made(face, TfKerasFamily, _compat.loss_scale_class_of_tf_keras(keras, optimizer))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _made(face: type, family: type, base: type) -> type:
     return type(face.__name__, (face, family, base), {"__module__": face.__module__, "__doc__": face.__doc__})

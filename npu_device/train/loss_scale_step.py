@@ -1,4 +1,4 @@
-"""One step of a loss-scale optimizer: gradients are unscaled, found finite or not on all ranks, and applied or left out.
+"""One step of a loss-scale optimizer: gradients are found finite on all ranks or not, and applied or left out.
 
 Knows no Keras; what applying and leaving out are is said by ``keras_families``.
 """
@@ -35,6 +35,17 @@ def unscaled(gradient: Any, scale: tf.Tensor) -> Any:
     return gradient / tf.cast(scale, gradient.dtype)
 
 
+def all_finite(gradients: Sequence[Any]) -> tf.Tensor:
+    """Whether this rank's gradients are finite: bool, shape []; ``None`` among them counts for nothing."""
+    values = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in gradients]
+    return tf.reduce_all([True, *(tf.reduce_all(tf.math.is_finite(value)) for value in values if value is not None)])
+
+
+def on_all_ranks(finite: tf.Tensor) -> tf.Tensor:
+    """Whether it is so on every rank; each has to ask."""
+    return tf.cast(all_reduce(tf.cast(finite, tf.int32), "min", fusion=0), tf.bool)
+
+
 def reduced_and_finite(optimizer: Any, gradients: Sequence[Any]) -> tuple[list[Any], tf.Tensor]:
     """The gradients as the step takes them, and whether they are finite, on which all ranks agree.
 
@@ -43,11 +54,8 @@ def reduced_and_finite(optimizer: Any, gradients: Sequence[Any]) -> tuple[list[A
     """
     inner = keras_hooks.reduction_of(optimizer.inner_optimizer)
     gradients = list(gradients) if inner is None else inner.reduce_once(gradients)
-    values = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in gradients]
-    finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values if value is not None])
-    if keras_hooks.is_wrapped(optimizer):
-        return gradients, finite
-    return gradients, tf.cast(all_reduce(tf.cast(finite, tf.int32), "min", fusion=0), tf.bool)
+    finite = all_finite(gradients)
+    return gradients, finite if keras_hooks.is_wrapped(optimizer) else on_all_ranks(finite)
 
 
 def apply_if_finite(

@@ -25,26 +25,24 @@ RANK_ID = int(os.getenv("RANK_ID", "0"))
 VOCABULARY, LENGTH, WIDTH = 24, 6, 8
 
 
-class LAMB:
-    """The update rule, on the NPU's fused fragments."""
+class LAMB(tf.keras.optimizers.SGD):
+    """LAMB by the NPU's fused operators."""
 
-    def __init__(self, learning_rate, variables):
-        self.learning_rate = learning_rate
-        self.variables = variables
-        self.m = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in variables]
-        self.v = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in variables]
+    def build(self, variables):
+        if hasattr(self, "moments"):
+            return
+        super().build(variables)
+        with tf.init_scope():
+            self.moments = {v.ref(): [tf.Variable(tf.zeros(v.shape)) for _ in range(2)] for v in variables}
 
-    def apply_gradients(self, gradients, step):
-        beta1, beta2, epsilon, decay = 0.9, 0.999, 1e-6, 0.01
-        for gradient, variable, m, v in zip(gradients, self.variables, self.m, self.v):
-            m.assign(beta1 * m + (1 - beta1) * gradient)
-            v.assign(beta2 * v + (1 - beta2) * tf.square(gradient))
-            m_hat, v_hat = m / (1 - beta1**step), v / (1 - beta2**step)
-            value = tf.convert_to_tensor(variable)
-            update = m_hat / (tf.sqrt(v_hat) + epsilon) + decay * value
-            norm, update_norm = tf.norm(value), tf.norm(update)
-            ratio = tf.where(norm > 0, tf.where(update_norm > 0, norm / update_norm, 1.0), 1.0)
-            variable.assign_sub(self.learning_rate * ratio * update)
+    def update_step(self, gradient, variable, *_):
+        second, first = self.moments[variable.ref()]
+        step = tf.cast(self.iterations, tf.float32) + 1
+        update, _, _ = gen_npu_ops.lamb_apply_optimizer_assign(
+            gradient, second, first, variable, 0.9, 0.1, 0.999, 0.001, 1e-6, step, 1.0, 0.01
+        )
+        norms = tf.norm(variable), tf.norm(update)
+        gen_npu_ops.lamb_apply_weight_assign(*norms, tf.cast(self.learning_rate, tf.float32), update, variable)
 
 
 class Encoder(tf.Module):
@@ -77,12 +75,8 @@ def main():
     if RANK_SIZE > 1:
         npu.distribute.broadcast(encoder.trainable_variables, root_rank=0)
     variables = [encoder.table, encoder.hidden, encoder.output]
-    # The scale, the skipped steps and the learning rate's schedule are this one's; LAMB makes the update.
-    scaler = npu.train.optimizer.NpuLossScaleOptimizer(
-        tf.keras.optimizers.SGD(1.0),
-        **({"dynamic": False, "initial_scale": float(FLAGS.loss_scale)} if FLAGS.loss_scale else {}),
-    )
-    lamb = LAMB(0.02, variables)
+    how = {"dynamic": False, "initial_scale": float(FLAGS.loss_scale)} if FLAGS.loss_scale else {}
+    optimizer = npu.train.optimizer.NpuLossScaleOptimizer(LAMB(0.02), **how)
     accumulated = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in variables]
 
     @tf.function
@@ -90,37 +84,32 @@ def main():
         with tf.GradientTape() as tape:
             logits = encoder(ids)
             loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=ids, logits=logits)) * factor
-            scaled = scaler.get_scaled_loss(loss)
+            scaled = optimizer.get_scaled_loss(loss)
         gradients = tape.gradient(scaled, variables)
-        gradients = scaler.get_unscaled_gradients(gradients)
+        gradients = optimizer.get_unscaled_gradients(gradients)
         for total, gradient in zip(accumulated, gradients):
             total.assign_add(tf.convert_to_tensor(gradient) / FLAGS.num_accumulation_steps)
 
     @tf.function
-    def update(step):
+    def update():
         gradients = npu.distribute.all_reduce([tf.convert_to_tensor(total) for total in accumulated])
         gradients, _ = tf.clip_by_global_norm(gradients, 1.0)
-        # A variable of its own takes the place of the model's: the scaler decides, and counts.
-        marker = [tf.reduce_sum(gradient) * 0.0 for gradient in gradients[:1]]
-        scaler.apply_gradients(zip(marker, [probe]))
-        if scaler.last_step_finite:
-            lamb.apply_gradients(gradients, step)
+        optimizer.apply_gradients(zip(gradients, variables))
         for total in accumulated:
             total.assign(tf.zeros_like(total))
 
-    probe = tf.Variable(0.0)
     skipped = []
     iterator = iter(data().repeat())
     for step in range(1, 7):
         for _ in range(FLAGS.num_accumulation_steps):
             overflow = step == FLAGS.overflow_at and RANK_ID == RANK_SIZE - 1
             forward_backward(next(iterator), tf.constant(float("inf") if overflow else 1.0))
-        update(tf.constant(float(step)))
-        if not scaler.last_step_finite.numpy():
+        update()
+        if not optimizer.last_step_finite.numpy():
             skipped.append(step)
     return {
         "skipped": skipped,
-        "loss_scale": float(scaler.loss_scale),
+        "loss_scale": float(optimizer.loss_scale),
         "weights": [v.numpy() for v in encoder.trainable_variables],
     }
 

@@ -63,7 +63,7 @@ def train_step(images, labels):
     train_loss(loss)
 
 
-for epoch in range(2):
+for _ in range(2):
     for images, labels in data(args.batch_size):
         train_step(images, labels)
 loss = npu.distribute.all_reduce([train_loss.result()], "mean")[0]

@@ -180,7 +180,7 @@ def _broadcast(
     dtypes = [np.dtype(spec.dtype.as_numpy_dtype) for spec in specs]
 
     def plan(arrays: list[np.ndarray]) -> _Plan:
-        shapes = [array.shape for array in arrays] if arrays else [tuple(spec.shape) for spec in specs]
+        shapes = [array.shape for array in arrays] if arrays else [tuple(spec.shape.as_list()) for spec in specs]
         sizes = [(math.prod(shape) * dtype.itemsize,) for shape, dtype in zip(shapes, dtypes)]
         stream = Stream(sizes, np.dtype(np.uint8))
         flats = [array.reshape(-1).view(np.uint8) for array in arrays] if sends else []
@@ -309,7 +309,7 @@ def _run_now(line: _Line, operation: _Operation, terms: Terms | None) -> list[tf
 
 def _tensor(array: np.ndarray) -> tf.Tensor:
     """An aligned array as a tensor, without a copy; numpy's own dtypes only."""
-    if array.dtype.kind == "V" or array.size == 0:
+    if array.dtype.kind in "Vb" or array.size == 0:  # TensorFlow 2.15 takes no bool that way
         return tf.constant(array)
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
 
