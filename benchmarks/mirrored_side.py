@@ -25,7 +25,7 @@ class MirroredSide:
 
     def all_reduce(self, size: int) -> Callable[[], tf.Tensor]:
         """A sum of ``size`` bytes over the workers."""
-        mine = payload(size, self._rank)
+        mine = tf.constant(payload(size, self._rank))
 
         def reduce(tensor: tf.Tensor) -> Any:
             # The strategy refuses an argument of the function as it is, since it has no device yet.
@@ -36,7 +36,7 @@ class MirroredSide:
         def called(tensor: tf.Tensor) -> Any:
             return self._strategy.run(reduce, args=(tensor,))
 
-        require_sum(called(mine), self._ranks)
+        require_sum(called(mine).numpy(), self._ranks)
         return lambda: called(mine)
 
     def training(self, model: str) -> Callable[[], tf.Tensor]:

@@ -5,7 +5,6 @@ What they do when they are told is ``worker``'s part.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,15 +15,18 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from npu_device.launch import rank_table
+from benchmarks.sides import SIDES
 
 _ROOT = Path(__file__).parents[1]
-_HOST = "127.0.0.1"
 _ANSWER_SECONDS = 600.0
 _AFTER_ERROR_SECONDS = 30.0
 _ENDING_SECONDS = 5.0
+_TERMINATION_SECONDS = 2.0
 _TAIL_LINES = 15
-_CLUSTER_PREFIXES = ("RANK_", "CM_", "HCCL_", "NPU_", "TF_CONFIG", "TF_NUM_", "ASCEND_", "DEVICE_ID", "JOB_ID")
+_CLUSTER_PREFIXES = (
+    *("RANK_", "CM_", "HCCL_", "NPU_", "ASCEND_", "DEVICE_ID", "JOB_ID"),
+    *("TF_CONFIG", "TF_NUM_", "MASTER_", "GLOO_", "OMP_", "MPI", "PMI_", "HYDRA_"),
+)
 
 
 class RivalError(RuntimeError):
@@ -38,32 +40,48 @@ class ProcessSet:
         """Start the processes.
 
         Args:
-            side: ``"npu"`` or ``"mirrored"``.
+            side: one of ``sides.SIDES`` whose packages are installed.
             ranks: how many.
             logs: directory for their output and their rank table.
         """
-        self._side = side
-        self._logs = [logs / f"{side}_rank{rank}.log" for rank in range(ranks)]
+        self._logs: list[Path] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._ended_because: str | None = None
         logs.mkdir(parents=True, exist_ok=True)
-        environments = (_npu_environments if side == "npu" else _mirrored_environments)(ranks, logs)
-        for rank, environment in enumerate(environments):
-            mine, theirs = Pipe()
-            command = [sys.executable, "-m", "benchmarks.worker", str(theirs.fileno()), side, str(rank), str(ranks)]
-            with theirs, self._logs[rank].open("wb") as log:
-                self._processes.append(
-                    subprocess.Popen(
-                        command,
-                        cwd=_ROOT,
-                        env={**_clean_environment(), **environment},
-                        pass_fds=[theirs.fileno()],
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+        kind = SIDES[side]
+        theirs: list[Connection] = []
+        commands: list[list[str]] = []
+        for rank in range(ranks):
+            mine, other = Pipe()
             self._connections.append(mine)
+            theirs.append(other)
+            commands.append(
+                [sys.executable, "-m", "benchmarks.worker", str(other.fileno()), side, str(rank), str(ranks)]
+            )
+        environments = kind.environments(ranks, logs)
+        if kind.started_by_mpiexec:
+            self._start(_under_mpiexec(commands), environments[0], logs / f"{side}.log", theirs)
+        else:
+            for rank, (command, environment) in enumerate(zip(commands, environments)):
+                self._start(command, environment, logs / f"{side}_rank{rank}.log", [theirs[rank]])
+        for other in theirs:
+            other.close()
+
+    def _start(self, command: list[str], environment: dict[str, str], log: Path, pipes: list[Connection]) -> None:
+        self._logs.append(log)
+        with log.open("wb") as output:
+            self._processes.append(
+                subprocess.Popen(
+                    command,
+                    cwd=_ROOT,
+                    env={**_clean_environment(), **environment},
+                    pass_fds=[pipe.fileno() for pipe in pipes],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            )
 
     def ask(self, *message: Any) -> list[Any]:
         """Tell every rank the same thing, and return their answers by rank.
@@ -119,13 +137,23 @@ class ProcessSet:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                self._kill(process)
+
+    @staticmethod
+    def _kill(process: subprocess.Popen[bytes]) -> None:
+        """SIGTERM first, for mpiexec, which takes its ranks along then."""
+        process.terminate()
+        try:
+            process.wait(_TERMINATION_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
     def _ending(self, rank: int) -> str:
         """How a process that has closed its pipe ended."""
         try:
-            code = self._processes[rank].wait(_ENDING_SECONDS)
+            # mpiexec's own process stands for all of its ranks.
+            code = self._processes[min(rank, len(self._processes) - 1)].wait(_ENDING_SECONDS)
         except subprocess.TimeoutExpired:
             return "its process is about to end"
         if code == -signal.SIGKILL:
@@ -140,17 +168,12 @@ class ProcessSet:
         return "\n".join(parts)
 
 
-def _npu_environments(ranks: int, directory: Path) -> list[dict[str, str]]:
-    table = directory / "ranks.json"
-    table.write_text(rank_table.text(1, ranks, _HOST, rank_table.free_port(_HOST)))
-    common = {"RANK_TABLE_FILE": str(table.resolve()), "RANK_SIZE": str(ranks), "JOB_ID": "benchmarks"}
-    return [{**common, "RANK_ID": str(rank), "ASCEND_DEVICE_ID": str(rank)} for rank in range(ranks)]
-
-
-def _mirrored_environments(ranks: int, directory: Path) -> list[dict[str, str]]:
-    workers = [f"{_HOST}:{rank_table.free_port(_HOST)}" for _ in range(ranks)]
-    tasks = [{"type": "worker", "index": rank} for rank in range(ranks)]
-    return [{"TF_CONFIG": json.dumps({"cluster": {"worker": workers}, "task": task})} for task in tasks]
+def _under_mpiexec(commands: list[list[str]]) -> list[str]:
+    """One command that starts all of them; each rank has its own arguments."""
+    line = [str(Path(sys.prefix) / "bin" / "mpiexec")]
+    for command in commands:
+        line += ([":"] if len(line) > 1 else []) + ["-n", "1", *command]
+    return line
 
 
 def _clean_environment() -> dict[str, str]:

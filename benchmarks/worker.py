@@ -9,6 +9,8 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any, Callable
 
+from benchmarks.sides import SIDES
+
 
 class Worker:
     """The steps that this process has made, by key.
@@ -27,6 +29,10 @@ class Worker:
         _finish(step())
         self._steps[key] = step
 
+    def call(self, method: str) -> Any:
+        """What a method of the side says."""
+        return getattr(self._side, method)()
+
     def measure(self, key: str, steps: int) -> float:
         """Seconds a step takes. One more goes before, untimed: it wakes everybody up and brings the ranks into line."""
         step = self._steps[key]
@@ -39,8 +45,9 @@ class Worker:
 
 
 def _finish(result: Any) -> None:
-    """Wait for a result that may still be computed on a GPU, without copying all of it."""
-    (result[:1] if result.shape.rank else result).numpy()
+    """Wait for a tensor that may still be computed on a GPU, without copying all of it. None is there already."""
+    if result is not None:
+        (result[:1] if result.shape.rank else result).numpy()
 
 
 def _give_memory_back() -> None:
@@ -55,11 +62,7 @@ def _give_memory_back() -> None:
 def main() -> None:
     descriptor, side_name, rank, ranks = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     with Connection(descriptor) as connection:
-        if side_name == "npu":
-            from benchmarks.npu_side import NpuSide as Side
-        else:
-            from benchmarks.mirrored_side import MirroredSide as Side  # type: ignore[assignment]
-        worker = Worker(Side(rank, ranks))
+        worker = Worker(SIDES[side_name].make(rank, ranks))
         while True:
             try:
                 name, *arguments = connection.recv()

@@ -23,7 +23,7 @@ from npu_device.collectives.stall import watch_for_stalls
 from npu_device.options import global_options
 from npu_device.profiling import trace
 from npu_device.profiling.output import write_report
-from npu_device.profiling.settings import settings
+from npu_device.profiling.settings import Settings, settings
 from npu_device.tuning import aoe
 from npu_device.tuning.split_choice import share
 
@@ -109,9 +109,7 @@ def open(device_id: int | None = None) -> NpuDeviceHandle:
             watch_for_stalls(running)
             prove(running)
             share(running)
-            if traced is not None:
-                trace.start(running, traced)
-                atexit.register(close)  # and so before the cluster ends, which registers its end when it starts
+            _start_trace(running, traced)
         except ClusterError as error:
             raise type(error)(f"Failed open npu device {mine.device_id}: {error}") from error
         _handle = NpuDeviceHandle(cluster.device_id, cluster.world_size, cluster.rank)
@@ -154,6 +152,15 @@ def cluster_runtime() -> Runtime | None:
     )
     open()
     return runtime.current()
+
+
+def _start_trace(running: Runtime, wanted: Settings | None) -> None:
+    tuning = global_options().aoe_config
+    if wanted is None and (tuning.aoe_mode.typed or environment.AOE_MODE.get()) == "4":
+        wanted = aoe.begin(running, Path(tuning.work_path.typed))
+    if wanted is not None:
+        trace.start(running, wanted)
+        atexit.register(close)  # and so before the cluster ends, which registers its end when it starts
 
 
 def _single_device_id(device_id: int | None) -> int:

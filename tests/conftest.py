@@ -78,6 +78,12 @@ def keras_ranks(size: int, keras: str) -> Pool:
 
 
 @pytest.fixture
+def keras_single(keras: str) -> Pool:
+    """One process without a cluster, under either Keras."""
+    return _pool(1, keras)
+
+
+@pytest.fixture
 def keras_two_ranks(keras: str) -> Pool:
     """2 ranks under either Keras."""
     return _pool(2, keras)

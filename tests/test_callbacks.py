@@ -75,3 +75,30 @@ def body_append() -> Any:
 
 def test_npu_callbacks_append(keras_ranks: Pool) -> None:
     assert set(keras_ranks.run(body_append)) == {(True, 2, 1, True)}
+
+
+def body_scope() -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device.distribute.npu_callbacks import npu_broadcast_scope_wrapper
+
+    rank = npu.open().worker_id
+    strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+    same = npu_broadcast_scope_wrapper(strategy) is strategy
+    tf.keras.utils.set_random_seed(rank)
+    with strategy.scope():
+        counter = tf.Variable(float(rank), trainable=False)
+        model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(3)])
+    with strategy.scope():
+        later = tf.Variable(float(rank))
+    inside = float(strategy.run(lambda: later + 1.0))
+    return same, model.get_weights()[0].tolist(), float(counter), float(later), inside
+
+
+def test_variables_of_a_strategys_scope(keras_two_ranks: Pool) -> None:
+    results = keras_two_ranks.run(body_scope)
+    for rank, (same, weights, counter, later, inside) in enumerate(results):
+        assert same
+        assert weights == results[0][1]
+        assert (counter, later, inside) == (rank, rank, rank + 1), "nothing but the first trainable ones is sent"

@@ -136,9 +136,9 @@ def test_the_first_segment_arrives_before_the_last_gradient_exists(ranks: Pool, 
         pytest.skip("a single device sends nothing")
     for differences in ranks.run(body_times, overlap):
         if overlap:
-            assert np.median(differences) < 0
+            assert np.median(differences) < -0.02
         else:
-            assert min(differences) > 0
+            assert min(differences) > -0.02, "what notes the time may itself come some milliseconds late"
 
 
 SMALL_POOLS = """

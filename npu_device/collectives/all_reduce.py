@@ -94,28 +94,26 @@ def _reduce(
     runtime: Runtime, segments: Sequence[Sequence[tf.Tensor]], reduction: str, group: Group, wire: tf.DType | None
 ) -> list[list[tf.Tensor]]:
     """Segments that are all of floating-point dtypes, or none."""
+    finishes = backend.start_all_reduce(runtime, segments, reduction, group, wire)
     if not segments[0][0].dtype.is_floating or not _compat.may_be_differentiated():
-        return backend.all_reduce(runtime, segments, reduction, group, wire)
+        return [finish() for finish in finishes]
 
-    def in_segments(tensors: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
-        left = iter(tensors)
-        return [[next(left) for _ in segment] for segment in segments]
+    def differentiable(finish: Callable[[], list[tf.Tensor]], segment: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        @tf.custom_gradient
+        def call(*_: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
+            def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
+                if reduction not in ("sum", "mean"):
+                    raise LookupError(
+                        f"all_reduce has no gradient for reduction {reduction!r}; it is differentiable for 'sum' and "
+                        "'mean'"
+                    )
+                # Through the same door, so that second derivatives work.
+                return _reduce(runtime, [upstream], reduction, group, wire)[0]
 
-    @tf.custom_gradient
-    def call(*values: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
-        def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
-            if reduction not in ("sum", "mean"):
-                raise LookupError(
-                    f"all_reduce has no gradient for reduction {reduction!r}; it is differentiable for 'sum' and 'mean'"
-                )
-            # Through the same door, so that second derivatives work.
-            return _flat(_reduce(runtime, in_segments(upstream), reduction, group, wire))
+            return finish(), gradient
 
-        return _flat(backend.all_reduce(runtime, in_segments(values), reduction, group, wire)), gradient
+        reduced = call(*segment)
+        return list(reduced) if isinstance(reduced, (list, tuple)) else [reduced]
 
-    reduced = call(*_flat(segments))
-    return in_segments(reduced if isinstance(reduced, (list, tuple)) else [reduced])
-
-
-def _flat(segments: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-    return [tensor for segment in segments for tensor in segment]
+    # Each segment by itself: its results can be used while others are still under way.
+    return [differentiable(finish, segment) for finish, segment in zip(finishes, segments)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Callable, cast
 
 import tensorflow as tf
 
@@ -26,14 +27,14 @@ def shares_memory(runtime: Runtime, group: Group) -> bool:
     return len({leaders[rank] for rank in group.ranks}) == 1
 
 
-def all_reduce(
+def start_all_reduce(
     runtime: Runtime,
     segments: Sequence[Sequence[tf.Tensor]],
     reduction: str,
     group: Group,
     wire: tf.DType | None = None,
-) -> list[list[tf.Tensor]]:
-    """Reduce segments; what each rests on is all that it waits for.
+) -> Sequence[Callable[[], list[tf.Tensor]]]:
+    """Begin to reduce segments; what each rests on is all that it waits for.
 
     Args:
         runtime: the running cluster.
@@ -41,13 +42,25 @@ def all_reduce(
         reduction: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"prod"``; a mean of integers is floating-point.
         group: the group.
         wire: dtype of floating-point tensors while they travel; default their own.
+
+    Returns:
+        For each segment a function to be called once, in this order, which gives the results.
     """
-    return _for_tensors(runtime, group, segments[0][0].dtype).all_reduce(runtime, segments, reduction, group, wire)
+    chosen = _for_tensors(runtime, group, segments[0][0].dtype)
+    return cast(
+        "Sequence[Callable[[], list[tf.Tensor]]]", chosen.start_all_reduce(runtime, segments, reduction, group, wire)
+    )
+
+
+def all_reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
+    """One tensor; see ``start_all_reduce``."""
+    [finish] = start_all_reduce(runtime, [[tensor]], reduction, group)
+    return finish()[0]
 
 
 def reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str, root: int, group: Group) -> tf.Tensor:
     """Reduce to one rank; what the others get has the result's shape and dtype and means nothing."""
-    return _for_tensors(runtime, group, tensor.dtype).reduce(runtime, tensor, reduction, root, group)
+    return _for_tensors(runtime, group, tensor.dtype).reduce(runtime, [tensor], reduction, root, group)[0]
 
 
 def broadcast(runtime: Runtime, tensors: Sequence[tf.Tensor], root: int, group: Group) -> list[tf.Tensor]:

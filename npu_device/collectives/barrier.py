@@ -23,5 +23,4 @@ def barrier(runtime: Runtime, group: Group) -> tf.Tensor:
         ``tf.function`` it is over when this tensor exists, so that what must come afterwards depends on it
         (``tf.control_dependencies``).
     """
-    [[count]] = backend.all_reduce(runtime, [[tf.constant(1)]], "sum", group)
-    return count
+    return backend.all_reduce(runtime, tf.constant(1), "sum", group)

@@ -5,6 +5,8 @@ spread on the host. What goes over the network is what one rank a host needs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Callable
 
 import tensorflow as tf
 
@@ -22,31 +24,34 @@ def has_levels(runtime: Runtime, group: Group) -> bool:
     return 1 < hosts < group.size
 
 
-def all_reduce(
+def start_all_reduce(
     runtime: Runtime, segments: Sequence[Sequence[tf.Tensor]], reduction: str, group: Group, wire: tf.DType | None
-) -> list[list[tf.Tensor]]:
-    """As ``backend.all_reduce``. The mean is taken by the ranks between the hosts, of whole sums."""
+) -> list[Callable[[], list[tf.Tensor]]]:
+    """As ``backend.start_all_reduce``. The mean is taken by the ranks between the hosts, of whole sums."""
+    return [partial(_all_reduce, runtime, segment, reduction, group, wire) for segment in segments]
+
+
+def _all_reduce(
+    runtime: Runtime, segment: Sequence[tf.Tensor], reduction: str, group: Group, wire: tf.DType | None
+) -> list[tf.Tensor]:
     host, between = _levels(runtime, group)
-    if reduction == "mean" and segments[0][0].dtype.is_integer:
-        dtype = mean_dtype(segments[0][0].dtype)
-        segments = [[tf.cast(tensor, dtype) for tensor in segment] for segment in segments]
+    values = list(segment)
+    if reduction == "mean":
+        values = [tf.cast(value, mean_dtype(value.dtype)) for value in values]
     merge = "sum" if reduction == "mean" else reduction
-    results = []
-    for segment in segments:
-        values = [shared_memory.reduce(runtime, tensor, merge, 0, host) for tensor in segment]
-        if between is not None:
-            [values] = tensorflow_backend.all_reduce(runtime, [values], merge, between, wire)
-            if reduction == "mean":
-                values = [value * tf.cast(1.0 / group.size, value.dtype) for value in values]
-        results.append(shared_memory.broadcast(runtime, values, 0, host))
-    return results
+    values = shared_memory.reduce(runtime, values, merge, 0, host)
+    if between is not None:
+        [finish] = tensorflow_backend.start_all_reduce(runtime, [values], merge, between, wire)
+        values = finish()
+        if reduction == "mean":
+            values = [value * tf.cast(1.0 / group.size, value.dtype) for value in values]
+    return shared_memory.broadcast(runtime, values, 0, host)
 
 
-def reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str, root: int, group: Group) -> tf.Tensor:
-    """As ``backend.reduce``; to all, since that is what TensorFlow has between hosts."""
+def reduce(runtime: Runtime, tensors: Sequence[tf.Tensor], reduction: str, root: int, group: Group) -> list[tf.Tensor]:
+    """As ``shared_memory.backend.reduce``; to all, since that is what TensorFlow has between hosts."""
     del root
-    [[reduced]] = all_reduce(runtime, [[tensor]], reduction, group, None)
-    return reduced
+    return _all_reduce(runtime, tensors, reduction, group, None)
 
 
 def broadcast(runtime: Runtime, tensors: Sequence[tf.Tensor], root: int, group: Group) -> list[tf.Tensor]:

@@ -4,6 +4,8 @@ from npu_device.callbacks import npu_callbacks_append
 from npu_device.distribute import (
     all_reduce,
     broadcast,
+    grouping_broadcast,
+    grouping_gradients_apply,
     npu_distributed_keras_optimizer_wrapper,
     shard_and_rebatch_dataset,
 )
@@ -11,6 +13,8 @@ from npu_device.distribute import (
 __all__ = [
     "all_reduce",
     "broadcast",
+    "grouping_broadcast",
+    "grouping_gradients_apply",
     "npu_callbacks_append",
     "npu_distributed_keras_optimizer_wrapper",
     "shard_and_rebatch_dataset",

@@ -70,33 +70,33 @@ def agreed(runtime: Runtime, group: Group, terms: Terms) -> Iterator[None]:
     try:
         yield
         if _pending.terms is not None:
-            _run(runtime, group, [_Operation([], [], 0, lambda _: _Plan(programs.meet, []))])
+            _run(runtime, group, _Operation([], [], 0, lambda _: _Plan(programs.meet, [])))
     finally:
         _pending.terms = None
 
 
-def all_reduce(
+def start_all_reduce(
     runtime: Runtime, segments: Sequence[Sequence[tf.Tensor]], reduction: str, group: Group, wire: tf.DType | None
-) -> list[list[tf.Tensor]]:
-    """As ``collectives.backend.all_reduce``."""
-    return _run(runtime, group, [_reduction(segment, reduction, group, wire, None) for segment in segments])
+) -> list[Callable[[], list[tf.Tensor]]]:
+    """As ``collectives.backend.start_all_reduce``."""
+    return _begin(runtime, group, [_reduction(segment, reduction, group, wire, None) for segment in segments])
 
 
-def reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str, root: int, group: Group) -> tf.Tensor:
-    """As ``collectives.backend.reduce``."""
-    [results] = _run(runtime, group, [_reduction([tensor], reduction, group, None, root)])
-    return results[0] if results else tf.cast(tensor, _result_dtype(tensor.dtype, reduction))
+def reduce(runtime: Runtime, tensors: Sequence[tf.Tensor], reduction: str, root: int, group: Group) -> list[tf.Tensor]:
+    """As ``collectives.backend.reduce``, of tensors of one dtype."""
+    results = _run(runtime, group, _reduction(tensors, reduction, group, None, root))
+    return results or [tf.cast(tensor, _result_dtype(tensor.dtype, reduction)) for tensor in tensors]
 
 
 def broadcast(runtime: Runtime, tensors: Sequence[tf.Tensor], root: int, group: Group) -> list[tf.Tensor]:
     """As ``collectives.backend.broadcast``."""
-    [received] = _run(runtime, group, [_broadcast(tensors, tensors, root, group)])
+    received = _run(runtime, group, _broadcast(tensors, tensors, root, group))
     return received if group.rank != root else [tf.identity(tensor) for tensor in tensors]
 
 
 def receive(runtime: Runtime, like: tf.TensorSpec, root: int, group: Group) -> tf.Tensor:
     """As ``collectives.backend.receive``."""
-    [[received]] = _run(runtime, group, [_broadcast([], [like], root, group)])
+    [received] = _run(runtime, group, _broadcast([], [like], root, group))
     return received
 
 
@@ -108,7 +108,7 @@ def all_gather(runtime: Runtime, row: tf.Tensor, group: Group) -> tf.Tensor:
         return _Plan(partial(programs.all_gather, row=arrays[0], result=result), [result])
 
     shape = [group.size, *row.shape]
-    [[gathered]] = _run(runtime, group, [_Operation([row], [tf.TensorSpec(shape, row.dtype)], _bytes([row]), plan)])
+    [gathered] = _run(runtime, group, _Operation([row], [tf.TensorSpec(shape, row.dtype)], _bytes([row]), plan))
     return gathered
 
 
@@ -120,7 +120,7 @@ def all_to_all(runtime: Runtime, rows: tf.Tensor, group: Group) -> tf.Tensor:
         return _Plan(partial(programs.all_to_all, rows=arrays[0], result=result), [result])
 
     output = tf.TensorSpec(rows.shape, rows.dtype)
-    [[exchanged]] = _run(runtime, group, [_Operation([rows], [output], _bytes([rows]), plan)])
+    [exchanged] = _run(runtime, group, _Operation([rows], [output], _bytes([rows]), plan))
     return exchanged
 
 
@@ -225,7 +225,9 @@ class _Line:
         self._watch = local_watch_of(runtime, group)
         self._jobs: dict[int, Job] = {}
 
-    def start(self, operation: _Operation, terms: Terms | None, arrays: list[np.ndarray], number: int) -> Job:
+    def start(
+        self, operation: _Operation, terms: Terms | None, arrays: list[np.ndarray], number: int, in_background: bool
+    ) -> Job:
         """Begin an operation. ``number`` is the last one of the head."""
         plan = operation.plan(arrays)
         position = self._watch.begin(terms.call if terms else None)
@@ -235,7 +237,7 @@ class _Line:
             return (terms or _NO_TERMS).refuse(position)
 
         job = Job(lambda channel: plan.program(channel, head=head), plan.results, refuse)
-        self._engine.start(job, in_background=not tf.executing_eagerly() and operation.size > _BACKGROUND_FROM_BYTES)
+        self._engine.start(job, in_background)
         return job
 
     def finish(self, job: Job) -> list[np.ndarray]:
@@ -282,8 +284,14 @@ _lines: weakref.WeakKeyDictionary[Runtime, dict[Group, _Line]] = weakref.WeakKey
 _orders: weakref.WeakKeyDictionary[Runtime, _Order] = weakref.WeakKeyDictionary()
 
 
-def _run(runtime: Runtime, group: Group, operations: Sequence[_Operation]) -> list[list[tf.Tensor]]:
-    """Run operations of a group; the results of each."""
+def _run(runtime: Runtime, group: Group, operation: _Operation) -> list[tf.Tensor]:
+    """Run one operation of a group; its results."""
+    [finish] = _begin(runtime, group, [operation])
+    return finish()
+
+
+def _begin(runtime: Runtime, group: Group, operations: Sequence[_Operation]) -> list[Callable[[], list[tf.Tensor]]]:
+    """Start operations of a group; for each a function that finishes it and gives the results."""
     terms, _pending.terms = _pending.terms, None
     lines = _lines.setdefault(runtime, {})
     if group not in lines:
@@ -291,19 +299,23 @@ def _run(runtime: Runtime, group: Group, operations: Sequence[_Operation]) -> li
     line = lines[group]
     all_terms = [terms] + [None] * (len(operations) - 1)
     if tf.executing_eagerly():
-        return [_run_now(line, *both) for both in zip(operations, all_terms)]
+        return [partial(_run_now, line, *both) for both in zip(operations, all_terms)]
     if runtime not in _orders:
         _orders[runtime] = _Order(runtime)
-    with tf.device(runtime.device("CPU")):
-        tickets = [_start(line, _orders[runtime], *both) for both in zip(operations, all_terms)]
-        with tf.control_dependencies(tickets):
-            finished = [_finish(line, _orders[runtime], *both) for both in zip(operations, tickets)]
-    return finished
+    order, device = _orders[runtime], runtime.device("CPU")
+    with tf.device(device):
+        tickets = [_start(line, order, *both) for both in zip(operations, all_terms)]
+
+    def finish(operation: _Operation, ticket: tf.Tensor) -> list[tf.Tensor]:
+        with tf.device(device), tf.control_dependencies(tickets):
+            return _finish(line, order, operation, ticket)
+
+    return [partial(finish, *both) for both in zip(operations, tickets)]
 
 
 def _run_now(line: _Line, operation: _Operation, terms: Terms | None) -> list[tf.Tensor]:
     arrays = [np.asarray(tensor) for tensor in operation.inputs]
-    job = line.start(operation, terms, arrays, int(terms.head[2]) if terms else 0)
+    job = line.start(operation, terms, arrays, int(terms.head[2]) if terms else 0, in_background=False)
     return [_tensor(result) for result in line.finish(job)]
 
 
@@ -317,12 +329,13 @@ def _tensor(array: np.ndarray) -> tf.Tensor:
 def _start(line: _Line, order: _Order, operation: _Operation, terms: Terms | None) -> tf.Tensor:
     """The operation that starts; its result, int64, shape []."""
     last = terms.head[2] if terms else 0
+    in_background = operation.size > _BACKGROUND_FROM_BYTES
 
     @tf.autograph.experimental.do_not_convert
     def start(_: Any, last: Any, *arrays: np.ndarray) -> np.int64:
-        return np.int64(line.keep(line.start(operation, terms, list(arrays), int(last))))
+        return np.int64(line.keep(line.start(operation, terms, list(arrays), int(last), in_background)))
 
-    return _in_turn(order.starts, start, [tf.constant(last), *operation.inputs], [tf.int64])[0]
+    return _in_turn(order.starts, start, [tf.convert_to_tensor(last), *operation.inputs], [tf.int64])[0]
 
 
 def _finish(line: _Line, order: _Order, operation: _Operation, ticket: tf.Tensor) -> list[tf.Tensor]:

@@ -7,6 +7,7 @@ Narrow integers are reduced as wider ones, what is only moved travels as 32-bit 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Callable
 
 import tensorflow as tf
@@ -33,19 +34,13 @@ _CARRIERS = {
 _Move = Callable[[tf.Tensor], tf.Tensor]
 
 
-def all_reduce(
+def start_all_reduce(
     runtime: Runtime, segments: Sequence[Sequence[tf.Tensor]], reduction: str, group: Group, wire: tf.DType | None
-) -> list[list[tf.Tensor]]:
-    """Reduce segments, each of tensors of one dtype; the collectives run side by side.
-
-    Args:
-        runtime: the running cluster.
-        segments: the tensors; a segment of several has static shapes only.
-        reduction: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"prod"``.
-        group: the group.
-        wire: dtype of floating-point tensors while they travel, or None.
+) -> list[Callable[[], list[tf.Tensor]]]:
+    """As ``collectives.backend.start_all_reduce``: a segment of several tensors has static shapes only. The collectives
+    run side by side.
     """
-    return [_all_reduce_segment(runtime, segment, reduction, group, wire) for segment in segments]
+    return [partial(_all_reduce_segment, runtime, segment, reduction, group, wire) for segment in segments]
 
 
 def all_gather(runtime: Runtime, row: tf.Tensor, group: Group) -> tf.Tensor:
@@ -58,10 +53,10 @@ def all_to_all(runtime: Runtime, rows: tf.Tensor, group: Group) -> tf.Tensor:
     return _carried(rows, lambda carrier: kernels.all_to_all(runtime, carrier, group), group.size)
 
 
-def reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str, root: int, group: Group) -> tf.Tensor:
-    """Reduce to the root; on other ranks the result means nothing. TensorFlow can only reduce to all."""
-    [[reduced]] = all_reduce(runtime, [[tensor]], reduction, group, None)
-    return reduced
+def reduce(runtime: Runtime, tensors: Sequence[tf.Tensor], reduction: str, root: int, group: Group) -> list[tf.Tensor]:
+    """As ``shared_memory.backend.reduce``; to all, since TensorFlow has nothing else."""
+    del root
+    return _all_reduce_segment(runtime, tensors, reduction, group, None)
 
 
 def broadcast(runtime: Runtime, tensors: Sequence[tf.Tensor], root: int, group: Group) -> list[tf.Tensor]:

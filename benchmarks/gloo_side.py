@@ -1,0 +1,33 @@
+"""The steps of torch's Gloo: ``torch.distributed`` on CPU tensors."""
+
+from __future__ import annotations
+
+import os
+from typing import Callable
+
+import torch
+import torch.distributed
+
+from benchmarks.payload import payload, require_sum
+
+
+class GlooSide:
+    """One rank of a process group; the environment (``MASTER_ADDR``, ``MASTER_PORT``) says where it meets."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
+        self._rank = rank
+        self._ranks = ranks
+
+    def all_reduce(self, size: int) -> Callable[[], None]:
+        """A sum of ``size`` bytes over the ranks, in place as torch has it."""
+        tensor = torch.from_numpy(payload(size, self._rank))
+        torch.distributed.all_reduce(tensor)
+        require_sum(tensor.numpy(), self._ranks)
+        tensor.zero_()  # in place, sums of sums would run over
+
+        def step() -> None:
+            torch.distributed.all_reduce(tensor)
+
+        return step

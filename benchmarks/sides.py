@@ -1,0 +1,91 @@
+"""Whose processes there are, what they need, and the environment in which they find one another. Imports none of them.
+
+What a process of a side does is the part of the class that is named here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable
+
+from npu_device.launch import rank_table
+
+SHARED_MEMORY = "shared_memory"
+TENSORFLOW = "tensorflow"
+MIRRORED = "mirrored"
+GLOO = "gloo"
+MPICH = "mpich"
+
+_HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Side:
+    """A package whose ranks are processes of their own.
+
+    Attributes:
+        module: where its class is, under ``benchmarks``.
+        name: the class; it is made with the rank and the number of ranks, and its methods make steps.
+        environments: given the number of ranks and a directory, what each rank's environment has more.
+        needs: packages of the extra ``rivals``.
+        started_by_mpiexec: rather than one by one.
+    """
+
+    module: str
+    name: str
+    environments: Callable[[int, Path], list[dict[str, str]]]
+    needs: tuple[str, ...] = ()
+    started_by_mpiexec: bool = False
+
+    def make(self, rank: int, ranks: int) -> Any:
+        """Join the other ranks."""
+        return getattr(importlib.import_module(f"benchmarks.{self.module}"), self.name)(rank, ranks)
+
+    def missing(self) -> list[str]:
+        """The packages that it needs and that aren't installed."""
+        return [name for name in self.needs if version(name) is None]
+
+
+def version(package: str) -> str | None:
+    """The version of a package, None when it isn't installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _npu(ranks: int, directory: Path, backend: str) -> list[dict[str, str]]:
+    table = directory / f"ranks_{backend}.json"
+    table.write_text(rank_table.text(1, ranks, _HOST, rank_table.free_port(_HOST)))
+    common = {"RANK_TABLE_FILE": str(table.resolve()), "RANK_SIZE": str(ranks), "JOB_ID": "benchmarks"}
+    common["NPU_DEVICE_BACKEND"] = backend
+    return [{**common, "RANK_ID": str(rank), "ASCEND_DEVICE_ID": str(rank)} for rank in range(ranks)]
+
+
+def _mirrored(ranks: int, _: Path) -> list[dict[str, str]]:
+    workers = [f"{_HOST}:{rank_table.free_port(_HOST)}" for _ in range(ranks)]
+    tasks = [{"type": "worker", "index": rank} for rank in range(ranks)]
+    return [{"TF_CONFIG": json.dumps({"cluster": {"worker": workers}, "task": task})} for task in tasks]
+
+
+def _gloo(ranks: int, _: Path) -> list[dict[str, str]]:
+    port = str(rank_table.free_port(_HOST))
+    return [{"MASTER_ADDR": _HOST, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}] * ranks
+
+
+def _nothing(ranks: int, _: Path) -> list[dict[str, str]]:
+    return [{}] * ranks
+
+
+SIDES = {
+    SHARED_MEMORY: Side("npu_side", "NpuSide", partial(_npu, backend="shared_memory")),
+    TENSORFLOW: Side("npu_side", "NpuSide", partial(_npu, backend="tensorflow")),
+    MIRRORED: Side("mirrored_side", "MirroredSide", _mirrored),
+    GLOO: Side("gloo_side", "GlooSide", _gloo, needs=("torch",)),
+    MPICH: Side("mpich_side", "MpichSide", _nothing, needs=("mpi4py", "mpich"), started_by_mpiexec=True),
+}
