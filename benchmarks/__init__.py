@@ -1,1 +1,1 @@
-"""How fast the package is, against TensorFlow's own strategy in the same run: ``python -m benchmarks``."""
+"""How fast the package is, against TensorFlow, torch and MPI in the same run: ``python -m benchmarks``."""

@@ -18,7 +18,7 @@ from benchmarks.table import tables
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="npu_device against tf.distribute.MultiWorkerMirroredStrategy, in turn, on this machine.",
+        description="npu_device against what else there is (TensorFlow, torch, MPI), in turn, on this machine.",
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks, from 2 (default: 2 4)")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="what to measure (default: all)")
@@ -36,10 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     run = results.begin(repeats)
     for name in options.cases:
-        case = CASES[name](options.quick)
         for ranks in options.ranks:
+            case = CASES[name](options.quick, ranks)
             if ranks > case.most_ranks:
-                progress(f"{name}, {ranks} ranks: left out, it takes too much memory")
+                progress(f"{name}, {ranks} ranks: left out; {case.most_ranks} at most")
                 continue
             run.cases.append(run_case(case, ranks, repeats, options.output / "logs"))
             run.write(options.output / "results.json")

@@ -1,6 +1,6 @@
 """What is measured: the cases, their rounds, and the rivals of each round. Imports no TensorFlow.
 
-How a rival's step is made is ``npu_side``'s and ``mirrored_side``'s part.
+How a rival's step is made is the part of its side (``sides``).
 """
 
 from __future__ import annotations
@@ -8,15 +8,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks import sides
+
 MIRRORED = "MultiWorkerMirroredStrategy"
 ALONE = "no communication"
 FUNCTION = "npu_device"
 EAGER = "npu_device eager"
+NUMPY = "npu_device in numpy"
+RING = "npu_device, TensorFlow backend"
+GLOO = "torch Gloo"
+MPICH = "MPICH"
+DEFAULT_SPLIT = "npu_device, default split"
+AGREEMENT = "agreement"
+
+BY_SIZE, STEPS, SHARES, PARTS = "by size", "steps", "shares", "parts"
+"""What a case's table shows: bandwidths; steps one below the other; the share of one in another; parts of a step."""
 
 _SEGMENTS = (1, 2, 4, 8)
 _KIB, _MIB = 1 << 10, 1 << 20
-_SIZES = (4, _KIB, 64 * _KIB, _MIB, 4 * _MIB, 16 * _MIB, 64 * _MIB, 256 * _MIB)
+_SIZES = (4, _KIB, 64 * _KIB, _MIB, 16 * _MIB, 100 * _MIB, 256 * _MIB)
 _QUICK_SIZES = (4, _MIB)
+_LARGEST_IN_NUMPY = _KIB  # beyond, what stands around the engine doesn't count any more
+_LARGEST_OF_MANY = 100 * _MIB  # from three ranks on
+_RESNET50_BYTES = 102_334_368
+_BERT_BYTES = 437_928_968
 
 
 @dataclass(frozen=True)
@@ -25,7 +40,7 @@ class Rival:
 
     Attributes:
         label: its name in the table.
-        side: whose processes run it: ``"npu"`` or ``"mirrored"``.
+        side: whose processes run it; one of ``sides.SIDES``.
         method: the method of the side that makes its step, and ``arguments`` for it.
     """
 
@@ -59,51 +74,88 @@ class Case:
     Attributes:
         name: how the command line calls it.
         title: heading of its table.
-        most_ranks: more ranks than that don't fit into 24 GiB.
+        shows: the kind of its table.
+        most_ranks: more ranks than that don't fit into 24 GiB, or say nothing new.
         rounds: what is measured.
+        one_side_at_a_time: the sides don't fit into the memory together, and come one after the other.
     """
 
     name: str
     title: str
+    shows: str
     most_ranks: int
     rounds: tuple[Round, ...]
+    one_side_at_a_time: bool = False
 
 
-def all_reduce(quick: bool) -> Case:
+def all_reduce(quick: bool, ranks: int) -> Case:
     """The time of one all_reduce (sum, float32), by size."""
+    largest = _SIZES[-1] if ranks == 2 else _LARGEST_OF_MANY
     rounds = []
-    for size in _QUICK_SIZES if quick else _SIZES:
-        rivals = (
-            Rival(FUNCTION, "npu", "all_reduce", (size, False)),
-            Rival(EAGER, "npu", "all_reduce", (size, True)),
-            Rival(MIRRORED, "mirrored", "all_reduce", (size,)),
-        )
-        rounds.append(Round(_size_text(size), size, 1 if quick else max(2, min(50, 32 * _MIB // size)), rivals))
-    return Case("all_reduce", "all_reduce of float32", 4, tuple(rounds))
+    for size in _QUICK_SIZES if quick else [size for size in _SIZES if size <= largest]:
+        rivals = [
+            Rival(FUNCTION, sides.SHARED_MEMORY, "all_reduce", (size, False)),
+            Rival(EAGER, sides.SHARED_MEMORY, "all_reduce", (size, True)),
+            Rival(RING, sides.TENSORFLOW, "all_reduce", (size, False)),
+            Rival(MIRRORED, sides.MIRRORED, "all_reduce", (size,)),
+            Rival(GLOO, sides.GLOO, "all_reduce", (size,)),
+            Rival(MPICH, sides.MPICH, "all_reduce", (size,)),
+        ]
+        if size <= _LARGEST_IN_NUMPY:
+            rivals.insert(2, Rival(NUMPY, sides.SHARED_MEMORY, "all_reduce_in_numpy", (size,)))
+        steps = 1 if quick else max(2, min(200, 64 * _MIB // size))
+        rounds.append(Round(_size_text(size), size, steps, tuple(rivals)))
+    return Case("all_reduce", "all_reduce of float32", BY_SIZE, 4, tuple(rounds))
 
 
-def resnet50(quick: bool) -> Case:
+def resnet50(quick: bool, ranks: int) -> Case:
     """A training step whose gradients are 102 MB."""
     title = "training step of ResNet-50, 96×96, batch 4 a rank"
-    return Case("resnet50", title, 4, (_training("resnet50", 102_334_368, 1 if quick else 5),))
+    steps = 1 if quick else 5 if ranks == 2 else 2
+    one_round = Round("step", _RESNET50_BYTES, steps, _training("resnet50", ranks))
+    return Case("resnet50", title, STEPS, 4, (one_round,))
 
 
-def bert(quick: bool) -> Case:
+def bert(quick: bool, ranks: int) -> Case:
     """A training step whose gradients are 438 MB: communication outweighs everything else."""
     title = "training step of a BERT-base-sized stack, 2×32 tokens a rank"
-    return Case("bert", title, 2, (_training("bert", 437_928_968, 1 if quick else 2),))
+    one_round = Round("step", _BERT_BYTES, 1 if quick else 2, _training("bert", ranks))
+    return Case("bert", title, STEPS, 2, (one_round,), one_side_at_a_time=True)
 
 
-def _training(model: str, size: int, steps: int) -> Round:
+def profile(quick: bool, ranks: int) -> Case:
+    """Where the time of a training step in shared memory goes."""
+    rivals = (
+        Rival(ALONE, sides.SHARED_MEMORY, "training", ("resnet50", False, None)),
+        Rival(DEFAULT_SPLIT, sides.SHARED_MEMORY, "profiled_training", ("resnet50",)),
+    )
+    one_round = Round("step", _RESNET50_BYTES, 1 if quick else 5, rivals)
+    return Case("profile", "where the time of ResNet-50's step goes", PARTS, 2, (one_round,))
+
+
+def agreement(quick: bool, ranks: int) -> Case:
+    """What it costs that the ranks agree on each call before data moves."""
+    rounds = []
+    for label, side in ((FUNCTION, sides.SHARED_MEMORY), (RING, sides.TENSORFLOW)):
+        rivals = (
+            Rival(DEFAULT_SPLIT, side, "training", ("resnet50", True, None)),
+            Rival(AGREEMENT, side, "agreement", ("resnet50",)),
+        )
+        rounds.append(Round(label, _RESNET50_BYTES, 1 if quick else 5, rivals))
+    return Case("agreement", "agreement beside ResNet-50's step", SHARES, 2, tuple(rounds))
+
+
+def _training(model: str, ranks: int) -> tuple[Rival, ...]:
     rivals = [
-        Rival(ALONE, "npu", "training", (model, False, None)),
-        Rival("npu_device, default split", "npu", "training", (model, True, None)),
+        Rival(ALONE, sides.SHARED_MEMORY, "training", (model, False, None)),
+        Rival(DEFAULT_SPLIT, sides.SHARED_MEMORY, "training", (model, True, None)),
     ]
-    for count in _SEGMENTS:
+    for count in _SEGMENTS if ranks == 2 else ():
         label = f"npu_device, {count} segment{'s' if count > 1 else ''}"
-        rivals.append(Rival(label, "npu", "training", (model, True, count)))
-    rivals.append(Rival(MIRRORED, "mirrored", "training", (model,)))
-    return Round("step", size, steps, tuple(rivals))
+        rivals.append(Rival(label, sides.SHARED_MEMORY, "training", (model, True, count)))
+    rivals.append(Rival(RING, sides.TENSORFLOW, "training", (model, True, None)))
+    rivals.append(Rival(MIRRORED, sides.MIRRORED, "training", (model,)))
+    return tuple(rivals)
 
 
 def _size_text(size: int) -> str:
@@ -113,4 +165,4 @@ def _size_text(size: int) -> str:
     return f"{size} B"
 
 
-CASES = {"all_reduce": all_reduce, "resnet50": resnet50, "bert": bert}
+CASES = {"all_reduce": all_reduce, "resnet50": resnet50, "bert": bert, "profile": profile, "agreement": agreement}

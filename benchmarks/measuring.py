@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.cases import Case, Rival, Round
+from benchmarks.cases import PARTS, Case, Rival, Round
 from benchmarks.process_set import ProcessSet, RivalError
-from benchmarks.results import CaseResult, RoundResult, Timing
+from benchmarks.results import NOT_INSTALLED, CaseResult, Part, RoundResult, Timing
+from benchmarks.sides import SIDES
 
 
 def run_case(case: Case, ranks: int, repeats: int, logs: Path) -> CaseResult:
@@ -20,19 +22,32 @@ def run_case(case: Case, ranks: int, repeats: int, logs: Path) -> CaseResult:
         logs: directory for the processes' output.
 
     Returns:
-        The times; a rival that failed has its error in their place, and the others go on.
+        The times; a rival that failed or isn't installed has its error in their place, and the others go on.
     """
     name = f"{case.name}, {ranks} ranks"
-    progress(f"{name}: starting the processes")
-    sides = sorted({rival.side for one_round in case.rounds for rival in one_round.rivals})
-    sets = {side: ProcessSet(side, ranks, logs / f"{case.name}_{ranks}") for side in sides}
-    result = CaseResult(case.name, case.title, ranks, [])
-    try:
-        for one_round in case.rounds:
-            result.rounds.append(_run_round(one_round, sets, repeats, f"{name}, {one_round.label}"))
-    finally:
-        for processes in sets.values():
-            processes.close()
+    result = CaseResult(case.name, case.title, case.shows, ranks, [])
+    timings = {
+        (one_round, rival): Timing(rival.label, error=_missing(rival))
+        for one_round in case.rounds
+        for rival in one_round.rivals
+    }
+    parts: dict[Round, list[Part]] = {one_round: [] for one_round in case.rounds}
+    present = list(dict.fromkeys(rival.side for (_, rival), timing in timings.items() if timing.error is None))
+    for together in [[side] for side in present] if case.one_side_at_a_time else [present]:
+        progress(f"{name}: starting the processes ({', '.join(together)})")
+        sets = {side: ProcessSet(side, ranks, logs / f"{case.name}_{ranks}") for side in together}
+        try:
+            for one_round in case.rounds:
+                here = {rival: timings[one_round, rival] for rival in one_round.rivals if rival.side in sets}
+                _run_round(one_round, here, sets, repeats, f"{name}, {one_round.label}")
+                if case.shows == PARTS:
+                    parts[one_round] += _parts(one_round, sets)
+        finally:
+            for processes in sets.values():
+                processes.close()
+    for one_round in case.rounds:
+        in_order = [timings[one_round, rival] for rival in one_round.rivals]
+        result.rounds.append(RoundResult(one_round.label, one_round.size, one_round.steps, in_order, parts[one_round]))
     return result
 
 
@@ -41,9 +56,14 @@ def progress(text: str) -> None:
     print(f"[benchmarks] {text}", file=sys.stderr, flush=True)
 
 
-def _run_round(one_round: Round, sets: dict[str, ProcessSet], repeats: int, name: str) -> RoundResult:
-    timings = {rival: Timing(rival.label) for rival in one_round.rivals}
+def _missing(rival: Rival) -> str | None:
+    missing = SIDES[rival.side].missing()
+    return f'{NOT_INSTALLED}: {", ".join(missing)}; pip install -e ".[rivals]" brings it' if missing else None
 
+
+def _run_round(
+    one_round: Round, timings: dict[Rival, Timing], sets: dict[str, ProcessSet], repeats: int, name: str
+) -> None:
     def ask(rival: Rival, *message: object) -> list[float]:
         try:
             return sets[rival.side].ask(*message)
@@ -52,16 +72,32 @@ def _run_round(one_round: Round, sets: dict[str, ProcessSet], repeats: int, name
             timings[rival].error = str(error)
             return []
 
-    for rival in one_round.rivals:
+    rivals = list(timings)
+    for rival in rivals:
         progress(f"{name}: preparing {rival.label}")
         ask(rival, "prepare", rival.label, rival.method, rival.arguments)
     for repetition in range(repeats):
         progress(f"{name}: repetition {repetition + 1} of {repeats}")
         # Another one begins each time, so that nobody always runs after the same neighbour's leftovers in the caches.
-        shift = repetition % len(one_round.rivals)
-        for rival in one_round.rivals[shift:] + one_round.rivals[:shift]:
+        shift = repetition % max(1, len(rivals))
+        for rival in rivals[shift:] + rivals[:shift]:
             if timings[rival].error is None:
                 seconds = ask(rival, "measure", rival.label, one_round.steps)
                 if seconds:
                     timings[rival].seconds.append(max(seconds))
-    return RoundResult(one_round.label, one_round.size, one_round.steps, list(timings.values()))
+
+
+def _parts(one_round: Round, sets: dict[str, ProcessSet]) -> Sequence[Part]:
+    """What a profiled step's clocks show, in the mean of the ranks."""
+    found: list[Part] = []
+    for side in dict.fromkeys(rival.side for rival in one_round.rivals):
+        try:
+            by_rank = sets[side].ask("call", "parts")
+        except RivalError as error:
+            progress(f"{one_round.label}: no parts: {error}")
+            continue
+        for thread, name in dict.fromkeys(key for parts in by_rank for key in parts):
+            seconds = [parts.get((thread, name), (0.0, 0.0)) for parts in by_rank]
+            wall, core = (sum(both[i] for both in seconds) / len(seconds) for i in (0, 1))
+            found.append(Part(thread, name, wall, core))
+    return found

@@ -2,45 +2,79 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Callable
 
+import numpy as np
 import tensorflow as tf
 
 import npu_device as npu
+from benchmarks.clocks import CALLERS, HAND_OVER, Clocks, Seconds, hand_over
 from benchmarks.payload import payload, require_sum
 from benchmarks.trainee import Trainee
 from hccl.split.api import set_split_strategy_by_size
+from npu_device.cluster import runtime
+from npu_device.collectives.agreement import agreed, describe
+from npu_device.collectives.group import Group
+from npu_device.collectives.shared_memory import programs
+from npu_device.collectives.shared_memory.buffers import BufferPool
+from npu_device.collectives.shared_memory.connection import connect
+from npu_device.collectives.shared_memory.engine import Engine, Job
+from npu_device.collectives.shared_memory.stream import Stream
 from npu_device.gradients import split_strategy
 
 
 class NpuSide:
-    """One rank of a job of this package."""
+    """One rank of a job of this package; the environment chooses the backend."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         npu.open().as_default()
+        running = runtime.current()
+        assert running is not None
+        self._runtime = running
         self._rank = rank
         self._ranks = ranks
         self._trainees: dict[str, Trainee] = {}
+        self._parts: Callable[[], dict[tuple[str, str], Seconds]] = dict
 
     def all_reduce(self, size: int, eager: bool) -> Callable[[], tf.Tensor]:
         """A sum of ``size`` bytes over the ranks."""
-        mine = payload(size, self._rank)
+        mine = tf.constant(payload(size, self._rank))
 
         def reduce(tensor: tf.Tensor) -> tf.Tensor:
             return npu.distribute.all_reduce(tensor, "sum")
 
         called = reduce if eager else tf.function(reduce)
-        require_sum(called(mine), self._ranks)
+        require_sum(called(mine).numpy(), self._ranks)
         return lambda: called(mine)
+
+    def all_reduce_in_numpy(self, size: int) -> Callable[[], None]:
+        """The same on numpy arrays with nothing of TensorFlow around: the shared-memory engine by itself."""
+        mine = payload(size, self._rank)
+        group = Group(f"in numpy, {size}", tuple(range(self._ranks)), self._rank)  # memory of its own
+        engine, pool = Engine(partial(connect, self._runtime, group)), BufferPool()
+
+        def reduce() -> np.ndarray:
+            stream = Stream([mine.shape], mine.dtype)
+            flat, [result] = stream.results(pool, mine.dtype)
+            job = Job(
+                lambda channel: programs.all_reduce(channel, stream, [mine], flat, "sum", None), result, RuntimeError
+            )
+            engine.start(job, in_background=False)
+            engine.finish(job)
+            return result
+
+        def step() -> None:
+            reduce()
+
+        require_sum(reduce(), self._ranks)
+        return step
 
     def training(self, model: str, communicate: bool, segments: int | None) -> Callable[[], tf.Tensor]:
         """A training step; ``segments`` of equal size, or the default split. The split counts when the step is traced,
         which the caller has to see to before it asks for another one.
         """
-        if model not in self._trainees:
-            self._trainees[model] = Trainee(model, self._rank)
-            npu.distribute.broadcast(self._trainees[model].model.variables)
-        trainee = self._trainees[model]
+        trainee = self._trainee(model)
         split_strategy.clear()
         if segments is not None:
             set_split_strategy_by_size([100 / segments] * segments)
@@ -52,3 +86,34 @@ class NpuSide:
             return loss
 
         return lambda: step(trainee.inputs, trainee.labels)
+
+    def profiled_training(self, model: str) -> Callable[[], tf.Tensor]:
+        """The training step with the default split and clocks inside; ``parts`` says what they show."""
+        step = self.training(model, True, None)
+        shapes = [tuple(variable.shape) for variable in self._trainee(model).model.trainable_variables]
+        handed = hand_over(shapes)
+        clocks = Clocks()
+        self._parts = lambda: {**clocks.medians(), (CALLERS, HAND_OVER): handed}
+        return clocks.around(step)
+
+    def parts(self) -> dict[tuple[str, str], Seconds]:
+        """By thread and name: what the parts of the profiled step took, in the median."""
+        return self._parts()
+
+    def agreement(self, model: str) -> Callable[[], tf.Tensor]:
+        """What the ranks do to agree on the reduction of a model's gradients, by itself."""
+        values = self._trainee(model).model.trainable_variables
+        group = Group("agreement", tuple(range(self._ranks)), self._rank)
+
+        @tf.function
+        def agree() -> tf.Tensor:
+            with agreed(self._runtime, group, describe("all_reduce", values, reduction="mean"), values):
+                return tf.identity(tf.constant(0))
+
+        return agree
+
+    def _trainee(self, model: str) -> Trainee:
+        if model not in self._trainees:
+            self._trainees[model] = Trainee(model, self._rank)
+            npu.distribute.broadcast(self._trainees[model].model.variables)
+        return self._trainees[model]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -12,7 +11,12 @@ import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_PACKAGES = ("tensorflow", "tf-keras", "numpy")
+from benchmarks.sides import version
+
+NOT_INSTALLED = "not installed"
+"""How the error of a rival begins whose package isn't there."""
+
+_PACKAGES = ("tensorflow", "tf-keras", "numpy", "torch", "mpich", "mpi4py")
 
 
 @dataclass
@@ -35,6 +39,23 @@ class Timing:
         return statistics.median(self.seconds) if self.seconds and self.error is None else None
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of a step.
+
+    Attributes:
+        thread: who spends the time.
+        name: on what.
+        seconds: by the wall clock, a step.
+        core_seconds: of a core.
+    """
+
+    thread: str
+    name: str
+    seconds: float
+    core_seconds: float
+
+
 @dataclass
 class RoundResult:
     """Rivals that ran in turn; ``size`` in bytes, ``steps`` timed in one go."""
@@ -43,20 +64,31 @@ class RoundResult:
     size: int
     steps: int
     timings: list[Timing]
+    parts: list[Part] = field(default_factory=list)
+
+    def timing(self, rival: str) -> Timing | None:
+        """A rival's times; None when it took no part."""
+        return next((timing for timing in self.timings if timing.rival == rival), None)
 
     def median(self, rival: str) -> float | None:
-        """Seconds a step; None when the rival failed."""
-        return next(timing.median for timing in self.timings if timing.rival == rival)
+        """Seconds a step; None when the rival failed or took no part."""
+        timing = self.timing(rival)
+        return None if timing is None else timing.median
 
 
 @dataclass
 class CaseResult:
-    """A case on a number of ranks."""
+    """A case on a number of ranks; ``shows`` is the kind of its table (``cases``)."""
 
     case: str
     title: str
+    shows: str
     ranks: int
     rounds: list[RoundResult]
+
+    def rivals(self) -> list[str]:
+        """The labels of those that took part in any round."""
+        return list(dict.fromkeys(timing.rival for one_round in self.rounds for timing in one_round.timings))
 
 
 @dataclass(frozen=True)
@@ -100,7 +132,7 @@ def begin(repeats: int) -> Results:
 def _machine() -> Machine:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     system = f"{platform.system()} {platform.release().split('-')[0]}"
-    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    versions = {name: found for name in _PACKAGES if (found := version(name)) is not None}
     cores = len(os.sched_getaffinity(0))
     return Machine(_cpu_model(), cores, round(memory, 1), system, platform.python_version(), versions)
 

@@ -1,16 +1,33 @@
-"""The results as Markdown tables, the ratios first."""
+"""The results as Markdown tables."""
 
 from __future__ import annotations
 
 import textwrap
 
-from benchmarks.cases import ALONE, MIRRORED
-from benchmarks.results import CaseResult, Results, RoundResult, Timing
+from benchmarks.cases import (
+    AGREEMENT,
+    ALONE,
+    BY_SIZE,
+    DEFAULT_SPLIT,
+    EAGER,
+    FUNCTION,
+    GLOO,
+    MIRRORED,
+    MPICH,
+    PARTS,
+    SHARES,
+    STEPS,
+)
+from benchmarks.results import NOT_INSTALLED, CaseResult, Results, RoundResult, Timing
 
 _FAILED = "failed"
 _SHORT = {MIRRORED: "MWMS"}
 _SMALLEST_BANDWIDTH = 1 << 16
 _ERROR_WIDTH = 300
+_OURS = (FUNCTION, EAGER)
+_OTHERS = (MIRRORED, GLOO, MPICH)
+
+Rows = list[list[str]]
 
 
 def tables(results: Results) -> str:
@@ -21,78 +38,109 @@ def tables(results: Results) -> str:
 
 
 def _case_text(case: CaseResult) -> str:
-    rows = _sizes(case) if len(case.rounds) > 1 else _rivals(case.rounds[0])
-    note = f"×: times as fast as {MIRRORED} (MWMS)."
-    text = f"### {case.title}, {case.ranks} ranks\n\n{note}\n\n{_markdown(rows)}"
-    errors = [
-        f"* {one_round.label}, {timing.rival}: {textwrap.shorten(timing.error, _ERROR_WIDTH)}"
+    parts = [f"### {case.title}, {case.ranks} ranks", *_SHOWN[case.shows](case)]
+    errors = dict.fromkeys(
+        f"* {'' if _is_missing(timing) else one_round.label + ', '}{timing.rival}: "
+        f"{textwrap.shorten(timing.error, _ERROR_WIDTH)}"
         for one_round in case.rounds
         for timing in one_round.timings
         if timing.error is not None
-    ]
-    return "\n".join([text, "", *errors]) if errors else text
+    )
+    return "\n\n".join([*parts, "\n".join(errors)] if errors else parts)
 
 
-def _sizes(case: CaseResult) -> list[list[str]]:
-    """One row a round."""
-    labels = [timing.rival for timing in case.rounds[0].timings]
-    others = [label for label in labels if label != MIRRORED]
-    rows = [
-        [
-            "size",
-            *(f"{label} ×" for label in others),
-            *(f"{_SHORT.get(label, label)}, ms" for label in labels),
-            *(f"{_SHORT.get(label, label)}, GB/s" for label in labels),
-        ]
-    ]
+def _by_size(case: CaseResult) -> list[str]:
+    """Times, bandwidths, and how much faster this package is."""
+    labels = case.rivals()
+    times = [["ms", *(_SHORT.get(label, label) for label in labels)]]
+    speeds = [["GB/s", *(_SHORT.get(label, label) for label in labels)]]
+    ratios = [["times as fast", *(f"{ours} : {_SHORT.get(other, other)}" for ours in _OURS for other in _OTHERS)]]
     for one_round in case.rounds:
-        medians = [one_round.median(label) for label in labels]
-        rows.append(
-            [
-                one_round.label,
-                *(_ratio(one_round, label) for label in others),
-                *(_milliseconds(median) for median in medians),
-                *(_bandwidth(one_round.size, median) for median in medians),
-            ]
-        )
-    return rows
+        times.append([one_round.label, *(_milliseconds(one_round.timing(label)) for label in labels)])
+        ratios.append([one_round.label, *(_ratio(one_round, other, ours) for ours in _OURS for other in _OTHERS)])
+        if one_round.size >= _SMALLEST_BANDWIDTH:  # below, latency is all there is
+            speeds.append([one_round.label, *(_bandwidth(one_round, label) for label in labels)])
+    note = f"MWMS: {MIRRORED}. {FUNCTION}: shared memory, in a tf.function."
+    return [note, _markdown(times), _markdown(speeds), _markdown(ratios)]
 
 
-def _rivals(one_round: RoundResult) -> list[list[str]]:
+def _steps(case: CaseResult) -> list[str]:
     """One row a rival."""
-    rows = [["rival", "step rate ×", "ms a step", "fastest … slowest", f"ms over {ALONE}"]]
-    alone = one_round.median(ALONE)
+    [one_round] = case.rounds
+    rows = [["rival", "ms a step", "fastest … slowest", f"time ÷ {ALONE}", "step rate ÷ MWMS"]]
     for timing in one_round.timings:
-        median = timing.median
-        over = "" if median is None or alone is None else f"{(median - alone) * 1000:.0f}"
-        rows.append([timing.rival, _ratio(one_round, timing.rival), _milliseconds(median), _range(timing), over])
-    return rows
+        rival = timing.rival
+        cells = [_milliseconds(timing), _range(timing), _ratio(one_round, rival, ALONE)]
+        rows.append([rival, *cells, _ratio(one_round, MIRRORED, rival)])
+    return [f"MWMS: {MIRRORED}.", _markdown(rows)]
 
 
-def _ratio(one_round: RoundResult, label: str) -> str:
-    mine, theirs = one_round.median(label), one_round.median(MIRRORED)
-    if mine is None:
-        return _FAILED
-    return "?" if theirs is None else f"{theirs / mine:.2f}"
+def _shares(case: CaseResult) -> list[str]:
+    """The agreement's share of a step, one row a backend."""
+    rows = [["backend", "ms a step", "ms to agree", "share"]]
+    for one_round in case.rounds:
+        step, alone = one_round.median(DEFAULT_SPLIT), one_round.median(AGREEMENT)
+        share = _FAILED if step is None or alone is None else f"{alone / step:.2%}"
+        cells = [_milliseconds(one_round.timing(label)) for label in (DEFAULT_SPLIT, AGREEMENT)]
+        rows.append([one_round.label, *cells, share])
+    return [
+        "The agreement by itself; in a step it travels with the first data, or while the forward pass runs.",
+        _markdown(rows),
+    ]
 
 
-def _bandwidth(size: int, seconds: float | None) -> str:
-    if size < _SMALLEST_BANDWIDTH:
-        return ""  # latency is all there is
-    return _FAILED if seconds is None else f"{size / seconds / 1e9:.2f}"
+def _parts(case: CaseResult) -> list[str]:
+    """What the clocks inside a step show."""
+    [one_round] = case.rounds
+    alone, step = one_round.median(ALONE), one_round.median(DEFAULT_SPLIT)
+    rows = [["part", "ms a step", "ms of a core"]]
+    for part in one_round.parts:
+        rows.append([f"{part.thread}: {part.name}", f"{part.seconds * 1000:.1f}", f"{part.core_seconds * 1000:.1f}"])
+    steps = [timing for timing in one_round.timings if timing.median is not None]
+    said = "; ".join(f"{timing.rival}: {_milliseconds(timing)} ms" for timing in steps)
+    over = "" if alone is None or step is None else f"; {(step - alone) * 1000:.1f} ms more."
+    return [f"{said}{over} The parts run side by side with backward, in the mean of the ranks:", _markdown(rows)]
 
 
-def _milliseconds(seconds: float | None) -> str:
-    return _FAILED if seconds is None else f"{seconds * 1000:.3g}" if seconds < 1 else f"{seconds * 1000:.0f}"
+_SHOWN = {BY_SIZE: _by_size, STEPS: _steps, SHARES: _shares, PARTS: _parts}
+
+
+def _ratio(one_round: RoundResult, dividend: str, divisor: str) -> str:
+    """One rival's time by another one's."""
+    above, below = one_round.median(dividend), one_round.median(divisor)
+    return "?" if above is None or below is None else f"{above / below:.2f}"
+
+
+def _bandwidth(one_round: RoundResult, label: str) -> str:
+    timing = one_round.timing(label)
+    if timing is None or timing.median is None:
+        return _milliseconds(timing)
+    return f"{one_round.size / timing.median / 1e9:.2f}"
+
+
+def _milliseconds(timing: Timing | None) -> str:
+    if timing is None:
+        return ""
+    if timing.median is None:
+        return NOT_INSTALLED if _is_missing(timing) else _FAILED
+    return _number(timing.median)
+
+
+def _is_missing(timing: Timing) -> bool:
+    return timing.error is not None and timing.error.startswith(NOT_INSTALLED)
 
 
 def _range(timing: Timing) -> str:
     if timing.median is None:
-        return _FAILED
-    return f"{_milliseconds(min(timing.seconds))} … {_milliseconds(max(timing.seconds))}"
+        return ""
+    return f"{_number(min(timing.seconds))} … {_number(max(timing.seconds))}"
 
 
-def _markdown(rows: list[list[str]]) -> str:
+def _number(seconds: float) -> str:
+    return f"{seconds * 1000:.3g}" if seconds < 1 else f"{seconds * 1000:.0f}"
+
+
+def _markdown(rows: Rows) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     padded = [
         [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))] for row in rows

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 import job
+import numpy as np
 import pytest
 from pool import Pool
 
@@ -31,9 +32,12 @@ def _calls(rank: int) -> dict[str, Callable[[], Any]]:
     import tensorflow as tf
 
     import npu_device as npu
+    from npu_device.distribute import hccl_ops
 
     reduce, broadcast = npu.distribute.all_reduce, npu.distribute.broadcast
     three, four, odd = tf.ones([3]), tf.ones([4]), rank == 1
+    size = npu.open().workers_num
+    counts = np.eye(size, dtype=int) * (2 if odd else 1)
     variable = tf.Variable(1.0)
     sparse = tf.IndexedSlices(tf.ones([1, 2]), [0], [4, 2])
     return {
@@ -42,6 +46,7 @@ def _calls(rank: int) -> dict[str, Callable[[], Any]]:
         "reduction": lambda: reduce(three, "sum" if odd else "max"),
         "root": lambda: broadcast(variable, root_rank=int(odd)),
         "operation": lambda: broadcast(variable) if odd else reduce(three),
+        "counts": lambda: hccl_ops.all_to_all_v_c(three, counts, rank),
         "order of two calls": lambda: [reduce(value) for value in ((three, four) if odd else (four, three))],
         "None on one rank": lambda: reduce([three, None if odd else four]),
         "dense against sparse": lambda: reduce([sparse if odd else tf.ones([4, 2])]),
@@ -50,6 +55,7 @@ def _calls(rank: int) -> dict[str, Callable[[], Any]]:
 
 
 EXPECTED = {
+    "counts": ["differ in: send_count_matrix", "[[2, 0", "[[1, 0"],
     "shape": ["shape or kind of tensor 0", "float32 [3]", "float32 [4]"],
     "dtype": ["shape or kind of tensor 0", "float64 [3]", "float32 [3]"],
     "reduction": ["differ in: reduction", "reduction=max", "reduction=sum"],
@@ -152,6 +158,17 @@ def test_a_rank_that_never_comes_is_an_error_after_the_limit(tmp_path: Path) -> 
     assert results[0].code == 1
     assert _stamp(output, "raised") - _stamp(output, "calls") < 12
     assert "has not come" in output and "NPU_DEVICE_STALL_TIMEOUT" in output
+
+
+def test_groups_made_of_other_ranks_are_named(tmp_path: Path) -> None:
+    script = BEGIN.replace(
+        "CALL",
+        "create_group('pair', 3 - rank, list(range(3 - rank))) if rank < 2 else time.sleep(9)\n"
+        "    if rank < 2: npu.distribute.all_reduce(three, group='pair')",
+    ).replace("import npu_device as npu", "import npu_device as npu\nfrom hccl.manage.api import create_group")
+    results = job.run(tmp_path, 3, script, NPU_DEVICE_STALL_WARNING="1", NPU_DEVICE_STALL_TIMEOUT="3")
+    assert "rank 1 on host here: has made another group of this name, of ranks 0, 1" in results[0].output
+    assert results[0].code == results[1].code == 1
 
 
 def test_results_that_nobody_uses_do_not_hang(tmp_path: Path) -> None:

@@ -8,11 +8,10 @@ import tensorflow as tf
 
 from npu_device.cluster.runtime import Runtime
 from npu_device.collectives import blocks, moving, shapes
-from npu_device.collectives.agreement import collective
+from npu_device.collectives.agreement import agreed, describe
 from npu_device.collectives.group import Group
 
 
-@collective("all_to_all_vc", "data", ragged=True)
 def all_to_all_vc(runtime: Runtime, data: tf.Tensor, send_count_matrix: Any, group: Group) -> tf.Tensor:
     """Exchange blocks of different lengths among all ranks.
 
@@ -32,6 +31,7 @@ def all_to_all_vc(runtime: Runtime, data: tf.Tensor, send_count_matrix: Any, gro
         ValueError: ``data`` has more than one dimension or too few elements; another shape of the matrix, negative
             numbers.
         TypeError: a dtype that has no bits to send.
+        MismatchError: the matrices of the ranks differ.
 
     Each block travels padded to the longest of all.
     """
@@ -39,5 +39,9 @@ def all_to_all_vc(runtime: Runtime, data: tf.Tensor, send_count_matrix: Any, gro
     matrix = blocks.whole_numbers("send_count_matrix", send_count_matrix, [group.size, group.size])
     outgoing = blocks.packed(matrix[group.rank])
     blocks.checked("send", outgoing.counts, outgoing.displacements, group.size, data.shape[0])
-    rows = moving.exchange(runtime, blocks.cut(data, outgoing, tf.reduce_max(matrix)), group)
-    return blocks.join(rows, blocks.packed(matrix[:, group.rank]))
+    known = tf.get_static_value(matrix)
+    counts = "known to the running graph only" if known is None else known.tolist()
+    call = describe("all_to_all_vc", [data], ragged=True, send_count_matrix=counts)
+    with agreed(runtime, group, call, [data]):
+        rows = moving.exchange(runtime, blocks.cut(data, outgoing, tf.reduce_max(matrix)), group)
+        return blocks.join(rows, blocks.packed(matrix[:, group.rank]))

@@ -49,6 +49,11 @@ class Group:
 _made: dict[str, Group] = {}
 
 
+def made_group(name: str) -> Group | None:
+    """The group of this name that this rank has made, if any."""
+    return _made.get(name)
+
+
 def group_of(runtime: Runtime, name: str) -> Group:
     """The group of a name on a rank of a running cluster.
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from npu_device import _compat, environment
 from npu_device.cluster.runtime import Runtime
-from npu_device.collectives.group import Group
+from npu_device.collectives.group import Group, made_group
 
 _log = logging.getLogger("npu_device")
 
@@ -150,7 +150,8 @@ class StallWatch:
         if final:
             lines.append(
                 "This is the limit (NPU_DEVICE_STALL_TIMEOUT seconds), and the rank gives up.\n"
-                "Likely cause: a rank that is stopped or overloaded, or runs fewer steps or other code than the rest.\n"
+                "Likely cause: a rank that is stopped or overloaded, runs fewer steps or other code than the rest, or "
+                "has made the group of other ranks.\n"
                 "What to do: look at the output of the ranks that have not come; raise the limit if they only need "
                 "longer."
             )
@@ -168,6 +169,9 @@ class StallWatch:
                 break
         else:
             position = {"begun": 0, "waiting": False, "call": None}
+            other = made_group(event["group"])
+            if other is not None and list(other.ranks) != list(event["ranks"]):
+                position["members"] = other.ranks
         answer = {
             "kind": "here",
             "rank": runtime.cluster.rank,
@@ -186,6 +190,9 @@ class StallWatch:
 def _whereabouts(position: dict[str, Any] | None, wanted: int) -> str:
     if position is None:
         return "does not answer: stopped, overloaded, or cut off"
+    if "members" in position:
+        members = ", ".join(map(str, position["members"]))
+        return f"has made another group of this name, of ranks {members}"
     call = position["call"]
     last = "no call so far" if call is None else f"{call['operation']} called at {call['line']}"
     if position["begun"] >= wanted:

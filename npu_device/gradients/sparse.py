@@ -37,7 +37,8 @@ def reduce_slices(runtime: Runtime, slices: tf.IndexedSlices, reduction: str, gr
     values, indices = _add_up_duplicates(slices.values, slices.indices)
 
     def gathered() -> tuple[tf.Tensor, tf.Tensor]:
-        return all_gather_v(runtime, values, group), all_gather_v(runtime, indices, group)
+        # One row an index, as in the dense table: a norm over the rows must not depend on the road.
+        return _add_up_duplicates(all_gather_v(runtime, values, group), all_gather_v(runtime, indices, group))
 
     if slices.dense_shape is None:
         rows, row_indices = gathered()

@@ -17,7 +17,6 @@ SLICE_SECONDS = 0.1
 
 _WAIT, _WAKE = 0, 1
 _ALL = 0x7FFFFFFF
-_LOOKS = 200
 _HALF = 1 << 31
 _MASK = (1 << 32) - 1
 
@@ -65,9 +64,11 @@ class Counter:
         """Whether the counter stands at the number or beyond it."""
         return (self._word.value - number) & _MASK < _HALF
 
-    def wait_for(self, number: int) -> bool:
-        """Sleep until the counter has reached a number, ``SLICE_SECONDS`` at most; whether it has."""
-        for _ in range(_LOOKS):
+    def wait_for(self, number: int, looks: int) -> bool:
+        """Look some times, and then sleep until the counter has reached a number, ``SLICE_SECONDS`` at most; whether it
+        has.
+        """
+        for _ in range(looks):
             if self.has_reached(number):
                 return True
         seen = self._word.value
