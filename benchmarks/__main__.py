@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, help="how often each rival is timed (default: 5; 1 with --quick)")
     parser.add_argument("--quick", action="store_true", help="two sizes, one step a repetition: to see that it works")
     parser.add_argument("--output", type=Path, default=Path("build/benchmarks"), help="default: build/benchmarks")
-    parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/benchmarks.md")
+    parser.add_argument("--write-docs", action="store_true", help="put tables and picture into docs/")
     options = parser.parse_args(arguments)
     repeats = options.repeats if options.repeats is not None else 1 if options.quick else 5
     if min(options.ranks) < 2 or repeats < 1:
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     draw(run, options.output / "benchmarks.png")
     print(tables(run), end="")
     if options.write_docs:
-        docs_page.PAGE.write_text(docs_page.replace_results(docs_page.PAGE.read_text(), tables(run)))
+        docs_page.write(tables(run), options.output / "benchmarks.png")
 
 
 if __name__ == "__main__":

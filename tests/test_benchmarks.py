@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import docs_page
-from benchmarks.cases import ALONE, MIRRORED
+from benchmarks.cases import ALONE, EAGER, FUNCTION, GLOO, MIRRORED, MPICH, RING, STEPS, Case, Rival, Round
+from benchmarks.measuring import run_case
 from benchmarks.process_set import ProcessSet, RivalError
 from benchmarks.results import CaseResult, RoundResult, Timing, begin
+from benchmarks.sides import SIDES, Side
 from benchmarks.table import tables
 
 ROOT = Path(__file__).parents[1]
@@ -26,14 +28,17 @@ def test_a_tiny_run(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     assert "failed" not in run.stdout, run.stderr
     rows = [line.split("|")[1].strip() for line in run.stdout.splitlines() if line.startswith("|")]
-    assert rows[0] == "size"
-    assert rows[2:] == ["4 B", "1 MiB"]
+    assert [row for row in rows if row[0].isdigit()] == ["4 B", "1 MiB", "1 MiB", "4 B", "1 MiB"]
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["machine"]["versions"]["tensorflow"]
     assert results["machine"]["cores"] > 0
     (case,) = results["cases"]
-    assert [timing["rival"] for timing in case["rounds"][1]["timings"]] == ["npu_device", "npu_device eager", MIRRORED]
-    assert all(len(timing["seconds"]) == 1 for one_round in case["rounds"] for timing in one_round["timings"])
+    timings = case["rounds"][1]["timings"]
+    assert [timing["rival"] for timing in timings] == [FUNCTION, EAGER, RING, MIRRORED, GLOO, MPICH]
+    for timing in timings:
+        missing = (timing["error"] or "").startswith("not installed")
+        assert missing == (not timing["seconds"])
+        assert not missing or timing["rival"] in (GLOO, MPICH)
     assert (tmp_path / "benchmarks.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -45,15 +50,26 @@ def test_the_table_has_ratios_and_errors() -> None:
         Timing(MIRRORED, [0.5, 0.4, 0.3]),
     ]
     results = begin(3)
-    results.cases.append(CaseResult("resnet50", "a step", 2, [RoundResult("step", 100, 5, timings)]))
+    results.cases.append(CaseResult("resnet50", "a step", STEPS, 2, [RoundResult("step", 100, 5, timings)]))
     text = tables(results)
-    assert re.search(r"^\| npu_device, 4 segments +\| +2.00 \| +200 \| +200 … 400 \| +100 \|$", text, re.M), text
+    assert re.search(r"^\| npu_device, 4 segments +\| +200 \| +200 … 400 \| +2.00 \| +2.00 \|$", text, re.M), text
     assert re.search(r"^\| npu_device, 8 segments +\| +failed \|", text, re.M), text
     assert "* step, npu_device, 8 segments: rank 1: its process ended" in text
 
 
+def test_a_rival_that_is_not_installed_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SIDES, "missing", Side("no_side", "NoSide", lambda *_: [], needs=("no-such-package",)))
+    rival = Rival("the rival", "missing", "all_reduce", (4,))
+    case = Case("resnet50", "a step", STEPS, 2, (Round("step", 4, 1, (rival,)),))
+    results = begin(1)
+    results.cases.append(run_case(case, 2, 1, tmp_path))
+    text = tables(results)
+    assert re.search(r"^\| the rival \| +not installed \|", text, re.M), text
+    assert "* the rival: not installed: no-such-package; pip install" in text
+
+
 def test_an_error_is_reported_and_the_processes_go_on(tmp_path: Path) -> None:
-    processes = ProcessSet("npu", 2, tmp_path)
+    processes = ProcessSet("shared_memory", 2, tmp_path)
     try:
         with pytest.raises(RivalError, match=r"rank 1: .*nothing_like_that"):
             processes.ask("prepare", "key", "nothing_like_that", ())

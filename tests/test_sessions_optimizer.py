@@ -297,9 +297,9 @@ def keras_in_a_session() -> list[list[float]]:
     keras, v1, size, rank = tf.keras, tf.compat.v1, npu.open().workers_num, npu.open().worker_id
     x, y = (array[rank::size] for array in data())
     with tf.Graph().as_default(), v1.Session() as session:
-        v1.set_random_seed(rank)
         _compat.session_backend().set_session(session)
-        model = keras.Sequential([keras.layers.Dense(1, input_shape=(3,))])
+        apart = keras.initializers.GlorotUniform(seed=rank)
+        model = keras.Sequential([keras.layers.Dense(1, kernel_initializer=apart, input_shape=(3,))])
         model.compile(npu_distributed_optimizer_wrapper(keras.optimizers.legacy.SGD(0.1)), "mse")
         before = model.get_weights()
         callbacks = [NPUBroadcastGlobalVariablesCallback(0)]
