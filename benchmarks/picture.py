@@ -18,6 +18,7 @@ def draw(results: Results, path: Path) -> None:
 
     cases = [case for case in results.cases if case.shows in (BY_SIZE, STEPS)]
     if not cases:
+        path.unlink(missing_ok=True)  # an earlier run's
         return
     figure, axes = pyplot.subplots(len(cases), squeeze=False, figsize=(9, 3.8 * len(cases)), layout="constrained")
     for panel, case in zip(axes[:, 0], cases):
