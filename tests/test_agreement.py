@@ -138,7 +138,7 @@ def test_shapes_that_do_not_match_in_a_graph(tmp_path: Path, case: str) -> None:
 
 
 def test_a_rank_that_comes_late_is_named_and_waited_for(tmp_path: Path) -> None:
-    script = BEGIN.replace("CALL", "time.sleep(7 if rank == 1 else 0); print(npu.distribute.all_reduce(three, 'sum'))")
+    script = BEGIN.replace("CALL", "time.sleep(5 if rank == 1 else 0); print(npu.distribute.all_reduce(three, 'sum'))")
     results = job.run(tmp_path, 3, script, NPU_DEVICE_STALL_WARNING="1")
     for rank, result in enumerate(results):
         assert result.code == 0, result.output
@@ -152,8 +152,8 @@ def test_a_rank_that_comes_late_is_named_and_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_never_comes_is_an_error_after_the_limit(tmp_path: Path) -> None:
-    script = BEGIN.replace("CALL", "time.sleep(20) if rank == 1 else npu.distribute.all_reduce(three)")
-    results = job.run(tmp_path, 2, script, NPU_DEVICE_STALL_WARNING="1", NPU_DEVICE_STALL_TIMEOUT="4")
+    script = BEGIN.replace("CALL", "time.sleep(12) if rank == 1 else npu.distribute.all_reduce(three)")
+    results = job.run(tmp_path, 2, script, NPU_DEVICE_STALL_WARNING="1", NPU_DEVICE_STALL_TIMEOUT="3")
     output = results[0].output
     assert results[0].code == 1
     assert _stamp(output, "raised") - _stamp(output, "calls") < 12

@@ -28,8 +28,9 @@ def _stamp(output: str, word: str) -> float:
     return float(found.group(1))
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("pending", [True, False], ids=["in a collective", "before one"])
+@pytest.mark.parametrize(
+    ("failing", "pending"), [(0, True), (1, False)], ids=["rank 0, in a collective", "rank 1, before one"]
+)
 def test_an_exception_reaches_the_others_within_five_seconds(tmp_path: Path, failing: int, pending: bool) -> None:
     script = (
         BEGIN
@@ -78,8 +79,9 @@ npu.distribute.all_reduce(one, "sum")
     assert 'raise ValueError("first")' in first["traceback"]
 
 
-@pytest.mark.parametrize("leaving", [0, 1])
-@pytest.mark.parametrize("pending", [True, False], ids=["in a collective", "before one"])
+@pytest.mark.parametrize(
+    ("leaving", "pending"), [(1, True), (0, False)], ids=["rank 1, in a collective", "rank 0, before one"]
+)
 def test_leaving_early_is_an_error_of_those_who_go_on(tmp_path: Path, leaving: int, pending: bool) -> None:
     script = (
         BEGIN

@@ -131,10 +131,8 @@ def body_times(overlap: bool) -> Any:
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["hcom_parallel", "without"])
-def test_the_first_segment_arrives_before_the_last_gradient_exists(ranks: Pool, overlap: bool) -> None:
-    if ranks.size == 1:
-        pytest.skip("a single device sends nothing")
-    for differences in ranks.run(body_times, overlap):
+def test_the_first_segment_arrives_before_the_last_gradient_exists(two_ranks: Pool, overlap: bool) -> None:
+    for differences in two_ranks.run(body_times, overlap):
         if overlap:
             assert np.median(differences) < 0
         else:
