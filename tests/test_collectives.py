@@ -11,8 +11,7 @@ from pool import Pool
 
 pytestmark = pytest.mark.both_backends
 
-# A part of a group is traced like the whole group: tracing is what takes the time.
-KINDS_AND_MODES = [("world", "eager"), ("world", "graph"), ("sub", "eager")]
+KINDS_AND_MODES = [("world", "eager"), ("world", "graph"), ("sub", "eager"), ("sub", "graph")]
 
 
 def body_moves(kind: str, mode: str) -> dict[str, dict[str, Any]]:
