@@ -37,7 +37,8 @@ from npu_device.collectives.stall import local_watch_of
 
 _LARGEST = (1 << 63) - 1
 
-# From how many bytes on a job is handed to the background thread, so that it proceeds while TensorFlow computes.
+# From how many bytes on one of several jobs is handed to the background thread, so that it proceeds while TensorFlow
+# computes.
 _BACKGROUND_FROM_BYTES = 256 << 10
 
 
@@ -304,7 +305,12 @@ def _begin(runtime: Runtime, group: Group, operations: Sequence[_Operation]) -> 
         _orders[runtime] = _Order(runtime)
     order, device = _orders[runtime], runtime.device("CPU")
     with tf.device(device):
-        tickets = [_start(line, order, *both) for both in zip(operations, all_terms)]
+        # One operation is asked for its result at once; handing it to the background thread would cost time.
+        several = len(operations) > 1
+        tickets = [
+            _start(line, order, operation, terms, several and operation.size > _BACKGROUND_FROM_BYTES)
+            for operation, terms in zip(operations, all_terms)
+        ]
 
     def finish(operation: _Operation, ticket: tf.Tensor) -> list[tf.Tensor]:
         with tf.device(device), tf.control_dependencies(tickets):
@@ -326,10 +332,9 @@ def _tensor(array: np.ndarray) -> tf.Tensor:
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
 
 
-def _start(line: _Line, order: _Order, operation: _Operation, terms: Terms | None) -> tf.Tensor:
+def _start(line: _Line, order: _Order, operation: _Operation, terms: Terms | None, in_background: bool) -> tf.Tensor:
     """The operation that starts; its result, int64, shape []."""
     last = terms.head[2] if terms else 0
-    in_background = operation.size > _BACKGROUND_FROM_BYTES
 
     @tf.autograph.experimental.do_not_convert
     def start(_: Any, last: Any, *arrays: np.ndarray) -> np.int64:
