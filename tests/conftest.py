@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -16,7 +17,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 WORLD_SIZES = (1, 2, 3)
 KERAS = ("2", "3")
 
-BACKENDS = ("shared_memory", "tensorflow")
+CHOSEN_BACKEND = os.environ.get("NPU_DEVICE_BACKEND")  # for all tests
+BACKENDS = (CHOSEN_BACKEND,) if CHOSEN_BACKEND else ("shared_memory", "tensorflow")
 
 _pools: dict[tuple[int, str, str | None], Pool] = {}
 

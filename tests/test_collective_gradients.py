@@ -12,8 +12,6 @@ import pytest
 from collective_bodies import apart, counts, group
 from pool import Pool
 
-pytestmark = pytest.mark.both_backends
-
 OPERATIONS = (
     "all_gather",
     "all_gather_v",

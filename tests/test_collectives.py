@@ -7,9 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 from collective_bodies import FLOATS, INTEGERS, OTHERS, REDUCTIONS, apart, counts, group, members, plain, values
+from conftest import CHOSEN_BACKEND
 from pool import Pool
 
 pytestmark = pytest.mark.both_backends
+
+
+def _leave_out_the_longest(size: int, backend: str, mode: str) -> None:
+    """TensorFlow's graphs for three ranks take minutes to trace, and are those for two with another number in them."""
+    if (size, backend, mode) == (3, "tensorflow", "graph") and not CHOSEN_BACKEND:
+        pytest.skip("run with two ranks; with three where NPU_DEVICE_BACKEND=tensorflow chooses it for all tests")
+
 
 KINDS_AND_MODES = [("world", "eager"), ("world", "graph"), ("sub", "eager"), ("sub", "graph")]
 
@@ -87,7 +95,8 @@ def moved(ranks: tuple[int, ...], me: int, dtype: str) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(("kind", "mode"), KINDS_AND_MODES)
-def test_moves(several_ranks: Pool, kind: str, mode: str) -> None:
+def test_moves(several_ranks: Pool, backend: str, kind: str, mode: str) -> None:
+    _leave_out_the_longest(several_ranks.size, backend, mode)
     for rank, results in enumerate(several_ranks.run(body_moves, kind, mode)):
         ranks = members(several_ranks.size, rank, kind)
         for dtype, found in results.items():
@@ -126,7 +135,8 @@ def body_reductions(kind: str, mode: str) -> dict[str, dict[Any, Any]]:
 
 
 @pytest.mark.parametrize(("kind", "mode"), KINDS_AND_MODES)
-def test_reductions(several_ranks: Pool, kind: str, mode: str) -> None:
+def test_reductions(several_ranks: Pool, backend: str, kind: str, mode: str) -> None:
+    _leave_out_the_longest(several_ranks.size, backend, mode)
     for rank, results in enumerate(several_ranks.run(body_reductions, kind, mode)):
         ranks = members(several_ranks.size, rank, kind)
         size, me = len(ranks), ranks.index(rank)

@@ -182,8 +182,10 @@ class StallWatch:
         runtime.health.tell({**answer, "position": position})
 
     def _note(self, event: dict[str, Any]) -> None:
+        runtime = self._runtime()
         answers = self._answers.get((event["group"], event["id"]))
-        if answers is not None:
+        # Others may ask about a group of the same name.
+        if answers is not None and runtime is not None and event["to"] == runtime.cluster.rank:
             answers[event["rank"]] = event["position"]
 
 
