@@ -101,5 +101,7 @@ def single() -> Pool:
 def close_pools() -> Iterator[None]:
     yield
     for pool in _pools.values():
+        pool.hang_up()
+    for pool in _pools.values():
         pool.close()
     _pools.clear()

@@ -106,9 +106,13 @@ class Pool:
             parts.append(f"--- output of rank {rank} ---\n" + "\n".join(lines))
         return "\n".join(parts)
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
+        """Let the workers end, without waiting for them."""
         for connection in getattr(self, "_connections", []):
             connection.close()
+
+    def close(self) -> None:
+        self.hang_up()
         deadline = time.monotonic() + 10
         for process in self._processes:
             try:
