@@ -139,6 +139,11 @@ def loss_scale_class_of_tf_keras(keras: Any, optimizer: object) -> Any:
     return module.LossScaleOptimizer if legacy else module.LossScaleOptimizerV3
 
 
+def tensorflow_version() -> str:
+    """For messages."""
+    return str(tf.__version__)
+
+
 def estimator_module() -> Any:
     """``tf.compat.v1.estimator`` in TensorFlow 2.15; None from 2.16 on, which dropped it."""
     return getattr(tf.compat.v1, "estimator", None)

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import tensorflow as tf
-
 from npu_device import _compat
 from npu_device.sessions.config import npu_session_config_init, set_option
 
@@ -285,7 +283,8 @@ def require_estimator(name: str) -> None:
     """
     if _estimator is None:
         raise NotImplementedError(
-            f"{name} rests on tf.estimator, which TensorFlow dropped with 2.16; this is TensorFlow {tf.__version__}.\n"
+            f"{name} rests on tf.estimator, which TensorFlow dropped with 2.16; this is TensorFlow "
+            f"{_compat.tensorflow_version()}.\n"
             "What to do: run the script with TensorFlow 2.15 (pip install 'tensorflow==2.15.*', Python 3.9 to 3.11), "
             "or train with tf.compat.v1.train.MonitoredTrainingSession or with Keras."
         )

@@ -19,6 +19,9 @@ ALIGNMENT = 64
 _REFERENCES_OF_A_FREE_ONE = 3
 _IDLE_ROUNDS = 64
 
+# What is smaller comes from the allocator's own free lists, which are as fast.
+_POOLED_FROM_BYTES = 32 << 10
+
 
 class BufferPool:
     """Buffers of one process. A size that wasn't asked for during the last 64 requests is given back."""
@@ -31,7 +34,7 @@ class BufferPool:
 
     def take(self, size: int) -> np.ndarray:
         """Aligned memory: uint8, shape [size]. It is free again when the last array that rests on it is gone."""
-        if size < mmap_threshold:
+        if size < _POOLED_FROM_BYTES:
             return _aligned(np.empty(size + ALIGNMENT, np.uint8), size)
         with self._lock:
             self._round += 1
@@ -50,10 +53,6 @@ class BufferPool:
         if idle:
             self._buffers = [buffer for buffer in self._buffers if buffer.nbytes not in idle]
             self._last_used = {size: used for size, used in self._last_used.items() if size not in idle}
-
-
-mmap_threshold = 32 << 10
-"""Bytes. What is smaller comes from the allocator's own free lists, which are as fast."""
 
 
 def _aligned(buffer: np.ndarray, size: int) -> np.ndarray:

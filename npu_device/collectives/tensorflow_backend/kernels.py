@@ -1,7 +1,7 @@
 """TensorFlow's collective operations as they are: the only door to their kernels.
 
-One dense tensor of one of ``DTYPES``, of the same shape on every rank. What is composed of it (other dtypes, tensors
-without elements, lists) stands in ``backend``.
+One dense tensor of a dtype that they take, of the same shape on every rank. What is composed of it (other dtypes,
+tensors without elements, lists) stands in ``backend``.
 
 Each execution of an operation gets a fresh instance key from ``sequence``.
 """
@@ -16,9 +16,6 @@ from npu_device import _compat
 from npu_device.cluster.runtime import Runtime
 from npu_device.collectives.group import Group
 from npu_device.collectives.tensorflow_backend.sequence import sequence_of
-
-DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
-"""What TensorFlow's reduction kernels take on the CPU."""
 
 MOVE_DTYPES = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 """What TensorFlow's gather, all-to-all and broadcast kernels all take on the CPU."""
