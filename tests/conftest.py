@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 
+import forked
 import pytest
 from pool import Pool
 
@@ -98,10 +99,11 @@ def single() -> Pool:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def close_pools() -> Iterator[None]:
+def close_processes() -> Iterator[None]:
     yield
     for pool in _pools.values():
         pool.hang_up()
     for pool in _pools.values():
         pool.close()
     _pools.clear()
+    forked.close()

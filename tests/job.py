@@ -4,14 +4,12 @@ leaving, being killed.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
 
-from pool import clean_environment
-from ranks import table_environment
+from forked import Process
+from ranks import clean_environment, table_environment
 
 
 class Ended(NamedTuple):
@@ -22,29 +20,23 @@ class Ended(NamedTuple):
     at: float  # seconds on the clock of time.monotonic()
 
 
-def start(directory: Path, size: int, script: str, **environment: str) -> list[subprocess.Popen[str]]:
+def start(directory: Path, size: int, script: str, **environment: str) -> list[Process]:
     """Start ``size`` ranks of a script (Python text), with a rank table when there are several."""
     tables = [table_environment(directory, size, rank) if size > 1 else {} for rank in range(size)]
     return start_each(directory, script, [{**table, **environment} for table in tables])
 
 
-def start_each(directory: Path, script: str, environments: list[dict[str, str]]) -> list[subprocess.Popen[str]]:
+def start_each(directory: Path, script: str, environments: list[dict[str, str]]) -> list[Process]:
     """Start one process of a script for each set of variables."""
     path = directory / "script.py"
     path.write_text(script)
     return [
-        subprocess.Popen(
-            [sys.executable, "-u", str(path)],
-            env={**clean_environment(), "TF_CPP_MIN_LOG_LEVEL": "2", **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        Process([str(path)], {**clean_environment(), "TF_CPP_MIN_LOG_LEVEL": "2", **environment})
         for environment in environments
     ]
 
 
-def finish(processes: list[subprocess.Popen[str]], timeout: float = 60) -> list[Ended]:
+def finish(processes: list[Process], timeout: float = 60) -> list[Ended]:
     """Wait for every rank; those that are not done in time are killed and fail the test."""
     ended: dict[int, float] = {}
     deadline = time.monotonic() + timeout
@@ -58,8 +50,7 @@ def finish(processes: list[subprocess.Popen[str]], timeout: float = 60) -> list[
         processes[rank].kill()
     results = []
     for rank, process in enumerate(processes):
-        output, _ = process.communicate()
-        results.append(Ended(process.returncode, output, ended.get(rank, float("inf"))))
+        results.append(Ended(process.wait(), process.output, ended.get(rank, float("inf"))))
     if late:
         outputs = "\n".join(f"--- rank {rank} ---\n{result.output[-3000:]}" for rank, result in enumerate(results))
         raise AssertionError(f"rank(s) {late} did not end within {timeout} s\n{outputs}")

@@ -7,18 +7,17 @@ session.
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import tempfile
 import time
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any, Callable
 
-from ranks import table_environment
+from forked import Process
+from ranks import clean_environment, table_environment
 
-_HERE = Path(__file__).parent
+_WORKER = str(Path(__file__).parent / "pool_worker.py")
 _TAIL_LINES = 40
 
 
@@ -33,22 +32,14 @@ class Pool:
         self._directory = tempfile.TemporaryDirectory(prefix="npu_pool_")
         directory = Path(self._directory.name)
         address = str(directory / "socket")
-        self._logs = [directory / f"rank{rank}.log" for rank in range(size)]
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Process] = []
         with Listener(address, family="AF_UNIX", backlog=size) as listener:
             for rank in range(size):
                 environment = table_environment(directory, size, rank) if size > 1 else {}
                 environment.update(
                     TF_USE_LEGACY_KERAS="1" if keras == "2" else "0", TF_CPP_MIN_LOG_LEVEL="2", **extra_environment
                 )
-                self._processes.append(
-                    subprocess.Popen(
-                        [sys.executable, str(_HERE / "pool_worker.py"), address, str(rank)],
-                        env={**clean_environment(), **environment},
-                        stdout=self._logs[rank].open("wb"),
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+                self._processes.append(Process([_WORKER, address, str(rank)], {**clean_environment(), **environment}))
             self._connections = self._accept(listener)
 
     def _accept(self, listener: Listener) -> list[Connection]:
@@ -101,8 +92,8 @@ class Pool:
     def tails(self) -> str:
         """The end of each rank's output."""
         parts = []
-        for rank, log in enumerate(self._logs):
-            lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if log.exists() else []
+        for rank, process in enumerate(self._processes):
+            lines = process.output.splitlines()[-_TAIL_LINES:]
             parts.append(f"--- output of rank {rank} ---\n" + "\n".join(lines))
         return "\n".join(parts)
 
@@ -120,23 +111,3 @@ class Pool:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def clean_environment() -> dict[str, str]:
-    """This process's environment without anything that describes a cluster. ``NPU_DEVICE_BACKEND`` stays: with it the
-    whole suite can be run on one backend.
-    """
-    prefixes = (
-        "RANK_",
-        "CM_",
-        "HCCL_",
-        "NPU_",
-        "TF_CONFIG",
-        "ASCEND_",
-        "DEVICE_ID",
-        "JOB_ID",
-        "POD_NAME",
-        "PROFILING_",
-    )
-    kept = ("NPU_DEVICE_BACKEND",)
-    return {name: value for name, value in os.environ.items() if name in kept or not name.startswith(prefixes)}

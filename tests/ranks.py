@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 
@@ -32,3 +33,23 @@ def table_environment(directory: Path, size: int, rank: int) -> dict[str, str]:
         "JOB_ID": "tests",
         "HCCL_CONNECT_TIMEOUT": "60",
     }
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without anything that describes a cluster. ``NPU_DEVICE_BACKEND`` stays: with it the
+    whole suite can be run on one backend.
+    """
+    prefixes = (
+        "RANK_",
+        "CM_",
+        "HCCL_",
+        "NPU_",
+        "TF_CONFIG",
+        "ASCEND_",
+        "DEVICE_ID",
+        "JOB_ID",
+        "POD_NAME",
+        "PROFILING_",
+    )
+    kept = ("NPU_DEVICE_BACKEND",)
+    return {name: value for name, value in os.environ.items() if name in kept or not name.startswith(prefixes)}

@@ -137,9 +137,9 @@ npu.distribute.all_reduce(one, "sum")
     )
     processes = job.start(tmp_path, 2, script, NPU_DEVICE_HEARTBEAT_TIMEOUT="4")
     for process in processes:
-        assert process.stdout is not None
-        while "ready" not in process.stdout.readline():
-            pass
+        while "ready" not in process.output:
+            assert process.poll() is None, process.output
+            time.sleep(0.01)
     processes[killed].send_signal(signal.SIGKILL)
     began = time.monotonic()
     results = job.finish(processes, timeout=30)

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pool import clean_environment
-from ranks import free_port, table_environment
+from ranks import clean_environment, free_port, table_environment
 
 from npu_device.cluster.ports import ReservedPort
 

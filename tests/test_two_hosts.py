@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from pool import clean_environment
+from ranks import clean_environment
 
 from benchmarks.two_hosts import ADDRESSES, can_be_made, on_host, shape, two_hosts
 

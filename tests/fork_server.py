@@ -1,0 +1,79 @@
+"""A process that has imported TensorFlow, and forks into scripts that are to be run: the import takes seconds, and the
+tests start hundreds of ranks. It runs nothing itself, and has no TensorFlow context or device that a fork could break.
+
+Reads one order a line from its standard input (see ``forked.py``), answers with the process's number, and writes how
+the process ended into the file that the order names. Ends when its input ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import select
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow  # noqa: F401
+
+_TICK = 0.01  # seconds between two looks at who has ended
+
+
+def serve() -> dict[str, Any] | None:
+    """Fork for every order; the order itself in the child, None in the server when no more orders can come."""
+    gc.collect()
+    gc.freeze()  # the children's collections, at their exit above all, leave TensorFlow's objects alone
+    status_of: dict[int, str] = {}
+    unread = b""
+    while True:
+        if select.select([0], [], [], _TICK)[0]:
+            data = os.read(0, 1 << 16)
+            if not data:
+                return None
+            *orders, unread = (unread + data).split(b"\n")
+            for line in orders:
+                order: dict[str, Any] = json.loads(line)
+                pid = os.fork()
+                if pid == 0:
+                    return order
+                status_of[pid] = order["status"]
+                os.write(1, b"%d\n" % pid)
+        while status_of:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            _report(status_of.pop(pid), os.waitstatus_to_exitcode(status))
+
+
+def _report(path: str, code: int) -> None:
+    # Whoever looks finds no file, or all of it.
+    Path(path + ".part").write_text(str(code))
+    os.replace(path + ".part", path)
+
+
+def become(order: dict[str, Any]) -> types.ModuleType:
+    """Make this process look as if Python had been started with the script; the module in which to run it."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for descriptor, source in ((0, nothing), (1, output), (2, output)):
+        os.dup2(source, descriptor)
+    os.close(nothing)
+    os.close(output)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    script = order["arguments"][0]
+    sys.argv = order["arguments"]
+    sys.path[0] = os.path.dirname(script)
+    np.random.seed()  # else every process would draw the same numbers
+    module = types.ModuleType("__main__")
+    module.__file__ = script
+    sys.modules["__main__"] = module
+    return module
+
+
+if __name__ == "__main__" and (order := serve()) is not None:
+    main = become(order)
+    exec(compile(Path(order["arguments"][0]).read_bytes(), order["arguments"][0], "exec"), main.__dict__)

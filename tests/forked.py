@@ -1,0 +1,96 @@
+"""Starts ranks as forks of a process that has imported TensorFlow already (``fork_server.py``): a start takes
+milliseconds instead of seconds. Everything else about them is as if Python had been started: own environment, own
+``__main__``, the interpreter's whole exit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+_SERVER = Path(__file__).parent / "fork_server.py"
+_READ_BY_IMPORT = ("TF_USE_LEGACY_KERAS", "TF_CPP_MIN_LOG_LEVEL")  # a server for each combination of these
+
+_servers: dict[tuple[str | None, ...], subprocess.Popen[str]] = {}
+_directory = tempfile.TemporaryDirectory(prefix="npu_forked_")
+_numbers = itertools.count()
+
+
+class Process:
+    """One script in a process of its own, with the part of ``subprocess.Popen`` that the tests need."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
+        number = next(_numbers)
+        self._output = Path(_directory.name) / f"{number}.log"
+        self._status = Path(_directory.name) / f"{number}.status"
+        order = {
+            "arguments": arguments,
+            "environment": environment,
+            "output": str(self._output),
+            "status": str(self._status),
+        }
+        server = _server(environment)
+        assert server.stdin is not None and server.stdout is not None
+        server.stdin.write(json.dumps(order) + "\n")
+        server.stdin.flush()
+        answer = server.stdout.readline()
+        assert answer, f"the fork server ended with code {server.wait()}"
+        self.pid = int(answer)
+        self.returncode: int | None = None
+
+    @property
+    def output(self) -> str:
+        """What the script has printed so far, errors among it."""
+        return self._output.read_text(errors="replace") if self._output.exists() else ""
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while the process runs."""
+        if self.returncode is None and self._status.exists():
+            self.returncode = int(self._status.read_text())
+        return self.returncode
+
+    def wait(self, timeout: float = 60) -> int:
+        """The exit code. Raises TimeoutExpired when the process runs longer."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self.send_signal(signal.SIGKILL)
+
+
+def _server(environment: dict[str, str]) -> subprocess.Popen[str]:
+    key = tuple(environment.get(name) for name in _READ_BY_IMPORT)
+    if key not in _servers:
+        _servers[key] = subprocess.Popen(
+            [sys.executable, "-u", str(_SERVER)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None,
+            text=True,
+        )
+    return _servers[key]
+
+
+def close() -> None:
+    """End the servers."""
+    for server in _servers.values():
+        server.communicate()
+    _servers.clear()
