@@ -20,9 +20,12 @@ GLOO = "torch Gloo"
 MPICH = "MPICH"
 DEFAULT_SPLIT = "npu_device, default split"
 AGREEMENT = "agreement"
+TRACED = "npu_device, traced"
 
-BY_SIZE, STEPS, SHARES, PARTS = "by size", "steps", "shares", "parts"
-"""What a case's table shows: bandwidths; steps one below the other; the share of one in another; parts of a step."""
+BY_SIZE, STEPS, SHARES, PARTS, PAIRS = "by size", "steps", "shares", "parts", "pairs"
+"""What a case's table shows: bandwidths; steps one below the other; the share of one in another; parts of a step; by
+how much two steps differ.
+"""
 
 _SEGMENTS = (1, 2, 4, 8)
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -59,12 +62,14 @@ class Round:
         size: bytes that are reduced.
         steps: steps that are timed in one go.
         rivals: who takes part, in the order of the table.
+        turns: how often each is timed in a repetition. What differs little needs more.
     """
 
     label: str
     size: int
     steps: int
     rivals: tuple[Rival, ...]
+    turns: int = 1
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,18 @@ def agreement(quick: bool, ranks: int) -> Case:
     return Case("agreement", "agreement beside ResNet-50's step", SHARES, 2, tuple(rounds))
 
 
+def trace(quick: bool, ranks: int) -> Case:
+    """What it costs to trace the iterations."""
+    rounds = []
+    for label, side in ((FUNCTION, sides.SHARED_MEMORY), (RING, sides.TENSORFLOW)):
+        rivals = (
+            Rival(DEFAULT_SPLIT, side, "training", ("resnet50", True, None)),
+            Rival(TRACED, side, "traced_training", ("resnet50",)),
+        )
+        rounds.append(Round(label, _RESNET50_BYTES, 1 if quick else 3, rivals, turns=1 if quick else 12))
+    return Case("trace", "ResNet-50's step with the iteration trace", PAIRS, 2, tuple(rounds))
+
+
 def _training(model: str, ranks: int) -> tuple[Rival, ...]:
     rivals = [
         Rival(ALONE, sides.SHARED_MEMORY, "training", (model, False, None)),
@@ -165,4 +182,4 @@ def _size_text(size: int) -> str:
     return f"{size} B"
 
 
-CASES = {"all_reduce": all_reduce, "resnet50": resnet50, "bert": bert, "profile": profile, "agreement": agreement}
+CASES = {case.__name__: case for case in (all_reduce, resnet50, bert, profile, agreement, trace)}

@@ -76,8 +76,8 @@ def _run_round(
     for rival in rivals:
         progress(f"{name}: preparing {rival.label}")
         ask(rival, "prepare", rival.label, rival.method, rival.arguments)
-    for repetition in range(repeats):
-        progress(f"{name}: repetition {repetition + 1} of {repeats}")
+    for repetition in range(repeats * one_round.turns):
+        progress(f"{name}: repetition {repetition + 1} of {repeats * one_round.turns}")
         # Another one begins each time, so that nobody always runs after the same neighbour's leftovers in the caches.
         shift = repetition % max(1, len(rivals))
         for rival in rivals[shift:] + rivals[:shift]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from functools import partial
+from pathlib import Path
 from typing import Any, Callable
 
 import numpy as np
@@ -22,6 +24,8 @@ from npu_device.collectives.shared_memory.connection import connect
 from npu_device.collectives.shared_memory.engine import Engine, Job
 from npu_device.collectives.shared_memory.stream import Stream
 from npu_device.gradients import split_strategy
+from npu_device.profiling import trace
+from npu_device.profiling.settings import Settings
 
 
 class NpuSide:
@@ -95,6 +99,14 @@ class NpuSide:
         clocks = Clocks()
         self._parts = lambda: {**clocks.medians(), (CALLERS, HAND_OVER): handed}
         return clocks.around(step)
+
+    def traced_training(self, model: str) -> Callable[[], tf.Tensor]:
+        """The training step with the default split and the iteration trace, which begins here: steps that have been
+        traced by TensorFlow before stay as they are.
+        """
+        if trace.running() is None:
+            trace.start(self._runtime, Settings(Path(tempfile.mkdtemp(prefix="npu_trace_"))))
+        return self.training(model, True, None)
 
     def parts(self) -> dict[tuple[str, str], Seconds]:
         """By thread and name: what the parts of the profiled step took, in the median."""

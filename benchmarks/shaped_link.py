@@ -1,9 +1,12 @@
-"""Two hosts on one machine, with a network between them as slow as one likes: what tuning is worth there.
+"""Several hosts on one machine, with links between them as slow as one likes: what tuning is worth there.
 
 ``sudo .venv/bin/python -m benchmarks.shaped_link`` needs root, ``ip`` and ``tc``. Each rank lives in a network
-namespace; a veth pair joins them, and a token bucket holds it to 1 or 10 Gbit/s. Tunes first, then runs all rivals in
-turn: the default split, the tuned one, one segment, MultiWorkerMirroredStrategy, and a sweep over the best splits of
-each number of segments and over segments of equal bytes.
+namespace with a core of its own; a token bucket holds its link to 1 or 10 Gbit/s. Tunes first, then runs all rivals in
+turn: the default split, the tuned one, one segment, MultiWorkerMirroredStrategy, and a sweep over the best splits into
+some numbers of segments and over segments of equal bytes.
+
+With ``--simulation`` it checks ``npu-tune --simulate`` instead: what the trace and the measurement of two hosts say
+about two and about four, against runs of two and of four. There each rank has half a core, whatever their number.
 """
 
 from __future__ import annotations
@@ -16,13 +19,16 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.two_hosts import ADDRESSES, on_host, shape, two_hosts
+from benchmarks.hosts import address, hosts, on_host
 from npu_device.profiling.records import read
 from npu_device.tuning.cost_model import CostModel
+from npu_device.tuning.networks import link_of
 from npu_device.tuning.planner import best_plans, predict
+from npu_device.tuning.simulate import simulate
 from npu_device.tuning.traced import Traced, traced
 from npu_device.tuning.trials import COST_FILE, FIRST, WARM_UP
 
@@ -31,150 +37,224 @@ _PORTS = {"npu": 29688, "mirrored": 29700}
 _CLUSTER = ("RANK_", "CM_", "HCCL_", "NPU_", "TF_CONFIG", "ASCEND_", "DEVICE_ID", "JOB_ID", "PROFILING_", "AOE_")
 _ENDLESS = 100_000  # steps of a run that the tuner stops
 _TIMEOUT = 1800.0
+_MIRRORED = "MultiWorkerMirroredStrategy"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.shaped_link", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=("resnet50", "bert"), default=["resnet50", "bert"])
     parser.add_argument("--rates", nargs="+", type=float, default=[1.0, 10.0], help="Gbit/s (default: 1 10)")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each rival runs (default: 3)")
-    parser.add_argument("--steps", type=int, default=10, help="steps that count in each run (default: 10)")
+    parser.add_argument("--rounds", type=int, default=2, help="how often each rival runs (default: 2)")
+    parser.add_argument("--steps", type=int, default=8, help="steps that count in each run (default: 8)")
+    parser.add_argument("--simulation", action="store_true", help="check npu-tune --simulate on two and four hosts")
     parser.add_argument("--output", type=Path, default=Path("build/shaped_link"))
     options = parser.parse_args()
     if os.geteuid() != 0:
         sys.exit("network namespaces need root. What to do: start it with sudo.")
     results = []
-    with two_hosts():
-        for rate in options.rates:
-            shape(rate)
-            for model in options.models:
-                directory = (options.output / f"{model}_{rate:g}gbit").resolve()
-                results.append(_compare(model, rate, options.rounds, options.steps, directory))
-                (options.output / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
-                print(_table(results[-1]), flush=True)
+    for rate in options.rates:
+        for model in options.models:
+            directory = (options.output / f"{model}_{rate:g}gbit").resolve()
+            check = _check_simulation if options.simulation else _compare
+            results.append(check(model, rate, options.rounds, options.steps, directory))
+            name = "simulation.json" if options.simulation else "results.json"
+            (options.output / name).write_text(json.dumps(results, indent=1), encoding="utf-8")
+            print(_table(results[-1]), flush=True)
 
 
-def _compare(model: str, rate: float, rounds: int, steps: int, directory: Path) -> dict[str, Any]:
+@dataclass
+class Measured:
+    """What the runs of one rival came to: seconds a step, and seconds of communication after backward."""
+
+    seconds: list[float]
+    exposed: list[float]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training on some hosts."""
+
+    model: str
+    gbit: float
+    cores: tuple[int, ...]  # of each host
+    directory: Path
+
+    def say(self, text: str) -> None:
+        """Tell the user how it goes on."""
+        where = f"{self.model}, {len(self.cores)} hosts, {self.gbit:g} Gbit/s"
+        print(f"[shaped_link] {where}: {text}", file=sys.stderr, flush=True)
+
+    def tune(self) -> tuple[Traced, CostModel, list[int]]:
+        """Run the tuner: its first trace, the measured collectives, and the split that it found."""
+        self.say("tuning")
+        splits = self.directory / "splits"
+        for old in splits.glob("*.json"):
+            old.unlink()
+        self._npu(_ENDLESS, ["--tune"], {"NPU_DEVICE_SPLIT_DIR": str(splits)})
+        (saved,) = splits.glob("*.json")
+        work = self.directory / "npu_tune"
+        cost = CostModel.from_dict(json.loads((work / COST_FILE).read_text(encoding="utf-8")))
+        return traced(read(work / FIRST), WARM_UP), cost, json.loads(saved.read_text(encoding="utf-8"))["ends"]
+
+    def run(self, name: str, ends: Sequence[int] | None, steps: int, measured: Measured) -> None:
+        """Train for some steps with a split, or with MultiWorkerMirroredStrategy where there is none."""
+        if ends is None:
+            output = self._mirrored(steps)
+        else:
+            trace = self.directory / "traces" / name.replace(" ", "_")
+            for old in trace.glob("rank*/*"):
+                old.unlink()
+            output = self._npu(steps, ["--trace", str(trace)], {"NPU_DEVICE_SPLIT": ",".join(map(str, ends))})
+            measured.exposed.append(traced(read(trace), WARM_UP).exposed)
+        line = next(line for line in reversed(output.splitlines()) if '{"seconds"' in line)
+        measured.seconds.append(float(json.loads(line[line.index("{") :])["seconds"]))
+
+    def take_turns(self, rivals: dict[str, list[int] | None], rounds: int, steps: int) -> dict[str, Measured]:
+        """Run all rivals, there and back again."""
+        measured = {name: Measured([], []) for name in rivals}
+        for turn in range(rounds):
+            for name in rivals if turn % 2 == 0 else reversed(rivals):
+                self.say(f"round {turn + 1} of {rounds}: {name}")
+                self.run(name, rivals[name], steps, measured[name])
+        return measured
+
+    def _npu(self, steps: int, extra: Sequence[str], variables: dict[str, str]) -> str:
+        commands = []
+        for node in range(len(self.cores)):
+            launcher = [sys.executable, "-m", "npu_device.launch", *extra, "-n", "1", "--nnodes", str(len(self.cores))]
+            launcher += ["--node-rank", str(node), "--master-addr", address(0), "--master-port", str(_PORTS["npu"])]
+            commands.append(([*launcher, *self._step("npu", steps, node)], {**variables, "HCCL_IF_IP": address(node)}))
+        return self._all(commands)
+
+    def _mirrored(self, steps: int) -> str:
+        workers = [f"{address(node)}:{_PORTS['mirrored']}" for node in range(len(self.cores))]
+        commands = []
+        for node in range(len(self.cores)):
+            config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": node}}
+            command = [sys.executable, *self._step("mirrored", steps, node)]
+            commands.append((command, {"TF_CONFIG": json.dumps(config)}))
+        return self._all(commands)
+
+    def _step(self, side: str, steps: int, node: int) -> list[str]:
+        return ["-m", "benchmarks.shaped_step", self.model, side, str(steps), str(node), str(len(self.cores))]
+
+    def _all(self, commands: Sequence[tuple[list[str], dict[str, str]]]) -> str:
+        """Run a command on each host; the output of the first."""
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(_CLUSTER)}
+        processes, logs = [], []
+        try:
+            for node, (command, variables) in enumerate(commands):
+                environment = {**inherited, **variables, "PYTHONPATH": str(_ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
+                logs.append(self.directory / f"host{node}.log")
+                with logs[-1].open("wb") as log:
+                    processes.append(
+                        subprocess.Popen(
+                            on_host(node, ["taskset", "-c", str(self.cores[node]), *command]),
+                            cwd=self.directory,
+                            env={**environment, "TF_USE_LEGACY_KERAS": "1"},
+                            stdout=log,
+                            stderr=subprocess.STDOUT,
+                        )
+                    )
+            codes = [process.wait(_TIMEOUT) for process in processes]
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGTERM)
+                    process.wait()
+        if any(codes):
+            tails = "\n".join(f"--- {log} ---\n" + "\n".join(log.read_text().splitlines()[-30:]) for log in logs)
+            raise RuntimeError(f"exit codes {codes} of {commands[0][0]}\n{tails}")
+        return logs[0].read_text(errors="replace")
+
+
+def _compare(model: str, gbit: float, rounds: int, steps: int, directory: Path) -> dict[str, Any]:
+    """All rivals on two hosts, each with a core of its own."""
     directory.mkdir(parents=True, exist_ok=True)
-    splits = directory / "splits"
-    for old in splits.glob("*.json"):
-        old.unlink()
-    _progress(f"{model}, {rate:g} Gbit/s: tuning")
-    _both_npu(model, _ENDLESS, directory, ["--tune"], {"NPU_DEVICE_SPLIT_DIR": str(splits)})
-    (saved,) = splits.glob("*.json")
-    tuned = json.loads(saved.read_text(encoding="utf-8"))["ends"]
-    work = directory / "npu_tune"
-    found = traced(read(work / FIRST), WARM_UP)
-    cost = CostModel.from_dict(json.loads((work / COST_FILE).read_text(encoding="utf-8")))
-    rivals = _rivals(found, cost, tuned)
-    seconds: dict[str, list[float]] = {name: [] for name in (*rivals, "MultiWorkerMirroredStrategy")}
-    for turn in range(rounds):
-        for name in seconds if turn % 2 == 0 else reversed(seconds):
-            _progress(f"{model}, {rate:g} Gbit/s, round {turn + 1} of {rounds}: {name}")
-            if name in rivals:
-                split = ",".join(map(str, rivals[name]))
-                out = _both_npu(model, steps, directory, [], {"NPU_DEVICE_SPLIT": split})
-            else:
-                out = _both_mirrored(model, steps, directory)
-            seconds[name].append(_seconds(out))
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    job = Job(model, gbit, (first, second), directory)
+    with hosts(2, gbit):
+        found, cost, tuned = job.tune()
+        rivals = _rivals(found, cost, tuned)
+        measured = job.take_turns({**rivals, _MIRRORED: None}, rounds, steps)
     rows = []
-    for name, times in seconds.items():
+    for name, one in measured.items():
         ends = rivals.get(name)
         exposed = predict(found.step.backward, cost, ends).exposed if ends else None
-        predicted = None if exposed is None else found.step.alone + exposed
-        rows.append({"name": name, "ends": ends, "seconds": times, "predicted": predicted})
-    return {"model": model, "gbit": rate, "cost": cost.as_dict(), "traced_exposed": found.exposed, "rows": rows}
+        rows.append(_row(name, len(ends) if ends else None, one, found.step.alone, exposed))
+    return {"title": f"{model}, 2 hosts, {gbit:g} Gbit/s", "cost": cost.as_dict(), "tuned": tuned, "rows": rows}
 
 
 def _rivals(found: Traced, cost: CostModel, tuned: list[int]) -> dict[str, list[int]]:
     backward = found.step.backward
     last = len(backward.sizes) - 1
-    rivals = {"default": list(found.ends), "tuned": tuned, "one segment": [last]}
-    for plan in best_plans(backward, cost)[1:]:
-        rivals[f"sweep: best {len(plan.ends)}"] = list(plan.ends)
+    plans = best_plans(backward, cost)
+    candidates = {"default": list(found.ends), "tuned": tuned, "one segment": [last]}
+    candidates |= {f"sweep: best {count}": list(plans[count - 1].ends) for count in (2, 4, 8)}
     total = sum(backward.sizes)
-    for count in (2, 4, 8):
+    for count in (2, 4):
         ends: list[int] = []
         given = 0
         for number, size in enumerate(backward.sizes):
             given += size
             if given >= total * (len(ends) + 1) / count and number < last:
                 ends.append(number)
-        rivals[f"sweep: {count} of equal bytes"] = [*ends, last]
+        candidates[f"sweep: {count} of equal bytes"] = [*ends, last]
+    rivals: dict[str, list[int]] = {}
+    for name, ends in candidates.items():
+        if name == "tuned" or ends not in rivals.values():
+            rivals[name] = ends
     return rivals
 
 
-def _both_npu(model: str, steps: int, directory: Path, extra: Sequence[str], variables: dict[str, str]) -> str:
-    commands = []
-    for node, address in enumerate(ADDRESSES):
-        launcher = [sys.executable, "-m", "npu_device.launch", *extra, "-n", "1", "--nnodes", "2"]
-        launcher += ["--node-rank", str(node), "--master-addr", ADDRESSES[0], "--master-port", str(_PORTS["npu"])]
-        launcher += ["-m", "benchmarks.shaped_step", model, "npu", str(steps), str(node)]
-        commands.append((launcher, {**variables, "HCCL_IF_IP": address}))
-    return _both(commands, directory)
+def _check_simulation(model: str, gbit: float, rounds: int, steps: int, directory: Path) -> dict[str, Any]:
+    """What two hosts say about two and four, and what two and four hosts do; half a core for each rank."""
+    directory.mkdir(parents=True, exist_ok=True)
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    rows = []
+    for cores in ((first, first), (first, first, second, second)):
+        job = Job(model, gbit, cores, directory)
+        with hosts(len(cores), gbit):
+            if len(cores) == 2:
+                found, cost, _ = job.tune()
+                expected = {
+                    row.ranks: row for row in simulate(found.step, link_of(cost, 2), [2, 4]) if row.shape == "ring"
+                }
+            row = expected[len(cores)]
+            rivals: dict[str, list[int] | None] = {"default": list(found.ends), "best": list(row.ends)}
+            measured = job.take_turns(rivals, rounds, steps)
+        for name, seconds in (("default", row.default), ("best", row.tuned)):
+            segments = len(rivals[name] or ())
+            exposed = seconds - row.alone
+            rows.append(_row(f"{len(cores)} hosts, {name} split", segments, measured[name], row.alone, exposed))
+    return {"title": f"simulation of {model}, {gbit:g} Gbit/s", "cost": cost.as_dict(), "rows": rows}
 
 
-def _both_mirrored(model: str, steps: int, directory: Path) -> str:
-    workers = [f"{address}:{_PORTS['mirrored']}" for address in ADDRESSES]
-    commands = []
-    for node in range(2):
-        config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": node}}
-        command = [sys.executable, "-m", "benchmarks.shaped_step", model, "mirrored", str(steps), str(node)]
-        commands.append((command, {"TF_CONFIG": json.dumps(config)}))
-    return _both(commands, directory)
-
-
-def _both(commands: Sequence[tuple[list[str], dict[str, str]]], directory: Path) -> str:
-    """Run a command on each host; the output of the first."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_CLUSTER)}
-    cores = sorted(os.sched_getaffinity(0))
-    share = max(1, len(cores) // len(commands))
-    processes, logs = [], []
-    try:
-        for node, (command, variables) in enumerate(commands):
-            # Each host has cores of its own.
-            mine = ",".join(map(str, cores[node * share : (node + 1) * share] or cores))
-            environment = {**inherited, **variables, "PYTHONPATH": str(_ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
-            logs.append(directory / f"host{node}.log")
-            with logs[-1].open("wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        on_host(node, ["taskset", "-c", mine, *command]),
-                        cwd=directory,
-                        env={**environment, "TF_USE_LEGACY_KERAS": "1"},
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        codes = [process.wait(_TIMEOUT) for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-                process.wait()
-    if any(codes):
-        tails = "\n".join(f"--- {log} ---\n" + "\n".join(log.read_text().splitlines()[-30:]) for log in logs)
-        raise RuntimeError(f"exit codes {codes} of {commands[0][0]}\n{tails}")
-    return logs[0].read_text(errors="replace")
-
-
-def _seconds(output: str) -> float:
-    line = next(line for line in reversed(output.splitlines()) if '{"seconds"' in line)
-    return float(json.loads(line[line.index("{") :])["seconds"])
+def _row(name: str, segments: int | None, measured: Measured, alone: float, exposed: float | None) -> dict[str, Any]:
+    return {
+        "name": name,
+        "segments": segments,
+        "seconds": measured.seconds,
+        "exposed": measured.exposed,
+        "predicted": None if exposed is None else alone + exposed,
+        "predicted_exposed": exposed,
+    }
 
 
 def _table(result: dict[str, Any]) -> str:
-    lines = [f"\n### {result['model']}, {result['gbit']:g} Gbit/s\n"]
-    lines += ["| split | segments | ms a step | predicted, ms |", "|---|--:|--:|--:|"]
+    lines = [f"\n### {result['title']}\n"]
+    lines.append("| split | segments | ms a step | predicted | exposed, ms | predicted | off by |")
+    lines.append("|---|--:|--:|--:|--:|--:|--:|")
     for row in result["rows"]:
-        predicted = "" if row["predicted"] is None else f"{row['predicted'] * 1e3:.0f}"
-        segments = "" if row["ends"] is None else str(len(row["ends"]))
-        lines.append(f"| {row['name']} | {segments} | {statistics.median(row['seconds']) * 1e3:.0f} | {predicted} |")
+        cells = [row["name"], row["segments"] or "–", f"{statistics.median(row['seconds']) * 1e3:.0f}"]
+        if row["exposed"]:
+            exposed, expected = statistics.median(row["exposed"]), row["predicted_exposed"]
+            cells += [f"{row['predicted'] * 1e3:.0f}", f"{exposed * 1e3:.0f}", f"{expected * 1e3:.0f}"]
+            cells.append(f"{expected / exposed - 1:+.0%}" if exposed else "–")
+        else:
+            cells += ["–"] * 4
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
-
-
-def _progress(text: str) -> None:
-    print(f"[shaped_link] {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One rank of ``shaped_link``: trains a model for some steps, and rank 0 prints the median as a line of JSON.
 
-``python -m benchmarks.shaped_step MODEL SIDE STEPS RANK``; the split comes from ``NPU_DEVICE_SPLIT``.
+``python -m benchmarks.shaped_step MODEL SIDE STEPS RANK RANKS``; the split comes from ``NPU_DEVICE_SPLIT``.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import time
 from typing import Any
 
 _WARM_UP = 3
-_RANKS = 2
 
 
 def main() -> None:
-    model, side_name, steps, rank = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    model, side_name = sys.argv[1:3]
+    steps, rank, ranks = map(int, sys.argv[3:])
     side: Any
     if side_name == "npu":
         from benchmarks.npu_side import NpuSide
 
-        side = NpuSide(rank, _RANKS)
+        side = NpuSide(rank, ranks)
         step = side.training(model, True, None)
     else:
         from benchmarks.mirrored_side import MirroredSide
 
-        side = MirroredSide(rank, _RANKS)
+        side = MirroredSide(rank, ranks)
         step = side.training(model)
     seconds = []
     for _ in range(_WARM_UP + steps):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import textwrap
 
 from benchmarks.cases import (
@@ -14,9 +16,11 @@ from benchmarks.cases import (
     GLOO,
     MIRRORED,
     MPICH,
+    PAIRS,
     PARTS,
     SHARES,
     STEPS,
+    TRACED,
 )
 from benchmarks.results import NOT_INSTALLED, CaseResult, Results, RoundResult, Timing
 
@@ -102,7 +106,30 @@ def _parts(case: CaseResult) -> list[str]:
     return [f"{said}{over} The parts run side by side with backward, in the mean of the ranks:", _markdown(rows)]
 
 
-_SHOWN = {BY_SIZE: _by_size, STEPS: _steps, SHARES: _shares, PARTS: _parts}
+def _pairs(case: CaseResult) -> list[str]:
+    """By how much tracing slows a step down, one row a backend."""
+    rows = [["backend", "ms a step", "ms traced", "difference"]]
+    for one_round in case.rounds:
+        both = [one_round.timing(label) for label in (DEFAULT_SPLIT, TRACED)]
+        rows.append([one_round.label, *map(_milliseconds, both), _difference(*both)])
+    turns = max(len(timing.seconds) for one_round in case.rounds for timing in one_round.timings)
+    return [
+        f"The difference is the median of {turns} pairs of neighbouring turns, ± its standard error.",
+        _markdown(rows),
+    ]
+
+
+_SHOWN = {BY_SIZE: _by_size, STEPS: _steps, SHARES: _shares, PARTS: _parts, PAIRS: _pairs}
+
+
+def _difference(before: Timing | None, after: Timing | None) -> str:
+    """The second one's time over the first one's, turn by turn."""
+    if before is None or after is None or before.median is None or after.median is None:
+        return _FAILED
+    ratios = [theirs / ours - 1 for ours, theirs in zip(before.seconds, after.seconds)]
+    # 1.25 standard deviations by the root of the number: the standard error of a median.
+    error = 1.25 * statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.inf
+    return f"{statistics.median(ratios):+.2%} ± {error:.2%}"
 
 
 def _ratio(one_round: RoundResult, dividend: str, divisor: str) -> str:

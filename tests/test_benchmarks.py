@@ -12,7 +12,22 @@ from pathlib import Path
 import pytest
 
 from benchmarks import docs_page
-from benchmarks.cases import ALONE, EAGER, FUNCTION, GLOO, MIRRORED, MPICH, RING, STEPS, Case, Rival, Round
+from benchmarks.cases import (
+    ALONE,
+    DEFAULT_SPLIT,
+    EAGER,
+    FUNCTION,
+    GLOO,
+    MIRRORED,
+    MPICH,
+    PAIRS,
+    RING,
+    STEPS,
+    TRACED,
+    Case,
+    Rival,
+    Round,
+)
 from benchmarks.measuring import run_case
 from benchmarks.process_set import ProcessSet, RivalError
 from benchmarks.results import CaseResult, RoundResult, Timing, begin
@@ -55,6 +70,16 @@ def test_the_table_has_ratios_and_errors() -> None:
     assert re.search(r"^\| npu_device, 4 segments +\| +200 \| +200 … 400 \| +2.00 \| +2.00 \|$", text, re.M), text
     assert re.search(r"^\| npu_device, 8 segments +\| +failed \|", text, re.M), text
     assert "* step, npu_device, 8 segments: rank 1: its process ended" in text
+
+
+def test_what_differs_little_is_compared_in_pairs() -> None:
+    """A machine that gets slower from turn to turn doesn't hide that one of the two takes 1 % longer."""
+    untraced = [0.1, 0.2, 0.3, 0.4]
+    timings = [Timing(DEFAULT_SPLIT, untraced), Timing(TRACED, [seconds * 1.01 for seconds in untraced])]
+    results = begin(1)
+    results.cases.append(CaseResult("trace", "a step", PAIRS, 2, [RoundResult(RING, 100, 3, timings)]))
+    text = tables(results)
+    assert re.search(rf"^\| {RING} \| +250 \| +252 \| \+1.00% ± 0.00% \|$", text, re.M), text
 
 
 def test_a_rival_that_is_not_installed_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

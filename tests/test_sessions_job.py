@@ -54,6 +54,22 @@ print("RESULT", len(losses), losses[-1] < losses[0] / 2, learnt.ravel().tolist()
 """
 )
 
+CHECKPOINTS = (
+    HEAD
+    + """
+import os
+train = NPUDistributedOptimizer(tf.train.AdamOptimizer(0.05)).minimize(loss, global_step=step)
+last = int(os.environ["LAST_STEP"])
+hooks = [NPUBroadcastGlobalVariablesHook(0, rank), tf.train.StopAtStepHook(last_step=last)]
+directory = os.environ["CHECKPOINTS"] if rank == 0 else None
+with tf.train.MonitoredTrainingSession(checkpoint_dir=directory, hooks=hooks) as session:
+    begun = session.run(step)
+    while not session.should_stop():
+        _, learnt = session.run([train, weights])
+print("RESULT", begun, learnt.ravel().tolist())
+"""
+)
+
 FAILING = (
     HEAD
     + """
@@ -75,6 +91,18 @@ def test_a_session_trains_on_two_ranks(tmp_path: Path) -> None:
         results.append(next(line for line in ended.output.splitlines() if line.startswith("RESULT")))
     assert results[0] == results[1]
     assert results[0].startswith("RESULT 20 True")
+
+
+def test_a_session_goes_on_from_the_checkpoint_of_rank_0(tmp_path: Path) -> None:
+    begun = []
+    for last in (10, 20):
+        results = set()
+        for ended in job.run(tmp_path, 2, CHECKPOINTS, LAST_STEP=str(last), CHECKPOINTS=str(tmp_path / "checkpoints")):
+            assert ended.code == 0, ended.output
+            results.add(next(line for line in ended.output.splitlines() if line.startswith("RESULT")))
+        (result,) = results
+        begun.append(int(result.split()[1]))
+    assert begun == [0, 10]
 
 
 def test_a_failing_rank_is_named_in_the_others_session(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ranks import clean_environment
 
-from benchmarks.two_hosts import ADDRESSES, can_be_made, on_host, shape, two_hosts
+from benchmarks.hosts import address, can_be_made, hosts, on_host
 
 pytestmark = pytest.mark.skipif(not can_be_made(), reason="needs root, ip and tc to make two hosts")
 
@@ -60,7 +60,7 @@ def _run(directory: Path, backend: str) -> list[str]:
     processes = []
     for host in range(2):
         launch = [sys.executable, "-m", "npu_device.launch", "-n", "2", "--nnodes", "2", "--node-rank", str(host)]
-        command = on_host(host, [*launch, "--master-addr", ADDRESSES[0], "--master-port", "29700", str(script)])
+        command = on_host(host, [*launch, "--master-addr", address(0), "--master-port", "29700", str(script)])
         environment = {**clean_environment(), "TF_CPP_MIN_LOG_LEVEL": "2", "NPU_DEVICE_BACKEND": backend}
         processes.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -72,8 +72,7 @@ def _run(directory: Path, backend: str) -> list[str]:
 
 def test_two_hosts_send_what_one_rank_each_needs(tmp_path: Path) -> None:
     sent = {}
-    with two_hosts():
-        shape(1.0)
+    with hosts(2, gbit=1.0):
         for backend in ("auto", "tensorflow"):
             outputs = _run(tmp_path, backend)
             assert sum(output.count("checked") for output in outputs) == 4

@@ -14,6 +14,9 @@ from npu_device.collectives.group import WORLD_GROUP, group_of
 from npu_device.distribute.variables import overwrite
 from npu_device.sessions.outside import in_session_graph
 
+VARIABLES_OF_ONE_RANK = "npu_device/variables_of_one_rank"
+"""Collection of a session's graph: the optimizer's state of this rank's share, which the other ranks don't have."""
+
 
 @tf.autograph.experimental.do_not_convert
 def grouping_gradients_apply(apply_func: Callable[..., Any], grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
@@ -44,8 +47,14 @@ def grouping_gradients_apply(apply_func: Callable[..., Any], grads_and_vars: Any
     pairs = list(grads_and_vars)
     variables = [variable for _, variable in pairs]
     mine = shares(variables, runtime.cluster.world_size)[runtime.cluster.rank]
+    if not in_session_graph():
+        apply_func([pairs[position] for position in mine], *args, **kwargs)
+        return grouping_broadcast(variables)
+    before = tf.compat.v1.global_variables()
     applied = apply_func([pairs[position] for position in mine], *args, **kwargs)
-    with tf.control_dependencies([applied] if in_session_graph() else []):
+    for variable in tf.compat.v1.global_variables()[len(before) :]:
+        tf.compat.v1.add_to_collection(VARIABLES_OF_ONE_RANK, variable)
+    with tf.control_dependencies([applied]):
         return grouping_broadcast(variables)
 
 

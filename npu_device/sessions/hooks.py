@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device.distribute.groups import get_rank_size
+from npu_device.distribute.sharded import VARIABLES_OF_ONE_RANK
 from npu_device.distribute.variables import broadcast
 from npu_device.sessions.iterations import load_all
 
@@ -20,20 +21,24 @@ class NpuEmptyHook(tf.compat.v1.train.SessionRunHook):
 
 
 def broadcast_global_variables(root_rank: int = 0, index: Any = None) -> Any:
-    """The operation that overwrites the graph's trainable variables with those of the root; all ranks run it.
+    """The operation that overwrites the graph's global variables with those of the root; all ranks run it.
 
     Args:
         root_rank: the rank whose values count.
         index: without effect.
 
-    Source: Ascend TF Adapter 1.15, ``broadcast_global_variables``, which takes the trainable ones only too.
+    Source: Ascend TF Adapter 1.15, ``broadcast_global_variables``. There it takes the trainable ones only, so that a
+    job in which the root alone restores a checkpoint goes on with different steps and optimizer states. What a sharded
+    optimizer keeps on one rank only stays as it is.
     """
     del index
-    return broadcast(tf.compat.v1.trainable_variables(), root_rank)
+    of_one_rank = {id(variable) for variable in tf.compat.v1.get_collection(VARIABLES_OF_ONE_RANK)}
+    return broadcast([one for one in tf.compat.v1.global_variables() if id(one) not in of_one_rank], root_rank)
 
 
 class NPUBroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
-    """Gives all ranks the root's trainable variables, when the session has been made or restored.
+    """Gives all ranks the root's global variables, the step and the optimizer's state among them, when the session has
+    been made or restored.
 
     Args:
         root_rank: the rank whose values count; default 0.
