@@ -4,6 +4,7 @@ leaving, being killed.
 
 from __future__ import annotations
 
+import subprocess
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -60,3 +61,23 @@ def finish(processes: list[Process], timeout: float = 60) -> list[Ended]:
 def run(directory: Path, size: int, script: str, timeout: float = 60, **environment: str) -> list[Ended]:
     """Start and wait."""
     return finish(start(directory, size, script, **environment), timeout)
+
+
+def run_anew(commands: list[list[str]], environments: list[dict[str, str]], timeout: float = 60) -> list[Ended]:
+    """Start commands side by side, with nothing imported beforehand, and wait."""
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**clean_environment(), "TF_CPP_MIN_LOG_LEVEL": "2", **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for command, environment in zip(commands, environments)
+    ]
+    try:
+        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [Ended(process.returncode, output, time.monotonic()) for process, output in zip(processes, outputs)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import job
 import numpy as np
 import pytest
 from pool import Pool
+from ranks import table_environment
 
 
 def body_batch_sizes() -> Any:
@@ -244,6 +246,9 @@ if __name__ == "__main__":
 
 
 def test_split_options_and_open_come_before_everything(tmp_path: Path) -> None:
-    for result in job.run(tmp_path, 2, STARTED_LATE):
+    script = tmp_path / "script.py"
+    script.write_text(STARTED_LATE)
+    command = [sys.executable, str(script)]
+    for result in job.run_anew([command] * 2, [table_environment(tmp_path, 2, rank) for rank in range(2)]):
         assert result.code == 0, result.output
         assert "total 36.0 2" in result.output

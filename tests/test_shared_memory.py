@@ -16,7 +16,6 @@ import job
 import numpy as np
 import pytest
 from pool import Pool
-from ranks import clean_environment
 
 from npu_device.collectives.shared_memory import mapping
 
@@ -139,23 +138,20 @@ def test_ranks_that_cannot_share_use_tensorflow_with_one_warning(tmp_path: Path,
 
     script = tmp_path / "script.py"
     script.write_text(BEGIN + 'print("shared", shared(), float(npu.distribute.all_reduce(tf.constant(1.0), "sum")))\n')
-    processes = []
-    for rank, prefix in enumerate([[], ["unshare", "--pid", "--fork", "--mount-proc"]]):
-        environment = {**clean_environment(), **table_environment(tmp_path, 2, rank), "NPU_DEVICE_BACKEND": backend}
-        command = [*prefix, sys.executable, str(script)]
-        processes.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    commands = [
+        [sys.executable, str(script)],
+        ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, str(script)],
+    ]
+    environments = [{**table_environment(tmp_path, 2, rank), "NPU_DEVICE_BACKEND": backend} for rank in range(2)]
+    results = job.run_anew(commands, environments)
     if backend == "auto":
-        assert all("shared False 2.0" in output for output in outputs), outputs
-        assert all(process.returncode == 0 for process in processes)
-        assert sum(output.count("use TensorFlow's collectives") for output in outputs) == 1
+        assert all(result.code == 0 and "shared False 2.0" in result.output for result in results), results
+        assert sum(result.output.count("use TensorFlow's collectives") for result in results) == 1
     else:
-        assert all(process.returncode != 0 for process in processes)
-        for output in outputs:
-            assert "rank 1 on host" in output and "PID namespace" in output
-            assert "What to do" in output
+        for result in results:
+            assert result.code != 0
+            assert "rank 1 on host" in result.output and "PID namespace" in result.output
+            assert "What to do" in result.output
 
 
 def test_only_the_same_user_can_open_the_memory() -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import job
 import pytest
-from ranks import clean_environment
 
 from benchmarks.hosts import address, can_be_made, hosts, on_host
 
@@ -57,17 +56,13 @@ print("sent", (sent() - before) / 3 / 16e6, flush=True)
 def _run(directory: Path, backend: str) -> list[str]:
     script = directory / "script.py"
     script.write_text(SCRIPT)
-    processes = []
+    commands = []
     for host in range(2):
         launch = [sys.executable, "-m", "npu_device.launch", "-n", "2", "--nnodes", "2", "--node-rank", str(host)]
-        command = on_host(host, [*launch, "--master-addr", address(0), "--master-port", "29700", str(script)])
-        environment = {**clean_environment(), "TF_CPP_MIN_LOG_LEVEL": "2", "NPU_DEVICE_BACKEND": backend}
-        processes.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
-    return outputs
+        commands.append(on_host(host, [*launch, "--master-addr", address(0), "--master-port", "29700", str(script)]))
+    results = job.run_anew(commands, [{"NPU_DEVICE_BACKEND": backend}] * 2, timeout=120)
+    assert [result.code for result in results] == [0, 0], results
+    return [result.output for result in results]
 
 
 def test_two_hosts_send_what_one_rank_each_needs(tmp_path: Path) -> None:
