@@ -190,16 +190,15 @@ def _rivals(found: Traced, cost: CostModel, tuned: list[int]) -> dict[str, list[
     last = len(backward.sizes) - 1
     plans = best_plans(backward, cost)
     candidates = {"default": list(found.ends), "tuned": tuned, "one segment": [last]}
-    candidates |= {f"sweep: best {count}": list(plans[count - 1].ends) for count in (2, 4, 8)}
+    candidates |= {f"sweep: best {count}": list(plans[count - 1].ends) for count in (2, 4)}
     total = sum(backward.sizes)
-    for count in (2, 4):
-        ends: list[int] = []
-        given = 0
-        for number, size in enumerate(backward.sizes):
-            given += size
-            if given >= total * (len(ends) + 1) / count and number < last:
-                ends.append(number)
-        candidates[f"sweep: {count} of equal bytes"] = [*ends, last]
+    ends: list[int] = []
+    given = 0
+    for number, size in enumerate(backward.sizes):
+        given += size
+        if given >= total * (len(ends) + 1) / 4 and number < last:
+            ends.append(number)
+    candidates["sweep: 4 of equal bytes"] = [*ends, last]
     rivals: dict[str, list[int]] = {}
     for name, ends in candidates.items():
         if name == "tuned" or ends not in rivals.values():

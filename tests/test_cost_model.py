@@ -60,13 +60,13 @@ def test_a_negative_alpha_becomes_none() -> None:
 
 
 def test_slower_is_one_standard_error_up() -> None:
-    cost = CostModel(1e-3, 1e-9, busy=5e-4, alpha_error=1e-4, beta_error=1e-10)
+    cost = CostModel(1e-3, 1e-9, busy=5e-4, alpha_error=1e-4, beta_error=1e-10, pack=1e-10)
     slower = cost.slower()
-    assert (slower.alpha, slower.beta, slower.busy) == pytest.approx((1.1e-3, 1.1e-9, 5.5e-4))
+    assert (slower.alpha, slower.beta, slower.busy, slower.pack) == pytest.approx((1.1e-3, 1.1e-9, 5.5e-4, 1e-10))
 
 
 def test_it_survives_json() -> None:
-    cost = CostModel(1e-3, 1e-9, busy=5e-4, alpha_error=1e-4, beta_error=1e-10)
+    cost = CostModel(1e-3, 1e-9, busy=5e-4, alpha_error=1e-4, beta_error=1e-10, pack=2e-10)
     assert CostModel.from_dict(cost.as_dict()) == cost
 
 
@@ -87,9 +87,9 @@ def test_the_preset_of_10_gbe_has_the_published_latency_of_16_ranks() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 16, 1024])
 def test_a_link_measured_on_a_ring_makes_the_same_ring(ranks: int) -> None:
-    cost = CostModel(ALPHA, BETA)
+    cost = CostModel(ALPHA, BETA, pack=5e-10)
     again = ring(link_of(cost, ranks), ranks)
-    assert (again.alpha, again.beta) == (pytest.approx(ALPHA), pytest.approx(BETA))
+    assert (again.alpha, again.beta, again.pack) == (pytest.approx(ALPHA), pytest.approx(BETA), 5e-10)
 
 
 def test_rings_and_trees() -> None:

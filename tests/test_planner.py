@@ -35,7 +35,8 @@ def instance(seed: int, most: int = 12) -> tuple[Backward, CostModel]:
         ready.append(now + chance.choice([0, 0, chance.uniform(-0.02, 0.02)]))
     sizes = tuple(chance.choice([4, 10_000, 1_000_000, 8_000_000]) for _ in range(count))
     alpha = chance.choice([0.0, 1e-4, 5e-3])
-    cost = CostModel(alpha, chance.choice([1e-10, 1e-9, 1e-8]), busy=alpha * chance.choice([0.0, 0.3, 1.0]))
+    beta, busy = chance.choice([1e-10, 1e-9, 1e-8]), alpha * chance.choice([0.0, 0.3, 1.0])
+    cost = CostModel(alpha, beta, busy, pack=chance.choice([0.0, 1e-10, 1e-9]))
     return Backward(sizes, tuple(ready), max(ready) + chance.choice([0, 0.004])), cost
 
 
@@ -145,6 +146,15 @@ def test_communication_that_fits_under_backward_leaves_the_last_segment_exposed(
     assert best_plan(backward, cost).exposed == pytest.approx(1e-3 + 0.01)
     assert default_plan(backward, cost) == predict(backward, cost, cut_by_default(backward.sizes))
     assert predict(backward, cost, [9]).exposed == pytest.approx(1e-3 + 0.1)
+
+
+def test_packing_is_hidden_behind_other_segments() -> None:
+    """Everything ready at once on a slow link: in one piece it is packed before, and unpacked after, all travel."""
+    backward = Backward((25_000_000,) * 4, (0.1,) * 4, 0.1)
+    cost = CostModel(0.0, 8e-9, pack=5e-10)
+    assert predict(backward, cost, [3]).exposed == pytest.approx(0.05 + 0.8 + 0.05)
+    assert predict(backward, cost, [0, 1, 2, 3]).exposed == pytest.approx(0.0125 + 0.8 + 0.0125)
+    assert best_plan(backward, cost).ends == (0, 1, 2, 3)
 
 
 def test_contenders_halve_the_number_of_segments() -> None:

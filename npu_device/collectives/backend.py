@@ -27,6 +27,11 @@ def shares_memory(runtime: Runtime, group: Group) -> bool:
     return len({leaders[rank] for rank in group.ranks}) == 1
 
 
+def packs(runtime: Runtime, group: Group, dtype: tf.DType) -> bool:
+    """Whether a segment's tensors are put into one buffer before they travel, and the result is taken apart again."""
+    return _for_tensors(runtime, group, dtype) is tensorflow_backend
+
+
 def start_all_reduce(
     runtime: Runtime,
     segments: Sequence[Sequence[tf.Tensor]],

@@ -43,7 +43,7 @@ class IterationPerLoop:
                 self._session.run(train_op)
             return [np.array(self._steps, np.int64)]
 
-        _made.setdefault(train_op.graph, []).append(self)
+        _made.setdefault(train_op.graph, weakref.WeakSet()).add(self)
         with train_op.graph.as_default():
             [made] = run_outside(steps, [tf.constant(0)], [tf.TensorSpec([], tf.int64)])
             with tf.control_dependencies([made]):
@@ -62,12 +62,13 @@ class IterationPerLoop:
         self._session, self._steps = sess, _checked(iterations_per_loop)
 
 
-_made: weakref.WeakKeyDictionary[tf.Graph, list[IterationPerLoop]] = weakref.WeakKeyDictionary()
+# Weak on both sides: a loop knows its session, which knows the graph. The operation keeps the loop alive.
+_made: weakref.WeakKeyDictionary[tf.Graph, weakref.WeakSet[IterationPerLoop]] = weakref.WeakKeyDictionary()
 
 
 def load_all(session: Any, iterations_per_loop: int) -> None:
     """``load_iteration_per_loop_var`` for all that the session's graph has."""
-    for loop in _made.get(session.graph, []):
+    for loop in _made.get(session.graph, ()):
         loop.load_iteration_per_loop_var(session, iterations_per_loop)
 
 

@@ -26,6 +26,8 @@ class CostModel:
             by side and only share the bandwidth, ``alpha`` where they run one after the other.
         alpha_error: standard error of ``alpha``, in seconds.
         beta_error: standard error of ``beta``, in seconds a byte.
+        pack: seconds a byte to put a segment's gradients together before it travels, and as many to take the result
+            apart; other segments travel meanwhile.
 
     Raises:
         ValueError: a negative figure, or ``busy`` above ``alpha``.
@@ -36,12 +38,13 @@ class CostModel:
     busy: float = 0.0
     alpha_error: float = 0.0
     beta_error: float = 0.0
+    pack: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (0 <= self.busy <= self.alpha and self.beta >= 0):
+        if not (0 <= self.busy <= self.alpha and self.beta >= 0 and self.pack >= 0):
             raise ValueError(
-                f"alpha {self.alpha!r}, beta {self.beta!r}, busy {self.busy!r}: expected seconds from 0, with busy at "
-                "most alpha"
+                f"alpha {self.alpha!r}, beta {self.beta!r}, busy {self.busy!r}, pack {self.pack!r}: expected seconds "
+                "from 0, with busy at most alpha"
             )
 
     @property
@@ -49,18 +52,21 @@ class CostModel:
         """The part of ``alpha``, in seconds, that the collectives spend side by side."""
         return self.alpha - self.busy
 
-    def work(self, size: float) -> float:
-        """Seconds that a collective of ``size`` bytes keeps the others from their bandwidth."""
+    def work(self, size: Any) -> Any:
+        """Seconds that a collective of ``size`` bytes (a number, or an array of them) keeps the others from their
+        bandwidth.
+        """
         return self.busy + self.beta * size
 
     def seconds(self, size: float) -> float:
-        """Seconds that one collective of ``size`` bytes takes when it is alone."""
+        """Seconds that one collective of ``size`` bytes takes when it is alone, of one tensor."""
         return self.alpha + self.beta * size
 
     def slower(self) -> CostModel:
         """The same with alpha and beta one standard error up: what a prediction should be read with."""
         alpha = self.alpha + self.alpha_error
-        return CostModel(alpha, self.beta + self.beta_error, self.busy * alpha / self.alpha if self.alpha else 0.0)
+        busy = self.busy * alpha / self.alpha if self.alpha else 0.0
+        return CostModel(alpha, self.beta + self.beta_error, busy, pack=self.pack)
 
     def as_dict(self) -> dict[str, float]:
         """For JSON."""
@@ -72,13 +78,16 @@ class CostModel:
         return cls(**{name: float(value) for name, value in values.items()})
 
 
-def fit(samples: Mapping[int, Sequence[float]], lanes: Mapping[int, Sequence[float]] | None = None) -> CostModel:
+def fit(
+    samples: Mapping[int, Sequence[float]], lanes: Mapping[int, Sequence[float]] | None = None, pack: float = 0.0
+) -> CostModel:
     """A cost model from measured times.
 
     Args:
         samples: seconds that single collectives took, several for each size in bytes; at least two sizes.
         lanes: seconds that several collectives took which were started at once with the smallest of the sizes each, by
             their number. Without them the collectives count as running side by side.
+        pack: as in ``CostModel``.
 
     Returns:
         The line by weighted least squares through the medians; the weights come from how much the repetitions differ.
@@ -107,6 +116,7 @@ def fit(samples: Mapping[int, Sequence[float]], lanes: Mapping[int, Sequence[flo
         busy=_busy(alpha, beta, min(samples), lanes or {}),
         alpha_error=math.sqrt(scale * (1 / total + mean_size**2 / spread)),
         beta_error=math.sqrt(scale / spread),
+        pack=pack,
     )
 
 

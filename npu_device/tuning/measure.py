@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 
 import tensorflow as tf
 
 from npu_device.cluster.runtime import Runtime
+from npu_device.collectives import backend
 from npu_device.collectives.all_reduce import all_reduce, all_reduce_segments
 from npu_device.collectives.group import Group
+from npu_device.collectives.tensorflow_backend import backend as tensorflow_backend
 from npu_device.tuning.cost_model import CostModel, fit
 
 _SMALLEST = 4096
 _PARTS = (64, 16, 4, 2, 1)  # of the largest size: segments of a split are between these
 _LANES = 4
+_GRADIENTS = 50  # of a segment, when it is measured how long it takes to put them together
+_PACKED = 64_000_000  # bytes of them at most
 _REPEATS = 7
 _FEWEST_REPEATS = 2
 _SECONDS = 5.0  # when the measurement has taken so long, the sizes that are left get the fewest repeats
@@ -40,7 +45,29 @@ def measure(runtime: Runtime, group: Group, largest: int) -> CostModel:
     began = time.monotonic()
     samples = {size: _times(runtime, group, [size], began) for size in sizes}
     lanes = {_LANES: _times(runtime, group, [_SMALLEST] * _LANES, began)}
-    return fit(samples, lanes)
+    return fit(samples, lanes, _pack_seconds(runtime, group, min(largest, _PACKED)))
+
+
+def _pack_seconds(runtime: Runtime, group: Group, size: int) -> float:
+    """Seconds a byte to put a segment's gradients together, and to divide and take apart what comes back: half of both,
+    on the slowest rank.
+    """
+    if not backend.packs(runtime, group, tf.float32):
+        return 0.0
+    tensors = [tf.ones([max(1, size // 4 // _GRADIENTS)], tf.float32)] * _GRADIENTS
+
+    @tf.function
+    def both() -> list[tf.Tensor]:
+        return tensorflow_backend.unpack(tensorflow_backend.pack(tensors) * 0.5, tensors)
+
+    _finish(both())
+    seconds = []
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        _finish(both())
+        seconds.append(time.perf_counter() - started)
+    mine = statistics.median(seconds) / 2 / (4 * sum(int(tensor.shape[0]) for tensor in tensors))
+    return float(all_reduce(runtime, tf.constant(mine, tf.float64), "max", group))
 
 
 def _times(runtime: Runtime, group: Group, sizes: Sequence[int], began: float) -> list[float]:

@@ -1,8 +1,9 @@
 """The best segments by a cost model: an exact optimum over all ways to cut the gradients, eight segments at most.
 
 A segment starts when its gradients and all those before them are ready: measured times that are out of order count as
-noise. The collectives are a queue: each keeps the others from the network
-for ``cost.work(bytes)`` seconds, and all have ``cost.latency`` to wait besides. With ``busy == alpha`` these are
+noise, and its gradients are put together, ``cost.pack * bytes`` seconds. The collectives are a queue: each keeps the
+others from the network for ``cost.work(bytes)`` seconds, and all have ``cost.latency`` to wait besides; then each is
+taken apart, ``cost.pack * bytes`` seconds. With ``busy == alpha`` these are
 collectives that run one after the other, F_k = max(F_k-1, ready_k) + alpha + beta * bytes_k; with ``busy == 0``
 collectives that run side by side and share the bandwidth: whichever way it is shared, the last of them ends when a
 queue would.
@@ -18,6 +19,8 @@ import numpy as np
 
 from npu_device.gradients.split_strategy import MAX_SEGMENTS, cut_by_default
 from npu_device.tuning.cost_model import CostModel
+
+_STEP = 1e-13  # by which part a plan has to be better to count; above what numbers are rounded by
 
 
 @dataclass(frozen=True)
@@ -75,13 +78,16 @@ def predict(backward: Backward, cost: CostModel, ends: Sequence[int]) -> Plan:
             f"ends {list(ends)} don't fit {len(backward.sizes)} gradients; expected ascending numbers of which the "
             f"last is {len(backward.sizes) - 1}"
         )
-    finish = ready = -math.inf
+    queue = ready = finish = -math.inf
     start = 0
     for end in ends:
         ready = max(ready, *backward.ready[start : end + 1])
-        finish = max(finish, ready) + cost.work(sum(backward.sizes[start : end + 1]))
+        size = sum(backward.sizes[start : end + 1])
+        queue = max(queue, ready + cost.pack * size) + cost.work(size)
+        finish = max(finish, queue + cost.pack * size)
         start = end + 1
-    return _plan(backward, cost, tuple(ends), finish)
+    finish += cost.latency
+    return Plan(tuple(ends), finish, max(0.0, finish - backward.end))
 
 
 def best_plans(backward: Backward, cost: CostModel, most: int = MAX_SEGMENTS) -> list[Plan]:
@@ -94,33 +100,56 @@ def best_plans(backward: Backward, cost: CostModel, most: int = MAX_SEGMENTS) ->
 
     Returns:
         One plan for each number of segments up to ``most`` or the number of gradients.
-
-    The recurrence is exact: the end of a segment only grows with the end of the one before it. It takes ``most`` times
-    the square of the number of gradients.
     """
-    count = len(backward.sizes)
-    ready = np.maximum.accumulate(np.asarray(backward.ready, np.float64))
-    given = np.cumsum(np.asarray(backward.sizes, np.float64))
-    finish = ready + cost.busy + cost.beta * given  # one segment up to each gradient
-    cuts: list[list[int]] = []  # for each further segment and its end: the end of the segment before it
-    plans = [_plan(backward, cost, (count - 1,), float(finish[-1]))]
-    for _ in range(min(most, count) - 1):
-        further = np.full(count, np.inf)
-        before = [-1] * count
-        for end in range(1, count):
-            work = cost.busy + cost.beta * (given[end] - given[:end])
-            candidates = np.maximum(finish[:end], ready[end]) + work
-            before[end] = int(np.argmin(candidates))
-            further[end] = candidates[before[end]]
-        cuts.append(before)
-        finish = further
-        plans.append(_plan(backward, cost, _traced_back(cuts, count - 1), float(finish[-1])))
-    return plans
+    return [_best(backward, cost, number, number) for number in range(1, min(most, len(backward.sizes)) + 1)]
 
 
 def best_plan(backward: Backward, cost: CostModel, most: int = MAX_SEGMENTS) -> Plan:
     """The best of ``best_plans``; of equals the one with fewer segments."""
-    return min(best_plans(backward, cost, most), key=lambda plan: (plan.finish, len(plan.ends)))
+    return _best(backward, cost, 1, min(most, len(backward.sizes)))
+
+
+def _best(backward: Backward, cost: CostModel, fewest: int, most: int) -> Plan:
+    """The exact optimum: as long as there is a better plan, look for one that is better still."""
+    limit, best = math.inf, None
+    while True:
+        cuts = _soonest(backward, cost, most, limit)[fewest - 1 :]
+        plans = [predict(backward, cost, ends) for ends in cuts if ends is not None]
+        if not plans and best is not None:
+            return best
+        best = min(plans, key=lambda plan: (plan.finish, len(plan.ends)))
+        if cost.pack == 0:
+            return best  # the last to arrive is the last to be done with
+        limit = (best.finish - cost.latency) * (1 - _STEP)
+
+
+def _soonest(backward: Backward, cost: CostModel, most: int, limit: float) -> list[tuple[int, ...] | None]:
+    """For 1, 2, … ``most`` segments: the ends with which the last one arrives soonest, while each is unpacked by
+    ``limit``; None where there are none.
+
+    Dynamic programming is exact here: the end of a segment only grows with the end of the one before it. It takes
+    ``most`` times the square of the number of gradients.
+    """
+    count = len(backward.sizes)
+    ready = np.maximum.accumulate(np.asarray(backward.ready, np.float64))
+    given = np.cumsum(np.asarray(backward.sizes, np.float64))
+    finish = ready + cost.pack * given + cost.work(given)  # one segment up to each gradient
+    finish[finish + cost.pack * given > limit] = np.inf
+    cuts: list[list[int]] = []  # for each further segment and its end: the end of the segment before it
+    found: list[tuple[int, ...] | None] = [(count - 1,) if finish[-1] < np.inf else None]
+    for _ in range(most - 1):
+        further = np.full(count, np.inf)
+        before = [-1] * count
+        for end in range(1, count):
+            size = given[end] - given[:end]
+            candidates = np.maximum(finish[:end], ready[end] + cost.pack * size) + cost.work(size)
+            candidates[candidates + cost.pack * size > limit] = np.inf
+            before[end] = int(np.argmin(candidates))
+            further[end] = candidates[before[end]]
+        cuts.append(before)
+        finish = further
+        found.append(_traced_back(cuts, count - 1) if finish[-1] < np.inf else None)
+    return found
 
 
 def contenders(backward: Backward, cost: CostModel, few: int) -> list[Plan]:
@@ -142,11 +171,6 @@ def default_plan(backward: Backward, cost: CostModel) -> Plan:
 def per_gradient_plan(backward: Backward, cost: CostModel) -> Plan:
     """What a collective for each gradient leads to."""
     return predict(backward, cost, range(len(backward.sizes)))
-
-
-def _plan(backward: Backward, cost: CostModel, ends: tuple[int, ...], queue: float) -> Plan:
-    finish = queue + cost.latency
-    return Plan(ends, finish, max(0.0, finish - backward.end))
 
 
 def _traced_back(cuts: list[list[int]], end: int) -> tuple[int, ...]:

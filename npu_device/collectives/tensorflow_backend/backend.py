@@ -83,10 +83,18 @@ def _all_reduce_segment(
 ) -> list[tf.Tensor]:
     if len(tensors) == 1:
         return [_all_reduce_one(runtime, tensors[0], reduction, group, wire)]
-    packed = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
-    reduced = _all_reduce_one(runtime, packed, reduction, group, wire)
-    parts = tf.split(reduced, [tensor.shape.num_elements() for tensor in tensors])
-    return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors)]
+    return unpack(_all_reduce_one(runtime, pack(tensors), reduction, group, wire), tensors)
+
+
+def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """The elements of tensors of one dtype, one after the other."""
+    return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
+
+
+def unpack(elements: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """What ``pack`` put together, in tensors of the shapes of ``like``."""
+    parts = tf.split(elements, [tensor.shape.num_elements() for tensor in like])
+    return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, like)]
 
 
 def _all_reduce_one(
