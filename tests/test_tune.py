@@ -24,7 +24,7 @@ from npu_device.tuning.keeping import keep
 from npu_device.tuning.planner import best_plan, predict
 from npu_device.tuning.saved_splits import fingerprint, load_all
 from npu_device.tuning.traced import Traced, traced
-from npu_device.tuning.trials import COST_FILE, FIRST, Budget, tune
+from npu_device.tuning.trials import COST_FILE, FIRST, Budget, Tried, tune
 
 GRADIENTS = 20
 BYTES = 1_000_000
@@ -145,6 +145,24 @@ def test_a_prediction_that_turns_out_slower_is_not_kept() -> None:
     result = tune(world.run, lambda _: COST, lambda _: None, Budget())
     assert not result.gained
     assert result.chosen.plan.ends == world.first.ends
+
+
+def one_of(runs: list[list[float]]) -> Tried:
+    first = traced([trace(0), trace(1)])
+    plan = best_plan(first.step.backward, COST)
+    return Tried("", plan, [replace(first, seconds=tuple(seconds)) for seconds in runs])
+
+
+def test_disturbed_steps_do_not_decide() -> None:
+    present = one_of([[1.00, 1.00, 1.01, 1.02, 1.03], [1.01, 1.01, 1.02, 1.03, 1.04]])
+    better = one_of([[0.97, 0.98, 1.30, 1.40, 1.50], [1.60, 0.98, 0.99, 1.05, 1.20]])
+    assert better.faster_than(present)
+    assert better.seconds < present.seconds
+
+
+def test_a_split_that_was_slower_once_does_not_win() -> None:
+    present = one_of([[1.0] * 5, [1.2] * 5])
+    assert not one_of([[0.9] * 5, [1.05] * 5]).faster_than(present)
 
 
 def test_a_script_with_a_split_of_its_own_is_refused() -> None:

@@ -64,7 +64,7 @@ def outcome(result: Outcome) -> str:
         gain = present.seconds / result.chosen.seconds - 1
         lines += ["", f"{result.chosen.label} is {gain:.1%} faster a step than the split as it is now. To keep it:"]
     else:
-        lines += ["", "nothing was faster in every round than the split as it is now, which is:"]
+        lines += ["", "nothing was faster in all of its runs than the split as it is now in any of its own, which is:"]
     lines.append(f"  {line_to_paste(result.chosen.plan.ends, result.traced.group)}")
     return "\n".join(lines)
 
