@@ -11,6 +11,7 @@ import struct
 import subprocess
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def trace(
     dtypes: Sequence[str] = ("float32",) * GRADIENTS,
     hosts: Sequence[str] = ("a", "a"),
     steps: int = 9,
+    backend: str = "shared_memory",
 ) -> RankTrace:
     """A rank of two. Forward takes 50 ms, then a gradient of 1 MB comes each 5 ms; a segment takes ``takes`` ms a MB,
     one after the other; then 10 ms for the update, and ``wait`` ms for the input.
@@ -56,7 +58,7 @@ def trace(
     gradients = tuple(Gradient(f"g{place}", dtypes[place], MB) for place in range(GRADIENTS))
     error = None if len(set(hosts)) > 1 and rank else 0.0
     return RankTrace(
-        rank, 2, hosts[rank], 1, 0.0, error, "m", "tensorflow", "hccl_world_group", gradients, tuple(segments),
+        rank, 2, hosts[rank], 1, 0.0, error, "m", backend, "hccl_world_group", gradients, tuple(segments),
         tuple(iterations),
     )  # fmt: skip
 
@@ -153,6 +155,22 @@ def test_several_dtypes_are_cut_by_size(tmp_path: Path) -> None:
         split_strategy.set_by_size(json.loads(match.group(1)))
     finally:
         split_strategy.clear()
+
+
+def side_by_side(rank: int) -> RankTrace:
+    """A small segment and a large one share a slow network: the small one is there halfway."""
+    one = trace(rank, segments=((0, 0), (1, 9)), takes=30.0, backend="tensorflow")
+    iterations = []
+    for iteration in one.iterations:
+        (begun, _), large = iteration.allreduce
+        iterations.append(replace(iteration, allreduce=((begun, (begun + large[1]) / 2), large)))
+    return replace(one, iterations=tuple(iterations))
+
+
+def test_a_segment_that_shares_the_network_does_not_pass_for_latency(tmp_path: Path) -> None:
+    diagnosis = found(tmp_path, side_by_side(0), side_by_side(1)).diagnosis
+    # With the latency that the small segment seems to have one segment would be best.
+    assert "set_split_strategy_by_idx([9])" not in str(diagnosis.call)
 
 
 def test_a_measurement_of_the_collectives_is_used(tmp_path: Path) -> None:

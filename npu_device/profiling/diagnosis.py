@@ -112,22 +112,39 @@ def _cost(traces: Sequence[RankTrace], directory: Path) -> tuple[CostModel, str]
     measured = directory / _MEASURED
     if measured.is_file():
         return CostModel.from_dict(json.loads(measured.read_text(encoding="utf-8"))), "the measured collectives"
-    # What a segment took once it had the network for itself and every rank had its gradients.
-    samples: dict[int, list[float]] = {}
-    for ones in zip(*(trace.iterations for trace in traces)):
-        over = 0.0
-        for segment in _by_start(traces[0]):
-            begun = max(over, *(one.allreduce[segment][0] for one in ones))
-            over = max(one.allreduce[segment][1] for one in ones)
-            samples.setdefault(_bytes(traces[0], segment), []).append(max(1.0, over - begun) * 1e-6)
+    samples = _samples(traces)
     samples.pop(0, None)
     if len(samples) > 1:
         cost = fit(samples)
         return CostModel(cost.alpha, cost.beta, busy=cost.alpha), "the segments' times in this trace"
     [(size, times)] = samples.items()
     beta = max(0.0, statistics.median(times) - _ASSUMED_ALPHA) / size
-    source = f"the segment's time in this trace, of which {_ms(_ASSUMED_ALPHA * 1e6)} count as independent of its size,"
+    source = (
+        f"the gradients' time in this trace, of which {_ms(_ASSUMED_ALPHA * 1e6)} count as independent of its size,"
+    )
     return CostModel(_ASSUMED_ALPHA, beta, busy=_ASSUMED_ALPHA), source
+
+
+def _samples(traces: Sequence[RankTrace]) -> dict[int, list[float]]:
+    """By bytes, the seconds that they took once they had the network for themselves and every rank had them.
+
+    In shared memory a segment begins when the one before it is over. Elsewhere those that are under way at once share
+    the network, and only count together.
+    """
+    queued = traces[0].backend == "shared_memory"
+    samples: dict[int, list[float]] = {}
+    for ones in zip(*(trace.iterations for trace in traces)):
+        size, begun, over = 0, 0.0, 0.0
+        for segment in _by_start(traces[0]):
+            start, end = (max(one.allreduce[segment][point] for one in ones) for point in (0, 1))
+            if size and (queued or start >= over):
+                samples.setdefault(size, []).append(max(1.0, over - begun) * 1e-6)
+                size = 0
+            begun = begun if size else max(over, start)
+            size += _bytes(traces[0], segment)
+            over = end if queued else max(over, end)
+        samples.setdefault(size, []).append(max(1.0, over - begun) * 1e-6)
+    return samples
 
 
 def _call(trace: RankTrace, sizes: Sequence[int], ends: Sequence[int]) -> str:
