@@ -260,8 +260,9 @@ def measured(directory: str) -> str:
         atexit.unregister(aoe.finish)
 
 
+@pytest.mark.both_backends
 def test_aoe_mode_4_measures_first_and_predicts_in_the_end(
-    two_ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    two_ranks: Pool, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from npu_device.tuning import aoe
 
@@ -272,6 +273,8 @@ def test_aoe_mode_4_measures_first_and_predicts_in_the_end(
     assert 0 < cost.beta < 1e-7
     assert 0 <= cost.alpha < 0.1
     assert cost.beta_error > 0
+    # In shared memory gradients go into the ring one by one.
+    assert (0 < cost.pack < 1e-7) == (backend == "tensorflow")
 
     monkeypatch.setenv("NPU_DEVICE_SPLIT_DIR", str(tmp_path / "splits"))
     monkeypatch.setenv("TUNE_BANK_PATH", str(tmp_path))
