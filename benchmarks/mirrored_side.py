@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from benchmarks.payload import payload, require_sum
 from benchmarks.trainee import Trainee
+from npu_device.cluster.resources import LEAST_INTER_OP_THREADS
 
 
 class MirroredSide:
@@ -18,7 +19,7 @@ class MirroredSide:
         # The share of the cores that npu_device gives its ranks: the comparison is about communication.
         share = max(1, len(os.sched_getaffinity(0)) // ranks)
         tf.config.threading.set_intra_op_parallelism_threads(share)
-        tf.config.threading.set_inter_op_parallelism_threads(max(2, share))
+        tf.config.threading.set_inter_op_parallelism_threads(max(LEAST_INTER_OP_THREADS, share))
         self._strategy = tf.distribute.MultiWorkerMirroredStrategy()
         self._rank = rank
         self._ranks = ranks

@@ -133,7 +133,20 @@ def test_the_ranks_of_a_host_divide_its_cores(tmp_path: Path) -> None:
     for result in job.run(tmp_path, 2, THREADS):
         words = result.output.split()
         cores = int(words[words.index("cores") + 1])
-        assert f"intra {max(1, cores // 2)} inter {max(2, cores // 2)}" in result.output
+        assert f"intra {max(1, cores // 2)} inter {max(4, cores // 2)}" in result.output
+
+
+def test_a_rank_alone_on_a_small_host_has_threads_enough_to_keep_the_order_of_backward(tmp_path: Path) -> None:
+    alone = """
+import os
+from types import SimpleNamespace
+from npu_device.cluster.resources import divide_cores
+import npu_device as npu
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
+npu.open = lambda: divide_cores(SimpleNamespace(local_size=1))
+"""
+    [result] = job.run(tmp_path, 1, alone + THREADS)
+    assert "cores 1 intra 0 inter 4" in result.output
 
 
 @pytest.mark.parametrize("setting", ["environment", "script"])
@@ -144,7 +157,7 @@ def test_the_users_threads_are_left_alone(tmp_path: Path, setting: str) -> None:
     else:
         ours = "tf.config.threading.set_intra_op_parallelism_threads(3)\nnpu.open()"
         results = job.run(tmp_path, 2, THREADS.replace("npu.open()", ours))
-        expected = "intra 3 inter 2"
+        expected = "intra 3 inter"
     for result in results:
         assert expected in result.output
 

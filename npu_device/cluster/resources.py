@@ -12,6 +12,11 @@ from npu_device import environment
 from npu_device.cluster.description import Cluster
 from npu_device.cluster.errors import ClusterError
 
+LEAST_INTER_OP_THREADS = 4
+"""A single thread runs first what became ready last: of a backward pass it leaves every other gradient to the end, and
+nothing can travel meanwhile. Further threads take what became ready first (measured, docs/benchmarks.md).
+"""
+
 
 def divide_cores(cluster: Cluster) -> None:
     """Give each rank of a host its share of the cores, unless the user has set the number of threads.
@@ -19,15 +24,14 @@ def divide_cores(cluster: Cluster) -> None:
     TensorFlow starts a thread pool as wide as the machine in every process; several of them on a host fight for the
     cores.
     """
-    if cluster.local_size == 1 or environment.user_sets_threads():
+    if environment.user_sets_threads():
         return
     threading = tf.config.threading
     share = max(1, len(os.sched_getaffinity(0)) // cluster.local_size)
-    if threading.get_intra_op_parallelism_threads() == 0:
+    if cluster.local_size > 1 and threading.get_intra_op_parallelism_threads() == 0:
         threading.set_intra_op_parallelism_threads(share)
     if threading.get_inter_op_parallelism_threads() == 0:
-        # Two at the least: one thread may sit in the input pipeline while the other runs the step.
-        threading.set_inter_op_parallelism_threads(max(2, share))
+        threading.set_inter_op_parallelism_threads(max(LEAST_INTER_OP_THREADS, share))
 
 
 def choose_gpu(cluster: Cluster) -> None:
