@@ -12,9 +12,10 @@ from npu_device import environment
 from npu_device.cluster.description import Cluster
 from npu_device.cluster.errors import ClusterError
 
-LEAST_INTER_OP_THREADS = 4
+LEAST_INTER_OP_THREADS = 2
 """A single thread runs first what became ready last: of a backward pass it leaves every other gradient to the end, and
-nothing can travel meanwhile. Further threads take what became ready first (measured, docs/benchmarks.md).
+nothing can travel meanwhile. A second one takes what became ready first. It is needed as well where one sits in the
+input pipeline while the other runs the step.
 """
 
 
