@@ -35,6 +35,7 @@ _LARGEST_IN_NUMPY = _KIB  # beyond, what stands around the engine doesn't count 
 _LARGEST_OF_MANY = 100 * _MIB  # from three ranks on
 _RESNET50_BYTES = 102_334_368
 _BERT_BYTES = 437_928_968
+_CHAIN_BYTES = 161 * 4
 
 
 @dataclass(frozen=True)
@@ -151,15 +152,19 @@ def agreement(quick: bool, ranks: int) -> Case:
 
 
 def trace(quick: bool, ranks: int) -> Case:
-    """What it costs to trace the iterations."""
+    """What it costs to trace the iterations: in a real step, and where as many gradients are next to all of a step, so
+    that fractions of a millisecond show.
+    """
     rounds = []
-    for label, side in ((FUNCTION, sides.SHARED_MEMORY), (RING, sides.TENSORFLOW)):
-        rivals = (
-            Rival(DEFAULT_SPLIT, side, "training", ("resnet50", True, None)),
-            Rival(TRACED, side, "traced_training", ("resnet50",)),
-        )
-        rounds.append(Round(label, _RESNET50_BYTES, 1 if quick else 3, rivals, turns=1 if quick else 12))
-    return Case("trace", "ResNet-50's step with the iteration trace", PAIRS, 2, tuple(rounds))
+    for model, size, steps in (("resnet50", _RESNET50_BYTES, 3), ("chain", _CHAIN_BYTES, 50)):
+        for label, side in ((FUNCTION, sides.SHARED_MEMORY), (RING, sides.TENSORFLOW)):
+            rivals = (
+                Rival(DEFAULT_SPLIT, side, "training", (model, True, None)),
+                Rival(TRACED, side, "traced_training", (model,)),
+            )
+            rounds.append(Round(f"{model}, {label}", size, 1 if quick else steps, rivals, turns=1 if quick else 12))
+    title = "the iteration trace in steps of ResNet-50, and of a chain of layers of one unit, 161 gradients each"
+    return Case("trace", title, PAIRS, 2, tuple(rounds))
 
 
 def _training(model: str, ranks: int) -> tuple[Rival, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable
@@ -26,6 +27,7 @@ from npu_device.collectives.shared_memory.stream import Stream
 from npu_device.gradients import split_strategy
 from npu_device.profiling import trace
 from npu_device.profiling.settings import Settings
+from npu_device.profiling.steps import untraced
 
 
 class NpuSide:
@@ -78,6 +80,11 @@ class NpuSide:
         """A training step; ``segments`` of equal size, or the default split. The split counts when the step is traced,
         which the caller has to see to before it asks for another one.
         """
+        return self._training(model, communicate, segments, untraced)
+
+    def _training(
+        self, model: str, communicate: bool, segments: int | None, seen: Callable[[], AbstractContextManager[None]]
+    ) -> Callable[[], tf.Tensor]:
         trainee = self._trainee(model)
         split_strategy.clear()
         if segments is not None:
@@ -86,7 +93,8 @@ class NpuSide:
         @tf.function
         def step(inputs: tf.Tensor, labels: tf.Tensor) -> Any:
             loss, gradients = trainee.gradients(inputs, labels)
-            trainee.apply(npu.distribute.all_reduce(gradients, "mean") if communicate else gradients)
+            with seen():
+                trainee.apply(npu.distribute.all_reduce(gradients, "mean") if communicate else gradients)
             return loss
 
         return lambda: step(trainee.inputs, trainee.labels)
@@ -101,12 +109,10 @@ class NpuSide:
         return clocks.around(step)
 
     def traced_training(self, model: str) -> Callable[[], tf.Tensor]:
-        """The training step with the default split and the iteration trace, which begins here: steps that have been
-        traced by TensorFlow before stay as they are.
-        """
+        """The training step with the default split and the iteration trace."""
         if trace.running() is None:
             trace.start(self._runtime, Settings(Path(tempfile.mkdtemp(prefix="npu_trace_"))))
-        return self.training(model, True, None)
+        return self._training(model, True, None, nullcontext)
 
     def parts(self) -> dict[tuple[str, str], Seconds]:
         """By thread and name: what the parts of the profiled step took, in the median."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import textwrap
+from collections.abc import Sequence
 
 from benchmarks.cases import (
     AGREEMENT,
@@ -107,14 +108,14 @@ def _parts(case: CaseResult) -> list[str]:
 
 
 def _pairs(case: CaseResult) -> list[str]:
-    """By how much tracing slows a step down, one row a backend."""
-    rows = [["backend", "ms a step", "ms traced", "difference"]]
+    """By how much tracing slows a step down, one row a round."""
+    rows = [["step", "ms", "ms traced", "longer by", "ms longer"]]
     for one_round in case.rounds:
         both = [one_round.timing(label) for label in (DEFAULT_SPLIT, TRACED)]
-        rows.append([one_round.label, *map(_milliseconds, both), _difference(*both)])
+        rows.append([one_round.label, *map(_milliseconds, both), *_differences(*both)])
     turns = max(len(timing.seconds) for one_round in case.rounds for timing in one_round.timings)
     return [
-        f"The difference is the median of {turns} pairs of neighbouring turns, ± its standard error.",
+        f"The differences are medians of {turns} pairs of neighbouring turns, ± their standard errors.",
         _markdown(rows),
     ]
 
@@ -122,14 +123,20 @@ def _pairs(case: CaseResult) -> list[str]:
 _SHOWN = {BY_SIZE: _by_size, STEPS: _steps, SHARES: _shares, PARTS: _parts, PAIRS: _pairs}
 
 
-def _difference(before: Timing | None, after: Timing | None) -> str:
-    """The second one's time over the first one's, turn by turn."""
+def _differences(before: Timing | None, after: Timing | None) -> tuple[str, str]:
+    """By how much the second one takes longer than the first one, turn by turn: the share, and milliseconds."""
     if before is None or after is None or before.median is None or after.median is None:
-        return _FAILED
-    ratios = [theirs / ours - 1 for ours, theirs in zip(before.seconds, after.seconds)]
-    # 1.25 standard deviations by the root of the number: the standard error of a median.
-    error = 1.25 * statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.inf
-    return f"{statistics.median(ratios):+.2%} ± {error:.2%}"
+        return _FAILED, _FAILED
+    pairs = list(zip(before.seconds, after.seconds))
+    share, share_error = _median([theirs / ours - 1 for ours, theirs in pairs])
+    more, more_error = _median([(theirs - ours) * 1000 for ours, theirs in pairs])
+    return f"{share:+.2%} ± {share_error:.2%}", f"{more:+.2f} ± {more_error:.2f}"
+
+
+def _median(values: Sequence[float]) -> tuple[float, float]:
+    """The median and its standard error: 1.25 standard deviations by the root of the number."""
+    error = 1.25 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    return statistics.median(values), error
 
 
 def _ratio(one_round: RoundResult, dividend: str, divisor: str) -> str:

@@ -16,7 +16,7 @@ class Trainee:
     """A model, its optimizer and one batch.
 
     Args:
-        name: ``"resnet50"`` or ``"bert"``.
+        name: ``"resnet50"``, ``"bert"`` or ``"chain"``.
         rank: seed of the batch; the ranks train on different data.
     """
 
@@ -65,6 +65,15 @@ def _bert() -> Any:
     return tf_keras.Model(tokens, layers.Dense(2, activation="softmax")(pooled))
 
 
+def _chain() -> Any:
+    """As many gradients as ResNet-50 has, of one element each."""
+    layers = tf_keras.layers
+    hidden = inputs = layers.Input([1])
+    for _ in range(80):
+        hidden = layers.Dense(1, bias_initializer="ones")(hidden)
+    return tf_keras.Model(inputs, layers.Dense(1, activation="sigmoid", use_bias=False)(hidden))
+
+
 def _images(generator: tf.random.Generator) -> tuple[tf.Tensor, tf.Tensor]:
     images = generator.uniform([_IMAGES, _PIXELS, _PIXELS, 3])
     return images, generator.uniform([_IMAGES], maxval=_CLASSES, dtype=tf.int32)
@@ -75,8 +84,13 @@ def _sentences(generator: tf.random.Generator) -> tuple[tf.Tensor, tf.Tensor]:
     return tokens, generator.uniform([_SEQUENCES], maxval=2, dtype=tf.int32)
 
 
-_MODELS: dict[str, Callable[[], Any]] = {"resnet50": _resnet50, "bert": _bert}
+def _number(generator: tf.random.Generator) -> tuple[tf.Tensor, tf.Tensor]:
+    return generator.uniform([1, 1]), tf.zeros([1], tf.int32)
+
+
+_MODELS: dict[str, Callable[[], Any]] = {"resnet50": _resnet50, "bert": _bert, "chain": _chain}
 _BATCHES: dict[str, Callable[[tf.random.Generator], tuple[tf.Tensor, tf.Tensor]]] = {
     "resnet50": _images,
     "bert": _sentences,
+    "chain": _number,
 }

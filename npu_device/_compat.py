@@ -102,6 +102,14 @@ def run_independently(operation: Any) -> None:
         manager.run_independently(operation)
 
 
+def replace_input(operation: Any, index: int, tensor: Any) -> None:
+    """In a graph that has not run yet: let an operation take another tensor in the place of an input.
+
+    There is no public way to give an operation inputs that come after it.
+    """
+    operation._update_input(index, tensor)
+
+
 def may_be_differentiated() -> bool:
     """False in eager mode without a gradient tape."""
     return not tf.executing_eagerly() or bool(_record.could_possibly_record())

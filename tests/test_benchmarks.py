@@ -79,7 +79,7 @@ def test_what_differs_little_is_compared_in_pairs() -> None:
     results = begin(1)
     results.cases.append(CaseResult("trace", "a step", PAIRS, 2, [RoundResult(RING, 100, 3, timings)]))
     text = tables(results)
-    assert re.search(rf"^\| {RING} \| +250 \| +252 \| \+1.00% ± 0.00% \|$", text, re.M), text
+    assert re.search(rf"^\| {RING} \| +250 \| +252 \| \+1.00% ± 0.00% \| \+2.50 ± 0.81 \|$", text, re.M), text
 
 
 def test_a_rival_that_is_not_installed_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,8 +48,7 @@ def all_reduce_segments(
 
     Args:
         runtime: the running cluster.
-        segments: each of one dtype; a segment of several tensors has static shapes only. Each is reduced as soon as its
-            own tensors are there.
+        segments: each of one dtype. Each is reduced as soon as its own tensors are there.
         reduction: as in ``all_reduce``.
         group: the group, of which this rank is a member.
         wire: dtype of float32 and float64 while they travel, or None.

@@ -4,8 +4,8 @@ They hand on to ``collectives``; here are only the checks of what scripts pass, 
 own data. ``npu_bridge.hccl.hccl_ops`` has the signatures of the TensorFlow 1 adapter.
 
 ``group`` is a group's name, default the group of all ranks; ranks are ranks in the group. ``fusion`` and ``fusion_id``
-are checked and have no effect: each call is a transfer of its own. Operations and dtypes are those of Ascend; float64
-and the unsigned integers are reduced as well, and what is only moved may be bool or complex too.
+are checked, and count for ``allreduce``; each other call is a transfer of its own. Operations and dtypes are those of
+Ascend; float64 and the unsigned integers are reduced as well, and what is only moved may be bool or complex too.
 
 Source: Ascend TF Adapter 2.x and 1.15, HCCL operators.
 """
@@ -29,6 +29,7 @@ from npu_device.distribute.remote_ops import (
     remote_write,
 )
 from npu_device.gradients.fusion import check_fusion, check_fusion_0_or_2
+from npu_device.gradients.reduce import Reduction
 from npu_device.sessions import graph_collectives as _collectives
 from npu_device.sessions.outside import in_session_graph
 
@@ -61,7 +62,8 @@ def allreduce(tensor: Any, reduction: str, fusion: int = 1, fusion_id: int = -1,
     Args:
         tensor: any shape, the same on every rank.
         reduction: ``"sum"``, ``"max"``, ``"min"`` or ``"prod"``; ``"mean"`` is ``npu.distribute.all_reduce``'s.
-        fusion: 0, 1 or 2.
+        fusion: 0 and 1 send each tensor alone; 2 sends the sums of a ``tf.function``, or those that wait at the same
+            time in a session, with the same ``fusion_id`` and dtype together.
         fusion_id: -1 unless ``fusion`` is 2.
         group: name of the group.
 
@@ -79,6 +81,9 @@ def allreduce(tensor: Any, reduction: str, fusion: int = 1, fusion_id: int = -1,
     if joined is None:
         return tensor
     runtime, members = joined
+    if fusion == 2:
+        together = Reduction(reduction, fusion, fusion_id)
+        return _collectives.reduce_list(runtime, [tf.convert_to_tensor(tensor)], together, members)[0]
     return _collectives.all_reduce(runtime, tf.convert_to_tensor(tensor), reduction, members)
 
 

@@ -36,6 +36,11 @@ def production_order(tensors: Sequence[Any]) -> list[int]:
     return sorted(last_first, key=lambda position: needed[position])
 
 
+def producers(operation: tf.Operation) -> list[tf.Operation]:
+    """What an operation rests on directly."""
+    return [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
+
+
 def _operations_needed(targets: Sequence[tf.Operation]) -> list[int]:
     """How many operations each target rests on, directly or not, within its graph."""
     # Every operation gets a set of the targets that rest on it, as the bits of an integer.
@@ -46,7 +51,7 @@ def _operations_needed(targets: Sequence[tf.Operation]) -> list[int]:
     for operation in _consumers_first(targets):
         bits = resting[operation]
         sizes[bits] += 1
-        for producer in _producers(operation):
+        for producer in producers(operation):
             resting[producer] |= bits
     return [sum(size for bits, size in sizes.items() if bits >> position & 1) for position in range(len(targets))]
 
@@ -56,20 +61,16 @@ def _consumers_first(targets: Sequence[tf.Operation]) -> list[tf.Operation]:
     finished: list[tf.Operation] = []
     seen: set[tf.Operation] = set()
     for target in targets:
-        path = [(target, iter(_producers(target)))] if target not in seen else []
+        path = [(target, iter(producers(target)))] if target not in seen else []
         seen.add(target)
         while path:
-            operation, producers = path[-1]
-            for producer in producers:
+            operation, left = path[-1]
+            for producer in left:
                 if producer not in seen:
                     seen.add(producer)
-                    path.append((producer, iter(_producers(producer))))
+                    path.append((producer, iter(producers(producer))))
                     break
             else:
                 finished.append(operation)
                 path.pop()
     return finished[::-1]
-
-
-def _producers(operation: tf.Operation) -> list[tf.Operation]:
-    return [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Optional, Union
 
 import tensorflow as tf
@@ -19,6 +19,7 @@ from npu_device.collectives.agreement import agreed, describe
 from npu_device.collectives.all_reduce import REDUCTIONS, all_reduce_segments
 from npu_device.collectives.backend import shares_memory
 from npu_device.collectives.group import Group
+from npu_device.gradients import later_calls
 from npu_device.gradients.fusion import check_fusion
 from npu_device.gradients.segments import cut
 from npu_device.gradients.sparse import reduce_slices
@@ -36,7 +37,8 @@ class Reduction:
 
     Attributes:
         kind: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"prod"``.
-        fusion: 0 sends each tensor alone, 1 cuts by the split strategy, 2 makes one segment a dtype.
+        fusion: 0 sends each tensor alone, 1 cuts by the split strategy, 2 makes one segment a dtype, in a
+            ``tf.function`` of all calls with the same id.
         fusion_id: -1, or with ``fusion=2`` any number from 0.
         overlap: let the first segments travel while backward still makes the others.
         compression: ``"fp16"`` or ``"bf16"`` sends float32 and float64 in 16 bits; ``None`` as they are.
@@ -59,6 +61,11 @@ class Reduction:
             raise ValueError(f"compression {self.compression!r} is unknown; expected 'fp16', 'bf16' or None")
         if self.compression is not None and self.kind not in ("sum", "mean"):
             raise ValueError(f"compression goes with sum and mean; found reduction {self.kind!r}")
+
+    @property
+    def joins_calls(self) -> bool:
+        """Whether several calls may be one collective."""
+        return self.fusion == 2 and self.kind in ("sum", "mean")
 
     @property
     def wire(self) -> tf.DType | None:
@@ -85,6 +92,17 @@ def reduce_list(runtime: Runtime, values: Sequence[Gradient], reduction: Reducti
         TypeError: a dtype that can't be reduced.
         MismatchError: the ranks' calls differ.
     """
+    if not (reduction.joins_calls and later_calls.possible()):
+        return _reduce_list(runtime, values, reduction, group)
+
+    def reduce(values: Sequence[Gradient], alone: bool) -> list[Gradient]:
+        how = replace(reduction, fusion=0) if alone else reduction
+        return _reduce_list(runtime, values, how, group)
+
+    return later_calls.reduce_with_earlier_calls(values, (group, reduction), reduce)
+
+
+def _reduce_list(runtime: Runtime, values: Sequence[Gradient], reduction: Reduction, group: Group) -> list[Gradient]:
     segments = cut(values, reduction.kind, reduction.fusion, group.name)
     call = describe(
         "all_reduce",

@@ -26,8 +26,8 @@ def cut(tensors: Sequence[Any], reduction: str, fusion: int, group: str) -> list
         group: name of the group whose strategy counts.
 
     Returns:
-        Positions in the list, one list a segment. A segment has one dtype; a tensor whose size isn't known before the
-        graph runs travels alone.
+        Positions in the list, one list a segment. A segment has one dtype. A tensor whose size isn't known before the
+        graph runs travels alone; with ``fusion`` 2 the last such one travels with the others.
 
     Raises:
         ValueError: the strategy doesn't fit the number of gradients.
@@ -37,10 +37,14 @@ def cut(tensors: Sequence[Any], reduction: str, fusion: int, group: str) -> list
     for position, tensor in enumerate(tensors):
         if not isinstance(tensor, tf.Tensor):
             continue
-        if fusion == 0 or not tensor.shape.is_fully_defined():
+        if fusion == 0 or (fusion == 1 and not tensor.shape.is_fully_defined()):
             alone.append([position])
         else:
             buckets.setdefault(tensor.dtype, []).append(position)
+    for positions in buckets.values():
+        for position in [position for position in positions if not tensors[position].shape.is_fully_defined()][:-1]:
+            positions.remove(position)
+            alone.append([position])
     found: list[list[int]] = []
     for dtype, positions in buckets.items():
         order = [positions[i] for i in production_order([tensors[position] for position in positions])]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,9 +36,11 @@ from npu_device.gradients.reduce import Gradient, Reduction
 from npu_device.gradients.segments import cut
 from npu_device.profiling.steps import untraced
 from npu_device.sessions.outside import in_session_graph, run_outside
-from npu_device.sessions.turns import turns_of
+from npu_device.sessions.turns import ALONE, turns_of
 
 _Tensors = Sequence[tf.Tensor]
+
+_LARGEST = (1 << 31) - 1
 
 
 def all_reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
@@ -98,7 +101,8 @@ def _reduce_segment(runtime: Runtime, tensors: _Tensors, reduction: Reduction, g
             )
         return _reduce_segment(runtime, upstream, reduction, group)
 
-    return _operation(runtime, group, call, tensors, specs, eagerly, backward)
+    together = 1 + zlib.crc32(repr(reduction).encode()) % _LARGEST if reduction.joins_calls else ALONE
+    return _operation(runtime, group, call, tensors, specs, eagerly, backward, together)
 
 
 def _reduce_slices(runtime: Runtime, slices: tf.IndexedSlices, reduction: Reduction, group: Group) -> tf.IndexedSlices:
@@ -327,6 +331,7 @@ def _operation(
     specs: Sequence[tf.TensorSpec],
     eagerly: Callable[..., Sequence[tf.Tensor]],
     backward: Callable[[_Tensors], list[tf.Tensor]] | None = None,
+    together: int = ALONE,
 ) -> list[tf.Tensor]:
     """Add a collective to the session's graph.
 
@@ -338,12 +343,13 @@ def _operation(
         specs: shapes and dtypes of its results.
         eagerly: the collective; eager tensors in and out.
         backward: makes the gradients of the inputs out of those of the results; None when there are none.
+        together: see ``turns``.
     """
     number = _next_number(group)
     turns = turns_of(runtime, group)
 
     def run(*arrays: Any) -> list[Any]:
-        return turns.take(number, call, lambda: eagerly(*map(tf.convert_to_tensor, arrays)))
+        return turns.take(number, call, arrays, eagerly, together)
 
     def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
         if backward is None:

@@ -37,9 +37,7 @@ _Move = Callable[[tf.Tensor], tf.Tensor]
 def start_all_reduce(
     runtime: Runtime, segments: Sequence[Sequence[tf.Tensor]], reduction: str, group: Group, wire: tf.DType | None
 ) -> list[Callable[[], list[tf.Tensor]]]:
-    """As ``collectives.backend.start_all_reduce``: a segment of several tensors has static shapes only. The collectives
-    run side by side.
-    """
+    """As ``collectives.backend.start_all_reduce``. The collectives run side by side."""
     return [partial(_all_reduce_segment, runtime, segment, reduction, group, wire) for segment in segments]
 
 
@@ -81,9 +79,10 @@ def receive(runtime: Runtime, like: tf.TensorSpec, root: int, group: Group) -> t
 def _all_reduce_segment(
     runtime: Runtime, tensors: Sequence[tf.Tensor], reduction: str, group: Group, wire: tf.DType | None
 ) -> list[tf.Tensor]:
-    if len(tensors) == 1:
-        return [_all_reduce_one(runtime, tensors[0], reduction, group, wire)]
-    return unpack(_all_reduce_one(runtime, pack(tensors), reduction, group, wire), tensors)
+    has_elements = any(tensor.shape.num_elements() for tensor in tensors)
+    together = tensors[0] if len(tensors) == 1 else pack(tensors)
+    reduced = _all_reduce_one(runtime, together, has_elements, reduction, group, wire)
+    return [reduced] if len(tensors) == 1 else unpack(reduced, tensors)
 
 
 def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -93,17 +92,29 @@ def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 def unpack(elements: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """What ``pack`` put together, in tensors of the shapes of ``like``."""
-    parts = tf.split(elements, [tensor.shape.num_elements() for tensor in like])
-    return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, like)]
+    parts = tf.split(elements, [_count(tensor) for tensor in like])
+    return [tf.reshape(part, _shape(tensor)) for part, tensor in zip(parts, like)]
+
+
+def _count(tensor: tf.Tensor) -> int | tf.Tensor:
+    known: int | None = tensor.shape.num_elements()
+    return tf.size(tensor) if known is None else known
+
+
+def _shape(tensor: tf.Tensor) -> tf.TensorShape | tf.Tensor:
+    return tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
 
 
 def _all_reduce_one(
-    runtime: Runtime, tensor: tf.Tensor, reduction: str, group: Group, wire: tf.DType | None
+    runtime: Runtime, tensor: tf.Tensor, has_elements: bool, reduction: str, group: Group, wire: tf.DType | None
 ) -> tf.Tensor:
     merge = "sum" if reduction == "mean" else reduction
 
+    def kernel(value: tf.Tensor) -> tf.Tensor:
+        return kernels.all_reduce(runtime, value, merge, group)
+
     def reduce_native(value: tf.Tensor) -> tf.Tensor:
-        return _with_an_element(lambda some: kernels.all_reduce(runtime, some, merge, group), value)
+        return kernel(value) if has_elements else _with_an_element(kernel, value)
 
     dtype = tensor.dtype
     if wire is not None:
