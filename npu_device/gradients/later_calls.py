@@ -32,9 +32,9 @@ _READ = "ReadVariableOp"
 class _Door:
     """How values come into a collective of a graph after it was made. Everything by name: the graph may go."""
 
-    operation: str  # lets the values in
     made_before: int  # operations of the graph when the collective was begun
-    reduced: str = ""  # the tensor of what the values came to
+    operation: str  # lets the values in
+    reduced: str  # the tensor of what the values come to
     inside: list[str] = field(default_factory=list)  # flat tensors
     elements: int = 0  # of all of them
 
@@ -111,7 +111,7 @@ def reduce_with_earlier_calls(values: Sequence[Any], key: Hashable, reduce: Redu
     entries = [tf.identity(_of_any_length(tf.zeros([0], dtype)), "later_calls") for dtype in outside]
     reduced_rest = reduce([*rest, *entries], alone=False)
     for dtype, entry, reduced in zip(outside, entries, reduced_rest[len(rest) :]):
-        doors[key, dtype] = _Door(entry.op.name, made_before, reduced.name)
+        doors[key, dtype] = _Door(made_before, entry.op.name, reduced.name)
     return [result if value is None else reduced for value, result, reduced in zip(rest, results, reduced_rest)]
 
 
