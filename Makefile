@@ -32,7 +32,7 @@ test-matrix: test .venv-oldest/.installed .venv-newest/.installed
 .venv-newest/.installed: TENSORFLOW := --upgrade tensorflow tf-keras
 .venv-oldest/.installed .venv-newest/.installed: pyproject.toml
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test]" $(TENSORFLOW)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test,benchmarks]" $(TENSORFLOW)
 	@touch $@
 
 lint: $(STAMP)

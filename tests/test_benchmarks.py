@@ -38,6 +38,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_a_tiny_run(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra 'benchmarks' (matplotlib)")
     command = [sys.executable, "-m", "benchmarks", "--quick", "--cases", "all_reduce", "--ranks", "2", "--output"]
     run = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
     assert run.returncode == 0, run.stderr
