@@ -159,7 +159,7 @@ def trace(quick: bool, ranks: int) -> Case:
     for model, size, steps in (("resnet50", _RESNET50_BYTES, 3), ("chain", _CHAIN_BYTES, 50)):
         for label, side in ((FUNCTION, sides.SHARED_MEMORY), (RING, sides.TENSORFLOW)):
             rivals = (
-                Rival(DEFAULT_SPLIT, side, "training", (model, True, None)),
+                Rival(DEFAULT_SPLIT, side, "untraced_training", (model,)),
                 Rival(TRACED, side, "traced_training", (model,)),
             )
             rounds.append(Round(f"{model}, {label}", size, 1 if quick else steps, rivals, turns=1 if quick else 12))

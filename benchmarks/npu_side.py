@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable
@@ -80,11 +79,6 @@ class NpuSide:
         """A training step; ``segments`` of equal size, or the default split. The split counts when the step is traced,
         which the caller has to see to before it asks for another one.
         """
-        return self._training(model, communicate, segments, untraced)
-
-    def _training(
-        self, model: str, communicate: bool, segments: int | None, seen: Callable[[], AbstractContextManager[None]]
-    ) -> Callable[[], tf.Tensor]:
         trainee = self._trainee(model)
         split_strategy.clear()
         if segments is not None:
@@ -93,8 +87,7 @@ class NpuSide:
         @tf.function
         def step(inputs: tf.Tensor, labels: tf.Tensor) -> Any:
             loss, gradients = trainee.gradients(inputs, labels)
-            with seen():
-                trainee.apply(npu.distribute.all_reduce(gradients, "mean") if communicate else gradients)
+            trainee.apply(npu.distribute.all_reduce(gradients, "mean") if communicate else gradients)
             return loss
 
         return lambda: step(trainee.inputs, trainee.labels)
@@ -112,7 +105,17 @@ class NpuSide:
         """The training step with the default split and the iteration trace."""
         if trace.running() is None:
             trace.start(self._runtime, Settings(Path(tempfile.mkdtemp(prefix="npu_trace_"))))
-        return self._training(model, True, None, nullcontext)
+        return self.training(model, True, None)
+
+    def untraced_training(self, model: str) -> Callable[[], tf.Tensor]:
+        """The same without the trace, also where one runs."""
+        step = self.training(model, True, None)
+
+        def without() -> tf.Tensor:
+            with untraced():  # it counts when TensorFlow traces the step, in the first call
+                return step()
+
+        return without
 
     def parts(self) -> dict[tuple[str, str], Seconds]:
         """By thread and name: what the parts of the profiled step took, in the median."""
