@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +17,8 @@ from launcher import environment
 from pool import Pool
 
 from npu_device.gradients.split_strategy import cut_by_default
+from npu_device.launch import arguments
+from npu_device.launch import tune as launch_tune
 from npu_device.launch.tune_nodes import Follower, Job, Leader
 from npu_device.profiling.records import FILE, Gradient, Iteration, RankTrace
 from npu_device.tuning import __main__ as npu_tune
@@ -350,3 +353,22 @@ def test_tuning_a_script(tmp_path: Path) -> None:
     npu_tune.main([str(work)])
     npu_tune.main(["--simulate", str(work)])
     assert (work / npu_tune.PICTURE).is_file()
+
+
+def test_a_run_that_makes_no_steps_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sleep.py").write_text("import time; time.sleep(3)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch_tune, "_SILENT_SECONDS", 0.5)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        code = launch_tune.run(arguments.parse(["-n", "2", "--tune", "sleep.py"]))
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    said = capfd.readouterr().err
+    assert code == 1
+    assert "first: nothing for 0 s, 0 of 12 steps traced so far. Either a step takes that long" in said
+    assert f"Its output is in {tmp_path}/npu_tune/first.log; Ctrl-C ends the tuning." in said
+    assert said.count("nothing for") < 5, "each time after twice as long"
+    assert "first ended with exit code 0 after 0, 0 traced iterations" in said

@@ -28,6 +28,7 @@ DIRECTORY = "npu_tune"
 """Where everything goes, in the working directory; on several nodes they have to share it."""
 
 _POLL_SECONDS = 0.1
+_SILENT_SECONDS = 60.0  # after a run has made no step for so long, and each time for twice as long, the user is told
 _TAIL_LINES = 20
 _FAILED = 1
 # What would interfere: another way to ask for tuning, and the split that is to be found.
@@ -59,7 +60,7 @@ def run(options: Options, budget: Budget | None = None) -> int:
             print(_lead(options, budget, directory, console))
         else:
             for job in Follower(directory, options.node_rank):
-                _carry_out(job, options, directory)
+                _carry_out(job, options, directory, console)
     except (RunError, ValueError, OSError) as error:
         console.say(f"tuning failed: {error}")
         return _FAILED
@@ -86,13 +87,13 @@ def _lead(options: Options, budget: Budget | None, directory: Path, console: Con
         def script(name: str, ends: Sequence[int] | None, steps: int) -> Traced:
             job = Job(name, None, list(ends) if ends else None, WARM_UP + steps)
             leader.announce(job)
-            _carry_out(job, options, directory)
+            _carry_out(job, options, directory, console)
             return traced(read(directory / name), WARM_UP)
 
         def measure(largest: int) -> CostModel:
             job = Job("collectives", [str(directory / COST_FILE), str(largest)], None, 0)
             leader.announce(job)
-            _carry_out(job, options, directory)
+            _carry_out(job, options, directory, console)
             return CostModel.from_dict(json.loads((directory / COST_FILE).read_text(encoding="utf-8")))
 
         result = tune(script, measure, console.say, budget or Budget())
@@ -103,7 +104,32 @@ def _lead(options: Options, budget: Budget | None, directory: Path, console: Con
     )
 
 
-def _carry_out(job: Job, options: Options, directory: Path) -> None:
+class _Silence:
+    """Tells the user that a run goes on without making steps; nobody would see otherwise that it never will."""
+
+    def __init__(self, console: Console, job: Job, log: Path) -> None:
+        self._console, self._job, self._log = console, job, log
+        self._steps = 0
+        self._since = time.monotonic()
+        self._patience = _SILENT_SECONDS
+
+    def heard(self, steps: int) -> None:
+        """Take note of how many steps the run has made."""
+        silent = time.monotonic() - self._since
+        if steps > self._steps:
+            self._steps, self._since, self._patience = steps, time.monotonic(), _SILENT_SECONDS
+        elif silent > self._patience:
+            self._patience *= 2
+            what = f"{self._job.name}: nothing for {silent:.0f} s"
+            if self._job.measuring is None:
+                what += (
+                    f", {self._steps} of {self._job.iterations} steps traced so far. Either a step takes that long, or "
+                    "the script doesn't reduce gradients, or does so in a step that XLA compiles"
+                )
+            self._console.say(f"{what}. Its output is in {self._log}; Ctrl-C ends the tuning.")
+
+
+def _carry_out(job: Job, options: Options, directory: Path, console: Console) -> None:
     """Run a job's ranks on this node until it has ended, or has made enough iterations.
 
     Raises:
@@ -116,8 +142,10 @@ def _carry_out(job: Job, options: Options, directory: Path) -> None:
         process = subprocess.Popen(
             command, env=_environment(job, traces), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
         )
+        silence = _Silence(console, job, log)
         try:
             while process.poll() is None and not _is_enough(job, traces, options.world_size):
+                silence.heard(min(_iterations(traces, rank) for rank in range(options.world_size)))
                 time.sleep(_POLL_SECONDS)
         finally:
             if process.poll() is None:
