@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.hosts import address, hosts, on_host
 from npu_device.profiling.records import read
 from npu_device.tuning.cost_model import CostModel
-from npu_device.tuning.networks import link_of
+from npu_device.tuning.networks import link_of, ring
 from npu_device.tuning.planner import best_plans, predict
 from npu_device.tuning.simulate import simulate
 from npu_device.tuning.traced import Traced, traced
@@ -181,10 +181,12 @@ def _compare(model: str, gbit: float, rounds: int, steps: int, directory: Path) 
         best = min(rivals, key=lambda name: statistics.median(measured[name].seconds))
         duel = {} if rivals[best] == tuned else job.take_turns({"tuned": tuned, best: rivals[best]}, rounds + 1, steps)
     rows = []
+    step = found.without_collectives(cost)
     for name, one in measured.items():
         ends = rivals.get(name)
-        exposed = predict(found.step.backward, cost, ends).exposed if ends else None
-        rows.append(_row(name, len(ends) if ends else None, one, found.step.alone, exposed))
+        plan = predict(step.backward, cost, ends) if ends else None
+        expected = (step.alone + plan.added, plan.exposed) if plan else (None, None)
+        rows.append(_row(name, len(ends) if ends else None, one, *expected))
     return {
         "title": f"{model}, 2 hosts, {gbit:g} Gbit/s",
         "cost": cost.as_dict(),
@@ -196,7 +198,7 @@ def _compare(model: str, gbit: float, rounds: int, steps: int, directory: Path) 
 
 
 def _rivals(found: Traced, cost: CostModel, tuned: list[int]) -> dict[str, list[int]]:
-    backward = found.step.backward
+    backward = found.without_collectives(cost).backward
     last = len(backward.sizes) - 1
     plans = best_plans(backward, cost)
     candidates = {"default": list(found.ends), "tuned": tuned, "one segment": [last]}
@@ -226,26 +228,27 @@ def _check_simulation(model: str, gbit: float, rounds: int, steps: int, director
         with hosts(len(cores), gbit):
             if len(cores) == 2:
                 found, cost, _ = job.tune()
-                expected = {
-                    row.ranks: row for row in simulate(found.step, link_of(cost, 2), [2, 4]) if row.shape == "ring"
-                }
+                step = found.without_collectives(cost)
+                expected = {row.ranks: row for row in simulate(step, link_of(cost, 2), [2, 4]) if row.shape == "ring"}
             row = expected[len(cores)]
             rivals: dict[str, list[int] | None] = {"default": list(found.ends), "best": list(row.ends)}
             measured = job.take_turns(rivals, rounds, steps)
         for name, seconds in (("default", row.default), ("best", row.tuned)):
             segments = len(rivals[name] or ())
-            exposed = seconds - row.alone
-            rows.append(_row(f"{len(cores)} hosts, {name} split", segments, measured[name], row.alone, exposed))
+            plan = predict(step.backward, ring(link_of(cost, 2), len(cores)), list(rivals[name] or ()))
+            rows.append(_row(f"{len(cores)} hosts, {name} split", segments, measured[name], seconds, plan.exposed))
     return {"title": f"simulation of {model}, {gbit:g} Gbit/s", "cost": cost.as_dict(), "rows": rows}
 
 
-def _row(name: str, segments: int | None, measured: Measured, alone: float, exposed: float | None) -> dict[str, Any]:
+def _row(
+    name: str, segments: int | None, measured: Measured, seconds: float | None, exposed: float | None
+) -> dict[str, Any]:
     return {
         "name": name,
         "segments": segments,
         "seconds": measured.seconds,
         "exposed": measured.exposed,
-        "predicted": None if exposed is None else alone + exposed,
+        "predicted": seconds,
         "predicted_exposed": exposed,
     }
 

@@ -18,6 +18,7 @@ from npu_device.tuning.planner import (
     default_plan,
     per_gradient_plan,
     predict,
+    without_collectives,
 )
 
 # Shi, Chu and Li, "MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD Algorithms" (INFOCOM 2019):
@@ -36,7 +37,8 @@ def instance(seed: int, most: int = 12) -> tuple[Backward, CostModel]:
     sizes = tuple(chance.choice([4, 10_000, 1_000_000, 8_000_000]) for _ in range(count))
     alpha = chance.choice([0.0, 1e-4, 5e-3])
     beta, busy = chance.choice([1e-10, 1e-9, 1e-8]), alpha * chance.choice([0.0, 0.3, 1.0])
-    cost = CostModel(alpha, beta, busy, pack=chance.choice([0.0, 1e-10, 1e-9]))
+    pack, load = chance.choice([0.0, 1e-10, 1e-9]), chance.choice([0.0, 0.4, 1.0])
+    cost = CostModel(alpha, beta, busy, pack=pack, load=load)
     return Backward(sizes, tuple(ready), max(ready) + chance.choice([0, 0.004])), cost
 
 
@@ -77,6 +79,53 @@ def sharing(backward: Backward, cost: CostModel, ends: Sequence[int]) -> float:
         left = [work for work in left if work > 1e-15]
         now += step
     return now
+
+
+def beside_each_other(backward: Backward, cost: CostModel, ends: Sequence[int]) -> tuple[list[float], float, float]:
+    """Backward and a queue of collectives that slows it down, followed from event to event: when each gradient is
+    ready, when backward ends, when the last collective does.
+    """
+    moments = [*itertools.accumulate(backward.ready, max), backward.end]
+    sizes = [sum(backward.sizes[start : end + 1]) for start, end in zip([0, *(end + 1 for end in ends)], ends)]
+    now = made = finish = 0.0
+    seen: list[float] = []
+    for end, size in zip(ends, sizes):
+        while len(seen) <= end:  # nothing travels: backward goes on at its full speed
+            now, made = now + moments[len(seen)] - made, moments[len(seen)]
+            seen.append(now)
+        while len(seen) < len(moments) and moments[len(seen)] <= made:
+            seen.append(now)
+        left = cost.alpha + cost.beta * size
+        while left > 0:
+            speed = 1 - cost.load
+            until_next = (moments[len(seen)] - made) / speed if speed and len(seen) < len(moments) else float("inf")
+            if until_next <= left:
+                now, made, left = now + until_next, moments[len(seen)], left - until_next
+                seen.append(now)
+            else:
+                now, made, left = now + left, made + left * speed, 0.0
+        finish = now
+    while len(seen) < len(moments):
+        now, made = now + moments[len(seen)] - made, moments[len(seen)]
+        seen.append(now)
+    return seen[:-1], seen[-1], finish
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_collectives_slow_backward_down(seed: int) -> None:
+    backward, cost = instance(seed)
+    in_order = Backward(backward.sizes, tuple(itertools.accumulate(backward.ready, max)), backward.end)
+    cost = CostModel(cost.alpha, cost.beta, busy=cost.alpha, load=0.7 if cost.load == 0 else cost.load)
+    for ends in every_cut(len(backward.sizes), 3):
+        ready, end, finish = beside_each_other(in_order, cost, ends)
+        plan = predict(in_order, cost, ends)
+        assert plan.finish == pytest.approx(finish, rel=1e-9)
+        assert plan.late == pytest.approx(end - backward.end, rel=1e-9, abs=1e-12)
+        assert plan.exposed == pytest.approx(max(0.0, finish - end), rel=1e-9, abs=1e-12)
+        measured = Backward(backward.sizes, tuple(ready), end)
+        alone = without_collectives(measured, cost, ends)
+        assert alone.ready == pytest.approx(in_order.ready, rel=1e-9)
+        assert alone.end == pytest.approx(backward.end, rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(60))

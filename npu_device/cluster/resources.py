@@ -19,6 +19,11 @@ input pipeline while the other runs the step.
 """
 
 
+def share_of_cores(cluster: Cluster) -> int:
+    """This rank's part of the cores that its host's ranks may use; one at least."""
+    return max(1, len(os.sched_getaffinity(0)) // cluster.local_size)
+
+
 def divide_cores(cluster: Cluster) -> None:
     """Give each rank of a host its share of the cores, unless the user has set the number of threads.
 
@@ -28,7 +33,7 @@ def divide_cores(cluster: Cluster) -> None:
     if environment.user_sets_threads():
         return
     threading = tf.config.threading
-    share = max(1, len(os.sched_getaffinity(0)) // cluster.local_size)
+    share = share_of_cores(cluster)
     if cluster.local_size > 1 and threading.get_intra_op_parallelism_threads() == 0:
         threading.set_intra_op_parallelism_threads(share)
     if threading.get_inter_op_parallelism_threads() == 0:

@@ -100,12 +100,13 @@ def _advice(traces: Sequence[RankTrace], directory: Path) -> tuple[str | None, s
     except ValueError as error:
         return None, f"No split is proposed: {error}"
     cost, source = _cost(traces, directory)
-    plan, now = best_plan(found.step.backward, cost), predict(found.step.backward, cost, found.ends)
-    gain = now.exposed - plan.exposed
+    backward = found.without_collectives(cost).backward
+    plan, now = best_plan(backward, cost), predict(backward, cost, found.ends)
+    gain = now.finish - plan.finish
     if gain < _LITTLE * found.median:
         return None, f"By {source} no other split is expected to be faster. {check}"
     text = f"By {source} it is expected to save {_ms(gain * 1e6)} of a step's {_ms(found.median * 1e6)}. {check}"
-    return _call(traces[0], found.step.backward.sizes, plan.ends), text
+    return _call(traces[0], backward.sizes, plan.ends), text
 
 
 def _cost(traces: Sequence[RankTrace], directory: Path) -> tuple[CostModel, str]:

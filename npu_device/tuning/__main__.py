@@ -67,7 +67,7 @@ def _traced(directory: Path) -> Traced:
 
 def _planned(found: Traced, options: argparse.Namespace) -> str:
     cost = _cost(options)
-    best = best_plan(found.step.backward, cost)
+    best = best_plan(found.without_collectives(cost).backward, cost)
     return (
         f"{report.prediction(found, cost)}\n\nThe best split by this prediction, which no run has checked "
         f"(npurun --tune does):\n  {report.line_to_paste(best.ends, found.group)}"
@@ -75,15 +75,17 @@ def _planned(found: Traced, options: argparse.Namespace) -> str:
 
 
 def _simulated(found: Traced, options: argparse.Namespace) -> str:
+    step = found.step
     if options.alpha is not None:
         network = Network("given", options.alpha, options.beta)
     elif options.network is not None:
         network = PRESETS[options.network]
     else:
-        network = networks.link_of(_cost(options), len(found.hosts))
-    rows = simulate(found.step, network, options.ranks)
-    sizes = found.step.backward.sizes
-    title = f"{len(sizes)} gradients, {sum(sizes) / 1e6:.0f} MB, {found.step.alone * 1e3:.0f} ms a step alone; "
+        cost = _cost(options)
+        network, step = networks.link_of(cost, len(found.hosts)), found.without_collectives(cost)
+    rows = simulate(step, network, options.ranks)
+    sizes = step.backward.sizes
+    title = f"{len(sizes)} gradients, {sum(sizes) / 1e6:.0f} MB, {step.alone * 1e3:.0f} ms a step alone; "
     title += f"network {network.name}"
     picture = options.directory / PICTURE
     picture.write_text(svg(rows, title), encoding="utf-8")

@@ -62,10 +62,11 @@ def finish(directory: Path, cost: CostModel) -> None:
     """
     try:
         found = traced(read(directory / FIRST), WARM_UP)
-        best = best_plan(found.step.backward, cost)
+        backward = found.without_collectives(cost).backward
+        best = best_plan(backward, cost)
         # What may be slower within the uncertainty of the figures is not taken without a trial.
-        present = predict(found.step.backward, cost, found.ends)
-        better = predict(found.step.backward, cost.slower(), best.ends).exposed < present.exposed
+        present = predict(backward, cost, found.ends)
+        better = predict(backward, cost.slower(), best.ends).finish < present.finish
         ends = best.ends if better else found.ends
         files = keep_prediction(found, cost, ends, directory)
     except (OSError, ValueError) as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 # No median of a few repetitions is known better than this, however alike they are.
@@ -28,9 +28,10 @@ class CostModel:
         beta_error: standard error of ``beta``, in seconds a byte.
         pack: seconds a byte to put a segment's gradients together before it travels, and as many to take the result
             apart; other segments travel meanwhile.
+        load: the part of a rank's cores that a collective under way takes from everything else, 0 to 1.
 
     Raises:
-        ValueError: a negative figure, or ``busy`` above ``alpha``.
+        ValueError: a negative figure, ``busy`` above ``alpha``, or ``load`` above 1.
     """
 
     alpha: float
@@ -39,12 +40,13 @@ class CostModel:
     alpha_error: float = 0.0
     beta_error: float = 0.0
     pack: float = 0.0
+    load: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (0 <= self.busy <= self.alpha and self.beta >= 0 and self.pack >= 0):
+        if not (0 <= self.busy <= self.alpha and self.beta >= 0 and self.pack >= 0 and 0 <= self.load <= 1):
             raise ValueError(
-                f"alpha {self.alpha!r}, beta {self.beta!r}, busy {self.busy!r}, pack {self.pack!r}: expected seconds "
-                "from 0, with busy at most alpha"
+                f"alpha {self.alpha!r}, beta {self.beta!r}, busy {self.busy!r}, pack {self.pack!r}, load "
+                f"{self.load!r}: expected seconds from 0, with busy at most alpha, and a load from 0 to 1"
             )
 
     @property
@@ -66,7 +68,7 @@ class CostModel:
         """The same with alpha and beta one standard error up: what a prediction should be read with."""
         alpha = self.alpha + self.alpha_error
         busy = self.busy * alpha / self.alpha if self.alpha else 0.0
-        return CostModel(alpha, self.beta + self.beta_error, busy, pack=self.pack)
+        return replace(self, alpha=alpha, beta=self.beta + self.beta_error, busy=busy, alpha_error=0.0, beta_error=0.0)
 
     def as_dict(self) -> dict[str, float]:
         """For JSON."""
@@ -79,7 +81,10 @@ class CostModel:
 
 
 def fit(
-    samples: Mapping[int, Sequence[float]], lanes: Mapping[int, Sequence[float]] | None = None, pack: float = 0.0
+    samples: Mapping[int, Sequence[float]],
+    lanes: Mapping[int, Sequence[float]] | None = None,
+    pack: float = 0.0,
+    load: float = 0.0,
 ) -> CostModel:
     """A cost model from measured times.
 
@@ -87,7 +92,7 @@ def fit(
         samples: seconds that single collectives took, several for each size in bytes; at least two sizes.
         lanes: seconds that several collectives took which were started at once with the smallest of the sizes each, by
             their number. Without them the collectives count as running side by side.
-        pack: as in ``CostModel``.
+        pack, load: as in ``CostModel``.
 
     Returns:
         The line by weighted least squares through the medians; the weights come from how much the repetitions differ.
@@ -117,6 +122,7 @@ def fit(
         alpha_error=math.sqrt(scale * (1 / total + mean_size**2 / spread)),
         beta_error=math.sqrt(scale / spread),
         pack=pack,
+        load=load,
     )
 
 

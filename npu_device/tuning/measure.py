@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import tensorflow as tf
 
+from npu_device.cluster.resources import share_of_cores
 from npu_device.cluster.runtime import Runtime
 from npu_device.collectives import backend
 from npu_device.collectives.all_reduce import all_reduce, all_reduce_segments
@@ -19,7 +21,7 @@ _SMALLEST = 4096
 _PARTS = (64, 16, 4, 2, 1)  # of the largest size: segments of a split are between these
 _LANES = 4
 _GRADIENTS = 50  # of a segment, when it is measured how long it takes to put them together
-_PACKED = 64_000_000  # bytes of them at most
+_SEVERAL = 64_000_000  # bytes of them at most, and of the collective whose load is measured
 _REPEATS = 7
 _FEWEST_REPEATS = 2
 _SECONDS = 5.0  # when the measurement has taken so long, the sizes that are left get the fewest repeats
@@ -45,7 +47,20 @@ def measure(runtime: Runtime, group: Group, largest: int) -> CostModel:
     began = time.monotonic()
     samples = {size: _times(runtime, group, [size], began) for size in sizes}
     lanes = {_LANES: _times(runtime, group, [_SMALLEST] * _LANES, began)}
-    return fit(samples, lanes, _pack_seconds(runtime, group, min(largest, _PACKED)))
+    several = min(largest, _SEVERAL)
+    return fit(samples, lanes, _pack_seconds(runtime, group, several), _load(runtime, group, several))
+
+
+def _load(runtime: Runtime, group: Group, size: int) -> float:
+    """The part of a rank's cores that a collective of some bytes takes while it is under way, on the busiest rank."""
+    reduce = _reduction(runtime, group, [size])
+    _finish(reduce())
+    started, worked = time.perf_counter(), time.process_time()
+    for _ in range(_FEWEST_REPEATS):
+        _finish(reduce())
+    seconds = (time.perf_counter() - started) * share_of_cores(runtime.cluster)
+    mine = min(1.0, (time.process_time() - worked) / seconds)
+    return float(all_reduce(runtime, tf.constant(mine, tf.float64), "max", group))
 
 
 def _pack_seconds(runtime: Runtime, group: Group, size: int) -> float:
@@ -72,15 +87,7 @@ def _pack_seconds(runtime: Runtime, group: Group, size: int) -> float:
 
 def _times(runtime: Runtime, group: Group, sizes: Sequence[int], began: float) -> list[float]:
     """Seconds that collectives of these bytes take which are started at once, on the slowest rank."""
-    tensors = [tf.ones([size // 4], tf.float32) for size in sizes]
-
-    def reduce() -> list[tf.Tensor]:
-        # As gradients travel: what the ranks agree on beforehand hides behind the forward pass.
-        segments = [[tensor] for tensor in tensors]
-        return [result for [result] in all_reduce_segments(runtime, segments, "sum", group, None)]
-
-    # A concrete function, since TensorFlow warns of calls that trace again, and each size does.
-    called = tf.function(reduce).get_concrete_function()
+    called = _reduction(runtime, group, sizes)
     seconds: list[float] = []
     _finish(called())
     while len(seconds) < _REPEATS:
@@ -92,6 +99,19 @@ def _times(runtime: Runtime, group: Group, sizes: Sequence[int], began: float) -
         _finish(called())
         seconds.append(time.perf_counter() - started)
     return [float(value) for value in all_reduce(runtime, tf.constant(seconds, tf.float64), "max", group)]
+
+
+def _reduction(runtime: Runtime, group: Group, sizes: Sequence[int]) -> Callable[[], list[tf.Tensor]]:
+    """Collectives of these bytes, started at once."""
+    tensors = [tf.ones([max(1, size // 4)], tf.float32) for size in sizes]
+
+    def reduce() -> list[tf.Tensor]:
+        # As gradients travel: what the ranks agree on beforehand hides behind the forward pass.
+        segments = [[tensor] for tensor in tensors]
+        return [result for [result] in all_reduce_segments(runtime, segments, "sum", group, None)]
+
+    # A concrete function, since TensorFlow warns of calls that trace again, and each size does.
+    return cast("Callable[[], list[tf.Tensor]]", tf.function(reduce).get_concrete_function())
 
 
 def _finish(results: Sequence[tf.Tensor]) -> None:

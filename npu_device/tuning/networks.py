@@ -22,13 +22,14 @@ class Network:
         name: for the table.
         alpha: seconds a message takes whatever its size.
         beta: seconds a byte.
-        pack: as in ``CostModel``: what the ranks' processors add to each segment.
+        pack, load: as in ``CostModel``: what communication asks of the ranks' processors.
     """
 
     name: str
     alpha: float
     beta: float
     pack: float = 0.0
+    load: float = 0.0
 
 
 # The latency of a message: 30 us over TCP and 10 GbE is what 16 ranks in a ring with 9.08e-4 s in all (MG-WFBP, see
@@ -44,7 +45,7 @@ PRESETS = {
 def ring(network: Network, ranks: int) -> CostModel:
     """A ring: each rank sends 2(N-1) pieces of 1/N of the bytes to its neighbour, one after the other."""
     rounds = 2 * (ranks - 1)
-    return _one_after_the_other(rounds * network.alpha, rounds / ranks * network.beta, network.pack)
+    return _one_after_the_other(rounds * network.alpha, rounds / ranks * network.beta, network)
 
 
 def tree(network: Network, ranks: int) -> CostModel:
@@ -53,7 +54,7 @@ def tree(network: Network, ranks: int) -> CostModel:
     """
     levels = math.ceil(math.log2(ranks))
     sent = 2 * (ranks - 1) / ranks if ranks <= 2 else 2.0
-    return _one_after_the_other(2 * levels * network.alpha, sent * network.beta, network.pack)
+    return _one_after_the_other(2 * levels * network.alpha, sent * network.beta, network)
 
 
 def link_of(cost: CostModel, ranks: int) -> Network:
@@ -65,11 +66,11 @@ def link_of(cost: CostModel, ranks: int) -> Network:
     if ranks < 2:
         raise ValueError(f"{ranks} rank(s) have no ring; expected at least 2")
     rounds = 2 * (ranks - 1)
-    return Network("as measured", cost.alpha / rounds, cost.beta * ranks / rounds, cost.pack)
+    return Network("as measured", cost.alpha / rounds, cost.beta * ranks / rounds, cost.pack, cost.load)
 
 
 SHAPES: dict[str, Callable[[Network, int], CostModel]] = {"ring": ring, "tree": tree}
 
 
-def _one_after_the_other(alpha: float, beta: float, pack: float) -> CostModel:
-    return CostModel(alpha, beta, busy=alpha, pack=pack)
+def _one_after_the_other(alpha: float, beta: float, network: Network) -> CostModel:
+    return CostModel(alpha, beta, busy=alpha, pack=network.pack, load=network.load)

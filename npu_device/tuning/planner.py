@@ -7,6 +7,9 @@ taken apart, ``cost.pack * bytes`` seconds. With ``busy == alpha`` these are
 collectives that run one after the other, F_k = max(F_k-1, ready_k) + alpha + beta * bytes_k; with ``busy == 0``
 collectives that run side by side and share the bandwidth: whichever way it is shared, the last of them ends when a
 queue would.
+
+Collectives take processors too: while one is under way backward goes on more slowly, by the part ``cost.load``, and
+everything after it comes ``cost.load * cost.work(bytes)`` seconds later.
 """
 
 from __future__ import annotations
@@ -55,11 +58,18 @@ class Plan:
         ends: the last gradient of each segment, as ``set_split_strategy_by_idx`` takes it.
         finish: seconds from the start of the step until the last collective is over.
         exposed: seconds of it after the end of backward.
+        late: seconds by which backward ends later than without collectives.
     """
 
     ends: tuple[int, ...]
     finish: float
     exposed: float
+    late: float = 0.0
+
+    @property
+    def added(self) -> float:
+        """Seconds by which the step is longer than without collectives."""
+        return self.exposed + self.late
 
 
 def predict(backward: Backward, cost: CostModel, ends: Sequence[int]) -> Plan:
@@ -80,14 +90,58 @@ def predict(backward: Backward, cost: CostModel, ends: Sequence[int]) -> Plan:
         )
     queue = ready = finish = -math.inf
     start = 0
+    under_way: list[tuple[float, float]] = []
     for end in ends:
         ready = max(ready, *backward.ready[start : end + 1])
         size = sum(backward.sizes[start : end + 1])
-        queue = max(queue, ready + cost.pack * size) + cost.work(size)
+        late = cost.load * sum(over - begun for begun, over in under_way)
+        begun = max(queue, ready + late + cost.pack * size)
+        queue = begun + cost.work(size)
+        under_way.append((begun, queue))
         finish = max(finish, queue + cost.pack * size)
         start = end + 1
     finish += cost.latency
-    return Plan(tuple(ends), finish, max(0.0, finish - backward.end))
+    late = _late(backward.end, cost.load, under_way)
+    return Plan(tuple(ends), finish, max(0.0, finish - backward.end - late), late)
+
+
+def without_collectives(backward: Backward, cost: CostModel, ends: Sequence[int]) -> Backward:
+    """The reverse of what ``predict`` does with ``load``: a backward pass that was measured beside collectives, as it
+    would have been without them.
+
+    Args:
+        backward: as it was measured.
+        cost: the collectives.
+        ends: the segments of that run.
+    """
+    queue = ready = -math.inf
+    start = 0
+    under_way = []
+    for end in ends:
+        ready = max(ready, *backward.ready[start : end + 1])
+        size = sum(backward.sizes[start : end + 1])
+        begun = max(queue, ready + cost.pack * size)
+        queue = begun + cost.work(size)
+        under_way.append((begun, queue))
+        start = end + 1
+
+    def alone(moment: float) -> float:
+        return moment - cost.load * sum(max(0.0, min(moment, over) - begun) for begun, over in under_way)
+
+    return Backward(backward.sizes, tuple(map(alone, backward.ready)), alone(backward.end))
+
+
+def _late(end: float, load: float, under_way: Sequence[tuple[float, float]]) -> float:
+    """By how much what takes until ``end`` by itself ends later beside collectives."""
+    late = 0.0
+    for begun, over in under_way:
+        left = end + late - begun  # of its own work, when the collective begins
+        if left <= 0:
+            break
+        if left <= (1 - load) * (over - begun):
+            return late + left * load / (1 - load)
+        late += load * (over - begun)
+    return late
 
 
 def best_plans(backward: Backward, cost: CostModel, most: int = MAX_SEGMENTS) -> list[Plan]:
@@ -137,12 +191,13 @@ def _soonest(backward: Backward, cost: CostModel, most: int, limit: float) -> li
     finish[finish + cost.pack * given > limit] = np.inf
     cuts: list[list[int]] = []  # for each further segment and its end: the end of the segment before it
     found: list[tuple[int, ...] | None] = [(count - 1,) if finish[-1] < np.inf else None]
-    for _ in range(most - 1):
+    for collectives in range(1, most):
         further = np.full(count, np.inf)
+        late = cost.load * (collectives * cost.busy + cost.beta * given)  # by which what comes after each end is late
         before = [-1] * count
         for end in range(1, count):
             size = given[end] - given[:end]
-            candidates = np.maximum(finish[:end], ready[end] + cost.pack * size) + cost.work(size)
+            candidates = np.maximum(finish[:end], ready[end] + late[:end] + cost.pack * size) + cost.work(size)
             candidates[candidates + cost.pack * size > limit] = np.inf
             before[end] = int(np.argmin(candidates))
             further[end] = candidates[before[end]]

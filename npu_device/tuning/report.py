@@ -24,7 +24,8 @@ def line_to_paste(ends: Sequence[int], group: str) -> str:
 
 def prediction(found: Traced, cost: CostModel) -> str:
     """The gradients, the collectives, and what each way to cut is expected to leave exposed."""
-    backward = found.step.backward
+    step = found.without_collectives(cost)
+    backward = step.backward
     one = predict(backward, cost, [len(backward.sizes) - 1])
     rows = [
         ("as it is now", predict(backward, cost, found.ends)),
@@ -39,7 +40,7 @@ def prediction(found: Traced, cost: CostModel) -> str:
         "",
         f"{'predicted':30}{'segments':>9}{'exposed, ms':>18}{'ms a step':>11}",
     ]
-    lines += [_row(name, plan, found.step, cost) for name, plan in rows]
+    lines += [_row(name, plan, step, cost) for name, plan in rows]
     lines.append(
         f"{'(traced, as it is now)':30}{len(found.ends):>9}{found.exposed * 1e3:>18.1f}{found.median * 1e3:>11.1f}"
     )
@@ -48,7 +49,7 @@ def prediction(found: Traced, cost: CostModel) -> str:
 
 def outcome(result: Outcome) -> str:
     """Predicted against measured for what was tried."""
-    step = result.traced.step
+    step = result.traced.without_collectives(result.cost)
     lines = [
         f"{'':14}{'exposed, ms':>22}{'ms a step':>22}",
         f"{'':14}{'predicted':>12}{'measured':>10}{'predicted':>12}{'measured':>10}  segments end at",
@@ -56,7 +57,7 @@ def outcome(result: Outcome) -> str:
     for one in result.tried:
         lines.append(
             f"{one.label:14}{one.plan.exposed * 1e3:>12.1f}{one.exposed * 1e3:>10.1f}"
-            f"{(step.alone + one.plan.exposed) * 1e3:>12.1f}{one.seconds * 1e3:>10.1f}  {list(one.plan.ends)}"
+            f"{(step.alone + one.plan.added) * 1e3:>12.1f}{one.seconds * 1e3:>10.1f}  {list(one.plan.ends)}"
             f"{'  <- chosen' if one is result.chosen else ''}"
         )
     present = result.tried[0]
@@ -64,7 +65,7 @@ def outcome(result: Outcome) -> str:
         gain = present.seconds / result.chosen.seconds - 1
         lines += ["", f"{result.chosen.label} is {gain:.1%} faster a step than the split as it is now. To keep it:"]
     else:
-        lines += ["", "nothing was faster in all of its runs than the split as it is now in any of its own, which is:"]
+        lines += ["", "nothing was faster in every round than the split as it is now, which is:"]
     lines.append(f"  {line_to_paste(result.chosen.plan.ends, result.traced.group)}")
     return "\n".join(lines)
 
@@ -81,14 +82,15 @@ def _gradients(found: Traced) -> str:
 def _collectives(cost: CostModel) -> str:
     bandwidth = f" ({1e-9 / cost.beta:.2f} GB/s)" if cost.beta else ""
     packing = f"; {cost.pack * 1e9:.3f} ms a MB to pack a segment, and to unpack it" if cost.pack else ""
+    load = f"; it takes {cost.load:.0%} of a rank's cores meanwhile" if cost.load else ""
     return (
         f"all_reduce: {cost.alpha * 1e3:.3f} ± {cost.alpha_error * 1e3:.3f} ms, and {cost.beta * 1e9:.3f} ± "
         f"{cost.beta_error * 1e9:.3f} ms a MB{bandwidth}; beside others {cost.busy * 1e3:.3f} ms are not shared"
-        f"{packing}"
+        f"{packing}{load}"
     )
 
 
 def _row(name: str, plan: Plan, step: Step, cost: CostModel) -> str:
     spread = predict(step.backward, cost.slower(), plan.ends).exposed - plan.exposed
     exposed = f"{plan.exposed * 1e3:.1f} ± {spread * 1e3:.1f}"
-    return f"{name:30}{len(plan.ends):>9}{exposed:>18}{(step.alone + plan.exposed) * 1e3:>11.1f}"
+    return f"{name:30}{len(plan.ends):>9}{exposed:>18}{(step.alone + plan.added) * 1e3:>11.1f}"

@@ -96,7 +96,7 @@ def simulate(step: Step, network: Network, ranks: Sequence[int] = RANKS) -> list
             cost = cost_of(network, count)
             best, default = best_plan(step.backward, cost), default_plan(step.backward, cost)
             rows.append(
-                Expected(count, shape, step.alone + default.exposed, step.alone + best.exposed, best.ends, step.alone)
+                Expected(count, shape, step.alone + default.added, step.alone + best.added, best.ends, step.alone)
             )
     return rows
 

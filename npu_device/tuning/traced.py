@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from npu_device.profiling.records import RankTrace
-from npu_device.tuning.planner import Backward
+from npu_device.tuning.cost_model import CostModel
+from npu_device.tuning.planner import Backward, without_collectives
 from npu_device.tuning.simulate import Step
 
 
@@ -42,6 +43,10 @@ class Traced:
     def median(self) -> float:
         """Seconds a step."""
         return statistics.median(self.seconds)
+
+    def without_collectives(self, cost: CostModel) -> Step:
+        """The step as it would have been if no collective had kept the processors from backward."""
+        return Step(without_collectives(self.step.backward, cost, self.ends), self.step.rest)
 
 
 def traced(traces: Sequence[RankTrace], skip: int = 0) -> Traced:

@@ -66,8 +66,8 @@ class Tried:
         return [sorted(run.seconds)[len(run.seconds) // 4] for run in self.runs]
 
     def faster_than(self, other: Tried) -> bool:
-        """True when its slowest run was faster than the other one's fastest: everything else may be chance."""
-        return max(self.undisturbed) < min(other.undisturbed)
+        """True when it was faster in every round: a machine that gets slower or faster meanwhile does so for both."""
+        return all(mine < theirs for mine, theirs in zip(self.undisturbed, other.undisturbed))
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def tune(run: Run, measure: Callable[[int], CostModel], say: Callable[[str], Non
     first = run(FIRST, None, budget.first)
     say("measuring the collectives")
     cost = measure(sum(first.step.backward.sizes))
-    backward = first.step.backward
+    backward = first.without_collectives(cost).backward
     present = Tried("as it is now", predict(backward, cost, first.ends))
     plans = [plan for plan in contenders(backward, cost, budget.plans) if plan.ends != first.ends]
     tried = (present, *(Tried(f"plan {number}", plan) for number, plan in enumerate(plans, start=1)))
