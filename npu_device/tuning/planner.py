@@ -15,7 +15,7 @@ everything after it comes ``cost.load * cost.work(bytes)`` seconds later.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,18 +88,14 @@ def predict(backward: Backward, cost: CostModel, ends: Sequence[int]) -> Plan:
             f"ends {list(ends)} don't fit {len(backward.sizes)} gradients; expected ascending numbers of which the "
             f"last is {len(backward.sizes) - 1}"
         )
-    queue = ready = finish = -math.inf
-    start = 0
+    queue = finish = -math.inf
     under_way: list[tuple[float, float]] = []
-    for end in ends:
-        ready = max(ready, *backward.ready[start : end + 1])
-        size = sum(backward.sizes[start : end + 1])
+    for ready, size in _segments(backward, ends):
         late = cost.load * sum(over - begun for begun, over in under_way)
         begun = max(queue, ready + late + cost.pack * size)
         queue = begun + cost.work(size)
         under_way.append((begun, queue))
         finish = max(finish, queue + cost.pack * size)
-        start = end + 1
     finish += cost.latency
     late = _late(backward.end, cost.load, under_way)
     return Plan(tuple(ends), finish, max(0.0, finish - backward.end - late), late)
@@ -114,34 +110,17 @@ def without_collectives(backward: Backward, cost: CostModel, ends: Sequence[int]
         cost: the collectives.
         ends: the segments of that run.
     """
-    queue = ready = -math.inf
-    start = 0
+    queue = -math.inf
     under_way = []
-    for end in ends:
-        ready = max(ready, *backward.ready[start : end + 1])
-        size = sum(backward.sizes[start : end + 1])
+    for ready, size in _segments(backward, ends):
         begun = max(queue, ready + cost.pack * size)
         queue = begun + cost.work(size)
         under_way.append((begun, queue))
-        start = end + 1
 
     def alone(moment: float) -> float:
         return moment - cost.load * sum(max(0.0, min(moment, over) - begun) for begun, over in under_way)
 
     return Backward(backward.sizes, tuple(map(alone, backward.ready)), alone(backward.end))
-
-
-def _late(end: float, load: float, under_way: Sequence[tuple[float, float]]) -> float:
-    """By how much what takes until ``end`` by itself ends later beside collectives."""
-    late = 0.0
-    for begun, over in under_way:
-        left = end + late - begun  # of its own work, when the collective begins
-        if left <= 0:
-            break
-        if left <= (1 - load) * (over - begun):
-            return late + left * load / (1 - load)
-        late += load * (over - begun)
-    return late
 
 
 def best_plans(backward: Backward, cost: CostModel, most: int = MAX_SEGMENTS) -> list[Plan]:
@@ -226,6 +205,28 @@ def default_plan(backward: Backward, cost: CostModel) -> Plan:
 def per_gradient_plan(backward: Backward, cost: CostModel) -> Plan:
     """What a collective for each gradient leads to."""
     return predict(backward, cost, range(len(backward.sizes)))
+
+
+def _segments(backward: Backward, ends: Sequence[int]) -> Iterator[tuple[float, int]]:
+    """For each segment: when its gradients are ready, and their bytes."""
+    ready, start = -math.inf, 0
+    for end in ends:
+        ready = max(ready, *backward.ready[start : end + 1])
+        yield ready, sum(backward.sizes[start : end + 1])
+        start = end + 1
+
+
+def _late(end: float, load: float, under_way: Sequence[tuple[float, float]]) -> float:
+    """By how much what takes until ``end`` by itself ends later beside collectives."""
+    late = 0.0
+    for begun, over in under_way:
+        left = end + late - begun  # of its own work, when the collective begins
+        if left <= 0:
+            break
+        if left <= (1 - load) * (over - begun):
+            return late + left * load / (1 - load)
+        late += load * (over - begun)
+    return late
 
 
 def _traced_back(cuts: list[list[int]], end: int) -> tuple[int, ...]:
