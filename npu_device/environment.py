@@ -7,9 +7,11 @@ A variable is a constant with its default, unit, expected form and meaning. ``py
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Callable, Generic, TypeVar
 
@@ -68,6 +70,16 @@ class Variable(Generic[Value_co]):
                 f"EI0001: the environment variable {self.name} is {text!r}; expected {self.form.expected}.\n"
                 f"What to do: correct or unset {self.name}. It means: {self.meaning}"
             ) from None
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """While the block runs nobody in this process finds the variable, TensorFlow neither."""
+        text = os.environ.pop(self.name, None)
+        try:
+            yield
+        finally:
+            if text is not None:
+                os.environ[self.name] = text
 
 
 def _integer(low: int, high: int | None = None) -> Form[int]:

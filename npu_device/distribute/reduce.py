@@ -30,7 +30,8 @@ def all_reduce(
             dtypes on every rank.
         reduction: ``"mean"`` (default), ``"sum"``, ``"min"``, ``"max"`` or ``"prod"``.
         fusion: 0 sends each tensor alone; 1 (default) cuts the list by the group's split strategy (``hccl.split.api``)
-            into segments that are reduced while backward still makes the others; 2 sends those of a dtype together.
+            into segments that are reduced while backward still makes the others; 2 sends those of a dtype together,
+            also of several calls of a ``tf.function`` with the same ``fusion_id``.
         fusion_id: -1 unless ``fusion`` is 2.
         group: name of the group; the mean divides by its size.
         compression: ``"fp16"`` or ``"bf16"`` sends float32 and float64 in 16 bits (default: as they are).

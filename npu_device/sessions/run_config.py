@@ -5,11 +5,9 @@ It can be made under every TensorFlow; where TensorFlow has Estimators it is one
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import json
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -252,7 +250,8 @@ class NPURunConfig(_RunConfig):
             set_option("profiling_mode", values["profiling_config"].enable_profiling)
             set_option("profiling_options", values["profiling_config"].as_json())
         if _estimator:
-            with _without_tf_config():
+            # To TensorFlow's RunConfig the variable means servers; here each rank has sessions of its own.
+            with environment.TF_CONFIG.hidden():
                 super().__init__(**{name: values[name] for name in _TENSORFLOWS})
             values = {name: value for name, value in values.items() if name not in _TENSORFLOWS}
         self.__dict__.update(values)
@@ -274,7 +273,7 @@ def npu_run_config_init(run_config: Any = None) -> Any:
     """
     require_estimator("npu_run_config_init")
     if not isinstance(run_config, _RunConfig):
-        with _without_tf_config():
+        with environment.TF_CONFIG.hidden():
             run_config = _RunConfig()
     return run_config.replace(session_config=npu_session_config_init(run_config.session_config))
 
@@ -292,17 +291,6 @@ def require_estimator(name: str) -> None:
             "What to do: run the script with TensorFlow 2.15 (pip install 'tensorflow==2.15.*', Python 3.9 to 3.11), "
             "or train with tf.compat.v1.train.MonitoredTrainingSession or with Keras."
         )
-
-
-@contextlib.contextmanager
-def _without_tf_config() -> Iterator[None]:
-    """To TensorFlow's ``RunConfig`` the variable means servers of its own; here each rank has sessions of its own."""
-    hidden = os.environ.pop(environment.TF_CONFIG.name, None)
-    try:
-        yield
-    finally:
-        if hidden is not None:
-            os.environ[environment.TF_CONFIG.name] = hidden
 
 
 def _check(values: dict[str, Any]) -> None:
