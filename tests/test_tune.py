@@ -350,6 +350,7 @@ def test_tuning_a_script(tmp_path: Path) -> None:
     assert saved["ends"] == default or saved["found"]["seconds"] < saved["found"]["seconds_before"]
     work = tmp_path / "npu_tune"
     assert (work / "CPU_gradient_fusion.json").is_file()
+    assert 0 < json.loads((work / COST_FILE).read_text())["load"] <= 1, "a collective in shared memory is a core's work"
     # What it has left is enough for npu-tune.
     npu_tune.main([str(work)])
     npu_tune.main(["--simulate", str(work)])
