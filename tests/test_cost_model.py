@@ -75,10 +75,13 @@ def test_one_size_is_not_enough() -> None:
         fit({1000: [1.0]})
 
 
-@pytest.mark.parametrize(("alpha", "beta", "busy"), [(-1.0, 0.0, 0.0), (1.0, -1.0, 0.0), (1.0, 1.0, 2.0)])
-def test_impossible_figures(alpha: float, beta: float, busy: float) -> None:
+@pytest.mark.parametrize(
+    "figures",
+    [{"alpha": -1.0}, {"beta": -1.0}, {"busy": 2.0}, {"pack": -1.0}, {"load": 1.1}, {"pace": 0.0}, {"pace": 2}],
+)
+def test_impossible_figures(figures: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="expected seconds from 0"):
-        CostModel(alpha, beta, busy)
+        CostModel(**{"alpha": 1.0, "beta": 0.0, **figures})
 
 
 def test_the_preset_of_10_gbe_has_the_published_latency_of_16_ranks() -> None:
@@ -87,9 +90,10 @@ def test_the_preset_of_10_gbe_has_the_published_latency_of_16_ranks() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 16, 1024])
 def test_a_link_measured_on_a_ring_makes_the_same_ring(ranks: int) -> None:
-    cost = CostModel(ALPHA, BETA, pack=5e-10)
+    cost = CostModel(ALPHA, BETA, pack=5e-10, load=0.4, pace=0.8)
     again = ring(link_of(cost, ranks), ranks)
-    assert (again.alpha, again.beta, again.pack) == (pytest.approx(ALPHA), pytest.approx(BETA), 5e-10)
+    assert (again.alpha, again.beta) == (pytest.approx(ALPHA), pytest.approx(BETA))
+    assert (again.pack, again.load, again.pace) == (5e-10, 0.4, 0.8)
 
 
 def test_rings_and_trees() -> None:

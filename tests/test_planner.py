@@ -38,7 +38,8 @@ def instance(seed: int, most: int = 12) -> tuple[Backward, CostModel]:
     alpha = chance.choice([0.0, 1e-4, 5e-3])
     beta, busy = chance.choice([1e-10, 1e-9, 1e-8]), alpha * chance.choice([0.0, 0.3, 1.0])
     pack, load = chance.choice([0.0, 1e-10, 1e-9]), chance.choice([0.0, 0.4, 1.0])
-    cost = CostModel(alpha, beta, busy, pack=pack, load=load)
+    pace = chance.choice([1.0, 0.5, 0.9])
+    cost = CostModel(alpha, beta, busy, pack=pack, load=load, pace=pace)
     return Backward(sizes, tuple(ready), max(ready) + chance.choice([0, 0.004])), cost
 
 
@@ -82,8 +83,8 @@ def sharing(backward: Backward, cost: CostModel, ends: Sequence[int]) -> float:
 
 
 def beside_each_other(backward: Backward, cost: CostModel, ends: Sequence[int]) -> tuple[list[float], float, float]:
-    """Backward and a queue of collectives that slows it down, followed from event to event: when each gradient is
-    ready, when backward ends, when the last collective does.
+    """Backward and a queue of collectives that slow each other down, followed from event to event: when each gradient
+    is ready, when backward ends, when the last collective does.
     """
     moments = [*itertools.accumulate(backward.ready, max), backward.end]
     sizes = [sum(backward.sizes[start : end + 1]) for start, end in zip([0, *(end + 1 for end in ends)], ends)]
@@ -97,13 +98,15 @@ def beside_each_other(backward: Backward, cost: CostModel, ends: Sequence[int]) 
             seen.append(now)
         left = cost.alpha + cost.beta * size
         while left > 0:
-            speed = 1 - cost.load
-            until_next = (moments[len(seen)] - made) / speed if speed and len(seen) < len(moments) else float("inf")
-            if until_next <= left:
-                now, made, left = now + until_next, moments[len(seen)], left - until_next
+            computing = len(seen) < len(moments)
+            pace = cost.pace if computing else 1.0
+            speed = 1 - cost.load * pace
+            until_next = (moments[len(seen)] - made) / speed if speed and computing else float("inf")
+            if until_next * pace <= left:
+                now, made, left = now + until_next, moments[len(seen)], left - until_next * pace
                 seen.append(now)
             else:
-                now, made, left = now + left, made + left * speed, 0.0
+                now, made, left = now + left / pace, made + left / pace * speed, 0.0
         finish = now
     while len(seen) < len(moments):
         now, made = now + moments[len(seen)] - made, moments[len(seen)]
@@ -112,10 +115,10 @@ def beside_each_other(backward: Backward, cost: CostModel, ends: Sequence[int]) 
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_collectives_slow_backward_down(seed: int) -> None:
+def test_collectives_and_backward_slow_each_other_down(seed: int) -> None:
     backward, cost = instance(seed)
     in_order = Backward(backward.sizes, tuple(itertools.accumulate(backward.ready, max)), backward.end)
-    cost = CostModel(cost.alpha, cost.beta, busy=cost.alpha, load=0.7 if cost.load == 0 else cost.load)
+    cost = CostModel(cost.alpha, cost.beta, busy=cost.alpha, load=0.7 if cost.load == 0 else cost.load, pace=cost.pace)
     for ends in every_cut(len(backward.sizes), 3):
         ready, end, finish = beside_each_other(in_order, cost, ends)
         plan = predict(in_order, cost, ends)

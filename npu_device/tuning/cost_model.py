@@ -28,10 +28,13 @@ class CostModel:
         beta_error: standard error of ``beta``, in seconds a byte.
         pack: seconds a byte to put a segment's gradients together before it travels, and as many to take the result
             apart; other segments travel meanwhile.
-        load: the part of a rank's cores that a collective under way takes from everything else, 0 to 1.
+        load: the part of a rank's cores that a collective takes from everything else while it goes on at full speed, 0
+            to 1.
+        pace: the part of its full speed at which a collective goes on while backward computes, above 0, at most 1: they
+            share the cores.
 
     Raises:
-        ValueError: a negative figure, ``busy`` above ``alpha``, or ``load`` above 1.
+        ValueError: a negative figure, ``busy`` above ``alpha``, ``load`` above 1, or ``pace`` 0 or above 1.
     """
 
     alpha: float
@@ -41,13 +44,12 @@ class CostModel:
     beta_error: float = 0.0
     pack: float = 0.0
     load: float = 0.0
+    pace: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (0 <= self.busy <= self.alpha and self.beta >= 0 and self.pack >= 0 and 0 <= self.load <= 1):
-            raise ValueError(
-                f"alpha {self.alpha!r}, beta {self.beta!r}, busy {self.busy!r}, pack {self.pack!r}, load "
-                f"{self.load!r}: expected seconds from 0, with busy at most alpha, and a load from 0 to 1"
-            )
+        seconds = 0 <= self.busy <= self.alpha and self.beta >= 0 and self.pack >= 0
+        if not (seconds and 0 <= self.load <= 1 and 0 < self.pace <= 1):
+            raise ValueError(f"{self}: expected seconds from 0, busy <= alpha, load from 0 to 1, pace above 0 up to 1")
 
     @property
     def latency(self) -> float:
@@ -83,8 +85,7 @@ class CostModel:
 def fit(
     samples: Mapping[int, Sequence[float]],
     lanes: Mapping[int, Sequence[float]] | None = None,
-    pack: float = 0.0,
-    load: float = 0.0,
+    **demands: float,
 ) -> CostModel:
     """A cost model from measured times.
 
@@ -92,7 +93,7 @@ def fit(
         samples: seconds that single collectives took, several for each size in bytes; at least two sizes.
         lanes: seconds that several collectives took which were started at once with the smallest of the sizes each, by
             their number. Without them the collectives count as running side by side.
-        pack, load: as in ``CostModel``.
+        demands: ``pack``, ``load`` and ``pace`` of the ``CostModel``.
 
     Returns:
         The line by weighted least squares through the medians; the weights come from how much the repetitions differ.
@@ -121,8 +122,7 @@ def fit(
         busy=_busy(alpha, beta, min(samples), lanes or {}),
         alpha_error=math.sqrt(scale * (1 / total + mean_size**2 / spread)),
         beta_error=math.sqrt(scale / spread),
-        pack=pack,
-        load=load,
+        **demands,
     )
 
 

@@ -1,10 +1,14 @@
-"""A short measurement on the very cluster: how long all_reduce takes by size, and several side by side."""
+"""A short measurement on the very cluster: how long all_reduce takes by size, several side by side, and beside
+computing.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import tensorflow as tf
@@ -15,13 +19,15 @@ from npu_device.collectives import backend
 from npu_device.collectives.all_reduce import all_reduce, all_reduce_segments
 from npu_device.collectives.group import Group
 from npu_device.collectives.tensorflow_backend import backend as tensorflow_backend
+from npu_device.profiling import points
 from npu_device.tuning.cost_model import CostModel, fit
 
 _SMALLEST = 4096
 _PARTS = (64, 16, 4, 2, 1)  # of the largest size: segments of a split are between these
 _LANES = 4
 _GRADIENTS = 50  # of a segment, when it is measured how long it takes to put them together
-_SEVERAL = 64_000_000  # bytes of them at most, and of the collective whose load is measured
+_SEVERAL = 64_000_000  # bytes of them at most, and of the collective that is measured beside computing
+_LAYERS, _WIDTH = 4, 512  # of what is computed beside it
 _REPEATS = 7
 _FEWEST_REPEATS = 2
 _SECONDS = 5.0  # when the measurement has taken so long, the sizes that are left get the fewest repeats
@@ -45,22 +51,58 @@ def measure(runtime: Runtime, group: Group, largest: int) -> CostModel:
     if len(sizes) == 1:
         sizes.append(16 * _SMALLEST)
     began = time.monotonic()
-    samples = {size: _times(runtime, group, [size], began) for size in sizes}
-    lanes = {_LANES: _times(runtime, group, [_SMALLEST] * _LANES, began)}
+    samples = {size: _times(runtime, group, _reduction(runtime, group, [size]), began) for size in sizes}
+    lanes = {_LANES: _times(runtime, group, _reduction(runtime, group, [_SMALLEST] * _LANES), began)}
     several = min(largest, _SEVERAL)
-    return fit(samples, lanes, _pack_seconds(runtime, group, several), _load(runtime, group, several))
+    load, pace = _load_and_pace(runtime, group, several)
+    return fit(samples, lanes, pack=_pack_seconds(runtime, group, several), load=load, pace=pace)
 
 
-def _load(runtime: Runtime, group: Group, size: int) -> float:
-    """The part of a rank's cores that a collective of some bytes takes while it is under way, on the busiest rank."""
+def _load_and_pace(runtime: Runtime, group: Group, size: int) -> tuple[float, float]:
+    """The part of a rank's cores that a collective of some bytes takes while it is under way, on the busiest rank; and
+    the part of its speed that it keeps while all ranks compute.
+    """
     reduce = _reduction(runtime, group, [size])
-    _finish(reduce())
+
+    reduce()
     started, worked = time.perf_counter(), time.process_time()
-    for _ in range(_FEWEST_REPEATS):
-        _finish(reduce())
+    alone = statistics.median(_times(runtime, group, reduce, time.monotonic()))
     seconds = (time.perf_counter() - started) * share_of_cores(runtime.cluster)
-    mine = min(1.0, (time.process_time() - worked) / seconds)
-    return float(all_reduce(runtime, tf.constant(mine, tf.float64), "max", group))
+    load = min(1.0, (time.process_time() - worked) / seconds)
+    with _computing():
+        beside = statistics.median(_times(runtime, group, reduce, time.monotonic()))
+    return float(all_reduce(runtime, tf.constant(load, tf.float64), "max", group)), min(1.0, alone / beside)
+
+
+@contextlib.contextmanager
+def _computing() -> Iterator[None]:
+    """Backward passes of a small network, one after the other, in a thread."""
+    batch, weight = tf.ones([_WIDTH // 2, _WIDTH]), tf.fill([_WIDTH, _WIDTH], 1 / _WIDTH)
+
+    @tf.function
+    def backward() -> list[tf.Tensor]:
+        weights = [tf.identity(weight) for _ in range(_LAYERS)]
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            outputs = batch
+            for each in weights:
+                outputs = tf.nn.relu(outputs @ each)
+        return cast("list[tf.Tensor]", tape.gradient(outputs, weights))
+
+    _finish(backward())
+    over = threading.Event()
+
+    def compute() -> None:
+        while not over.is_set():
+            _finish(backward())
+
+    thread = threading.Thread(target=compute, name="computing beside a collective")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _pack_seconds(runtime: Runtime, group: Group, size: int) -> float:
@@ -85,33 +127,39 @@ def _pack_seconds(runtime: Runtime, group: Group, size: int) -> float:
     return float(all_reduce(runtime, tf.constant(mine, tf.float64), "max", group))
 
 
-def _times(runtime: Runtime, group: Group, sizes: Sequence[int], began: float) -> list[float]:
-    """Seconds that collectives of these bytes take which are started at once, on the slowest rank."""
-    called = _reduction(runtime, group, sizes)
+def _times(runtime: Runtime, group: Group, reduce: Callable[[], float], began: float) -> list[float]:
+    """Seconds that a reduction takes on the slowest rank, several times."""
     seconds: list[float] = []
-    _finish(called())
+    reduce()
     while len(seconds) < _REPEATS:
         # Brings the ranks into line, too, before the next one is timed.
         spent = all_reduce(runtime, tf.constant(time.monotonic() - began, tf.float64), "max", group)
         if float(spent) > _SECONDS and len(seconds) >= _FEWEST_REPEATS:
             break
-        started = time.perf_counter()
-        _finish(called())
-        seconds.append(time.perf_counter() - started)
+        seconds.append(reduce())
     return [float(value) for value in all_reduce(runtime, tf.constant(seconds, tf.float64), "max", group)]
 
 
-def _reduction(runtime: Runtime, group: Group, sizes: Sequence[int]) -> Callable[[], list[tf.Tensor]]:
-    """Collectives of these bytes, started at once."""
+def _reduction(runtime: Runtime, group: Group, sizes: Sequence[int]) -> Callable[[], float]:
+    """Runs collectives of these bytes, started at once; seconds from when their tensors are there until all end."""
     tensors = [tf.ones([max(1, size // 4)], tf.float32) for size in sizes]
 
-    def reduce() -> list[tf.Tensor]:
-        # As gradients travel: what the ranks agree on beforehand hides behind the forward pass.
-        segments = [[tensor] for tensor in tensors]
-        return [result for [result] in all_reduce_segments(runtime, segments, "sum", group, None)]
+    def reduce() -> tuple[tf.Tensor, list[tf.Tensor], list[tf.Tensor]]:
+        # As gradients travel: made by the step, so that they can be reduced where they are; and what the ranks agree on
+        # beforehand hides behind the forward pass.
+        made = [tf.square(tensor) for tensor in tensors]
+        begun = points.when(made)
+        results = [result for [result] in all_reduce_segments(runtime, [[one] for one in made], "sum", group, None)]
+        return begun, [points.reduced(result) for result in results], [result[:1] for result in results]
 
     # A concrete function, since TensorFlow warns of calls that trace again, and each size does.
-    return cast("Callable[[], list[tf.Tensor]]", tf.function(reduce).get_concrete_function())
+    called = tf.function(reduce).get_concrete_function()
+
+    def seconds() -> float:
+        begun, over, _ = called()
+        return max(float(each) for each in over) - float(begun)
+
+    return seconds
 
 
 def _finish(results: Sequence[tf.Tensor]) -> None:

@@ -22,7 +22,7 @@ class Network:
         name: for the table.
         alpha: seconds a message takes whatever its size.
         beta: seconds a byte.
-        pack, load: as in ``CostModel``: what communication asks of the ranks' processors.
+        pack, load, pace: as in ``CostModel``: what communication asks of the ranks' processors.
     """
 
     name: str
@@ -30,6 +30,7 @@ class Network:
     beta: float
     pack: float = 0.0
     load: float = 0.0
+    pace: float = 1.0
 
 
 # The latency of a message: 30 us over TCP and 10 GbE is what 16 ranks in a ring with 9.08e-4 s in all (MG-WFBP, see
@@ -66,11 +67,11 @@ def link_of(cost: CostModel, ranks: int) -> Network:
     if ranks < 2:
         raise ValueError(f"{ranks} rank(s) have no ring; expected at least 2")
     rounds = 2 * (ranks - 1)
-    return Network("as measured", cost.alpha / rounds, cost.beta * ranks / rounds, cost.pack, cost.load)
+    return Network("as measured", cost.alpha / rounds, cost.beta * ranks / rounds, cost.pack, cost.load, cost.pace)
 
 
 SHAPES: dict[str, Callable[[Network, int], CostModel]] = {"ring": ring, "tree": tree}
 
 
 def _one_after_the_other(alpha: float, beta: float, network: Network) -> CostModel:
-    return CostModel(alpha, beta, busy=alpha, pack=network.pack, load=network.load)
+    return CostModel(alpha, beta, busy=alpha, pack=network.pack, load=network.load, pace=network.pace)

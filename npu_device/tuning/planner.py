@@ -8,8 +8,9 @@ collectives that run one after the other, F_k = max(F_k-1, ready_k) + alpha + be
 collectives that run side by side and share the bandwidth: whichever way it is shared, the last of them ends when a
 queue would.
 
-Collectives take processors too: while one is under way backward goes on more slowly, by the part ``cost.load``, and
-everything after it comes ``cost.load * cost.work(bytes)`` seconds later.
+Collectives and backward share the processors. While both are under way a collective goes on at ``cost.pace`` of its
+speed, and backward by the part ``cost.load * cost.pace`` more slowly: everything after it comes
+``cost.load * cost.work(bytes)`` seconds later.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -89,15 +91,17 @@ def predict(backward: Backward, cost: CostModel, ends: Sequence[int]) -> Plan:
             f"last is {len(backward.sizes) - 1}"
         )
     queue = finish = -math.inf
-    under_way: list[tuple[float, float]] = []
+    worked = beside = 0.0
     for ready, size in _segments(backward, ends):
-        late = cost.load * sum(over - begun for begun, over in under_way)
+        late = cost.load * worked  # too much where the queue isn't done yet; then the queue counts
         begun = max(queue, ready + late + cost.pack * size)
-        queue = begun + cost.work(size)
-        under_way.append((begun, queue))
+        both = float(_beside(backward.end + late - begun, cost.work(size), cost))
+        queue = begun + cost.work(size) + (1 - cost.pace) * both
+        worked += cost.work(size)
+        beside += both
         finish = max(finish, queue + cost.pack * size)
     finish += cost.latency
-    late = _late(backward.end, cost.load, under_way)
+    late = cost.load * cost.pace * beside
     return Plan(tuple(ends), finish, max(0.0, finish - backward.end - late), late)
 
 
@@ -111,14 +115,15 @@ def without_collectives(backward: Backward, cost: CostModel, ends: Sequence[int]
         ends: the segments of that run.
     """
     queue = -math.inf
-    under_way = []
+    shared: list[tuple[float, float]] = []  # from when to when backward and a collective were under way
     for ready, size in _segments(backward, ends):
         begun = max(queue, ready + cost.pack * size)
-        queue = begun + cost.work(size)
-        under_way.append((begun, queue))
+        beside = min(max(0.0, backward.end - begun), cost.work(size) / cost.pace)
+        queue = begun + cost.work(size) + (1 - cost.pace) * beside
+        shared.append((begun, begun + beside))
 
     def alone(moment: float) -> float:
-        return moment - cost.load * sum(max(0.0, min(moment, over) - begun) for begun, over in under_way)
+        return moment - cost.load * cost.pace * sum(max(0.0, min(moment, over) - begun) for begun, over in shared)
 
     return Backward(backward.sizes, tuple(map(alone, backward.ready)), alone(backward.end))
 
@@ -160,14 +165,20 @@ def _soonest(backward: Backward, cost: CostModel, most: int, limit: float) -> li
     """For 1, 2, … ``most`` segments: the ends with which the last one arrives soonest, while each is unpacked by
     ``limit``; None where there are none.
 
-    Dynamic programming is exact here: the end of a segment only grows with the end of the one before it. It takes
+    Dynamic programming is exact here: the end of a segment never shrinks with the end of the one before it. It takes
     ``most`` times the square of the number of gradients.
     """
     count = len(backward.sizes)
     ready = np.maximum.accumulate(np.asarray(backward.ready, np.float64))
     given = np.cumsum(np.asarray(backward.sizes, np.float64))
-    finish = ready + cost.pack * given + cost.work(given)  # one segment up to each gradient
-    finish[finish + cost.pack * given > limit] = np.inf
+
+    def over(begun: Any, late: Any, size: Any) -> Any:
+        """When collectives end that begin when those before them have made backward late."""
+        work = cost.work(size)
+        end = begun + work + (1 - cost.pace) * _beside(backward.end + late - begun, work, cost)
+        return np.where(end + cost.pack * size > limit, np.inf, end)
+
+    finish = over(ready + cost.pack * given, 0.0, given)  # one segment up to each gradient
     cuts: list[list[int]] = []  # for each further segment and its end: the end of the segment before it
     found: list[tuple[int, ...] | None] = [(count - 1,) if finish[-1] < np.inf else None]
     for collectives in range(1, most):
@@ -176,8 +187,7 @@ def _soonest(backward: Backward, cost: CostModel, most: int, limit: float) -> li
         before = [-1] * count
         for end in range(1, count):
             size = given[end] - given[:end]
-            candidates = np.maximum(finish[:end], ready[end] + late[:end] + cost.pack * size) + cost.work(size)
-            candidates[candidates + cost.pack * size > limit] = np.inf
+            candidates = over(np.maximum(finish[:end], ready[end] + late[:end] + cost.pack * size), late[:end], size)
             before[end] = int(np.argmin(candidates))
             further[end] = candidates[before[end]]
         cuts.append(before)
@@ -216,17 +226,13 @@ def _segments(backward: Backward, ends: Sequence[int]) -> Iterator[tuple[float, 
         start = end + 1
 
 
-def _late(end: float, load: float, under_way: Sequence[tuple[float, float]]) -> float:
-    """By how much what takes until ``end`` by itself ends later beside collectives."""
-    late = 0.0
-    for begun, over in under_way:
-        left = end + late - begun  # of its own work, when the collective begins
-        if left <= 0:
-            break
-        if left <= (1 - load) * (over - begun):
-            return late + left * load / (1 - load)
-        late += load * (over - begun)
-    return late
+def _beside(left: Any, work: Any, cost: CostModel) -> Any:
+    """Seconds for which a collective of some work and what is left of backward, in seconds it would take alone, go on
+    beside each other. Numbers, or arrays of them.
+    """
+    speed = 1 - cost.load * cost.pace
+    whole = work / cost.pace
+    return np.minimum(whole, np.maximum(left, 0.0) / speed) if speed else np.where(np.asarray(left) > 0, whole, 0.0)
 
 
 def _traced_back(cuts: list[list[int]], end: int) -> tuple[int, ...]:

@@ -83,6 +83,7 @@ def _collectives(cost: CostModel) -> str:
     bandwidth = f" ({1e-9 / cost.beta:.2f} GB/s)" if cost.beta else ""
     packing = f"; {cost.pack * 1e9:.3f} ms a MB to pack a segment, and to unpack it" if cost.pack else ""
     load = f"; it takes {cost.load:.0%} of a rank's cores meanwhile" if cost.load else ""
+    load += f", and goes on at {cost.pace:.0%} of its speed beside backward" if cost.pace < 1 else ""
     return (
         f"all_reduce: {cost.alpha * 1e3:.3f} ± {cost.alpha_error * 1e3:.3f} ms, and {cost.beta * 1e9:.3f} ± "
         f"{cost.beta_error * 1e9:.3f} ms a MB{bandwidth}; beside others {cost.busy * 1e3:.3f} ms are not shared"

@@ -1,6 +1,7 @@
 """What a trace says to the tuner: when the gradients are ready, and what the steps took.
 
-All times are medians over the traced iterations, of the slowest rank: the collectives wait for it.
+All times are medians over the traced iterations, each of the rank that was the slowest in it: the collectives wait for
+it, and that the others do so is not communication.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Traced:
         backend: what reduced them.
         ends: the last gradient of each segment.
         seconds: seconds a step, from the end of one to the end of the next, of every traced iteration.
-        exposed: seconds from the end of backward to the end of the last collective.
+        exposed: seconds from the end of the slowest rank's backward to the end of the last collective.
     """
 
     step: Step
@@ -67,16 +68,14 @@ def traced(traces: Sequence[RankTrace], skip: int = 0) -> Traced:
     dtype = max(weight, key=lambda name: weight[name])
     # Gradients whose size isn't known before the graph runs travel alone; no split counts them.
     mine = [number for number, gradient in enumerate(first.gradients) if gradient.dtype == dtype and gradient.bytes]
-    kept = {trace.rank: trace.iterations[skip:] for trace in traces}
+    iterations = list(zip(*(trace.iterations[skip:] for trace in traces)))  # each on all ranks
     ready = [
-        max(_median(one.ready[position] - one.fp_start for one in iterations) for iterations in kept.values())
-        for position in mine
+        _median(max(one.ready[position] - one.fp_start for one in each) for each in iterations) for position in mine
     ]
-    end = max(_median(one.bp_end - one.fp_start for one in iterations) for iterations in kept.values())
-    # The same iterations on all ranks; the job is as fast as its slowest.
-    slowest = tuple(max(one.time for one in each) * 1e-6 for each in zip(*kept.values()))
+    end = _median(max(one.bp_end - one.fp_start for one in each) for each in iterations)
+    slowest = tuple(max(one.time for one in each) * 1e-6 for each in iterations)
     step = statistics.median(slowest)
-    over = max(_median(one.exposed for one in iterations) for iterations in kept.values())
+    over = _median(min(one.exposed for one in each) for each in iterations)
     places = {position: place for place, position in enumerate(mine)}
     backward = Backward(tuple(first.gradients[position].bytes for position in mine), tuple(ready), end)
     return Traced(

@@ -6,6 +6,7 @@ numbers say where something is in both, and TensorFlow takes each result as it l
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -46,18 +47,14 @@ class Stream:
             slot: of this stream's dtype. Gaps between arrays are left as they are.
         """
         end = first + len(slot)
-        for start, length, array in zip(self.starts, self.lengths, arrays):
-            low, high = max(start, first), min(start + length, end)
+        # From the array in which the slot begins on: with hundreds of arrays, looking at each for each slot takes long.
+        for place in range(max(0, bisect_right(self.starts, first) - 1), len(arrays)):
+            start = self.starts[place]
+            if start >= end:
+                break
+            low, high = max(start, first), min(start + self.lengths[place], end)
             if low < high:
-                slot[low - first : high - first] = array[low - start : high - start]
-
-    def copy_out(self, slot: np.ndarray, first: int, arrays: Sequence[np.ndarray]) -> None:
-        """The reverse."""
-        end = first + len(slot)
-        for start, length, array in zip(self.starts, self.lengths, arrays):
-            low, high = max(start, first), min(start + length, end)
-            if low < high:
-                array[low - start : high - start] = slot[low - first : high - first]
+                slot[low - first : high - first] = arrays[place][low - start : high - start]
 
     def results(self, pool: BufferPool, dtype: np.dtype) -> tuple[np.ndarray, list[np.ndarray]]:
         """Memory for the whole stream in some dtype, flat, and the arrays in it, in their shapes."""
