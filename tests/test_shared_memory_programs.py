@@ -69,6 +69,22 @@ def reduced(engine: Engine, arrays: list[np.ndarray], reduction: str, wire: Any 
     return results
 
 
+def test_a_slot_gets_every_array_that_reaches_into_it() -> None:
+    chance = np.random.default_rng(1)
+    lengths = [0, 0, 1, 16, 17, 300, 0, 5, *chance.integers(0, 40, 60), 0]
+    arrays = [chance.standard_normal(length).astype(np.float32) for length in lengths]
+    stream = Stream([array.shape for array in arrays], np.dtype(np.float32))
+    whole = np.zeros(stream.length, np.float32)
+    for start, array in zip(stream.starts, arrays):
+        whole[start : start + len(array)] = array
+    for size in (1, 7, 16, 100, 1000, stream.length, stream.length + 5):
+        for first in range(0, stream.length, size):
+            slot = np.zeros(size, np.float32)
+            stream.copy_in(arrays, first, slot)
+            expected = whole[first : first + size]
+            assert (slot[: len(expected)] == expected).all(), (size, first)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_reductions_of_any_length(size: int, length: int) -> None:

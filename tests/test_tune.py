@@ -74,8 +74,23 @@ def test_what_a_trace_says() -> None:
 
 
 def test_the_slowest_rank_counts() -> None:
-    found = traced([trace(0), trace(1, slower=1.5)])
+    quick, slow = trace(0), trace(1, slower=1.5)
+    # The collectives end on both at once: 80 ms after the quick one's backward, 30 ms after the slow one's.
+    waiting = tuple(replace(one, allreduce=other.allreduce) for one, other in zip(quick.iterations, slow.iterations))
+    found = traced([replace(quick, iterations=waiting), slow])
     assert found.step.backward.end == pytest.approx(0.25)
+    assert found.exposed == pytest.approx(0.03), "waiting for the other rank is not communication"
+
+
+def test_the_slowest_rank_may_be_another_one_in_each_iteration() -> None:
+    ranks = [trace(0), trace(0, slower=1.5)]
+    alternating = [
+        replace(ranks[0], rank=rank, iterations=tuple(
+            ranks[(rank + number) % 2].iterations[number] for number in range(8)
+        ))
+        for rank in range(2)
+    ]  # fmt: skip
+    assert traced(alternating).step.backward.end == pytest.approx(0.25)
 
 
 def test_the_dtype_with_the_most_bytes_is_tuned() -> None:

@@ -45,7 +45,7 @@ def measure(runtime: Runtime, group: Group, largest: int) -> CostModel:
         The cost model, from float32 sums inside a ``tf.function``; the same on every rank, since the slowest rank's
         times count.
 
-    Every rank of the group has to call it with the same arguments. It takes a few seconds.
+    Every rank of the group has to call it with the same arguments. It takes some seconds, up to 20 over a slow link.
     """
     sizes = sorted({_SMALLEST, *(max(_SMALLEST, largest // part // 4 * 4) for part in _PARTS)})
     if len(sizes) == 1:
@@ -63,7 +63,6 @@ def _load_and_pace(runtime: Runtime, group: Group, size: int) -> tuple[float, fl
     the part of its speed that it keeps while all ranks compute.
     """
     reduce = _reduction(runtime, group, [size])
-
     reduce()
     started, worked = time.perf_counter(), time.process_time()
     alone = statistics.median(_times(runtime, group, reduce, time.monotonic()))

@@ -15,10 +15,10 @@ RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 ASSUMPTIONS = """\
 Assumptions: each rank does what the traced one did, on its own batch and its own machine (weak scaling), as fast as the
-slowest traced rank's median; input, backward and update take as long as traced; communication costs the processors
-nothing, or what was measured: packing, and the load of a collective; a message takes alpha + beta * bytes between any
-two ranks, nobody else uses the network, and it never congests; segments travel one after the other; nobody straggles.
-Real runs are slower, the more so with more ranks."""
+slowest traced rank; input, backward and update take as long as traced; communication costs the processors nothing, or
+what was measured: packing, and what collectives and backward take from each other; a message takes alpha + beta * bytes
+between any two ranks, nobody else uses the network, and it never congests; segments travel one after the other; nobody
+straggles. Real runs are slower, the more so with more ranks."""
 
 
 @dataclass(frozen=True)
