@@ -108,6 +108,21 @@ finally:
     assert "same number of steps" in results[other].output
 
 
+@pytest.mark.parametrize("ending", [0, 1])
+def test_a_rank_may_leave_while_another_one_is_ending_already(tmp_path: Path, ending: int) -> None:
+    """From Python 3.12 on an interpreter that shuts down starts no thread."""
+    script = (
+        BEGIN
+        + f"""
+import atexit
+atexit.register(time.sleep, 2 if rank == {ending} else 0)  # before the package's own, which was registered earlier
+"""
+    )
+    results = job.run(tmp_path, 2, script)
+    assert [result.code for result in results] == [0, 0]
+    assert not any("Exception in thread" in result.output for result in results), results
+
+
 def test_one_rank_may_go_on_alone_without_collectives(tmp_path: Path) -> None:
     script = (
         BEGIN

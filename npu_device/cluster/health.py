@@ -46,11 +46,13 @@ class Health:
         self._failed: set[int] = set()
         self._groups: dict[_GroupId, Callable[[], int]] = {}
         self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {}
-        self._watch: threading.Thread | None = None
+        self._somebody_left = threading.Event()
         self._closing = False
         self._lost = False
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_uncaught
+        # Now: from Python 3.12 on no thread can be started while the interpreter shuts down, which is when ranks leave.
+        threading.Thread(target=self._watch_for_the_left, name="npu_device-left", daemon=True).start()
         self._events = EventLog(store, self._on_event, self._on_lost)
 
     # What the collectives ask and say
@@ -107,9 +109,7 @@ class Health:
         if event["kind"] == "left":
             if rank != self._cluster.rank:
                 self._left[rank] = {(name, tuple(ranks)): issued for name, ranks, issued in event["issued"]}
-                if self._watch is None:
-                    self._watch = threading.Thread(target=self._watch_for_the_left, name="npu_device-left", daemon=True)
-                    self._watch.start()
+                self._somebody_left.set()
         elif event["kind"] == "failed":
             self._failed.add(rank)
             if rank != self._cluster.rank:
@@ -118,9 +118,8 @@ class Health:
             self._handlers[event["kind"]](event)
 
     def _watch_for_the_left(self) -> None:
-        """Somebody has left. That is fine as long as this rank begins no collective that the other would have a part
-        in.
-        """
+        """That somebody has left is fine as long as this rank begins no collective that the other has a part in."""
+        self._somebody_left.wait()
         while not self._closing and self._failure is None:
             for group in list(self._groups):
                 text = self._missed(group)
@@ -221,6 +220,7 @@ class Health:
         lives in it.
         """
         self._closing = True
+        self._somebody_left.set()  # the watch ends, too
         if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._previous_hook
         if self._failure is not None or self._lost:

@@ -14,10 +14,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 _POLL_SECONDS = 0.2
 _MEETING_SECONDS = 120.0
 _SESSION = "session.json"
+_OVER: dict[str, Any] = {}  # instead of a job
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,9 @@ class Leader:
                     "What to do: run npurun --tune on every node, in a working directory that all nodes share."
                 )
             for node in self._others:
-                path = self._directory / f"node{node}"
-                if node not in tokens and path.exists():
-                    tokens[node] = json.loads(path.read_text(encoding="utf-8"))
+                token = _read(self._directory / f"node{node}") if node not in tokens else None
+                if token is not None:
+                    tokens[node] = token
             time.sleep(_POLL_SECONDS)
         _write(self._directory / _SESSION, {"session": self._session, "tokens": sorted(tokens.values())})
         return self
@@ -84,7 +86,7 @@ class Leader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._others:
-            _write(self._path(), {})
+            _write(self._path(), _OVER)
 
     def _path(self) -> Path:
         return self._directory / f"job_{self._session}_{self._number}.json"
@@ -105,11 +107,10 @@ class Follower:
         session = self._meet()
         number = 0
         while True:
-            path = self._directory / f"job_{session}_{number}.json"
-            if path.exists():
-                values = json.loads(path.read_text(encoding="utf-8"))
-                if not values:
-                    return
+            values = _read(self._directory / f"job_{session}_{number}.json")
+            if values == _OVER:
+                return
+            if values is not None:
                 yield Job(**values)
                 number += 1
             time.sleep(_POLL_SECONDS)
@@ -120,16 +121,22 @@ class Follower:
         deadline = time.monotonic() + _MEETING_SECONDS
         while time.monotonic() < deadline:
             _write(mine, token)  # again and again: the leader clears the directory when it comes
-            path = self._directory / _SESSION
-            if path.exists():
-                values = json.loads(path.read_text(encoding="utf-8"))
-                if token in values["tokens"]:
-                    return str(values["session"])
+            values = _read(self._directory / _SESSION)
+            if values is not None and token in values["tokens"]:
+                return str(values["session"])
             time.sleep(_POLL_SECONDS)
         raise OSError(
             f"node 0 did not come to {self._directory} within {_MEETING_SECONDS:g} s.\n"
             "What to do: run npurun --tune on every node, in a working directory that all nodes share."
         )
+
+
+def _read(path: Path) -> Any:
+    """What another node has written; None as long as it isn't there. The leader may remove it at any moment."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
 
 
 def _write(path: Path, value: object) -> None:
