@@ -42,8 +42,8 @@ def measure(runtime: Runtime, group: Group, largest: int) -> CostModel:
         largest: bytes of all gradients together.
 
     Returns:
-        The cost model, from float32 sums inside a ``tf.function``; the same on every rank, since the slowest rank's
-        times count.
+        The cost model, from float32 sums inside a ``tf.function``; the same on every rank, since the times count of
+        the rank that came last and waited for nobody.
 
     Every rank of the group has to call it with the same arguments. It takes some seconds, up to 20 over a slow link.
     """
@@ -127,7 +127,7 @@ def _pack_seconds(runtime: Runtime, group: Group, size: int) -> float:
 
 
 def _times(runtime: Runtime, group: Group, reduce: Callable[[], float], began: float) -> list[float]:
-    """Seconds that a reduction takes on the slowest rank, several times."""
+    """Seconds that a reduction takes from when the last rank has come, several times."""
     seconds: list[float] = []
     reduce()
     while len(seconds) < _REPEATS:
@@ -136,7 +136,7 @@ def _times(runtime: Runtime, group: Group, reduce: Callable[[], float], began: f
         if float(spent) > _SECONDS and len(seconds) >= _FEWEST_REPEATS:
             break
         seconds.append(reduce())
-    return [float(value) for value in all_reduce(runtime, tf.constant(seconds, tf.float64), "max", group)]
+    return [float(value) for value in all_reduce(runtime, tf.constant(seconds, tf.float64), "min", group)]
 
 
 def _reduction(runtime: Runtime, group: Group, sizes: Sequence[int]) -> Callable[[], float]:
