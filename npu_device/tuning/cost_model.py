@@ -85,7 +85,6 @@ class CostModel:
 def fit(
     samples: Mapping[int, Sequence[float]],
     lanes: Mapping[int, Sequence[float]] | None = None,
-    **demands: float,
 ) -> CostModel:
     """A cost model from measured times.
 
@@ -93,11 +92,10 @@ def fit(
         samples: seconds that single collectives took, several for each size in bytes; at least two sizes.
         lanes: seconds that several collectives took which were started at once with the smallest of the sizes each, by
             their number. Without them the collectives count as running side by side.
-        demands: ``pack``, ``load`` and ``pace`` of the ``CostModel``.
 
     Returns:
         The line by weighted least squares through the medians; the weights come from how much the repetitions differ.
-        A negative alpha or beta, which noise can bring, becomes 0.
+        A negative alpha or beta, which noise can bring, becomes 0. Packing, load and pace aren't in it.
 
     Raises:
         ValueError: fewer than two sizes, or a size without times.
@@ -122,7 +120,6 @@ def fit(
         busy=_busy(alpha, beta, min(samples), lanes or {}),
         alpha_error=math.sqrt(scale * (1 / total + mean_size**2 / spread)),
         beta_error=math.sqrt(scale / spread),
-        **demands,
     )
 
 

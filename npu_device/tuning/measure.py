@@ -9,7 +9,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
+from dataclasses import replace
 
 import tensorflow as tf
 
@@ -27,7 +27,7 @@ _PARTS = (64, 16, 4, 2, 1)  # of the largest size: segments of a split are betwe
 _LANES = 4
 _GRADIENTS = 50  # of a segment, when it is measured how long it takes to put them together
 _SEVERAL = 64_000_000  # bytes of them at most, and of the collective that is measured beside computing
-_LAYERS, _WIDTH = 4, 512  # of what is computed beside it
+_LAYERS, _WIDTH = 16, 512  # of what is computed beside it
 _REPEATS = 7
 _FEWEST_REPEATS = 2
 _SECONDS = 5.0  # when the measurement has taken so long, the sizes that are left get the fewest repeats
@@ -54,39 +54,41 @@ def measure(runtime: Runtime, group: Group, largest: int) -> CostModel:
     samples = {size: _times(runtime, group, _reduction(runtime, group, [size]), began) for size in sizes}
     lanes = {_LANES: _times(runtime, group, _reduction(runtime, group, [_SMALLEST] * _LANES), began)}
     several = min(largest, _SEVERAL)
-    load, pace = _load_and_pace(runtime, group, several)
-    return fit(samples, lanes, pack=_pack_seconds(runtime, group, several), load=load, pace=pace)
+    cost = fit(samples, lanes)
+    load, beside = _load_and_beside(runtime, group, several)
+    pace = min(1.0, cost.seconds(several) / beside)
+    return replace(cost, pack=_pack_seconds(runtime, group, several), load=load, pace=pace)
 
 
-def _load_and_pace(runtime: Runtime, group: Group, size: int) -> tuple[float, float]:
+def _load_and_beside(runtime: Runtime, group: Group, size: int) -> tuple[float, float]:
     """The part of a rank's cores that a collective of some bytes takes while it is under way, on the busiest rank; and
-    the part of its speed that it keeps while all ranks compute.
+    the seconds that it takes while all ranks compute.
     """
     reduce = _reduction(runtime, group, [size])
     reduce()
     started, worked = time.perf_counter(), time.process_time()
-    alone = statistics.median(_times(runtime, group, reduce, time.monotonic()))
+    for _ in range(_FEWEST_REPEATS):
+        reduce()
     seconds = (time.perf_counter() - started) * share_of_cores(runtime.cluster)
     load = min(1.0, (time.process_time() - worked) / seconds)
     with _computing():
-        beside = statistics.median(_times(runtime, group, reduce, time.monotonic()))
-    return float(all_reduce(runtime, tf.constant(load, tf.float64), "max", group)), min(1.0, alone / beside)
+        # Who gets a core when differs much from one to the next.
+        times = _times(runtime, group, reduce, time.monotonic(), 3 * _REPEATS)
+    return float(all_reduce(runtime, tf.constant(load, tf.float64), "max", group)), statistics.fmean(times)
 
 
 @contextlib.contextmanager
 def _computing() -> Iterator[None]:
-    """Backward passes of a small network, one after the other, in a thread."""
-    batch, weight = tf.ones([_WIDTH // 2, _WIDTH]), tf.fill([_WIDTH, _WIDTH], 1 / _WIDTH)
+    """What the backward pass of dense layers consists of, again and again, in a thread."""
+    inputs, weight = tf.ones([_WIDTH, _WIDTH]), tf.fill([_WIDTH, _WIDTH], 1 / _WIDTH)
 
     @tf.function
     def backward() -> list[tf.Tensor]:
-        weights = [tf.identity(weight) for _ in range(_LAYERS)]
-        with tf.GradientTape() as tape:
-            tape.watch(weights)
-            outputs = batch
-            for each in weights:
-                outputs = tf.nn.relu(outputs @ each)
-        return cast("list[tf.Tensor]", tape.gradient(outputs, weights))
+        upstream, gradients = inputs, []
+        for _ in range(_LAYERS):
+            gradients.append(tf.matmul(inputs, upstream, transpose_a=True))
+            upstream = tf.matmul(upstream, weight, transpose_b=True)
+        return gradients
 
     _finish(backward())
     over = threading.Event()
@@ -126,11 +128,13 @@ def _pack_seconds(runtime: Runtime, group: Group, size: int) -> float:
     return float(all_reduce(runtime, tf.constant(mine, tf.float64), "max", group))
 
 
-def _times(runtime: Runtime, group: Group, reduce: Callable[[], float], began: float) -> list[float]:
+def _times(
+    runtime: Runtime, group: Group, reduce: Callable[[], float], began: float, repeats: int = _REPEATS
+) -> list[float]:
     """Seconds that a reduction takes from when the last rank has come, several times."""
     seconds: list[float] = []
     reduce()
-    while len(seconds) < _REPEATS:
+    while len(seconds) < repeats:
         # Brings the ranks into line, too, before the next one is timed.
         spent = all_reduce(runtime, tf.constant(time.monotonic() - began, tf.float64), "max", group)
         if float(spent) > _SECONDS and len(seconds) >= _FEWEST_REPEATS:
