@@ -93,6 +93,15 @@ def test_the_slowest_rank_may_be_another_one_in_each_iteration() -> None:
     assert traced(alternating).step.backward.end == pytest.approx(0.25)
 
 
+def test_ranks_may_have_recorded_other_iterations() -> None:
+    """A bounded trace drops its older half, on each rank when its own file is full."""
+    ranks = [trace(0), trace(0, slower=1.5)]
+    slow_at_odd = tuple(ranks[number % 2].iterations[number] for number in range(8))
+    whole, late = replace(ranks[0], iterations=slow_at_odd), replace(ranks[0], rank=1, iterations=slow_at_odd[3:])
+    # Two of 200 ms and two of 250 ms; matched by their places all would seem to take 250 ms.
+    assert traced([whole, late], skip=1).step.backward.end == pytest.approx(0.225)
+
+
 def test_the_dtype_with_the_most_bytes_is_tuned() -> None:
     mixed = []
     for rank in range(2):

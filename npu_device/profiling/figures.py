@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from npu_device.profiling.records import RankTrace
+from npu_device.profiling.records import RankTrace, on_all_ranks
 
 WARM_UP = 2
 """Recorded iterations at the beginning that don't count: they compile, and fill caches."""
@@ -66,14 +66,12 @@ def steady(traces: Sequence[RankTrace]) -> list[RankTrace]:
     if len({(trace.model, trace.segments) for trace in traces}) > 1:
         lines = "\n".join(f"rank {trace.rank}: model {trace.model}, segments {trace.segments}" for trace in traces)
         raise ValueError(f"the ranks reduced different segments:\n{lines}\nLikely cause: traces of several runs.")
-    numbers = sorted(set.intersection(*({one.iteration for one in trace.iterations} for trace in traces)))
-    if not numbers:
+    together = on_all_ranks(traces)
+    if not together:
         counts = "\n".join(f"rank {trace.rank}: {len(trace.iterations)} iterations" for trace in traces)
         raise ValueError(f"no iteration was recorded on every rank:\n{counts}")
-    kept = set(numbers[WARM_UP:] or numbers[-1:])
-    return [
-        replace(trace, iterations=tuple(one for one in trace.iterations if one.iteration in kept)) for trace in traces
-    ]
+    kept = zip(*(together[WARM_UP:] or together[-1:]))
+    return [replace(trace, iterations=iterations) for trace, iterations in zip(traces, kept)]
 
 
 def figures(trace: RankTrace) -> RankFigures:

@@ -8,7 +8,7 @@ iterations. ``recorder`` writes these files.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,13 @@ class RankTrace:
         values = asdict(self)
         del values["iterations"]
         return {"version": VERSION, **values}
+
+
+def on_all_ranks(traces: Sequence[RankTrace]) -> list[tuple[Iteration, ...]]:
+    """The iterations that every rank has, in their order; of each one record a rank. At least one trace is needed."""
+    by_number = [{one.iteration: one for one in trace.iterations} for trace in traces]
+    common = sorted(set.intersection(*map(set, by_number)))
+    return [tuple(iterations[number] for iterations in by_number) for number in common]
 
 
 def read(directory: str | Path) -> list[RankTrace]:

@@ -82,10 +82,7 @@ class CostModel:
         return cls(**{name: float(value) for name, value in values.items()})
 
 
-def fit(
-    samples: Mapping[int, Sequence[float]],
-    lanes: Mapping[int, Sequence[float]] | None = None,
-) -> CostModel:
+def fit(samples: Mapping[int, Sequence[float]], lanes: Mapping[int, Sequence[float]] | None = None) -> CostModel:
     """A cost model from measured times.
 
     Args:

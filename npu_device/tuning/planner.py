@@ -93,9 +93,9 @@ def predict(backward: Backward, cost: CostModel, ends: Sequence[int]) -> Plan:
     queue = finish = -math.inf
     worked = beside = 0.0
     for ready, size in _segments(backward, ends):
-        late = cost.load * worked  # too much where the queue isn't done yet; then the queue counts
-        begun = max(queue, ready + late + cost.pack * size)
-        both = float(_beside(backward.end + late - begun, cost.work(size), cost))
+        behind = cost.load * worked  # too much where the queue isn't done yet; then the queue counts
+        begun = max(queue, ready + behind + cost.pack * size)
+        both = float(_beside(backward.end + behind - begun, cost.work(size), cost))
         queue = begun + cost.work(size) + (1 - cost.pace) * both
         worked += cost.work(size)
         beside += both
@@ -106,8 +106,8 @@ def predict(backward: Backward, cost: CostModel, ends: Sequence[int]) -> Plan:
 
 
 def without_collectives(backward: Backward, cost: CostModel, ends: Sequence[int]) -> Backward:
-    """The reverse of what ``predict`` does with ``load``: a backward pass that was measured beside collectives, as it
-    would have been without them.
+    """The reverse of what ``predict`` does with ``load`` and ``pace``: a backward pass that was measured beside
+    collectives, as it would have been without them.
 
     Args:
         backward: as it was measured.

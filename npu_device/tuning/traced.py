@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from npu_device.profiling.records import RankTrace
+from npu_device.profiling.records import Iteration, RankTrace, on_all_ranks
 from npu_device.tuning.cost_model import CostModel
 from npu_device.tuning.planner import Backward, without_collectives
 from npu_device.tuning.simulate import Step
@@ -60,7 +60,7 @@ def traced(traces: Sequence[RankTrace], skip: int = 0) -> Traced:
     Raises:
         ValueError: no ranks, ranks missing, no iterations left, or ranks that reduced different gradients.
     """
-    _check(traces, skip)
+    iterations = _checked(traces, skip)
     first = traces[0]
     weight: dict[str, int] = {}
     for gradient in first.gradients:
@@ -68,7 +68,6 @@ def traced(traces: Sequence[RankTrace], skip: int = 0) -> Traced:
     dtype = max(weight, key=lambda name: weight[name])
     # Gradients whose size isn't known before the graph runs travel alone; no split counts them.
     mine = [number for number, gradient in enumerate(first.gradients) if gradient.dtype == dtype and gradient.bytes]
-    iterations = list(zip(*(trace.iterations[skip:] for trace in traces)))  # each on all ranks
     ready = [
         _median(max(one.ready[position] - one.fp_start for one in each) for each in iterations) for position in mine
     ]
@@ -90,18 +89,19 @@ def traced(traces: Sequence[RankTrace], skip: int = 0) -> Traced:
     )
 
 
-def _check(traces: Sequence[RankTrace], skip: int) -> None:
+def _checked(traces: Sequence[RankTrace], skip: int) -> list[tuple[Iteration, ...]]:
+    """The iterations that count, each on all ranks."""
     if not traces:
         raise ValueError("there is no trace in the directory")
     missing = sorted(set(range(traces[0].world_size)) - {trace.rank for trace in traces})
     if missing:
         raise ValueError(f"the trace of rank(s) {', '.join(map(str, missing))} of {traces[0].world_size} is missing")
-    short = [f"rank {trace.rank}: {len(trace.iterations)}" for trace in traces if len(trace.iterations) < skip + 1]
-    if short:
-        lines = "\n".join(short)
+    iterations = on_all_ranks(traces)[skip:]
+    if not iterations:
+        lines = "\n".join(f"rank {trace.rank}: {len(trace.iterations)}" for trace in traces)
         raise ValueError(
-            f"too few iterations were traced; expected {skip + 1} at least, found\n{lines}\nWhat to do: let the script "
-            "run for more steps."
+            f"too few iterations were traced; expected {skip + 1} at least that all ranks have, found\n{lines}\n"
+            "What to do: let the script run for more steps."
         )
     different = [trace for trace in traces if trace.model != traces[0].model]
     if different:
@@ -110,6 +110,7 @@ def _check(traces: Sequence[RankTrace], skip: int) -> None:
             f"the ranks reduced different gradients; their fingerprints are\n{lines}\nLikely cause: the directory has "
             "traces of several runs."
         )
+    return iterations
 
 
 def _median(microseconds: Iterable[float]) -> float:
