@@ -26,12 +26,12 @@ from typing import Any
 
 from benchmarks.hosts import address, hosts, on_host
 from npu_device.profiling.records import read
-from npu_device.tuning.cost_model import CostModel
+from npu_device.tuning.cost_model import CALIBRATED_FILE, MEASURED_FILE, CostModel
 from npu_device.tuning.networks import link_of, ring
-from npu_device.tuning.planner import best_plans, predict
+from npu_device.tuning.planner import best_plans, equal_plan, predict
 from npu_device.tuning.simulate import simulate
 from npu_device.tuning.traced import Traced, traced
-from npu_device.tuning.trials import COST_FILE, FIRST, WARM_UP
+from npu_device.tuning.trials import FIRST, WARM_UP
 
 _ROOT = Path(__file__).parents[1]
 _PORTS = {"npu": 29688, "mirrored": 29700}
@@ -85,8 +85,8 @@ class Job:
         where = f"{self.model}, {len(self.cores)} hosts, {self.gbit:g} Gbit/s"
         print(f"[shaped_link] {where}: {text}", file=sys.stderr, flush=True)
 
-    def tune(self) -> tuple[Traced, CostModel, list[int]]:
-        """Run the tuner: its first trace, the measured collectives, and the split that it found."""
+    def tune(self) -> tuple[Traced, CostModel, CostModel, list[int]]:
+        """Run the tuner: its first trace, the collectives as measured and as its runs have them, and its split."""
         self.say("tuning")
         splits = self.directory / "splits"
         for old in splits.glob("*.json"):
@@ -94,8 +94,9 @@ class Job:
         self._npu(_ENDLESS, ["--tune"], {"NPU_DEVICE_SPLIT_DIR": str(splits)})
         (saved,) = splits.glob("*.json")
         work = self.directory / "npu_tune"
-        cost = CostModel.from_dict(json.loads((work / COST_FILE).read_text(encoding="utf-8")))
-        return traced(read(work / FIRST), WARM_UP), cost, json.loads(saved.read_text(encoding="utf-8"))["ends"]
+        measured, calibrated = (CostModel.read(work / name) for name in (MEASURED_FILE, CALIBRATED_FILE))
+        ends = json.loads(saved.read_text(encoding="utf-8"))["ends"]
+        return traced(read(work / FIRST), WARM_UP), measured, calibrated, ends
 
     def run(self, name: str, ends: Sequence[int] | None, steps: int, measured: Measured) -> None:
         """Train for some steps with a split, or with MultiWorkerMirroredStrategy where there is none."""
@@ -175,26 +176,34 @@ def _compare(model: str, gbit: float, rounds: int, steps: int, directory: Path) 
     first, second = sorted(os.sched_getaffinity(0))[:2]
     job = Job(model, gbit, (first, second), directory)
     with hosts(2, gbit):
-        found, cost, tuned = job.tune()
-        rivals = _rivals(found, cost, tuned)
+        found, cost, calibrated, tuned = job.tune()
+        rivals = _rivals(found, calibrated, tuned)
         measured = job.take_turns({**rivals, _MIRRORED: None}, rounds, steps)
         best = min(rivals, key=lambda name: statistics.median(measured[name].seconds))
         duel = {} if rivals[best] == tuned else job.take_turns({"tuned": tuned, best: rivals[best]}, rounds + 1, steps)
     rows = []
-    step = found.without_collectives(cost)
     for name, one in measured.items():
         ends = rivals.get(name)
-        plan = predict(step.backward, cost, ends) if ends else None
-        expected = (step.alone + plan.added, plan.exposed) if plan else (None, None)
-        rows.append(_row(name, len(ends) if ends else None, one, *expected))
+        expected = _predicted(found, cost, ends), _predicted(found, calibrated, ends)
+        rows.append(_row(name, ends, one, *expected))
     return {
         "title": f"{model}, 2 hosts, {gbit:g} Gbit/s",
         "cost": cost.as_dict(),
+        "calibrated": calibrated.as_dict(),
         "tuned": tuned,
         "rows": rows,
         "best": best,
         "duel": {name: one.seconds for name, one in duel.items()},
     }
+
+
+def _predicted(found: Traced, cost: CostModel, ends: Sequence[int] | None) -> dict[str, float] | None:
+    """Seconds a step and exposed seconds, as a model has them."""
+    if ends is None:
+        return None
+    step = found.without_collectives(cost)
+    plan = predict(step.backward, cost, ends)
+    return {"seconds": step.alone + plan.added, "exposed": plan.exposed}
 
 
 def _rivals(found: Traced, cost: CostModel, tuned: list[int]) -> dict[str, list[int]]:
@@ -203,14 +212,7 @@ def _rivals(found: Traced, cost: CostModel, tuned: list[int]) -> dict[str, list[
     plans = best_plans(backward, cost)
     candidates = {"default": list(found.ends), "tuned": tuned, "one segment": [last]}
     candidates |= {f"sweep: best {count}": list(plans[count - 1].ends) for count in (2, 4)}
-    total = sum(backward.sizes)
-    ends: list[int] = []
-    given = 0
-    for number, size in enumerate(backward.sizes):
-        given += size
-        if given >= total * (len(ends) + 1) / 4 and number < last:
-            ends.append(number)
-    candidates["sweep: 4 of equal bytes"] = [*ends, last]
+    candidates["sweep: 4 of equal bytes"] = list(equal_plan(backward, cost).ends)
     rivals: dict[str, list[int]] = {}
     for name, ends in candidates.items():
         if name == "tuned" or ends not in rivals.values():
@@ -227,44 +229,53 @@ def _check_simulation(model: str, gbit: float, rounds: int, steps: int, director
         job = Job(model, gbit, cores, directory)
         with hosts(len(cores), gbit):
             if len(cores) == 2:
-                found, cost, _ = job.tune()
+                found, _, cost, _ = job.tune()
                 step = found.without_collectives(cost)
                 expected = {row.ranks: row for row in simulate(step, link_of(cost, 2), [2, 4]) if row.shape == "ring"}
             row = expected[len(cores)]
             rivals: dict[str, list[int] | None] = {"default": list(found.ends), "best": list(row.ends)}
             measured = job.take_turns(rivals, rounds, steps)
         for name, seconds in (("default", row.default), ("best", row.tuned)):
-            segments = len(rivals[name] or ())
             plan = predict(step.backward, ring(link_of(cost, 2), len(cores)), list(rivals[name] or ()))
-            rows.append(_row(f"{len(cores)} hosts, {name} split", segments, measured[name], seconds, plan.exposed))
+            simulated = {"seconds": seconds, "exposed": plan.exposed}
+            rows.append(_row(f"{len(cores)} hosts, {name} split", rivals[name], measured[name], None, simulated))
     return {"title": f"simulation of {model}, {gbit:g} Gbit/s", "cost": cost.as_dict(), "rows": rows}
 
 
 def _row(
-    name: str, segments: int | None, measured: Measured, seconds: float | None, exposed: float | None
+    name: str,
+    ends: Sequence[int] | None,
+    measured: Measured,
+    by_measurement: dict[str, float] | None,
+    by_runs: dict[str, float] | None,
 ) -> dict[str, Any]:
     return {
         "name": name,
-        "segments": segments,
+        "segments": len(ends) if ends else None,
         "seconds": measured.seconds,
         "exposed": measured.exposed,
-        "predicted": seconds,
-        "predicted_exposed": exposed,
+        "predicted": by_measurement,
+        "predicted after the tuner's runs": by_runs,
     }
 
 
 def _table(result: dict[str, Any]) -> str:
     lines = [f"\n### {result['title']}\n"]
-    lines.append("| split | segments | ms a step | predicted | exposed, ms | predicted | off by |")
-    lines.append("|---|--:|--:|--:|--:|--:|--:|")
+    titles = ["split", "segments", "ms a step", "calibrated", "exposed, ms"]
+    titles += ["predicted", "off by", "calibrated", "off by"]
+    lines += [f"| {' | '.join(titles)} |", "|---" + "|--:" * (len(titles) - 1) + "|"]
     for row in result["rows"]:
+        before, after = row["predicted"], row["predicted after the tuner's runs"]
         cells = [row["name"], row["segments"] or "–", f"{statistics.median(row['seconds']) * 1e3:.0f}"]
+        cells.append(f"{after['seconds'] * 1e3:.0f}" if after else "–")
         if row["exposed"]:
-            exposed, expected = statistics.median(row["exposed"]), row["predicted_exposed"]
-            cells += [f"{row['predicted'] * 1e3:.0f}", f"{exposed * 1e3:.0f}", f"{expected * 1e3:.0f}"]
-            cells.append(f"{expected / exposed - 1:+.0%}" if exposed else "–")
+            exposed = statistics.median(row["exposed"])
+            cells.append(f"{exposed * 1e3:.0f}")
+            for one in (before, after):
+                off = f"{one['exposed'] / exposed - 1:+.0%}" if one and exposed else "–"
+                cells += [f"{one['exposed'] * 1e3:.0f}" if one else "–", off]
         else:
-            cells += ["–"] * 4
+            cells += ["–"] * 5
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     if result.get("duel"):
         ratios = [tuned / best - 1 for tuned, best in zip(*result["duel"].values())]

@@ -209,11 +209,19 @@ def test_packing_is_hidden_behind_other_segments() -> None:
     assert best_plan(backward, cost).ends == (0, 1, 2, 3)
 
 
-def test_contenders_halve_the_number_of_segments() -> None:
-    backward = Backward((1_000_000,) * 32, tuple(0.01 * number for number in range(1, 33)), 0.32)
-    numbers = [len(plan.ends) for plan in contenders(backward, CostModel(1e-5, 1e-8, busy=1e-5), 4)]
-    assert numbers[0] == len(best_plan(backward, CostModel(1e-5, 1e-8, busy=1e-5)).ends) > 1
+def test_contenders_halve_the_number_of_segments_and_end_with_equal_ones() -> None:
+    sizes = (*(1_000_000,) * 31, 9_000_000)
+    backward = Backward(sizes, tuple(0.01 * number for number in range(1, 33)), 0.32)
+    cost = CostModel(1e-5, 1e-8, busy=1e-5)
+    *plans, equal = contenders(backward, cost, 4)
+    numbers = [len(plan.ends) for plan in plans]
+    assert numbers[0] == len(best_plan(backward, cost).ends) > 1
     assert all(later <= earlier // 2 for earlier, later in zip(numbers, numbers[1:]))
+    assert equal.ends == (9, 19, 29, 31), "10, 10, 10 and 10 MB"
+
+
+def test_contenders_are_different() -> None:
+    assert [plan.ends for plan in contenders(Backward((4,), (0.1,), 0.1), CostModel(1e-3, 1e-9), 3)] == [(0,)]
 
 
 @pytest.mark.parametrize("ends", [[], [1, 1, 2], [2, 1], [0, 1], [0, 3], [-1, 2]])

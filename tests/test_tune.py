@@ -22,12 +22,12 @@ from npu_device.launch import tune as launch_tune
 from npu_device.launch.tune_nodes import Follower, Job, Leader
 from npu_device.profiling.records import FILE, Gradient, Iteration, RankTrace
 from npu_device.tuning import __main__ as npu_tune
-from npu_device.tuning.cost_model import CostModel
+from npu_device.tuning.cost_model import CALIBRATED_FILE, MEASURED_FILE, CostModel, best_known
 from npu_device.tuning.keeping import keep
 from npu_device.tuning.planner import best_plan, predict
 from npu_device.tuning.saved_splits import fingerprint, load_all
 from npu_device.tuning.traced import Traced, traced
-from npu_device.tuning.trials import COST_FILE, FIRST, Budget, Tried, tune
+from npu_device.tuning.trials import FIRST, Budget, Tried, tune
 
 GRADIENTS = 20
 BYTES = 1_000_000
@@ -153,6 +153,7 @@ def test_the_best_split_wins_within_fifty_steps() -> None:
     assert world.counted <= 50
     assert len(result.tried) == 4
     assert all(len(one.runs) == 2 for one in result.tried)
+    assert result.calibrated.beta == pytest.approx(COST.beta, rel=0.02), "the runs are what the model has predicted"
 
 
 def test_the_runs_go_there_and_back() -> None:
@@ -228,7 +229,7 @@ def test_a_file_that_is_no_split_is_left_out(
 
 def test_npu_tune_prints_the_line_to_paste(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_trace(tmp_path)
-    (tmp_path / COST_FILE).write_text(json.dumps(COST.as_dict()))
+    COST.write(tmp_path / MEASURED_FILE)
     npu_tune.main([str(tmp_path)])
     text = capsys.readouterr().out
     best = best_plan(traced([trace(0), trace(1)]).step.backward, COST)
@@ -297,12 +298,12 @@ def test_aoe_mode_4_measures_first_and_predicts_in_the_end(
     (output,) = set(two_ranks.run(measured, str(tmp_path)))
     work = tmp_path / "npu_tune"
     assert Path(output) == work / FIRST
-    cost = CostModel.from_dict(json.loads((work / COST_FILE).read_text()))
+    cost = CostModel.read(work / MEASURED_FILE)
     assert 0 < cost.beta < 1e-7
     assert 0 <= cost.alpha < 0.1
     assert cost.beta_error > 0
     # In shared memory gradients go into the ring one by one.
-    assert (0 < cost.pack < 1e-7) == (backend == "tensorflow")
+    assert cost.pack == 0 if backend == "shared memory" else 0 <= cost.pack < 1e-7
 
     monkeypatch.setenv("NPU_DEVICE_SPLIT_DIR", str(tmp_path / "splits"))
     monkeypatch.setenv("TUNE_BANK_PATH", str(tmp_path))
@@ -374,9 +375,9 @@ def test_tuning_a_script(tmp_path: Path) -> None:
     assert saved["ends"] == default or saved["found"]["seconds"] < saved["found"]["seconds_before"]
     work = tmp_path / "npu_tune"
     assert (work / "CPU_gradient_fusion.json").is_file()
-    cost = json.loads((work / COST_FILE).read_text())
-    assert 0 < cost["load"] <= 1, "a collective in shared memory is a core's work"
-    assert 0 < cost["pace"] <= 1
+    assert 0 < CostModel.read(work / MEASURED_FILE).beta < 1e-7
+    assert best_known(work) == CostModel.read(work / CALIBRATED_FILE)
+    assert "with what these runs say, npu-tune reckons with all_reduce: " in ended.stdout
     # What it has left is enough for npu-tune.
     npu_tune.main([str(work)])
     npu_tune.main(["--simulate", str(work)])

@@ -124,7 +124,7 @@ def segments(sizes: Sequence[int], group: str) -> list[int]:
         )
     by_size = _by_size.get(group)
     if by_size is not None:
-        return _cut_by_size(sizes, by_size)
+        return cut_by_size(sizes, by_size)
     return list(by_idx) if by_idx is not None else cut_by_default(sizes)
 
 
@@ -162,7 +162,12 @@ def cut_by_default(sizes: Sequence[int]) -> list[int]:
     return [first, last] if first < last else [last]
 
 
-def _cut_by_size(sizes: Sequence[int], percentages: Sequence[float]) -> list[int]:
+def cut_by_size(sizes: Sequence[int], percentages: Sequence[float]) -> list[int]:
+    """About these percentages of the bytes. The last gradient of each segment, as ``segments`` has it.
+
+    >>> cut_by_size([4] * 20, [25, 25, 50])
+    [4, 9, 19]
+    """
     running = _running_sums(sizes)
     last = len(sizes) - 1
     ends: list[int] = []

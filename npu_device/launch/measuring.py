@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
-import json
+import ctypes
 import sys
 from pathlib import Path
+
+# glibc's numbers, of malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_MMAP_THRESHOLD = 32 << 20  # what glibc comes to by itself in a process that frees large blocks
 
 
 def main() -> None:
@@ -17,13 +21,24 @@ def main() -> None:
     from npu_device.tuning.measure import measure
 
     file, largest = Path(sys.argv[1]), int(sys.argv[2])
+    _keep_memory()
     device.open()
     runtime = device.cluster_runtime()
     if runtime is None:
         sys.exit("there is nothing to measure with a single rank")
     cost = measure(runtime, group_of(runtime, WORLD_GROUP), largest)
     if runtime.cluster.rank == 0:
-        file.write_text(json.dumps(cost.as_dict(), indent=1), encoding="utf-8")
+        cost.write(file)
+
+
+def _keep_memory() -> None:
+    """Don't give memory back to the system and take it again with each collective: a process that trains has so much
+    else in use that its memory stays with it.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 if __name__ == "__main__":

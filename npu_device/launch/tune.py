@@ -74,12 +74,13 @@ def _lead(options: Options, budget: Budget | None, directory: Path, console: Con
     # Here and not above: npurun without --tune does without numpy.
     from npu_device.profiling.records import read
     from npu_device.tuning import report
-    from npu_device.tuning.cost_model import CostModel
+    from npu_device.tuning.cost_model import CALIBRATED_FILE, MEASURED_FILE, CostModel
     from npu_device.tuning.keeping import keep
     from npu_device.tuning.traced import Traced, traced
-    from npu_device.tuning.trials import COST_FILE, FIRST, WARM_UP, Budget, tune
+    from npu_device.tuning.trials import FIRST, WARM_UP, Budget, tune
 
-    for old in (*directory.glob("run*"), *directory.glob(f"{FIRST}*"), directory / COST_FILE):
+    files = directory / MEASURED_FILE, directory / CALIBRATED_FILE
+    for old in (*directory.glob("run*"), *directory.glob(f"{FIRST}*"), *files):
         shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
     console.say(f"tuning: traces and output of all runs go to {directory}")
     with Leader(directory, options.nnodes) as leader:
@@ -91,16 +92,17 @@ def _lead(options: Options, budget: Budget | None, directory: Path, console: Con
             return traced(read(directory / name), WARM_UP)
 
         def measure(largest: int) -> CostModel:
-            job = Job("collectives", [str(directory / COST_FILE), str(largest)], None, 0)
+            job = Job("collectives", [str(directory / MEASURED_FILE), str(largest)], None, 0)
             leader.announce(job)
             _carry_out(job, options, directory, console)
-            return CostModel.from_dict(json.loads((directory / COST_FILE).read_text(encoding="utf-8")))
+            return CostModel.read(directory / MEASURED_FILE)
 
         result = tune(script, measure, console.say, budget or Budget())
-    files = keep(result, directory)
+    result.calibrated.write(directory / CALIBRATED_FILE)
+    kept = keep(result, directory)
     return (
         f"{report.prediction(result.traced, result.cost)}\n\n{report.outcome(result)}\n\n"
-        f"Or leave the script as it is and start it with NPU_DEVICE_SPLIT=auto, which reads {files[0]}"
+        f"Or leave the script as it is and start it with NPU_DEVICE_SPLIT=auto, which reads {kept[0]}"
     )
 
 

@@ -5,7 +5,6 @@ Source: Ascend TF Adapter, "Adjusting the gradient splitting strategy".
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Callable
 from npu_device.collectives.group_name import WORLD_GROUP
 from npu_device.profiling.figures import RankFigures
 from npu_device.profiling.records import Iteration, RankTrace
-from npu_device.tuning.cost_model import CostModel, fit
+from npu_device.tuning.cost_model import CostModel, best_known, fit
 from npu_device.tuning.planner import best_plan, predict
 from npu_device.tuning.report import line_to_paste
 from npu_device.tuning.traced import traced
@@ -23,7 +22,6 @@ from npu_device.tuning.traced import traced
 _LITTLE = 0.02  # of a step: not worth a change
 _MOST = 0.9  # of the bytes
 _ASSUMED_ALPHA = 1e-3
-_MEASURED = "collectives.json"  # npurun --tune leaves it
 
 
 @dataclass(frozen=True)
@@ -110,9 +108,9 @@ def _advice(traces: Sequence[RankTrace], directory: Path) -> tuple[str | None, s
 
 
 def _cost(traces: Sequence[RankTrace], directory: Path) -> tuple[CostModel, str]:
-    measured = directory / _MEASURED
-    if measured.is_file():
-        return CostModel.from_dict(json.loads(measured.read_text(encoding="utf-8"))), "the measured collectives"
+    known = best_known(directory)
+    if known is not None:
+        return known, "the measured collectives"
     samples = _samples(traces)
     samples.pop(0, None)
     if len(samples) > 1:

@@ -6,20 +6,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from npu_device.profiling.records import read
 from npu_device.tuning import networks, report
-from npu_device.tuning.cost_model import CostModel
+from npu_device.tuning.cost_model import MEASURED_FILE, CostModel, best_known
 from npu_device.tuning.networks import PRESETS, Network
 from npu_device.tuning.planner import best_plan
 from npu_device.tuning.plot import svg
 from npu_device.tuning.simulate import ASSUMPTIONS, RANKS, simulate, table
 from npu_device.tuning.traced import Traced, traced
-from npu_device.tuning.trials import COST_FILE, FIRST, WARM_UP
+from npu_device.tuning.trials import FIRST, WARM_UP
 
 PICTURE = "simulated.svg"
 
@@ -96,13 +95,13 @@ def _simulated(found: Traced, options: argparse.Namespace) -> str:
 def _cost(options: argparse.Namespace) -> CostModel:
     if options.alpha is not None:
         return CostModel(options.alpha, options.beta, busy=options.alpha)
-    path = options.directory / COST_FILE
-    if not path.is_file():
+    cost = best_known(options.directory)
+    if cost is None:
         raise ValueError(
-            f"{options.directory} has a trace, but no {COST_FILE}: nobody has measured the collectives there.\n"
+            f"{options.directory} has a trace, but no {MEASURED_FILE}: nobody has measured the collectives there.\n"
             "What to do: use the directory of npurun --tune, or give --alpha and --beta."
         )
-    return CostModel.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    return cost
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Source: Ascend's AOE guide, gradient tuning.
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 from pathlib import Path
 
@@ -17,12 +16,12 @@ from npu_device.collectives.group import WORLD_GROUP, group_of
 from npu_device.profiling.records import read
 from npu_device.profiling.settings import Settings
 from npu_device.tuning import report
-from npu_device.tuning.cost_model import CostModel
+from npu_device.tuning.cost_model import MEASURED_FILE, CostModel
 from npu_device.tuning.keeping import keep_prediction
 from npu_device.tuning.measure import measure
 from npu_device.tuning.planner import best_plan, predict
 from npu_device.tuning.traced import traced
-from npu_device.tuning.trials import COST_FILE, FIRST, WARM_UP
+from npu_device.tuning.trials import FIRST, WARM_UP
 
 _DIRECTORY = "npu_tune"
 # The gradients aren't known when the collectives are measured.
@@ -48,7 +47,7 @@ def begin(runtime: Runtime, work_path: Path) -> Settings:
     directory.mkdir(parents=True, exist_ok=True)
     cost = measure(runtime, group_of(runtime, WORLD_GROUP), _LARGEST)
     if runtime.cluster.rank == 0:
-        (directory / COST_FILE).write_text(json.dumps(cost.as_dict(), indent=1), encoding="utf-8")
+        cost.write(directory / MEASURED_FILE)
         atexit.register(finish, directory, cost)
     return Settings(output=directory / FIRST)
 

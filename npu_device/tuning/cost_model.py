@@ -5,11 +5,19 @@ What is measured, and how, is ``measure``'s part; the formulas for rings and tre
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
+
+MEASURED_FILE = "collectives.json"
+"""What was measured, in the tuner's directory."""
+
+CALIBRATED_FILE = "calibrated.json"
+"""What the tuner's runs have made of it, beside it."""
 
 # No median of a few repetitions is known better than this, however alike they are.
 _LEAST_ERROR = 0.02
@@ -27,7 +35,7 @@ class CostModel:
         alpha_error: standard error of ``alpha``, in seconds.
         beta_error: standard error of ``beta``, in seconds a byte.
         pack: seconds a byte to put a segment's gradients together before it travels, and as many to take the result
-            apart; other segments travel meanwhile.
+            apart; other segments travel meanwhile. Where travelling keeps the processor busy, too, it's in ``beta``.
         load: the part of a rank's cores that a collective takes from everything else while it goes on at full speed, 0
             to 1.
         pace: the part of its full speed at which a collective goes on while backward computes, above 0, at most 1: they
@@ -62,10 +70,6 @@ class CostModel:
         """
         return self.busy + self.beta * size
 
-    def seconds(self, size: float) -> float:
-        """Seconds that one collective of ``size`` bytes takes when it is alone, of one tensor."""
-        return self.alpha + self.beta * size
-
     def slower(self) -> CostModel:
         """The same with alpha and beta one standard error up: what a prediction should be read with."""
         alpha = self.alpha + self.alpha_error
@@ -80,6 +84,21 @@ class CostModel:
     def from_dict(cls, values: Mapping[str, Any]) -> CostModel:
         """What ``as_dict`` gave."""
         return cls(**{name: float(value) for name, value in values.items()})
+
+    def write(self, path: Path) -> None:
+        """As JSON."""
+        path.write_text(json.dumps(self.as_dict(), indent=1), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> CostModel:
+        """What ``write`` wrote."""
+        return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def best_known(directory: Path) -> CostModel | None:
+    """The calibrated cost model of a directory, else the measured one; None where there is neither."""
+    found = (directory / CALIBRATED_FILE, directory / MEASURED_FILE)
+    return next((CostModel.read(path) for path in found if path.is_file()), None)
 
 
 def fit(samples: Mapping[int, Sequence[float]], lanes: Mapping[int, Sequence[float]] | None = None) -> CostModel:

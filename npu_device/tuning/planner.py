@@ -22,9 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from npu_device.gradients.split_strategy import MAX_SEGMENTS, cut_by_default
+from npu_device.gradients.split_strategy import MAX_SEGMENTS, cut_by_default, cut_by_size
 from npu_device.tuning.cost_model import CostModel
 
+_EQUAL = (25.0,) * 4  # per cent of the bytes in each segment
 _STEP = 1e-13  # by which part a plan has to be better to count; above what numbers are rounded by
 
 
@@ -197,19 +198,26 @@ def _soonest(backward: Backward, cost: CostModel, most: int, limit: float) -> li
 
 
 def contenders(backward: Backward, cost: CostModel, few: int) -> list[Plan]:
-    """Plans worth trying: the best, then the best with at most half as many segments as the one before.
+    """Plans worth trying: the best, then the best with at most half as many segments as the one before; last four
+    segments of equal bytes, which are good where the model is wrong.
 
     Neighbouring numbers of segments differ by less than a few steps can tell.
     """
     chosen = [best_plan(backward, cost)]
-    while len(chosen) < few and len(chosen[-1].ends) > 1:
+    while len(chosen) < few - 1 and len(chosen[-1].ends) > 1:
         chosen.append(best_plan(backward, cost, len(chosen[-1].ends) // 2))
-    return chosen
+    equal = equal_plan(backward, cost)
+    return [*chosen, equal] if equal.ends not in (plan.ends for plan in chosen) and len(chosen) < few else chosen
 
 
 def default_plan(backward: Backward, cost: CostModel) -> Plan:
     """What Ascend's default leads to: 96.54 % of the bytes, and the rest."""
     return predict(backward, cost, cut_by_default(backward.sizes))
+
+
+def equal_plan(backward: Backward, cost: CostModel) -> Plan:
+    """What four segments with about the same bytes lead to."""
+    return predict(backward, cost, cut_by_size(backward.sizes, _EQUAL))
 
 
 def per_gradient_plan(backward: Backward, cost: CostModel) -> Plan:

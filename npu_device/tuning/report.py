@@ -67,6 +67,7 @@ def outcome(result: Outcome) -> str:
     else:
         lines += ["", "nothing was faster in every round than the split as it is now, which is:"]
     lines.append(f"  {line_to_paste(result.chosen.plan.ends, result.traced.group)}")
+    lines += ["", f"with what these runs say, npu-tune reckons with {_collectives(result.calibrated)}"]
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Callable, Optional
 
+from npu_device.tuning.calibration import calibrated
 from npu_device.tuning.cost_model import CostModel
 from npu_device.tuning.planner import Plan, contenders, predict
 from npu_device.tuning.traced import Traced
@@ -20,9 +21,6 @@ WARM_UP = 2
 
 FIRST = "first"
 """Name of the run that traces the split as it is, and of its directory."""
-
-COST_FILE = "collectives.json"
-"""The measured cost model, beside the runs' directories."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +75,14 @@ class Outcome:
     Attributes:
         traced: the first run, with the split that the script has now.
         cost: the measured collectives.
+        calibrated: what the runs of all splits say of them.
         tried: the present split first, then the plans.
         chosen: the fastest of those that were faster than the present split, else the present one.
     """
 
     traced: Traced
     cost: CostModel
+    calibrated: CostModel
     tried: tuple[Tried, ...]
     chosen: Tried
 
@@ -129,7 +129,8 @@ def tune(run: Run, measure: Callable[[int], CostModel], say: Callable[[str], Non
     if not plans:
         present.runs.append(first)
     faster = [one for one in tried[1:] if one.faster_than(present)]
-    return Outcome(first, cost, tried, min(faster, key=lambda one: one.seconds, default=present))
+    learned = calibrated(first, cost, [result for one in tried for result in one.runs])
+    return Outcome(first, cost, learned, tried, min(faster, key=lambda one: one.seconds, default=present))
 
 
 def _require_split(wanted: Tried, result: Traced) -> None:
