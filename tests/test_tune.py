@@ -73,6 +73,20 @@ def test_what_a_trace_says() -> None:
     assert (found.dtype, found.hosts) == ("float32", ("here", "here"))
 
 
+def test_backward_ends_with_a_gradient_whichever_it_is() -> None:
+    """Now the last gradient ends it, now the one before: the median of each alone is 5 ms too soon."""
+
+    def with_turns(one: RankTrace) -> RankTrace:
+        turned = [
+            replace(step, ready=(*step.ready[:-2], step.ready[-1], step.ready[-2])) if number % 2 else step
+            for number, step in enumerate(one.iterations)
+        ]
+        return replace(one, iterations=tuple(turned))
+
+    backward = traced([with_turns(trace(0)), with_turns(trace(1))]).step.backward
+    assert max(backward.ready) == pytest.approx(backward.end)
+
+
 def test_the_slowest_rank_counts() -> None:
     quick, slow = trace(0), trace(1, slower=1.5)
     # The collectives end on both at once: 80 ms after the quick one's backward, 30 ms after the slow one's.

@@ -16,9 +16,9 @@ from npu_device.tuning.traced import Traced
 
 # How far off what was measured may be, and a run: standard deviations. They keep the model as it was measured where the
 # runs say nothing of it.
-_FACTOR_SPREAD = 0.2  # of the logarithm
-_PACE_SPREAD = 0.15
-_EXPOSED_SPREAD = 0.03  # of a step
+_FACTOR_SPREAD = 0.07  # of the logarithm
+_PACE_SPREAD = 0.1
+_EXPOSED_SPREAD = 0.05  # of a step
 _REACH = 3  # standard deviations
 _POINTS = 13
 _ROUNDS = 3  # of looking, each a third as wide as the one before

@@ -89,7 +89,7 @@ def _beside_backward(runtime: Runtime, group: Group, cost: CostModel, segment: S
     packing = max(0.0, by_itself - as_one) / 2 if backend.packs(runtime, group, tf.float32) else 0.0
     # Packing is work for the processor. What part of it the collectives keep busy anyway is no better than travelling.
     packing *= 1 - load
-    pace = min(1.0, (by_itself - 2 * packing) / (shared - 2 * packing))
+    pace = (by_itself - 2 * packing) / (max(by_itself, shared) - 2 * packing)
     return replace(cost, beta=max(0.0, cost.beta - 2 * packing / size), pack=packing / size, load=load, pace=pace)
 
 
@@ -125,7 +125,7 @@ def _of_all(runtime: Runtime, group: Group, values: Sequence[float], reduction: 
 
 def _segment(size: int, largest: int) -> list[int]:
     """Bytes of each tensor of a segment."""
-    count = max(1, _GRADIENTS * size // largest)
+    count = max(1, min(_GRADIENTS, _GRADIENTS * size // largest))
     return [max(4, size // count // 4 * 4)] * count
 
 

@@ -68,9 +68,10 @@ def traced(traces: Sequence[RankTrace], skip: int = 0) -> Traced:
     dtype = max(weight, key=lambda name: weight[name])
     # Gradients whose size isn't known before the graph runs travel alone; no split counts them.
     mine = [number for number, gradient in enumerate(first.gradients) if gradient.dtype == dtype and gradient.bytes]
-    ready = [
-        _median(max(one.ready[position] - one.fp_start for one in each) for each in iterations) for position in mine
-    ]
+    times = [[max(one.ready[position] - one.fp_start for one in each) for position in mine] for each in iterations]
+    ready = [_median(each) for each in zip(*times)]
+    # Which is the last differs from iteration to iteration, and each is sooner in its median; one stands for them all.
+    ready[ready.index(max(ready))] = _median(map(max, times))
     end = _median(max(one.bp_end - one.fp_start for one in each) for each in iterations)
     slowest = tuple(max(one.time for one in each) * 1e-6 for each in iterations)
     step = statistics.median(slowest)
