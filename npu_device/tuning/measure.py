@@ -31,9 +31,6 @@ _TURNS = 10  # of a collective by itself, of one tensor, and beside computing
 _FEWEST_TURNS = 2
 _SECONDS = 5.0  # when the measurement has taken so long, what is left gets the fewest repeats
 
-_Reduction = Callable[[], tuple[float, float]]
-"""Reduces; gives when the tensors were there, and when all was over, in seconds since the epoch."""
-
 
 def measure(runtime: Runtime, group: Group, largest: int) -> CostModel:
     """Measure and fit.
@@ -75,7 +72,7 @@ def _beside_backward(runtime: Runtime, group: Group, cost: CostModel, segment: S
     worked = passed = 0.0  # processor time and time of the collectives by themselves
     listed(), single()
     began = time.monotonic()
-    while len(alone) < _FEWEST_TURNS or (len(alone) < _TURNS and _in_line(runtime, group, began) < _SECONDS):
+    while len(alone) < _FEWEST_TURNS or (len(alone) < _TURNS and _spent(runtime, group, began) < _SECONDS):
         processor, clock = time.process_time(), time.perf_counter()
         alone.append(_seconds(runtime, group, listed))
         worked, passed = worked + time.process_time() - processor, passed + time.perf_counter() - clock
@@ -93,24 +90,23 @@ def _beside_backward(runtime: Runtime, group: Group, cost: CostModel, segment: S
     return replace(cost, beta=max(0.0, cost.beta - 2 * packing / size), pack=packing / size, load=load, pace=pace)
 
 
-def _times(runtime: Runtime, group: Group, reduce: _Reduction, began: float) -> list[float]:
+def _times(runtime: Runtime, group: Group, reduce: Callable[[], float], began: float) -> list[float]:
     """Seconds that a reduction takes, several times."""
     seconds: list[float] = []
     reduce()
-    while len(seconds) < _FEWEST_REPEATS or (len(seconds) < _REPEATS and _in_line(runtime, group, began) < _SECONDS):
+    while len(seconds) < _FEWEST_REPEATS or (len(seconds) < _REPEATS and _spent(runtime, group, began) < _SECONDS):
         seconds.append(_seconds(runtime, group, reduce))
     return _of_the_last(runtime, group, seconds)
 
 
-def _seconds(runtime: Runtime, group: Group, reduce: _Reduction) -> float:
+def _seconds(runtime: Runtime, group: Group, reduce: Callable[[], float]) -> float:
     """What a reduction takes on this rank, when all begin it at once."""
-    _in_line(runtime, group, 0.0)
-    begun, over = reduce()
-    return over - begun
+    _of_all(runtime, group, [0.0], "max")
+    return reduce()
 
 
-def _in_line(runtime: Runtime, group: Group, began: float) -> float:
-    """Wait for all ranks; the seconds since a moment, on the rank for which they are the most."""
+def _spent(runtime: Runtime, group: Group, began: float) -> float:
+    """Seconds since a moment, on the rank for which they are the most: all agree on when it is enough."""
     return _of_all(runtime, group, [time.monotonic() - began], "max")[0]
 
 
@@ -129,8 +125,10 @@ def _segment(size: int, largest: int) -> list[int]:
     return [max(4, size // count // 4 * 4)] * count
 
 
-def _reduction(runtime: Runtime, group: Group, segments: Sequence[Sequence[int]]) -> _Reduction:
-    """Runs collectives of segments whose tensors have these bytes, all started at once."""
+def _reduction(runtime: Runtime, group: Group, segments: Sequence[Sequence[int]]) -> Callable[[], float]:
+    """Runs collectives of segments whose tensors have these bytes, all started at once; seconds from when the tensors
+    are there until all is over.
+    """
     tensors = [[tf.ones([size // 4], tf.float32) for size in sizes] for sizes in segments]
 
     def reduce() -> tuple[tf.Tensor, list[tf.Tensor], list[tf.Tensor]]:
@@ -144,8 +142,8 @@ def _reduction(runtime: Runtime, group: Group, segments: Sequence[Sequence[int]]
     # A concrete function, since TensorFlow warns of calls that trace again, and each size does.
     called = tf.function(reduce).get_concrete_function()
 
-    def moments() -> tuple[float, float]:
+    def seconds() -> float:
         begun, over, _ = called()
-        return float(begun), max(float(each) for each in over)
+        return max(float(each) for each in over) - float(begun)
 
-    return moments
+    return seconds
