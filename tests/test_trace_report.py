@@ -173,11 +173,12 @@ def test_a_segment_that_shares_the_network_does_not_pass_for_latency(tmp_path: P
     assert "set_split_strategy_by_idx([9])" not in str(diagnosis.call)
 
 
-def test_a_measurement_of_the_collectives_is_used(tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", ["", "first"], ids=["beside the trace", "of the tuner's directory"])
+def test_a_measurement_of_the_collectives_is_used(tmp_path: Path, run: str) -> None:
     measured = {"alpha": 1.0, "beta": 1e-9, "busy": 1.0, "alpha_error": 0.0, "beta_error": 0.0}
     (tmp_path / "collectives.json").write_text(json.dumps(measured))
     # A second a collective: one is best, whatever the trace says.
-    diagnosis = found(tmp_path, trace(0), trace(1)).diagnosis
+    diagnosis = found(tmp_path / run, trace(0), trace(1)).diagnosis
     assert diagnosis.call == "set_split_strategy_by_idx([9])"
     assert "By the measured collectives" in diagnosis.expectation
 

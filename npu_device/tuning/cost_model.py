@@ -96,8 +96,11 @@ class CostModel:
 
 
 def best_known(directory: Path) -> CostModel | None:
-    """The calibrated cost model of a directory, else the measured one; None where there is neither."""
-    found = (directory / CALIBRATED_FILE, directory / MEASURED_FILE)
+    """The calibrated cost model of the tuner's directory, else the measured one; None where there is neither. A run's
+    directory stands in it, and has that of the tuner's.
+    """
+    places = (directory, directory.resolve().parent)
+    found = (place / name for place in places for name in (CALIBRATED_FILE, MEASURED_FILE))
     return next((CostModel.read(path) for path in found if path.is_file()), None)
 
 
