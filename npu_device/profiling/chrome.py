@@ -1,7 +1,9 @@
 """``trace.json``: the iterations of all ranks for Perfetto and Chrome's ``about:tracing``.
 
 The Trace Event Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Events have the
-names, categories and arguments of Ascend's step trace.
+names, categories and arguments of Ascend's step trace. Times are whole microseconds from the first event on; those in
+the arguments are absolute. A viewer that counts in doubles would take larger or finer ones for overlapping, and drop
+them.
 """
 
 from __future__ import annotations
@@ -21,13 +23,20 @@ def write_json(traces: Sequence[RankTrace], path: Path) -> None:
     """Write the trace: a process a rank, with a line for the iterations, one for what they consist of, and one for each
     segment, since segments overlap.
     """
-    events = [event for trace in traces for event in _events(trace)]
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+    # Lines have numbers behind the ranks'. For Perfetto a thread with its process's number is the main one, and 0 is
+    # idle and belongs to all processes.
+    events = [{**event, "tid": trace.world_size + event["tid"]} for trace in traces for event in _events(trace)]
+    timed = [event for event in events if "ts" in event]
+    origin = min((event["ts"] for event in timed), default=0)
+    for event in timed:
+        event["ts"] -= origin
+    document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"Origin(us)": origin}}
+    path.write_text(json.dumps(document), encoding="utf-8")
 
 
 def _events(trace: RankTrace) -> Iterator[Event]:
-    yield _named("process_name", trace.rank, 0, f"rank {trace.rank} ({trace.host}, process {trace.pid})")
-    yield _sorted("process_sort_index", trace.rank, 0, trace.rank)
+    yield _named("process_name", trace.rank, _STEP, f"rank {trace.rank} ({trace.host}, process {trace.pid})")
+    yield _sorted("process_sort_index", trace.rank, _STEP, trace.rank)
     lines = ["Step Trace(Model ID:1)", "FP, BP and refresh"]
     lines += [f"Reduce {number}: gradients {first} to {last}" for number, (first, last) in enumerate(trace.segments)]
     for line, name in enumerate(lines):
@@ -39,29 +48,28 @@ def _events(trace: RankTrace) -> Iterator[Event]:
 
 def _iteration(rank: int, one: Iteration) -> Iterator[Event]:
     number = one.iteration
-    points = {"Iteration ID": number, "FP Start": one.fp_start, "BP End": one.bp_end}
-    begin = one.iteration_end - one.time
-    whole = {**points, "Iteration End": one.iteration_end, "Iteration Time(us)": one.time}
-    yield _span(f"Iteration {number}", "Iteration Time", rank, _STEP, begin, one.iteration_end, whole)
+    begin, fp_start, bp_end, end = map(round, (one.begin, one.fp_start, one.bp_end, one.iteration_end))
+    points = {"Iteration ID": number, "FP Start": fp_start, "BP End": bp_end}
+    whole = {**points, "Iteration End": end, "Iteration Time(us)": end - begin}
+    yield _span(f"Iteration {number}", "Iteration Time", rank, _STEP, begin, end, whole)
+    forward = {**points, "FP_BP Time(us)": bp_end - fp_start}
+    yield _span(f"FP_BP Time {number}", "FP_BP Time", rank, _PHASES, fp_start, bp_end, forward)
     if one.input_wait is not None:
-        # The wait for data is an arrow from the end of the iteration before, as on Ascend.
-        wait = {"Iteration ID": number, "Data_aug Bound(us)": one.input_wait}
-        arrow = {"cat": "Data_aug Bound", "name": f"Data_aug Bound {number}", "id": f"{rank}.{number}", "pid": rank}
-        yield {**arrow, "ph": "s", "tid": _PHASES, "ts": begin, "args": wait}
-        yield {**arrow, "ph": "t", "tid": _PHASES, "ts": one.fp_start, "args": wait}
-    forward = {**points, "FP_BP Time(us)": one.bp_end - one.fp_start}
-    yield _span(f"FP_BP Time {number}", "FP_BP Time", rank, _PHASES, one.fp_start, one.bp_end, forward)
-    refresh = {"Iteration ID": number, "BP End": one.bp_end, "Iteration End": one.iteration_end}
-    refresh["Iteration Refresh(us)"] = one.iteration_end - one.bp_end
-    name = f"Iteration Refresh {number}"
-    yield _span(name, "Iteration Refresh", rank, _PHASES, one.bp_end, one.iteration_end, refresh)
-    for segment, (start, end) in enumerate(one.allreduce):
-        reduce = {"Iteration ID": number, f"Reduce Start {segment}": start, f"Reduce End {segment}": end}
-        line = _FIRST_SEGMENT + segment
-        yield _span(f"Reduce_{number}_{segment}", "Reduce", rank, line, start, end, reduce)
+        # The wait for data is an arrow from the beginning of the iteration, as on Ascend. Its ends belong to the spans
+        # that begin where they are.
+        wait = {"Iteration ID": number, "Data_aug Bound(us)": round(one.input_wait)}
+        arrow = {"cat": "Data_aug Bound", "name": f"Data_aug Bound {number}", "pid": rank, "id": rank << 32 | number}
+        yield {**arrow, "ph": "s", "tid": _STEP, "ts": begin, "args": wait}
+        yield {**arrow, "ph": "t", "tid": _PHASES, "ts": fp_start, "args": wait}
+    refresh = {"Iteration ID": number, "BP End": bp_end, "Iteration End": end, "Iteration Refresh(us)": end - bp_end}
+    yield _span(f"Iteration Refresh {number}", "Iteration Refresh", rank, _PHASES, bp_end, end, refresh)
+    for segment, interval in enumerate(one.allreduce):
+        start, over = map(round, interval)
+        reduce = {"Iteration ID": number, f"Reduce Start {segment}": start, f"Reduce End {segment}": over}
+        yield _span(f"Reduce_{number}_{segment}", "Reduce", rank, _FIRST_SEGMENT + segment, start, over, reduce)
 
 
-def _span(name: str, category: str, rank: int, line: int, start: float, end: float, arguments: Event) -> Event:
+def _span(name: str, category: str, rank: int, line: int, start: int, end: int, arguments: Event) -> Event:
     event = {"name": name, "cat": category, "ph": "X", "pid": rank, "tid": line}
     return {**event, "ts": start, "dur": end - start, "args": arguments}
 

@@ -36,7 +36,7 @@ def timeline(traces: Sequence[RankTrace], number: int) -> str:
         number: of the iteration.
     """
     ones = [next(one for one in trace.iterations if one.iteration == number) for trace in traces]
-    begin = min(one.iteration_end - one.time for one in ones)
+    begin = min(one.begin for one in ones)
     scale = _Scale((max(one.iteration_end for one in ones) - begin) / 1e3)
     parts: list[str] = []
     y = 30.0
@@ -106,7 +106,7 @@ def _rank(parts: list[str], trace: RankTrace, one: Iteration, begin: float, scal
     first = min(max(one.fp_start, min(one.ready)), one.bp_end)
     reduced = max(one.bp_end, one.last_reduced)
     phases = [
-        ("input wait", one.iteration_end - one.time, one.fp_start),
+        ("input wait", one.begin, one.fp_start),
         ("forward", one.fp_start, first),
         ("backward", first, one.bp_end),
         ("update", reduced, one.iteration_end),

@@ -56,9 +56,14 @@ class Iteration:
         return None if self.previous_end is None else self.fp_start - self.previous_end
 
     @property
+    def begin(self) -> float:
+        """The end of the iteration before; for the first its own start."""
+        return self.fp_start if self.previous_end is None else self.previous_end
+
+    @property
     def time(self) -> float:
-        """Microseconds from the end of the iteration before; for the first from its own start."""
-        return self.iteration_end - (self.fp_start if self.previous_end is None else self.previous_end)
+        """Microseconds from beginning to end."""
+        return self.iteration_end - self.begin
 
     @property
     def last_reduced(self) -> float:
