@@ -39,6 +39,15 @@ def group(kind: str) -> Any:
     return runtime, Group(WORLD_GROUP if kind == "world" else "parity", ranks, ranks.index(rank))
 
 
+def in_graph(function: Any, **options: Any) -> Any:
+    """A ``tf.function`` that doesn't rewrite the package's Python code, as it doesn't behind the public calls: that
+    would take most of the time.
+    """
+    import tensorflow as tf
+
+    return tf.function(function, autograph=False, **options)
+
+
 def plain(value: Any) -> Any:
     """A tensor as a numpy array that every process can read."""
     import tensorflow as tf

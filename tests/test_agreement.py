@@ -152,18 +152,18 @@ def test_a_rank_that_comes_late_is_named_and_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_never_comes_is_an_error_after_the_limit(tmp_path: Path) -> None:
-    script = BEGIN.replace("CALL", "time.sleep(12) if rank == 1 else npu.distribute.all_reduce(three)")
+    script = BEGIN.replace("CALL", "time.sleep(7) if rank == 1 else npu.distribute.all_reduce(three)")
     results = job.run(tmp_path, 2, script, NPU_DEVICE_STALL_WARNING="1", NPU_DEVICE_STALL_TIMEOUT="3")
     output = results[0].output
     assert results[0].code == 1
-    assert _stamp(output, "raised") - _stamp(output, "calls") < 12
+    assert _stamp(output, "raised") - _stamp(output, "calls") < 7
     assert "has not come" in output and "NPU_DEVICE_STALL_TIMEOUT" in output
 
 
 def test_groups_made_of_other_ranks_are_named(tmp_path: Path) -> None:
     script = BEGIN.replace(
         "CALL",
-        "create_group('pair', 3 - rank, list(range(3 - rank))) if rank < 2 else time.sleep(9)\n"
+        "create_group('pair', 3 - rank, list(range(3 - rank))) if rank < 2 else time.sleep(6)\n"
         "    if rank < 2: npu.distribute.all_reduce(three, group='pair')",
     ).replace("import npu_device as npu", "import npu_device as npu\nfrom hccl.manage.api import create_group")
     results = job.run(tmp_path, 3, script, NPU_DEVICE_STALL_WARNING="1", NPU_DEVICE_STALL_TIMEOUT="3")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_bodies import apart, counts, group
+from collective_bodies import apart, counts, group, in_graph
 from pool import Pool
 
 OPERATIONS = (
@@ -119,7 +119,7 @@ def body_gradients(mode: str) -> dict[str, Any]:
         def both(x: Any, operation: str = operation) -> Any:
             return derivatives(calls[operation], x)
 
-        run = tf.function(both) if mode == "graph" else both
+        run = in_graph(both) if mode == "graph" else both
         results[operation] = [value.numpy() for value in run(tf.constant(inputs(me, size)))]
     return results
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_bodies import group
+from collective_bodies import group, in_graph
 from pool import Pool
 
 EMPTY_DTYPES = ("float32", "int8", "bfloat16", "uint64", "bool")
@@ -45,10 +45,10 @@ def body_empty(mode: str) -> dict[str, Any]:
             ]
         return results
 
-    calls = {"eager": operations, "graph": tf.function(operations)}
+    calls = {"eager": operations, "graph": in_graph(operations)}
     found = {}
     for dtype in EMPTY_DTYPES:
-        call = calls.get(mode) or tf.function(
+        call = calls.get(mode) or in_graph(
             operations, input_signature=[tf.TensorSpec([None, 3], dtype), tf.TensorSpec(None, dtype)]
         )
         results = call(tf.zeros([0, 3], dtype), tf.zeros([2, 0, 3], dtype))

@@ -6,7 +6,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_bodies import FLOATS, INTEGERS, OTHERS, REDUCTIONS, apart, counts, group, members, plain, values
+from collective_bodies import (
+    FLOATS,
+    INTEGERS,
+    OTHERS,
+    REDUCTIONS,
+    apart,
+    counts,
+    group,
+    in_graph,
+    members,
+    plain,
+    values,
+)
 from conftest import CHOSEN_BACKEND
 from pool import Pool
 
@@ -14,7 +26,7 @@ pytestmark = pytest.mark.both_backends
 
 
 def _leave_out_the_longest(size: int, backend: str, mode: str) -> None:
-    """TensorFlow's graphs for three ranks take minutes to trace, and are those for two with another number in them."""
+    """TensorFlow's graphs for three ranks take most of a minute to trace, and are those for two with another number."""
     if (size, backend, mode) == (3, "tensorflow", "graph") and not CHOSEN_BACKEND:
         pytest.skip("run with two ranks; with three where NPU_DEVICE_BACKEND=tensorflow chooses it for all tests")
 
@@ -57,7 +69,7 @@ def body_moves(kind: str, mode: str) -> dict[str, dict[str, Any]]:
                 results["receive"] = receive(runtime, [3], tensor.dtype, 7, 0, mine)
         return results
 
-    call = tf.function(moves) if mode == "graph" else moves
+    call = in_graph(moves) if mode == "graph" else moves
     rank = runtime.cluster.rank
     return {
         dtype: {
@@ -124,7 +136,7 @@ def body_reductions(kind: str, mode: str) -> dict[str, dict[Any, Any]]:
             results["reduce_scatter", reduction] = reduce_scatter(runtime, tensor, reduction, mine)
         return results
 
-    call = tf.function(reductions) if mode == "graph" else reductions
+    call = in_graph(reductions) if mode == "graph" else reductions
     return {
         dtype: {
             key: (value.dtype.name, plain(value))
@@ -227,8 +239,6 @@ def test_in_a_loop(several_ranks: Pool) -> None:
 def body_barrier() -> tuple[float, float, int]:
     import time
 
-    import tensorflow as tf
-
     from npu_device.collectives.barrier import barrier
 
     runtime, mine = group("world")
@@ -238,11 +248,11 @@ def body_barrier() -> tuple[float, float, int]:
         time.sleep(0.5)
     came = barrier(runtime, mine)
     waited = time.monotonic() - began
-    in_graph = tf.function(lambda: barrier(runtime, mine))()
-    return waited, int(came), int(in_graph)
+    came_in_graph = in_graph(lambda: barrier(runtime, mine))()
+    return waited, int(came), int(came_in_graph)
 
 
 def test_barrier(several_ranks: Pool) -> None:
-    for waited, came, in_graph in several_ranks.run(body_barrier):
+    for waited, came, came_in_graph in several_ranks.run(body_barrier):
         assert 0.4 < waited < 5
-        assert came == in_graph == several_ranks.size
+        assert came == came_in_graph == several_ranks.size

@@ -103,6 +103,7 @@ finally:
     assert _stamp(results[other].output, "raised") - _stamp(results[leaving].output, "left") < 10
     assert results[leaving].code == 0, results[leaving].output
     assert results[other].code == 1
+    assert results[leaving].at - results[other].at < 5  # rank 0 waits for the others, no longer
     assert f"rank {leaving} on host" in results[other].output
     assert "has left the job: its script ended after 1 collective operations in" in results[other].output
     assert "same number of steps" in results[other].output

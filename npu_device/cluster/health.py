@@ -110,6 +110,8 @@ class Health:
             if rank != self._cluster.rank:
                 self._left[rank] = {(name, tuple(ranks)): issued for name, ranks, issued in event["issued"]}
                 self._somebody_left.set()
+        elif event["kind"] == "stopped":
+            self._failed.add(rank)
         elif event["kind"] == "failed":
             self._failed.add(rank)
             if rank != self._cluster.rank:
@@ -197,6 +199,8 @@ class Health:
                 self._events.append({**record, "traceback": tail})
             except ClusterError as lost:
                 print(f"npu_device: {self._me()} could not tell the others of its failure: {lost}", file=sys.stderr)
+        elif not self._lost:
+            self.tell({"kind": "stopped", "rank": self._cluster.rank})  # a rank 0 that has finished waits no longer
         with self._lock:
             self._failure = self._failure or summary
         self._previous_hook(kind, error, trace)
