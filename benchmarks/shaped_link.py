@@ -1,10 +1,11 @@
 """Several hosts on one machine, with links between them as slow as one likes: what tuning is worth there.
 
 ``sudo .venv/bin/python -m benchmarks.shaped_link`` needs root, ``ip`` and ``tc``. Each rank lives in a network
-namespace with a core of its own; a token bucket holds its link to 1 or 10 Gbit/s. Tunes first, then runs all rivals in
-turn: the default split, the tuned one, one segment, MultiWorkerMirroredStrategy, and a sweep over the best splits into
-some numbers of segments and over segments of equal bytes. Last the tuned split runs against the one that came out best,
-turn by turn: the best of several is so by luck, too.
+namespace with a core of its own; a token bucket holds its link to 1 or 10 Gbit/s. In each round it tunes and then runs
+all rivals: the default split, the tuned one, one segment, MultiWorkerMirroredStrategy, and a sweep over the best splits
+into some numbers of segments and over segments of equal bytes; what the first tuning found decides which. So that the
+machine's mood falls on predictions and runs alike, medians of both count. Last the tuned split runs against the one
+that came out best, turn by turn: the best of several is so by luck, too.
 
 With ``--simulation`` it checks ``npu-tune --simulate`` instead: what the trace and the measurement of two hosts say
 about two and about four, against runs of two and of four. There each rank has half a core, whatever their number.
@@ -22,7 +23,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from benchmarks.hosts import address, hosts, on_host
 from npu_device.profiling.records import read
@@ -63,12 +64,30 @@ def main() -> None:
             print(_table(results[-1]), flush=True)
 
 
+Rivals = dict[str, Optional[list[int]]]
+"""The split of each rival; none is MultiWorkerMirroredStrategy."""
+
+
 @dataclass
 class Measured:
     """What the runs of one rival came to: seconds a step, and seconds of communication after backward."""
 
     seconds: list[float]
     exposed: list[float]
+
+
+def _nothing(rivals: Rivals) -> dict[str, Measured]:
+    return {name: Measured([], []) for name in rivals}
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What the tuner came to: its first trace, the collectives as measured and as its runs have them, and its split."""
+
+    first: Traced
+    cost: CostModel
+    calibrated: CostModel
+    ends: list[int]
 
 
 @dataclass(frozen=True)
@@ -85,8 +104,8 @@ class Job:
         where = f"{self.model}, {len(self.cores)} hosts, {self.gbit:g} Gbit/s"
         print(f"[shaped_link] {where}: {text}", file=sys.stderr, flush=True)
 
-    def tune(self) -> tuple[Traced, CostModel, CostModel, list[int]]:
-        """Run the tuner: its first trace, the collectives as measured and as its runs have them, and its split."""
+    def tune(self) -> Tuning:
+        """Run the tuner."""
         self.say("tuning")
         splits = self.directory / "splits"
         for old in splits.glob("*.json"):
@@ -96,7 +115,7 @@ class Job:
         work = self.directory / "npu_tune"
         measured, calibrated = (CostModel.read(work / name) for name in (MEASURED_FILE, CALIBRATED_FILE))
         ends = json.loads(saved.read_text(encoding="utf-8"))["ends"]
-        return traced(read(work / FIRST), WARM_UP), measured, calibrated, ends
+        return Tuning(traced(read(work / FIRST), WARM_UP), measured, calibrated, ends)
 
     def run(self, name: str, ends: Sequence[int] | None, steps: int, measured: Measured) -> None:
         """Train for some steps with a split, or with MultiWorkerMirroredStrategy where there is none."""
@@ -111,13 +130,17 @@ class Job:
         line = next(line for line in reversed(output.splitlines()) if '{"seconds"' in line)
         measured.seconds.append(float(json.loads(line[line.index("{") :])["seconds"]))
 
-    def take_turns(self, rivals: dict[str, list[int] | None], rounds: int, steps: int) -> dict[str, Measured]:
+    def take_turn(self, turn: int, rivals: Rivals, steps: int, measured: dict[str, Measured]) -> None:
+        """Run all rivals; in every other turn from the last to the first."""
+        for name in rivals if turn % 2 == 0 else reversed(rivals):
+            self.say(f"round {turn + 1}: {name}")
+            self.run(name, rivals[name], steps, measured[name])
+
+    def take_turns(self, rivals: Rivals, rounds: int, steps: int) -> dict[str, Measured]:
         """Run all rivals, there and back again."""
-        measured = {name: Measured([], []) for name in rivals}
+        measured = _nothing(rivals)
         for turn in range(rounds):
-            for name in rivals if turn % 2 == 0 else reversed(rivals):
-                self.say(f"round {turn + 1} of {rounds}: {name}")
-                self.run(name, rivals[name], steps, measured[name])
+            self.take_turn(turn, rivals, steps, measured)
         return measured
 
     def _npu(self, steps: int, extra: Sequence[str], variables: dict[str, str]) -> str:
@@ -176,48 +199,53 @@ def _compare(model: str, gbit: float, rounds: int, steps: int, directory: Path) 
     first, second = sorted(os.sched_getaffinity(0))[:2]
     job = Job(model, gbit, (first, second), directory)
     with hosts(2, gbit):
-        found, cost, calibrated, tuned = job.tune()
-        rivals = _rivals(found, calibrated, tuned)
-        measured = job.take_turns({**rivals, _MIRRORED: None}, rounds, steps)
-        best = min(rivals, key=lambda name: statistics.median(measured[name].seconds))
-        duel = {} if rivals[best] == tuned else job.take_turns({"tuned": tuned, best: rivals[best]}, rounds + 1, steps)
+        tunings = [job.tune()]
+        tuned = tunings[0].ends
+        splits = _splits(tunings[0])
+        rivals: Rivals = {**splits, _MIRRORED: None}
+        measured = _nothing(rivals)
+        for turn in range(rounds):
+            if turn > 0:
+                tunings.append(job.tune())
+            job.take_turn(turn, rivals, steps, measured)
+        best = min(splits, key=lambda name: statistics.median(measured[name].seconds))
+        duel = {} if splits[best] == tuned else job.take_turns({"tuned": tuned, best: splits[best]}, rounds + 1, steps)
     rows = []
     for name, one in measured.items():
-        ends = rivals.get(name)
-        expected = _predicted(found, cost, ends), _predicted(found, calibrated, ends)
-        rows.append(_row(name, ends, one, *expected))
+        ends = rivals[name]
+        by_measurement = [_predicted(tuning.first, tuning.cost, ends) for tuning in tunings] if ends else []
+        by_runs = [_predicted(tuning.first, tuning.calibrated, ends) for tuning in tunings] if ends else []
+        rows.append(_row(name, ends, one, by_measurement, by_runs))
     return {
         "title": f"{model}, 2 hosts, {gbit:g} Gbit/s",
-        "cost": cost.as_dict(),
-        "calibrated": calibrated.as_dict(),
-        "tuned": tuned,
+        "cost": [tuning.cost.as_dict() for tuning in tunings],
+        "calibrated": [tuning.calibrated.as_dict() for tuning in tunings],
+        "tuned": [tuning.ends for tuning in tunings],
         "rows": rows,
         "best": best,
         "duel": {name: one.seconds for name, one in duel.items()},
     }
 
 
-def _predicted(found: Traced, cost: CostModel, ends: Sequence[int] | None) -> dict[str, float] | None:
+def _predicted(first: Traced, cost: CostModel, ends: Sequence[int]) -> dict[str, float]:
     """Seconds a step and exposed seconds, as a model has them."""
-    if ends is None:
-        return None
-    step = found.without_collectives(cost)
+    step = first.without_collectives(cost)
     plan = predict(step.backward, cost, ends)
     return {"seconds": step.alone + plan.added, "exposed": plan.exposed}
 
 
-def _rivals(found: Traced, cost: CostModel, tuned: list[int]) -> dict[str, list[int]]:
-    backward = found.without_collectives(cost).backward
-    last = len(backward.sizes) - 1
-    plans = best_plans(backward, cost)
-    candidates = {"default": list(found.ends), "tuned": tuned, "one segment": [last]}
+def _splits(tuning: Tuning) -> dict[str, list[int]]:
+    backward = tuning.first.without_collectives(tuning.calibrated).backward
+    plans = best_plans(backward, tuning.calibrated)
+    one = [len(backward.sizes) - 1]
+    candidates = {"default": list(tuning.first.ends), "tuned": tuning.ends, "one segment": one}
     candidates |= {f"sweep: best {count}": list(plans[count - 1].ends) for count in (2, 4)}
-    candidates["sweep: 4 of equal bytes"] = list(equal_plan(backward, cost).ends)
-    rivals: dict[str, list[int]] = {}
+    candidates["sweep: 4 of equal bytes"] = list(equal_plan(backward, tuning.calibrated).ends)
+    splits: dict[str, list[int]] = {}
     for name, ends in candidates.items():
-        if name == "tuned" or ends not in rivals.values():
-            rivals[name] = ends
-    return rivals
+        if name == "tuned" or ends not in splits.values():
+            splits[name] = ends
+    return splits
 
 
 def _check_simulation(model: str, gbit: float, rounds: int, steps: int, directory: Path) -> dict[str, Any]:
@@ -229,16 +257,17 @@ def _check_simulation(model: str, gbit: float, rounds: int, steps: int, director
         job = Job(model, gbit, cores, directory)
         with hosts(len(cores), gbit):
             if len(cores) == 2:
-                found, _, cost, _ = job.tune()
+                tuning = job.tune()
+                found, cost = tuning.first, tuning.calibrated
                 step = found.without_collectives(cost)
                 expected = {row.ranks: row for row in simulate(step, link_of(cost, 2), [2, 4]) if row.shape == "ring"}
             row = expected[len(cores)]
-            rivals: dict[str, list[int] | None] = {"default": list(found.ends), "best": list(row.ends)}
+            rivals: Rivals = {"default": list(found.ends), "best": list(row.ends)}
             measured = job.take_turns(rivals, rounds, steps)
         for name, seconds in (("default", row.default), ("best", row.tuned)):
             plan = predict(step.backward, ring(link_of(cost, 2), len(cores)), list(rivals[name] or ()))
             simulated = {"seconds": seconds, "exposed": plan.exposed}
-            rows.append(_row(f"{len(cores)} hosts, {name} split", rivals[name], measured[name], None, simulated))
+            rows.append(_row(f"{len(cores)} hosts, {name} split", rivals[name], measured[name], [], [simulated]))
     return {"title": f"simulation of {model}, {gbit:g} Gbit/s", "cost": cost.as_dict(), "rows": rows}
 
 
@@ -246,8 +275,8 @@ def _row(
     name: str,
     ends: Sequence[int] | None,
     measured: Measured,
-    by_measurement: dict[str, float] | None,
-    by_runs: dict[str, float] | None,
+    by_measurement: list[dict[str, float]],
+    by_runs: list[dict[str, float]],
 ) -> dict[str, Any]:
     return {
         "name": name,
@@ -265,15 +294,17 @@ def _table(result: dict[str, Any]) -> str:
     titles += ["predicted", "off by", "calibrated", "off by"]
     lines += [f"| {' | '.join(titles)} |", "|---" + "|--:" * (len(titles) - 1) + "|"]
     for row in result["rows"]:
-        before, after = row["predicted"], row["predicted after the tuner's runs"]
+        predictions = row["predicted"], row["predicted after the tuner's runs"]
+        seconds = _median(predictions[1], "seconds")
         cells = [row["name"], row["segments"] or "–", f"{statistics.median(row['seconds']) * 1e3:.0f}"]
-        cells.append(f"{after['seconds'] * 1e3:.0f}" if after else "–")
+        cells.append(f"{seconds * 1e3:.0f}" if seconds is not None else "–")
         if row["exposed"]:
             exposed = statistics.median(row["exposed"])
             cells.append(f"{exposed * 1e3:.0f}")
-            for one in (before, after):
-                off = f"{one['exposed'] / exposed - 1:+.0%}" if one and exposed else "–"
-                cells += [f"{one['exposed'] * 1e3:.0f}" if one else "–", off]
+            for each in predictions:
+                one = _median(each, "exposed")
+                off = f"{one / exposed - 1:+.0%}" if one is not None and exposed else "–"
+                cells += [f"{one * 1e3:.0f}" if one is not None else "–", off]
         else:
             cells += ["–"] * 5
         lines.append("| " + " | ".join(map(str, cells)) + " |")
@@ -282,6 +313,10 @@ def _table(result: dict[str, Any]) -> str:
         each = ", ".join(f"{ratio:+.1%}" for ratio in ratios)
         lines.append(f"\ntuned against {result['best']}: {statistics.median(ratios):+.1%} ({each})")
     return "\n".join(lines)
+
+
+def _median(predictions: list[dict[str, float]], what: str) -> float | None:
+    return statistics.median(each[what] for each in predictions) if predictions else None
 
 
 if __name__ == "__main__":
