@@ -23,16 +23,29 @@ class Ended(NamedTuple):
 
 def start(directory: Path, size: int, script: str, **environment: str) -> list[Process]:
     """Start ``size`` ranks of a script (Python text), with a rank table when there are several."""
-    tables = [table_environment(directory, size, rank) if size > 1 else {} for rank in range(size)]
-    return start_each(directory, script, [{**table, **environment} for table in tables])
+    return start_each(directory, script, _tables(directory, size, environment))
+
+
+def start_command(directory: Path, size: int, command: list[str], **environment: str) -> list[Process]:
+    """Start ``size`` ranks of a script's file, with arguments."""
+    return _start(command, _tables(directory, size, environment))
 
 
 def start_each(directory: Path, script: str, environments: list[dict[str, str]]) -> list[Process]:
     """Start one process of a script for each set of variables."""
     path = directory / "script.py"
     path.write_text(script)
+    return _start([str(path)], environments)
+
+
+def _tables(directory: Path, size: int, environment: dict[str, str]) -> list[dict[str, str]]:
+    tables = [table_environment(directory, size, rank) if size > 1 else {} for rank in range(size)]
+    return [{**table, **environment} for table in tables]
+
+
+def _start(command: list[str], environments: list[dict[str, str]]) -> list[Process]:
     return [
-        Process([str(path)], {**clean_environment(), "TF_CPP_MIN_LOG_LEVEL": "2", **environment})
+        Process(command, {**clean_environment(), "TF_CPP_MIN_LOG_LEVEL": "2", **environment})
         for environment in environments
     ]
 

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import job
 import pytest
 from launcher import environment
 
@@ -65,6 +66,15 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     )
     print(done.stdout[-6000:], done.stderr[-6000:], f"{time.monotonic() - started:.1f} s", sep="\n")
     return done
+
+
+def run_ranks(size: int, directory: Path, *command: str | Path) -> list[job.Ended]:
+    """Runs ranks of a script with Keras 2, without the launcher; TensorFlow is imported already."""
+    started = time.monotonic()
+    processes = job.start_command(directory, size, list(map(str, command)), TF_USE_LEGACY_KERAS="1")
+    ended = job.finish(processes, LIMIT)
+    print(*(rank.output[-6000:] for rank in ended), f"{time.monotonic() - started:.1f} s", sep="\n")
+    return ended
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +135,9 @@ def flags(directory: Path, model: Path) -> list[str | Path]:
 
 
 def test_three_steps_on_one_device(digits: Path, tmp_path: Path) -> None:
-    done = run(SCRIPT, *flags(digits, tmp_path))
-    assert done.returncode == 0
-    check_report(done.stdout, ranks=1, images=360)
+    (done,) = run_ranks(1, tmp_path, SCRIPT, *flags(digits, tmp_path))
+    assert done.code == 0
+    check_report(done.output, ranks=1, images=360)
 
 
 def test_three_steps_on_two_ranks(digits: Path, tmp_path: Path) -> None:
@@ -140,18 +150,18 @@ def test_three_steps_on_two_ranks(digits: Path, tmp_path: Path) -> None:
 
 def test_synthetic_data_on_two_ranks(digits: Path, tmp_path: Path) -> None:
     options = (*flags(digits, tmp_path), "--train_steps=1", "--use_synthetic_data", "--skip_eval")
-    done = run("-m", "npu_device.launch", "-n", "2", SCRIPT, *options)
-    assert done.returncode == 0
-    assert "loss: " in done.stdout
-    assert "weights: bit-equal on all 2 ranks" in done.stdout
-    assert "evaluation" not in done.stdout
+    first, second = run_ranks(2, tmp_path, SCRIPT, *options)
+    assert first.code == second.code == 0
+    assert "loss: " in first.output
+    assert "weights: bit-equal on all 2 ranks" in first.output
+    assert "evaluation" not in first.output
 
 
 def test_missing_records_are_named_with_the_remedy(tmp_path: Path) -> None:
-    done = run(SCRIPT, *flags(tmp_path / "nowhere", tmp_path))
-    assert done.returncode != 0
-    assert "nowhere holds no train-*-of-* records" in done.stderr
-    assert "make_digits_imagenet.py --data_dir" in done.stderr
+    (done,) = run_ranks(1, tmp_path, SCRIPT, *flags(tmp_path / "nowhere", tmp_path))
+    assert done.code != 0
+    assert "nowhere holds no train-*-of-* records" in done.output
+    assert "make_digits_imagenet.py --data_dir" in done.output
 
 
 def same_images_for(ranks: int, digits: Path, directory: Path) -> Path:
@@ -177,9 +187,8 @@ def test_two_ranks_on_the_same_images_do_what_one_device_does_with_half_the_batc
     for ranks in (1, 2):
         data = same_images_for(ranks, digits, tmp_path / f"data-{ranks}")
         command = (seeded, SCRIPT, "--data_dir", data, "--model_dir", tmp_path, "--skip_eval", "--train_steps=3")
-        launcher = ("-m", "npu_device.launch", "-n", str(ranks)) if ranks > 1 else ()
-        done = run(*launcher, *command, f"--batch_size={8 * ranks}", "--steps_per_loop=1")
-        assert done.returncode == 0
-        digests += re.findall(r"weights sha256 ([0-9a-f]{64})$", done.stdout, re.MULTILINE)
+        ended = run_ranks(ranks, tmp_path, *command, f"--batch_size={8 * ranks}", "--steps_per_loop=1")
+        assert all(rank.code == 0 for rank in ended)
+        digests += re.findall(r"weights sha256 ([0-9a-f]{64})$", ended[0].output, re.MULTILINE)
     assert len(digests) == 3
     assert len(set(digests)) == 1

@@ -19,7 +19,10 @@ MEASURED_FILE = "collectives.json"
 CALIBRATED_FILE = "calibrated.json"
 """What the tuner's runs have made of it, beside it."""
 
-# No median of a few repetitions is known better than this, however alike they are.
+# How far off the line a median may be, however alike the repetitions are: this part of itself for the smallest size,
+# which is to say what alpha is; for the others of the geometric mean of itself and the longest. Bytes aren't equally
+# fast in all sizes; with these weights beta is about what all of them took by what all of them had. If each counted by
+# its own part, small ones, of which a step has few, would decide.
 _LEAST_ERROR = 0.02
 
 
@@ -121,7 +124,11 @@ def fit(samples: Mapping[int, Sequence[float]], lanes: Mapping[int, Sequence[flo
     """
     if len(samples) < 2 or not all(samples.values()):
         raise ValueError(f"times of {len(samples)} size(s) were given; expected some for each of at least two sizes")
-    points = [(float(size), *_median_and_error(times)) for size, times in sorted(samples.items())]
+    smallest, longest = min(samples), max(map(statistics.median, samples.values()))
+    points = [
+        (float(size), *_median_and_error(times, None if size == smallest else longest))
+        for size, times in sorted(samples.items())
+    ]
     weights = [1 / error**2 for _, _, error in points]
     total = sum(weights)
     mean_size = sum(w * size for w, (size, _, _) in zip(weights, points)) / total
@@ -136,7 +143,7 @@ def fit(samples: Mapping[int, Sequence[float]], lanes: Mapping[int, Sequence[flo
     return CostModel(
         alpha=alpha,
         beta=beta,
-        busy=_busy(alpha, beta, min(samples), lanes or {}),
+        busy=_busy(alpha, beta, smallest, lanes or {}),
         alpha_error=math.sqrt(scale * (1 / total + mean_size**2 / spread)),
         beta_error=math.sqrt(scale / spread),
     )
@@ -152,8 +159,8 @@ def _busy(alpha: float, beta: float, size: int, lanes: Mapping[int, Sequence[flo
     return min(alpha, max(0.0, statistics.fmean(found))) if found else 0.0
 
 
-def _median_and_error(times: Sequence[float]) -> tuple[float, float]:
+def _median_and_error(times: Sequence[float], longest: float | None) -> tuple[float, float]:
     median = statistics.median(times)
     # 1.25 standard deviations by the root of the number: the standard error of a median.
     error = 1.25 * statistics.stdev(times) / math.sqrt(len(times)) if len(times) > 1 else 0.0
-    return median, max(error, _LEAST_ERROR * median, 1e-9)
+    return median, max(error, _LEAST_ERROR * math.sqrt(median * (longest or median)), 1e-9)

@@ -4,6 +4,7 @@ computing.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,11 +26,11 @@ _PARTS = (64, 16, 4, 2, 1)  # of the largest size: segments of a split are betwe
 _LANES = 4
 _GRADIENTS = 100  # of the largest size; smaller ones have as many fewer
 _SEVERAL = 64_000_000  # bytes at most of the collective that is measured beside computing
-_REPEATS = 7
-_FEWEST_REPEATS = 2
+_REPEATS = 7  # of each size
+_FEWEST_REPEATS = 3
 _TURNS = 10  # of a collective by itself, of one tensor, and beside computing
 _FEWEST_TURNS = 2
-_SECONDS = 5.0  # when the measurement has taken so long, what is left gets the fewest repeats
+_SECONDS = 6.0  # when one of the two has taken so long, the fewest are enough
 
 
 def measure(runtime: Runtime, group: Group, largest: int) -> CostModel:
@@ -44,19 +45,17 @@ def measure(runtime: Runtime, group: Group, largest: int) -> CostModel:
         The cost model, from float32 means of lists of tensors inside a ``tf.function``; the same on every rank, since
         the times count of the rank that came last and waited for nobody.
 
-    Every rank of the group has to call it with the same arguments. It takes some seconds, up to 30 over a slow link.
+    Every rank of the group has to call it with the same arguments. It takes some seconds, over a slow link as long as
+    ten collectives of the largest size.
     """
     sizes = sorted({_SMALLEST, *(max(_SMALLEST, largest // part // 4 * 4) for part in _PARTS)})
     if len(sizes) == 1:
         sizes.append(16 * _SMALLEST)
-    began = time.monotonic()
-
-    def times(segments: Sequence[Sequence[int]]) -> list[float]:
-        return _times(runtime, group, _reduction(runtime, group, segments), began)
-
-    samples = {size: times([_segment(size, largest)]) for size in sizes}
-    lanes = {_LANES: times([[_SMALLEST]] * _LANES)}
-    return _beside_backward(runtime, group, fit(samples, lanes), _segment(min(largest, _SEVERAL), largest))
+    segments = [[_segment(size, largest)] for size in sizes]
+    reductions = [_reduction(runtime, group, each) for each in (*segments, [[_SMALLEST]] * _LANES)]
+    *times, lanes = _in_turn(runtime, group, reductions)
+    cost = fit(dict(zip(sizes, times)), {_LANES: lanes})
+    return _beside_backward(runtime, group, cost, _segment(min(largest, _SEVERAL), largest))
 
 
 def _beside_backward(runtime: Runtime, group: Group, cost: CostModel, segment: Sequence[int]) -> CostModel:
@@ -90,13 +89,18 @@ def _beside_backward(runtime: Runtime, group: Group, cost: CostModel, segment: S
     return replace(cost, beta=max(0.0, cost.beta - 2 * packing / size), pack=packing / size, load=load, pace=pace)
 
 
-def _times(runtime: Runtime, group: Group, reduce: Callable[[], float], began: float) -> list[float]:
-    """Seconds that a reduction takes, several times."""
-    seconds: list[float] = []
-    reduce()
-    while len(seconds) < _FEWEST_REPEATS or (len(seconds) < _REPEATS and _spent(runtime, group, began) < _SECONDS):
-        seconds.append(_seconds(runtime, group, reduce))
-    return _of_the_last(runtime, group, seconds)
+def _in_turn(runtime: Runtime, group: Group, reductions: Sequence[Callable[[], float]]) -> list[list[float]]:
+    """Seconds that each of some reductions takes, several times; a machine's mood falls on all of them."""
+    seconds: list[list[float]] = [[] for _ in reductions]
+    for reduce in reductions:
+        reduce()
+    began = time.monotonic()
+    turns = 0
+    while turns < _FEWEST_REPEATS or (turns < _REPEATS and _spent(runtime, group, began) < _SECONDS):
+        for times, reduce in zip(seconds, reductions):
+            times.append(_seconds(runtime, group, reduce))
+        turns += 1
+    return [_of_the_last(runtime, group, times) for times in seconds]
 
 
 def _seconds(runtime: Runtime, group: Group, reduce: Callable[[], float]) -> float:
@@ -129,21 +133,22 @@ def _reduction(runtime: Runtime, group: Group, segments: Sequence[Sequence[int]]
     """Runs collectives of segments whose tensors have these bytes, all started at once; seconds from when the tensors
     are there until all is over.
     """
-    tensors = [[tf.ones([size // 4], tf.float32) for size in sizes] for sizes in segments]
 
-    def reduce() -> tuple[tf.Tensor, list[tf.Tensor], list[tf.Tensor]]:
+    def reduce(value: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor], list[tf.Tensor]]:
         # As gradients travel: made by the step, so that they can be reduced where they are; and what the ranks agree on
-        # beforehand hides behind the forward pass.
-        made = [[tf.square(tensor) for tensor in segment] for segment in tensors]
+        # beforehand hides behind the forward pass. No two are alike, or TensorFlow would make one for both.
+        number = itertools.count()
+        made = [[tf.fill([size // 4], value + next(number)) for size in sizes] for sizes in segments]
         begun = points.when([tensor for segment in made for tensor in segment])
         results = all_reduce_segments(runtime, made, "mean", group, None)
         return begun, [points.reduced(result[0]) for result in results], [result[0][:1] for result in results]
 
     # A concrete function, since TensorFlow warns of calls that trace again, and each size does.
-    called = tf.function(reduce).get_concrete_function()
+    called = tf.function(reduce).get_concrete_function(tf.TensorSpec([]))
+    one = tf.constant(1.0)
 
     def seconds() -> float:
-        begun, over, _ = called()
+        begun, over, _ = called(one)
         return max(float(each) for each in over) - float(begun)
 
     return seconds
