@@ -12,7 +12,7 @@ AVAILABLE = _PROGRAM is not None
 
 
 def start(url: str, directory: Path, *flags: str) -> subprocess.Popen[bytes]:
-    """Open a page; ``directory`` is for what the browser writes of its own."""
+    """Open a page; ``directory`` is for what the browser writes of its own. Who starts it ends it with ``stop``."""
     assert _PROGRAM
     command = [_PROGRAM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", *flags]
     return subprocess.Popen(
@@ -21,3 +21,18 @@ def start(url: str, directory: Path, *flags: str) -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,
         env={**os.environ, "HOME": str(directory)},
     )
+
+
+def stop(browser: subprocess.Popen[bytes]) -> None:
+    """End it, if it hasn't ended yet."""
+    browser.terminate()
+    browser.wait()
+
+
+def draw(url: str, directory: Path, picture: Path, size: str) -> None:
+    """Write a page's picture as PNG; ``size`` is its width and height, such as ``640,1400``."""
+    browser = start(url, directory, f"--window-size={size}", f"--screenshot={picture}")
+    try:
+        assert browser.wait(60) == 0
+    finally:
+        stop(browser)

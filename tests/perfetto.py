@@ -85,8 +85,7 @@ def ask(trace: Path, queries: Sequence[str], directory: Path, timeout: float = 6
         try:
             assert answered.wait(timeout), f"Perfetto gave no answer within {timeout} s"
         finally:
-            browser.terminate()
-            browser.wait()
+            chromium.stop(browser)
             server.shutdown()
     assert isinstance(answers[0], list), answers[0]
     return answers[0]

@@ -41,6 +41,17 @@ def test_times_off_the_line_widen_the_uncertainty() -> None:
     assert bent.beta_error > 3 * straight.beta_error
 
 
+def test_a_line_that_is_bent_fits_the_large_sizes() -> None:
+    """Measured on a link of 1 Gbit/s whose token bucket lets small ones through at once."""
+    seconds = {4_096: 1e-3, 1_597_312: 0.0106, 6_389_256: 0.0602, 25_557_032: 0.2244, 51_114_064: 0.4687}
+    seconds[102_228_128] = 0.9240
+    found = fit({size: [time] * 3 for size, time in seconds.items()})
+    for size, time in seconds.items():
+        if size > 5_000_000:
+            assert found.alpha + found.beta * size == pytest.approx(time, rel=0.05)
+    assert found.alpha == pytest.approx(1e-3, rel=0.05)
+
+
 def test_an_outlier_hardly_counts() -> None:
     times = {size: [ALPHA + BETA * size] * 8 + [1.0] for size in SIZES}
     assert fit(times).alpha == pytest.approx(ALPHA, rel=0.05)

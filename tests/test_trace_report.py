@@ -358,8 +358,7 @@ def test_a_browser_draws_the_page(tmp_path: Path) -> None:
     write(tmp_path, [trace(0), trace(1, slower=20)])
     write_all(tmp_path)
     picture = tmp_path / "page.png"
-    page = (tmp_path / "report.html").as_uri()
-    assert chromium.start(page, tmp_path, "--window-size=640,1400", f"--screenshot={picture}").wait(60) == 0
+    chromium.draw((tmp_path / "report.html").as_uri(), tmp_path, picture, "640,1400")
     width, height, colours = _pixels(picture)
     assert (width, height) == (640, 1400)
     drawn = {tuple(bytes.fromhex(colour[1:])) for colour in COLOURS.values()}

@@ -110,11 +110,9 @@ class Health:
             if rank != self._cluster.rank:
                 self._left[rank] = {(name, tuple(ranks)): issued for name, ranks, issued in event["issued"]}
                 self._somebody_left.set()
-        elif event["kind"] == "stopped":
+        elif event["kind"] in ("failed", "stopped"):
             self._failed.add(rank)
-        elif event["kind"] == "failed":
-            self._failed.add(rank)
-            if rank != self._cluster.rank:
+            if event["kind"] == "failed" and rank != self._cluster.rank:
                 self._abort(self._failed_text(event))
         elif event["kind"] in self._handlers:
             self._handlers[event["kind"]](event)

@@ -116,8 +116,9 @@ def fit(samples: Mapping[int, Sequence[float]], lanes: Mapping[int, Sequence[flo
             their number. Without them the collectives count as running side by side.
 
     Returns:
-        The line by weighted least squares through the medians; the weights come from how much the repetitions differ.
-        A negative alpha or beta, which noise can bring, becomes 0. Packing, load and pace aren't in it.
+        The line by weighted least squares through the medians. The weights come from how much the repetitions differ;
+        the smallest size counts for alpha above all, and the more bytes another one has, the more it does for beta. A
+        negative alpha or beta, which noise can bring, becomes 0. Packing, load and pace aren't in it.
 
     Raises:
         ValueError: fewer than two sizes, or a size without times.
