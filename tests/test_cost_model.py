@@ -65,6 +65,15 @@ def test_lanes_show_how_much_of_alpha_is_shared(share: float) -> None:
     assert found.latency == pytest.approx((1 - share) * ALPHA, abs=1e-9)
 
 
+def test_slower_is_still_a_cost_model_however_numbers_are_rounded() -> None:
+    chance = random.Random(7)
+    for _ in range(1000):
+        alpha, error = chance.uniform(1e-4, 2e-3), chance.uniform(0, 1e-4)
+        slower = CostModel(alpha, BETA, busy=alpha, alpha_error=error, beta_error=BETA).slower()
+        assert slower.busy == slower.alpha == pytest.approx(alpha + error)
+        assert slower.beta == pytest.approx(2 * BETA)
+
+
 def test_a_negative_alpha_becomes_none() -> None:
     assert fit({1000: [1e-6], 2000: [1e-3]}).alpha == 0.0
 

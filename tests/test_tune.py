@@ -391,6 +391,7 @@ def test_tuning_a_script(tmp_path: Path) -> None:
     work = tmp_path / "npu_tune"
     assert (work / "CPU_gradient_fusion.json").is_file()
     cost = CostModel.read(work / MEASURED_FILE)
+    assert 0 < cost.beta < 1e-7
     assert 0 < cost.load <= 1, "a collective in shared memory is a core's work"
     assert 0 < cost.pace <= 1
     assert best_known(work) == CostModel.read(work / CALIBRATED_FILE)

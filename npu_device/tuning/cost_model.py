@@ -76,7 +76,7 @@ class CostModel:
     def slower(self) -> CostModel:
         """The same with alpha and beta one standard error up: what a prediction should be read with."""
         alpha = self.alpha + self.alpha_error
-        busy = self.busy * alpha / self.alpha if self.alpha else 0.0
+        busy = alpha * (self.busy / self.alpha) if self.alpha else 0.0  # so that rounding can't bring it above alpha
         return replace(self, alpha=alpha, beta=self.beta + self.beta_error, busy=busy, alpha_error=0.0, beta_error=0.0)
 
     def as_dict(self) -> dict[str, float]:
@@ -125,11 +125,12 @@ def fit(samples: Mapping[int, Sequence[float]], lanes: Mapping[int, Sequence[flo
     """
     if len(samples) < 2 or not all(samples.values()):
         raise ValueError(f"times of {len(samples)} size(s) were given; expected some for each of at least two sizes")
-    smallest, longest = min(samples), max(map(statistics.median, samples.values()))
-    points = [
-        (float(size), *_median_and_error(times, None if size == smallest else longest))
-        for size, times in sorted(samples.items())
-    ]
+    medians = {size: statistics.median(times) for size, times in sorted(samples.items())}
+    smallest, longest = min(medians), max(medians.values())
+    points = []
+    for size, median in medians.items():
+        least = _LEAST_ERROR * math.sqrt(median * (median if size == smallest else longest))
+        points.append((float(size), median, max(_error_of_median(samples[size]), least, 1e-9)))
     weights = [1 / error**2 for _, _, error in points]
     total = sum(weights)
     mean_size = sum(w * size for w, (size, _, _) in zip(weights, points)) / total
@@ -160,8 +161,6 @@ def _busy(alpha: float, beta: float, size: int, lanes: Mapping[int, Sequence[flo
     return min(alpha, max(0.0, statistics.fmean(found))) if found else 0.0
 
 
-def _median_and_error(times: Sequence[float], longest: float | None) -> tuple[float, float]:
-    median = statistics.median(times)
-    # 1.25 standard deviations by the root of the number: the standard error of a median.
-    error = 1.25 * statistics.stdev(times) / math.sqrt(len(times)) if len(times) > 1 else 0.0
-    return median, max(error, _LEAST_ERROR * math.sqrt(median * (longest or median)), 1e-9)
+def _error_of_median(times: Sequence[float]) -> float:
+    """The standard error: 1.25 standard deviations by the root of the number."""
+    return 1.25 * statistics.stdev(times) / math.sqrt(len(times)) if len(times) > 1 else 0.0

@@ -30,7 +30,7 @@ _REPEATS = 7  # of each size
 _FEWEST_REPEATS = 3
 _TURNS = 10  # of a collective by itself, of one tensor, and beside computing
 _FEWEST_TURNS = 2
-_SECONDS = 6.0  # when one of the two has taken so long, the fewest are enough
+_SECONDS = 6.0  # when repeats, or turns, have taken so long, the fewest are enough
 
 
 def measure(runtime: Runtime, group: Group, largest: int) -> CostModel:
