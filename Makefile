@@ -5,13 +5,16 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DIGITS := build/digits
 
-.PHONY: help example test test-matrix lint docs clean
+.PHONY: help example test test-quick test-full test-matrix lint check docs clean
 
 help:
 	@echo "make example   train ResNet-50 on real images with two workers (sets up $(VENV) first)"
 	@echo "make test      run the whole test suite (sets up $(VENV) first)"
+	@echo "make test-quick  a representative part of it"
+	@echo "make test-full  the suite with every combination of ranks, Keras and backend"
 	@echo "make test-matrix  the suite on the default, the oldest and the newest TensorFlow (each in its own .venv-…)"
 	@echo "make lint      style and types"
+	@echo "make check     build the wheel, install it into a fresh environment, and test that outside the repository"
 	@echo "make docs      write the generated pages of docs/ anew"
 	@echo "make clean     remove $(VENV), .venv-oldest, .venv-newest and build/"
 
@@ -21,6 +24,12 @@ example: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+test-quick: $(STAMP)
+	$(BIN)/python -m pytest --quick
+
+test-full: $(STAMP)
+	$(BIN)/python -m pytest --full
 
 # The oldest TensorFlow that the package works with (Python 3.9 to 3.11), and the newest that the registry has. The
 # model garden's example is skipped there: the garden wants a TensorFlow of its own.
@@ -40,9 +49,20 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# What users get: the wheel and what it depends on, from the registry. The tests are copied, since pytest would find the
+# package of the repository beside them.
+check:
+	@set -e; directory=$$(mktemp -d); trap 'rm -rf "$$directory"' EXIT; set -x; \
+	$(PYTHON) -m venv $$directory/venv; \
+	$$directory/venv/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w $$directory .; \
+	$$directory/venv/bin/python -m pip install --quiet --disable-pip-version-check "$$(echo $$directory/npu_device-*.whl)[test]"; \
+	cp -r tests $$directory/tests; cp pyproject.toml $$directory/; \
+	cd $$directory; venv/bin/python -m pytest --quick tests/check_installed.py tests/test_import_paths.py tests/test_inert.py \
+	    tests/test_broadcast.py tests/test_optimizer.py tests/test_launch_output.py
+
 docs: $(STAMP)
-	$(BIN)/python -m npu_device.environment > docs/environment.md
-	$(BIN)/python -m npu_device.options > docs/options.md
+	$(BIN)/python -m npu_device._src.environment > docs/environment.md
+	$(BIN)/python -m npu_device._src.options > docs/options.md
 
 clean:
 	rm -rf $(VENV) .venv-oldest .venv-newest build

@@ -1,1 +1,1 @@
-"""How fast the package is, against TensorFlow, torch and MPI in the same run: ``python -m benchmarks``."""
+"""Benchmarks of the package against TensorFlow, torch and MPI in the same run: ``python -m benchmarks``."""

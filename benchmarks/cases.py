@@ -1,6 +1,6 @@
-"""What is measured: the cases, their rounds, and the rivals of each round. Imports no TensorFlow.
+"""The benchmark cases, their rounds, and the rivals of each round. Imports no TensorFlow.
 
-How a rival's step is made is the part of its side (``sides``).
+A rival's step is made by its side (``sides``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SEGMENTS = (1, 2, 4, 8)
 _KIB, _MIB = 1 << 10, 1 << 20
 _SIZES = (4, _KIB, 64 * _KIB, _MIB, 16 * _MIB, 100 * _MIB, 256 * _MIB)
 _QUICK_SIZES = (4, _MIB)
-_LARGEST_IN_NUMPY = _KIB  # beyond, what stands around the engine doesn't count any more
+_LARGEST_IN_NUMPY = _KIB  # beyond this, the code around the engine no longer matters
 _LARGEST_OF_MANY = 100 * _MIB  # from three ranks on
 _RESNET50_BYTES = 102_334_368
 _BERT_BYTES = 437_928_968
@@ -44,7 +44,7 @@ class Rival:
 
     Attributes:
         label: its name in the table.
-        side: whose processes run it; one of ``sides.SIDES``.
+        side: the side whose processes run it; one of ``sides.SIDES``.
         method: the method of the side that makes its step, and ``arguments`` for it.
     """
 
@@ -59,11 +59,11 @@ class Round:
     """Rivals that are timed in turn.
 
     Attributes:
-        label: what they all do.
+        label: the work that they all do.
         size: bytes that are reduced.
         steps: steps that are timed in one go.
-        rivals: who takes part, in the order of the table.
-        turns: how often each is timed in a repetition. What differs little needs more.
+        rivals: the participants, in the order of the table.
+        turns: how often each is timed in a repetition. Small differences need more.
     """
 
     label: str
@@ -78,12 +78,12 @@ class Case:
     """Rounds for which the processes are started once.
 
     Attributes:
-        name: how the command line calls it.
+        name: its name on the command line.
         title: heading of its table.
         shows: the kind of its table.
-        most_ranks: more ranks than that don't fit into 24 GiB, or say nothing new.
-        rounds: what is measured.
-        one_side_at_a_time: the sides don't fit into the memory together, and come one after the other.
+        most_ranks: more ranks don't fit into 24 GiB, or show nothing new.
+        rounds: the rounds that are measured.
+        one_side_at_a_time: the sides don't fit into memory together, and run one after the other.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Case:
 
 
 def all_reduce(quick: bool, ranks: int) -> Case:
-    """The time of one all_reduce (sum, float32), by size."""
+    """Return the case that times one all_reduce (sum, float32) by size."""
     largest = _SIZES[-1] if ranks == 2 else _LARGEST_OF_MANY
     rounds = []
     for size in _QUICK_SIZES if quick else [size for size in _SIZES if size <= largest]:
@@ -115,7 +115,7 @@ def all_reduce(quick: bool, ranks: int) -> Case:
 
 
 def resnet50(quick: bool, ranks: int) -> Case:
-    """A training step whose gradients are 102 MB."""
+    """Return the case of a training step whose gradients are 102 MB."""
     title = "training step of ResNet-50, 96×96, batch 4 a rank"
     steps = 1 if quick else 5 if ranks == 2 else 2
     one_round = Round("step", _RESNET50_BYTES, steps, _training("resnet50", ranks))
@@ -123,14 +123,14 @@ def resnet50(quick: bool, ranks: int) -> Case:
 
 
 def bert(quick: bool, ranks: int) -> Case:
-    """A training step whose gradients are 438 MB: communication outweighs everything else."""
+    """Return the case of a training step whose gradients are 438 MB: communication outweighs everything else."""
     title = "training step of a BERT-base-sized stack, 2×32 tokens a rank"
     one_round = Round("step", _BERT_BYTES, 1 if quick else 2, _training("bert", ranks))
     return Case("bert", title, STEPS, 2, (one_round,), one_side_at_a_time=True)
 
 
 def profile(quick: bool, ranks: int) -> Case:
-    """Where the time of a training step in shared memory goes."""
+    """Return the case that shows where the time of a training step in shared memory goes."""
     rivals = (
         Rival(ALONE, sides.SHARED_MEMORY, "training", ("resnet50", False, None)),
         Rival(DEFAULT_SPLIT, sides.SHARED_MEMORY, "profiled_training", ("resnet50",)),
@@ -140,7 +140,7 @@ def profile(quick: bool, ranks: int) -> Case:
 
 
 def agreement(quick: bool, ranks: int) -> Case:
-    """What it costs that the ranks agree on each call before data moves."""
+    """Return the case that times how the ranks agree on each call before data moves."""
     rounds = []
     for label, side in ((FUNCTION, sides.SHARED_MEMORY), (RING, sides.TENSORFLOW)):
         rivals = (
@@ -152,8 +152,8 @@ def agreement(quick: bool, ranks: int) -> Case:
 
 
 def trace(quick: bool, ranks: int) -> Case:
-    """What it costs to trace the iterations: in a real step, and where as many gradients are next to all of a step, so
-    that fractions of a millisecond show.
+    """Return the case that times the iteration trace: in a real step, and in a step of as many gradients and little
+    else, so that fractions of a millisecond show.
     """
     rounds = []
     for model, size, steps in (("resnet50", _RESNET50_BYTES, 3), ("chain", _CHAIN_BYTES, 50)):

@@ -1,6 +1,6 @@
 """Clocks inside the shared-memory backend, for the case ``profile``: they stand around its functions in this process.
 
-A part's time is split by who spends it, TensorFlow's threads or the backend's own; parts that hold others are said so.
+A part's time is split by thread: TensorFlow's threads, or the backend's own. Parts that contain others are marked.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, Callable
 import numpy as np
 import tensorflow as tf
 
-from npu_device.collectives.shared_memory import programs
-from npu_device.collectives.shared_memory.buffers import BufferPool
-from npu_device.collectives.shared_memory.engine import Engine
-from npu_device.collectives.shared_memory.futex import Counter
-from npu_device.collectives.shared_memory.stream import Stream
+from npu_device._src.collectives.backends.shared_memory import programs
+from npu_device._src.collectives.backends.shared_memory.buffers import BufferPool
+from npu_device._src.collectives.backends.shared_memory.engine import Engine
+from npu_device._src.collectives.backends.shared_memory.futex import Counter
+from npu_device._src.collectives.backends.shared_memory.stream import Stream
 
 BACKGROUND = "background thread"
 CALLERS = "TensorFlow's threads"
@@ -38,7 +38,7 @@ Seconds = tuple[float, float]
 
 
 class Clocks:
-    """Sums of what the parts take, step by step."""
+    """The times that the parts take, summed up step by step."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,7 +55,7 @@ class Clocks:
         programs._folding = lambda *arguments: self._timed(ADD, make_fold(*arguments))
 
     def around(self, step: Callable[[], tf.Tensor]) -> Callable[[], tf.Tensor]:
-        """The step, whose parts are noted."""
+        """Return the step with clocks on its parts."""
 
         def noted() -> tf.Tensor:
             self._sums = {}
@@ -66,7 +66,7 @@ class Clocks:
         return noted
 
     def medians(self) -> dict[tuple[str, str], Seconds]:
-        """What each part, by thread and name, took in the steps so far."""
+        """Return each part's median seconds, by thread and name, over the steps so far."""
         found = {}
         for part in [(thread, name) for thread in (CALLERS, BACKGROUND) for name in _PARTS]:
             steps = [step.get(part, (0.0, 0.0)) for step in self._steps]
@@ -91,7 +91,7 @@ class Clocks:
 
 
 def hand_over(shapes: list[tuple[int, ...]]) -> Seconds:
-    """What it takes to give float32 results of these shapes to TensorFlow, as the backend does it."""
+    """Time the conversion of float32 results of these shapes to TensorFlow, as the backend does it."""
     pool, stream = BufferPool(), Stream(shapes, np.dtype(np.float32))
 
     @tf.autograph.experimental.do_not_convert

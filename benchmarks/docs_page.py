@@ -18,7 +18,7 @@ def write(tables: str, picture: Path) -> None:
 
 
 def replace_results(page: str, tables: str) -> str:
-    """The page with these tables in place of those that it has.
+    """Return the page with these tables in place of its old ones.
 
     Raises:
         ValueError: the page lacks the comments that mark the place.

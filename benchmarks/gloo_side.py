@@ -12,7 +12,7 @@ from benchmarks.payload import payload, require_sum
 
 
 class GlooSide:
-    """One rank of a process group; the environment (``MASTER_ADDR``, ``MASTER_PORT``) says where it meets."""
+    """One rank of a process group; the environment (``MASTER_ADDR``, ``MASTER_PORT``) names the meeting point."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
@@ -21,11 +21,11 @@ class GlooSide:
         self._ranks = ranks
 
     def all_reduce(self, size: int) -> Callable[[], None]:
-        """A sum of ``size`` bytes over the ranks, in place as torch has it."""
+        """Return a step that sums ``size`` bytes over the ranks, in place as torch does."""
         tensor = torch.from_numpy(payload(size, self._rank))
         torch.distributed.all_reduce(tensor)
         require_sum(tensor.numpy(), self._ranks)
-        tensor.zero_()  # in place, sums of sums would run over
+        tensor.zero_()  # in place, sums of sums would overflow
 
         def step() -> None:
             torch.distributed.all_reduce(tensor)

@@ -1,25 +1,37 @@
-"""Several hosts on one machine: network namespaces on a switch, with links as slow as one likes. Needs root."""
+"""Several hosts on one machine: network namespaces on a switch, with links of any chosen speed. Needs root."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 _SWITCH = "npu_switch"
 _MOST = 8
 
 
 def can_be_made() -> bool:
-    """Whether this process may make them."""
+    """Return True when this process may create them."""
     return os.geteuid() == 0 and all(shutil.which(tool) for tool in ("ip", "tc"))
 
 
 @contextmanager
 def hosts(count: int, gbit: float) -> Iterator[None]:
-    """The hosts exist while the block runs; each sends ``gbit`` Gbit/s at most."""
+    """Create hosts for the duration of the block; each sends at most ``gbit`` Gbit/s.
+
+    The machine has a single set of them: other processes that need them wait.
+    """
+    with open(Path(tempfile.gettempdir()) / "npu_hosts.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield from _made(count, gbit)
+
+
+def _made(count: int, gbit: float) -> Iterator[None]:
     _remove()
     try:
         _do("ip", "netns", "add", _SWITCH)
@@ -40,13 +52,23 @@ def hosts(count: int, gbit: float) -> Iterator[None]:
 
 
 def address(host: int) -> str:
-    """A host's IP address."""
+    """Return a host's IP address."""
     return f"10.77.0.{host + 1}"
 
 
 def on_host(host: int, command: list[str]) -> list[str]:
-    """The command line that runs a command on one of the hosts."""
+    """Return the command line that runs a command on one of the hosts."""
     return ["ip", "netns", "exec", _name(host), *command]
+
+
+def cut_off(host: int) -> None:
+    """Disconnect a host from the switch: all its traffic is lost from now on."""
+    _do("ip", "-n", _SWITCH, "link", "set", f"port{host}", "nomaster")
+
+
+def connect_again(host: int) -> None:
+    """Connect a host to the switch that was cut off."""
+    _do("ip", "-n", _SWITCH, "link", "set", f"port{host}", "master", "switch")
 
 
 def _name(host: int) -> str:

@@ -16,7 +16,7 @@ def run_case(case: Case, ranks: int, repeats: int, logs: Path) -> CaseResult:
     """Measure a case.
 
     Args:
-        case: what.
+        case: the case.
         ranks: processes of each side.
         repeats: how often each rival is timed.
         logs: directory for the processes' output.
@@ -52,7 +52,7 @@ def run_case(case: Case, ranks: int, repeats: int, logs: Path) -> CaseResult:
 
 
 def progress(text: str) -> None:
-    """Say what is going on, where it doesn't mix with the table."""
+    """Report progress to stderr, where it doesn't mix with the table."""
     print(f"[benchmarks] {text}", file=sys.stderr, flush=True)
 
 
@@ -78,7 +78,8 @@ def _run_round(
         ask(rival, "prepare", rival.label, rival.method, rival.arguments)
     for repetition in range(repeats * one_round.turns):
         progress(f"{name}: repetition {repetition + 1} of {repeats * one_round.turns}")
-        # Another one begins each time, so that nobody always runs after the same neighbour's leftovers in the caches.
+        # A different rival begins each time, so that none always runs after the same neighbour's leftovers in the
+        # caches.
         shift = repetition % max(1, len(rivals))
         for rival in rivals[shift:] + rivals[:shift]:
             if timings[rival].error is None:
@@ -88,7 +89,7 @@ def _run_round(
 
 
 def _parts(one_round: Round, sets: dict[str, ProcessSet]) -> Sequence[Part]:
-    """What a profiled step's clocks show, in the mean of the ranks."""
+    """Return the parts of a profiled step, as the mean of the ranks."""
     found: list[Part] = []
     for side in dict.fromkeys(rival.side for rival in one_round.rivals):
         try:

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from benchmarks.payload import payload, require_sum
 from benchmarks.trainee import Trainee
-from npu_device.cluster.resources import LEAST_INTER_OP_THREADS
+from npu_device._src.collectives.resources import LEAST_INTER_OP_THREADS
 
 
 class MirroredSide:
@@ -25,11 +25,11 @@ class MirroredSide:
         self._ranks = ranks
 
     def all_reduce(self, size: int) -> Callable[[], tf.Tensor]:
-        """A sum of ``size`` bytes over the workers."""
+        """Return a step that sums ``size`` bytes over the workers."""
         mine = tf.constant(payload(size, self._rank))
 
         def reduce(tensor: tf.Tensor) -> Any:
-            # The strategy refuses an argument of the function as it is, since it has no device yet.
+            # The strategy refuses the bare argument of a function, since it has no device yet.
             placed = tf.identity(tensor)
             return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, placed)
 
@@ -41,7 +41,7 @@ class MirroredSide:
         return lambda: called(mine)
 
     def training(self, model: str) -> Callable[[], tf.Tensor]:
-        """A training step; the optimizer sums the gradients."""
+        """Return a training step; the optimizer sums the gradients."""
         with self._strategy.scope():
             trainee = Trainee(model, self._rank)
 

@@ -11,7 +11,7 @@ from benchmarks.payload import payload, require_sum
 
 
 class MpichSide:
-    """One rank that ``mpiexec`` has started. It waits for the next command outside MPI, which would burn the core."""
+    """One rank started by ``mpiexec``. It waits for the next command outside MPI, which would occupy the core."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         found = (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
@@ -21,7 +21,7 @@ class MpichSide:
         self._ranks = ranks
 
     def all_reduce(self, size: int) -> Callable[[], None]:
-        """A sum of ``size`` bytes over the ranks, from one array into another one."""
+        """Return a step that sums ``size`` bytes over the ranks, from one array into another."""
         mine = payload(size, self._rank)
         result = np.empty_like(mine)
 

@@ -15,18 +15,17 @@ from benchmarks.clocks import CALLERS, HAND_OVER, Clocks, Seconds, hand_over
 from benchmarks.payload import payload, require_sum
 from benchmarks.trainee import Trainee
 from hccl.split.api import set_split_strategy_by_size
-from npu_device.cluster import runtime
-from npu_device.collectives.agreement import agreed, describe
-from npu_device.collectives.group import Group
-from npu_device.collectives.shared_memory import programs
-from npu_device.collectives.shared_memory.buffers import BufferPool
-from npu_device.collectives.shared_memory.connection import connect
-from npu_device.collectives.shared_memory.engine import Engine, Job
-from npu_device.collectives.shared_memory.stream import Stream
-from npu_device.gradients import split_strategy
-from npu_device.profiling import trace
-from npu_device.profiling.settings import Settings
-from npu_device.profiling.steps import untraced
+from npu_device._src.cluster import runtime
+from npu_device._src.collectives.agreement import agreed, describe
+from npu_device._src.collectives.backends.shared_memory import programs
+from npu_device._src.collectives.backends.shared_memory.buffers import BufferPool
+from npu_device._src.collectives.backends.shared_memory.engine import Engine, Job
+from npu_device._src.collectives.backends.shared_memory.lines import channel_of
+from npu_device._src.collectives.backends.shared_memory.stream import Stream
+from npu_device._src.collectives.group import Group
+from npu_device._src.gradients import split_strategy
+from npu_device._src.trace import trace
+from npu_device._src.trace.settings import Settings
 
 
 class NpuSide:
@@ -43,7 +42,7 @@ class NpuSide:
         self._parts: Callable[[], dict[tuple[str, str], Seconds]] = dict
 
     def all_reduce(self, size: int, eager: bool) -> Callable[[], tf.Tensor]:
-        """A sum of ``size`` bytes over the ranks."""
+        """Return a step that sums ``size`` bytes over the ranks."""
         mine = tf.constant(payload(size, self._rank))
 
         def reduce(tensor: tf.Tensor) -> tf.Tensor:
@@ -54,10 +53,10 @@ class NpuSide:
         return lambda: called(mine)
 
     def all_reduce_in_numpy(self, size: int) -> Callable[[], None]:
-        """The same on numpy arrays with nothing of TensorFlow around: the shared-memory engine by itself."""
+        """Return the same step on numpy arrays without TensorFlow: the shared-memory engine by itself."""
         mine = payload(size, self._rank)
         group = Group(f"in numpy, {size}", tuple(range(self._ranks)), self._rank)  # memory of its own
-        engine, pool = Engine(partial(connect, self._runtime, group)), BufferPool()
+        engine, pool = Engine(partial(channel_of, self._runtime, group)), BufferPool()
 
         def reduce() -> np.ndarray:
             stream = Stream([mine.shape], mine.dtype)
@@ -76,8 +75,8 @@ class NpuSide:
         return step
 
     def training(self, model: str, communicate: bool, segments: int | None) -> Callable[[], tf.Tensor]:
-        """A training step; ``segments`` of equal size, or the default split. The split counts when the step is traced,
-        which the caller has to see to before it asks for another one.
+        """Return a training step with ``segments`` of equal size, or the default split. The split takes effect when the
+        step is traced, so the caller has to run it before asking for another one.
         """
         trainee = self._trainee(model)
         split_strategy.clear()
@@ -93,7 +92,7 @@ class NpuSide:
         return lambda: step(trainee.inputs, trainee.labels)
 
     def profiled_training(self, model: str) -> Callable[[], tf.Tensor]:
-        """The training step with the default split and clocks inside; ``parts`` says what they show."""
+        """Return the training step with the default split and clocks inside; ``parts`` returns their times."""
         step = self.training(model, True, None)
         shapes = [tuple(variable.shape) for variable in self._trainee(model).model.trainable_variables]
         handed = hand_over(shapes)
@@ -102,27 +101,24 @@ class NpuSide:
         return clocks.around(step)
 
     def traced_training(self, model: str) -> Callable[[], tf.Tensor]:
-        """The training step with the default split and the iteration trace."""
+        """Return the training step with the default split and the iteration trace."""
         if trace.running() is None:
             trace.start(self._runtime, Settings(Path(tempfile.mkdtemp(prefix="npu_trace_"))))
         return self.training(model, True, None)
 
     def untraced_training(self, model: str) -> Callable[[], tf.Tensor]:
-        """The same without the trace, also where one runs."""
+        """Return the same step without the trace, even while one runs later: prepare it before ``traced_training``."""
+        trace.stop()
         step = self.training(model, True, None)
-
-        def without() -> tf.Tensor:
-            with untraced():  # it counts when TensorFlow traces the step, in the first call
-                return step()
-
-        return without
+        step()  # TensorFlow traces the step here, while no iteration trace runs
+        return step
 
     def parts(self) -> dict[tuple[str, str], Seconds]:
-        """By thread and name: what the parts of the profiled step took, in the median."""
+        """Return the median time of the profiled step's parts, by thread and name."""
         return self._parts()
 
     def agreement(self, model: str) -> Callable[[], tf.Tensor]:
-        """What the ranks do to agree on the reduction of a model's gradients, by itself."""
+        """Return a step in which the ranks agree on the reduction of a model's gradients, and do nothing else."""
         values = self._trainee(model).model.trainable_variables
         group = Group("agreement", tuple(range(self._ranks)), self._rank)
 

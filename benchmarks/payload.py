@@ -1,4 +1,4 @@
-"""What an all_reduce is given, and what it has to return: a benchmark of wrong results would be worthless."""
+"""The input of an all_reduce, and the check of its result: a benchmark of wrong results would be worthless."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import numpy as np
 
 
 def payload(size: int, rank: int) -> np.ndarray:
-    """A float32 vector of ``size`` bytes that is full of the rank's number plus 1."""
+    """Return a float32 vector of ``size`` bytes, filled with the rank plus 1."""
     return np.full(size // 4, rank + 1, np.float32)
 
 
 def require_sum(result: np.ndarray, ranks: int) -> None:
-    """Check the sum of everybody's payload.
+    """Check the sum of all ranks' payloads.
 
     Raises:
-        ArithmeticError: it is something else.
+        ArithmeticError: the sum is wrong.
     """
     expected = ranks * (ranks + 1) / 2
     low, high = float(result.min()), float(result.max())

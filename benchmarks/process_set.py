@@ -1,6 +1,6 @@
-"""A rival's processes: one a rank, started once, told what to do through a pipe, asleep in between.
+"""A rival's processes: one per rank, started once, commanded through a pipe, asleep in between.
 
-What they do when they are told is ``worker``'s part.
+``worker`` carries out the commands.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _CLUSTER_PREFIXES = (
 
 
 class RivalError(RuntimeError):
-    """A rival could not do what it was told; the text says which rank, and why."""
+    """A rival could not carry out a command; the text names the rank and the reason."""
 
 
 class ProcessSet:
-    """The processes of one side. They come up while the constructor returns; the first ``ask`` waits for them."""
+    """The processes of one side. They start while the constructor returns; the first ``ask`` waits for them."""
 
     def __init__(self, side: str, ranks: int, logs: Path) -> None:
         """Start the processes.
 
         Args:
             side: one of ``sides.SIDES`` whose packages are installed.
-            ranks: how many.
+            ranks: number of ranks.
             logs: directory for their output and their rank table.
         """
         self._logs: list[Path] = []
@@ -87,8 +87,8 @@ class ProcessSet:
         """Tell every rank the same thing, and return their answers by rank.
 
         Raises:
-            RivalError: a rank answered with an error, ended, or did not answer. Unless all have answered, the
-                processes are ended, and every later call raises as well.
+            RivalError: a rank answered with an error, ended, or did not answer. Unless all have answered, the processes
+                are terminated, and every later call raises as well.
         """
         if self._ended_because is not None:
             raise RivalError(f"its processes were ended before, because {self._ended_because}")
@@ -141,7 +141,7 @@ class ProcessSet:
 
     @staticmethod
     def _kill(process: subprocess.Popen[bytes]) -> None:
-        """SIGTERM first, for mpiexec, which takes its ranks along then."""
+        """End a process, by SIGTERM first: mpiexec then ends its ranks too."""
         process.terminate()
         try:
             process.wait(_TERMINATION_SECONDS)
@@ -150,7 +150,7 @@ class ProcessSet:
             process.wait()
 
     def _ending(self, rank: int) -> str:
-        """How a process that has closed its pipe ended."""
+        """Return a text on how a process that has closed its pipe ended."""
         try:
             # mpiexec's own process stands for all of its ranks.
             code = self._processes[min(rank, len(self._processes) - 1)].wait(_ENDING_SECONDS)
@@ -169,7 +169,7 @@ class ProcessSet:
 
 
 def _under_mpiexec(commands: list[list[str]]) -> list[str]:
-    """One command that starts all of them; each rank has its own arguments."""
+    """Return one command that starts all of them; each rank has its own arguments."""
     line = [str(Path(sys.prefix) / "bin" / "mpiexec")]
     for command in commands:
         line += ([":"] if len(line) > 1 else []) + ["-n", "1", *command]
@@ -177,6 +177,6 @@ def _under_mpiexec(commands: list[list[str]]) -> list[str]:
 
 
 def _clean_environment() -> dict[str, str]:
-    """This process's environment without what describes a cluster or its threads; the same Keras for all rivals."""
+    """Return this process's environment without settings of a cluster or its threads; the same Keras for all."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_CLUSTER_PREFIXES)}
     return {**inherited, "TF_USE_LEGACY_KERAS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}

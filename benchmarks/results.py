@@ -1,4 +1,4 @@
-"""What was measured, and where: the records behind the table, the picture and ``results.json``."""
+"""The measurements and the machine: the records behind the table, the picture and ``results.json``."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Timing:
 
     Attributes:
         rival: its label.
-        seconds: a step's time on the slowest rank, one entry a repetition.
-        error: why there are no times.
+        seconds: a step's time on the slowest rank, one entry per repetition.
+        error: the reason if there are no times.
     """
 
     rival: str
@@ -35,7 +35,7 @@ class Timing:
 
     @property
     def median(self) -> float | None:
-        """Seconds; None for a rival that failed."""
+        """Return the median in seconds; None for a rival that failed."""
         return statistics.median(self.seconds) if self.seconds and self.error is None else None
 
 
@@ -44,10 +44,10 @@ class Part:
     """A part of a step.
 
     Attributes:
-        thread: who spends the time.
-        name: on what.
-        seconds: by the wall clock, a step.
-        core_seconds: of a core.
+        thread: the thread that spends the time.
+        name: name of the part.
+        seconds: of wall-clock time per step.
+        core_seconds: of processor time per step.
     """
 
     thread: str
@@ -67,11 +67,11 @@ class RoundResult:
     parts: list[Part] = field(default_factory=list)
 
     def timing(self, rival: str) -> Timing | None:
-        """A rival's times; None when it took no part."""
+        """Return a rival's times; None when it took no part."""
         return next((timing for timing in self.timings if timing.rival == rival), None)
 
     def median(self, rival: str) -> float | None:
-        """Seconds a step; None when the rival failed or took no part."""
+        """Return the seconds of a step; None when the rival failed or took no part."""
         timing = self.timing(rival)
         return None if timing is None else timing.median
 
@@ -87,13 +87,13 @@ class CaseResult:
     rounds: list[RoundResult]
 
     def rivals(self) -> list[str]:
-        """The labels of those that took part in any round."""
+        """Return the labels of those that took part in any round."""
         return list(dict.fromkeys(timing.rival for one_round in self.rounds for timing in one_round.timings))
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where and with what it was measured."""
+    """The hardware and software of the measurement."""
 
     cpu: str
     cores: int
@@ -103,7 +103,7 @@ class Machine:
     versions: dict[str, str]
 
     def line(self) -> str:
-        """The same in one line."""
+        """Return the same in one line."""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         hardware = f"{self.cores} cores of {self.cpu}, {self.memory_gib:.0f} GiB"
         return f"{hardware}, {self.system}, Python {self.python}, {versions}"
@@ -119,13 +119,13 @@ class Results:
     cases: list[CaseResult] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
-        """As JSON."""
+        """Write the run as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
 
 def begin(repeats: int) -> Results:
-    """An empty run on this machine, today."""
+    """Return an empty run on this machine, today."""
     return Results(_machine(), datetime.date.today().isoformat(), repeats)
 
 

@@ -1,14 +1,14 @@
-"""Several hosts on one machine, with links between them as slow as one likes: what tuning is worth there.
+"""Tuning on slow networks: several hosts on one machine, with links of any chosen speed between them.
 
-``sudo .venv/bin/python -m benchmarks.shaped_link`` needs root, ``ip`` and ``tc``. Each rank lives in a network
-namespace with a core of its own; a token bucket holds its link to 1 or 10 Gbit/s. In each round it tunes and then runs
-all rivals: the default split, the tuned one, one segment, MultiWorkerMirroredStrategy, and a sweep over the best splits
-into some numbers of segments and over segments of equal bytes; what the first tuning found decides which. So that the
-machine's mood falls on predictions and runs alike, medians of both count. Last the tuned split runs against the one
-that came out best, turn by turn: the best of several is so by luck, too.
+``sudo .venv/bin/python -m benchmarks.shaped_link`` needs root, ``ip`` and ``tc``. Each rank runs in a network namespace
+with a core of its own; a token bucket limits its link to 1 or 10 Gbit/s. In each round it tunes and then runs all
+rivals: the default split, the tuned one, one segment, MultiWorkerMirroredStrategy, and a sweep over the best splits
+into some numbers of segments and over segments of equal bytes, chosen by the first tuning. Medians of both predictions
+and runs are used, so that noise of the machine affects both alike. Last, the tuned split runs against the best of all,
+turn by turn: the best of several is partly so by luck.
 
-With ``--simulation`` it checks ``npu-tune --simulate`` instead: what the trace and the measurement of two hosts say
-about two and about four, against runs of two and of four. There each rank has half a core, whatever their number.
+With ``--simulation`` it checks ``npu-tune --simulate`` instead: the forecast from the trace and the measurement of two
+hosts for two and four hosts, against runs on two and four. There each rank has half a core, whatever their number.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any, Optional
 
 from benchmarks.hosts import address, hosts, on_host
-from npu_device.profiling.records import read
-from npu_device.tuning.cost_model import CALIBRATED_FILE, MEASURED_FILE, CostModel
-from npu_device.tuning.networks import link_of, ring
-from npu_device.tuning.planner import best_plans, equal_plan, predict
-from npu_device.tuning.simulate import simulate
-from npu_device.tuning.traced import Traced, traced
-from npu_device.tuning.trials import FIRST, WARM_UP
+from npu_device._src.trace.records import read
+from npu_device._src.tuning.cost_model import CALIBRATED_FILE, MEASURED_FILE, CostModel
+from npu_device._src.tuning.networks import link_of, ring
+from npu_device._src.tuning.planner import best_plans, equal_plan, predict
+from npu_device._src.tuning.simulate import simulate
+from npu_device._src.tuning.traced import Traced, traced
+from npu_device._src.tuning.trials import FIRST, WARM_UP
 
 _ROOT = Path(__file__).parents[1]
 _PORTS = {"npu": 29688, "mirrored": 29700}
@@ -70,7 +70,7 @@ Rivals = dict[str, Optional[list[int]]]
 
 @dataclass
 class Measured:
-    """What the runs of one rival came to: seconds a step, and seconds of communication after backward."""
+    """A rival's measured seconds per step, and seconds of communication after backward."""
 
     seconds: list[float]
     exposed: list[float]
@@ -82,7 +82,7 @@ def _nothing(rivals: Rivals) -> dict[str, Measured]:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What the tuner came to: its first trace, the collectives as measured and as its runs have them, and its split."""
+    """The tuner's results: its first trace, the collectives as measured and as its runs show them, and its split."""
 
     first: Traced
     cost: CostModel
@@ -100,7 +100,7 @@ class Job:
     directory: Path
 
     def say(self, text: str) -> None:
-        """Tell the user how it goes on."""
+        """Report progress to the user."""
         where = f"{self.model}, {len(self.cores)} hosts, {self.gbit:g} Gbit/s"
         print(f"[shaped_link] {where}: {text}", file=sys.stderr, flush=True)
 
@@ -164,7 +164,7 @@ class Job:
         return ["-m", "benchmarks.shaped_step", self.model, side, str(steps), str(node), str(len(self.cores))]
 
     def _all(self, commands: Sequence[tuple[list[str], dict[str, str]]]) -> str:
-        """Run a command on each host; the output of the first."""
+        """Run a command on each host; return the output of the first."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(_CLUSTER)}
         processes, logs = [], []
         try:
@@ -194,7 +194,7 @@ class Job:
 
 
 def _compare(model: str, gbit: float, rounds: int, steps: int, directory: Path) -> dict[str, Any]:
-    """All rivals on two hosts, each with a core of its own."""
+    """Compare all rivals on two hosts, each with a core of its own."""
     directory.mkdir(parents=True, exist_ok=True)
     first, second = sorted(os.sched_getaffinity(0))[:2]
     job = Job(model, gbit, (first, second), directory)
@@ -228,7 +228,7 @@ def _compare(model: str, gbit: float, rounds: int, steps: int, directory: Path) 
 
 
 def _predicted(first: Traced, cost: CostModel, ends: Sequence[int]) -> dict[str, float]:
-    """Seconds a step and exposed seconds, as a model has them."""
+    """Return the predicted seconds per step and exposed seconds."""
     step = first.without_collectives(cost)
     plan = predict(step.backward, cost, ends)
     return {"seconds": step.alone + plan.added, "exposed": plan.exposed}
@@ -249,7 +249,7 @@ def _splits(tuning: Tuning) -> dict[str, list[int]]:
 
 
 def _check_simulation(model: str, gbit: float, rounds: int, steps: int, directory: Path) -> dict[str, Any]:
-    """What two hosts say about two and four, and what two and four hosts do; half a core for each rank."""
+    """Compare forecasts from two hosts for two and four with runs on them; half a core for each rank."""
     directory.mkdir(parents=True, exist_ok=True)
     first, second = sorted(os.sched_getaffinity(0))[:2]
     rows = []

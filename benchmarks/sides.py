@@ -1,6 +1,6 @@
-"""Whose processes there are, what they need, and the environment in which they find one another. Imports none of them.
+"""The packages compared, their requirements, and the environment of their processes. Imports none of them.
 
-What a process of a side does is the part of the class that is named here.
+The class named here does the work of a side's process.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable
 
-from npu_device.launch import rank_table
+from npu_device._src.cluster.ports import ReservedPort
+from npu_device.launch import local_rank_table
 
 SHARED_MEMORY = "shared_memory"
 TENSORFLOW = "tensorflow"
 MIRRORED = "mirrored"
 GLOO = "gloo"
 MPICH = "mpich"
+SOAK = (SHARED_MEMORY, TENSORFLOW, "none")
+"""Backends of the soak; with none each rank is by itself."""
 
 _HOST = "127.0.0.1"
 
@@ -29,9 +32,9 @@ class Side:
     """A package whose ranks are processes of their own.
 
     Attributes:
-        module: where its class is, under ``benchmarks``.
+        module: the module of its class, under ``benchmarks``.
         name: the class; it is made with the rank and the number of ranks, and its methods make steps.
-        environments: given the number of ranks and a directory, what each rank's environment has more.
+        environments: returns each rank's additional environment, given the number of ranks and a directory.
         needs: packages of the extra ``rivals``.
         started_by_mpiexec: rather than one by one.
     """
@@ -47,39 +50,50 @@ class Side:
         return getattr(importlib.import_module(f"benchmarks.{self.module}"), self.name)(rank, ranks)
 
     def missing(self) -> list[str]:
-        """The packages that it needs and that aren't installed."""
+        """Return the required packages that aren't installed."""
         return [name for name in self.needs if version(name) is None]
 
 
 def version(package: str) -> str | None:
-    """The version of a package, None when it isn't installed."""
+    """Return the version of a package, None when it isn't installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
+def _free_port() -> int:
+    reserved = ReservedPort()
+    reserved.leave_to_tensorflow()
+    return reserved.number
+
+
 def _npu(ranks: int, directory: Path, backend: str) -> list[dict[str, str]]:
     table = directory / f"ranks_{backend}.json"
-    table.write_text(rank_table.text(1, ranks, _HOST, rank_table.free_port(_HOST)))
+    table.write_text(local_rank_table.text((0,), ranks, _HOST, _free_port()))
     common = {"RANK_TABLE_FILE": str(table.resolve()), "RANK_SIZE": str(ranks), "JOB_ID": "benchmarks"}
     common["NPU_DEVICE_BACKEND"] = backend
     return [{**common, "RANK_ID": str(rank), "ASCEND_DEVICE_ID": str(rank)} for rank in range(ranks)]
 
 
 def _mirrored(ranks: int, _: Path) -> list[dict[str, str]]:
-    workers = [f"{_HOST}:{rank_table.free_port(_HOST)}" for _ in range(ranks)]
+    workers = [f"{_HOST}:{_free_port()}" for _ in range(ranks)]
     tasks = [{"type": "worker", "index": rank} for rank in range(ranks)]
     return [{"TF_CONFIG": json.dumps({"cluster": {"worker": workers}, "task": task})} for task in tasks]
 
 
 def _gloo(ranks: int, _: Path) -> list[dict[str, str]]:
-    port = str(rank_table.free_port(_HOST))
+    port = str(_free_port())
     return [{"MASTER_ADDR": _HOST, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}] * ranks
 
 
 def _nothing(ranks: int, _: Path) -> list[dict[str, str]]:
     return [{}] * ranks
+
+
+def soak_side(backend: str) -> str:
+    """Return the name of the side that soaks a backend."""
+    return f"soak_{backend}"
 
 
 SIDES = {
@@ -88,4 +102,7 @@ SIDES = {
     MIRRORED: Side("mirrored_side", "MirroredSide", _mirrored),
     GLOO: Side("gloo_side", "GlooSide", _gloo, needs=("torch",)),
     MPICH: Side("mpich_side", "MpichSide", _nothing, needs=("mpi4py", "mpich"), started_by_mpiexec=True),
+    soak_side(SHARED_MEMORY): Side("soak_side", "SoakSide", partial(_npu, backend="shared_memory")),
+    soak_side(TENSORFLOW): Side("soak_side", "SoakSide", partial(_npu, backend="tensorflow")),
+    soak_side("none"): Side("soak_side", "SoakSide", _nothing),
 }

@@ -36,7 +36,7 @@ Rows = list[list[str]]
 
 
 def tables(results: Results) -> str:
-    """All cases, and where they were measured."""
+    """Return the tables of all cases, and the machine."""
     repeats = "1 repetition" if results.repeats == 1 else f"{results.repeats} repetitions"
     head = f"Measured on {results.date}: {results.machine.line()}. Medians of {repeats}."
     return "\n\n".join([head, *(_case_text(case) for case in results.cases)]) + "\n"
@@ -55,7 +55,7 @@ def _case_text(case: CaseResult) -> str:
 
 
 def _by_size(case: CaseResult) -> list[str]:
-    """Times, bandwidths, and how much faster this package is."""
+    """Return times, bandwidths, and how much faster this package is."""
     labels = case.rivals()
     times = [["ms", *(_SHORT.get(label, label) for label in labels)]]
     speeds = [["GB/s", *(_SHORT.get(label, label) for label in labels)]]
@@ -63,14 +63,14 @@ def _by_size(case: CaseResult) -> list[str]:
     for one_round in case.rounds:
         times.append([one_round.label, *(_milliseconds(one_round.timing(label)) for label in labels)])
         ratios.append([one_round.label, *(_ratio(one_round, other, ours) for ours in _OURS for other in _OTHERS)])
-        if one_round.size >= _SMALLEST_BANDWIDTH:  # below, latency is all there is
+        if one_round.size >= _SMALLEST_BANDWIDTH:  # below this, only latency matters
             speeds.append([one_round.label, *(_bandwidth(one_round, label) for label in labels)])
     note = f"MWMS: {MIRRORED}. {FUNCTION}: shared memory, in a tf.function."
     return [note, _markdown(times), _markdown(speeds), _markdown(ratios)]
 
 
 def _steps(case: CaseResult) -> list[str]:
-    """One row a rival."""
+    """Return one row per rival."""
     [one_round] = case.rounds
     rows = [["rival", "ms a step", "fastest … slowest", f"time ÷ {ALONE}", "step rate ÷ MWMS"]]
     for timing in one_round.timings:
@@ -81,7 +81,7 @@ def _steps(case: CaseResult) -> list[str]:
 
 
 def _shares(case: CaseResult) -> list[str]:
-    """The agreement's share of a step, one row a backend."""
+    """Return the agreement's share of a step, one row per backend."""
     rows = [["backend", "ms a step", "ms to agree", "share"]]
     for one_round in case.rounds:
         step, alone = one_round.median(DEFAULT_SPLIT), one_round.median(AGREEMENT)
@@ -95,7 +95,7 @@ def _shares(case: CaseResult) -> list[str]:
 
 
 def _parts(case: CaseResult) -> list[str]:
-    """What the clocks inside a step show."""
+    """Return the times of the parts inside a step."""
     [one_round] = case.rounds
     alone, step = one_round.median(ALONE), one_round.median(DEFAULT_SPLIT)
     rows = [["part", "ms a step", "ms of a core"]]
@@ -108,7 +108,7 @@ def _parts(case: CaseResult) -> list[str]:
 
 
 def _pairs(case: CaseResult) -> list[str]:
-    """By how much tracing slows a step down, one row a round."""
+    """Return how much tracing slows a step down, one row per round."""
     rows = [["step", "ms", "ms traced", "longer by", "ms longer"]]
     for one_round in case.rounds:
         both = [one_round.timing(label) for label in (DEFAULT_SPLIT, TRACED)]
@@ -124,7 +124,7 @@ _SHOWN = {BY_SIZE: _by_size, STEPS: _steps, SHARES: _shares, PARTS: _parts, PAIR
 
 
 def _differences(before: Timing | None, after: Timing | None) -> tuple[str, str]:
-    """By how much the second one takes longer than the first one, turn by turn: the share, and milliseconds."""
+    """Return how much longer the second one takes than the first one, turn by turn: the share, and milliseconds."""
     if before is None or after is None or before.median is None or after.median is None:
         return _FAILED, _FAILED
     pairs = list(zip(before.seconds, after.seconds))
@@ -134,13 +134,13 @@ def _differences(before: Timing | None, after: Timing | None) -> tuple[str, str]
 
 
 def _median(values: Sequence[float]) -> tuple[float, float]:
-    """The median and its standard error: 1.25 standard deviations by the root of the number."""
+    """Return the median and its standard error: 1.25 standard deviations divided by the root of the count."""
     error = 1.25 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
     return statistics.median(values), error
 
 
 def _ratio(one_round: RoundResult, dividend: str, divisor: str) -> str:
-    """One rival's time by another one's."""
+    """Return one rival's time divided by another's."""
     above, below = one_round.median(dividend), one_round.median(divisor)
     return "?" if above is None or below is None else f"{above / below:.2f}"
 

@@ -1,4 +1,4 @@
-"""The models that are trained, with a batch of random data each. Plain tf-keras, the same for all rivals."""
+"""The models that are trained, each with a batch of random data. Plain tf-keras, the same for all rivals."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Trainee:
     def __init__(self, name: str, rank: int) -> None:
         tf_keras.utils.set_random_seed(1)
         self.model = _MODELS[name]()
-        # Plain SGD: the update costs little, and no slots fill the memory.
+        # Plain SGD: the update costs little, and there are no slots to fill the memory.
         self._optimizer = tf_keras.optimizers.SGD(1e-4, jit_compile=False)
         self._optimizer.build(self.model.trainable_variables)
         self.inputs, self.labels = _BATCHES[name](tf.random.Generator.from_seed(rank))
 
     def gradients(self, inputs: tf.Tensor, labels: tf.Tensor, share: float = 1.0) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """The batch's loss times ``share``, and its gradients.
+        """Return the batch's loss times ``share``, and its gradients.
 
         The embedding's gradient is made dense, as in pre-training, where the output layer uses the embedding too: all
         rivals move the same bytes.
@@ -50,7 +50,7 @@ def _resnet50() -> Any:
 
 
 def _bert() -> Any:
-    """BERT-base's encoder, with a pooler and a classifier of two classes; 109.5 million parameters."""
+    """Return BERT-base's encoder with a pooler and a classifier of two classes; 109.5 million parameters."""
     layers = tf_keras.layers
     tokens = layers.Input([_TOKENS], dtype=tf.int32)
     positions = tf.ones_like(tokens) * tf.range(_TOKENS)
@@ -66,7 +66,7 @@ def _bert() -> Any:
 
 
 def _chain() -> Any:
-    """As many gradients as ResNet-50 has, of one element each."""
+    """Return a model with as many gradients as ResNet-50, of one element each."""
     layers = tf_keras.layers
     hidden = inputs = layers.Input([1])
     for _ in range(80):

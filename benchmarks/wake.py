@@ -1,5 +1,5 @@
-"""How long it takes until a process that waits notices: the counters of the shared-memory backend (futex), asleep and
-looking first, beside an eventfd and a pipe.
+"""The time until a waiting process wakes up: the counters of the shared-memory backend (futex), asleep and spinning
+first, beside an eventfd and a pipe.
 
 ``python -m benchmarks.wake`` plays ping-pong between two processes; a time is half of a round.
 """
@@ -11,12 +11,12 @@ import statistics
 import time
 from typing import Callable
 
-from npu_device.collectives.shared_memory.futex import Counter
-from npu_device.collectives.shared_memory.mapping import PAGE, create
+from npu_device._src.collectives.backends.shared_memory.futex import Counter
+from npu_device._src.collectives.backends.shared_memory.mapping import PAGE, Offer
 
 _ROUNDS, _WARM_UP = 3000, 300
 _LOOKS = 10_000
-_THINK_SECONDS = 200e-6  # so long that the other one has fallen asleep
+_THINK_SECONDS = 200e-6  # long enough for the other one to fall asleep
 
 _Way = tuple[Callable[[int, int], None], Callable[[int, int], None]]
 """``notify(end, number)`` and ``wait(end, number)``; the end of the first process is 0."""
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def _ping_pong(way: _Way, think: float) -> float:
-    """Seconds from a notice until the other process goes on, the median."""
+    """Return the median seconds from a notification until the other process goes on."""
     notify, wait = way
     child = os.fork()
     rounds = range(1, _WARM_UP + _ROUNDS + 1)
@@ -54,13 +54,13 @@ def _ping_pong(way: _Way, think: float) -> float:
         wait(0, number)
         times.append(time.perf_counter() - began)
     os.waitpid(child, 0)
-    notify(0, 0)  # where a counter is meant: for the next game
+    notify(0, 0)  # resets a counter for the next game
     notify(1, 0)
     return statistics.median(times[_WARM_UP:]) / 2
 
 
 def _counters(looks: int) -> _Way:
-    memory, _ = create(PAGE)
+    memory = Offer(PAGE).memory
     ends = Counter(memory, 0), Counter(memory, 64)
 
     def wait(end: int, number: int) -> None:

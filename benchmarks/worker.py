@@ -1,4 +1,4 @@
-"""One process of a set (``process_set``): joins its side's cluster, then makes and times steps as it is told."""
+"""One process of a set (``process_set``): joins its side's cluster, then makes and times steps on command."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Worker:
         self._steps: dict[str, Callable[[], Any]] = {}
 
     def prepare(self, key: str, method: str, arguments: tuple[Any, ...]) -> None:
-        """Make a step, in place of the one that had the key, and run it once, which traces it."""
+        """Make a step, replacing the one with the same key, and run it once, which traces it."""
         step = getattr(self._side, method)(*arguments)
         _finish(step())
         self._steps[key] = step
 
-    def call(self, method: str) -> Any:
-        """What a method of the side says."""
-        return getattr(self._side, method)()
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Return the result of a method of the side."""
+        return getattr(self._side, method)(*arguments)
 
     def measure(self, key: str, steps: int) -> float:
-        """Seconds a step takes. One more goes before, untimed: it wakes everybody up and brings the ranks into line."""
+        """Return the seconds per step. One untimed step goes first: it wakes the ranks and brings them into line."""
         step = self._steps[key]
         _finish(step())
         started = time.perf_counter()
@@ -45,14 +45,14 @@ class Worker:
 
 
 def _finish(result: Any) -> None:
-    """Wait for a tensor that may still be computed on a GPU, without copying all of it. None is there already."""
+    """Wait for a tensor that may still be computed on a GPU, without copying all of it. None needs no wait."""
     if result is not None:
         (result[:1] if result.shape.rank else result).numpy()
 
 
 def _give_memory_back() -> None:
-    """Let the other set have what this one doesn't use while it sleeps: several GB a process with BERT's gradients. The
-    untimed step of the next turn takes it again.
+    """Free memory that this process doesn't use while it sleeps, several GB with BERT's gradients, for the other set.
+    The untimed step of the next turn takes it again.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps freed memory, and only glibc has this
     if trim is not None:
@@ -66,7 +66,7 @@ def main() -> None:
         while True:
             try:
                 name, *arguments = connection.recv()
-            except (EOFError, OSError):  # the coordinator has no more to say
+            except (EOFError, OSError):  # the coordinator has no more commands
                 return
             try:
                 answer = (True, getattr(worker, name)(*arguments))

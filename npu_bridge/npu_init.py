@@ -1,11 +1,12 @@
 """``from npu_bridge.npu_init import *``: every name of Ascend's TensorFlow 1 adapter, and the modules that scripts take
-from it without importing them (``tf``, ``np``, ``os``, ``RewriterConfig`` …).
+from it without importing them (``tf``, ``np``, ``os``, ``RewriterConfig`` …). ``tf`` is ``tensorflow.compat.v1``: the
+scripts are in TensorFlow 1's style, and the import often stands after their own.
 """
 
 import os
 
 import numpy as np
-import tensorflow as tf
+import tensorflow.compat.v1 as tf
 
 from hccl.manage.api import (
     create_group,
@@ -34,7 +35,6 @@ from npu_bridge.estimator.npu.npu_config import (
     DumpConfig,
     DynamicInputConfig,
     MemoryConfig,
-    NpuExecutePlacement,
     NPURunConfig,
     ProfilingConfig,
     decorator_tf_session,
@@ -47,7 +47,6 @@ from npu_bridge.estimator.npu.npu_hook import (
     NPUOutputTensorHook,
     SetIterationsVarHook,
     TellMeStepOrLossHook,
-    broadcast_global_variables,
 )
 from npu_bridge.estimator.npu.npu_loss_scale_manager import ExponentialUpdateLossScaleManager, FixedLossScaleManager
 from npu_bridge.estimator.npu.npu_loss_scale_optimizer import NPULossScaleOptimizer
@@ -63,9 +62,8 @@ from npu_bridge.estimator.npu.npu_optimizer import NPUDistributedOptimizer as np
 from npu_bridge.estimator.npu_unary_ops import npu_unary_ops
 from npu_bridge.hccl import hccl_ops
 from npu_bridge.npu_cpu import npu_cpu_ops
-from npu_device._compat import config_pb2, rewriter_config_pb2, session, session_run_hook
-from npu_device.distribute.hccl import npu_callbacks_append
-from npu_device.sessions.config import (
+from npu_device._src.compat import config_pb2, rewriter_config_pb2, session, session_run_hook
+from npu_device._src.tf1.config import (
     RewriterConfig,
     experimental_options,
     npu_config_proto,
@@ -73,10 +71,10 @@ from npu_device.sessions.config import (
     npu_optimizer_options,
     npu_session_config_init,
 )
-from npu_device.sessions.hooks import npu_hooks_append
-from npu_device.sessions.keras_session import backend, npu_clear_session, set_keras_session_npu_config
-from npu_device.sessions.run_config import npu_run_config_init
-from npu_device.sessions.system import (
+from npu_device._src.tf1.hooks import npu_hooks_append
+from npu_device._src.tf1.keras_session import backend, npu_clear_session, set_keras_session_npu_config
+from npu_device._src.tf1.run_config import npu_run_config_init
+from npu_device._src.tf1.system import (
     close_session,
     get_npu_local_rank_id,
     get_npu_local_rank_size,
@@ -85,6 +83,7 @@ from npu_device.sessions.system import (
     init_resource,
     shutdown_resource,
 )
+from npu_device.distribute.hccl import npu_callbacks_append
 
 __all__ = [
     "DumpConfig",
@@ -104,13 +103,11 @@ __all__ = [
     "NPUOutputTensorHook",
     "NPURunConfig",
     "NpuEmptyHook",
-    "NpuExecutePlacement",
     "ProfilingConfig",
     "RewriterConfig",
     "SetIterationsVarHook",
     "TellMeStepOrLossHook",
     "backend",
-    "broadcast_global_variables",
     "close_session",
     "config_pb2",
     "create_group",

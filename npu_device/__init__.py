@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from npu_device._src.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from npu_device import compat, configs, distribute, gen_npu_ops, npu_device, ops, train, utils
     from npu_device._api import (
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
         set_device_sat_mode,
         set_npu_loop_size,
     )
-
-__version__ = "0.1.0"
 
 __all__ = [
     "NpuDeviceHandle",

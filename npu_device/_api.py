@@ -1,13 +1,13 @@
-"""The names of ``import npu_device as npu``, from the rooms where they live; the package's ``__init__`` loads this at
-their first use.
+"""The names of ``import npu_device as npu``, from the modules that implement them; the package's ``__init__`` loads
+this at their first use.
 """
 
 from npu_device import compat, configs, distribute, gen_npu_ops, npu_device, ops, train, utils
-from npu_device.compat_function import npu_compat_function
+from npu_device._src.no_effect.modes import is_inf_nan_enabled, set_device_sat_mode, set_npu_loop_size
+from npu_device._src.options import global_options
+from npu_device._src.training.compat_function import npu_compat_function
+from npu_device._src.training.device import NpuDeviceHandle, close, open
 from npu_device.configs import npu_run_context
-from npu_device.device import NpuDeviceHandle, close, open
-from npu_device.modes import is_inf_nan_enabled, set_device_sat_mode, set_npu_loop_size
-from npu_device.options import global_options
 from npu_device.utils.scope import keep_dtype_scope, npu_recompute_scope
 
 __all__ = [

@@ -1,8 +1,49 @@
-"""Ascend's operators by their own names (``from npu_device import gen_npu_ops``); they live in ``ops`` and, those that
-speak to other ranks, in ``distribute.hcom_ops``.
+"""Ascend's operators by their own names (``from npu_device import gen_npu_ops``); they live in ``operators`` and, those
+that speak to other ranks, in ``training.hcom_ops``.
 """
 
-from npu_device.distribute.hcom_ops import (
+from npu_device._src.operators.activations import centralization, fast_gelu, fast_gelu_grad, fast_gelu_v2
+from npu_device._src.operators.activations import prelu as p_relu
+from npu_device._src.operators.activations import tanh_gelu as gelu
+from npu_device._src.operators.adam_lamb import (
+    adam_apply_one_assign,
+    adam_apply_one_with_decay_assign,
+    lamb_apply_optimizer_assign,
+    lamb_apply_weight_assign,
+)
+from npu_device._src.operators.dropout import (
+    drop_out_do_mask,
+    drop_out_do_mask_v3,
+    drop_out_gen_mask,
+    drop_out_gen_mask_v3,
+)
+from npu_device._src.operators.dynamic_gru import (
+    dynamic_augru,
+    dynamic_augru_grad,
+    dynamic_gru_v2,
+    dynamic_gru_v2_grad,
+)
+from npu_device._src.operators.dynamic_rnn import dynamic_rnn, dynamic_rnn_grad
+from npu_device._src.operators.float_status import (
+    npu_alloc_float_status,
+    npu_alloc_float_status_v2,
+    npu_clear_float_status,
+    npu_clear_float_status_v2,
+    npu_get_float_status,
+    npu_get_float_status_v2,
+)
+from npu_device._src.operators.lars import lars, lars_v2
+from npu_device._src.operators.layer_norm import layer_norm, layer_norm_grad
+from npu_device._src.operators.layer_norm import layer_norm as fused_layer_norm
+from npu_device._src.operators.layer_norm import layer_norm_grad as fused_layer_norm_grad
+from npu_device._src.operators.lstm_cell import (
+    basic_lstm_cell,
+    basic_lstm_cell_c_state_grad,
+    basic_lstm_cell_input_grad,
+    basic_lstm_cell_weight_grad,
+)
+from npu_device._src.operators.refused import embeddingrankid as embedding_rank_id
+from npu_device._src.training.hcom_ops import (
     hcom_all_gather,
     hcom_all_reduce,
     hcom_all_to_all_v,
@@ -18,37 +59,6 @@ from npu_device.distribute.hcom_ops import (
     hcom_remote_write,
     hcom_send,
 )
-from npu_device.ops.activations import centralization, fast_gelu, fast_gelu_grad, fast_gelu_v2
-from npu_device.ops.activations import prelu as p_relu
-from npu_device.ops.activations import tanh_gelu as gelu
-from npu_device.ops.adam_lamb import (
-    adam_apply_one_assign,
-    adam_apply_one_with_decay_assign,
-    lamb_apply_optimizer_assign,
-    lamb_apply_weight_assign,
-)
-from npu_device.ops.dropout import drop_out_do_mask, drop_out_do_mask_v3, drop_out_gen_mask, drop_out_gen_mask_v3
-from npu_device.ops.dynamic_gru import dynamic_augru, dynamic_augru_grad, dynamic_gru_v2, dynamic_gru_v2_grad
-from npu_device.ops.dynamic_rnn import dynamic_rnn, dynamic_rnn_grad
-from npu_device.ops.float_status import (
-    npu_alloc_float_status,
-    npu_alloc_float_status_v2,
-    npu_clear_float_status,
-    npu_clear_float_status_v2,
-    npu_get_float_status,
-    npu_get_float_status_v2,
-)
-from npu_device.ops.lars import lars, lars_v2
-from npu_device.ops.layer_norm import layer_norm, layer_norm_grad
-from npu_device.ops.layer_norm import layer_norm as fused_layer_norm
-from npu_device.ops.layer_norm import layer_norm_grad as fused_layer_norm_grad
-from npu_device.ops.lstm_cell import (
-    basic_lstm_cell,
-    basic_lstm_cell_c_state_grad,
-    basic_lstm_cell_input_grad,
-    basic_lstm_cell_weight_grad,
-)
-from npu_device.ops.refused import embeddingrankid as embedding_rank_id
 
 __all__ = [
     "adam_apply_one_assign",

@@ -1,12 +1,12 @@
 """Ascend's import path of the adapter's module (``npu_device.npu_device``); the names live elsewhere."""
 
 from npu_device import gen_npu_ops
-from npu_device.cluster.membership import world_size_from_environment as get_ranksize
-from npu_device.device import NpuDeviceHandle, close, open
-from npu_device.device import handle as global_npu_ctx
-from npu_device.options import global_options
-from npu_device.sessions.v1 import enable_v1
-from npu_device.utils.repeat import stupid_repeat
+from npu_device._src.cluster.membership import world_size_from_environment as get_ranksize
+from npu_device._src.no_effect.repeat import stupid_repeat
+from npu_device._src.options import global_options
+from npu_device._src.tf1.v1 import enable_v1
+from npu_device._src.training.device import NpuDeviceHandle, close, open
+from npu_device._src.training.device import handle as global_npu_ctx
 
 __all__ = [
     "NpuDeviceHandle",

@@ -29,8 +29,8 @@ def members(size: int, rank: int, kind: str) -> tuple[int, ...]:
 
 def group(kind: str) -> Any:
     """The group of this rank, and the running cluster."""
-    from npu_device import device
-    from npu_device.collectives.group import WORLD_GROUP, Group
+    from npu_device._src.collectives.group import WORLD_GROUP, Group
+    from npu_device._src.training import device
 
     runtime = device.cluster_runtime()
     assert runtime is not None

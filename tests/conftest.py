@@ -5,10 +5,17 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
+import allowed_warnings
 import forked
+import leaks
 import pytest
 from pool import Pool
+
+# The processes that the tests start compile the package once for all, even where the environment forbids it: hundreds
+# of ranks would compile it each.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # In the background of a shell, or under nohup, a test run begins with these ignored, and so would the processes that it
 # starts.
@@ -25,12 +32,70 @@ _pools: dict[tuple[int, str, str | None], Pool] = {}
 
 
 def _pool(size: int, keras: str, backend: str | None = None) -> Pool:
-    backend = backend if size > 1 else None
+    if size == 1 or (backend == "shared_memory" and not CHOSEN_BACKEND):
+        backend = None  # ranks of one host share memory by themselves
     pool = _pools.get((size, keras, backend))
     if pool is None or not pool.alive:
+        if pool is not None:
+            pool.close()
         extra = {"NPU_DEVICE_BACKEND": backend} if backend else {}
         pool = _pools[size, keras, backend] = Pool(size, keras, **extra)
     return pool
+
+
+_QUICK = {"size": 2, "several_ranks": 2, "several_keras_ranks": 2, "keras": "3", "backend": BACKENDS[0]}
+"""The parameters, besides a test's own, that ``--quick`` runs a test with."""
+
+
+_PAIRS = {(2, "3"), (3, "2"), (2, "tensorflow"), (3, "shared_memory")}
+"""Numbers of ranks with the Keras or the backend that they are tested with, unless all combinations are wanted: each
+number, each Keras and each backend has its turn in every test.
+"""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="2 ranks, Keras 3, one backend, and no slow tests")
+    parser.addoption("--full", action="store_true", help="every number of ranks with each Keras and each backend")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    is_chosen = (
+        _is_quick if config.getoption("--quick") else _is_no_repetition if config.getoption("--full") else _is_pair
+    )
+    chosen = [item for item in items if is_chosen(item)]
+    config.hook.pytest_deselected(items=[item for item in items if not is_chosen(item)])
+    items[:] = chosen
+
+
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    return getattr(getattr(item, "callspec", None), "params", {})
+
+
+def _is_quick(item: pytest.Item) -> bool:
+    parameters = _parameters(item)
+    return item.get_closest_marker("slow") is None and all(
+        parameters.get(name, chosen) == chosen for name, chosen in _QUICK.items()
+    )
+
+
+def _is_no_repetition(item: pytest.Item) -> bool:
+    """Return False for a single process on a second backend, which it doesn't use."""
+    parameters = _parameters(item)
+    return parameters.get("size") != 1 or parameters.get("backend") in (None, BACKENDS[0])
+
+
+def _is_pair(item: pytest.Item) -> bool:
+    parameters = _parameters(item)
+    size = parameters.get("size", parameters.get("several_ranks", parameters.get("several_keras_ranks")))
+    if size not in (2, 3) or item.get_closest_marker("every_combination"):
+        return _is_no_repetition(item)
+    others = [parameters[name] for name in ("keras", "backend") if name in parameters]
+    return all((size, other) in _PAIRS for other in others if other in KERAS or len(BACKENDS) > 1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for text, category, _ in allowed_warnings.ALLOWED:
+        config.addinivalue_line("filterwarnings", f"ignore:{text}:{category.__module__}.{category.__qualname__}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -68,6 +133,18 @@ def several_ranks(request: pytest.FixtureRequest, backend: str | None) -> Pool:
     return _pool(request.param, "3", backend)
 
 
+@pytest.fixture(params=WORLD_SIZES[1:], ids=lambda size: f"{size}ranks")
+def tensorflow_ranks(request: pytest.FixtureRequest) -> Pool:
+    """2 and 3 ranks on TensorFlow's backend, under Keras 3."""
+    return _pool(request.param, "3", "tensorflow")
+
+
+@pytest.fixture
+def four_ranks() -> Pool:
+    """4 ranks on one host, the world of Ascend's examples."""
+    return _pool(4, "3")
+
+
 @pytest.fixture
 def two_ranks(backend: str | None) -> Pool:
     """2 ranks, under Keras 3: for what is too large for more."""
@@ -78,6 +155,12 @@ def two_ranks(backend: str | None) -> Pool:
 def keras_ranks(size: int, keras: str) -> Pool:
     """1, 2 and 3 ranks under either Keras."""
     return _pool(size, keras)
+
+
+@pytest.fixture(params=WORLD_SIZES[1:], ids=lambda size: f"{size}ranks")
+def several_keras_ranks(request: pytest.FixtureRequest, keras: str) -> Pool:
+    """2 and 3 ranks under either Keras: for what is compared with one process."""
+    return _pool(request.param, keras)
 
 
 @pytest.fixture
@@ -96,6 +179,24 @@ def keras_two_ranks(keras: str) -> Pool:
 def single() -> Pool:
     """One process without a cluster, under Keras 3."""
     return _pool(1, "3")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Fail a test that leaves a thread, a process or a descriptor, in this process or among the ranks of its jobs."""
+    before = leaks.held()
+    yield
+    left = leaks.left_since(before, _kept_for_other_tests)
+    of_pools = [process for pool in _pools.values() for process in pool.processes]
+    left += [f"rank {process.pid} runs: {process.name}" for process in forked.running() if process not in of_pools]
+    assert not left, "the test leaves\n" + "\n".join(left)
+
+
+def _kept_for_other_tests() -> tuple[set[int], set[int]]:
+    """Return the descriptors and the children of the pools and of the processes that fork."""
+    servers = forked.servers()
+    pipes = {pipe.fileno() for server in servers for pipe in (server.stdin, server.stdout) if pipe is not None}
+    return pipes.union(*(pool.descriptors() for pool in _pools.values())), {server.pid for server in servers}
 
 
 @pytest.fixture(scope="session", autouse=True)

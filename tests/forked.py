@@ -5,6 +5,7 @@ milliseconds instead of seconds. Everything else about them is as if Python had 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -21,6 +22,7 @@ _READ_BY_IMPORT = ("TF_USE_LEGACY_KERAS", "TF_CPP_MIN_LOG_LEVEL")  # a server fo
 _servers: dict[tuple[str | None, ...], subprocess.Popen[str]] = {}
 _directory = tempfile.TemporaryDirectory(prefix="npu_forked_")
 _numbers = itertools.count()
+_running: dict[int, Process] = {}  # by process number, those whose end nobody has seen
 
 
 class Process:
@@ -30,6 +32,7 @@ class Process:
         number = next(_numbers)
         self._output = Path(_directory.name) / f"{number}.log"
         self._status = Path(_directory.name) / f"{number}.status"
+        self.name = " ".join(arguments)
         order = {
             "arguments": arguments,
             "environment": environment,
@@ -44,6 +47,7 @@ class Process:
         assert answer, f"the fork server ended with code {server.wait()}"
         self.pid = int(answer)
         self.returncode: int | None = None
+        _running[self.pid] = self
 
     @property
     def output(self) -> str:
@@ -54,6 +58,7 @@ class Process:
         """The exit code, negative for a signal; None while the process runs."""
         if self.returncode is None and self._status.exists():
             self.returncode = int(self._status.read_text())
+            _running.pop(self.pid, None)
         return self.returncode
 
     def wait(self, timeout: float = 60) -> int:
@@ -68,7 +73,8 @@ class Process:
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the process, unless it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended, and its server knows already
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End the process at once."""
@@ -89,8 +95,19 @@ def _server(environment: dict[str, str]) -> subprocess.Popen[str]:
     return _servers[key]
 
 
+def running() -> list[Process]:
+    """Return the processes that run now."""
+    return [process for process in list(_running.values()) if process.poll() is None]
+
+
+def servers() -> list[subprocess.Popen[str]]:
+    """Return the processes that fork."""
+    return list(_servers.values())
+
+
 def close() -> None:
     """End the servers."""
     for server in _servers.values():
         server.communicate()
     _servers.clear()
+    _directory.cleanup()

@@ -29,17 +29,28 @@ def environment(**extra: str) -> dict[str, str]:
     return {**clean, "PYTHONPATH": str(ROOT), **extra}
 
 
-def npurun(*arguments: str, cwd: Path | None = None, **extra: str) -> subprocess.CompletedProcess[bytes]:
+def npurun(
+    *arguments: str, cwd: Path | None = None, limit: float = LIMIT, **extra: str
+) -> subprocess.CompletedProcess[bytes]:
     """Run npurun to its end, with ``extra`` in its environment."""
     return subprocess.run(
-        [*NPURUN, *arguments], cwd=cwd, env=environment(**extra), capture_output=True, timeout=LIMIT, check=False
+        [*NPURUN, *arguments], cwd=cwd, env=environment(**extra), capture_output=True, timeout=limit, check=False
     )
 
 
-def start(*arguments: str, **extra: str) -> subprocess.Popen[bytes]:
-    """Start npurun as the leader of a process group of its own, as a shell starts a job."""
+def without_hint(stderr: bytes) -> bytes:
+    """Return what npurun wrote beside its hint to ranks that don't open npu_device."""
+    hints = (b"npurun: none of the ", b"npurun: To let them work together")
+    return b"".join(line for line in stderr.splitlines(keepends=True) if not line.startswith(hints))
+
+
+def start(*arguments: str, on: Callable[[list[str]], list[str]] = list, **extra: str) -> subprocess.Popen[bytes]:
+    """Start npurun as the leader of a process group of its own, as a shell starts a job.
+
+    ``on`` makes the command line that runs a command somewhere else.
+    """
     return subprocess.Popen(
-        [*NPURUN, *arguments],
+        on([*NPURUN, *arguments]),
         env=environment(**extra),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -14,11 +14,13 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any, Callable
 
+from answers import Answer
 from forked import Process
 from ranks import clean_environment, table_environment
 
 _WORKER = str(Path(__file__).parent / "pool_worker.py")
 _TAIL_LINES = 40
+_REPETITIONS = 3  # of a body that has left something
 
 
 class Pool:
@@ -29,6 +31,7 @@ class Pool:
     def __init__(self, size: int, keras: str, **extra_environment: str) -> None:
         self.size = size
         self.keras = keras
+        self._growing: set[str] = set()  # bodies that have left something at their first run
         self._directory = tempfile.TemporaryDirectory(prefix="npu_pool_")
         directory = Path(self._directory.name)
         address = str(directory / "socket")
@@ -62,32 +65,61 @@ class Pool:
         return all(process.poll() is None for process in self._processes)
 
     def run(self, body: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
-        """Call ``body(*arguments)`` on every rank; the results by rank. An error on any rank fails the test, with all
-        ranks' outputs.
+        """Call ``body(*arguments)`` on every rank; the results by rank.
+
+        An error or a warning on any rank fails the test, with all ranks' outputs. So does a thread or a descriptor that
+        a body leaves each time that it runs. A body that has left something is run again, on the same arguments: what
+        all later bodies use, such as a group's background thread, is made when a rank first needs it, which is at
+        another run on another rank.
         """
+        answers = self._run(body, arguments, timeout)
+        if any(answer.left for answer in answers) and body.__qualname__ not in self._growing:
+            self._growing.add(body.__qualname__)
+            left = {rank: answer.left for rank, answer in enumerate(answers) if answer.left}
+            for _ in range(_REPETITIONS):
+                again = self._run(body, arguments, timeout)
+                left = {rank: again[rank].left for rank in left if again[rank].left}
+                if not left:
+                    break
+            if left:
+                problems = [f"rank {rank}: {what}" for rank, what in left.items()]
+                raise AssertionError("\n".join([f"each run of {body.__qualname__} leaves something:", *problems]))
+        return [answer.value for answer in answers]
+
+    def _run(self, body: Callable[..., Any], arguments: tuple[Any, ...], timeout: float) -> list[Answer]:
         for connection in self._connections:
             connection.send((body.__module__, body.__qualname__, arguments))
         deadline = time.monotonic() + timeout
-        results: list[Any] = []
+        answers: list[Answer] = []
         problems: list[str] = []
         for rank, connection in enumerate(self._connections):
             try:
                 if not connection.poll(max(0.0, deadline - time.monotonic())):
                     problems.append(f"rank {rank}: no answer within {timeout} s")
                     continue
-                succeeded, value = connection.recv()
+                answer = connection.recv()
             except (EOFError, OSError):
                 problems.append(f"rank {rank}: its process ended")
                 continue
-            results.append(value)
-            if not succeeded:
-                problems.append(f"rank {rank}:\n{value}")
+            answers.append(answer)
+            if not answer.succeeded:
+                problems.append(f"rank {rank}:\n{answer.value}")
+            problems += [f"rank {rank} warned: {warning}" for warning in answer.warnings]
         if problems:
             tails = self.tails()
-            if len(results) < self.size:
+            if len(answers) < self.size:
                 self.close()
             raise AssertionError("\n".join(problems) + "\n" + tails)
-        return results
+        return answers
+
+    @property
+    def processes(self) -> list[Process]:
+        """The workers."""
+        return list(self._processes)
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors that this process holds for the pool."""
+        return [connection.fileno() for connection in self._connections if not connection.closed]
 
     def tails(self) -> str:
         """The end of each rank's output."""
@@ -111,3 +143,4 @@ class Pool:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self._directory.cleanup()

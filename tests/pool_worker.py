@@ -7,8 +7,24 @@ import os
 import sys
 import traceback
 from multiprocessing.connection import Client
+from typing import Any
+
+import allowed_warnings
+import leaks
+from answers import Answer
 
 import npu_device as npu
+
+
+def _call(module: str, name: str, arguments: tuple[Any, ...]) -> Answer:
+    body = getattr(importlib.import_module(module), name)
+    before = leaks.held()
+    with allowed_warnings.collected() as warnings:
+        try:
+            succeeded, value = True, body(*arguments)
+        except Exception:
+            succeeded, value = False, traceback.format_exc()
+    return Answer(succeeded, value, warnings, leaks.held().beyond(before))
 
 
 def main() -> None:
@@ -22,11 +38,7 @@ def main() -> None:
             except (EOFError, OSError):
                 npu.close()
                 os._exit(0)  # for Python to take all graphs apart would be seconds; jobs test how a rank ends
-            try:
-                answer = (True, getattr(importlib.import_module(module), name)(*arguments))
-            except Exception:
-                answer = (False, traceback.format_exc())
-            connection.send(answer)
+            connection.send(_call(module, name, arguments))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ import sys
 import threading
 import time
 
-from npu_device.cluster import ClusterError, meet, membership_from_environment
+from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.membership import membership_from_environment
+from npu_device._src.cluster.rendezvous import meet
 
 
 def open_sockets() -> int:
@@ -25,7 +27,9 @@ def main() -> None:
     report: dict[str, object] = {}
     began = time.monotonic()
     try:
-        report["cluster"] = dataclasses.asdict(meet(membership, versions))
+        cluster, channel = meet(membership, versions)
+        report["cluster"] = dataclasses.asdict(cluster)
+        channel.close()
     except ClusterError as error:
         report["error"] = str(error)
     report["seconds"] = time.monotonic() - began

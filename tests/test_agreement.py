@@ -167,8 +167,28 @@ def test_groups_made_of_other_ranks_are_named(tmp_path: Path) -> None:
         "    if rank < 2: npu.distribute.all_reduce(three, group='pair')",
     ).replace("import npu_device as npu", "import npu_device as npu\nfrom hccl.manage.api import create_group")
     results = job.run(tmp_path, 3, script, NPU_DEVICE_STALL_WARNING="1", NPU_DEVICE_STALL_TIMEOUT="3")
-    assert "rank 1 on host here: has made another group of this name, of ranks 0, 1" in results[0].output
+    assert "rank 1 on host here: has made a different group of this name, with ranks 0, 1" in results[0].output
     assert results[0].code == results[1].code == 1
+
+
+def test_a_group_that_is_made_again_begins_to_wait_anew(tmp_path: Path) -> None:
+    # Waits in groups of one name were taken for one, which was longer than any limit after a while.
+    script = BEGIN.replace(
+        "CALL",
+        "\n    ".join(
+            [
+                "for _ in range(8):",
+                "    create_group('again', 2, [0, 1])",
+                "    time.sleep(0.9 * rank)",
+                "    npu.distribute.all_reduce(three, group='again')",
+                "    destroy_group('again')",
+            ]
+        ),
+    ).replace(
+        "import npu_device as npu", "import npu_device as npu\nfrom hccl.manage.api import create_group, destroy_group"
+    )
+    for result in job.run(tmp_path, 2, script, NPU_DEVICE_STALL_WARNING="5", NPU_DEVICE_STALL_TIMEOUT="5"):
+        assert result.code == 0, result.output
 
 
 def test_results_that_nobody_uses_do_not_hang(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pool import Pool
 
-pytestmark = pytest.mark.both_backends
+pytestmark = [pytest.mark.both_backends, pytest.mark.every_combination]
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
@@ -37,15 +37,14 @@ def body_dtypes(mode: str) -> dict[Any, Any]:
     import npu_device as npu
 
     rank, _ = _identity()
+
+    def reduce(value: tf.Tensor) -> list[tf.Tensor]:
+        return [npu.distribute.all_reduce(value, reduction=reduction) for reduction in REDUCTIONS]
+
     results = {}
     for dtype in FLOATS + INTEGERS:
-        for reduction in REDUCTIONS:
-
-            def reduce(value: tf.Tensor, reduction: str = reduction) -> tf.Tensor:
-                return npu.distribute.all_reduce(value, reduction=reduction)
-
-            call = tf.function(reduce) if mode == "graph" else reduce
-            result = call(tf.cast(_mine(rank), dtype))
+        call = tf.function(reduce) if mode == "graph" else reduce
+        for reduction, result in zip(REDUCTIONS, call(tf.cast(_mine(rank), dtype))):
             results[dtype, reduction] = (result.dtype.name, tf.cast(result, tf.float64).numpy())
     return results
 

@@ -37,6 +37,7 @@ from benchmarks.table import tables
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_a_tiny_run(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra 'benchmarks' (matplotlib)")
     command = [sys.executable, "-m", "benchmarks", "--quick", "--cases", "all_reduce", "--ranks", "2", "--output"]

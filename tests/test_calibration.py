@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from npu_device.tuning.calibration import calibrated
-from npu_device.tuning.cost_model import CostModel
-from npu_device.tuning.planner import Backward, predict
-from npu_device.tuning.simulate import Step
-from npu_device.tuning.traced import Traced
+from npu_device._src.tuning.calibration import calibrated
+from npu_device._src.tuning.cost_model import CostModel
+from npu_device._src.tuning.planner import Backward, predict
+from npu_device._src.tuning.simulate import Step
+from npu_device._src.tuning.traced import Traced
 
 COST = CostModel(1e-3, 4e-9, busy=5e-4, load=0.9, pace=0.8)
 ALONE = Backward((5_000_000,) * 20, tuple(0.015 * number for number in range(1, 21)), 0.3)

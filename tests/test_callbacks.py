@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+from callback_bodies import body_resume, body_uncallable, body_warned
 from pool import Pool
 
 
@@ -102,3 +106,62 @@ def test_variables_of_a_strategys_scope(keras_two_ranks: Pool) -> None:
         assert same
         assert weights == results[0][1]
         assert (counter, later, inside) == (rank, rank, rank + 1), "nothing but the first trainable ones is sent"
+
+
+# The model, its optimizer, and the ranks on which the model is built before fit.
+ON_1_2_AND_3_RANKS = ["functional-adam-nowhere", "subclass-ema-fresh", "gan-adam-root"]
+ON_2_RANKS = [
+    "functional-scaled-nowhere",
+    "functional-ema-root",
+    "functional-legacy-nowhere",
+    "functional-legacy_scaled-nowhere",
+    "sequential-adam-nowhere",
+    "sequential-legacy-root",
+    "subclass-adam-nowhere",
+    "subclass-scaled-root",
+    "own_step-ema-everywhere",
+    "own_step-legacy-root",
+    "own_step-adam-fresh",
+    "gan-adam-fresh",
+    "untraceable-adam-everywhere",
+    "untraceable-adam-fresh",
+]
+ONLY_KERAS_2 = [  # Keras 3 has no legacy optimizers, and restores no checkpoint into a model that isn't built
+    case for case in ON_2_RANKS if "legacy" in case or case == "subclass-adam-nowhere"
+]
+RUNS = [
+    (size, keras, case)
+    for size in (1, 2, 3)
+    for keras in ("2", "3")
+    for case in ON_1_2_AND_3_RANKS + ON_2_RANKS
+    if (size == 2 or case in ON_1_2_AND_3_RANKS) and (keras == "2" or case not in ONLY_KERAS_2)
+]
+
+
+@pytest.mark.parametrize(("size", "keras", "case"), RUNS, indirect=["size", "keras"])
+def test_training_goes_on_from_the_checkpoint_of_the_root_as_in_one_process(
+    keras_ranks: Pool, tmp_path: Path, case: str
+) -> None:
+    results = keras_ranks.run(body_resume, str(tmp_path), *case.split("-"))
+    of_root, expected, _ = results[0]
+    assert len(expected) > 4
+    for own, of_one_process in zip_longest(of_root, expected):
+        np.testing.assert_allclose(own, of_one_process, rtol=2e-4, atol=2e-6, err_msg="one process")
+    for rank, (after, _, warnings) in enumerate(results):
+        assert not warnings
+        for own, of_rank_0 in zip_longest(after, of_root):
+            np.testing.assert_array_equal(own, of_rank_0, err_msg=f"rank {rank} and rank 0")
+
+
+def test_a_model_that_cant_be_built_before_its_first_step(keras_two_ranks: Pool) -> None:
+    for error in keras_two_ranks.run(body_uncallable):
+        assert "What to do: build the model before fit, on every rank" in error
+
+
+@pytest.mark.parametrize("case", ["sharded", "eager_steps"])
+def test_what_cant_be_sent_before_the_first_step_is_said(keras_two_ranks: Pool, case: str) -> None:
+    part = {"sharded": "the ranks' optimizers have different variables", "eager_steps": "in the first 2 steps"}[case]
+    for warnings in keras_two_ranks.run(body_warned, case):
+        assert len(warnings) == 1
+        assert part in warnings[0]
+        assert "What to do: " in warnings[0]

@@ -16,14 +16,14 @@ EMPTY_DTYPES = ("float32", "int8", "bfloat16", "uint64", "bool")
 def body_empty(mode: str) -> dict[str, Any]:
     import tensorflow as tf
 
-    from npu_device.collectives.all_gather import all_gather
-    from npu_device.collectives.all_gather_v import all_gather_v
-    from npu_device.collectives.all_reduce import all_reduce
-    from npu_device.collectives.all_to_all import all_to_all
-    from npu_device.collectives.all_to_all_vc import all_to_all_vc
-    from npu_device.collectives.broadcast import broadcast
-    from npu_device.collectives.reduce import reduce
-    from npu_device.collectives.reduce_scatter import reduce_scatter
+    from npu_device._src.collectives.all_gather import all_gather
+    from npu_device._src.collectives.all_gather_v import all_gather_v
+    from npu_device._src.collectives.all_reduce import all_reduce
+    from npu_device._src.collectives.all_to_all import all_to_all
+    from npu_device._src.collectives.all_to_all_vc import all_to_all_vc
+    from npu_device._src.collectives.broadcast import broadcast
+    from npu_device._src.collectives.reduce import reduce
+    from npu_device._src.collectives.reduce_scatter import reduce_scatter
 
     runtime, mine = group("world")
 
@@ -69,11 +69,11 @@ def test_without_elements(several_ranks: Pool, mode: str) -> None:
 def body_unknown() -> dict[str, Any]:
     import tensorflow as tf
 
-    from npu_device.collectives.all_gather import all_gather
-    from npu_device.collectives.all_to_all import all_to_all
-    from npu_device.collectives.all_to_all_v import all_to_all_v
-    from npu_device.collectives.broadcast import broadcast
-    from npu_device.collectives.reduce_scatter import reduce_scatter
+    from npu_device._src.collectives.all_gather import all_gather
+    from npu_device._src.collectives.all_to_all import all_to_all
+    from npu_device._src.collectives.all_to_all_v import all_to_all_v
+    from npu_device._src.collectives.broadcast import broadcast
+    from npu_device._src.collectives.reduce_scatter import reduce_scatter
 
     runtime, mine = group("world")
     size = mine.size
@@ -128,10 +128,10 @@ def test_unknown_static_shapes(several_ranks: Pool) -> None:
 def body_small() -> list[Any]:
     import tensorflow as tf
 
-    from npu_device.collectives.all_gather import all_gather
-    from npu_device.collectives.all_reduce import all_reduce
-    from npu_device.collectives.broadcast import broadcast
-    from npu_device.collectives.reduce import reduce
+    from npu_device._src.collectives.all_gather import all_gather
+    from npu_device._src.collectives.all_reduce import all_reduce
+    from npu_device._src.collectives.broadcast import broadcast
+    from npu_device._src.collectives.reduce import reduce
 
     runtime, mine = group("world")
     byte = tf.constant([mine.rank + 1], tf.uint8)
@@ -159,8 +159,8 @@ LARGE = 500_000_000
 def body_large(operation: str) -> tuple[float, float, bool]:
     import tensorflow as tf
 
-    from npu_device.collectives.all_reduce import all_reduce
-    from npu_device.collectives.broadcast import broadcast
+    from npu_device._src.collectives.all_reduce import all_reduce
+    from npu_device._src.collectives.broadcast import broadcast
 
     def resident(which: str) -> float:
         with open("/proc/self/status") as status:

@@ -22,7 +22,7 @@ from collective_bodies import (
 from conftest import CHOSEN_BACKEND
 from pool import Pool
 
-pytestmark = pytest.mark.both_backends
+pytestmark = [pytest.mark.both_backends, pytest.mark.every_combination]
 
 
 def _leave_out_the_longest(size: int, backend: str, mode: str) -> None:
@@ -37,14 +37,14 @@ KINDS_AND_MODES = [("world", "eager"), ("world", "graph"), ("sub", "eager"), ("s
 def body_moves(kind: str, mode: str) -> dict[str, dict[str, Any]]:
     import tensorflow as tf
 
-    from npu_device.collectives.all_gather import all_gather
-    from npu_device.collectives.all_gather_v import all_gather_v
-    from npu_device.collectives.all_to_all import all_to_all
-    from npu_device.collectives.all_to_all_v import all_to_all_v
-    from npu_device.collectives.all_to_all_vc import all_to_all_vc
-    from npu_device.collectives.broadcast import broadcast
-    from npu_device.collectives.receive import receive
-    from npu_device.collectives.send import send
+    from npu_device._src.collectives.all_gather import all_gather
+    from npu_device._src.collectives.all_gather_v import all_gather_v
+    from npu_device._src.collectives.all_to_all import all_to_all
+    from npu_device._src.collectives.all_to_all_v import all_to_all_v
+    from npu_device._src.collectives.all_to_all_vc import all_to_all_vc
+    from npu_device._src.collectives.broadcast import broadcast
+    from npu_device._src.collectives.receive import receive
+    from npu_device._src.collectives.send import send
 
     runtime, mine = group(kind)
     size, me = mine.size, mine.rank
@@ -122,9 +122,9 @@ def test_moves(several_ranks: Pool, backend: str, kind: str, mode: str) -> None:
 def body_reductions(kind: str, mode: str) -> dict[str, dict[Any, Any]]:
     import tensorflow as tf
 
-    from npu_device.collectives.all_reduce import all_reduce
-    from npu_device.collectives.reduce import reduce
-    from npu_device.collectives.reduce_scatter import reduce_scatter
+    from npu_device._src.collectives.all_reduce import all_reduce
+    from npu_device._src.collectives.reduce import reduce
+    from npu_device._src.collectives.reduce_scatter import reduce_scatter
 
     runtime, mine = group(kind)
 
@@ -175,8 +175,8 @@ def test_reductions(several_ranks: Pool, backend: str, kind: str, mode: str) -> 
 def body_bits() -> dict[str, Any]:
     import tensorflow as tf
 
-    from npu_device.collectives.all_gather import all_gather
-    from npu_device.collectives.all_reduce import all_reduce
+    from npu_device._src.collectives.all_gather import all_gather
+    from npu_device._src.collectives.all_reduce import all_reduce
 
     runtime, mine = group("world")
     bits = np.frombuffer(np.random.default_rng(mine.rank).bytes(96), np.uint8)
@@ -207,9 +207,9 @@ def test_moved_bits_stay_as_they_are(several_ranks: Pool) -> None:
 def body_loop() -> Any:
     import tensorflow as tf
 
-    from npu_device.collectives.all_gather_v import all_gather_v
-    from npu_device.collectives.all_to_all import all_to_all
-    from npu_device.collectives.reduce_scatter import reduce_scatter
+    from npu_device._src.collectives.all_gather_v import all_gather_v
+    from npu_device._src.collectives.all_to_all import all_to_all
+    from npu_device._src.collectives.reduce_scatter import reduce_scatter
 
     runtime, mine = group("world")
 
@@ -239,7 +239,7 @@ def test_in_a_loop(several_ranks: Pool) -> None:
 def body_barrier() -> tuple[float, float, int]:
     import time
 
-    from npu_device.collectives.barrier import barrier
+    from npu_device._src.collectives.barrier import barrier
 
     runtime, mine = group("world")
     barrier(runtime, mine)

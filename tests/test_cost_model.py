@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from npu_device.tuning.cost_model import CostModel, fit
-from npu_device.tuning.networks import PRESETS, link_of, ring, tree
+from npu_device._src.tuning.cost_model import CostModel, fit
+from npu_device._src.tuning.networks import PRESETS, link_of, ring, tree
 
 ALPHA, BETA = 9.08e-4, 7.40e-10
 SIZES = (4_096, 65_536, 1_048_576, 16_777_216, 102_228_128)

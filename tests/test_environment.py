@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from npu_device import environment
-from npu_device.environment import Variable
+from npu_device._src import environment
+from npu_device._src.environment import Variable
 
 ROOT = Path(__file__).parent.parent
 
@@ -85,10 +85,11 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_page_is_up_to_date() -> None:
     page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
-    assert page == environment.page(), "run: python -m npu_device.environment > docs/environment.md"
+    assert page == environment.page(), "run: python -m npu_device._src.environment > docs/environment.md"
     assert all(f"| `{variable.name}` |" in page for variable in environment.ALL)
 
 
 def test_tensorflow_is_not_imported() -> None:
-    code = "import sys, npu_device.environment, npu_device.cluster.rendezvous; sys.exit('tensorflow' in sys.modules)"
+    modules = "npu_device._src.environment, npu_device._src.cluster.rendezvous"
+    code = f"import sys, {modules}; sys.exit('tensorflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False, cwd=ROOT).returncode == 0

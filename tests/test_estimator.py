@@ -13,15 +13,15 @@ import tensorflow as tf
 from pool import Pool
 from ranks import free_port
 
-from npu_device import _compat
-from npu_device.distribute.groups import get_rank_id
-from npu_device.sessions.estimator import NPUEstimator, NPUEstimatorSpec, model_to_npu_estimator
-from npu_device.sessions.profiler import Profiler
-from npu_device.sessions.run_config import NPURunConfig, npu_run_config_init
-from npu_device.sessions.strategy import NPUStrategy
+from npu_device._src import compat
+from npu_device._src.tf1.estimator import NPUEstimator, NPUEstimatorSpec, model_to_npu_estimator
+from npu_device._src.tf1.profiler import Profiler
+from npu_device._src.tf1.run_config import NPURunConfig, npu_run_config_init
+from npu_device._src.tf1.strategy import NPUStrategy
+from npu_device._src.training.groups import get_rank_id
 
-has_estimators = pytest.mark.skipif(_compat.estimator_module() is None, reason="this TensorFlow has no Estimator")
-has_none = pytest.mark.skipif(_compat.estimator_module() is not None, reason="this TensorFlow has Estimators")
+has_estimators = pytest.mark.skipif(compat.estimator_module() is None, reason="this TensorFlow has no Estimator")
+has_none = pytest.mark.skipif(compat.estimator_module() is not None, reason="this TensorFlow has Estimators")
 
 
 @has_none

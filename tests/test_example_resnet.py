@@ -18,6 +18,8 @@ from launcher import environment
 
 pytest.importorskip("official", reason="needs the extra 'examples' (tf-models-official)")
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "resnet_ctl"
 MAKER = EXAMPLE / "make_digits_imagenet.py"
 SCRIPT = EXAMPLE / "resnet_ctl.py"

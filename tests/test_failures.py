@@ -10,6 +10,7 @@ from pathlib import Path
 
 import job
 import pytest
+from conftest import CHOSEN_BACKEND
 
 BEGIN = """
 import os, sys, time
@@ -58,7 +59,7 @@ finally:
         assert _stamp(result.output, "raised") - _stamp(results[failing].output, "failed") < 5
         assert f"rank {failing} on host" in result.output
         assert "ValueError: the data of shard 7 is broken" in result.output
-        assert "What to do" in result.output or "Mend the error" in result.output
+        assert "What to do" in result.output or "Fix the error" in result.output
 
 
 def test_the_first_failure_is_recorded_for_the_launcher(tmp_path: Path) -> None:
@@ -109,6 +110,15 @@ finally:
     assert "same number of steps" in results[other].output
 
 
+def test_a_rank_whose_server_the_others_may_still_read_from_waits_for_them(tmp_path: Path) -> None:
+    # Between hosts, a rank that had ended right after its last collective cut off those that were still receiving.
+    script = BEGIN + "time.sleep(0 if rank == 1 else 6)"
+    results = job.run(tmp_path, 3, script, NPU_DEVICE_BACKEND="tensorflow")
+    assert [result.code for result in results] == [0, 0, 0]
+    ends = [result.at for result in results]
+    assert max(ends) - ends[1] < 5, results[1].output
+
+
 @pytest.mark.parametrize("ending", [0, 1])
 def test_a_rank_may_leave_while_another_one_is_ending_already(tmp_path: Path, ending: int) -> None:
     """From Python 3.12 on an interpreter that shuts down starts no thread."""
@@ -137,7 +147,7 @@ if rank == 1:
     assert [result.code for result in results] == [0, 0]
     assert "evaluated" in results[1].output
     assert "Abort" not in results[0].output + results[1].output
-    assert results[0].at >= results[1].at - 0.5, "rank 0 keeps the coordination service up for the others"
+    assert results[0].at >= results[1].at - 0.5, "rank 0 has started the hub, which the others need"
 
 
 @pytest.mark.parametrize("killed", [0, 1])
@@ -151,7 +161,7 @@ if rank == {killed}:
 npu.distribute.all_reduce(one, "sum")
 """
     )
-    processes = job.start(tmp_path, 2, script, NPU_DEVICE_HEARTBEAT_TIMEOUT="4")
+    processes = job.start(tmp_path, 2, script)
     for process in processes:
         while "ready" not in process.output:
             assert process.poll() is None, process.output
@@ -184,17 +194,38 @@ except RuntimeError as error:
         assert "refused: " in result.output and "closed in this process" in result.output
 
 
-def test_used_before_open(tmp_path: Path) -> None:
-    script = """
+USED = """
+import os
 import tensorflow as tf
-value = tf.constant(1.0)
 import npu_device as npu
-npu.open()
+if os.environ["RANK_ID"] == "1":
+    value = tf.Variable(1.0)
 """
-    for result in job.run(tmp_path, 2, script):
+
+
+def test_used_before_open_where_the_job_needs_tensorflows_server(tmp_path: Path) -> None:
+    """One rank did; both say so."""
+    for result in job.run(tmp_path, 2, USED + "npu.open()", NPU_DEVICE_BACKEND="tensorflow"):
         assert result.code == 1
         assert "Failed open npu device" in result.output
+        assert "TensorFlow has been used before npu.open() on rank 1 on host here" in result.output
         assert "right after the imports" in result.output
+
+
+@pytest.mark.skipif(CHOSEN_BACKEND == "tensorflow", reason="that one has to be opened first")
+def test_open_comes_at_any_time_where_the_ranks_share_memory(tmp_path: Path) -> None:
+    script = """
+import tensorflow as tf
+value = tf.Variable(tf.ones([300_000]))
+import npu_device as npu
+rank = npu.open().worker_id
+value.assign_add(tf.fill([300_000], float(rank)))
+step = tf.function(lambda: npu.distribute.all_reduce(value, "sum"))
+print("sum", float(step()[-1]), value.device)
+"""
+    for result in job.run(tmp_path, 3, script):
+        assert result.code == 0, result.output
+        assert "sum 6.0 /job:localhost" in result.output
 
 
 def test_forgotten_open_is_made_good(tmp_path: Path) -> None:
@@ -209,11 +240,12 @@ print("sum", float(npu.distribute.all_reduce(np.float32(1.0), "sum")))
 
 
 def test_forgotten_open_that_comes_too_late_raises(tmp_path: Path) -> None:
+    """Where the job needs TensorFlow's server."""
     script = """
 import tensorflow as tf
 import npu_device as npu
 npu.distribute.all_reduce(tf.constant(1.0), "sum")
 """
-    for result in job.run(tmp_path, 2, script):
+    for result in job.run(tmp_path, 2, script, NPU_DEVICE_BACKEND="tensorflow"):
         assert result.code == 1
         assert "npu.open().as_default()" in result.output

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.both_backends
 def _collectives(function: Any, *arguments: Any) -> int:
     """Reductions in a traced function, loops' bodies not counted."""
     operations = function.get_concrete_function(*arguments).graph.get_operations()
-    # The start of the shared-memory backend has two numbers and the tensors.
-    starts = [op for op in operations if op.type == "PyFuncStateless" and len(op.inputs) > 2]
+    # The start of the shared-memory backend has three inputs of its own, and the tensors.
+    starts = [op for op in operations if op.type == "PyFuncStateless" and len(op.inputs) > 3]
     return len(starts) + sum(op.type == "CollectiveReduceV2" for op in operations)
 
 
@@ -176,17 +176,17 @@ def body_session() -> tuple[list[int], bool]:
     import tensorflow as tf
 
     import npu_device as npu
+    from npu_device._src.collectives import session_order
     from npu_device.distribute import hccl_ops
-    from npu_device.sessions import turns
 
     lengths: list[int] = []
-    run_together = turns._run_together
+    run_joined = session_order._run_joined
 
     def count(waiting: Any) -> None:
         lengths.append(len(waiting))
-        run_together(waiting)
+        run_joined(waiting)
 
-    turns._run_together = count
+    session_order._run_joined = count
     try:
         right = True
         with tf.Graph().as_default(), tf.compat.v1.Session() as session:
@@ -197,7 +197,7 @@ def body_session() -> tuple[list[int], bool]:
                 results = np.array(session.run(sums))[:, 0]
                 right &= results.tolist() == [2.0 * i + 1 for i in range(24)] + [i + 1.0 for i in range(24)]
     finally:
-        turns._run_together = run_together
+        session_order._run_joined = run_joined
     return lengths, right
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,6 @@ import job
 import pytest
 from pool import Pool
 from ranks import free_port
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[Pool]:
-    """4 ranks on one host, the world of Ascend's examples."""
-    pool = Pool(4, "3")
-    yield pool
-    pool.close()
 
 
 def uneven_table(path: Path) -> None:
@@ -48,7 +39,7 @@ def caught(call: Any, *arguments: Any) -> str:
 def forget_all() -> None:
     """The workers of a pool keep what a body leaves behind."""
     from hccl.manage.api import destroy_group
-    from npu_device.collectives import group
+    from npu_device._src.collectives import group
 
     for name in list(group._made):
         destroy_group(name)
@@ -346,11 +337,11 @@ def test_local_ranks_are_those_on_the_same_host_and_the_device_opens_by_itself(t
 INERT = """
 import threading
 from hccl.manage import api
-from npu_device import _compat
+from npu_device._src import compat
 before = threading.active_count()
 api.create_group("a", 1, [0])
 print(api.get_rank_size(), api.get_rank_id(), api.get_local_rank_size("a"), api.get_local_rank_id("a"))
-assert not _compat.context_is_initialized() and threading.active_count() == before
+assert not compat.context_is_initialized() and threading.active_count() == before
 """
 
 

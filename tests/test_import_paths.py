@@ -159,15 +159,54 @@ scope = {{}}
 exec("from {module} import *", scope)
 seconds = time.process_time() - began
 assert seconds < 2, seconds
-missing = [name for name in {STAR_NAMES!r}.split() if name not in scope]
-assert not missing, missing
+names = {{name for name in scope if not name.startswith("__")}}
+assert names == set({STAR_NAMES!r}.split()), names ^ set({STAR_NAMES!r}.split())
 assert threading.enumerate() == threads
-from npu_device import _compat
-assert not _compat.context_is_initialized()
+from npu_device._src import compat
+assert not compat.context_is_initialized()
 exec("assert tf.constant and np.zeros and os.environ and RewriterConfig.OFF", scope)
 """
         for module in ("npu_bridge.npu_init", "npu_device.compat.v1.npu_init")
     ]
+    errors = first_of_a_process(programs)
+    assert not errors, errors
+
+
+SCRIPT = """
+{before}
+from {module} import *
+
+flags = tf.app.flags
+flags.DEFINE_integer("steps", 3, "")
+
+
+def main(_):
+    config = npu_config_proto(tf.ConfigProto(allow_soft_placement=True))
+    rows = tf.placeholder(tf.float32, [None, 2])
+    weights = tf.get_variable("weights", [2, 1], initializer=tf.zeros_initializer())
+    loss = tf.reduce_mean(tf.square(tf.matmul(rows, weights) - 1.0))
+    step = npu_tf_optimizer(tf.train.GradientDescentOptimizer(0.1)).minimize(loss)
+    with tf.Session(config=config) as session:
+        session.run(tf.global_variables_initializer())
+        losses = [session.run([loss, step], {{rows: np.ones([4, 2])}})[0] for _ in range(flags.FLAGS.steps)]
+    np.testing.assert_allclose(losses, [1.0, 0.36, 0.1296], rtol=1e-5)
+    raise SystemExit
+
+
+tf.disable_v2_behavior()
+try:
+    tf.app.run(main, argv=["script"])
+except SystemExit as end:
+    assert not end.code, end.code
+else:
+    raise AssertionError("main was not called")
+"""
+
+
+def test_scripts_in_the_style_of_tensorflow_1_find_it_as_tf() -> None:
+    own_imports = ("", "import tensorflow as tf", "import tensorflow.compat.v1 as tf")
+    modules = ("npu_bridge.npu_init", "npu_device.compat.v1.npu_init")
+    programs = [SCRIPT.format(before=before, module=module) for before in own_imports for module in modules]
     errors = first_of_a_process(programs)
     assert not errors, errors
 

@@ -23,7 +23,7 @@ def state():
 
 before = state()
 import npu_device as npu
-from npu_device import _compat
+from npu_device._src import compat
 import numpy as np
 
 handle = npu.open().as_default()
@@ -42,13 +42,22 @@ assert npu.distribute.broadcast([thing], 0) is None
 assert npu.distribute.npu_distributed_keras_optimizer_wrapper(thing) is thing
 dataset, batch = npu.distribute.shard_and_rebatch_dataset(thing, np.int64(8))
 assert dataset is thing and type(batch) is np.int64
-assert not _compat.context_is_initialized()
+assert not compat.context_is_initialized()
 assert state() == before, (before, state())
 
 optimizer = tf.keras.optimizers.SGD()
 methods = dict(vars(optimizer))
 assert npu.distribute.npu_distributed_keras_optimizer_wrapper(optimizer) is optimizer
 assert vars(optimizer) == methods
+model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+methods = dict(vars(model))
+assert npu.distribute.replicate(model) is model
+assert vars(model) == methods
+data = tf.data.Dataset.range(2)
+assert npu.distribute.divided(data) is data
+value = {}
+assert npu.distribute.broadcast_object(value) is value and npu.distribute.weighted_mean(value, 1) is value
+npu.distribute.barrier()
 tensor = tf.constant(1.0)
 assert npu.distribute.all_reduce(tensor) is tensor
 npu.close()

@@ -27,6 +27,15 @@ def test_arguments_of_the_script_are_left_alone(tmp_path: Path, arguments: list[
     assert done.stdout.decode() == f"[0] {arguments}\n"
 
 
+@pytest.mark.parametrize("option", ["-n", "-np", "--nproc-per-node"])
+def test_number_of_ranks_after_the_script_is_hinted_at(tmp_path: Path, option: str) -> None:
+    path = script(tmp_path, ARGV)
+    done = npurun(path, option, "2")
+    assert done.stdout.decode() == f"[0] ['{option}', '2']\n"
+    assert f"For 2 ranks: npurun -n 2 {path}" in done.stderr.decode()
+    assert b"npurun -n" not in npurun("-n", "2", path, option, "2").stderr
+
+
 def test_module(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     script(tmp_path / "package", ARGV + "; print(__name__, __package__)", "train.py")
@@ -45,7 +54,7 @@ def test_help_is_short() -> None:
     done = npurun("--help")
     assert done.returncode == 0
     assert b"--nproc-per-node" in done.stdout
-    assert len(done.stdout.splitlines()) < 45
+    assert len(done.stdout.splitlines()) < 52
 
 
 @pytest.mark.parametrize(
@@ -58,6 +67,7 @@ def test_help_is_short() -> None:
         (["."], "is a directory"),
         (["plain"], "chmod +x"),
         (["-n", "0", "plain"], "'0' is not a number from 1 upwards"),
+        (["-np", "2", "plain"], "-np is mpirun's spelling; npurun's is -n N"),
         (["-n", "two", "plain"], "'two' is not a number"),
         (["--tee", "good.py"], "--log-dir"),
         (["--nnodes", "2", "good.py"], "needs --node-rank and --master-addr"),
@@ -66,6 +76,10 @@ def test_help_is_short() -> None:
         (["--master-port", "65536", "good.py"], "not a port"),
         (["--job-id", "a b", "good.py"], "letters, digits"),
         (["--grace", "-1", "good.py"], "not a number of seconds"),
+        (["--max-restarts", "-1", "good.py"], "'-1' is not a number from 0 upwards"),
+        (["--nnodes", "3:2", "good.py"], "'3:2' is not MIN:MAX"),
+        (["--preempt-signal", "KILL", "good.py"], "none of SIGTERM, SIGUSR1, SIGUSR2"),
+        (["--tune", "--max-restarts", "1", "good.py"], "leave --max-restarts"),
         (["--no-such-option", "good.py"], "--no-such-option"),
         (["--master-addr", "no-such-host.invalid", "good.py"], "no-such-host.invalid"),
         (["--master-addr", "192.0.2.1", "good.py"], "an address of this host"),

@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from launcher import npurun, script, start
+from launcher import npurun, script, start, without_hint
 
 # Each rank leaves its environment and the table's bytes in a file of its own.
 REPORT = """
@@ -29,7 +29,7 @@ def reports(directory: Path) -> list[dict]:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_variables_and_table(tmp_path: Path, ranks: int) -> None:
     done = npurun("-n", str(ranks), script(tmp_path, REPORT), str(tmp_path))
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert (done.returncode, without_hint(done.stderr)) == (0, b"")
     found = reports(tmp_path)
     assert len(found) == ranks
     for rank, report in enumerate(found):
@@ -52,17 +52,60 @@ def test_variables_and_table(tmp_path: Path, ranks: int) -> None:
     assert 1 <= int(server["device"][0]["host_port"]) <= 65535
 
 
-def test_rank_0_can_listen_on_the_meeting_port(tmp_path: Path) -> None:
-    listen = """
+def test_the_hub_listens_on_the_meeting_port_before_a_rank_runs(tmp_path: Path) -> None:
+    connect = """
         import json, os, socket
         server = json.load(open(os.environ["RANK_TABLE_FILE"]))["server_list"][0]
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((server["host_ip"], int(server["device"][0]["host_port"])))
-        listener.listen()
+        assert os.environ["NPU_DEVICE_HUB"] == server["device"][0]["host_port"]
+        with socket.create_connection((server["host_ip"], int(server["device"][0]["host_port"]))) as hub:
+            hub.sendall(b"GET / HTTP/1.1\\r\\n\\r\\n")
+            assert hub.recv(100) == b""
     """
-    done = npurun(script(tmp_path, listen))
-    assert (done.returncode, done.stderr) == (0, b"")
+    done = npurun("-n", "2", script(tmp_path, connect))
+    assert (done.returncode, without_hint(done.stderr)) == (0, b"")
+
+
+def test_the_secret_is_made_for_each_launch_and_shown_nowhere(tmp_path: Path) -> None:
+    report = """
+        import os, pathlib
+        secret = os.environ["NPU_DEVICE_SECRET"]
+        print(secret[:6])
+        for process in pathlib.Path("/proc").glob("[0-9]*"):
+            try:
+                assert secret not in (process / "cmdline").read_text(errors="replace")
+            except OSError:
+                pass
+        table = pathlib.Path(os.environ["RANK_TABLE_FILE"])
+        assert not any(secret in path.read_text() for path in table.parent.iterdir() if path.is_file())
+    """
+    source = script(tmp_path, report)
+    launches = [npurun("-n", "2", source) for _ in range(2)]
+    found = [done.stdout.decode().split()[1::2] for done in launches]
+    assert all(done.returncode == 0 for done in launches), launches
+    assert found[0][0] == found[0][1] != found[1][0] == found[1][1]
+
+
+def test_the_users_secret_wins(tmp_path: Path) -> None:
+    source = script(tmp_path, "import os; print(os.environ.get('NPU_DEVICE_SECRET'))")
+    assert npurun(source, NPU_DEVICE_SECRET="mine").stdout == b"[0] mine\n"
+    (tmp_path / "secret").write_text("from a file")
+    assert npurun(source, NPU_DEVICE_SECRET_FILE=str(tmp_path / "secret")).stdout == b"[0] None\n"
+    done = npurun(source, NPU_DEVICE_SECRET_FILE=str(tmp_path / "nothing"))
+    assert done.returncode == 2
+    assert b"NPU_DEVICE_SECRET_FILE" in done.stderr
+
+
+def test_several_nodes_without_a_secret_are_warned(tmp_path: Path) -> None:
+    done = npurun("--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", script(tmp_path, "pass"))
+    assert done.returncode == 0
+    assert b"has no secret" in done.stderr
+    assert b"NPU_DEVICE_SECRET_FILE" in done.stderr
+
+
+def test_the_port_range_is_kept(tmp_path: Path) -> None:
+    source = script(tmp_path, "import os; print(os.environ['NPU_DEVICE_HUB'])")
+    ports = {npurun(source, NPU_DEVICE_PORT_RANGE="61100-61103").stdout.split()[1] for _ in range(3)}
+    assert ports <= {b"61100", b"61101", b"61102", b"61103"}
 
 
 def test_two_launches_at_once_are_two_jobs(tmp_path: Path) -> None:
@@ -86,10 +129,12 @@ def test_two_nodes(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     common = ["-n", "2", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master_port", port]
-    launches = [start(*common, "--node-rank", str(node), source, str(tmp_path)) for node in (0, 1)]
+    secret = {"NPU_DEVICE_SECRET": "the same on both"}
+    launches = [start(*common, "--node-rank", str(node), source, str(tmp_path), **secret) for node in (0, 1)]
     assert [launch.wait(30) for launch in launches] == [0, 0]
     for launch in launches:
-        assert launch.communicate() == (b"", b"")
+        stdout, stderr = launch.communicate()
+        assert (stdout, without_hint(stderr)) == (b"", b"")
     found = reports(tmp_path)
     assert [report["variables"]["RANK_ID"] for report in found] == ["0", "1", "2", "3"]
     assert [report["variables"]["ASCEND_DEVICE_ID"] for report in found] == ["0", "1", "0", "1"]
@@ -118,7 +163,7 @@ def test_other_descriptions_of_a_job_are_taken_away_with_a_warning(tmp_path: Pat
     warning = done.stderr.decode()
     assert warning.startswith("npurun: ")
     assert all(name in warning for name in ("CM_CHIEF_IP", "CM_WORKER_SIZE", "TF_CONFIG", "RANK_TABLE_FILE"))
-    assert npurun(source).stderr == b""
+    assert without_hint(npurun(source).stderr) == b""
 
 
 def test_the_rest_of_the_environment_reaches_the_ranks(tmp_path: Path) -> None:

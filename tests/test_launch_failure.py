@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import is_running, npurun, script, wait_for_files
+from launcher import is_running, npurun, script, wait_for_files, without_hint
 
-# What npu_device leaves for the launcher when a rank raises (npu_device.cluster.health).
+# What npu_device leaves for the launcher when a rank raises (npu_device._src.cluster.health).
 RECORD = """
     import json, os, sys, time
     rank = int(os.environ["RANK_ID"])
@@ -212,6 +212,27 @@ def test_ranks_that_hear_sigterm_are_not_killed(tmp_path: Path) -> None:
     assert b"[0] saved\n" in done.stdout
 
 
+def test_a_stopped_rank_is_killed_after_the_grace(tmp_path: Path) -> None:
+    source = script(
+        tmp_path,
+        f"""
+        import os, signal, sys, time
+        if os.environ["RANK_ID"] == "0":
+            open(os.path.join({str(tmp_path)!r}, "0.pid"), "w").write(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        while not os.path.exists(os.path.join({str(tmp_path)!r}, "0.pid")):
+            time.sleep(0.05)
+        time.sleep(0.3)
+        sys.exit(4)
+        """,
+    )
+    began = time.monotonic()
+    done = npurun("-n", "2", "--grace", "1", source)
+    assert time.monotonic() - began < 20
+    assert done.returncode == 4
+    assert [pid for pid in wait_for_files(tmp_path, "*.pid", 1) if is_running(pid)] == []
+
+
 def test_children_of_ranks_that_ended_well_are_ended_too(tmp_path: Path) -> None:
     source = script(
         tmp_path,
@@ -224,7 +245,7 @@ def test_children_of_ranks_that_ended_well_are_ended_too(tmp_path: Path) -> None
     began = time.monotonic()
     done = npurun("-n", "2", source)
     assert time.monotonic() - began < 10
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    assert (done.returncode, done.stdout, without_hint(done.stderr)) == (0, b"", b"")
     assert [pid for pid in wait_for_files(tmp_path, "*.pid", 2) if is_running(pid)] == []
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from test_rank_table import PODS, VERSION_1_0, write
 
-from npu_device import environment
-from npu_device.cluster import ClusterError, Membership, membership_from_environment, world_size_from_environment
+from npu_device._src import environment
+from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.membership import Membership, membership_from_environment, world_size_from_environment
 
 CM = {
     "CM_CHIEF_IP": "127.0.0.1",
@@ -309,6 +310,10 @@ def test_tf_config_beside_rank_size_and_rank_id(monkeypatch: pytest.MonkeyPatch)
         (tf_config({"type": "chief", "index": 0}, chief=["a:1", "b:1"]), "has 2 addresses for cluster.chief"),
         (tf_config({"type": "chief", "index": 0}, chief=["a:1"], master=["b:1"]), "has both chief and master"),
         (tf_config({"type": "worker", "index": 0}, worker=["a:1"], ps=["b:1"]), "has parameter servers"),
+        (
+            json.dumps({"sparseCluster": {"worker": {"1": "b:1"}}, "task": {"type": "worker", "index": 1}}),
+            "has a sparseCluster and no cluster",
+        ),
     ],
 )
 def test_tf_config_refused(config: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:

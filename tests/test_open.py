@@ -140,7 +140,7 @@ def test_a_rank_alone_on_a_small_host_has_threads_enough_to_keep_the_order_of_ba
     alone = """
 import os
 from types import SimpleNamespace
-from npu_device.cluster.resources import divide_cores
+from npu_device._src.collectives.resources import divide_cores
 import npu_device as npu
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
 npu.open = lambda: divide_cores(SimpleNamespace(local_size=1))

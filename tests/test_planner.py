@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from npu_device.gradients.split_strategy import cut_by_default
-from npu_device.tuning.cost_model import CostModel
-from npu_device.tuning.planner import (
+from npu_device._src.gradients.split_strategy import cut_by_default
+from npu_device._src.tuning.cost_model import CostModel
+from npu_device._src.tuning.planner import (
     Backward,
     best_plan,
     best_plans,

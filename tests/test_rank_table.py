@@ -11,8 +11,8 @@ from typing import Any, Callable
 
 import pytest
 
-from npu_device.cluster import rank_table
-from npu_device.cluster.errors import ClusterError
+from npu_device._src.cluster import rank_table
+from npu_device._src.cluster.errors import ClusterError
 
 VERSION_1_0: dict[str, Any] = {
     "version": "1.0",
@@ -224,7 +224,7 @@ FAULTS: list[tuple[str, Any, Callable[[Any], Any], str]] = [
         "rank twice",
         VERSION_1_0,
         lambda t: _device(t, 1, 0).update(rank_id="1"),
-        "rank 1 stands twice, in server_list[0].device[1] and server_list[1].device[0]; expected once",
+        "rank 1 appears twice, in server_list[0].device[1] and server_list[1].device[0]; expected once",
     ),
     (
         "gap",
@@ -248,7 +248,7 @@ FAULTS: list[tuple[str, Any, Callable[[Any], Any], str]] = [
         "device_id twice",
         VERSION_1_0,
         lambda t: _device(t, 1, 1).update(device_id="0"),
-        "device_id 0 of server 'nodeB' stands twice, in server_list[1].device[0] and server_list[1].device[1]",
+        "device_id 0 of server 'nodeB' appears twice, in server_list[1].device[0] and server_list[1].device[1]",
     ),
     (
         "device_ip",
@@ -302,7 +302,7 @@ FAULTS: list[tuple[str, Any, Callable[[Any], Any], str]] = [
                 {"super_pod_id": "pod1", "server_list": [{"server_id": "s1"}]},
             ]
         ),
-        "server_list[2].server_id 's2' stands apart from the other servers of super pod 'pod0'; expected them together",
+        "server_list[2].server_id 's2' is not next to the other servers of super pod 'pod0'; expected them together",
     ),
     ("group_count", PODS, lambda t: t.update(group_count="2"), 'group_count is "2"; expected 1'),
     (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -14,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launcher import is_running, wait_until
 from ranks import clean_environment, free_port, table_environment
 
-from npu_device.cluster.ports import ReservedPort
+from npu_device._src.cluster import frames
+from npu_device._src.cluster.ports import ReservedPort
 
 WORKER = Path(__file__).with_name("rendezvous_worker.py")
 TIMEOUT = "2"
@@ -97,6 +101,18 @@ def one_error(ranks: list[Rank]) -> str:
     return str(text)
 
 
+def wait_until_connected(directory: Path, count: int) -> None:
+    """Wait until ``count`` ranks have connected to the hub, and give them the time to say hello."""
+    port = f":{the_port(directory):04X}"
+
+    def connected() -> bool:
+        rows = [row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/net/{table}").read_text().splitlines()]
+        return sum(row[2].endswith(port) and row[3] == "01" for row in rows) >= count
+
+    wait_until(connected)
+    time.sleep(0.5)
+
+
 # They find each other
 
 
@@ -120,17 +136,14 @@ def test_they_find_each_other(scheme: str, size: int, chief_first: bool, start: 
         if not chief_first:
             time.sleep(0.3)
     clusters = [rank.report()["cluster"] for rank in ranks if rank is not None]
-    loopback = "[::1]" if "IPv6" in scheme else "127.0.0.1"
+    loopback = "::1" if "IPv6" in scheme else "127.0.0.1"
     host = {"rank table": "here", "CM_*": "127.0.0.1", "CM_* IPv6": "::1", "TF_CONFIG": "localhost"}[scheme]
     for rank, cluster in enumerate(clusters):
         assert (cluster["rank"], cluster["world_size"]) == (rank, size)
         assert (cluster["local_rank"], cluster["local_size"], cluster["device_id"]) == (rank, size, rank)
         assert (cluster["host"], cluster["hosts"]) == (host, [host] * size)
         assert cluster["job_id"] == ("tests" if scheme == "rank table" else "default")
-        assert cluster["addresses"] == clusters[0]["addresses"]
-    addresses = clusters[0]["addresses"]
-    assert {address.rpartition(":")[0] for address in addresses} == {loopback}
-    assert len({address.rpartition(":")[2] for address in [*addresses, f"x:{port}"]}) == size + 1
+        assert cluster["addresses"] == [loopback] * size
 
 
 def test_ranks_are_numbered_by_address_and_device(start: Any) -> None:
@@ -145,7 +158,7 @@ def test_ranks_are_numbered_by_address_and_device(start: Any) -> None:
     assert [cluster["rank"] for cluster in clusters] == [0, 1, 2]
     assert [cluster["local_rank"] for cluster in clusters] == [0, 0, 1]
     assert clusters[0]["hosts"] == ["127.0.0.9", "127.0.0.10", "127.0.0.10"]
-    assert [address.rpartition(":")[0] for address in clusters[0]["addresses"]] == clusters[0]["hosts"]
+    assert clusters[0]["addresses"] == clusters[0]["hosts"]
 
 
 def test_no_worker_ip(start: Any) -> None:
@@ -171,7 +184,7 @@ def test_a_table_of_two_servers(start: Any, tmp_path: Path) -> None:
     clusters = [rank.report()["cluster"] for rank in ranks]
     assert clusters[1]["hosts"] == ["127.0.0.1", "nodeB"]
     assert [cluster["local_size"] for cluster in clusters] == [1, 1]
-    assert {address.rpartition(":")[0] for address in clusters[1]["addresses"]} == {"127.0.0.1"}
+    assert clusters[1]["addresses"] == ["127.0.0.1"] * 2
 
 
 def test_the_port_can_be_bound_and_is_given_to_nobody_else() -> None:
@@ -205,17 +218,17 @@ def test_missing(start: Any, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_came_and_died(start: Any, tmp_path: Path) -> None:
-    ranks = [start(by_table(tmp_path, 3, rank)) for rank in range(2)]
-    time.sleep(1)
+    ranks = [start(by_table(tmp_path, 3, rank, HCCL_CONNECT_TIMEOUT="4")) for rank in range(2)]
+    wait_until_connected(tmp_path, 2)
     ranks[1].process.kill()
     text = one_error(ranks[:1])
-    assert f"rank 1 on host here: missing; it came, and was gone before the end (machine {socket.gethostname()}" in text
+    assert f"rank 1 on host here: missing; it came, but left before the end (machine {socket.gethostname()}" in text
     assert f"pid {ranks[1].process.pid})" in text
 
 
 def test_a_rank_that_died_may_come_again(start: Any, tmp_path: Path) -> None:
     first = [start(by_table(tmp_path, 3, rank, HCCL_CONNECT_TIMEOUT="20")) for rank in (0, 1)]
-    time.sleep(1)
+    wait_until_connected(tmp_path, 2)
     first[1].process.kill()
     again = [start(by_table(tmp_path, 3, rank, HCCL_CONNECT_TIMEOUT="20")) for rank in (1, 2)]
     assert [rank.report()["cluster"]["rank"] for rank in (first[0], *again)] == [0, 1, 2]
@@ -304,28 +317,26 @@ def test_the_refused_job_does_not_disturb_the_first(start: Any, tmp_path: Path) 
 # Strangers
 
 
-def test_strangers_are_shrugged_off(start: Any, tmp_path: Path) -> None:
+def test_unknown_clients_are_ignored(start: Any, tmp_path: Path) -> None:
+    """Nobody who can't prove the secret is answered, and none of them holds anybody up."""
     chief = start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="20"))
     address = ("127.0.0.1", the_port(tmp_path))
     silent = _connect(address)
     for says in (
-        b"",
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"\xff\x00\n",
-        b"[" * 60000 + b"\n",
-        b'{"magic": 1}\n',
+        b"\xff\xff\xff\xff" + b"x" * 1000,  # a length of 4 GiB
+        b"\x00\x00\x10\x00" + b"[" * 4096,
+        b"\x00\x00\x00\x0c" + b'{"magic": 1}',
+        b"\x00\x00\x00\x02[]",
         b"x" * 70000,
     ):
-        with _connect(address) as stranger:
-            try:
-                stranger.sendall(says)
-                stranger.settimeout(5)
-                if says:
-                    assert stranger.recv(100) == b""  # hung up, without an answer
-            except ConnectionError:
-                pass
+        with _connect(address) as client:
+            client.settimeout(5)
+            with contextlib.suppress(ConnectionError):
+                client.sendall(says)
+                assert client.recv(100) == b""  # hung up, without an answer
     slow = _connect(address)
-    slow.sendall(b'{"magic')
+    slow.sendall(b"\x00\x00")
     began = time.monotonic()
     other = start(by_table(tmp_path, 2, 1, HCCL_CONNECT_TIMEOUT="20"))
     assert "cluster" in chief.report()
@@ -335,12 +346,98 @@ def test_strangers_are_shrugged_off(start: Any, tmp_path: Path) -> None:
     slow.close()
 
 
-def test_strangers_are_told_of_when_somebody_is_missing(start: Any, tmp_path: Path) -> None:
+def test_an_unknown_client_that_sends_nothing_has_five_seconds(start: Any, tmp_path: Path) -> None:
+    start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="20"))
+    began = time.monotonic()
+    with _connect(("127.0.0.1", the_port(tmp_path))) as client:
+        client.settimeout(10)
+        assert client.recv(100) == b""
+    assert 4 < time.monotonic() - began < 8
+
+
+def _greet(address: tuple[str, int], secret: bytes) -> tuple[socket.socket, list[bytes], bytes]:
+    """Prove a secret; the connection, what was said, and the first bytes of the answer."""
+    connection = _connect(address)
+    connection.settimeout(10)
+    said = [frames.encode({"npu_device": frames.PROTOCOL, "nonce": "mine"})]
+    connection.sendall(said[0])
+    nonce = json.loads(connection.recv(1000)[4:])["nonce"]
+    said.append(frames.encode({"proof": frames.proof(secret, "client", "mine", nonce)}))
+    connection.sendall(said[1])
+    return connection, said, connection.recv(1000)
+
+
+def test_a_wrong_proof_and_a_replayed_one_are_refused_without_an_answer(start: Any, tmp_path: Path) -> None:
+    chief = start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="20", NPU_DEVICE_SECRET="the secret"))
+    address = ("127.0.0.1", the_port(tmp_path))
+    wrong, _, answer = _greet(address, b"another secret")
+    assert answer == b""
+    right, said, answer = _greet(address, b"the secret")
+    assert b"proof" in answer
+    with _connect(address) as replayed:
+        replayed.settimeout(10)
+        replayed.sendall(said[0])
+        nonce = json.loads(replayed.recv(1000)[4:])["nonce"]
+        replayed.sendall(said[1])
+        assert replayed.recv(1000) == b""
+    assert b"tests" not in nonce.encode() + answer, "the job's name is for those who have proved the secret"
+    wrong.close()
+    right.close()
+    other = start(by_table(tmp_path, 2, 1, HCCL_CONNECT_TIMEOUT="20", NPU_DEVICE_SECRET="the secret"))
+    assert "cluster" in chief.report()
+    assert "cluster" in other.report()
+
+
+def test_another_secret(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("the secret\n")
+    chief = start(by_table(tmp_path, 2, 0, NPU_DEVICE_SECRET_FILE=str(tmp_path / "secret")))
+    stray = start(by_table(tmp_path, 2, 1, NPU_DEVICE_SECRET="another"))
+    text = stray.report()["error"]
+    assert "this rank's proof of the job's secret was refused" in text
+    assert "NPU_DEVICE_SECRET_FILE" in text
+    text = one_error([chief])
+    assert "  rank 1 on host here: missing\n" in text
+    assert "  an unknown client at 127.0.0.1 could not prove that it knows the job's secret; not counted" in text
+    assert "the secret" not in text.replace("the job's secret", "")
+
+
+def test_somebody_in_the_hubs_place_who_does_not_know_the_secret(start: Any, tmp_path: Path) -> None:
+    """The rank proves its secret first; what it says about itself comes only after the hub's proof."""
+    environment = by_table(tmp_path, 2, 1, NPU_DEVICE_SECRET="the secret")
+    received = set()
+    with socket.create_server(("127.0.0.1", the_port(tmp_path))) as listener:
+        listener.settimeout(0.5)
+        rank = start(environment)
+        while rank.process.poll() is None:
+            with contextlib.suppress(socket.timeout):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.settimeout(5)
+                    connection.recv(1000)
+                    connection.sendall(frames.encode({"nonce": "theirs"}))
+                    connection.recv(1000)
+                    connection.sendall(frames.encode({"proof": frames.proof(b"a guess", "hub", "x", "theirs")}))
+                    received.add(connection.recv(1000))
+    assert received == {b""}
+    assert "can't prove that it knows the job's secret" in rank.report()["error"]
+
+
+def test_very_many_unknown_clients_at_once(start: Any, tmp_path: Path) -> None:
+    chief = start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="20"))
+    clients = [_connect(("127.0.0.1", the_port(tmp_path))) for _ in range(400)]
+    other = start(by_table(tmp_path, 2, 1, HCCL_CONNECT_TIMEOUT="20"))
+    assert "cluster" in chief.report()
+    assert other.report()["seconds"] < 4
+    for client in clients:
+        client.close()
+
+
+def test_unknown_clients_are_named_when_a_rank_is_missing(start: Any, tmp_path: Path) -> None:
     chief = start(by_table(tmp_path, 2, 0))
-    with _connect(("127.0.0.1", the_port(tmp_path))) as stranger:
-        stranger.sendall(b"hello?\n")
+    with _connect(("127.0.0.1", the_port(tmp_path))) as client:
+        client.sendall(b"hello?\n")
         text = one_error([chief])
-    assert "  a stranger from 127.0.0.1: talks another protocol; not counted" in text
+    assert "  an unknown client at 127.0.0.1 talks another protocol; not counted" in text
 
 
 def _connect(address: tuple[str, int]) -> socket.socket:
@@ -359,8 +456,8 @@ def _connect(address: tuple[str, int]) -> socket.socket:
 def test_no_chief(start: Any, tmp_path: Path) -> None:
     text = one_error([start(by_table(tmp_path, 2, 1))])
     assert text.startswith("EI0015: rank 1 of job 'tests' (machine ")
-    assert "had no answer from the chief, rank 0 on host here, within 2 s (HCCL_CONNECT_TIMEOUT):" in text
-    assert f"  127.0.0.1:{the_port(tmp_path)} refused: nobody listens there\n" in text
+    assert "got no answer from the chief, rank 0 on host here, within 2 s (HCCL_CONNECT_TIMEOUT):" in text
+    assert f"  127.0.0.1:{the_port(tmp_path)} refused: nothing listens there\n" in text
     assert "What to do:" in text
 
 
@@ -395,7 +492,7 @@ def test_somebody_else_at_the_chiefs_place(says: bytes, start: Any, tmp_path: Pa
         try:
             rank, chief = start(environment), start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="60"))
             text = rank.report()["error"]
-            assert ("another program answers there" if says else "nobody answers") in text
+            assert ("another program answers there" if says else "no answer: another program, or a hub") in text
             text = chief.report()["error"]
             assert text.startswith(f"EI0019: the ranks are to meet at 127.0.0.1:{the_port(tmp_path)} on ")
             assert "What to do: end the other program, or give every rank another port" in text
@@ -421,7 +518,7 @@ def test_two_jobs_on_one_port(start: Any, tmp_path: Path) -> None:
 def test_interrupted(start: Any, tmp_path: Path) -> None:
     """Ctrl-C on the chief ends it at once, and the others hear of it."""
     chief, other = (start(by_table(tmp_path, 3, rank, HCCL_CONNECT_TIMEOUT="60")) for rank in range(2))
-    time.sleep(1.5)
+    wait_until_connected(tmp_path, 2)
     began = time.monotonic()
     chief.process.send_signal(signal.SIGINT)
     _, errors = chief.process.communicate(timeout=LIMIT)
@@ -443,9 +540,100 @@ def test_interrupted_on_the_way(start: Any, tmp_path: Path) -> None:
     assert time.monotonic() - began < 3
 
 
-def test_a_chief_that_stands_still(start: Any, tmp_path: Path) -> None:
-    chief, other = (start(by_table(tmp_path, 3, rank, HCCL_CONNECT_TIMEOUT="2")) for rank in range(2))
-    time.sleep(1)
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+def test_a_hub_that_stands_still(start: Any, tmp_path: Path) -> None:
+    chief, other = (start(by_table(tmp_path, 3, rank, HCCL_CONNECT_TIMEOUT="4")) for rank in range(2))
+    wait_until_connected(tmp_path, 2)
+    [hub] = _children(chief.process.pid)
+    os.kill(hub, signal.SIGSTOP)
+    assert "the chief accepted this rank, and then sent nothing more" in one_error([other])
+    assert "the chief accepted this rank, and then sent nothing more" in one_error([chief])
+    os.kill(hub, signal.SIGKILL)
+
+
+def test_a_chief_that_stands_still_holds_nobody_up(start: Any, tmp_path: Path) -> None:
+    chief, other = (start(by_table(tmp_path, 3, rank, HCCL_CONNECT_TIMEOUT="10")) for rank in range(2))
+    wait_until_connected(tmp_path, 2)
     chief.process.send_signal(signal.SIGSTOP)
-    text = one_error([other])
-    assert "the chief took this rank in, and then said nothing any more" in text
+    late = start(by_table(tmp_path, 3, 2, HCCL_CONNECT_TIMEOUT="10"))
+    assert [rank.report()["cluster"]["rank"] for rank in (other, late)] == [1, 2]
+    chief.process.send_signal(signal.SIGCONT)
+    assert chief.report()["cluster"]["rank"] == 0
+
+
+# The hub's life
+
+
+def _hub_of(rank: Rank) -> int:
+    until = time.monotonic() + 10
+    while not (children := _children(rank.process.pid)):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return children[0]
+
+
+def _ends(pid: int, seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if not is_running(pid):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_the_hub_ends_with_its_job(start: Any, tmp_path: Path) -> None:
+    """And nothing on its command line tells the secret."""
+    chief = start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="20", NPU_DEVICE_SECRET="0f1e2d"))
+    hub = _hub_of(chief)
+    assert "0f1e2d" not in Path(f"/proc/{hub}/cmdline").read_text()
+    assert not any(name in Path(f"/proc/{hub}/maps").read_text() for name in ("numpy", "tensorflow"))
+    other = start(by_table(tmp_path, 2, 1, HCCL_CONNECT_TIMEOUT="20", NPU_DEVICE_SECRET="0f1e2d"))
+    assert "cluster" in chief.report()
+    assert "cluster" in other.report()
+    assert _ends(hub, 5)
+
+
+def test_the_hub_ends_when_its_starter_is_killed(start: Any, tmp_path: Path) -> None:
+    chief = start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="60"))
+    hub = _hub_of(chief)
+    chief.process.kill()
+    assert _ends(hub, 5)
+
+
+def test_the_hub_ends_when_nobody_comes(start: Any, tmp_path: Path) -> None:
+    chief = start(by_table(tmp_path, 2, 0))
+    hub = _hub_of(chief)
+    one_error([chief])
+    assert _ends(hub, 8)
+
+
+def test_two_jobs_one_after_the_other(start: Any, tmp_path: Path) -> None:
+    """The next job's ranks wait for the hub of the last one."""
+    channels = """
+import sys, time
+from npu_device._src.cluster.membership import membership_from_environment
+from npu_device._src.cluster.rendezvous import meet
+for number in range(3):
+    cluster, channel = meet(membership_from_environment())
+    print(number, cluster.rank, flush=True)
+    if cluster.rank == 1:
+        time.sleep(1)  # rank 0 is at the next meeting meanwhile
+    channel.close()
+"""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", channels],
+            env={**clean_environment(), **by_table(tmp_path, 2, rank, HCCL_CONNECT_TIMEOUT="20")},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert [rank.communicate(timeout=60)[0].split() for rank in ranks] == [
+        ["0", "0", "1", "0", "2", "0"],
+        ["0", "1", "1", "1", "2", "1"],
+    ]

@@ -22,7 +22,7 @@ def body_script(name: str, *arguments: str) -> Any:
     import sys
 
     import npu_device as npu
-    from npu_device.gradients import split_strategy
+    from npu_device._src.gradients import split_strategy
 
     before = sys.argv, dict(os.environ)
     sys.argv = [name, *arguments]

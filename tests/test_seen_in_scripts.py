@@ -133,7 +133,7 @@ def body_places() -> Any:
     def work() -> None:
         found["thread"] = npu.distribute.all_reduce(tf.constant(rank + 1.0), "sum")
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=work, name="work")  # unnamed ones are counted, and ranks may have others
     thread.start()
     thread.join(60)
     return {name: float(value) for name, value in found.items()}
@@ -245,6 +245,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_split_options_and_open_come_before_everything(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(STARTED_LATE)

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.both_backends
 def body_ring(length: int) -> Any:
     import tensorflow as tf
 
-    from npu_device.collectives.receive import receive
-    from npu_device.collectives.send import send
+    from npu_device._src.collectives.receive import receive
+    from npu_device._src.collectives.send import send
 
     runtime, mine = group("world")
     following, before = (mine.rank + 1) % mine.size, (mine.rank - 1) % mine.size
@@ -46,8 +46,8 @@ def test_everybody_sends_first_in_a_graph(several_ranks: Pool) -> None:
 def body_tags() -> Any:
     import tensorflow as tf
 
-    from npu_device.collectives.receive import receive
-    from npu_device.collectives.send import send
+    from npu_device._src.collectives.receive import receive
+    from npu_device._src.collectives.send import send
 
     runtime, mine = group("world")
     last = mine.size - 1
@@ -79,8 +79,8 @@ def test_tags_are_not_mixed_up(several_ranks: Pool) -> None:
 def body_refusals() -> dict[str, str]:
     import tensorflow as tf
 
-    from npu_device.collectives.receive import receive
-    from npu_device.collectives.send import send
+    from npu_device._src.collectives.receive import receive
+    from npu_device._src.collectives.send import send
 
     runtime, mine = group("world")
 

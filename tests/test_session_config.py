@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from npu_device.options import GlobalOptions, global_options
-from npu_device.sessions.config import (
+from npu_device._src.options import GlobalOptions, global_options
+from npu_device._src.tf1.config import (
     RewriterConfig,
     SessionConfigBuilder,
     decorator_tf_session,
@@ -22,13 +22,13 @@ from npu_device.sessions.config import (
     npu_optimizer_options,
     npu_session_config_init,
 )
-from npu_device.sessions.run_config import DumpConfig, NPURunConfig, ProfilingConfig
+from npu_device._src.tf1.run_config import DumpConfig, NPURunConfig, ProfilingConfig
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test begins with the options of a new process."""
-    monkeypatch.setattr("npu_device.options.group._options", GlobalOptions())
+    monkeypatch.setattr("npu_device._src.options.group._options", GlobalOptions())
 
 
 def hand_made(*names: str) -> Any:
@@ -188,7 +188,7 @@ def test_keras_2_trains_in_the_session_with_the_configuration() -> None:
         import numpy as np
         import tensorflow as tf
         import npu_device
-        from npu_device.sessions import keras_session
+        from npu_device._src.tf1 import keras_session
         npu_device.compat.enable_v1()
         assert not tf.executing_eagerly()
         for _ in range(2):

@@ -262,7 +262,7 @@ def overlap() -> bool:
     import tensorflow as tf
 
     import npu_device as npu
-    from npu_device.sessions.outside import run_outside
+    from npu_device._src.collectives.session_call import call_python
 
     first_is_there = threading.Event()
 
@@ -277,9 +277,9 @@ def overlap() -> bool:
     spec = tf.TensorSpec([], tf.float32)
     with tf.Graph().as_default():
         early = tf.constant(2.0)
-        [late] = run_outside(wait, [early], [spec])
+        [late] = call_python(wait, [early], [spec])
         sums = npu.distribute.all_reduce([late, early], "sum", fusion=0)
-        [told] = run_outside(tell, [sums[1]], [spec])
+        [told] = call_python(tell, [sums[1]], [spec])
         with tf.compat.v1.Session(config=config) as session:
             return session.run([sums[0], told])[0] == npu.open().workers_num
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import job
+import pytest
 
 # Data sets first, and no npu.open(): as scripts for TensorFlow 1 have it.
 HEAD = """
@@ -93,6 +94,7 @@ def test_a_session_trains_on_two_ranks(tmp_path: Path) -> None:
     assert results[0].startswith("RESULT 20 True")
 
 
+@pytest.mark.slow
 def test_a_session_goes_on_from_the_checkpoint_of_rank_0(tmp_path: Path) -> None:
     begun = []
     for last in (10, 20):

@@ -23,9 +23,9 @@ def train(kind: str, split: bool = False) -> dict[str, Any]:
     import tensorflow as tf
 
     import npu_device as npu
-    from npu_device.sessions import loss_scale as scaling
-    from npu_device.sessions import optimizer as optimizers
-    from npu_device.sessions.hooks import broadcast_global_variables
+    from npu_device._src.tf1 import distributed_optimizer as optimizers
+    from npu_device._src.tf1 import loss_scale as scaling
+    from npu_device._src.tf1.hooks import broadcast_global_variables
 
     v1, size, rank = tf.compat.v1, npu.open().workers_num, npu.open().worker_id
     x, y = (array[rank::size] for array in data())
@@ -89,8 +89,8 @@ def segments(numbers: list[int]) -> list[int]:
     import tensorflow as tf
 
     from hccl.split.api import set_split_strategy_by_idx
-    from npu_device.gradients import split_strategy
-    from npu_device.sessions.optimizer import NPUDistributedOptimizer
+    from npu_device._src.gradients import split_strategy
+    from npu_device._src.tf1.distributed_optimizer import NPUDistributedOptimizer
 
     set_split_strategy_by_idx(numbers)
     try:
@@ -113,7 +113,7 @@ def test_the_split_strategy_cuts_the_gradients(two_ranks: Pool) -> None:
 def twice() -> list[str]:
     import tensorflow as tf
 
-    from npu_device.sessions import optimizer as optimizers
+    from npu_device._src.tf1 import distributed_optimizer as optimizers
 
     messages = []
     plain = tf.compat.v1.train.GradientDescentOptimizer(0.1)
@@ -136,7 +136,7 @@ def overflow() -> dict[str, Any]:
     import tensorflow as tf
 
     import npu_device as npu
-    from npu_device.sessions.loss_scale import ExponentialUpdateLossScaleManager, NPULossScaleOptimizer
+    from npu_device._src.tf1.loss_scale import ExponentialUpdateLossScaleManager, NPULossScaleOptimizer
 
     v1, size, rank = tf.compat.v1, npu.open().workers_num, npu.open().worker_id
     with tf.Graph().as_default():
@@ -165,7 +165,7 @@ def test_overflow_on_one_rank_leaves_the_step_out_on_all(ranks: Pool) -> None:
 def checks() -> list[str]:
     import tensorflow as tf
 
-    from npu_device.sessions import iterations, loss_scale, system
+    from npu_device._src.tf1 import iterations, loss_scale, system
 
     messages = []
     for call in (
@@ -192,9 +192,9 @@ def several_steps(hook: bool) -> tuple[int, int, float]:
     """Runs of an operation that makes three steps each; data comes from an iterator."""
     import tensorflow as tf
 
-    from npu_device.sessions import iterations
-    from npu_device.sessions.hooks import SetIterationsVarHook
-    from npu_device.sessions.optimizer import NPUDistributedOptimizer
+    from npu_device._src.tf1 import iterations
+    from npu_device._src.tf1.distributed_optimizer import NPUDistributedOptimizer
+    from npu_device._src.tf1.hooks import SetIterationsVarHook
 
     v1 = tf.compat.v1
     with tf.Graph().as_default():
@@ -232,8 +232,8 @@ def hooks() -> dict[str, Any]:
     import tensorflow as tf
 
     import npu_device as npu
-    from npu_device.sessions import hooks as all_hooks
-    from npu_device.sessions import system
+    from npu_device._src.tf1 import hooks as all_hooks
+    from npu_device._src.tf1 import system
 
     v1, rank = tf.compat.v1, npu.open().worker_id
     outputs: list[Any] = []
@@ -267,7 +267,7 @@ def test_hooks(ranks: Pool) -> None:
 
 
 def sizes() -> tuple[Any, ...]:
-    from npu_device.sessions import system
+    from npu_device._src.tf1 import system
 
     session, stop = system.init_resource()
     names = (
@@ -290,14 +290,14 @@ def keras_in_a_session() -> list[list[float]]:
     import tensorflow as tf
 
     import npu_device as npu
-    from npu_device import _compat
+    from npu_device._src import compat
+    from npu_device._src.tf1.distributed_optimizer import npu_distributed_optimizer_wrapper
     from npu_device.distribute.npu_callbacks import NPUBroadcastGlobalVariablesCallback
-    from npu_device.sessions.optimizer import npu_distributed_optimizer_wrapper
 
     keras, v1, size, rank = tf.keras, tf.compat.v1, npu.open().workers_num, npu.open().worker_id
     x, y = (array[rank::size] for array in data())
     with tf.Graph().as_default(), v1.Session() as session:
-        _compat.session_backend().set_session(session)
+        compat.session_backend().set_session(session)
         apart = keras.initializers.GlorotUniform(seed=rank)
         model = keras.Sequential([keras.layers.Dense(1, kernel_initializer=apart, input_shape=(3,))])
         model.compile(npu_distributed_optimizer_wrapper(keras.optimizers.legacy.SGD(0.1)), "mse")
@@ -305,7 +305,7 @@ def keras_in_a_session() -> list[list[float]]:
         callbacks = [NPUBroadcastGlobalVariablesCallback(0)]
         model.fit(x, y, batch_size=len(x), epochs=3, shuffle=False, verbose=0, callbacks=callbacks)
         after = model.get_weights()
-    _compat.session_backend().clear_session()
+    compat.session_backend().clear_session()
     return [array.ravel().tolist() for array in (before[0], after[0])]
 
 

@@ -55,7 +55,7 @@ def test_equal_to_the_plain_update(keras_ranks: Pool, graph: bool) -> None:
 
 
 def test_shares_are_balanced_and_none_is_empty() -> None:
-    from npu_device.distribute.sharded import shares
+    from npu_device._src.training.sharded import shares
 
     class Variable:
         def __init__(self, *shape: int) -> None:

@@ -9,12 +9,13 @@ from typing import Any, Callable
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
-from npu_device.collectives.shared_memory import futex, programs
-from npu_device.collectives.shared_memory.buffers import ALIGNMENT, BufferPool
-from npu_device.collectives.shared_memory.channel import Channel, Layout
-from npu_device.collectives.shared_memory.engine import Engine, Job
-from npu_device.collectives.shared_memory.stream import Stream
+from npu_device._src.collectives.backends.shared_memory import futex, programs
+from npu_device._src.collectives.backends.shared_memory.buffers import ALIGNMENT, BufferPool
+from npu_device._src.collectives.backends.shared_memory.channel import Channel, Layout
+from npu_device._src.collectives.backends.shared_memory.engine import Engine, Job
+from npu_device._src.collectives.backends.shared_memory.stream import Stream
 
 pytestmark = pytest.mark.skipif(not futex.is_supported(), reason="needs Linux on x86-64")
 
@@ -61,9 +62,11 @@ def run(engine: Engine, program: Callable[[Channel], Any], background: bool = Fa
     engine.finish(job)
 
 
-def reduced(engine: Engine, arrays: list[np.ndarray], reduction: str, wire: Any = None) -> list[np.ndarray]:
+def reduced(
+    engine: Engine, arrays: list[np.ndarray], reduction: str, wire: Any = None, result: Any = None
+) -> list[np.ndarray]:
     stream = Stream([array.shape for array in arrays], np.dtype(wire or arrays[0].dtype))
-    flat, results = stream.results(BufferPool(), arrays[0].dtype)
+    flat, results = stream.results(BufferPool(), np.dtype(result or arrays[0].dtype))
     flats = [array.reshape(-1) for array in arrays]
     run(engine, lambda channel: programs.all_reduce(channel, stream, flats, flat, reduction, (1, 2, 3, 4)))
     return results
@@ -95,9 +98,83 @@ def test_reductions_of_any_length(size: int, length: int) -> None:
         for other in values[1:]:
             expected = combine(expected, other)
         if reduction == "mean":
-            expected = expected * np.float32(1 / size)
+            expected = expected / np.float32(size)
         for [found] in members.together(lambda rank, engine, how=reduction: reduced(engine, [values[rank]], how)):
             assert found.tobytes() == expected.tobytes(), "the order of the ranks decides every bit"
+
+
+BFLOAT16 = tf.bfloat16.as_numpy_dtype
+KINDS = [  # what the values are, what they travel as, and what their mean is
+    *[(dtype, dtype, dtype) for dtype in (np.float16, BFLOAT16, np.float32, np.float64)],
+    *[(dtype, wire, dtype) for dtype in (np.float32, np.float64) for wire in (np.float16, BFLOAT16)],
+    *[(dtype, dtype, np.float32) for dtype in (np.int8, np.int16, np.uint8, np.uint16)],
+    *[(dtype, dtype, np.float64) for dtype in (np.int32, np.int64, np.uint32, np.uint64)],
+]
+
+
+def lengths(size: int, item: int, wire: int) -> list[int]:
+    """Both sides of what is shared, of a slot of either dtype, and of a block of shared slots."""
+    slot = Layout(size).slot_bytes
+    edges = {programs._SHARED_FROM_BYTES // wire, slot // wire, slot // item, 8 * slot // max(item, wire)}
+    return sorted(edge + more for edge in edges for more in (-1, 0, 1))
+
+
+def numpys(values: list[np.ndarray], reduction: str, wire: Any, result: Any) -> np.ndarray:
+    """What has to come out: the values as they travel, combined in the order of the ranks, and rounded once."""
+    wide = np.float32 if np.dtype(result).itemsize == 2 and np.dtype(result).kind not in "iu" else result
+    total = values[0].astype(wire).astype(wide)
+    for other in values[1:]:
+        total = programs._FOLDS[reduction](total, other.astype(wire).astype(wide))
+    return np.asarray(total / wide(len(values)) if reduction == "mean" else total).astype(result)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_dtype_and_wire_on_both_sides_of_every_buffer(size: int) -> None:
+    members = Members(size)
+    chance = np.random.default_rng(size)
+    values = [chance.integers(0, 100, 3 << 20) for _ in range(size)]
+    for dtype, wire, mean in KINDS:
+        item = np.dtype(mean).itemsize
+        for length in lengths(size, item, np.dtype(wire).itemsize):
+            for reduction in ("sum", "mean") if wire != dtype else ("sum", "mean", "max"):
+                result = mean if reduction == "mean" else dtype
+                mine = [value[:length].astype(dtype) for value in values]
+
+                def act(rank: int, engine: Engine, mine: Any = mine, how: Any = (reduction, wire, result)) -> Any:
+                    return reduced(engine, [mine[rank]], *how)
+
+                expected = numpys(mine, reduction, wire, result)
+                for [found] in members.together(act):
+                    assert found.tobytes() == expected.tobytes(), (dtype, wire, reduction, length)
+
+
+def test_what_travels_in_16_bits_crosses_a_ring() -> None:
+    for size in (2, 3):
+        members = Members(size)
+        ring = Layout(size).slots * Layout(size).slot_bytes
+        for dtype, wire in ((np.float32, np.float16), (np.int8, np.int8)):
+            whole = np.arange(ring // np.dtype(wire).itemsize + 1000) % 100
+            mine = [(whole + rank).astype(dtype) for rank in range(size)]
+
+            def act(rank: int, engine: Engine, mine: Any = mine, wire: Any = wire) -> Any:
+                return reduced(engine, [mine[rank]], "mean", wire, np.float32)
+
+            expected = numpys(mine, "mean", wire, np.float32)
+            for [found] in members.together(act):
+                assert found.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_mean_of_equal_values(size: int) -> None:
+    members = Members(size)
+    for dtype in (np.float16, BFLOAT16, np.float32, np.float64):
+        if np.dtype(dtype).itemsize == 2:
+            same = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+            same = same[np.abs(same.astype(np.float32)) < 1e37]  # so that float32 holds the sum
+        else:  # of few digits, so that their sum is a number of the dtype
+            same = np.arange(-70_000, 70_000).astype(dtype) / 8
+        for [found] in members.together(lambda rank, engine, same=same: reduced(engine, [same], "mean")):
+            assert (found == same).all()
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -187,6 +264,8 @@ def test_starting_never_waits_and_long_jobs_proceed_by_themselves() -> None:
 
     started = [seconds for seconds, _ in members.together(act)]
     assert max(started) < 5, "rank 0 starts all three before rank 1 comes"
+    for engine in members.engines:
+        engine.close()
 
 
 def test_waiting_leaves_the_core_to_others() -> None:

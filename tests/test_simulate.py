@@ -6,10 +6,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from npu_device.tuning.networks import PRESETS, Network, ring
-from npu_device.tuning.planner import Backward, predict
-from npu_device.tuning.plot import svg
-from npu_device.tuning.simulate import Expected, Step, simulate, table
+from npu_device._src.tuning.networks import PRESETS, Network, ring
+from npu_device._src.tuning.planner import Backward, predict
+from npu_device._src.tuning.plot import svg
+from npu_device._src.tuning.simulate import Expected, Step, simulate, table
 
 GRADIENTS = 50
 STEP = Step(

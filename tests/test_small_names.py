@@ -10,12 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from npu_device.compat_function import npu_compat_function
+from npu_device._src.no_effect.modes import (
+    get_npu_loop_size,
+    is_inf_nan_enabled,
+    set_device_sat_mode,
+    set_npu_loop_size,
+)
+from npu_device._src.no_effect.repeat import stupid_repeat
+from npu_device._src.options import global_options
+from npu_device._src.training.compat_function import npu_compat_function
 from npu_device.configs import npu_run_context, run_context_options
-from npu_device.modes import get_npu_loop_size, is_inf_nan_enabled, set_device_sat_mode, set_npu_loop_size
-from npu_device.options import global_options
 from npu_device.utils import scope
-from npu_device.utils.repeat import stupid_repeat
 
 SCOPES = [scope.keep_dtype_scope, scope.npu_recompute_scope, scope.npu_optimizer_scope, scope.npu_gradients_scope]
 
@@ -23,8 +28,8 @@ SCOPES = [scope.keep_dtype_scope, scope.npu_recompute_scope, scope.npu_optimizer
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test begins as a new process would."""
-    monkeypatch.setattr("npu_device.modes._loop_size", None)
-    monkeypatch.setattr("npu_device.compat_function._warned", False)
+    monkeypatch.setattr("npu_device._src.no_effect.modes._loop_size", None)
+    monkeypatch.setattr("npu_device._src.training.compat_function._warned", False)
     monkeypatch.delenv("NPU_LOOP_SIZE", raising=False)
 
 

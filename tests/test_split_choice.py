@@ -10,14 +10,14 @@ from typing import Any
 
 from pool import Pool
 
-from npu_device.tuning.saved_splits import SavedSplit, fingerprint, place_of, save
+from npu_device._src.gradients.saved_splits import SavedSplit, fingerprint, place_of, save
 
 
 def cut_with(choice: str, sizes: list[int]) -> tuple[list[list[int]], list[str]]:
     """The segments of a list of float32 gradients of these lengths, and the warnings about them."""
     import tensorflow as tf
 
-    from npu_device.gradients.segments import cut
+    from npu_device._src.gradients.segments import cut
 
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -34,7 +34,7 @@ def cut_with(choice: str, sizes: list[int]) -> tuple[list[list[int]], list[str]]
 
 def numbers() -> dict[str, Any]:
     from hccl.split.api import set_split_strategy_by_size
-    from npu_device.gradients import split_strategy
+    from npu_device._src.gradients import split_strategy
 
     found = {"fits": cut_with("[1, 3, 5]", [8] * 6), "other": cut_with("1,3,5", [8] * 5), "short": cut_with("1,3", [8])}
     set_split_strategy_by_size([50, 50])
@@ -56,8 +56,8 @@ def test_numbers_from_the_environment(single: Pool) -> None:
 
 def auto(directory: str) -> dict[str, Any]:
     """Only rank 0 sees the directory."""
-    from npu_device.cluster import runtime
-    from npu_device.tuning import split_choice
+    from npu_device._src.cluster import runtime
+    from npu_device._src.gradients import split_choice
 
     running = runtime.current()
     assert running is not None

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hccl.split.api import set_split_strategy_by_idx, set_split_strategy_by_size
-from npu_device.gradients import split_strategy
-from npu_device.gradients.split_strategy import WORLD_GROUP, segment_result, segments
+from npu_device._src.gradients import split_strategy
+from npu_device._src.gradients.split_strategy import WORLD_GROUP, segment_result, segments
 
 SETTERS = (set_split_strategy_by_idx, set_split_strategy_by_size)
 GOOD = {set_split_strategy_by_idx: [1, 19], set_split_strategy_by_size: [60, 40]}

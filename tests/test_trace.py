@@ -14,11 +14,11 @@ import pytest
 from launcher import npurun, script
 from pool import Pool
 
-from npu_device.profiling.plan import Plan
-from npu_device.profiling.recorder import Recorder
-from npu_device.profiling.records import FILE, Gradient, RankTrace, read
-from npu_device.profiling.schedule import Schedule
-from npu_device.profiling.settings import read_options, settings
+from npu_device._src.trace.plan import Plan
+from npu_device._src.trace.recorder import Recorder
+from npu_device._src.trace.records import FILE, Gradient, RankTrace, read
+from npu_device._src.trace.schedule import Schedule
+from npu_device._src.trace.settings import read_options, settings
 
 STEPS = 6
 PAUSE = 0.06
@@ -171,9 +171,9 @@ def test_the_file_stays_within_its_limit(tmp_path: Path) -> None:
 
 
 def _start(directory: str, **points: str) -> Any:
-    from npu_device.cluster import runtime
-    from npu_device.profiling import trace
-    from npu_device.profiling.settings import Settings
+    from npu_device._src.cluster import runtime
+    from npu_device._src.trace import trace
+    from npu_device._src.trace.settings import Settings
 
     running = runtime.current()
     if running is not None:
@@ -201,8 +201,8 @@ def _train(directory: str) -> list[str]:
 
     import npu_device as npu
     from hccl.split.api import set_split_strategy_by_idx
-    from npu_device.gradients import split_strategy
-    from npu_device.profiling import trace
+    from npu_device._src.gradients import split_strategy
+    from npu_device._src.trace import trace
 
     running = _start(directory)
     set_split_strategy_by_idx([0, 1])
@@ -258,7 +258,7 @@ def _by_hand(directory: str, kind: str) -> None:
     import tensorflow as tf
 
     import npu_device as npu
-    from npu_device.profiling import trace
+    from npu_device._src.trace import trace
 
     _start(directory)
     table, weights = tf.Variable(tf.ones([20, 3])), tf.Variable(tf.ones([3, 3]))
@@ -301,7 +301,7 @@ def _named(directory: str) -> None:
     import tensorflow as tf
 
     import npu_device as npu
-    from npu_device.profiling import trace
+    from npu_device._src.trace import trace
 
     _start(directory, fp_point="first", bp_point="last")
     try:
@@ -352,8 +352,8 @@ def test_without_a_trace_nothing_is_added(two_ranks: Pool) -> None:
 
 
 def _clock() -> tuple[float, float | None]:
-    from npu_device.cluster import runtime
-    from npu_device.profiling import clock
+    from npu_device._src.cluster import runtime
+    from npu_device._src.trace import clock
 
     running = runtime.current()
     assert running is not None
@@ -391,6 +391,7 @@ SESSION = """
 """
 
 
+@pytest.mark.slow
 def test_a_job_in_a_session_leaves_trace_and_report(tmp_path: Path) -> None:
     ended = npurun("-n", "2", "--trace", "t", script(tmp_path, SESSION), cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr.decode()

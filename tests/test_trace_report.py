@@ -16,13 +16,13 @@ import chromium
 import perfetto
 import pytest
 
-from npu_device.gradients import split_strategy
-from npu_device.profiling.__main__ import main
-from npu_device.profiling.analysis import Analysis, analyse
-from npu_device.profiling.drawing import COLOURS
-from npu_device.profiling.output import write_all
-from npu_device.profiling.records import FILE, Gradient, Iteration, RankTrace
-from npu_device.profiling.summary import summary
+from npu_device._src.gradients import split_strategy
+from npu_device._src.report.__main__ import main
+from npu_device._src.report.analysis import Analysis, analyse
+from npu_device._src.report.drawing import COLOURS
+from npu_device._src.report.output import write_all
+from npu_device._src.report.summary import summary
+from npu_device._src.trace.records import FILE, Gradient, Iteration, RankTrace
 
 GRADIENTS = 10
 MB = 1_000_000
@@ -208,7 +208,7 @@ def test_the_table_has_the_columns_of_ascend(tmp_path: Path) -> None:
     write(tmp_path, [two, single])
     with pytest.raises(ValueError, match="rank 1: model m, segments"):
         write_all(tmp_path)  # the report compares ranks, the table doesn't
-    rows = list(csv.reader((tmp_path / "step_trace.csv").open()))
+    rows = list(csv.reader((tmp_path / "step_trace.csv").read_text().splitlines()))
     assert ",".join(rows[0]) == (
         "Device_id,Iteration ID,FP Start(us),BP End(us),Iteration End(us),Iteration Time(us),FP to BP Time(us),"
         "Iteration Refresh(us),Data Aug Bound(us),Model ID,Reduce Start(us),Reduce Duration(us),Reduce Start(us),"

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,18 +15,17 @@ import pytest
 from launcher import environment
 from pool import Pool
 
-from npu_device.gradients.split_strategy import cut_by_default
+from npu_device._src.gradients.saved_splits import fingerprint, load_all
+from npu_device._src.gradients.split_strategy import cut_by_default
+from npu_device._src.trace.records import FILE, Gradient, Iteration, RankTrace
+from npu_device._src.tuning import __main__ as npu_tune
+from npu_device._src.tuning.cost_model import CALIBRATED_FILE, MEASURED_FILE, CostModel, best_known
+from npu_device._src.tuning.keeping import keep
+from npu_device._src.tuning.planner import best_plan, predict
+from npu_device._src.tuning.traced import Traced, traced
+from npu_device._src.tuning.trials import FIRST, Budget, Tried, tune
 from npu_device.launch import arguments
 from npu_device.launch import tune as launch_tune
-from npu_device.launch.tune_nodes import Follower, Job, Leader
-from npu_device.profiling.records import FILE, Gradient, Iteration, RankTrace
-from npu_device.tuning import __main__ as npu_tune
-from npu_device.tuning.cost_model import CALIBRATED_FILE, MEASURED_FILE, CostModel, best_known
-from npu_device.tuning.keeping import keep
-from npu_device.tuning.planner import best_plan, predict
-from npu_device.tuning.saved_splits import fingerprint, load_all
-from npu_device.tuning.traced import Traced, traced
-from npu_device.tuning.trials import FIRST, Budget, Tried, tune
 
 GRADIENTS = 20
 BYTES = 1_000_000
@@ -268,32 +266,12 @@ def test_npu_tune_without_a_measurement(tmp_path: Path) -> None:
         npu_tune.main([str(tmp_path)])
 
 
-def test_nodes_run_the_same_jobs_whatever_an_earlier_tuning_has_left(tmp_path: Path) -> None:
-    for old in ("node1", "session.json", "job_old_0.json"):
-        (tmp_path / old).write_text('{"session": "old", "tokens": ["old"]}' if old == "session.json" else '"old"')
-    jobs = [Job("first", None, None, 5), Job("collectives", ["file", "100"], None, 0), Job("run2", None, [3, 7], 4)]
-    done: dict[int, list[Job]] = {}
-
-    def follow(node: int) -> None:
-        done[node] = list(Follower(tmp_path, node))
-
-    others = [threading.Thread(target=follow, args=[node]) for node in (1, 2)]
-    for other in others:
-        other.start()
-    with Leader(tmp_path, 3) as leader:
-        for job in jobs:
-            leader.announce(job)
-    for other in others:
-        other.join(20)
-    assert done == {1: jobs, 2: jobs}
-
-
 def measured(directory: str) -> str:
     """What ``aoe_mode`` 4 does when the device is opened."""
     import atexit
 
-    from npu_device.cluster import runtime
-    from npu_device.tuning import aoe
+    from npu_device._src.cluster import runtime
+    from npu_device._src.tuning import aoe
 
     running = runtime.current()
     assert running is not None
@@ -303,11 +281,12 @@ def measured(directory: str) -> str:
         atexit.unregister(aoe.finish)
 
 
+@pytest.mark.slow
 @pytest.mark.both_backends
 def test_aoe_mode_4_measures_first_and_predicts_in_the_end(
     two_ranks: Pool, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from npu_device.tuning import aoe
+    from npu_device._src.tuning import aoe
 
     (output,) = set(two_ranks.run(measured, str(tmp_path)))
     work = tmp_path / "npu_tune"
@@ -360,12 +339,13 @@ SCRIPT = """\
 TUNE_IT = """\
     import sys
     from npu_device.launch import arguments, tune
-    from npu_device.tuning.trials import Budget
+    from npu_device._src.tuning.trials import Budget
 
     sys.exit(tune.run(arguments.parse(sys.argv[1:]), Budget(first=4, plans=1, rounds=1, steps=3)))
 """
 
 
+@pytest.mark.slow
 def test_tuning_a_script(tmp_path: Path) -> None:
     """The real thing, with as few runs as there can be: one to trace, one to measure, the present split and a plan."""
     (tmp_path / "train.py").write_text(dedent(SCRIPT))

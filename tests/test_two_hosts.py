@@ -11,12 +11,16 @@ import pytest
 
 from benchmarks.hosts import address, can_be_made, hosts, on_host
 
-pytestmark = pytest.mark.skipif(not can_be_made(), reason="needs root, ip and tc to make two hosts")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not can_be_made(), reason="needs root, ip and tc to make two hosts"),
+]
 
 SCRIPT = """
 import os
 import numpy as np, tensorflow as tf
 import npu_device as npu
+from hccl.manage.api import create_group
 from npu_device.distribute import hccl_ops
 rank = npu.open().worker_id
 
@@ -35,6 +39,26 @@ for run in (lambda f: f(), lambda f: tf.function(f)()):
     for root in range(4):
         check(run(lambda: hccl_ops.broadcast([mine], root))[0], everybody[root])
     check(run(lambda: hccl_ops.allgather(mine, 4)), np.concatenate(everybody))
+
+large = tf.fill([100_000], 60000.0)
+np.testing.assert_allclose(npu.distribute.all_reduce(large, "sum", compression="fp16"), 240000.0, rtol=2**-10)
+check(npu.distribute.all_reduce(tf.cast(large, tf.float16), "mean"), 60000.0)
+if rank < 3:
+    create_group("three", 3, [0, 1, 2])  # two ranks of one host and one of the other
+    for dtype in (tf.float16, tf.bfloat16, tf.float32, tf.float64):
+        whole = np.arange(-60_000, 60_000).astype(dtype.as_numpy_dtype)
+        if dtype.size == 2:  # all numbers whose sum float32 holds; TensorFlow takes the smallest of bfloat16 for zero
+            whole = np.arange(1 << 16, dtype=np.uint16).view(whole.dtype)
+            magnitude = np.abs(whole.astype(np.float32))
+            whole = whole[(magnitude > 1e-30) & (magnitude < 1e30)]
+        mean = npu.distribute.all_reduce(tf.constant(whole), "mean", group="three")
+        wrong = np.asarray(mean) != whole
+        assert mean.dtype == dtype and not wrong.any(), (dtype.name, whole[wrong][:5], np.asarray(mean)[wrong][:5])
+    narrow = npu.distribute.all_reduce(large, "mean", group="three", compression="fp16")
+    assert (narrow == 60000.0).numpy().all(), narrow
+    total = npu.distribute.all_reduce(large * (rank + 1), "sum", group="three", compression="bf16")
+    np.testing.assert_allclose(total, 360000.0, rtol=2**-7)
+    check(npu.distribute.all_reduce(tf.constant([2_000_000_001]), "mean", group="three"), 2_000_000_001.0)
 bits = [npu.distribute.all_reduce(mine, "sum").numpy().tobytes()]
 gathered = hccl_ops.allgather(tf.constant([hash(bits[0]) % 2**31]), 4).numpy()
 print("checked", flush=True)
@@ -60,7 +84,9 @@ def _run(directory: Path, backend: str) -> list[str]:
     for host in range(2):
         launch = [sys.executable, "-m", "npu_device.launch", "-n", "2", "--nnodes", "2", "--node-rank", str(host)]
         commands.append(on_host(host, [*launch, "--master-addr", address(0), "--master-port", "29700", str(script)]))
-    results = job.run_anew(commands, [{"NPU_DEVICE_BACKEND": backend}] * 2, timeout=120)
+    results = job.run_anew(
+        commands, [{"NPU_DEVICE_BACKEND": backend, "NPU_DEVICE_SECRET": "the same on both"}] * 2, timeout=120
+    )
     assert [result.code for result in results] == [0, 0], results
     return [result.output for result in results]
 

@@ -1,8 +1,8 @@
 """Makes a small data set in ImageNet's TFRecord format out of real scans of handwritten digits.
 
 scikit-learn ships 1797 scans of 8x8 pixels. Each is enlarged, stored as an RGB JPEG and written with the feature
-names that the model garden's ImageNet reader expects. `dataset.json` beside the records tells `records.py` how many
-there are and how big; how they are read and trained on is not decided here.
+names that the model garden's ImageNet reader expects. `dataset.json` next to the records tells `records.py` their
+number and size; reading them and training on them is left to others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-# Both divide by 1, 2, 3, 4, 6 and 12, so that such a number of ranks gets the same number of files each.
+# Both are divisible by 1, 2, 3, 4, 6 and 12, so that with as many ranks each gets the same number of files.
 FILES = {"train": 24, "validation": 12}
 VALIDATION_EVERY = 5
 SMALLEST_SIZE = 8
@@ -23,23 +23,23 @@ NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 
 
 def file_names(split: str) -> list[str]:
-    """The names of one split's record files, as ImageNet's are: `train-00000-of-00024`."""
+    """Return the names of one split's record files, as ImageNet's are: `train-00000-of-00024`."""
     return [f"{split}-{index:05d}-of-{FILES[split]:05d}" for index in range(FILES[split])]
 
 
 def split_of(index: int) -> str:
-    """Which split the scan with this number belongs to: every fifth is kept for validation."""
+    """Return the split of the scan with this number: every fifth is kept for validation."""
     return "validation" if index % VALIDATION_EVERY == 0 else "train"
 
 
 def describe(size: int, digits: np.ndarray) -> dict[str, object]:
-    """What `dataset.json` holds: source, side length in pixels, number of classes and of images in each split."""
+    """Return the content of `dataset.json`: source, side length in pixels, numbers of classes and images by split."""
     images = {split: sum(split_of(index) == split for index in range(len(digits))) for split in FILES}
     return {"source": "sklearn.datasets.load_digits", "image_size": size, "num_classes": 10, "num_images": images}
 
 
 def example(scan: np.ndarray, digit: int, index: int, size: int) -> bytes:
-    """One serialised `tf.train.Example` with the official features.
+    """Return one serialised `tf.train.Example` with the official features.
 
     Args:
         scan: shape (8, 8), 0 to 16.
@@ -83,7 +83,7 @@ def example(scan: np.ndarray, digit: int, index: int, size: int) -> bytes:
 
 
 def write_split(directory: Path, split: str, images: int, examples: Iterable[bytes]) -> None:
-    """Writes one split's files; example i goes to file i modulo the number of files. `images`: how many will come."""
+    """Write one split's files; example i goes to file i modulo the number of files. `images`: how many will come."""
     import tensorflow as tf
 
     names = file_names(split)
@@ -98,14 +98,14 @@ def write_split(directory: Path, split: str, images: int, examples: Iterable[byt
 
 
 def make(directory: Path, size: int) -> bool:
-    """Writes the data set into `directory` unless it is there already.
+    """Write the data set into `directory` unless it is there already.
 
     Args:
-        directory: where to; made when missing.
+        directory: the target; created if missing.
         size: side length of the stored images in pixels, at least 8.
 
     Returns:
-        True when it was written, False when it was there.
+        True when it was written, False when it already existed.
 
     Raises:
         ValueError: `size` is below 8, or `directory` holds records of another data set.
@@ -130,7 +130,7 @@ def make(directory: Path, size: int) -> bool:
         return False
 
     directory.mkdir(parents=True, exist_ok=True)
-    # The note goes first and comes back last: records without it are unfinished and are written again.
+    # The note is removed first and written last: records without it are unfinished, and are written again.
     note.unlink(missing_ok=True)
     for split in FILES:
         indices = [index for index in range(len(digits)) if split_of(index) == split]
@@ -140,7 +140,7 @@ def make(directory: Path, size: int) -> bool:
 
 
 def main() -> int:
-    """The command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(description="Write scikit-learn's handwritten digits as ImageNet TFRecords.")
     parser.add_argument("--data_dir", type=Path, default=Path("build/digits"), help="where to (default: %(default)s)")
     parser.add_argument("--image_size", type=int, default=32, help="side length in pixels (default: %(default)s)")

@@ -12,7 +12,7 @@ import npu_device as npu
 
 
 def gather(row: list[Any]) -> np.ndarray:
-    """The rows of all ranks, in rank order, on every rank: shape (ranks, len(row)), all int64 or all float64."""
+    """Return the rows of all ranks, in rank order, on every rank: shape (ranks, len(row)), all int64 or all float64."""
     device = npu.open()
     rows = np.zeros((device.workers_num, len(row)), np.asarray(row).dtype)
     rows[device.worker_id] = row
@@ -20,7 +20,7 @@ def gather(row: list[Any]) -> np.ndarray:
 
 
 def add_up(*metrics: tf_keras.metrics.Mean) -> None:
-    """Turns each rank's metrics, which are a total and a count, into those of all ranks."""
+    """Turn each rank's metrics, which are a total and a count, into those of all ranks."""
     variables = [variable for metric in metrics for variable in metric.variables]
     for variable, total in zip(variables, npu.distribute.all_reduce(variables, reduction="sum")):
         variable.assign(total)

@@ -20,7 +20,7 @@ import npu_device as npu
 
 
 def sum_over_ranks(gradients_and_variables: Any) -> Any:
-    """The gradients added up over all ranks, in the form that `grad_utils` hands to and takes from a callback."""
+    """Return the gradients summed over all ranks, in the form in which `grad_utils` exchanges them with a callback."""
     gradients, variables = zip(*gradients_and_variables)
     return list(zip(npu.distribute.all_reduce(list(gradients), reduction="sum"), variables))
 
@@ -35,14 +35,14 @@ class PortedResnetRunnable(resnet_runnable.ResnetRunnable):
         self.losses: list[tuple[int, int, float]] = []  # first step, last step, mean
         self._seconds: list[tuple[int, float]] = []  # steps and seconds of each loop
         super().__init__(flags_obj, time_callback, epoch_steps)
-        # The official model is declared for 224x224; it ends in a global pooling, so that any size will do.
+        # The official model is declared for 224x224; it ends in a global pooling, so any size works.
         self.model.input_spec = tf_keras.layers.InputSpec(shape=(None, None, None, 3))
         # Addition 1: every rank starts from rank 0's random numbers.
         npu.distribute.broadcast(self.model.trainable_variables, root_rank=0)
 
     @property
     def input_fn(self) -> Callable[..., tf.data.Dataset]:
-        """Makes this rank's share of the batches. The base class sets the official function, and calls what it gets."""
+        """Make this rank's share of the batches. The base class sets the official function, and calls what it gets."""
         return self._input_fn
 
     @input_fn.setter
@@ -61,7 +61,7 @@ class PortedResnetRunnable(resnet_runnable.ResnetRunnable):
         self._input_fn = input_fn
 
     def train_step(self, iterator: Any) -> None:
-        """One step. Differs from the base class's in the callback, and in the share of the L2 term that a rank adds."""
+        """Make one step. It differs from the base class's in the callback, and in a rank's share of the L2 term."""
         images, labels = next(iterator)
         with tf.GradientTape() as tape:
             probabilities = self.model(images, training=True)
@@ -77,7 +77,7 @@ class PortedResnetRunnable(resnet_runnable.ResnetRunnable):
         self.train_accuracy.update_state(labels, probabilities)
 
     def train_loop_begin(self) -> None:
-        """Refuses to train when the ranks were restored from different steps: some would have more to do."""
+        """Refuse to train when the ranks were restored from different steps: some would have more to do."""
         steps = gather([int(self.global_step)])[:, 0].tolist()
         if len(set(steps)) > 1:
             lines = "\n".join(f"  rank {rank}: step {step}" for rank, step in enumerate(steps))
@@ -90,11 +90,11 @@ class PortedResnetRunnable(resnet_runnable.ResnetRunnable):
         self._loop_start = (steps[0], time.perf_counter())
 
     def train_loop_end(self) -> Any:
-        """The official end of a loop, with metrics of all ranks and the same moving statistics on each."""
+        """End a loop the official way, with metrics of all ranks and the same moving statistics on each."""
         start_step, start_time = self._loop_start
         steps = int(self.global_step) - start_step
         self._seconds.append((steps, time.perf_counter() - start_time))
-        # Batch norm's moving statistics come from each rank's own images: from here on all have the mean of them.
+        # Batch norm's moving statistics come from each rank's own images: from here on all ranks have their mean.
         statistics = self.model.non_trainable_variables
         for variable, mean in zip(statistics, npu.distribute.all_reduce(statistics, reduction="mean")):
             variable.assign(mean)
@@ -103,23 +103,23 @@ class PortedResnetRunnable(resnet_runnable.ResnetRunnable):
         return super().train_loop_end()
 
     def evaluate(self, num_steps: tf.Tensor) -> Any:
-        """Evaluates this rank's files to the end, however many they hold; endless synthetic data for `num_steps`."""
+        """Evaluate this rank's files to the end, however many they hold; endless synthetic data for `num_steps`."""
         return super().evaluate(num_steps if self.flags_obj.use_synthetic_data else tf.constant(-1))
 
     def eval_step(self, iterator: Any) -> None:
-        """One step. Each image counts once in both metrics, in the last, smaller batch as well."""
+        """Make one evaluation step. Each image counts once in both metrics, in the last, smaller batch as well."""
         images, labels = next(iterator)
         probabilities = self.model(images, training=False)
         self.test_loss.update_state(tf_keras.losses.sparse_categorical_crossentropy(labels, probabilities))
         self.test_accuracy.update_state(labels, probabilities)
 
     def eval_end(self) -> Any:
-        """The official result, from the images of all ranks."""
+        """Return the official result, from the images of all ranks."""
         add_up(self.test_loss, self.test_accuracy)
         return super().eval_end()
 
     def images_per_second(self) -> float:
-        """This rank's training images per second. The first loop, which traces the step, counts only if it's alone."""
+        """Return this rank's training images per second. The first loop, which traces, counts only if it's alone."""
         loops = self._seconds[1:] or self._seconds
         steps = sum(steps for steps, _ in loops)
         return steps * self.flags_obj.batch_size / self.ranks / sum(seconds for _, seconds in loops)

@@ -1,7 +1,7 @@
-"""What is in `--data_dir`: the record files, how many images they hold, and the official constants that follow.
+"""The data in `--data_dir`: the record files, the number of their images, and the official constants that follow.
 
-A directory that `make_digits_imagenet.py` wrote says so in its `dataset.json`; one without that file is taken for
-ImageNet, and the official numbers stay. Reading and batching the records is left to the official input function.
+A directory written by `make_digits_imagenet.py` contains a `dataset.json`; one without that file is taken for ImageNet,
+and the official numbers apply. Reading and batching the records is left to the official input function.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from official.legacy.image_classification.resnet import common, imagenet_preproc
 
 
 def fit_official_constants(data_dir: str) -> None:
-    """Tells the official modules the image size, the numbers of classes and of images, and a pace that fits them.
+    """Set the official modules' image size, numbers of classes and images, and a log interval that fits them.
 
-    They keep these as constants, which they read when the model, the input and the learning rate are made; there is no
-    flag or argument for them.
+    They keep these as constants, read when the model, the input and the learning rate are created; there is no flag or
+    argument for them.
     """
     note = Path(data_dir) / "dataset.json"
     if not note.exists():
@@ -27,7 +27,7 @@ def fit_official_constants(data_dir: str) -> None:
     imagenet_preprocessing.DEFAULT_IMAGE_SIZE = description["image_size"]
     imagenet_preprocessing.NUM_CLASSES = description["num_classes"]
     imagenet_preprocessing.NUM_IMAGES = description["num_images"]
-    # For evaluation an image is scaled to this before its middle is cut out: the whole image here.
+    # For evaluation, an image is scaled to this before its centre is cropped: the whole image here.
     imagenet_preprocessing._RESIZE_MIN = description["image_size"]
     # The official schedule takes 90 epochs. Here: one of warm-up, two more, then a tenth. The lower rate suits the few
     # steps of warm-up and the small batches that each rank's batch normalisation sees.
@@ -36,12 +36,12 @@ def fit_official_constants(data_dir: str) -> None:
 
 
 def holds_digits(data_dir: str) -> bool:
-    """Whether `data_dir` was written by `make_digits_imagenet.py`."""
+    """Return whether `data_dir` was written by `make_digits_imagenet.py`."""
     return (Path(data_dir) / "dataset.json").exists()
 
 
 def record_files(data_dir: str, is_training: bool, ranks: int) -> list[str]:
-    """The record files of one split, sorted, as every rank must see them.
+    """Return the record files of one split, sorted, as every rank must see them.
 
     Raises:
         FileNotFoundError: there are none.
@@ -61,5 +61,5 @@ def record_files(data_dir: str, is_training: bool, ranks: int) -> list[str]:
 
 
 def parse_digit(record: tf.Tensor, is_training: bool, dtype: tf.DType) -> Any:
-    """The official parser without its random crops and mirror images: a mirrored or halved digit is another sign."""
+    """Parse a digit without random crops and mirror images: a mirrored or halved digit is another sign."""
     return imagenet_preprocessing.parse_record(record, False, dtype)

@@ -1,4 +1,4 @@
-"""What the run says at its end: speed, loss, accuracy, and whether all ranks hold the same weights, bit by bit."""
+"""The final report: speed, loss, accuracy, and whether all ranks hold the same weights, bit by bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HEX_DIGITS_OF_A_WORD = 8
 
 
 def digest(runnable: PortedResnetRunnable) -> str:
-    """SHA-256 in hex of all bytes of this rank's weights, moving statistics and optimizer state."""
+    """Return the SHA-256 in hex of all bytes of this rank's weights, moving statistics and optimizer state."""
     total = hashlib.sha256()
     for variable in [*runnable.model.variables, *runnable.optimizer.variables()]:
         total.update(variable.numpy().tobytes())
@@ -19,14 +19,14 @@ def digest(runnable: PortedResnetRunnable) -> str:
 
 
 def digests_of_all_ranks(runnable: PortedResnetRunnable) -> list[str]:
-    """Each rank's `digest`, in rank order, on each of them."""
+    """Return each rank's `digest`, in rank order, on each of them."""
     own = digest(runnable)
     words = [int(own[at : at + HEX_DIGITS_OF_A_WORD], 16) for at in range(0, len(own), HEX_DIGITS_OF_A_WORD)]
     return ["".join(f"{word:08x}" for word in row) for row in gather(words)]
 
 
 def report(runnable: PortedResnetRunnable) -> None:
-    """Prints the report on rank 0; every rank has to call it.
+    """Print the report on rank 0; every rank has to call it.
 
     Raises:
         RuntimeError: the weights differ between ranks (on every rank); or nothing was trained.

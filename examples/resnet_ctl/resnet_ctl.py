@@ -29,7 +29,7 @@ import npu_device as npu
 
 
 def define_flags() -> None:
-    """The official flags, with defaults for four short epochs of the digits."""
+    """Define the official flags, with defaults for four short epochs of the digits."""
     common.define_keras_flags()
     flags_core.set_defaults(
         data_dir="build/digits",
@@ -50,7 +50,7 @@ def define_flags() -> None:
 
 
 def train(flags_obj: Any) -> PortedResnetRunnable:
-    """Runs the official training and evaluation with the ported runnable, and returns that."""
+    """Run the official training and evaluation with the ported runnable, and return that."""
     made = []
 
     def make(*arguments: Any) -> PortedResnetRunnable:
@@ -64,7 +64,7 @@ def train(flags_obj: Any) -> PortedResnetRunnable:
 
 
 def main(_: list[str]) -> None:
-    """Opens the device before TensorFlow does anything, trains, evaluates and reports."""
+    """Open the device before TensorFlow does anything, then train, evaluate and report."""
     device = npu.open()
     device.as_default()
     flags_obj = flags.FLAGS

@@ -1,1 +1,1 @@
-"""Ascend's import path of the management of groups and ranks."""
+"""Ascend's import path for managing groups and ranks."""

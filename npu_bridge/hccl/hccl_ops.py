@@ -1,16 +1,9 @@
-"""Ascend's collective operators with the signatures of the TensorFlow 1 adapter: those of
-``npu_device.distribute.hccl_ops``, and fusion arguments on two more of them.
-"""
+"""Ascend's import path of the collective operators, with the signatures of the TensorFlow 1 adapter."""
 
-from __future__ import annotations
-
-from typing import Any
-
-from npu_device.collectives.group import WORLD_GROUP
-from npu_device.distribute import hccl_ops as _ops
-from npu_device.distribute.hccl_ops import (
+from npu_device._src.tf1.hccl_ops import (
     all_to_all_v,
     all_to_all_v_c,
+    allgather,
     allreduce,
     alltoallv,
     alltoallvc,
@@ -18,13 +11,13 @@ from npu_device.distribute.hccl_ops import (
     gather_all_to_all_v,
     receive,
     reduce,
+    reduce_scatter,
     remote_read,
     remote_ref_read,
     remote_scatter_write,
     remote_write,
     send,
 )
-from npu_device.gradients.fusion import check_fusion_0_or_2
 
 __all__ = [
     "all_to_all_v",
@@ -44,22 +37,3 @@ __all__ = [
     "remote_write",
     "send",
 ]
-
-
-def allgather(tensor: Any, rank_size: int, group: str = WORLD_GROUP, fusion: int = 0, fusion_id: int = -1) -> Any:
-    """As ``npu_device.distribute.hccl_ops.allgather``; ``fusion`` is 0 or 2, and has no effect."""
-    check_fusion_0_or_2("allgather", fusion, fusion_id)
-    return _ops.allgather(tensor, rank_size, group)
-
-
-def reduce_scatter(
-    tensor: Any,
-    reduction: str,
-    rank_size: int,
-    group: str = WORLD_GROUP,
-    fusion: int = 0,
-    fusion_id: int = -1,
-) -> Any:
-    """As ``npu_device.distribute.hccl_ops.reduce_scatter``; ``fusion`` is 0 or 2, and has no effect."""
-    check_fusion_0_or_2("reduce_scatter", fusion, fusion_id)
-    return _ops.reduce_scatter(tensor, reduction, rank_size, group)

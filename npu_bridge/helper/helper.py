@@ -1,4 +1,4 @@
-"""The raw operators by way of a function."""
+"""The raw operators through a function."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from npu_device import gen_npu_ops
 
 
 def get_gen_ops() -> ModuleType:
-    """``npu_device.gen_npu_ops``."""
+    """Return ``npu_device.gen_npu_ops``."""
     return gen_npu_ops

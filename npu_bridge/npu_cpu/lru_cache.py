@@ -1,3 +1,3 @@
-"""The cache of embeddings in the NPU's memory, which there is none of here: the star import brings nothing."""
+"""The cache of embeddings in the NPU's memory. There is none here: the star import brings nothing."""
 
 __all__: list[str] = []

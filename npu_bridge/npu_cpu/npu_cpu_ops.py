@@ -1,5 +1,5 @@
 """Operators of the NPU's processors."""
 
-from npu_device.ops.refused import embeddingrankid
+from npu_device._src.operators.refused import embeddingrankid
 
 __all__ = ["embeddingrankid"]

@@ -2,7 +2,7 @@
 
 from tensorflow.keras.layers import PReLU
 
-from npu_device.ops.adam_lamb import (
+from npu_device._src.operators.adam_lamb import (
     adam_apply_one_assign,
     adam_apply_one_with_decay_assign,
     lamb_apply_optimizer_assign,

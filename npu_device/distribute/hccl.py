@@ -1,6 +1,6 @@
 """Ascend's import path of the distribute calls (``npu_device.distribute.hccl``)."""
 
-from npu_device.callbacks import npu_callbacks_append
+from npu_device._src.training.append_callback import npu_callbacks_append
 from npu_device.distribute import (
     all_reduce,
     broadcast,

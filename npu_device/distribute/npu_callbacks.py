@@ -1,7 +1,11 @@
 """Ascend's import path of the broadcasting callback (``npu_device.distribute.npu_callbacks``)."""
 
-from npu_device.callbacks.broadcast import NPUBroadcastGlobalVariablesCallback, broadcast_helper, broadcast_keras_model
-from npu_device.callbacks.strategy_scope import npu_broadcast_scope_wrapper
+from npu_device._src.training.broadcast_callback import (
+    NPUBroadcastGlobalVariablesCallback,
+    broadcast_helper,
+    broadcast_keras_model,
+)
+from npu_device._src.training.strategy_scope import npu_broadcast_scope_wrapper
 
 __all__ = [
     "NPUBroadcastGlobalVariablesCallback",

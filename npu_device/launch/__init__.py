@@ -1,6 +1,6 @@
-"""``npurun``, the launcher: starts the ranks of a training script, carries their output, and stops them together.
+"""``npurun``, the launcher: starts the ranks of a training script, forwards their output, and stops them together.
 
-It imports no TensorFlow, and nothing of npu_device that does. ``__main__`` is the way in, ``job`` puts the parts
+It imports no TensorFlow, and nothing of npu_device that does. ``__main__`` is the entry point, ``job`` puts the parts
 together.
 """
 

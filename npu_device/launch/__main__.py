@@ -1,10 +1,10 @@
-"""The way into the launcher: the console script ``npurun`` and ``python -m npu_device.launch``."""
+"""The launcher's entry point: the console script ``npurun`` and ``python -m npu_device.launch``."""
 
 from __future__ import annotations
 
 import sys
 
-from npu_device import environment
+from npu_device._src import environment
 from npu_device.launch import arguments, job, tune
 
 

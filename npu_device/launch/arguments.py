@@ -6,42 +6,52 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_DEFAULT_PORT = 29688  # the port that Ascend's own launch scripts use for the chief
+from npu_device._src import environment
+
+DEFAULT_PORT = 29688  # the port that Ascend's own launch scripts use for the chief
+_NUMBERS = ("-n", "-np", "--nproc-per-node", "--nproc_per_node")
 _JOB_ID = re.compile(r"[A-Za-z0-9_-]+")
 
 _EXAMPLES = """\
 examples:
   npurun -n 2 train.py --batch_size 64             two ranks on this host
   npurun -n 2 -m my_package.train                  a module
-  npurun -n 4 --log-dir logs --tee train.py        one log file a rank as well
+  npurun -n 4 --log-dir logs --tee train.py        one log file per rank as well
   npurun -n 8 --nnodes 2 --node-rank 0 --master-addr hostA train.py     on hostA
   npurun -n 8 --nnodes 2 --node-rank 1 --master-addr hostA train.py     on hostB
 
-Options of npurun stand before the script; what follows it is the script's."""
+Options of npurun go before the script; everything after it belongs to the script."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for.
+    """The parsed command line.
 
     Attributes:
         command: argument vector of every rank, ready to be executed.
         nproc_per_node: ranks on each node.
-        nnodes: number of nodes.
+        nnodes: number of nodes; the largest, if the job can go on with fewer.
         node_rank: number of this node, from 0.
         master_addr: address of node 0, where the ranks meet.
         master_port: port where the ranks meet; None on a single node means a free one.
-        log_dir: directory for one file a rank; None means no files.
+        log_dir: directory for one file per rank; None means no files.
         tee: with ``log_dir``, write to the console too.
-        job_id: the job's name; None leaves it to ``JOB_ID`` of the environment, or to the launcher.
+        job_id: the job's name; None means ``JOB_ID`` of the environment, or else a new one.
         grace: seconds between the request to stop and the kill.
         trace: directory for an iteration trace; None for none.
-        tune: run the script several times for a few steps, and find the best gradient split.
+        tune: run the script several times for a few steps each, and find the best gradient split.
+        fewest_nodes: number of nodes that is enough to go on; ``nnodes`` unless the user says otherwise.
+        max_restarts: how often a failed job is started again.
+        restart_backoff: seconds before the first restart; each one without a new checkpoint doubles them.
+        rejoin_timeout: seconds that nodes wait for each other before an attempt.
+        preempt_signal: number of the signal that asks the ranks for a checkpoint and a resumable end.
+        preempt_timeout: seconds that the ranks have for that.
     """
 
     command: tuple[str, ...]
@@ -56,15 +66,27 @@ class Options:
     grace: float = 5.0
     trace: str | None = None
     tune: bool = False
+    fewest_nodes: int = 1
+    max_restarts: int = 0
+    restart_backoff: float = 1.0
+    rejoin_timeout: float = 300.0
+    preempt_signal: int = signal.SIGTERM
+    preempt_timeout: float = 25.0
 
     @property
     def world_size(self) -> int:
-        """Number of ranks on all nodes together."""
+        """Return the number of ranks on all nodes together."""
         return self.nnodes * self.nproc_per_node
 
-    def rank(self, local_rank: int) -> int:
-        """The rank of the ``local_rank``-th process of this node."""
-        return self.node_rank * self.nproc_per_node + local_rank
+    @property
+    def is_python(self) -> bool:
+        """Return True if the ranks are Python's processes, without a program around them."""
+        return self.command[0] == sys.executable
+
+    @property
+    def nodes_meet(self) -> bool:
+        """Return True if the launchers of several nodes act together, because they start the job again."""
+        return self.nnodes > 1 and (self.max_restarts > 0 or self.fewest_nodes < self.nnodes)
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -78,35 +100,57 @@ def parse(argv: Sequence[str]) -> Options:
     """
     parser = _parser()
     given = parser.parse_args(argv)
+    fewest, nnodes = given.nnodes
     if given.tee and given.log_dir is None:
         parser.error("--tee writes to the console as well as to the files of --log-dir: give --log-dir too")
-    if given.nnodes > 1:
+    if nnodes > 1:
         missing = [name for name in ("node_rank", "master_addr") if getattr(given, name) is None]
         if missing:
             names = " and ".join("--" + name.replace("_", "-") for name in missing)
             parser.error(
-                f"--nnodes {given.nnodes} needs {names} too: run npurun once on every node, with --node-rank 0 to "
-                f"{given.nnodes - 1} and everywhere the same address of node 0 as --master-addr"
+                f"--nnodes {nnodes} needs {names} too: run npurun once on every node, with --node-rank 0 to "
+                f"{nnodes - 1} and everywhere the same address of node 0 as --master-addr"
             )
     if given.trace is not None and given.tune:
         parser.error("--tune makes traces of its own: leave --trace out")
+    if given.tune and (given.max_restarts or fewest < nnodes):
+        parser.error("--tune stops and starts the ranks by itself: leave --max-restarts and MIN:MAX nodes out")
+    if given.nproc_per_node == 1 == nnodes:
+        _hint_at_options_after_script(given.module, given.script)
     node_rank = given.node_rank or 0
-    if not 0 <= node_rank < given.nnodes:
-        parser.error(f"--node-rank {node_rank}: with --nnodes {given.nnodes} it is 0 to {given.nnodes - 1}")
+    if not 0 <= node_rank < nnodes:
+        parser.error(f"--node-rank {node_rank}: with --nnodes {nnodes} it is 0 to {nnodes - 1}")
     return Options(
         command=_command(parser, given.module, given.script),
         nproc_per_node=given.nproc_per_node,
-        nnodes=given.nnodes,
+        nnodes=nnodes,
         node_rank=node_rank,
         master_addr=given.master_addr or "127.0.0.1",
-        master_port=given.master_port or (_DEFAULT_PORT if given.nnodes > 1 else None),
+        master_port=given.master_port,
         log_dir=given.log_dir,
         tee=given.tee,
         job_id=given.job_id,
         grace=given.grace,
         trace=given.trace,
         tune=given.tune,
+        fewest_nodes=fewest,
+        max_restarts=given.max_restarts,
+        restart_backoff=given.restart_backoff,
+        rejoin_timeout=given.rejoin_timeout,
+        preempt_signal=given.preempt_signal,
+        preempt_timeout=given.preempt_timeout,
     )
+
+
+def _hint_at_options_after_script(module: bool, words: Sequence[str]) -> None:
+    """Print a hint on stderr if the script's first argument looks like the number of ranks."""
+    if len(words) > 2 and words[1] in _NUMBERS and words[2].isdecimal():
+        dash_m = "-m " if module else ""
+        print(
+            f"npurun: {words[1]} {words[2]} comes after {words[0]}, so it is the script's own argument. For {words[2]} "
+            f"ranks: npurun -n {words[2]} {dash_m}{words[0]}",
+            file=sys.stderr,
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -127,11 +171,22 @@ def _parser() -> argparse.ArgumentParser:
     _add(parser, "--trace", metavar="DIR", help="trace the iterations into DIR, with a report (npu-trace)")
     _add(parser, "--tune", action="store_true", help="run the script a few times to find the best gradient split")
     several = parser.add_argument_group("several nodes (run npurun once on each)")
-    _add(several, "--nnodes", type=_positive, default=1, metavar="N", help="number of nodes (default 1)")
+    several_nodes = "number of nodes (default 1); MIN:MAX goes on with those that are there"
+    _add(several, "--nnodes", type=_nodes, default=(1, 1), metavar="N", help=several_nodes)
     _add(several, "--node-rank", type=int, metavar="R", help="number of this node, from 0")
     _add(several, "--master-addr", metavar="ADDR", help="address or name of node 0 (one node: 127.0.0.1)")
-    where = f"port of node 0 where the ranks meet (default {_DEFAULT_PORT}; one node: a free one)"
+    where = f"port of node 0 where the ranks meet (default {DEFAULT_PORT}; one node: a free one)"
     _add(several, "--master-port", type=_port, metavar="PORT", help=where)
+    rejoin = "seconds that nodes wait for each other before a start (default 300)"
+    _add(several, "--rejoin-timeout", type=_seconds, default=300.0, metavar="S", help=rejoin)
+    again = parser.add_argument_group("failures and preemption (docs/reliability.md)")
+    _add(again, "--max-restarts", type=_count, default=0, metavar="N", help="start a failed job again (default 0)")
+    backoff = "seconds before a restart, doubled each time up to 60 (default 1)"
+    _add(again, "--restart-backoff", type=_seconds, default=1.0, metavar="S", help=backoff)
+    preempt = "asks the ranks for a checkpoint and the end (default TERM)"
+    default = environment.NPU_DEVICE_PREEMPT_SIGNAL.raw() or "TERM"
+    _add(again, "--preempt-signal", type=_signal, default=default, metavar="SIG", help=preempt)
+    _add(again, "--preempt-timeout", type=_seconds, default=25.0, metavar="S", help="... within S seconds (default 25)")
     # One positional for both: argparse would swallow a "--" between a script and its arguments.
     parser.add_argument(
         "script", nargs=argparse.REMAINDER, help="a .py file, a program, or with -m a module; and its arguments"
@@ -140,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add(target: argparse._ActionsContainer, *names: str, **settings: Any) -> None:
-    """Add an option, and its spelling with underscores, which torchrun takes too, without showing that in the help."""
+    """Add an option, and its spelling with underscores, which torchrun accepts too; the help doesn't show that."""
     target.add_argument(*names, **settings)
     underscored = "--" + names[-1][2:].replace("-", "_")
     if underscored != names[-1]:
@@ -175,9 +230,34 @@ def _command(parser: argparse.ArgumentParser, module: bool, words: list[str]) ->
 
 
 def _positive(text: str) -> int:
+    if text == "p":
+        raise argparse.ArgumentTypeError("-np is mpirun's spelling; npurun's is -n N")
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 upwards")
     return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 upwards")
+    return int(text)
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    """Parse ``2``, or ``2:4`` for the fewest and the most nodes."""
+    fewest, colon, most = text.partition(":")
+    found = _positive(fewest), _positive(most if colon else fewest)
+    if found[0] > found[1]:
+        raise argparse.ArgumentTypeError(f"{text!r} is not MIN:MAX")
+    return found
+
+
+def _signal(text: str) -> int:
+    names = environment.PREEMPT_SIGNALS
+    name = "SIG" + text.upper().removeprefix("SIG")
+    if name not in names:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+    return int(signal.Signals[name])
 
 
 def _port(text: str) -> int:

@@ -1,6 +1,6 @@
-"""The environment of each rank: what the launcher sets as Ascend's launch scripts do, and what it takes away.
+"""The environment of each rank: variables that the launcher sets, as Ascend's launch scripts do, and those it removes.
 
-The launcher hands its own environment on as a whole; reading single variables is ``npu_device.environment``'s part.
+The launcher passes on its whole environment; reading single variables is left to ``environment``.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import json
 import os
 from collections.abc import Mapping
 
-# The other two ways to describe a job. With a rank table they are a contradiction, which the ranks would refuse.
+# The other two ways to describe a job. They contradict a rank table, and the ranks would refuse both.
 _OTHER_SCHEMES = ("CM_CHIEF_IP", "CM_CHIEF_PORT", "CM_CHIEF_DEVICE", "CM_WORKER_SIZE", "CM_WORKER_IP", "TF_CONFIG")
 
 
 def replaced(inherited: Mapping[str, str]) -> list[str]:
-    """Names of the variables that describe another job and that the ranks won't see."""
+    """Return the names of the variables that describe another job, which the ranks won't see."""
     return [name for name in ("RANK_TABLE_FILE", *_OTHER_SCHEMES) if inherited.get(name)]
 
 
@@ -27,9 +27,15 @@ def for_rank(
     table: str,
     job_id: str,
     error_file: str,
+    hub: int,
+    secret: str | None,
+    restart_count: int,
+    progress_file: str | None,
+    preempt_signal: str,
+    preempt_timeout: float,
     trace: str | None = None,
 ) -> dict[str, str]:
-    """The whole environment of one rank.
+    """Return the whole environment of one rank.
 
     Args:
         inherited: the launcher's own environment.
@@ -38,7 +44,13 @@ def for_rank(
         world_size: number of ranks in the job.
         table: path of the rank table.
         job_id: name of the job.
-        error_file: path where the rank leaves a record of its failure (see ``failures``).
+        error_file: path where the rank writes a record of its failure (see ``failures``).
+        hub: port of the job's hub.
+        secret: the job's secret if the launcher made it; None if the user sets it, or there is none.
+        restart_count: how often the job has been started again.
+        progress_file: path where rank 0 writes the step of its newest checkpoint; None on the other nodes.
+        preempt_signal: name of the signal that asks for a checkpoint and a resumable end.
+        preempt_timeout: seconds that the rank has for it.
         trace: directory for an iteration trace.
     """
     environment = {name: value for name, value in inherited.items() if name not in _OTHER_SCHEMES}
@@ -50,8 +62,15 @@ def for_rank(
         DEVICE_ID=str(local_rank),
         JOB_ID=job_id,
         NPU_DEVICE_ERROR_FILE=error_file,
-        PYTHONUNBUFFERED="1",  # else a rank's output would come in blocks, and the last block of a killed rank never
+        NPU_DEVICE_HUB=str(hub),
+        NPU_DEVICE_RESTART_COUNT=str(restart_count),
+        NPU_DEVICE_PROGRESS_FILE=progress_file or "",
+        NPU_DEVICE_PREEMPT_SIGNAL=preempt_signal,
+        NPU_DEVICE_PREEMPT_TIMEOUT=f"{preempt_timeout:g}",
+        PYTHONUNBUFFERED="1",  # else a rank's output would come in blocks, and a killed rank's last block never
     )
+    if secret is not None:
+        environment.update(NPU_DEVICE_SECRET=secret)
     if trace is not None:
         environment.update(PROFILING_MODE="true", PROFILING_OPTIONS=json.dumps({"output": os.path.abspath(trace)}))
     return environment

@@ -1,8 +1,8 @@
-"""Writes what the ranks say to the launcher's own stdout and stderr: whole lines, each with its rank in front.
+"""Write the ranks' output to the launcher's own stdout and stderr: whole lines, each prefixed with its rank.
 
-Carriage returns. On a terminal a refresh (the text before a ``\\r``) stays the last line of the screen until something
+Carriage returns. On a terminal, a refresh (the text before a ``\\r``) stays the last line of the screen until something
 else is written, so that progress bars move. In a file or pipe refreshes would be a flood of lines; there they are kept
-in one line, each with its prefix and its ``\\r``, which is ended by the next newline, or after five seconds.
+in one line, each with its prefix and its ``\\r``. The next newline ends that line, or five seconds do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from npu_device.launch.lines import Piece
 _REFRESH_SECONDS = 5.0
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
 _ERASE = b"\x1b[K"
-_WRAP_OFF, _WRAP_ON = b"\x1b[?7l", b"\x1b[?7h"  # a refresh that wraps could not be overwritten
+_WRAP_OFF, _WRAP_ON = b"\x1b[?7l", b"\x1b[?7h"  # a refresh that wraps can't be overwritten
 
 
 class Console:
@@ -32,7 +32,7 @@ class Console:
         self._terminals = {fd for fd in (1, 2) if _is_terminal(fd)}
 
     def is_terminal(self, fd: int) -> bool:
-        """True when ``fd`` (1 or 2) is shown to somebody."""
+        """Return True if ``fd`` (1 or 2) is a terminal."""
         return fd in self._terminals
 
     def lines(self, fd: int, data: bytes) -> None:
@@ -44,13 +44,13 @@ class Console:
             self._write(fd, data)
 
     def refresh(self, fd: int, text: bytes) -> None:
-        """Show a line on a terminal that the next one takes the place of."""
+        """Show a line on a terminal that the next one overwrites."""
         with self._lock:
             self._refreshed = True
             self._write(fd, _ERASE + _WRAP_OFF + text + _WRAP_ON + b"\r")
 
     def say(self, text: str) -> None:
-        """A message of the launcher itself, on stderr."""
+        """Print a message of the launcher itself, on stderr."""
         message = "".join(f"npurun: {line}".rstrip() + "\n" for line in text.splitlines())
         self.lines(2, message.encode(errors="backslashreplace"))
 
@@ -59,9 +59,9 @@ class Console:
         while view and fd not in self._broken:
             try:
                 view = view[os.write(fd, view) :]
-            except BlockingIOError:  # somebody who shares this terminal or pipe has made it non-blocking
+            except BlockingIOError:  # another process that shares this terminal or pipe has made it non-blocking
                 select.select([], [fd], [])
-            except OSError:  # closed (npurun ... | head) or full: the training goes on
+            except OSError:  # closed (npurun ... | head) or full: the training continues
                 self._broken.add(fd)
 
 
@@ -80,7 +80,7 @@ class Voice:
         self._kept_since = 0.0
 
     def write(self, pieces: Iterable[Piece]) -> None:
-        """Say pieces in their order."""
+        """Write pieces in order."""
         ready = bytearray()
         for piece in pieces:
             if piece.is_refresh:
@@ -97,7 +97,7 @@ class Voice:
             self.finish()
 
     def finish(self) -> None:
-        """Say what a refresh left unconfirmed."""
+        """Write what a refresh left unconfirmed."""
         if self._shown or self._kept:
             self.write([Piece(b"", b"\n")])
 

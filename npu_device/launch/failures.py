@@ -1,8 +1,8 @@
-"""Which rank failed first.
+"""Find the rank that failed first.
 
-The process that *ends* first need not be the one: a rank that raises takes its time to shut down, while another one
-dies of the consequence. So each rank that uses npu_device leaves a record in the moment it fails
-(``npu_device.cluster.health`` writes it); for the others the time of their end counts.
+The process that *ends* first need not be the one: a rank that raises takes a while to shut down, while another one
+dies of the consequence. So each rank that uses npu_device writes a record at the moment it fails
+(``cluster.health`` writes it); for the others, the time of their end counts.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from npu_device.launch.processes import Exit
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank wrote about its own failure.
+    """A rank's own record of its failure.
 
     Attributes:
         time: seconds since the epoch.
         error: the exception's type and message.
         traceback: the whole traceback.
-        secondary: the error is the consequence of another rank's failure.
+        secondary: the error is a consequence of another rank's failure.
     """
 
     time: float
@@ -31,7 +31,7 @@ class Record:
 
 
 def read_record(path: str) -> Record | None:
-    """The record in a file; None when the rank left none, or one that can't be used."""
+    """Return the record in a file; None if the rank left none, or an unusable one."""
     try:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
@@ -42,14 +42,15 @@ def read_record(path: str) -> Record | None:
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that ended with anything but exit code 0.
+    """A rank that ended with any exit code except 0.
 
     Attributes:
         rank: number of the rank.
         exit: how its process ended.
-        record: what the rank wrote itself, or None.
-        stopped: the process ended after the launcher had asked it to.
+        record: the rank's own record, or None.
+        stopped: the process ended after the launcher asked it to.
         stderr: the last lines of its stderr.
+        opened: the rank had opened npu_device.
     """
 
     rank: int
@@ -57,25 +58,26 @@ class Failure:
     record: Record | None
     stopped: bool
     stderr: tuple[str, ...] = ()
+    opened: bool = False
 
     @property
     def time(self) -> float:
-        """When it failed, in seconds since the epoch."""
+        """Return the time of the failure, in seconds since the epoch."""
         return self.record.time if self.record else self.exit.time
 
     @property
     def is_consequence(self) -> bool:
-        """True when another rank's failure, or the launcher, made this rank fail."""
+        """Return True if another rank's failure, or the launcher, made this rank fail."""
         return self.record.secondary if self.record else self.stopped
 
     @property
     def code(self) -> int:
-        """The exit code to report: 1, an exception's, for a rank that had raised before the launcher killed it."""
+        """Return the exit code to report: 1, an exception's, for a rank that raised before the launcher killed it."""
         return 1 if self.record and self.stopped else self.exit.code
 
 
 def in_order(failures: list[Failure]) -> list[Failure]:
-    """Failures in time: first the causes, then the errors that follow from them, then the ranks that were stopped."""
+    """Return failures in order: first causes, then the errors that follow from them, then ranks that were stopped."""
 
     def key(failure: Failure) -> tuple[bool, bool, float]:
         consequence = failure.is_consequence

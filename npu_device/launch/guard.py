@@ -1,8 +1,8 @@
-"""Kills the ranks when the launcher itself is killed and can't do it any more.
+"""Kill the ranks if the launcher itself is killed and can't do it any more.
 
-A second process that holds one end of a pipe: the pipe breaks in the moment the launcher dies, whatever killed it. It
+The guard is a second process that holds one end of a pipe, which breaks when the launcher dies, whatever the cause. It
 runs this file as a script in a bare interpreter, so the file imports the standard library only. Unlike the parent-death
-signal of Linux this reaches the ranks' children too, and needs no code between fork and exec.
+signal of Linux, this reaches the ranks' children too, and needs no code between fork and exec.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Guard:
     """The guard as the launcher sees it: a context manager around the whole launch.
 
     Args:
-        directory: the launcher's temporary directory, which the guard removes when the launcher can't.
+        directory: the launcher's temporary directory, which the guard removes if the launcher can't.
     """
 
     def __init__(self, directory: str) -> None:
@@ -31,12 +31,16 @@ class Guard:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # whoever kills the launcher's group must not kill the guard with it
+            start_new_session=True,  # a kill of the launcher's group must not include the guard
         )
 
     def watch(self, group: int) -> None:
-        """Have a process group killed when the launcher dies."""
+        """Register a process group to be killed when the launcher dies."""
         self._tell(str(group))
+
+    def forget(self, group: int) -> None:
+        """Take a group out again whose processes have ended: its number may be given to others."""
+        self._tell(str(-group))
 
     def __enter__(self) -> Guard:
         return self
@@ -47,17 +51,24 @@ class Guard:
 
     def _tell(self, word: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # somebody killed the guard; the launch itself doesn't depend on it
+        with contextlib.suppress(BrokenPipeError):  # the guard was killed; the launch itself doesn't depend on it
             self._process.stdin.write(word.encode() + b"\n")
             self._process.stdin.flush()
 
 
 def _main() -> None:
-    groups = []
+    # A scheduler may signal all processes of a job (Slurm); the guard ends after the launcher.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    groups: set[int] = set()
     for line in sys.stdin:
         if line.strip() == _DONE:
             return
-        groups.append(int(line))
+        group = int(line)
+        if group > 0:
+            groups.add(group)
+        else:
+            groups.discard(-group)
     for group in groups:
         with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Cuts a stream into lines and progress-bar refreshes. In bytes, so that nothing a rank writes can be undecodable."""
+"""Split a stream into lines and progress-bar refreshes. It works on bytes, so that nothing is undecodable."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class Piece(NamedTuple):
 
     @property
     def is_refresh(self) -> bool:
-        """True when the next piece takes the place of this one on a terminal."""
+        """Return True if the next piece overwrites this one on a terminal."""
         return self.end == b"\r"
 
 
 class Splitter:
-    """Takes bytes as they come, gives back the pieces that are complete."""
+    """Takes bytes as they come, and returns the complete pieces."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[Piece]:
-        """The pieces that ``data`` completes."""
-        if b"\n" not in data and b"\r" not in data:  # a long line: don't search all of it again for every block
+        """Return the pieces that ``data`` completes."""
+        if b"\n" not in data and b"\r" not in data:  # a long line: don't search all of it again for each block
             self._rest += data
             return []
         parts = _END.split(bytes(self._rest) + data)
@@ -36,5 +36,5 @@ class Splitter:
         return [Piece(text, end) for text, end in zip(parts[0::2], parts[1::2])]
 
     def finish(self) -> list[Piece]:
-        """The last line, when it has no newline."""
+        """Return the last line, if it has no newline."""
         return [Piece(bytes(self._rest), b"")] if self._rest else []

@@ -1,4 +1,4 @@
-"""What ``npurun --tune`` runs on every rank between two runs of the script: measures the collectives.
+"""Measure the collectives. ``npurun --tune`` runs this on every rank between two runs of the script.
 
 ``python -m npu_device.launch.measuring FILE BYTES``; rank 0 writes the cost model to FILE.
 """
@@ -11,14 +11,14 @@ from pathlib import Path
 
 # glibc's numbers, of malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGEST_MMAP_THRESHOLD = 32 << 20  # what glibc comes to by itself in a process that frees large blocks
+_LARGEST_MMAP_THRESHOLD = 32 << 20  # the value glibc reaches by itself in a process that frees large blocks
 
 
 def main() -> None:
     """Measure with all gradients together at BYTES."""
-    from npu_device import device
-    from npu_device.collectives.group import WORLD_GROUP, group_of
-    from npu_device.tuning.measure import measure
+    from npu_device._src.collectives.group import WORLD_GROUP, group_of
+    from npu_device._src.training import device
+    from npu_device._src.tuning.measure import measure
 
     file, largest = Path(sys.argv[1]), int(sys.argv[2])
     _keep_memory()
@@ -32,8 +32,8 @@ def main() -> None:
 
 
 def _keep_memory() -> None:
-    """Don't give memory back to the system and take it again with each collective: a process that trains has so much
-    else in use that its memory stays with it.
+    """Keep memory instead of returning it to the system after each collective: a training process uses so much else
+    that its memory stays with it.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
     if mallopt is not None:

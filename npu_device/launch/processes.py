@@ -1,4 +1,4 @@
-"""One rank's process: started in a session of its own, watched by a thread, signalled together with its children."""
+"""One rank's process: started in its own session, watched by a thread, signalled together with its children."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import IO, Callable
 
 @dataclass(frozen=True)
 class Exit:
-    """How and when a process ended.
+    """The end of a process: its status and its time.
 
     Attributes:
-        status: exit code; minus the number of the signal when one killed it.
+        status: exit code; minus the signal's number if a signal killed it.
         time: seconds since the epoch.
     """
 
@@ -27,7 +27,7 @@ class Exit:
 
     @property
     def code(self) -> int:
-        """The exit code as a shell gives it: 128 + number for a signal."""
+        """Return the exit code as a shell does: 128 + number for a signal."""
         return self.status if self.status >= 0 else 128 - self.status
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class Exit:
 class Process:
     """A running rank.
 
-    The ended process stays a zombie until ``reap``: its number, which is also its group's, can't be given to a stranger
+    The ended process stays a zombie until ``reap``: its number, which is also its group's, can't be reused
     while signals may still be sent to it.
 
     Args:
@@ -68,33 +68,33 @@ class Process:
             stdin=subprocess.DEVNULL,  # one terminal can't serve several readers
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C of the terminal goes to the launcher alone, which hands it on once
+            start_new_session=True,  # Ctrl-C of the terminal goes to the launcher alone, which passes it on once
         )
         self.pid = self._popen.pid
         threading.Thread(target=self._watch, daemon=True).start()
 
     @property
     def stdout(self) -> IO[bytes]:
-        """The read end of its stdout."""
+        """Return the read end of its stdout."""
         assert self._popen.stdout is not None
         return self._popen.stdout
 
     @property
     def stderr(self) -> IO[bytes]:
-        """The read end of its stderr."""
+        """Return the read end of its stderr."""
         assert self._popen.stderr is not None
         return self._popen.stderr
 
-    def send(self, number: int) -> None:
-        """Send a signal to the process and to those of its children that stayed in its group."""
-        if self._gone:  # the number may be a stranger's by now
+    def send(self, number: int, spares_children: bool = False) -> None:
+        """Send a signal to the process, and unless it spares them to those of its children that stayed in its group."""
+        if self._gone:  # another process may have the number by now
             return
-        # PermissionError: all that is left of the group runs as another user (sudo in the script).
+        # PermissionError: the rest of the group runs as another user (sudo in the script).
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
+            (os.kill if spares_children else os.killpg)(self.pid, number)
 
     def reap(self) -> bool:
-        """After the exit: let go of the process. True while children of it are left in its group."""
+        """Release the ended process. Return True while children of it are left in its group."""
         self._popen.wait()
         try:
             os.killpg(self.pid, 0)

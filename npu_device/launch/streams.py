@@ -1,4 +1,4 @@
-"""Carries one stream of one rank from its pipe to the console, the rank's log file and the memory of its last lines."""
+"""Forward one stream of one rank from its pipe to the console, the rank's log file and the memory of its last lines."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ class LogFile:
             self._refreshed_by = writer if pieces[-1].is_refresh else None
             try:
                 self._file.write(data)
-            except OSError:  # the disk is full: the training goes on
+            except OSError:  # the disk is full: the training continues
                 self.close()
 
     def close(self) -> None:
-        """Close the file; what comes later is dropped."""
+        """Close the file; later output is dropped."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 class Pump:
-    """A thread that carries one stream until its end. While it doesn't read, the rank that writes is blocked.
+    """A thread that forwards one stream until its end. While it doesn't read, the writing rank is blocked.
 
     Args:
         pipe: the read end of the stream; the pump closes it.
-        voice: the stream's way to the console, or None.
+        voice: the stream's output on the console, or None.
         log: the rank's log file, or None.
 
     Attributes:
@@ -75,7 +75,7 @@ class Pump:
         self._thread.start()
 
     def finish(self) -> None:
-        """Return when all that the rank wrote has arrived. A process that escaped with the pipe is not waited for."""
+        """Return when all of the rank's output has arrived. Don't wait for a process that escaped with the pipe."""
         self._ending.set()
         self._thread.join()
 

@@ -1,4 +1,4 @@
-"""Waits for the ranks, and stops all of them when one fails or the launcher is told to stop: ask, wait, kill."""
+"""Wait for the ranks, and stop all of them if one fails or the launcher is told to stop: ask, wait, kill."""
 
 from __future__ import annotations
 
@@ -7,79 +7,113 @@ import queue
 import signal
 import time
 from collections.abc import Sequence
-from typing import Callable
+from dataclasses import dataclass
+from typing import Any, Callable
 
+from npu_device._src.cluster.errors import RESUMABLE
+from npu_device.launch.arguments import Options
 from npu_device.launch.processes import Process
 
-# Survivors of a failure raise errors of their own that say what they were doing; they get this long to do it.
+# After a failure, the other ranks raise errors that say what they were doing; they get this long to do so.
 _NOTICE_SECONDS = 2.0
-# A process that SIGKILL doesn't end within this time hangs in the kernel (a dead network file system, a driver).
+# A process that SIGKILL doesn't end within this time is stuck in the kernel (a dead network file system, a driver).
 _KILL_SECONDS = 10.0
-# A Ctrl-C can come by two roads at once: from the terminal, and handed on by the program that started npurun (uv run).
-_SAME_SIGNAL_SECONDS = 0.2
+# A Ctrl-C can come twice at once: from the terminal, and passed on by the program that started npurun (uv run).
+_SAME_SIGNAL_SECONDS = 0.5
 _SWEEP_SECONDS = 0.02
 
 
 class _Stage(enum.IntEnum):
     RUNNING = 0
-    FAILED = 1  # a rank has failed; the others have a moment to notice
-    ASKED = 2
-    KILLED = 3
-    GIVEN_UP = 4
+    LEAVING = 1  # a rank was asked to stop, and has ended so that the job can be resumed; the others do the same
+    FAILED = 2  # a rank has failed; the others have a moment to notice
+    ASKED = 3
+    KILLED = 4
+    GIVEN_UP = 5
+
+
+@dataclass(frozen=True)
+class Stop:
+    """An event: the attempt has failed elsewhere.
+
+    Attributes:
+        why: what happened there.
+        count: number of that attempt.
+    """
+
+    why: str
+    count: int | None
 
 
 class Supervisor:
-    """Sees a launch to its end.
+    """Supervises an attempt on this node until its end.
 
     Args:
         processes: the running ranks.
-        events: the number of a signal that the launcher got, or None when a rank has ended.
-        grace: seconds between asking and killing.
+        events: the number of a signal that the launcher received, None when a rank has ended, or a ``Stop``.
+        options: the command line: how long to wait, and which signal asks for a resumable end.
         say: prints a message of the launcher.
+        count: number of the attempt.
+        on_failure: called when the first rank has failed, with what happened.
 
     Attributes:
-        signal: the signal that ended the launch, or None.
-        asked_at: when the ranks were asked to stop, in seconds since the epoch; None when they weren't.
+        signal: the signal that ended the attempt, or None.
+        interrupted: the launcher received a signal, perhaps after a failure.
+        asked_at: when the ranks were asked to stop, in seconds since the epoch; None if they weren't.
     """
 
     def __init__(
         self,
         processes: Sequence[Process],
-        events: queue.SimpleQueue[int | None],
-        grace: float,
+        events: queue.SimpleQueue[Any],
+        options: Options,
         say: Callable[[str], None],
+        count: int,
+        on_failure: Callable[[str], None],
     ) -> None:
         self.signal: int | None = None
+        self.interrupted = False
         self.asked_at: float | None = None
         self._processes = processes
         self._events = events
-        self._grace = grace
+        self._options = options
         self._say = say
+        self._count = count
+        self._on_failure = on_failure
         self._stage = _Stage.RUNNING
         self._deadline: float | None = None
+        self._spared_children = False
 
     def run(self) -> None:
-        """Return when no rank is running, and nothing that a rank started is left in its process group."""
+        """Return when no rank is running, and no process that a rank started is left in its process group."""
         while self._running() and self._stage < _Stage.GIVEN_UP:
             self._wait(None)
-            failed = [(p.exit.time, p.rank, p.exit) for p in self._processes if p.exit and p.exit.status != 0]
-            if self._stage is _Stage.RUNNING and failed:
-                self._enter(_Stage.FAILED, _NOTICE_SECONDS)
-                if self._running():
-                    _, rank, how = min(failed)
-                    self._say(f"rank {rank} failed ({how}); stopping the others")
+            self._look_at_ended()
         left = [process for process in self._processes if process.exit and process.reap()]
-        if left and self._stage < _Stage.ASKED:
-            self._ask(signal.SIGTERM, left)
+        if left and (self._stage < _Stage.ASKED or (self._spared_children and self._stage is _Stage.ASKED)):
+            self._spared_children = False
+            self._ask(signal.SIGTERM, left, self._options.grace)
         while left and self._stage < _Stage.GIVEN_UP:
             self._wait(_SWEEP_SECONDS)
             left = [process for process in left if process.reap()]
+
+    def _look_at_ended(self) -> None:
+        ended = [(process.exit.time, process.rank, process.exit) for process in self._processes if process.exit]
+        failed = [one for one in ended if one[2].status not in (0, RESUMABLE)]
+        if failed and self._stage < _Stage.FAILED:
+            self._enter(_Stage.FAILED, _NOTICE_SECONDS)
+            _, rank, how = min(failed)
+            self._on_failure(f"rank {rank} failed ({how})")
+            if self._running():
+                self._say(f"rank {rank} failed ({how}); stopping the others")
+        elif self._stage is _Stage.RUNNING and any(how.status == RESUMABLE for _, _, how in ended):
+            self._enter(_Stage.LEAVING, self._options.preempt_timeout)
 
     def _running(self) -> list[Process]:
         return [process for process in self._processes if process.exit is None]
 
     def _wait(self, limit: float | None) -> None:
-        """Wait for an event, the deadline or the limit, and act on what came."""
+        """Wait for an event, the deadline or the limit, and handle it."""
         until_deadline = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
         try:
             event = self._events.get(timeout=min((t for t in (limit, until_deadline) if t is not None), default=None))
@@ -87,34 +121,46 @@ class Supervisor:
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._escalate()
             return
-        if event is not None:
+        if isinstance(event, Stop):
+            if self._stage < _Stage.FAILED and event.count == self._count:  # else it comes late
+                self._enter(_Stage.FAILED, _NOTICE_SECONDS)
+                self._say(f"{event.why}; stopping the ranks of this node")
+        elif event is not None:
             self._on_signal(event)
 
     def _on_signal(self, number: int) -> None:
-        if self._stage is _Stage.RUNNING:
+        self.interrupted = True
+        if self._stage < _Stage.FAILED:
             self.signal = number
         if self._stage < _Stage.ASKED:
-            name = signal.Signals(number).name
-            self._say(f"{name}: asking {len(self._running())} rank(s) to stop; the same again kills them at once")
-            self._ask(number, self._processes)
+            is_request = number == self._options.preempt_signal
+            seconds = self._options.preempt_timeout if is_request else self._options.grace
+            self._say(
+                f"{signal.Signals(number).name}: asking {len(self._running())} rank(s) to stop within {seconds:g} s; a "
+                "second signal kills them at once"
+            )
+            # A rank that still has to end its step needs its children, such as those that read data. A program that
+            # isn't Python is the wrapper of one, and may not pass the signal on.
+            self._spared_children = is_request and self._options.is_python
+            self._ask(number, self._processes, seconds)
         elif self.asked_at is not None and time.time() - self.asked_at > _SAME_SIGNAL_SECONDS:
             self._kill()
 
     def _escalate(self) -> None:
-        if self._stage is _Stage.FAILED:
-            self._ask(signal.SIGTERM, self._processes)
+        if self._stage in (_Stage.LEAVING, _Stage.FAILED):
+            self._ask(signal.SIGTERM, self._processes, self._options.grace)
         elif self._stage is _Stage.ASKED:
             self._kill()
         else:
             self._enter(_Stage.GIVEN_UP, None)
             for process in self._running():
-                self._say(f"rank {process.rank} (process {process.pid}) can't be killed, it hangs in the kernel")
+                self._say(f"rank {process.rank} (process {process.pid}) can't be killed: it is stuck in the kernel")
 
-    def _ask(self, number: int, processes: Sequence[Process]) -> None:
-        self._enter(_Stage.ASKED, self._grace)
-        self.asked_at = time.time()
+    def _ask(self, number: int, processes: Sequence[Process], seconds: float) -> None:
+        self._enter(_Stage.ASKED, seconds)
+        self.asked_at = self.asked_at or time.time()
         for process in processes:
-            process.send(number)
+            process.send(number, self._spared_children)
 
     def _kill(self) -> None:
         self._enter(_Stage.KILLED, _KILL_SECONDS)

@@ -1,7 +1,7 @@
 """``npurun --tune``: runs the script several times, for a few steps each, and lets the tuner compare.
 
-Every run is a npurun of its own, stopped when its trace has enough iterations. What is tried, and what wins, is
-``npu_device.tuning``'s part; how several nodes keep in step is ``tune_nodes``'s.
+Every run is a separate npurun, stopped when its trace has enough iterations. ``tuning`` decides what is tried and what
+wins; ``tune_nodes`` keeps several nodes in step.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from npu_device.launch.console import Console
 from npu_device.launch.tune_nodes import Follower, Job, Leader
 
 if TYPE_CHECKING:
-    from npu_device.tuning.trials import Budget
+    from npu_device._src.tuning.trials import Budget
 
 DIRECTORY = "npu_tune"
-"""Where everything goes, in the working directory; on several nodes they have to share it."""
+"""The directory for everything, in the working directory; several nodes must share it."""
 
 _POLL_SECONDS = 0.1
-_SILENT_SECONDS = 60.0  # after a run has made no step for so long, and each time for twice as long, the user is told
+_SILENT_SECONDS = 60.0  # the user is told after this long without a step, then after twice as long each time
 _TAIL_LINES = 20
 _FAILED = 1
-# What would interfere: another way to ask for tuning, and the split that is to be found.
+# Variables that would interfere: another way to ask for tuning, and the split to be found.
 _OURS = ("AOE_MODE", "NPU_DEVICE_SPLIT")
 
 
 class RunError(RuntimeError):
-    """A run ended before it had made enough steps; the text has the end of its output."""
+    """A run ended before it had made enough steps; the text includes the end of its output."""
 
 
 def run(options: Options, budget: Budget | None = None) -> int:
-    """Tune the script on this node, which leads when it is node 0, and follows otherwise.
+    """Tune the script on this node, as the leader on node 0 and as a follower on the others.
 
     Args:
         options: the command line.
-        budget: how much is tried; default the tuner's.
+        budget: limits on the runs; default the tuner's.
 
     Returns:
-        0, or 1 when a run failed; a signal's number + 128 when one stopped the tuning.
+        0, or 1 if a run failed; a signal's number + 128 if one stopped the tuning.
     """
     console = Console()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -70,14 +70,14 @@ def run(options: Options, budget: Budget | None = None) -> int:
 
 
 def _lead(options: Options, budget: Budget | None, directory: Path, console: Console) -> str:
-    """Tune, and return what to tell the user."""
-    # Here and not above: npurun without --tune does without numpy.
-    from npu_device.profiling.records import read
-    from npu_device.tuning import report
-    from npu_device.tuning.cost_model import CALIBRATED_FILE, MEASURED_FILE, CostModel
-    from npu_device.tuning.keeping import keep
-    from npu_device.tuning.traced import Traced, traced
-    from npu_device.tuning.trials import FIRST, WARM_UP, Budget, tune
+    """Tune, and return the message for the user."""
+    # Imported here: npurun without --tune doesn't need numpy.
+    from npu_device._src.trace.records import read
+    from npu_device._src.tuning import messages
+    from npu_device._src.tuning.cost_model import CALIBRATED_FILE, MEASURED_FILE, CostModel
+    from npu_device._src.tuning.keeping import keep
+    from npu_device._src.tuning.traced import Traced, traced
+    from npu_device._src.tuning.trials import FIRST, WARM_UP, Budget, tune
 
     files = directory / MEASURED_FILE, directory / CALIBRATED_FILE
     for old in (*directory.glob("run*"), *directory.glob(f"{FIRST}*"), *files):
@@ -101,13 +101,13 @@ def _lead(options: Options, budget: Budget | None, directory: Path, console: Con
     result.calibrated.write(directory / CALIBRATED_FILE)
     kept = keep(result, directory)
     return (
-        f"{report.prediction(result.traced, result.cost)}\n\n{report.outcome(result)}\n\n"
-        f"Or leave the script as it is and start it with NPU_DEVICE_SPLIT=auto, which reads {kept[0]}"
+        f"{messages.prediction(result.traced, result.cost)}\n\n{messages.outcome(result)}\n\n"
+        f"Or leave the script unchanged and start it with NPU_DEVICE_SPLIT=auto, which reads {kept[0]}"
     )
 
 
 class _Silence:
-    """Tells the user that a run goes on without making steps; nobody would see otherwise that it never will."""
+    """Tells the user that a run continues without making steps; otherwise a run that never will would go unnoticed."""
 
     def __init__(self, console: Console, job: Job, log: Path) -> None:
         self._console, self._job, self._log = console, job, log
@@ -115,8 +115,8 @@ class _Silence:
         self._since = time.monotonic()
         self._patience = _SILENT_SECONDS
 
-    def heard(self, steps: int) -> None:
-        """Take note of how many steps the run has made."""
+    def progressed(self, steps: int) -> None:
+        """Record how many steps the run has made."""
         silent = time.monotonic() - self._since
         if steps > self._steps:
             self._steps, self._since, self._patience = steps, time.monotonic(), _SILENT_SECONDS
@@ -147,13 +147,13 @@ def _carry_out(job: Job, options: Options, directory: Path, console: Console) ->
         silence = _Silence(console, job, log)
         try:
             while process.poll() is None and not _is_enough(job, traces, options.world_size):
-                silence.heard(min(_iterations(traces, rank) for rank in range(options.world_size)))
+                silence.progressed(min(_iterations(traces, rank) for rank in range(options.world_size)))
                 time.sleep(_POLL_SECONDS)
         finally:
             if process.poll() is None:
                 process.terminate()
             process.wait()
-    # A run that was stopped ends with an error, and so does one whose neighbour node was quicker to stop its ranks.
+    # A stopped run ends with an error, and so does one whose ranks another node stopped first.
     done = process.returncode == 0 if job.measuring is not None else _is_enough(job, traces, options.world_size)
     if not done:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
@@ -169,7 +169,7 @@ def _carry_out(job: Job, options: Options, directory: Path, console: Console) ->
 
 def _command(job: Job, options: Options) -> list[str]:
     launcher = [sys.executable, "-m", "npu_device.launch", "-n", str(options.nproc_per_node)]
-    launcher += ["--job-id", f"tune-{job.key}", "--grace", str(options.grace)]
+    launcher += ["--job-id", f"tune-{job.key}", "--grace", str(options.grace), "--preempt-timeout", str(options.grace)]
     if options.nnodes > 1:
         launcher += ["--nnodes", str(options.nnodes), "--node-rank", str(options.node_rank)]
         launcher += ["--master-addr", options.master_addr]
@@ -196,7 +196,7 @@ def _is_enough(job: Job, traces: Path, world_size: int) -> bool:
 
 
 def _iterations(traces: Path, rank: int) -> int:
-    """How many iterations a rank has recorded; its file begins with one line about the run."""
+    """Return how many iterations a rank has recorded; its file begins with one line about the run."""
     try:
         with (traces / f"rank{rank}" / "iterations.jsonl").open("rb") as file:
             return max(0, file.read().count(b"\n") - 1)

@@ -1,14 +1,17 @@
-"""How the nodes of ``npurun --tune`` keep in step: through files in a directory that they share.
+"""Keep the nodes of ``npurun --tune`` in step, through files in a directory that they share.
 
-Node 0 leads: it decides what is run next and writes it down; the others wait for it and do the same. They find each
-other first, so that what a crashed tuning has left isn't mistaken for the leader's word.
+Node 0 leads: it decides what to run next and writes it to a file; the others wait for it and do the same. They find
+each other first, so that files left by a crashed tuning aren't mistaken for the leader's.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import secrets
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -18,20 +21,23 @@ from typing import Any
 
 _POLL_SECONDS = 0.2
 _MEETING_SECONDS = 120.0
+_BEAT_SECONDS = 2.0
+_SILENT_SECONDS = 30.0  # a leader silent for this long has been killed, or can't write any more
 _SESSION = "session.json"
+_BEAT = "heartbeat.json"
 _OVER: dict[str, Any] = {}  # instead of a job
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every node runs next.
+    """The next run of every node.
 
     Attributes:
-        name: of the run.
+        name: name of the run.
         measuring: arguments of ``launch.measuring``; None for the script.
         ends: the split to try; None for the script's own.
         iterations: traced iterations after which the script is stopped.
-        key: the same on all nodes, and of no other job.
+        key: the same on all nodes, and different for every job.
     """
 
     name: str
@@ -42,10 +48,10 @@ class Job:
 
 
 class Leader:
-    """Node 0's side; a context manager that tells the others when all is over. On a single node it does nothing.
+    """Node 0's side; a context manager that tells the others when the tuning is over. On a single node it does nothing.
 
     Raises:
-        OSError: on entering, when not all nodes have come.
+        OSError: on entering, if not all nodes have come.
     """
 
     def __init__(self, directory: Path, nnodes: int) -> None:
@@ -53,11 +59,14 @@ class Leader:
         self._others = range(1, nnodes)
         self._number = 0
         self._session = secrets.token_hex(6)
+        self._over = threading.Event()
+        self._beating = threading.Thread(target=self._beat, name="npurun-heartbeat", daemon=True)
 
     def __enter__(self) -> Leader:
         if not self._others:
             return self
-        for old in (*self._directory.glob("node*"), *self._directory.glob("job_*"), self._directory / _SESSION):
+        left = [self._directory / name for name in (_SESSION, _BEAT)]
+        for old in (*self._directory.glob("node*"), *self._directory.glob("job_*"), *left):
             old.unlink(missing_ok=True)
         deadline = time.monotonic() + _MEETING_SECONDS
         tokens: dict[int, str] = {}
@@ -74,10 +83,11 @@ class Leader:
                     tokens[node] = token
             time.sleep(_POLL_SECONDS)
         _write(self._directory / _SESSION, {"session": self._session, "tokens": sorted(tokens.values())})
+        self._beating.start()
         return self
 
     def announce(self, job: Job) -> None:
-        """Let the other nodes run a job as well."""
+        """Tell the other nodes to run a job as well."""
         if self._others:
             _write(self._path(), asdict(job))
             self._number += 1
@@ -86,7 +96,16 @@ class Leader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._others:
+            self._over.set()
             _write(self._path(), _OVER)
+
+    def _beat(self) -> None:
+        """Show the others that the leader is alive."""
+        for number in itertools.count():
+            with contextlib.suppress(OSError):
+                _write(self._directory / _BEAT, number)
+            if self._over.wait(_BEAT_SECONDS):
+                return
 
     def _path(self) -> Path:
         return self._directory / f"job_{self._session}_{self._number}.json"
@@ -96,7 +115,7 @@ class Follower:
     """Another node's side: iterates over the jobs of the leader.
 
     Raises:
-        OSError: on iterating, when the leader doesn't come.
+        OSError: on iterating, if the leader doesn't come, or falls silent.
     """
 
     def __init__(self, directory: Path, node_rank: int) -> None:
@@ -106,13 +125,22 @@ class Follower:
     def __iter__(self) -> Iterator[Job]:
         session = self._meet()
         number = 0
+        heartbeat, seen = None, time.monotonic()
         while True:
+            if (found := _read(self._directory / _BEAT)) != heartbeat:
+                heartbeat, seen = found, time.monotonic()
+            elif time.monotonic() - seen > _SILENT_SECONDS:
+                raise OSError(
+                    f"node 0 has been silent for {_SILENT_SECONDS:g} s in {self._directory}: its npurun has been "
+                    "killed, or the directory is no longer shared.\nWhat to do: look at its output, and start again."
+                )
             values = _read(self._directory / f"job_{session}_{number}.json")
             if values == _OVER:
                 return
             if values is not None:
                 yield Job(**values)
                 number += 1
+                seen = time.monotonic()
             time.sleep(_POLL_SECONDS)
 
     def _meet(self) -> str:
@@ -120,7 +148,7 @@ class Follower:
         mine = self._directory / f"node{self._node_rank}"
         deadline = time.monotonic() + _MEETING_SECONDS
         while time.monotonic() < deadline:
-            _write(mine, token)  # again and again: the leader clears the directory when it comes
+            _write(mine, token)  # repeatedly: the leader clears the directory when it comes
             values = _read(self._directory / _SESSION)
             if values is not None and token in values["tokens"]:
                 return str(values["session"])
@@ -132,7 +160,7 @@ class Follower:
 
 
 def _read(path: Path) -> Any:
-    """What another node has written; None as long as it isn't there. The leader may remove it at any moment."""
+    """Return what another node has written; None if it isn't there. The leader may remove it at any moment."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -140,7 +168,7 @@ def _read(path: Path) -> Any:
 
 
 def _write(path: Path, value: object) -> None:
-    """Whoever reads meanwhile sees all of it or nothing."""
+    """Write atomically: a concurrent reader sees all of it or nothing."""
     new = path.with_name(f".{path.name}.new")
     new.write_text(json.dumps(value), encoding="utf-8")
     os.replace(new, path)

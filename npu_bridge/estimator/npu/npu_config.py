@@ -1,7 +1,7 @@
 """Ascend's settings of sessions and Estimators."""
 
-from npu_device.sessions.config import decorator_tf_session
-from npu_device.sessions.run_config import (
+from npu_device._src.tf1.config import decorator_tf_session
+from npu_device._src.tf1.run_config import (
     DumpConfig,
     DynamicInputConfig,
     MemoryConfig,

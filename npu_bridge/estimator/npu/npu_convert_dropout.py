@@ -1,3 +1,3 @@
-"""On Ascend, importing this makes Keras's Dropout use the NPU's operator. Here Keras's own is right, and nothing is
-changed.
+"""On Ascend, importing this makes Keras's Dropout use the NPU's operator. Here it changes nothing: Keras's own is
+right.
 """

@@ -1,5 +1,5 @@
 """Recurrent operators with weights."""
 
-from npu_device.ops.recurrent_layers import DynamicAUGRU, DynamicGRUV2, DynamicRNN
+from npu_device._src.operators.recurrent_layers import DynamicAUGRU, DynamicGRUV2, DynamicRNN
 
 __all__ = ["DynamicAUGRU", "DynamicGRUV2", "DynamicRNN"]

@@ -1,6 +1,6 @@
 """Ascend's session hooks."""
 
-from npu_device.sessions.hooks import (
+from npu_device._src.tf1.hooks import (
     NPUBroadcastGlobalVariablesHook,
     NPUCheckpointSaverHook,
     NpuEmptyHook,

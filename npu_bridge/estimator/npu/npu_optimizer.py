@@ -1,7 +1,6 @@
 """Ascend's distributed optimizers, and the reductions under them."""
 
-from npu_device.sessions.loss_scale import NPUOptimizer
-from npu_device.sessions.optimizer import (
+from npu_device._src.tf1.distributed_optimizer import (
     KerasDistributeOptimizer,
     NPUDistributedOptimizer,
     allreduce,
@@ -9,6 +8,7 @@ from npu_device.sessions.optimizer import (
     npu_distributed_optimizer_wrapper,
     reduce,
 )
+from npu_device._src.tf1.loss_scale import NPUOptimizer
 
 __all__ = [
     "KerasDistributeOptimizer",

@@ -1,3 +1,3 @@
-"""Ascend's module of this name: it can be imported, and has nothing to offer here."""
+"""Ascend's module of this name: it can be imported, and contains nothing here."""
 
 __all__: list[str] = []

@@ -5,7 +5,7 @@ that both names lead to the same functions and classes.
 """
 
 import npu_bridge
-from npu_device.sessions.config import SessionConfigBuilder
+from npu_device._src.tf1.config import SessionConfigBuilder
 
 __path__ = [*__path__, *npu_bridge.__path__]
 

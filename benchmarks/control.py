@@ -1,0 +1,204 @@
+"""The control channel with very many ranks, without TensorFlow: ``python -m benchmarks.control --ranks 1024``.
+
+Uses the real hub, and the package's own client code for every rank, with many ranks per process. Prints a row of a
+Markdown table: the time to meet, for a barrier, to find out which ranks share memory, to learn of a failure, to build
+the tables of a stall and of calls that don't match, and to leave; and the number of messages that the hub sends and
+receives per rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import threading
+import time
+from multiprocessing.connection import Connection, wait
+from typing import Any, Callable
+
+from npu_device._src.cluster.channel import Channel
+from npu_device._src.cluster.hub_process import HubProcess
+from npu_device._src.cluster.membership import Membership
+from npu_device._src.cluster.rendezvous import meet
+
+_RANKS_A_PROCESS = 128
+_SECONDS = 120.0
+_HEADER = (
+    "| ranks | hub up | meeting | barrier | who shares memory | stall table | mismatch table | failure known to all "
+    "| leaving | messages a rank |\n|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+class _Rank:
+    """One rank, whose thread goes from step to step together with the others."""
+
+    def __init__(self, membership: Membership) -> None:
+        self.membership = membership
+        self.channel: Channel | None = None
+        self.failed = threading.Event()
+        self.failed_at = 0.0
+
+    def meet(self) -> None:
+        cluster, self.channel = meet(self.membership, {"npu_device": "benchmark"})
+        assert cluster.rank == self.membership.rank
+        self.channel.listen(self._on_push, lambda reason: None)
+
+    def barrier(self) -> None:
+        self._open.barrier("benchmark", _SECONDS)
+
+    def memory(self) -> None:
+        """Exchange the messages of the shared-memory backend's ``prove``."""
+        if self.membership.rank == 0:
+            self._open.set("memory/0", json.dumps({"who": "kernel", "path": "/proc/1/fd/1", "token": "0" * 32}))
+        else:
+            self._open.get("memory/0", _SECONDS)
+        found = self._open.gather("memory", ["auto", "", False, False], _SECONDS)
+        assert len(found) == self.membership.world_size
+
+    def stall(self) -> None:
+        """Ask from all ranks but the last, which is late, where the others are, as the stall watch does."""
+        if self.membership.rank == self.membership.world_size - 1:
+            return
+        body = {"group": "hccl_world_group", "ranks": f"0-{self.membership.world_size - 1}", "begun": 7}
+        answers = self._open.ask("where", body, range(self.membership.world_size), _SECONDS)
+        assert len(answers) == self.membership.world_size
+
+    def mismatch(self) -> None:
+        """Exchange the calls, of which one differs, as ``agreement`` does."""
+        size, rank = self.membership.world_size, self.membership.rank
+        row = {"operation": "all_reduce", "tensors": ["float32 [3]"] * 100, "line": f"x.py:{1 if rank else 2}"}
+        assert len(self._open.gather_from("mismatch/benchmark/1", row, range(size), _SECONDS)) == size
+
+    def failure(self) -> None:
+        if self.membership.rank == self.membership.world_size // 2:
+            self._open.notify(
+                "failed", event={"rank": self.membership.rank, "error": "ValueError", "traceback": "x" * 999}
+            )
+        assert self.failed.wait(_SECONDS)
+
+    def leave(self) -> None:
+        self._open.notify("left", issued={"hccl_world_group 0-1023": 7})
+        self._open.close()
+
+    @property
+    def _open(self) -> Channel:
+        assert self.channel is not None
+        return self.channel
+
+    def _on_push(self, message: dict[str, Any]) -> None:
+        if message["push"] == "question":
+            begun = 6 if self.membership.rank == self.membership.world_size - 1 else 7
+            self._open.reply(
+                message["question"], {"begun": begun, "call": {"operation": "all_reduce", "line": "x.py:1"}}
+            )
+        elif message["push"] == "failed":
+            self.failed_at = time.monotonic()
+            self.failed.set()
+
+
+_STEPS = ("meet", "barrier", "memory", "stall", "mismatch", "failure", "leave")
+
+
+def _serve(link: Connection, memberships: list[Membership]) -> None:
+    """Run the steps for the ranks of one process: each when told, all ranks at once."""
+    ranks = [_Rank(membership) for membership in memberships]
+    for step in _STEPS:
+        gate = threading.Barrier(len(ranks) + 1)
+
+        def run(act: Callable[[], None], gate: threading.Barrier = gate) -> None:
+            gate.wait()
+            act()
+
+        threads = [threading.Thread(target=run, args=(getattr(rank, step),)) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        link.send("ready")
+        link.recv()
+        gate.wait()
+        for thread in threads:
+            thread.join()
+        link.send(max((rank.failed_at for rank in ranks), default=0.0))
+    link.send(sum(rank.channel.messages for rank in ranks if rank.channel is not None))
+
+
+def _measure(ranks: int) -> str:
+    secret = os.urandom(32)
+    began = time.monotonic()
+    hub = HubProcess(
+        secret=secret,
+        listen=("127.0.0.1",),
+        ports=(0, 0),
+        job_id="benchmark",
+        world_size=ranks,
+        expected_hosts=(),
+        host_key="here",
+        stays=True,
+    )
+    seconds = {"hub": time.monotonic() - began}
+    memberships = [
+        Membership(
+            scheme="rank table",
+            world_size=ranks,
+            rank=rank,
+            host=None,
+            host_key="here",
+            device_id=rank,
+            is_chief=False,
+            chief_hosts=("127.0.0.1",),
+            chief_port=hub.port,
+            job_id="benchmark",
+            connect_timeout=_SECONDS,
+            expected_hosts=("here",) * ranks,
+            secret=secret,
+        )
+        for rank in range(ranks)
+    ]
+    links, processes = [], []
+    for first in range(0, ranks, _RANKS_A_PROCESS):
+        ours, theirs = multiprocessing.Pipe()
+        process = multiprocessing.Process(target=_serve, args=(theirs, memberships[first : first + _RANKS_A_PROCESS]))
+        process.start()
+        links.append(ours)
+        processes.append(process)
+    for step in _STEPS:
+        _all(links)
+        began = time.monotonic()
+        for link in links:
+            link.send("go")
+        ends = _all(links)
+        seconds[step] = (max(ends) if step == "failure" else time.monotonic()) - began
+    messages = sum(_all(links)) / ranks
+    for process in processes:
+        process.join()
+    hub.close()
+    cells = [
+        f"{seconds[name]:.2f} s"
+        for name in ("hub", "meet", "barrier", "memory", "stall", "mismatch", "failure", "leave")
+    ]
+    return f"| {ranks} | {' | '.join(cells)} | {messages:.1f} |"
+
+
+def _all(links: list[Connection]) -> list[Any]:
+    """Return one message of every process, in any order of arrival."""
+    found: list[Any] = []
+    waiting = list(links)
+    while waiting:
+        for link in wait(waiting):
+            assert isinstance(link, Connection)
+            found.append(link.recv())
+            waiting.remove(link)
+    return found
+
+
+def main() -> None:
+    """Measure with the numbers of ranks on the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.control", description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024])
+    print(_HEADER)
+    for ranks in parser.parse_args().ranks:
+        print(_measure(ranks), flush=True)
+
+
+if __name__ == "__main__":
+    main()

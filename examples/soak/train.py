@@ -1,0 +1,77 @@
+"""A training that resumes after any end, for ``python -m npu_device.testing.soak``: a small one, or ResNet-50.
+
+    python -m npu_device.testing.soak --mtbf 30 --for 900 --result {dir}/weights.npy -- \\
+        -n 2 examples/soak/train.py --directory {dir} --model resnet50 --steps 2000 --every 20
+"""
+
+import argparse
+import os
+
+import npu_device as npu
+
+npu.open().as_default()
+
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+keras = tf.keras
+
+
+def make_model(name):
+    if name == "resnet50":
+        return keras.applications.ResNet50(weights=None, input_shape=(96, 96, 3), classes=10)
+    return keras.Sequential(
+        [
+            keras.Input([96, 96, 3]),
+            keras.layers.AveragePooling2D(8),
+            keras.layers.Flatten(),
+            keras.layers.Dense(32, activation="relu"),
+            keras.layers.Dropout(0.2),
+            keras.layers.Dense(10, activation="softmax"),
+        ]
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--directory", required=True)
+    parser.add_argument("--model", choices=["small", "resnet50"], default="small")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--every", type=int, default=10)
+    given = parser.parse_args()
+    keras.utils.set_random_seed(1)
+    model, batch = make_model(given.model), 4
+    optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(keras.optimizers.SGD(0.01, momentum=0.9))
+    optimizer.build(model.trainable_variables)
+    random = np.random.default_rng(npu.distribute.rank())
+    images, labels = random.random([256, 96, 96, 3], np.float32), random.integers(0, 10, 256)
+    dataset = tf.data.Dataset.from_tensor_slices((images, labels)).shuffle(64, seed=3).repeat().batch(batch)
+    iterator = iter(dataset)
+    npu.distribute.broadcast(model.variables)
+    loss_of = keras.losses.SparseCategoricalCrossentropy()
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = loss_of(y, model(x, training=True))
+        optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+
+    with npu.train.JobCheckpoint(
+        os.path.join(given.directory, "checkpoints"),
+        every=given.every,
+        model=model,
+        optimizer=optimizer,
+        per_rank={"iterator": iterator},
+    ) as checkpoint:
+        for done in range(checkpoint.restore(), given.steps):
+            step(*next(iterator))
+            checkpoint.step_done(done + 1)
+    if npu.distribute.is_main():
+        path = os.path.join(given.directory, "weights.npy")
+        with open(path + ".part", "wb") as file:
+            np.save(file, np.concatenate([np.ravel(weight) for weight in model.get_weights()]))
+        os.replace(path + ".part", path)
+
+
+if __name__ == "__main__":
+    main()

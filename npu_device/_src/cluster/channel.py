@@ -1,0 +1,269 @@
+"""A rank's end of the control channel: the connection it used for the rendezvous, kept open while the job lasts.
+
+Key-value store, gathers, barriers, questions, and notices from the hub. Nothing polls; every wait has a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from typing import Any, Callable
+
+from npu_device._src.cluster import frames
+from npu_device._src.cluster.errors import ClusterError
+
+_MARGIN_SECONDS = 5.0  # the hub enforces the timeout; a later answer will never come
+_SHORT_SECONDS = 10.0  # for requests that the hub answers at once
+
+_log = logging.getLogger("npu_device")
+
+
+class _Waiter:
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.answer: dict[str, Any] | None = None
+
+
+class Channel:
+    """The connection to the hub after the rendezvous.
+
+    Args:
+        connection: the connected socket.
+        reader: holds the bytes that have already arrived.
+
+    Attributes:
+        messages: how many messages have been sent and received.
+    """
+
+    def __init__(self, connection: socket.socket, reader: frames.Reader) -> None:
+        self._socket = connection
+        self._socket.settimeout(None)
+        self._reader = reader
+        self._pid = os.getpid()
+        self._sending = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, _Waiter] = {}
+        self._problem: str | None = None
+        self._is_closed = False
+        self.messages = 0
+        myself = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _close_in_fork(myself()))
+
+    def listen(self, on_push: Callable[[dict[str, Any]], None], on_lost: Callable[[str], None]) -> None:
+        """Start receiving the hub's messages.
+
+        Args:
+            on_push: called, in a thread of its own, with each message that isn't an answer.
+            on_lost: called once, with the reason, when the hub is gone.
+        """
+        threading.Thread(target=self._read, args=(on_push, on_lost), name="npu_device-channel", daemon=True).start()
+
+    # Values
+
+    def set(self, key: str, value: str) -> None:
+        """Write a new key, which every rank can read at once.
+
+        Raises:
+            KeyError: the key exists already (keys are written once, so that no rank overwrites what another has read).
+            ClusterError: the hub is gone, or doesn't answer.
+        """
+        self._request("set", _SHORT_SECONDS, key=key, value=value)
+
+    def get(self, key: str, timeout: float) -> str:
+        """Read a key, waiting until a rank has written it.
+
+        Args:
+            key: the key.
+            timeout: seconds to wait.
+
+        Raises:
+            TimeoutError: no rank wrote the key in time.
+            ClusterError: the hub is gone, or doesn't answer.
+        """
+        return str(self._request("get", timeout, key=key))
+
+    def delete(self, key: str) -> None:
+        """Remove a key, if it exists.
+
+        Raises:
+            ClusterError: the hub is gone, or doesn't answer.
+        """
+        self._request("delete", _SHORT_SECONDS, key=key)
+
+    # Together
+
+    def gather(self, name: str, value: Any, timeout: float) -> list[Any]:
+        """Return the values that all ranks of the job pass under a name, by rank.
+
+        Args:
+            name: name of the gather; free again when it is over.
+            value: this rank's value; must be serializable as JSON.
+            timeout: seconds to wait.
+
+        Raises:
+            TimeoutError: some ranks did not come in time.
+            ClusterError: a rank has gone; the hub is gone, or doesn't answer.
+        """
+        found = _by_rank(self._request("gather", timeout, name=name, value=value, ranks=None, partial=False))
+        return [found[rank] for rank in range(len(found))]
+
+    def gather_from(self, name: str, value: Any, ranks: Iterable[int], timeout: float) -> dict[int, Any]:
+        """Return the values that some ranks, this one among them, have passed under a name within the timeout, by rank.
+
+        Args:
+            name: name of the gather, to be used once.
+            value: this rank's value; must be serializable as JSON.
+            ranks: the ranks, the same on each of them.
+            timeout: seconds to wait. Ranks that have gone aren't waited for.
+
+        Raises:
+            ClusterError: the hub is gone, or doesn't answer.
+        """
+        asked = frames.ranges(ranks)
+        return _by_rank(self._request("gather", timeout, name=name, value=value, ranks=asked, partial=True))
+
+    def barrier(self, name: str, timeout: float) -> None:
+        """Wait until every rank of the job has reached the barrier of this name.
+
+        Raises:
+            TimeoutError: not all ranks came within ``timeout`` seconds.
+            ClusterError: a rank has gone; the hub is gone, or doesn't answer.
+        """
+        self.gather(name, None, timeout)
+
+    # Questions
+
+    def ask(self, kind: str, body: Any, ranks: Iterable[int], timeout: float) -> dict[int, Any]:
+        """Ask some ranks a question, and return the answers that arrived in time, by rank.
+
+        Ranks that ask the same question share the answers, so it costs no more when all of them ask.
+
+        Raises:
+            ClusterError: the hub is gone, or doesn't answer.
+        """
+        return _by_rank(self._request("ask", timeout, kind=kind, body=body, ranks=frames.ranges(ranks)))
+
+    def reply(self, question: int, value: Any) -> None:
+        """Answer a question that the hub has passed on."""
+        self.notify("reply", question=question, value=value)
+
+    def others(self, timeout: float) -> list[int]:
+        """Wait until every other rank has left; return those still there after ``timeout`` seconds.
+
+        Raises:
+            ClusterError: the hub is gone, or doesn't answer.
+        """
+        return frames.ranks_of(str(self._request("others", timeout)))
+
+    # Messages
+
+    def notify(self, do: str, **fields: Any) -> None:
+        """Send a message that needs no answer; if the hub is gone, it is dropped."""
+        self._send({"do": do, **fields}, _SHORT_SECONDS)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._is_closed = True
+        if os.getpid() == self._pid:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _request(self, do: str, seconds: float, **fields: Any) -> Any:
+        waiter, number = _Waiter(), next(self._numbers)
+        self._waiting[number] = waiter
+        try:
+            if self._problem is None:
+                self._send({"id": number, "do": do, "seconds": seconds, **fields}, seconds + _MARGIN_SECONDS)
+            if self._problem is not None or not waiter.event.wait(seconds + _MARGIN_SECONDS):
+                raise ClusterError(
+                    self._problem
+                    or f"the job's hub has not answered for {seconds + _MARGIN_SECONDS:g} s ({do}): its process is "
+                    "stopped or overloaded.\nWhat to do: look at the host of rank 0, where it runs."
+                )
+        finally:
+            self._waiting.pop(number, None)
+        answer = waiter.answer
+        if answer is None:
+            raise ClusterError(self._problem or "the job's hub is gone")
+        if "error" in answer:
+            raise {"exists": KeyError, "late": TimeoutError}.get(answer["error"], ClusterError)(answer["text"])
+        return answer["value"]
+
+    def _send(self, message: dict[str, Any], seconds: float) -> None:
+        """Send a whole message, or close the connection."""
+        if self._problem is not None:
+            return
+        self.messages += 1
+        frame = memoryview(frames.encode(message))
+        until = time.monotonic() + seconds
+        poll = select.poll()
+        with self._sending, contextlib.suppress(OSError, ValueError):  # the reading thread notices the loss
+            poll.register(self._socket, select.POLLOUT)
+            while frame:
+                try:
+                    frame = frame[self._socket.send(frame, socket.MSG_DONTWAIT) :]
+                except BlockingIOError:
+                    if not poll.poll(1000 * max(0.0, until - time.monotonic())):
+                        self._problem = (
+                            f"the job's hub has received nothing for {seconds:g} s: its process is stopped or "
+                            "overloaded.\nWhat to do: look at the host of rank 0, where it runs."
+                        )
+                        self._socket.shutdown(socket.SHUT_RDWR)  # half a message may have been sent
+                        return
+
+    def _read(self, on_push: Callable[[dict[str, Any]], None], on_lost: Callable[[str], None]) -> None:
+        reason = "the connection to the job's hub has ended"
+        try:
+            while True:
+                message = self._reader.next()
+                if message is None:
+                    data = self._socket.recv(1 << 18)
+                    if not data:
+                        break
+                    self._reader.add(data)
+                    continue
+                self.messages += 1
+                if "id" in message:
+                    waiter = self._waiting.get(message["id"])
+                    if waiter is not None:
+                        waiter.answer = message
+                        waiter.event.set()
+                elif message.get("push") == "end":
+                    reason = str(message["text"])
+                else:
+                    self._handle(on_push, message)
+        except (OSError, ValueError) as error:
+            reason = f"the connection to the job's hub broke: {error}"
+        self._problem = self._problem or reason
+        for waiter in list(self._waiting.values()):
+            waiter.event.set()
+        if not self._is_closed:
+            on_lost(self._problem)
+
+    @staticmethod
+    def _handle(on_push: Callable[[dict[str, Any]], None], message: dict[str, Any]) -> None:
+        try:
+            on_push(message)
+        except Exception:  # the channel serves others, too
+            _log.exception("could not handle a message from the job's hub")
+
+
+def _close_in_fork(channel: Channel | None) -> None:
+    """Close this forked child's copy of the connection, or the hub would not see the parent's end close."""
+    if channel is not None:
+        channel._problem = "this process is a fork of a rank, not a rank itself"
+        channel._is_closed = True
+        channel._socket.close()
+
+
+def _by_rank(found: list[tuple[Any, str]]) -> dict[int, Any]:
+    return {rank: value for value, text in found for rank in frames.ranks_of(text)}

@@ -1,0 +1,26 @@
+"""Errors between the ranks, and the exit code that is none. A malformed variable is a plain ValueError
+(``environment``).
+"""
+
+from __future__ import annotations
+
+import os
+
+RESUMABLE: int = os.EX_TEMPFAIL
+"""Exit code 75: the rank was asked to stop, and a checkpoint has been written from which the job can go on."""
+
+
+class ClusterError(RuntimeError):
+    """The description of the job is wrong, incomplete or contradictory, or the ranks can't work together."""
+
+
+class RendezvousError(ClusterError):
+    """The ranks did not find each other, or don't match. Every rank that came raises it with the same text."""
+
+
+class PortTakenError(RendezvousError):
+    """The hub can't listen, because another program uses its port."""
+
+
+class PeerError(ClusterError):
+    """Another rank has failed or left, and this one can't continue without it."""

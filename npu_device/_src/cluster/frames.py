@@ -1,0 +1,137 @@
+"""The messages of a control channel: JSON frames, the proof of the job's secret, and compact sets of ranks.
+
+A frame is its length in four bytes and a JSON object. The hub and the ranks share this file; it imports little, because
+the hub has to start quickly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+from collections.abc import Iterable
+from typing import Any
+
+PROTOCOL = 2
+"""Number of this protocol. The first frames and the hello never change, so that ranks with different
+versions of the package recognize each other."""
+
+LIMIT_BEFORE_PROOF = 1 << 10
+LIMIT_OF_HELLO = 1 << 16
+LIMIT = 1 << 26
+"""Longest frame in bytes; a longer one ends the connection."""
+
+_HEADER = struct.Struct(">I")
+_NONCE_BYTES = 16
+
+# A lost host is noticed within 15 s: keepalive probes every 3 s; 10 s without an acknowledgement end the connection.
+_KEEPALIVE_AFTER_SECONDS = 3
+_UNACKNOWLEDGED_MILLISECONDS = 10_000
+
+
+class FrameError(ValueError):
+    """The data received isn't a frame of this protocol, or the frame is too long."""
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """Return a message as a frame."""
+    return join(json.dumps(message, separators=(",", ":")).encode())
+
+
+def join(*parts: bytes) -> bytes:
+    """Return a frame of JSON text that is already encoded."""
+    return _HEADER.pack(sum(map(len, parts))) + b"".join(parts)
+
+
+class Reader:
+    """Splits received bytes into messages."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._data = bytearray()
+
+    def add(self, data: bytes) -> None:
+        """Add received bytes."""
+        self._data += data
+
+    def next(self) -> dict[str, Any] | None:
+        """Return the next whole message, or None while it is incomplete.
+
+        Raises:
+            FrameError: the frame is longer than the limit, not JSON, or not an object.
+        """
+        if len(self._data) < _HEADER.size:
+            return None
+        (length,) = _HEADER.unpack_from(self._data)
+        if length > self.limit:
+            raise FrameError(f"a frame of {length} bytes")
+        end = _HEADER.size + length
+        if len(self._data) < end:
+            return None
+        try:
+            message = json.loads(self._data[_HEADER.size : end])
+        except (ValueError, RecursionError) as error:
+            raise FrameError("no JSON") from error
+        if not isinstance(message, dict):
+            raise FrameError("no object")
+        del self._data[:end]
+        return message
+
+
+def nonce() -> str:
+    """Return a number that has never been used, so that a recorded proof can't be replayed."""
+    return secrets.token_hex(_NONCE_BYTES)
+
+
+def proof(secret: bytes, side: str, client_nonce: str, hub_nonce: str) -> str:
+    """Return the proof that only a holder of the secret can compute.
+
+    Args:
+        secret: the job's secret.
+        side: ``"client"`` or ``"hub"``, so that neither side can return the other's proof.
+        client_nonce: the client's nonce.
+        hub_nonce: the hub's.
+    """
+    text = f"npu_device {side} {client_nonce} {hub_nonce}"
+    return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
+
+
+def is_proof(given: object, expected: str) -> bool:
+    """Compare in constant time."""
+    return isinstance(given, str) and hmac.compare_digest(given.encode(), expected.encode())
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let the kernel detect a lost host, and send small messages at once."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", _KEEPALIVE_AFTER_SECONDS),
+        ("TCP_KEEPINTVL", _KEEPALIVE_AFTER_SECONDS),
+        ("TCP_USER_TIMEOUT", _UNACKNOWLEDGED_MILLISECONDS),
+    ):
+        if hasattr(socket, name):  # Linux has them all
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """Return ranks in compact form: ``0-3,7``."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def ranks_of(text: str) -> list[int]:
+    """Return the ranks in a text that ``ranges`` made."""
+    found: list[int] = []
+    for part in text.split(",") if text else ():
+        first, _, last = part.partition("-")
+        found.extend(range(int(first), int(last or first) + 1))
+    return found

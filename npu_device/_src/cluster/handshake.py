@@ -1,0 +1,139 @@
+"""The first exchange with the hub: its address, frames with time limits, and the proof that both sides know the job's
+secret.
+
+An attempt that fails raises ``AttemptFailedError``, whose text says what happened at that address.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import queue
+import socket
+import threading
+import time
+from typing import Any, Callable
+
+from npu_device._src.cluster import frames
+
+ANSWER_SECONDS = 3.0
+"""How long the hub, which should answer at once, may take."""
+
+ANOTHER_PROGRAM = "another program answers there: it doesn't talk npu_device's protocol"
+
+
+class AttemptFailedError(Exception):
+    """One attempt failed; the text says why."""
+
+
+class TimedConnection:
+    """Sends and receives frames, each with a time limit."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.reader = frames.Reader(frames.LIMIT)
+
+    def send(self, message: dict[str, Any]) -> None:
+        try:
+            self.connection.settimeout(ANSWER_SECONDS)
+            self.connection.sendall(frames.encode(message))
+        except OSError:
+            pass  # the next read reports what happened
+
+    def receive(
+        self, seconds: float, *, silent: str, closed: str, meanwhile: Callable[[], None] | None = None
+    ) -> dict[str, Any]:
+        """Return the next message.
+
+        Args:
+            seconds: how long to wait.
+            silent: the error's text if none comes in time.
+            closed: the error's text if the other side has closed the connection.
+            meanwhile: called about once a second.
+        """
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                message = self.reader.next()
+            except frames.FrameError:
+                raise AttemptFailedError(ANOTHER_PROGRAM) from None
+            if message is not None:
+                return message
+            left = until - time.monotonic()
+            if left <= 0:
+                raise AttemptFailedError(silent)
+            self.connection.settimeout(min(1.0, left))
+            try:
+                data = self.connection.recv(1 << 16)
+            except socket.timeout:
+                if meanwhile is not None:
+                    meanwhile()
+                continue
+            except OSError:
+                data = b""
+            if not data:
+                raise AttemptFailedError(closed)
+            self.reader.add(data)
+
+
+def authenticate(line: TimedConnection, secret: bytes) -> None:
+    """Prove that this rank knows the secret, and have the hub prove it.
+
+    Raises:
+        AttemptFailedError: it isn't the hub of this job.
+    """
+    mine = frames.nonce()
+    line.send({"npu_device": frames.PROTOCOL, "nonce": mine})
+    theirs = line.receive(
+        ANSWER_SECONDS,
+        silent="no answer: another program, or a hub that is stopped",
+        closed="the connection was closed without an answer: another program, or a hub that is ending",
+    ).get("nonce")
+    if not isinstance(theirs, str):
+        raise AttemptFailedError(ANOTHER_PROGRAM)
+    line.send({"proof": frames.proof(secret, "client", mine, theirs)})
+    answer = line.receive(
+        ANSWER_SECONDS,
+        silent="no answer to this rank's proof of the job's secret",
+        closed="this rank's proof of the job's secret was refused: it is the hub of a job with another secret "
+        "(NPU_DEVICE_SECRET_FILE, NPU_DEVICE_SECRET)",
+    )
+    if not frames.is_proof(answer.get("proof"), frames.proof(secret, "hub", mine, theirs)):
+        raise AttemptFailedError("another program answers there: it can't prove that it knows the job's secret")
+
+
+def resolve(host: str, port: int, seconds: float) -> list[tuple[int, tuple[Any, ...]]]:
+    """Return the families and socket addresses of a host, in limited time.
+
+    The system's resolver can block for much longer than ``seconds`` and ignores Ctrl-C, so it runs in a separate
+    thread, which ends on its own.
+    """
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        pass
+    else:
+        return _addresses(host, port)
+    answers: queue.SimpleQueue[list[tuple[int, tuple[Any, ...]]] | AttemptFailedError] = queue.SimpleQueue()
+
+    def look_up() -> None:
+        try:
+            answers.put(_addresses(host, port))
+        except AttemptFailedError as failure:
+            answers.put(failure)
+
+    threading.Thread(target=look_up, name="npu_device-resolve", daemon=True).start()
+    try:
+        answer = answers.get(timeout=max(0.1, seconds))
+    except queue.Empty:
+        raise AttemptFailedError("the name could not be resolved in time") from None
+    if isinstance(answer, AttemptFailedError):
+        raise answer
+    return answer
+
+
+def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise AttemptFailedError(f"the name can't be resolved ({getattr(error, 'strerror', None) or error})") from error
+    return [(int(family), address) for family, _, _, _, address in found]

@@ -1,0 +1,322 @@
+"""Tell every rank when another one fails or leaves.
+
+A rank that ends with an uncaught exception tells the hub. A rank whose script ends reports how many collectives it took
+part in. A killed rank can't report anything: its connection closes, and the hub tells the others. The other ranks
+raise: at once if a collective is pending, or else at the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any, Callable
+
+from npu_device._src import environment
+from npu_device._src.cluster.channel import Channel
+from npu_device._src.cluster.description import Cluster
+from npu_device._src.cluster.errors import ClusterError, PeerError
+from npu_device._src.cluster.frames import ranges, ranks_of
+
+_GroupId = tuple[str, tuple[int, ...]]  # name and members: disjoint sets of ranks may use the same name
+
+_TRACEBACK_LINES = 12
+_POLL_SECONDS = 0.2
+_NOTICE_AFTER_SECONDS = 10.0
+_ALIVE_SECONDS = 10.0
+
+
+class Health:
+    """This rank's view of the others, and its reports to them."""
+
+    def __init__(self, cluster: Cluster, channel: Channel) -> None:
+        self._cluster = cluster
+        self._channel = channel
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._failure: str | None = None
+        self._left: dict[int, dict[str, int]] = {}
+        self._groups: dict[_GroupId, Callable[[], int]] = {}
+        self._stoppers: list[Callable[[str], None]] = []
+        self._answers: dict[str, Callable[[Any], Any]] = {"alive": lambda _: True}
+        self._departure = threading.Event()
+        self._closing = False
+        self._gave_up: str | None = None  # why this rank stopped on its own
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._on_uncaught
+        # Started here: since Python 3.12 no thread can start during interpreter shutdown, which is when ranks leave.
+        threading.Thread(target=self._watch_for_departures, name="npu_device-left", daemon=True).start()
+        channel.listen(self._on_push, self._on_lost)
+
+    # For the collectives
+
+    def count_collectives_with(self, group: str, ranks: Sequence[int], issued: Callable[[], int]) -> None:
+        """Register a group's ranks, and a function that counts the collectives this rank has started in it."""
+        self._groups[group, tuple(ranks)] = issued
+
+    def forget_group(self, group: str, ranks: Sequence[int]) -> None:
+        """Stop counting a group's collectives; the group is destroyed."""
+        self._groups.pop((group, tuple(ranks)), None)
+
+    def check(self, group: str, ranks: Sequence[int]) -> None:
+        """Check that this rank can start another collective in a group.
+
+        Raises:
+            PeerError: a rank has failed, or a rank of the group has left and won't take part.
+        """
+        if self._failure is None and self._left:
+            text = self._missed((group, tuple(ranks)), coming=1)
+            if text is not None:
+                raise PeerError(text)
+        self.require_running()
+
+    def require_running(self) -> None:
+        """Check that the collective in which this rank waits can still end.
+
+        Raises:
+            PeerError: a rank has failed, or this rank's collectives were stopped.
+        """
+        if self._failure is not None:
+            raise PeerError(self._failure)
+
+    def stop(self, text: str) -> None:
+        """End this rank's pending and later collectives with an error of this text.
+
+        If the rank ends because of it, the others are told why.
+        """
+        if self._abort(text):
+            self._gave_up = text
+
+    def on_stop(self, act: Callable[[str], None]) -> None:
+        """Call a function with the error's text when this rank's collectives are stopped."""
+        with self._lock:
+            self._stoppers.append(act)
+            failure = self._failure
+        if failure is not None:
+            act(failure)
+
+    # Questions between ranks
+
+    def on_question(self, kind: str, answer: Callable[[Any], Any]) -> None:
+        """Answer questions of a kind with a function, called in the channel's thread."""
+        self._answers[kind] = answer
+
+    def ask(self, kind: str, body: Any, ranks: Iterable[int], timeout: float) -> dict[int, Any]:
+        """Ask some ranks a question, and return the answers that arrived in time, by rank.
+
+        Raises:
+            ClusterError: the hub is gone, or doesn't answer.
+        """
+        return self._channel.ask(kind, body, ranks, timeout)
+
+    @property
+    def is_over(self) -> bool:
+        """Return True when this rank is closing or its collectives have been stopped."""
+        return self._closing or self._failure is not None
+
+    # What happened to the others
+
+    def _on_push(self, message: dict[str, Any]) -> None:
+        kind = message["push"]
+        if kind == "question":
+            answer = self._answers.get(message["kind"])
+            if answer is not None:
+                self._channel.reply(message["question"], answer(message["body"]))
+        elif kind == "left":
+            for issued, ranks in message["left"]:
+                self._left.update((rank, issued) for rank in ranks_of(ranks) if rank != self._cluster.rank)
+            if self._left:
+                self._departure.set()
+        elif kind == "failed":
+            if message["event"]["rank"] != self._cluster.rank:
+                self._abort(self._failed_text(message["event"]))
+        elif kind == "gone":
+            self._abort(self._gone_text(message["ranks"]))
+
+    def _watch_for_departures(self) -> None:
+        """Stop this rank once it has started a collective that a rank which has left should have joined."""
+        self._departure.wait()
+        while not self._closing and self._failure is None:
+            for group in list(self._groups):
+                text = self._missed(group)
+                if text is not None:
+                    self._abort(text)
+                    return
+            time.sleep(_POLL_SECONDS)
+
+    def _missed(self, group: _GroupId, coming: int = 0) -> str | None:
+        """Return the error's text if a member left before this rank's latest (or next) collective in the group."""
+        issued = self._groups[group]() + coming if group in self._groups else coming
+        key = _key(group)
+        for rank in group[1]:
+            if rank in self._left and issued > self._left[rank].get(key, 0):
+                return self._left_text(rank, self._left[rank].get(key, 0), group[0])
+        return None
+
+    def _on_lost(self, reason: str) -> None:
+        if not self._closing:
+            self._abort(
+                f"{reason}: its process ended or was killed, or its host, {self._cluster.hosts[0]}, can't be reached "
+                f"any more (seen by {self._me()}).\n"
+                "What to do: look at the output of rank 0, and of npurun on its host if npurun started the job."
+            )
+
+    def _abort(self, text: str) -> bool:
+        """Stop this rank's collectives; return False if they had been stopped already."""
+        with self._lock:
+            if self._failure is not None:
+                return False
+            self._failure = text
+            stoppers = list(self._stoppers)
+        for act in stoppers:
+            act(text)
+        return True
+
+    def _me(self) -> str:
+        return f"rank {self._cluster.rank} on host {self._cluster.host}"
+
+    def _left_text(self, rank: int, issued: int, group: str) -> str:
+        return (
+            f"rank {rank} on host {self._cluster.hosts[rank]} has left the job: its script ended after {issued} "
+            "collective operations in "
+            f"group {group!r}, while {self._me()} called number {issued + 1}.\n"
+            "Likely cause: the ranks run different numbers of steps (uneven data, another step count, an early stop "
+            "on one rank).\n"
+            "What to do: give every rank the same number of steps, for instance dataset.repeat() with a fixed "
+            "steps_per_epoch."
+        )
+
+    def _gone_text(self, ranks: Sequence[int]) -> str:
+        first = min(ranks)
+        others = f" (and rank(s) {ranges(rank for rank in ranks if rank != first)})" if len(ranks) > 1 else ""
+        return (
+            f"rank {first} on host {self._cluster.hosts[first]}{others} is gone: its process ended or was killed, or "
+            f"its host can't be reached any more ({self._me()} was told by the job's hub).\n"
+            f"Look at the output of rank {first} for the cause."
+        )
+
+    def _failed_text(self, event: dict[str, Any]) -> str:
+        return (
+            f"rank {event['rank']} on host {event['host']} failed: {event['error']}\n"
+            f"The end of its traceback:\n{event['traceback']}\n"
+            f"{self._me()} stops because of it. Fix the error on rank {event['rank']}; its output has the whole "
+            "traceback."
+        )
+
+    # What happened to this rank
+
+    def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() != self._pid:  # a forked child isn't a rank
+            self._previous_hook(kind, error, trace)
+            return
+        lines = traceback.format_exception(kind, error, trace)
+        secondary = (
+            self._failure is not None or isinstance(error, PeerError) or "Collective ops is aborted" in str(error)
+        )
+        record = self._record(error, secondary)
+        self._write_record({**record, "traceback": "".join(lines)})
+        if self._closing:
+            pass
+        elif not secondary:
+            self._report_failure(record, lines)
+        elif self._gave_up is not None:
+            self._report_failure({**record, "error": self._gave_up}, lines)
+        with self._lock:
+            self._failure = self._failure or record["error"]
+        self._previous_hook(kind, error, trace)
+
+    def give_up(self, error: BaseException) -> PeerError | None:
+        """Close the channel because of an error, and tell the others about it.
+
+        Returns:
+            The error of another rank, if this rank had already been told of one.
+        """
+        cause = None if self._failure is None else PeerError(self._failure)
+        self._closing = True
+        self._departure.set()
+        if cause is None:
+            self._report_failure(
+                self._record(error, False), traceback.format_exception(type(error), error, error.__traceback__)
+            )
+        self._channel.close()
+        return cause
+
+    def _record(self, error: BaseException, secondary: bool) -> dict[str, Any]:
+        return {
+            "kind": "failed",
+            "time": time.time(),
+            "rank": self._cluster.rank,
+            "host": socket.gethostname(),
+            "error": "".join(traceback.format_exception_only(type(error), error)).strip(),
+            "secondary": secondary,
+        }
+
+    def _report_failure(self, record: dict[str, Any], lines: Sequence[str]) -> None:
+        tail = "\n".join("".join(lines).rstrip().splitlines()[-_TRACEBACK_LINES:])
+        self._channel.notify("failed", event={**record, "traceback": tail})
+
+    def _write_record(self, record: dict[str, Any]) -> None:
+        """Write the failure for the launcher, which prints the earliest one."""
+        path = environment.NPU_DEVICE_ERROR_FILE.get()
+        if path is None:
+            return
+        try:
+            with open(path + ".part", "w", encoding="utf-8") as file:
+                json.dump(record, file)
+            os.replace(path + ".part", path)
+        except OSError as error:
+            print(f"npu_device: could not write {path}: {error}", file=sys.stderr)
+
+    # The end
+
+    def leave(self, serves_others: bool) -> None:
+        """Tell the others that this rank has finished, and close the channel.
+
+        Args:
+            serves_others: wait for the others first, because they need something that ends with this process.
+        """
+        self._closing = True
+        self._departure.set()  # the watching thread ends, too
+        if sys.excepthook == self._on_uncaught:
+            sys.excepthook = self._previous_hook
+        if self._failure is None:
+            issued = {_key(group): count() for group, count in self._groups.items()}
+            self._channel.notify("left", issued=issued)
+            if serves_others:
+                self._wait_for_others()
+        self._channel.close()
+
+    def _wait_for_others(self) -> None:
+        """Wait until all others have left. Stop waiting for a rank that has not answered for as long as a collective
+        would wait for it.
+        """
+        limit = environment.NPU_DEVICE_STALL_TIMEOUT.get()
+        answered = time.monotonic()
+        noticed = False
+        try:
+            while waiting := self._channel.others(_NOTICE_AFTER_SECONDS):
+                if not noticed:
+                    noticed = True
+                    print(
+                        f"npu_device: rank {self._cluster.rank} has finished and is waiting for rank(s) "
+                        f"{', '.join(map(str, waiting))}: "
+                        "they need a service that ends with this process.",
+                        file=sys.stderr,
+                    )
+                if self._channel.ask("alive", None, waiting, _ALIVE_SECONDS):
+                    answered = time.monotonic()
+                elif time.monotonic() - answered > limit:
+                    return
+        except ClusterError:
+            return  # the hub is gone; there is no rank to wait for
+
+
+def _key(group: _GroupId) -> str:
+    """Return a short name of a group for messages, without its list of ranks."""
+    return f"{group[0]} {ranges(group[1])}"

@@ -1,0 +1,372 @@
+"""The hub: the process through which the ranks of a job find each other and exchange everything except tensors.
+
+One thread and one loop serve all connections, so that slow, silent or unknown clients don't block the others. The
+process imports neither TensorFlow nor NumPy, and starts quickly. It ends with its job: when no client is connected and
+either its parent has ended or the job is over. ``hub_process`` starts it; ``services`` serves the ranks that have met.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import json
+import os
+import resource
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from typing import Any, Callable
+
+from npu_device._src.cluster import frames, ports
+from npu_device._src.cluster.errors import PortTakenError, RendezvousError
+from npu_device._src.cluster.roster import Hello, Member, Roster
+from npu_device._src.cluster.services import Services
+
+_PROOF_SECONDS = 5.0  # a client that hasn't proved the secret and sent its hello by then is not a rank
+_FEWEST_UNPROVED = 256  # limit on simultaneous unproved connections, if larger than two per rank
+_GRACE_SECONDS = 1.5  # after a contradiction: ranks that are just connecting get the error, too
+_LAST_MESSAGE_SECONDS = 5.0
+_FIRST_PROGRESS_SECONDS = 10.0
+_NEXT_PROGRESS_SECONDS = 30.0
+_LONGEST_OUTBOX = 1 << 28  # bytes; a rank that reads nothing while this much is waiting for it is dropped
+_SILENT = "sent nothing that a rank would send"
+_ANOTHER_PROTOCOL = "talks another protocol"
+_NO_PROOF = "could not prove that it knows the job's secret"
+
+
+class _Connection:
+    """One client's connection, from an unknown client's to a rank's."""
+
+    def __init__(self, connection: socket.socket, address: str) -> None:
+        self.socket = connection
+        self.address = address
+        self.until = time.monotonic() + _PROOF_SECONDS
+        self.reader = frames.Reader(frames.LIMIT_BEFORE_PROOF)
+        self.outbox = bytearray()
+        self.client_nonce: str | None = None
+        self.hub_nonce = ""
+        self.proved = False
+        self.member: Member | None = None
+        self.rank: int | None = None
+        self.is_ending = False  # closed as soon as everything has been sent
+
+
+class Hub:
+    """The hub of one job, or of several successive jobs of the same ranks.
+
+    Args:
+        settings: the settings that ``hub_process`` passes.
+        listener: the listening socket.
+        parent: file descriptor that closes when the parent process ends.
+    """
+
+    def __init__(self, settings: dict[str, Any], listener: socket.socket, parent: int) -> None:
+        self._settings = settings
+        self._secret = bytes.fromhex(settings["secret"])
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(parent, selectors.EVENT_READ, self._read_from_parent)
+        self._parent: int | None = parent
+        self._connections: dict[socket.socket, _Connection] = {}
+        self._unproved: dict[_Connection, None] = {}
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._is_over = False
+        self._begin()
+
+    def _begin(self) -> None:
+        """Prepare for the ranks of a job."""
+        settings = self._settings
+        self._roster = Roster(settings["job_id"], settings["expected_hosts"], settings["host_key"])
+        self._address = settings["address"]
+        self._began: float | None = None
+        self._contradictory_since: float | None = None
+        self._next_progress = 0.0
+        self._services: Services | None = None
+        self._by_rank: list[_Connection | None] = []
+
+    def run(self) -> None:
+        """Serve until the job is over."""
+        try:
+            while not self._is_done():
+                for key, events in self._selector.select(self._seconds_to_wait()):
+                    if key.data is not None:
+                        key.data()
+                    elif key.fileobj in self._connections:  # else it has just been closed
+                        self._serve(self._connections[key.fileobj], events)
+                self._run_timers()
+                if self._services is None:
+                    self._check_rendezvous()
+                else:
+                    self._services.report_losses()
+        except BaseException:
+            text = f"the job's hub (pid {os.getpid()}) failed:\n{traceback.format_exc()}"
+            for connection in list(self._connections.values()):
+                if connection.member is not None:
+                    self._send(connection, frames.encode({"push": "end", "text": text}))
+            raise
+
+    def _is_done(self) -> bool:
+        if any(connection.member is not None for connection in self._connections.values()):
+            return False
+        return self._parent is None or (self._is_over and not self._settings["stays"])
+
+    def _read_from_parent(self) -> None:
+        assert self._parent is not None
+        if not os.read(self._parent, 1024):
+            self._selector.unregister(self._parent)
+            self._parent = None
+
+    # Time
+
+    def _later(self, seconds: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), act))
+
+    def _seconds_to_wait(self) -> float | None:
+        dues = [self._timers[0][0]] if self._timers else []
+        if self._unproved:
+            dues.append(next(iter(self._unproved)).until)
+        if self._services is None and self._began is not None:
+            dues += [self._deadline(), self._next_progress]
+        return max(0.0, min(dues) - time.monotonic()) if dues else None
+
+    def _run_timers(self) -> None:
+        now = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2]()
+        while self._unproved and (oldest := next(iter(self._unproved))).until <= now:
+            self._close(oldest, _SILENT)
+
+    # Connections
+
+    def _accept(self) -> None:
+        try:
+            accepted, peer = self._listener.accept()
+        except OSError:  # the client has gone, or no file descriptor is free; both are temporary
+            return
+        accepted.setblocking(False)
+        frames.keep_alive(accepted)
+        connection = self._connections[accepted] = _Connection(accepted, ports.plain(peer[0]))
+        self._unproved[connection] = None
+        self._selector.register(accepted, selectors.EVENT_READ)
+        if len(self._unproved) > max(_FEWEST_UNPROVED, 2 * self._settings["world_size"]):
+            self._close(next(iter(self._unproved)), _SILENT)
+
+    def _serve(self, connection: _Connection, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._flush(connection)
+        if not events & selectors.EVENT_READ or connection.socket not in self._connections:
+            return
+        try:
+            data = connection.socket.recv(1 << 18)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._close(connection, "connected and disconnected without sending anything")
+            return
+        connection.reader.add(data)
+        try:
+            while connection.socket in self._connections and not connection.is_ending:
+                message = connection.reader.next()
+                if message is None:
+                    return
+                self._handle(connection, message)
+        except frames.FrameError:
+            self._close(connection, _ANOTHER_PROTOCOL)
+
+    def _handle(self, connection: _Connection, message: dict[str, Any]) -> None:
+        if connection.rank is not None:
+            assert self._services is not None
+            self._services.handle(connection.rank, message)
+        elif connection.member is not None:
+            if "stopping" in message and connection.member.hello.is_chief:
+                self._refuse_all(str(message["stopping"]))
+        elif connection.proved:
+            self._handle_hello(connection, message)
+        elif connection.client_nonce is None:
+            nonce = message.get("nonce")
+            if not isinstance(message.get("npu_device"), int) or not isinstance(nonce, str):
+                raise frames.FrameError("no greeting")
+            connection.client_nonce, connection.hub_nonce = nonce, frames.nonce()
+            self._send(connection, frames.encode({"nonce": connection.hub_nonce}))
+        else:
+            nonces = connection.client_nonce, connection.hub_nonce
+            if not frames.is_proof(message.get("proof"), frames.proof(self._secret, "client", *nonces)):
+                self._close(connection, _NO_PROOF)
+                return
+            connection.proved = True
+            connection.reader.limit = frames.LIMIT_OF_HELLO
+            self._send(connection, frames.encode({"proof": frames.proof(self._secret, "hub", *nonces)}))
+
+    def _send(self, connection: _Connection, frame: bytes) -> None:
+        connection.outbox += frame
+        if len(connection.outbox) > _LONGEST_OUTBOX:
+            connection.outbox.clear()
+            with contextlib.suppress(OSError):
+                connection.socket.shutdown(socket.SHUT_RDWR)
+        elif len(connection.outbox) == len(frame):
+            self._flush(connection)
+
+    def _send_to_rank(self, rank: int, frame: bytes) -> None:
+        connection = self._by_rank[rank]
+        if connection is not None:
+            self._send(connection, frame)
+
+    def _flush(self, connection: _Connection) -> None:
+        """Send what the socket takes now. The loop sends the rest, and detects a closed connection by reading."""
+        try:
+            del connection.outbox[: connection.socket.send(connection.outbox)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            connection.outbox.clear()
+        if connection.outbox:
+            self._selector.modify(connection.socket, selectors.EVENT_READ | selectors.EVENT_WRITE)
+            return
+        self._selector.modify(connection.socket, selectors.EVENT_READ)
+        if connection.is_ending:
+            self._later(0.0, lambda: self._close(connection, None))
+
+    def _close(self, connection: _Connection, problem: str | None) -> None:
+        """Close a connection; ``problem`` is what was wrong if it wasn't a rank's."""
+        if self._connections.pop(connection.socket, None) is None:
+            return
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        self._unproved.pop(connection, None)
+        if connection.rank is not None:
+            assert self._services is not None
+            self._by_rank[connection.rank] = None
+            self._services.closed(connection.rank)
+            if not any(self._by_rank):
+                self._end()
+        elif connection.member is not None:
+            if not connection.is_ending and self._services is None:
+                self._roster.remove(connection.member)
+        elif problem is not None and not connection.is_ending:
+            self._roster.note_unknown_client(connection.address, problem)
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._begin()
+
+    # The rendezvous
+
+    def _handle_hello(self, connection: _Connection, message: dict[str, Any]) -> None:
+        try:
+            hello = Hello.read(message.get("hello"))
+        except ValueError as error:
+            raise frames.FrameError(str(error)) from error
+        del self._unproved[connection]
+        connection.reader.limit = frames.LIMIT
+        refusal = self._roster.refusal(hello, connection.address)
+        if refusal is not None:
+            self._send_last(connection, {"refused": refusal})
+            return
+        if self._services is not None:
+            self._send_last(connection, {"busy": "the job's ranks have met already, and are at work"})
+            return
+        if ports.is_loopback(self._address):
+            # The others reach this host at the address this rank used; any address is better than loopback.
+            self._address = ports.plain(connection.socket.getsockname()[0])
+        on_this_host = ports.is_loopback(connection.address)
+        before = self._roster.reference
+        connection.member = self._roster.add(hello, None if on_this_host else connection.address)
+        if self._began is None:
+            self._began = time.monotonic()
+            self._next_progress = self._began + _FIRST_PROGRESS_SECONDS
+        changed = before is not self._roster.reference
+        for other in self._members() if changed else [connection]:
+            self._send(other, frames.encode({"wait": max(0.0, self._end_of_waiting() - time.monotonic())}))
+
+    def _members(self) -> list[_Connection]:
+        """Return the connections of all ranks that have come to this rendezvous."""
+        return [c for c in self._connections.values() if c.member is not None and not c.is_ending]
+
+    def _end_of_waiting(self) -> float:
+        assert self._began is not None and self._roster.reference is not None
+        return self._began + self._roster.reference.seconds
+
+    def _deadline(self) -> float:
+        if self._contradictory_since is None:
+            return self._end_of_waiting()
+        return min(self._end_of_waiting(), self._contradictory_since + _GRACE_SECONDS)
+
+    def _check_rendezvous(self) -> None:
+        """End the rendezvous when all ranks have come, the time is up, or they contradict each other."""
+        if self._began is None:
+            return
+        if self._roster.complete:
+            self._complete_rendezvous()
+            return
+        now = time.monotonic()
+        if not self._roster.contradictory:
+            self._contradictory_since = None
+        elif self._contradictory_since is None:
+            self._contradictory_since = now
+        reference = self._roster.reference
+        assert reference is not None
+        if now >= self._deadline():
+            self._refuse_all(self._roster.complaint(reference.seconds))
+        elif now >= self._next_progress:
+            self._next_progress = now + _NEXT_PROGRESS_SECONDS
+            for connection in self._members():
+                if connection.member is not None and connection.member.hello.is_chief:
+                    self._send(connection, frames.encode({"waits_for": self._roster.missing()}))
+
+    def _complete_rendezvous(self) -> None:
+        """Send every rank the same roster."""
+        order = self._roster.in_order()
+        rank_of = {id(member): rank for rank, member in enumerate(order)}
+        hosts = [member.host for member in order]
+        roster = {"hosts": hosts, "addresses": self._roster.addresses(self._address)}
+        shared = frames.encode({"roster": roster})
+        self._by_rank = [None] * len(order)
+        self._services = Services(hosts, self._send_to_rank, self._later)
+        for connection in self._members():
+            connection.rank = rank_of[id(connection.member)]
+            self._by_rank[connection.rank] = connection
+            self._send(connection, frames.encode({"rank": connection.rank}) + shared)
+
+    def _refuse_all(self, text: str) -> None:
+        for connection in self._members():
+            self._send_last(connection, {"refused": text})
+        self._end()
+
+    def _send_last(self, connection: _Connection, message: dict[str, Any]) -> None:
+        """Send a last message and close. A client that doesn't read it in time misses it."""
+        connection.is_ending = True
+        self._later(_LAST_MESSAGE_SECONDS, lambda: self._close(connection, None))
+        self._send(connection, frames.encode(message))
+
+
+def main() -> None:
+    """Serve with the settings in the first line of standard input, which stays open while the parent runs."""
+    settings = json.loads(sys.stdin.buffer.readline())
+    os.chdir("/")
+    # A scheduler may signal all processes of a job (Slurm). The ranks need the hub until they have ended their step.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    try:
+        listener = ports.listen(settings["listen"], settings["ports"])
+    except RendezvousError as error:
+        print(json.dumps({"error": str(error), "taken": isinstance(error, PortTakenError)}), flush=True)
+        return
+    listener.setblocking(False)
+    host, port = listener.getsockname()[:2]
+    print(json.dumps({"host": host, "port": port}), flush=True)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    Hub(settings, listener, sys.stdin.fileno()).run()
+
+
+if __name__ == "__main__":
+    main()

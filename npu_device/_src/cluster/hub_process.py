@@ -1,0 +1,105 @@
+"""Start the hub as a separate process, in a bare interpreter that imports next to nothing.
+
+The secret isn't on its command line: it goes through a pipe, and the pipe's end tells the hub that its parent ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from npu_device._src.cluster.errors import PortTakenError, RendezvousError
+
+_ROOT = Path(__file__).resolve().parents[len(__package__.split("."))]
+_CODE = f"import sys; sys.path.append(sys.argv[1]); from {__package__}.hub import main; main()"
+
+
+class HubProcess:
+    """A running hub, as its parent sees it.
+
+    Args:
+        secret: the job's secret.
+        listen: addresses or names by which the ranks know this host.
+        ports: first and last usable port; 0 for any.
+        job_id: name of the job.
+        world_size: number of ranks; bounds the number of simultaneous unproved connections.
+        expected_hosts: host of each rank if known, for messages.
+        host_key: name of this host.
+        stays: after a job, wait for the next one of the same ranks, until ``close``.
+
+    Attributes:
+        host: address it listens on.
+        port: port it listens on.
+
+    Raises:
+        PortTakenError: other programs use the ports.
+        RendezvousError: the hub can't listen there for another reason, or could not be started.
+    """
+
+    def __init__(
+        self,
+        *,
+        secret: bytes,
+        listen: Sequence[str],
+        ports: Sequence[int],
+        job_id: str,
+        world_size: int,
+        expected_hosts: Sequence[str],
+        host_key: str,
+        stays: bool,
+    ) -> None:
+        self._pid = os.getpid()
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _CODE, str(_ROOT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # neither Ctrl-C nor the end of the starter's process group ends it
+        )
+        settings = {
+            "secret": secret.hex(),
+            "listen": list(listen),
+            "ports": list(ports),
+            "job_id": job_id,
+            "world_size": world_size,
+            "expected_hosts": list(expected_hosts),
+            "host_key": host_key,
+            "address": "127.0.0.1",
+            "stays": stays,
+        }
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with self._process.stdout as stdout:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.write(json.dumps(settings).encode() + b"\n")
+                self._process.stdin.flush()
+            answer = stdout.readline()
+        if not answer:
+            self.close()
+            raise RendezvousError(f"the job's hub could not be started: it ended with code {self._process.wait()}")
+        reply = json.loads(answer)
+        if "error" in reply:
+            self.close()
+            self._process.wait()
+            raise (PortTakenError if reply["taken"] else RendezvousError)(reply["error"])
+        self.host = str(reply["host"])
+        self.port = int(reply["port"])
+        os.register_at_fork(after_in_child=self.close)
+
+    def close(self) -> None:
+        """Let the hub end as soon as no rank is connected to it."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        if os.getpid() == self._pid:
+            self._process.poll()
+
+    def end(self) -> None:
+        """End the hub at once. A rank that is still connected loses it."""
+        self.close()
+        self._process.kill()
+        self._process.wait()

@@ -1,0 +1,322 @@
+"""Read the job's description from the environment, before the ranks have met.
+
+Three schemes, in this order: rank table, ``CM_*``, ``TF_CONFIG``. The first one present is used; contradictions
+and missing variables raise. ``rendezvous`` turns it into the agreed description.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from npu_device._src import environment
+from npu_device._src.cluster import rank_table, table_fields, table_free, tf_config
+from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_table import Entry, RankTable
+
+# Above the range of ports that Linux uses for outgoing connections (32768 to 60999).
+_PORTS = (61000, 64999)
+
+NO_SECRET = (
+    "this job of several hosts has no secret: anyone who can reach the port where its ranks meet can join it, read "
+    "the ranks' messages, and end it.\n"
+    "What to do: set NPU_DEVICE_SECRET_FILE on every host to a file with the same random text (openssl rand -hex 32)."
+)
+
+_log = logging.getLogger("npu_device")
+
+
+@dataclass(frozen=True)
+class Membership:
+    """This process's place in the job, as far as the environment says it.
+
+    Attributes:
+        scheme: "rank table", "CM_*" or "TF_CONFIG".
+        world_size: number of ranks, 2 or more.
+        rank: this process's rank; None if the chief numbers the ranks (CM_*).
+        host: address at which the other ranks reach this one; None for the local end of its connection to the chief.
+        host_key: name of this process's host, by which ranks are grouped; "" for the address that the chief sees.
+        device_id: number of this process's device on its host.
+        is_chief: True for the rank on whose host the others meet.
+        chief_hosts: addresses or names of the chief's host, in the order in which they are tried.
+        chief_port: port on which the hub listens there.
+        job_id: name of the job.
+        connect_timeout: seconds the ranks wait for each other.
+        expected_hosts: host of each rank if the scheme says it, else empty; for messages.
+        secret: the job's secret; empty if there is none.
+    """
+
+    scheme: str
+    world_size: int
+    rank: int | None
+    host: str | None
+    host_key: str
+    device_id: int
+    is_chief: bool
+    chief_hosts: tuple[str, ...]
+    chief_port: int
+    job_id: str
+    connect_timeout: float
+    expected_hosts: tuple[str, ...] = ()
+    secret: bytes = field(default=b"", repr=False)
+
+    @property
+    def starts_hub(self) -> bool:
+        """Return True if this rank starts the hub; under npurun it is already running."""
+        return self.is_chief and environment.NPU_DEVICE_HUB.get() != self.chief_port
+
+
+def world_size_from_environment() -> int:
+    """Return the number of ranks in the environment; 1 if it describes no job. Cheap: contacts no other rank.
+
+    Raises:
+        ClusterError: the variables contradict each other, or one is missing.
+        ValueError: a variable is malformed, or both RANK_SIZE and CM_WORKER_SIZE are set.
+    """
+    rank_size, worker_size = environment.RANK_SIZE.get(), environment.CM_WORKER_SIZE.get()
+    if rank_size is not None and worker_size is not None:
+        raise ValueError(
+            f"both RANK_SIZE ({rank_size}) and CM_WORKER_SIZE ({worker_size}) are set: the first belongs to a rank "
+            "table, the second to a job without one.\nWhat to do: unset the one whose scheme you don't use."
+        )
+    if rank_size is not None:
+        if rank_size == 1 and not environment.RANK_TABLE_FILE.is_set():
+            _require_agreement(rank_size)
+        return rank_size
+    if worker_size is not None:
+        return worker_size
+    if environment.RANK_TABLE_FILE.is_set():
+        table = _load_table()
+        if table.size > 1:
+            raise _missing("RANK_SIZE", f"the rank table {table.path} lists {table.size} ranks", str(table.size))
+        return 1
+    if environment.CM_CHIEF_IP.is_set():
+        raise _missing("CM_WORKER_SIZE", "CM_CHIEF_IP is set", "the number of ranks")
+    config = tf_config.read()
+    return 1 if config is None else config.size
+
+
+def membership_from_environment(device_id: int | None = None) -> Membership | None:
+    """Return what the environment says about this process; None if it runs alone.
+
+    Args:
+        device_id: number of the device; default ASCEND_DEVICE_ID, then DEVICE_ID, then the local rank.
+
+    Raises:
+        ClusterError: the variables contradict each other, one is missing, or the rank table is faulty.
+        ValueError: a variable is malformed.
+    """
+    size = world_size_from_environment()
+    if size == 1:
+        return None
+    table, chief = environment.RANK_TABLE_FILE, environment.CM_CHIEF_IP
+    if table.is_set() and chief.is_set():
+        raise ClusterError(
+            f"both CM_CHIEF_IP ({chief.raw()}) and RANK_TABLE_FILE ({table.raw()}) are set, and they are two different "
+            "ways to describe a job.\nWhat to do: unset the one you don't use."
+        )
+    if device_id is None:
+        device_id = environment.ASCEND_DEVICE_ID.get()
+    if device_id is None:
+        device_id = environment.DEVICE_ID.get()
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", environment.JOB_ID.get()):
+        _log.warning("JOB_ID is %r; Ascend allows letters, digits, - and _ only", environment.JOB_ID.get())
+    if table.is_set():
+        return _from_rank_table(size, device_id)
+    if chief.is_set() or environment.CM_WORKER_SIZE.is_set():
+        return _from_table_free(size, device_id or 0)
+    return _from_tf_config(size, device_id)
+
+
+def secret() -> bytes:
+    """Return the job's secret; empty if none is set.
+
+    Raises:
+        ClusterError: the file can't be read or is empty, or both variables are set.
+    """
+    path, text = environment.NPU_DEVICE_SECRET_FILE.get(), environment.NPU_DEVICE_SECRET.get()
+    if path is None:
+        return (text or "").encode()
+    if text is not None:
+        raise ClusterError(
+            "both NPU_DEVICE_SECRET_FILE and NPU_DEVICE_SECRET are set.\nWhat to do: unset the one you don't use."
+        )
+    try:
+        found = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ClusterError(
+            f"NPU_DEVICE_SECRET_FILE is {path!r}, which can't be read: {error.strerror}.\n"
+            "What to do: give every rank a path that its user can read."
+        ) from error
+    if not found:
+        raise ClusterError(
+            f"NPU_DEVICE_SECRET_FILE is {path!r}, and the file is empty.\n"
+            "What to do: write random text into it, the same on every host (openssl rand -hex 32)."
+        )
+    return found
+
+
+# Rank table
+
+
+def _load_table() -> RankTable:
+    return rank_table.load(environment.RANK_TABLE_FILE.raw() or "", environment.HCCL_CONNECT_TIMEOUT.get())
+
+
+def _from_rank_table(size: int, device_id: int | None) -> Membership:
+    table = _load_table()
+    if not environment.RANK_SIZE.is_set():
+        raise _missing(
+            "RANK_SIZE", f"RANK_TABLE_FILE is set (CM_WORKER_SIZE={size} belongs to a job without it)", str(table.size)
+        )
+    if table.size != size:
+        raise table_fields.fault(
+            table.path, f"it lists {table.size} ranks, and RANK_SIZE is {size}; expected the same number"
+        )
+    mine = _find(table, device_id)
+    chief = table.entries[0]
+    if table.servers == 1:
+        chief_hosts: tuple[str, ...] = ("127.0.0.1",)
+    else:
+        given = (chief.host_ip, chief.server, chief.device_ip)
+        chief_hosts = tuple(dict.fromkeys(host for host in given if host))
+    job_id = environment.JOB_ID.get()
+    first, last = environment.NPU_DEVICE_PORT_RANGE.get() or _PORTS
+    computed = first + zlib.crc32(job_id.encode(), table.checksum) % (last - first + 1)
+    if device_id is None:
+        device_id = [entry.rank for entry in table.entries if entry.server == mine.server].index(mine.rank)
+    return Membership(
+        scheme="rank table",
+        world_size=size,
+        rank=mine.rank,
+        host=environment.HCCL_IF_IP.get(),
+        host_key=mine.server,
+        device_id=device_id,
+        is_chief=mine.rank == 0,
+        chief_hosts=chief_hosts,
+        chief_port=chief.host_port or environment.HCCL_IF_BASE_PORT.get() or computed,
+        job_id=job_id,
+        connect_timeout=environment.HCCL_CONNECT_TIMEOUT.get(),
+        secret=secret(),
+        expected_hosts=tuple(entry.server for entry in table.entries),
+    )
+
+
+def _find(table: RankTable, device_id: int | None) -> Entry:
+    """Return the entry of this process: by RANK_ID, or by its pod in a table of pods."""
+    text = environment.RANK_ID.raw()
+    if table.of_pods:
+        if environment.POD_NAME.is_set():
+            return _find_in_pod(table, "POD_NAME", environment.POD_NAME.get() or "", device_id)
+        if text is not None and not text.strip().isdecimal():
+            return _find_in_pod(table, "RANK_ID", text.strip(), device_id)
+    rank = environment.RANK_ID.get()
+    if rank is None:
+        raise _missing(
+            "RANK_ID",
+            f"RANK_TABLE_FILE and RANK_SIZE ({table.size}) are set",
+            f"this process's rank, 0 to {table.size - 1}",
+        )
+    if rank >= table.size:
+        raise table_fields.fault(
+            table.path, f"RANK_ID {rank} is not in it; expected one of its ranks, 0 to {table.size - 1}"
+        )
+    return table.entries[rank]
+
+
+def _find_in_pod(table: RankTable, variable: str, pod: str, device_id: int | None) -> Entry:
+    entries = [entry for entry in table.entries if entry.pod == pod]
+    if not entries:
+        known = ", ".join(dict.fromkeys(entry.pod for entry in table.entries if entry.pod is not None)) or "none"
+        raise table_fields.fault(table.path, f"{variable} {pod!r} is not in it; expected one of its pods: {known}")
+    if len(entries) == 1:
+        return entries[0]
+    # Several processes share the pod: the device tells them apart.
+    for entry in entries:
+        if entry.device_id == device_id:
+            return entry
+    devices = ", ".join(str(entry.device_id) for entry in entries)
+    found = "is not set" if device_id is None else f"is {device_id}"
+    raise ClusterError(
+        f"pod {pod!r} has {len(entries)} devices in the rank table {table.path}, and ASCEND_DEVICE_ID {found}; "
+        f"expected one of {devices}.\n"
+        "What to do: start one process per device in the pod, each with its own ASCEND_DEVICE_ID."
+    )
+
+
+# CM_*
+
+
+def _from_table_free(size: int, device_id: int) -> Membership:
+    found = table_free.read(device_id)
+    host = environment.HCCL_IF_IP.get() or found.worker_ip
+    return Membership(
+        scheme="CM_*",
+        world_size=size,
+        rank=None,
+        host=host or (found.chief_ip if found.is_chief else None),
+        host_key=found.worker_ip or (found.chief_ip if found.is_chief else ""),
+        device_id=device_id,
+        is_chief=found.is_chief,
+        chief_hosts=(found.chief_ip,),
+        chief_port=found.chief_port,
+        job_id=environment.JOB_ID.get(),
+        connect_timeout=environment.HCCL_CONNECT_TIMEOUT.get(),
+        secret=secret(),
+    )
+
+
+# TF_CONFIG
+
+
+def _from_tf_config(size: int, device_id: int | None) -> Membership:
+    config = tf_config.read()
+    if config is None:
+        raise ClusterError(
+            f"RANK_SIZE is {size}, but nothing says what the {size} ranks are and where they run.\n"
+            "What to do: describe the job in one of three ways:\n"
+            "  with a rank table: RANK_TABLE_FILE, RANK_ID and RANK_SIZE\n"
+            "  without one: CM_CHIEF_IP, CM_CHIEF_PORT, CM_CHIEF_DEVICE, CM_WORKER_SIZE and CM_WORKER_IP\n"
+            "  TensorFlow's way: TF_CONFIG\n"
+            f"or let the launcher do it: npurun -n {size} train.py. To train on a single device, unset RANK_SIZE."
+        )
+    _require_agreement(size)
+    host = config.hosts[config.rank]
+    if device_id is None:
+        device_id = config.hosts[: config.rank].count(host)
+    return Membership(
+        scheme="TF_CONFIG",
+        world_size=size,
+        rank=config.rank,
+        host=environment.HCCL_IF_IP.get(),
+        host_key=host,
+        device_id=device_id,
+        is_chief=config.rank == 0,
+        chief_hosts=(config.hosts[0],),
+        chief_port=config.ports[0],
+        job_id=environment.JOB_ID.get(),
+        connect_timeout=environment.HCCL_CONNECT_TIMEOUT.get(),
+        secret=secret(),
+        expected_hosts=config.hosts,
+    )
+
+
+def _require_agreement(size: int) -> None:
+    """Check that RANK_SIZE and RANK_ID, if set beside TF_CONFIG, agree with it."""
+    config = tf_config.read()
+    if config is None:
+        return
+    rank = environment.RANK_ID.get()
+    if config.size != size or (rank is not None and rank != config.rank):
+        raise ClusterError(
+            f"RANK_SIZE ({size}) and RANK_ID ({'unset' if rank is None else rank}) contradict TF_CONFIG: "
+            f"by TF_CONFIG this process is rank {config.rank} of {config.size}.\n"
+            "What to do: unset the variables you don't use; TF_CONFIG alone is enough."
+        )
+
+
+def _missing(variable: str, because: str, value: str) -> ClusterError:
+    return ClusterError(f"{variable} is missing or empty, while {because}.\nWhat to do: set {variable} to {value}.")

@@ -1,0 +1,136 @@
+"""Listening ports: the hub's, and those reserved for TensorFlow's servers."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import logging
+import os
+import socket
+from collections.abc import Sequence
+
+from npu_device._src.cluster.description import join_address
+from npu_device._src.cluster.errors import PortTakenError, RendezvousError
+
+_BACKLOG = 1024
+_SELF_CONNECT_SECONDS = 5.0
+
+_log = logging.getLogger("npu_device")
+
+
+def is_loopback(host: str) -> bool:
+    """Return True for the addresses and the name of the loopback interface."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def plain(address: str) -> str:
+    """Return an address without its zone, and an IPv4-mapped IPv6 address as IPv4."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    mapped = getattr(ip, "ipv4_mapped", None)
+    return str(mapped or ip)
+
+
+def listen(hosts: Sequence[str], ports: Sequence[int]) -> socket.socket:
+    """Return the hub's listening socket: on the loopback interface if all ranks are on this host, else on all
+    interfaces.
+
+    Args:
+        hosts: addresses or names by which the ranks know the hub's host.
+        ports: first and last usable port; 0 for any.
+
+    Raises:
+        PortTakenError: other programs use the ports (Ascend's EI0019).
+        RendezvousError: this process can't listen there for some other reason.
+    """
+    if all(is_loopback(host) for host in hosts):
+        host = "127.0.0.1" if hosts[0] == "localhost" else hosts[0]
+    else:
+        host = _all_interfaces()
+    where = f"{join_address(host, ports[0])} on {socket.gethostname()}"
+    try:
+        return _listening(host, ports)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PortTakenError(
+                f"EI0019: the ranks are to meet at {where}, but another program uses this port.\n"
+                "Likely cause: another job, or a process left over from an earlier run of this one.\n"
+                "What to do: end the other program, or give every rank another port: host_port of rank 0 in the rank "
+                "table, HCCL_IF_BASE_PORT, CM_CHIEF_PORT or TF_CONFIG. npurun chooses a free one by itself."
+            ) from error
+        raise RendezvousError(
+            f"the ranks are to meet at {where}, but this process can't listen there: {error.strerror}.\n"
+            "What to do: choose an address of this host and a port above 1023."
+        ) from error
+
+
+class ReservedPort:
+    """A port of this host reserved for TensorFlow's server: the system gives it to no other process.
+
+    While the ranks exchange their ports, a listening socket holds it. ``leave_to_tensorflow`` replaces that with a
+    closed connection in TIME_WAIT: for about a minute the system doesn't assign the port, but an explicit bind with
+    SO_REUSEADDR, as gRPC does, succeeds.
+
+    Args:
+        ports: first and last usable port; 0 for any.
+
+    Raises:
+        OSError: all of them are taken.
+    """
+
+    def __init__(self, ports: Sequence[int] = (0, 0)) -> None:
+        self._socket = _listening(_all_interfaces(), ports)
+        self.number = int(self._socket.getsockname()[1])
+
+    def leave_to_tensorflow(self) -> None:
+        """Free the port for an explicit bind only."""
+        try:
+            self._socket.settimeout(_SELF_CONNECT_SECONDS)
+            with socket.create_connection(("127.0.0.1", self.number), _SELF_CONNECT_SECONDS) as client:
+                while True:
+                    accepted, peer = self._socket.accept()
+                    accepted.close()  # the side that closes first stays in TIME_WAIT
+                    if int(peer[1]) == client.getsockname()[1]:
+                        break
+        except OSError as error:  # no loopback interface: the port is free, but not reserved
+            _log.debug("port %d could not be reserved for TensorFlow's server: %s", self.number, error)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Free the port."""
+        self._socket.close()
+
+
+def _all_interfaces() -> str:
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
+def _listening(host: str, ports: Sequence[int]) -> socket.socket:
+    """Return a socket that listens on a free port of a range; concurrent processes start at different ports."""
+    first, last = ports
+    count = last - first + 1
+    begin = os.getpid() % count
+    for number in range(count):
+        try:
+            return _listening_at(host, first + (begin + number) % count)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or number == count - 1:
+                raise
+    raise AssertionError("an empty range")
+
+
+def _listening_at(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        if host == "::":
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # IPv4 too
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an earlier connection may be in TIME_WAIT
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)  # with SO_REUSEADDR two processes can bind the same port; only one can listen
+    except OSError:
+        listener.close()
+        raise
+    return listener

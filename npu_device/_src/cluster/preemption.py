@@ -1,0 +1,192 @@
+"""Stop all ranks after the same step when one of them is sent a signal.
+
+The signal reaches a thread at once (``signal.set_wakeup_fd``), even while the main thread waits in an operation. The
+thread asks all ranks for a step that they have not begun to leave; each answers, and holds there until it is told the
+largest of the answers, after which all stop. Ranks may be any number of steps apart, and any number of them may be sent
+the signal.
+
+Writing the checkpoint and ending is left to the caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from npu_device._src.cluster.errors import RESUMABLE, ClusterError
+from npu_device._src.cluster.health import Health
+
+_STEP = "preemption step"
+_STOP = "preemption stop"
+_NEVER = -1
+_SAME_SIGNAL_SECONDS = 1.0  # a launcher, and the cluster's manager itself, may both send it
+_JOIN_SECONDS = 5.0  # it may be waiting for the other ranks' answers
+
+_numbers = itertools.count()
+_current: Preemption | None = None
+
+
+class Preemption:
+    """Watches for the signal, until ``close``, or until another one is made.
+
+    Args:
+        health: the other ranks; None on a single device.
+        world_size: number of ranks; every rank has to make its object.
+        number: of the signal.
+        limit: seconds from the signal until this process ends, finished or not.
+
+    Raises:
+        ValueError: this isn't the main thread, in which Python handles signals.
+    """
+
+    def __init__(self, health: Health | None, world_size: int, number: signal.Signals, limit: float) -> None:
+        self._health = health
+        self._size = world_size
+        self._signal = number
+        self._limit = limit
+        self._name = next(_numbers)  # the same on all ranks, since they make the same calls
+        self._changed = threading.Condition()
+        self._steps = 0
+        self._holds_at: int | None = None
+        self._last: int | None = None
+        self._deadline: float | None = None
+        self._code = 128 + number
+        self._is_closed = False
+        self._pid = os.getpid()
+        global _current
+        if _current is not None:
+            _current.close()
+        self._previous = signal.signal(number, _nothing)  # raises in other threads
+        _current = self
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._previous_descriptor = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        if health is not None:
+            health.on_question(_STEP, self._answer_step)
+            health.on_question(_STOP, self._answer_stop)
+        self._thread = threading.Thread(target=self._watch, name="npu_device-preemption", daemon=True)
+        self._thread.start()
+
+    def is_last_step(self) -> bool:
+        """Return True if all ranks stop after the step that is over now; every rank has to call it after each step."""
+        with self._changed:
+            self._steps += 1
+            while self._last is None and self._holds_at is not None and self._steps >= self._holds_at:
+                if not self._changed.wait(self._limit):
+                    self._holds_at = None  # who asked is gone
+            return self._steps == self._last
+
+    def has_saved(self) -> None:
+        """Say that the checkpoint after the last step is complete: the process ends as resumable, whatever comes."""
+        self._code = RESUMABLE
+
+    def close(self) -> None:
+        """Restore the signal's handler, which is possible in the main thread only; the limit no longer applies."""
+        if self._is_closed:
+            return
+        global _current
+        self._is_closed = True
+        _current = None if _current is self else _current
+        with contextlib.suppress(ValueError):
+            signal.set_wakeup_fd(self._previous_descriptor)
+            signal.signal(self._signal, self._previous or signal.SIG_DFL)
+        self._writer.close()  # ends the thread
+        if os.getpid() == self._pid:
+            self._thread.join(_JOIN_SECONDS)
+
+    # Answers to the other ranks, in the channel's thread
+
+    def _answer_step(self, name: Any) -> int:
+        with self._changed:
+            if name != self._name or self._is_closed:
+                return _NEVER
+            if self._holds_at is None:
+                self._holds_at = self._steps + 1
+            return self._holds_at
+
+    def _answer_stop(self, body: Any) -> bool:
+        name, last = body
+        with self._changed:
+            if name == self._name and self._last is None:
+                self._holds_at = None
+                self._last = None if last == _NEVER else last
+                self._changed.notify_all()
+        return True
+
+    # After the signal, in a thread of its own
+
+    def _watch(self) -> None:
+        asked: float | None = None
+        while True:
+            left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+            if not select.select([self._reader], [], [], left)[0]:
+                self._end(f"the step and its checkpoint were not finished within {self._limit:g} s")
+            numbers = self._reader.recv(4096)
+            if not numbers:
+                self._reader.close()
+                return
+            if self._previous_descriptor >= 0:  # asyncio's, for instance
+                with contextlib.suppress(OSError):
+                    os.write(self._previous_descriptor, numbers)
+            if self._signal not in numbers:
+                continue
+            if asked is None:
+                asked = time.monotonic()
+                self._deadline = asked + self._limit
+                self._begin()
+            elif time.monotonic() - asked > _SAME_SIGNAL_SECONDS:
+                self._end("a second signal has come")
+
+    def _begin(self) -> None:
+        if self._health is not None and self._health.is_over:
+            self._end("the job has failed already")
+        self._say("all ranks finish the step, write a checkpoint and stop; a second signal ends this rank at once")
+        try:
+            last = self._agree()
+        except ClusterError as error:
+            self._say(f"the ranks can't agree on a step: {error}")
+            return
+        if last == _NEVER:
+            self._say("some ranks don't train any more, so that there is no step at which all could stop")
+
+    def _agree(self) -> int:
+        if self._health is None:
+            last = self._answer_step(self._name)
+            self._answer_stop([self._name, last])
+            return last
+        ranks, seconds = range(self._size), self._limit / 3
+        answers = self._health.ask(_STEP, self._name, ranks, seconds).values()
+        # A rank that has left, or that doesn't answer, will not come to any step.
+        last = max(answers) if len(answers) == self._size and _NEVER not in answers else _NEVER
+        self._health.ask(_STOP, [self._name, last], ranks, seconds)
+        return last
+
+    def _say(self, text: str) -> None:
+        print(f"npu_device: {self._signal.name}: {text}", file=sys.stderr, flush=True)
+
+    def _end(self, why: str) -> None:
+        with contextlib.suppress(Exception):
+            self._say(f"{why}; this process ends")
+            sys.stdout.flush()
+        os._exit(self._code)  # the main thread may be waiting in an operation for ever
+
+
+def _nothing(number: int, frame: Any) -> None:
+    """Handle the signal in Python: the thread does everything."""
+
+
+def _let_go() -> None:
+    """Give a forked child back its default behaviour: its signals must not count as the parent's."""
+    if _current is not None:
+        _current.close()
+
+
+os.register_at_fork(after_in_child=_let_go)

@@ -1,0 +1,303 @@
+"""Meet all ranks at the hub, and agree on one description of the job; the same for every scheme.
+
+The hub may start later than this rank, and its name may become resolvable later still. So everything is retried until
+the time is up, and the error then says what happened at each address. The hub's side is in ``hub``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Callable
+
+from npu_device._src.cluster import frames
+from npu_device._src.cluster.channel import Channel
+from npu_device._src.cluster.description import Cluster, join_address
+from npu_device._src.cluster.errors import PortTakenError, RendezvousError
+from npu_device._src.cluster.handshake import (
+    ANOTHER_PROGRAM,
+    ANSWER_SECONDS,
+    AttemptFailedError,
+    TimedConnection,
+    authenticate,
+    resolve,
+)
+from npu_device._src.cluster.hub_process import HubProcess
+from npu_device._src.cluster.membership import NO_SECRET, Membership
+from npu_device._src.cluster.ports import is_loopback
+from npu_device._src.cluster.roster import Hello
+from npu_device._src.version import __version__
+
+# The names of TensorFlow's distributions.
+_TENSORFLOWS = (
+    "tensorflow",
+    "tensorflow-cpu",
+    "tf-nightly",
+    "tf-nightly-cpu",
+    "tensorflow-intel",
+    "tensorflow-macos",
+    "tensorflow-rocm",
+    "tensorflow-aarch64",
+    "tensorflow-cpu-aws",
+)
+_CONNECT_SECONDS = 3.0
+_VERDICT_MARGIN_SECONDS = 5.0
+_ENDING_SECONDS = 1.0  # time for the hub of an earlier job to end after its ranks have left
+_PAUSE_OF_HUB_SECONDS = 0.2
+_FIRST_PAUSE_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 1.0
+_FIRST_PROGRESS_SECONDS = 10.0
+_NEXT_PROGRESS_SECONDS = 30.0
+
+_log = logging.getLogger("npu_device")
+
+
+def meet(membership: Membership, versions: Mapping[str, str] | None = None) -> tuple[Cluster, Channel]:
+    """Wait for all ranks of the job, and agree with them on its description.
+
+    Args:
+        membership: this process's place in the job.
+        versions: versions that must be the same on every rank, by name; default those of npu_device and TensorFlow.
+
+    Returns:
+        The description of the job, the same on every rank except for the rank's own place, and the control channel.
+
+    Raises:
+        RendezvousError: within ``connect_timeout`` not all ranks came, they don't match, or this one did not
+            find the hub; the hub's port is taken. All ranks that came get the same text, with a line for each rank.
+    """
+    hello = Hello(
+        job_id=membership.job_id,
+        scheme=membership.scheme,
+        world_size=membership.world_size,
+        rank=membership.rank,
+        device_id=membership.device_id,
+        host_key=membership.host_key,
+        host=membership.host,
+        is_chief=membership.is_chief,
+        seconds=membership.connect_timeout,
+        versions={"protocol": str(frames.PROTOCOL), **(versions or installed_versions())},
+        machine=socket.gethostname(),
+        pid=os.getpid(),
+    )
+    search = _Search(membership, hello)
+    rank, roster, channel = _start_hub(membership, search) if membership.starts_hub else search.search()
+    cluster = Cluster.seen_by(rank, membership.device_id, roster["hosts"], roster["addresses"], membership.job_id)
+    _log.info("rank %d of %d has met the others on %s", cluster.rank, cluster.world_size, ", ".join(set(cluster.hosts)))
+    return cluster, channel
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of npu_device and TensorFlow, without importing TensorFlow."""
+    tensorflow = "unknown"
+    for name in _TENSORFLOWS:
+        try:
+            tensorflow = importlib.metadata.version(name)
+            break
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {"npu_device": __version__, "tensorflow": tensorflow}
+
+
+_Met = tuple[int, dict[str, Any], Channel]  # rank, roster
+
+
+def _start_hub(membership: Membership, search: _Search) -> _Met:
+    """Start the hub, and meet the other ranks there."""
+    if membership.secret == b"" and not all(map(is_loopback, membership.chief_hosts)):
+        _log.warning("%s", NO_SECRET)
+    began = time.monotonic()
+    while True:
+        try:
+            hub = HubProcess(
+                secret=membership.secret,
+                listen=membership.chief_hosts,
+                ports=(membership.chief_port, membership.chief_port),
+                job_id=membership.job_id,
+                world_size=membership.world_size,
+                expected_hosts=membership.expected_hosts,
+                host_key=membership.host_key,
+                stays=False,
+            )
+        except PortTakenError:
+            # The port is taken by the hub of an earlier process of this rank, or of a second process started as this
+            # rank, which every rank must be told of. A hub whose job is ending frees the port soon.
+            met = search.look_once(membership.chief_hosts)
+            if met is not None:
+                return met
+            if search.remaining() <= 0 or (not search.is_busy and time.monotonic() > began + _ENDING_SECONDS):
+                raise
+            time.sleep(_PAUSE_OF_HUB_SECONDS)
+            continue
+        return search.search(("127.0.0.1",) if hub.host in ("::", "0.0.0.0") else (hub.host,))
+
+
+class _Search:
+    """A rank's attempts to reach the hub."""
+
+    def __init__(self, membership: Membership, hello: Hello) -> None:
+        self._membership = membership
+        self._hello = hello
+        self._began = time.monotonic()
+        self._deadline = self._began + membership.connect_timeout
+        self._next_progress = self._began + _FIRST_PROGRESS_SECONDS
+        self._outcomes: dict[str, str] = {}
+        self.is_busy = False
+
+    def remaining(self) -> float:
+        """Return the seconds left."""
+        return self._deadline - time.monotonic()
+
+    def search(self, hosts: Sequence[str] = ()) -> _Met:
+        """Try the hub's addresses in turn until it answers.
+
+        Raises:
+            RendezvousError: the hub refused (its text, the same for every rank), or it was never reached.
+        """
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            met = self.look_once(hosts or self._membership.chief_hosts)
+            if met is not None:
+                return met
+            if self.remaining() <= 0:
+                raise RendezvousError(self._complaint())
+            self._progress(lambda: f"{self._name()} is looking for the chief: " + "; ".join(self._lines()))
+            time.sleep(max(0.0, min(pause, self.remaining())))
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def look_once(self, hosts: Iterable[str]) -> _Met | None:
+        """Try each address once; return None if this job's hub is at none of them.
+
+        Raises:
+            RendezvousError: the hub refused.
+        """
+        for host in hosts:
+            met = self._try_host(host)
+            if met is not None:
+                return met
+            if self.remaining() <= 0:
+                break
+        return None
+
+    def _try_host(self, host: str) -> _Met | None:
+        port = self._membership.chief_port
+        place = join_address(host, port)
+        try:
+            addresses = resolve(host, port, self.remaining())
+        except AttemptFailedError as failure:
+            self._outcomes[place] = str(failure)
+            return None
+        outcomes: list[str] = []
+        for family, address in addresses:
+            if outcomes and self.remaining() <= 0:
+                break
+            try:
+                return self._call_on(family, address)
+            except AttemptFailedError as failure:
+                outcomes.append(str(failure) if len(addresses) == 1 else f"{address[0]} {failure}")
+        self._outcomes[place] = ", ".join(outcomes)
+        return None
+
+    def _call_on(self, family: int, address: tuple[Any, ...]) -> _Met:
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(max(0.1, min(_CONNECT_SECONDS, self.remaining())))
+            try:
+                connection.connect(address)
+            except ConnectionRefusedError:
+                raise AttemptFailedError("refused: nothing listens there") from None
+            except socket.timeout:
+                raise AttemptFailedError("timed out: the host doesn't answer") from None
+            except OSError as error:
+                raise AttemptFailedError(f"can't be reached: {error.strerror or error}") from error
+            if connection.getsockname() == connection.getpeername():
+                # Connecting to an unused port of this host can connect to itself. Leave no TIME_WAIT, which would
+                # keep the hub from listening there.
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                raise AttemptFailedError("refused: nothing listens there")
+            frames.keep_alive(connection)
+            line = TimedConnection(connection)
+            authenticate(line, self._membership.secret)
+            line.send({"hello": self._hello.fields()})
+            try:
+                return self._await_roster(line)
+            except BaseException as error:  # above all Ctrl-C: the others need not wait until the time is up
+                if self._hello.is_chief and not isinstance(error, (AttemptFailedError, RendezvousError)):
+                    name = f"machine {self._hello.machine}, pid {self._hello.pid}"
+                    text = f"the chief ({name}) stopped while the ranks were meeting: {error!r}.\nLook at its output."
+                    line.send({"stopping": text})
+                raise
+        except BaseException:
+            connection.close()
+            raise
+
+    def _await_roster(self, line: TimedConnection) -> _Met:
+        seconds, doing, rank = ANSWER_SECONDS, "no answer", None
+        gone = "the connection was closed without an answer: a hub that is ending"
+        self.is_busy = False
+        while True:
+            answer = line.receive(
+                seconds,
+                silent=f"{doing}: the hub is stopped",
+                closed=gone,
+                meanwhile=self._report_waiting,
+            )
+            if "wait" in answer:
+                seconds = float(answer["wait"]) + _VERDICT_MARGIN_SECONDS
+                doing = "the chief accepted this rank, and then sent nothing more"
+                gone = "the chief accepted this rank, and then was gone"
+            elif "waits_for" in answer:
+                waited = time.monotonic() - self._began
+                _log.warning(
+                    "after %.0f s: the chief waits for %s of job %r", waited, answer["waits_for"], self._hello.job_id
+                )
+            elif "refused" in answer:
+                raise RendezvousError(str(answer["refused"]))
+            elif "busy" in answer:
+                self.is_busy = True
+                raise AttemptFailedError(str(answer["busy"]))
+            elif "rank" in answer:
+                rank = int(answer["rank"])
+            elif "roster" in answer and rank is not None:
+                roster = answer["roster"]
+                return rank, roster, Channel(line.connection, line.reader)
+            else:
+                raise AttemptFailedError(ANOTHER_PROGRAM)
+
+    def _report_waiting(self) -> None:
+        if not self._hello.is_chief:  # the hub tells it which ranks are missing
+            self._progress(lambda: f"{self._name()} has reached the chief, which waits for other ranks")
+
+    def _progress(self, what: Callable[[], str]) -> None:
+        """Log progress now and then, so that a waiting job doesn't look hung."""
+        now = time.monotonic()
+        if now >= self._next_progress:
+            self._next_progress = now + _NEXT_PROGRESS_SECONDS
+            _log.warning("after %.0f s: %s", now - self._began, what())
+
+    def _name(self) -> str:
+        return f"{self._hello.name} of job {self._hello.job_id!r}"
+
+    def _lines(self) -> list[str]:
+        return [f"{place} {outcome}" for place, outcome in self._outcomes.items()]
+
+    def _complaint(self) -> str:
+        membership, hello = self._membership, self._hello
+        if membership.rank is None:
+            chief = f"the process of CM_CHIEF_DEVICE on host {membership.chief_hosts[0]}"
+            check = "CM_CHIEF_IP, CM_CHIEF_PORT and CM_CHIEF_DEVICE"
+        else:
+            chief = f"rank 0 on host {membership.expected_hosts[0]}"
+            check = "TF_CONFIG" if membership.scheme == "TF_CONFIG" else "the rank table"
+        lines = "\n".join(f"  {line}" for line in self._lines())
+        return (
+            f"EI0015: {self._name()} (machine {hello.machine}, pid {hello.pid}) got no answer from the chief, {chief}, "
+            f"within {membership.connect_timeout:g} s (HCCL_CONNECT_TIMEOUT):\n{lines}\n"
+            "Likely cause: the chief was not started, has ended, or was given another address or port.\n"
+            f"What to do: look at the chief's output; compare {check} on both hosts; look for a firewall between them."
+        )

@@ -1,0 +1,351 @@
+"""Record which ranks have come to the rendezvous, which are missing, and what doesn't match. Knows no sockets.
+
+Source of the numbering without a rank table: Ascend's CM_* scheme (numeric order of host address, then device id).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Union
+
+_UNKNOWN_SHOWN = 5
+
+# Must be unique in the job: the rank, or host and device if the hub numbers the ranks.
+_Key = Union[int, tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A rank's description of itself.
+
+    Attributes:
+        job_id: name of the job.
+        scheme: how the environment describes the job.
+        world_size: number of ranks.
+        rank: its rank; None when the hub numbers the ranks.
+        device_id: number of its device.
+        host_key: name of its host; "" for the address that the hub sees.
+        host: address the others use to reach it; None for the address that the hub sees.
+        is_chief: True for the rank on whose host the others meet.
+        seconds: how long it waits for the others.
+        versions: versions that must be the same on all ranks, by name.
+        machine: host name of the system that it runs on.
+        pid: its process id there.
+    """
+
+    job_id: str
+    scheme: str
+    world_size: int
+    rank: int | None
+    device_id: int
+    host_key: str
+    host: str | None
+    is_chief: bool
+    seconds: float
+    versions: dict[str, str]
+    machine: str
+    pid: int
+
+    @classmethod
+    def read(cls, fields: Any) -> Hello:
+        """Parse the hello in a message.
+
+        Raises:
+            ValueError: it is not a valid hello.
+        """
+        kinds = {
+            **dict.fromkeys(("job_id", "scheme", "host_key", "machine"), (str,)),
+            **dict.fromkeys(("world_size", "device_id", "pid"), (int,)),
+            "rank": (int, type(None)),
+            "host": (str, type(None)),
+            "is_chief": (bool,),
+            "seconds": (int, float),
+            "versions": (dict,),
+        }
+        if not isinstance(fields, dict):
+            raise ValueError("no hello")
+        for name, allowed in kinds.items():
+            value = fields.get(name)
+            if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+                raise ValueError(f"unexpected {name}")
+        if fields["rank"] is not None and not 0 <= fields["rank"] < fields["world_size"]:
+            raise ValueError("no such rank")
+        # A later version may send more fields; the versions show the difference.
+        return cls(**{name: fields[name] for name in kinds})
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the hello, as ``read`` takes them."""
+        return asdict(self)
+
+    @property
+    def name(self) -> str:
+        """Return the rank's name for messages; without a rank table it has no number yet."""
+        return f"device {self.device_id}" if self.rank is None else f"rank {self.rank}"
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Return the values that must be the same on all ranks."""
+        return self.scheme, self.world_size, tuple(sorted(self.versions.items()))
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank that has come.
+
+    Attributes:
+        hello: its description of itself.
+        host: name of its host.
+        seen_at: its address as the hub sees it; None when it is on the hub's host.
+    """
+
+    hello: Hello
+    host: str
+    seen_at: str | None
+
+    @property
+    def key(self) -> _Key:
+        """Return the key that no other rank of the job may have."""
+        return (self.host, self.hello.device_id) if self.hello.rank is None else self.hello.rank
+
+    def identity(self) -> str:
+        """Return the machine and process id of the rank."""
+        return f"machine {self.hello.machine}, pid {self.hello.pid}"
+
+
+class Roster:
+    """The list of a job's ranks. The chief's hello is the reference, or the first one until the chief has come.
+
+    Args:
+        job_id: name of the job.
+        expected_hosts: host of each rank if the scheme says it, else empty.
+        host_key: name of the hub's host, for ranks on it that don't know their own address.
+    """
+
+    def __init__(self, job_id: str, expected_hosts: Sequence[str], host_key: str) -> None:
+        self._job_id = job_id
+        self._expected_hosts = expected_hosts
+        self._host_key = host_key
+        self._present: dict[_Key, list[Member]] = {}
+        self._left: dict[_Key, Member] = {}
+        self._signatures: Counter[tuple[Any, ...]] = Counter()
+        self._others: dict[str, None] = {}
+        self._unknown_clients: dict[str, str] = {}
+        self._chief: Hello | None = None
+        self._first: Hello | None = None
+        self._count = 0
+
+    @property
+    def reference(self) -> Hello | None:
+        """Return the hello that the others are compared with; None while no rank has come."""
+        return self._chief or self._first
+
+    def refusal(self, hello: Hello, seen_at: str) -> str | None:
+        """Return the error's text for a rank of another job; None for a rank of this job."""
+        if hello.job_id == self._job_id:
+            return None
+        who = f"machine {hello.machine}, pid {hello.pid}, from {seen_at}"
+        self._others[f"{hello.name} of another job, {hello.job_id!r}: refused ({who})"] = None
+        chief = self.reference
+        place = "" if chief is None else f" (its chief: machine {chief.machine}, pid {chief.pid})"
+        return (
+            f"{hello.name} of job {hello.job_id!r} came to the meeting point of another job, {self._job_id!r}{place}.\n"
+            "Likely cause: two jobs use the same port, or JOB_ID is not the same on all ranks of one job.\n"
+            "What to do: give each job its own port, and all ranks of a job the same JOB_ID."
+        )
+
+    def add(self, hello: Hello, seen_at: str | None) -> Member:
+        """Add a rank of this job."""
+        if not self._present:
+            self._first = self._chief = None
+        self._first = self._first or hello
+        if hello.is_chief:
+            self._chief = self._chief or hello
+        member = Member(hello, hello.host_key or seen_at or self._host_key, seen_at)
+        self._present.setdefault(member.key, []).append(member)
+        self._signatures[hello.signature] += 1
+        self._count += 1
+        return member
+
+    def remove(self, member: Member) -> None:
+        """Remove a rank that disconnected early: its process has ended, or it will reconnect."""
+        same = self._present[member.key]
+        same.remove(member)
+        if not same:
+            del self._present[member.key]
+        self._signatures -= Counter([member.hello.signature])
+        self._count -= 1
+        self._left[member.key] = member
+        hellos = [other.hello for other in self._members()] or [member.hello]
+        self._first = hellos[0] if member.hello is self._first else self._first
+        if member.hello is self._chief:
+            self._chief = next((hello for hello in hellos if hello.is_chief), None)
+
+    def note_unknown_client(self, address: str, what: str) -> None:
+        """Record a client that connected but isn't a rank."""
+        self._unknown_clients.pop(address, None)
+        self._unknown_clients[address] = what
+        if len(self._unknown_clients) > _UNKNOWN_SHOWN:
+            del self._unknown_clients[next(iter(self._unknown_clients))]
+
+    @property
+    def contradictory(self) -> bool:
+        """Return True if the ranks that have come can't form one job, whichever are still missing."""
+        return len(self._signatures) > 1 or self._count > len(self._present)
+
+    @property
+    def complete(self) -> bool:
+        """Return True if all ranks have come and match."""
+        return self.reference is not None and self._count == self._size and not self.contradictory
+
+    @property
+    def _size(self) -> int:
+        assert self.reference is not None
+        return self.reference.world_size
+
+    @property
+    def _numbers_ranks(self) -> bool:
+        """Return True if the hub numbers the ranks."""
+        return self.reference is not None and self.reference.rank is None
+
+    def _members(self) -> list[Member]:
+        return [member for same in self._present.values() for member in same]
+
+    def in_order(self) -> list[Member]:
+        """Return the members by rank. Without a rank table, they get their numbers here."""
+        return sorted((same[0] for same in self._present.values()), key=_order)
+
+    def missing(self) -> str:
+        """Return the missing ranks as a short text."""
+        if self._numbers_ranks:
+            return f"{self._absent()} of {self._size} ranks"
+        ranks = [self._rank_name(rank) for rank in range(self._size) if rank not in self._present]
+        return ", ".join(ranks[:10]) + (f" and {len(ranks) - 10} more" if len(ranks) > 10 else "")
+
+    # The error's text when the rendezvous fails
+
+    def complaint(self, timeout: float) -> str:
+        """Return the error's text: what happened, one line per rank, likely cause, what to do. All ranks get the same.
+
+        Args:
+            timeout: seconds the ranks had.
+        """
+        kinds = self._kinds()
+        size, job = self._size, self._job_id
+        if set(kinds) == {"missing"}:
+            head = (
+                f"EI0015: {self._absent()} of the {size} ranks of job {job!r} did not come within {timeout:g} s "
+                "(HCCL_CONNECT_TIMEOUT):"
+            )
+        else:
+            kinds = [kind for kind in kinds if kind != "missing"]  # the others would be wrong anyway
+            head = f"the ranks that came to job {job!r} don't fit together ({', '.join(kinds)}):"
+        remedies = [_REMEDIES[kind] for kind in kinds]
+        return "\n".join([head, *(f"  {line}" for line in self._lines()), *remedies])
+
+    def _lines(self) -> list[str]:
+        size = self._size
+        names: list[_Key] = [] if self._numbers_ranks else list(range(size))
+        names += sorted({*self._present, *self._left}.difference(names), key=str)
+        lines = []
+        for key in names:
+            for member in self._present.get(key, []):
+                states = ["doubled"] if len(self._present[key]) > 1 else []
+                states += self._differences(member.hello)
+                lines.append(f"{_name(member)}: {'; '.join(states) or 'came'} ({member.identity()})")
+            if key not in self._present and key in self._left:
+                gone = self._left[key]
+                lines.append(f"{_name(gone)}: missing; it came, but left before the end ({gone.identity()})")
+            elif key not in self._present and isinstance(key, int):
+                lines.append(f"{self._rank_name(key)}: missing")
+        if self._numbers_ranks and self._absent():
+            lines.append(f"{self._absent()} of {size}: missing (the chief would have numbered them)")
+        lines += self._others
+        for address, what in list(self._unknown_clients.items())[-_UNKNOWN_SHOWN:]:
+            lines.append(f"an unknown client at {address} {what}; not counted")
+        return lines
+
+    def _kinds(self) -> list[str]:
+        """Return the kinds of errors, most important first."""
+        hellos, chief, found = [member.hello for member in self._members()], self.reference, []
+        assert chief is not None
+        if any(len(same) > 1 for same in self._present.values()):
+            found.append("doubled rank")
+        if any(hello.scheme != chief.scheme for hello in hellos):
+            found.append("another scheme")
+        if any(hello.world_size != chief.world_size for hello in hellos):
+            found.append("another world size")
+        if any(hello.versions != chief.versions for hello in hellos):
+            found.append("another version")
+        if self._absent():
+            found.append("missing")
+        return found
+
+    def _absent(self) -> int:
+        """Return the number of ranks that have not come."""
+        if self._numbers_ranks:
+            return max(0, self._size - len(self._present))
+        return sum(rank not in self._present for rank in range(self._size))
+
+    def _differences(self, hello: Hello) -> list[str]:
+        """Return the differences between a rank and the chief."""
+        chief, found = self.reference, []
+        assert chief is not None
+        if hello.scheme != chief.scheme:
+            found.append(f"another scheme, {hello.scheme} (the chief: {chief.scheme})")
+        if hello.world_size != chief.world_size:
+            found.append(f"another world size, {hello.world_size} (the chief: {chief.world_size})")
+        for name in sorted({*hello.versions, *chief.versions}):
+            theirs, ours = hello.versions.get(name), chief.versions.get(name)
+            if theirs != ours:
+                found.append(f"another version, {name} {theirs} (the chief: {ours})")
+        return found
+
+    def _rank_name(self, rank: int) -> str:
+        known = rank < len(self._expected_hosts)
+        return f"rank {rank} on host {self._expected_hosts[rank]}" if known else f"rank {rank}"
+
+    def addresses(self, hub_address: str) -> list[str]:
+        """Return each rank's address, by rank.
+
+        Args:
+            hub_address: address the others use to reach the hub's host.
+        """
+        return [member.hello.host or member.seen_at or hub_address for member in self.in_order()]
+
+
+_REMEDIES = {
+    "doubled rank": (
+        "Two processes were started as the same rank. What to do: give each process its own RANK_ID (with CM_*: its "
+        "own ASCEND_DEVICE_ID on a host), and end processes left over from an earlier run."
+    ),
+    "another scheme": (
+        "The ranks' environments describe the job in different ways. What to do: set the same variables everywhere."
+    ),
+    "another world size": (
+        "The ranks don't agree on how many they are. What to do: start all with the same RANK_SIZE and rank table, "
+        "CM_WORKER_SIZE or TF_CONFIG, and end processes left over from an earlier run."
+    ),
+    "another version": "What to do: install the same versions of npu_device and TensorFlow for all ranks.",
+    "missing": (
+        "A missing rank was not started, ended before it got here, or can't reach the chief. What to do: look at its "
+        "output; start all ranks within HCCL_CONNECT_TIMEOUT seconds of each other, or raise it on all of them."
+    ),
+}
+
+
+def _name(member: Member) -> str:
+    return f"{member.hello.name} on host {member.host}"
+
+
+def _order(member: Member) -> tuple[int, int, str, int]:
+    """Return the sort key: the rank; without one, the numeric host address and then the device."""
+    if member.hello.rank is not None:
+        return member.hello.rank, 0, "", 0
+    try:
+        number = int(ipaddress.ip_address(member.host))
+    except ValueError:
+        number = -1
+    return 0, number, member.host, member.hello.device_id

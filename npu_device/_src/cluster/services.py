@@ -1,0 +1,316 @@
+"""The hub's services for a job after the rendezvous: values, gathers, questions, and news of ranks that have gone.
+
+Knows no sockets. A rank's message causes at most a number of messages proportional to the ranks. When all ranks do
+the same thing (leave, fail, ask the same question), that is the cost for all of them together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Callable
+
+from npu_device._src.cluster import frames
+
+_LEFT_TOGETHER_SECONDS = 0.1  # ranks that leave within this time are reported in one message
+_ANSWERS_KEPT_SECONDS = 5.0  # a rank that asks the same within this time gets the same answers
+_SHOWN = 10
+
+
+@dataclass
+class _Gather:
+    ranks: set[int]
+    partial: bool
+    values: dict[int, Any] = field(default_factory=dict)
+    waiting: dict[int, int] = field(default_factory=dict)  # each rank's request
+
+
+@dataclass
+class _Round:
+    """One question that several ranks may ask."""
+
+    key: str
+    number: int
+    pending: set[int]
+    answers: dict[str, list[int]] = field(default_factory=dict)
+    waiting: list[tuple[int, int]] = field(default_factory=list)
+    result: bytes | None = None
+
+
+class Services:
+    """The services of one job.
+
+    Args:
+        hosts: host of each rank, for messages.
+        send: sends a frame to a rank; does nothing if the rank has gone.
+        later: calls a function after some seconds.
+    """
+
+    def __init__(
+        self,
+        hosts: list[str],
+        send: Callable[[int, bytes], None],
+        later: Callable[[float, Callable[[], None]], None],
+    ) -> None:
+        self._hosts = hosts
+        self._send = send
+        self._later = later
+        self._values: dict[str, str] = {}
+        self._readers: dict[str, dict[tuple[int, int], None]] = {}
+        self._gathers: dict[str, _Gather] = {}
+        self._rounds: dict[str, _Round] = {}
+        self._round_of: dict[int, _Round] = {}
+        self._rounds_made = 0
+        self._left: dict[int, Any] = {}
+        self._absent: set[int] = set()
+        self._unreported_left: list[int] = []
+        self._unreported_gone: list[int] = []
+        self._failing = False
+        self._last_ones: dict[tuple[int, int], None] = {}
+        self._actions: dict[str, Callable[[int, dict[str, Any]], None]] = {
+            "set": self._set,
+            "get": self._get,
+            "delete": self._delete,
+            "gather": self._gather,
+            "ask": self._ask,
+            "reply": self._reply,
+            "others": self._others,
+            "failed": self._failed,
+            "left": self._leave,
+        }
+
+    def handle(self, rank: int, message: dict[str, Any]) -> None:
+        """Handle a rank's message."""
+        self._actions[message["do"]](rank, message)
+
+    def closed(self, rank: int) -> None:
+        """Handle the end of a rank's connection: its process has ended, or its host is lost."""
+        if rank not in self._left:
+            self._unreported_gone.append(rank)
+        self._mark_absent(rank)
+
+    def report_losses(self) -> None:
+        """Report all ranks that have gone without a message, together.
+
+        After a job's first failure nothing more is reported: every rank is ending then.
+        """
+        gone, self._unreported_gone = self._unreported_gone, []
+        if gone and not self._failing:
+            self._failing = True
+            self._push({"push": "gone", "ranks": gone})
+
+    # Values
+
+    def _set(self, rank: int, message: dict[str, Any]) -> None:
+        key, value = str(message["key"]), str(message["value"])
+        if key in self._values:
+            self._refuse(rank, message["id"], "exists", key)
+            return
+        self._values[key] = value
+        self._answer(rank, message["id"], None)
+        for reader, request in self._readers.pop(key, {}):
+            self._answer(reader, request, value)
+
+    def _get(self, rank: int, message: dict[str, Any]) -> None:
+        key, request, seconds = str(message["key"]), message["id"], float(message["seconds"])
+        if key in self._values:
+            self._answer(rank, request, self._values[key])
+            return
+        self._readers.setdefault(key, {})[rank, request] = None
+
+        def give_up() -> None:
+            readers = self._readers.get(key, {})
+            if (rank, request) in readers:
+                del readers[rank, request]
+                if not readers:
+                    del self._readers[key]
+                self._refuse(rank, request, "late", f"no rank wrote {key!r} within {seconds:g} s")
+
+        self._later(seconds, give_up)
+
+    def _delete(self, rank: int, message: dict[str, Any]) -> None:
+        self._values.pop(str(message["key"]), None)
+        self._answer(rank, message["id"], None)
+
+    # Gathers
+
+    def _gather(self, rank: int, message: dict[str, Any]) -> None:
+        name, request, seconds = str(message["name"]), message["id"], float(message["seconds"])
+        gather = self._gathers.get(name)
+        if gather is None:
+            ranks = range(len(self._hosts)) if message["ranks"] is None else frames.ranks_of(str(message["ranks"]))
+            gather = self._gathers[name] = _Gather(set(ranks), bool(message["partial"]))
+        gather.values[rank] = message["value"]
+        gather.waiting[rank] = request
+        if len(gather.values) == len(gather.ranks):
+            del self._gathers[name]
+            self._hand_out(gather)
+            return
+        self._end_if_hopeless(name, gather)
+
+        def give_up() -> None:
+            if self._gathers.get(name) is gather and gather.waiting.get(rank) == request:
+                if gather.partial:
+                    self._hand_out(gather)
+                    self._later(_ANSWERS_KEPT_SECONDS, lambda: self._forget_gather(name, gather))
+                    return
+                missing = sorted(gather.ranks.difference(gather.values))
+                self._refuse(
+                    rank, request, "late", f"{name!r}: {self._listed(missing)} did not come within {seconds:g} s"
+                )
+                del gather.waiting[rank]
+                if not gather.waiting:
+                    del self._gathers[name]
+
+        self._later(seconds, give_up)
+
+    def _end_if_hopeless(self, name: str, gather: _Gather) -> None:
+        """End a gather that a rank can no longer join."""
+        absent = gather.ranks & self._absent.difference(gather.values)
+        if not absent or (gather.partial and len(absent) + len(gather.values) < len(gather.ranks)):
+            return
+        del self._gathers[name]
+        if gather.partial:
+            self._hand_out(gather)
+            return
+        for rank, request in gather.waiting.items():
+            self._refuse(rank, request, "gone", f"{name!r}: {self._listed(sorted(absent))} has gone")
+
+    def _hand_out(self, gather: _Gather) -> None:
+        alike: dict[str, list[int]] = {}
+        for rank, value in gather.values.items():
+            alike.setdefault(_text(value), []).append(rank)
+        text = _joined(alike)
+        for rank, request in gather.waiting.items():
+            self._answer_text(rank, request, text)
+        gather.waiting.clear()
+
+    def _forget_gather(self, name: str, gather: _Gather) -> None:
+        if self._gathers.get(name) is gather:
+            self._hand_out(gather)
+            del self._gathers[name]
+
+    # Questions
+
+    def _ask(self, rank: int, message: dict[str, Any]) -> None:
+        key = json.dumps([message["kind"], message["body"], message["ranks"]])
+        found = self._rounds.get(key)
+        if found is None:
+            self._rounds_made += 1
+            asked = set(frames.ranks_of(str(message["ranks"]))) - self._absent
+            found = self._rounds[key] = self._round_of[self._rounds_made] = _Round(key, self._rounds_made, asked)
+            found.waiting.append((rank, message["id"]))
+            question = {"push": "question", "question": found.number, "kind": message["kind"], "body": message["body"]}
+            frame = frames.encode(question)
+            for other in asked:
+                self._send(other, frame)
+            self._later(float(message["seconds"]), lambda: self._finish(found))
+            if not asked:
+                self._finish(found)
+        elif found.result is None:
+            found.waiting.append((rank, message["id"]))
+        else:
+            self._answer_text(rank, message["id"], found.result)
+
+    def _reply(self, rank: int, message: dict[str, Any]) -> None:
+        found = self._round_of.get(message["question"])
+        if found is not None and rank in found.pending:
+            found.pending.remove(rank)
+            found.answers.setdefault(_text(message["value"]), []).append(rank)
+            if not found.pending:
+                self._finish(found)
+
+    def _finish(self, found: _Round) -> None:
+        if found.result is not None:
+            return
+        del self._round_of[found.number]
+        found.result = _joined(found.answers)
+        for rank, request in found.waiting:
+            self._answer_text(rank, request, found.result)
+        self._later(_ANSWERS_KEPT_SECONDS, lambda: self._forget(found))
+
+    def _forget(self, found: _Round) -> None:
+        del self._rounds[found.key]
+
+    # Leaving and failing
+
+    def _leave(self, rank: int, message: dict[str, Any]) -> None:
+        self._left[rank] = message["issued"]
+        if not self._unreported_left:
+            self._later(_LEFT_TOGETHER_SECONDS, self._report_departures)
+        self._unreported_left.append(rank)
+        self._mark_absent(rank)
+
+    def _report_departures(self) -> None:
+        left_ranks, self._unreported_left = self._unreported_left, []
+        alike: dict[str, list[int]] = {}
+        for rank in left_ranks:
+            alike.setdefault(json.dumps(self._left[rank]), []).append(rank)
+        left = [[json.loads(issued), frames.ranges(ranks)] for issued, ranks in alike.items()]
+        self._push({"push": "left", "left": left})
+
+    def _failed(self, rank: int, message: dict[str, Any]) -> None:
+        if not self._failing:
+            self._failing = True
+            self._push({"push": "failed", "event": message["event"]})
+
+    def _others(self, rank: int, message: dict[str, Any]) -> None:
+        waiting = rank, message["id"]
+        self._last_ones[waiting] = None
+        self._later(float(message["seconds"]), lambda: self._answer_others(waiting))
+        self._check_last_ones()
+
+    def _check_last_ones(self) -> None:
+        for waiting in list(self._last_ones):
+            if len(self._absent - {waiting[0]}) == len(self._hosts) - 1:
+                self._answer_others(waiting)
+
+    def _answer_others(self, waiting: tuple[int, int]) -> None:
+        if waiting in self._last_ones:
+            del self._last_ones[waiting]
+            present = set(range(len(self._hosts))) - self._absent - {waiting[0]}
+            self._answer(*waiting, frames.ranges(present))
+
+    def _mark_absent(self, rank: int) -> None:
+        if rank in self._absent:
+            return
+        self._absent.add(rank)
+        for name, gather in list(self._gathers.items()):
+            self._end_if_hopeless(name, gather)
+        for found in list(self._round_of.values()):
+            found.pending.discard(rank)
+            if not found.pending:
+                self._finish(found)
+        self._check_last_ones()
+
+    # Messages
+
+    def _listed(self, ranks: Iterable[int]) -> str:
+        ranks = list(ranks)
+        named = [f"rank {rank} on host {self._hosts[rank]}" for rank in ranks[:_SHOWN]]
+        return ", ".join(named) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
+
+    def _push(self, message: dict[str, Any]) -> None:
+        frame = frames.encode(message)
+        for rank in range(len(self._hosts)):
+            self._send(rank, frame)
+
+    def _answer(self, rank: int, request: int, value: Any) -> None:
+        self._answer_text(rank, request, json.dumps(value).encode())
+
+    def _answer_text(self, rank: int, request: int, value: bytes) -> None:
+        self._send(rank, frames.join(b'{"id":%d,"value":' % request, value, b"}"))
+
+    def _refuse(self, rank: int, request: int, kind: str, text: str) -> None:
+        self._send(rank, frames.encode({"id": request, "error": kind, "text": text}))
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _joined(alike: dict[str, list[int]]) -> bytes:
+    """Return values, as JSON text, each with its ranks: most ranks send the same, so all are little longer than one."""
+    parts = [f"[{text},{json.dumps(frames.ranges(ranks))}]" for text, ranks in alike.items()]
+    return f"[{','.join(parts)}]".encode()

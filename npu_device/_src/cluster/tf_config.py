@@ -1,0 +1,142 @@
+"""TensorFlow's own description of a job, ``TF_CONFIG``, as Kubeflow's training operator sets it.
+
+Ranks are the chief (or "master") and then the workers, in order. The ranks meet at rank 0's address. TensorFlow's
+servers get other ports, because the hub uses the one in ``TF_CONFIG``.
+
+Source: TensorFlow guide "Distributed training with TensorFlow", setting up TF_CONFIG.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from npu_device._src import environment
+from npu_device._src.cluster.errors import ClusterError
+
+_EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
+_CHIEFS = ("chief", "master")
+
+
+@dataclass(frozen=True)
+class TfConfig:
+    """The job, without the tasks that don't train.
+
+    Attributes:
+        rank: this process's rank.
+        hosts: host of each rank.
+        ports: port of each rank.
+    """
+
+    rank: int
+    hosts: tuple[str, ...]
+    ports: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return len(self.hosts)
+
+
+def read() -> TfConfig | None:
+    """Return the job of ``TF_CONFIG``; None if it is unset, names no cluster, or this process is an evaluator.
+
+    Raises:
+        ClusterError: it is not JSON, a part is missing or malformed, the task isn't in the cluster, or it has
+            parameter servers.
+    """
+    text = environment.TF_CONFIG.raw()
+    if text is None:
+        return None
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _fault(f"is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}") from error
+    if not isinstance(config, dict):
+        raise _fault(f"is {config!r}; expected a JSON object")
+    cluster = config.get("cluster") or {}
+    if not isinstance(cluster, dict):
+        raise _fault(f"has the cluster {cluster!r}; expected an object of task types, each with a list of addresses")
+    if not cluster and config.get("sparseCluster"):
+        raise _fault(
+            "has a sparseCluster and no cluster: it names only some of the tasks, and here every rank has to know all"
+        )
+    if not cluster:
+        return None
+    task_type, index = _task(config)
+    if task_type == "evaluator":
+        return None
+    return _job(cluster, task_type, index)
+
+
+def _job(cluster: dict[str, Any], task_type: str, index: int) -> TfConfig:
+    if cluster.get("ps"):
+        raise ClusterError(
+            f"TF_CONFIG has parameter servers ({cluster['ps']}); here every rank holds all variables.\n"
+            "What to do: describe a job that has only workers, or use tf.distribute.ParameterServerStrategy instead."
+        )
+    unknown = sorted(set(cluster) - {*_CHIEFS, "worker", "ps", "evaluator"})
+    if unknown:
+        raise _fault(
+            f"has the task type {unknown[0]!r} in its cluster; expected chief (or master), worker and evaluator only"
+        )
+    chiefs = [name for name in _CHIEFS if cluster.get(name)]
+    if len(chiefs) > 1:
+        raise _fault("has both chief and master in its cluster; expected one of them")
+    tasks: list[tuple[str, int]] = []
+    addresses: list[tuple[str, int]] = []
+    for name in (*chiefs, "worker"):
+        found = cluster.get(name) or []
+        if not isinstance(found, list):
+            raise _fault(f"has {found!r} for cluster.{name}; expected a list of addresses")
+        if name in _CHIEFS and len(found) != 1:
+            raise _fault(f"has {len(found)} addresses for cluster.{name}; expected one")
+        for position, address in enumerate(found):
+            tasks.append((name, position))
+            addresses.append(_split(f"cluster.{name}[{position}]", address))
+            if addresses.index(addresses[-1]) != len(addresses) - 1:
+                other = tasks[addresses.index(addresses[-1])]
+                raise _fault(
+                    f"gives {other[0]} {other[1]} and {name} {position} the same address {address!r}; "
+                    "expected different ones"
+                )
+    if (task_type, index) not in tasks:
+        known = ", ".join(f"{name} {position}" for name, position in tasks) or "none"
+        raise _fault(
+            f"says that this process is {task_type} {index}, which is not in its cluster; expected one of: {known}"
+        )
+    return TfConfig(
+        tasks.index((task_type, index)),
+        tuple(host for host, _ in addresses),
+        tuple(port for _, port in addresses),
+    )
+
+
+def _task(config: dict[str, Any]) -> tuple[str, int]:
+    task = config.get("task")
+    if not isinstance(task, dict):
+        raise _fault(f"has the task {task!r}; expected an object with type and index")
+    task_type, index = task.get("type"), task.get("index", 0)
+    if not isinstance(task_type, str) or not task_type:
+        raise _fault(f"has the task type {task_type!r}; expected chief, master, worker or evaluator")
+    if isinstance(index, bool) or not str(index).isdecimal():
+        raise _fault(f"has the task index {index!r}; expected a whole number from 0")
+    return task_type, int(index)
+
+
+def _split(place: str, address: object) -> tuple[str, int]:
+    host, _, port = str(address).rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        host = ""  # an IPv6 address without brackets: where the port begins is ambiguous
+    if not isinstance(address, str) or not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise _fault(f'has {address!r} for {place}; expected "host:port", or "[address]:port" for IPv6')
+    return host, int(port)
+
+
+def _fault(what: str) -> ClusterError:
+    return ClusterError(
+        f"TF_CONFIG {what}.\nWhat to do: correct it; with two workers, for example, worker 0 has\n  {_EXAMPLE}"
+    )

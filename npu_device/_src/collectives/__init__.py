@@ -1,0 +1,1 @@
+"""Collective operations over groups of ranks, one operation per file."""

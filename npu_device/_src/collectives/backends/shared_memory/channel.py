@@ -1,0 +1,140 @@
+"""The shared data of a group's members: for each member a ring of slots that it writes and all read, and two counters.
+
+All work is done in steps, which every member counts the same way. In a step each member may publish one slot, and
+then reads what it needs of the others'. A slot is rewritten when all members have read it. The size of the mapping
+is fixed: a longer message takes more steps, not more memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from typing import Callable
+
+import numpy as np
+
+from npu_device._src.collectives.backends.shared_memory.futex import Counter
+
+HEAD_WORDS = 4
+"""32-bit words of a member beside each of its slots: its description of the job that begins there."""
+
+_PAGE = 4096
+_COUNTER_BYTES = 64
+_SLOT_BYTES = 256 << 10
+_BUDGET_BYTES = 32 << 20
+_MOST_SLOTS, _FEWEST_SLOTS = 32, 4
+_LOOKS = 200  # some 40 µs
+
+Waiting = Iterator[tuple[Counter, int]]
+"""A program that pauses where it would have to wait, and yields the counter and the number to wait for."""
+
+
+class Layout:
+    """The layout of the mapping for a group of a given size.
+
+    Slots are as large as fits into one core's cache together with the result (256 KiB: a compromise between the cost
+    of a step, some microseconds of Python, and that of leaving the cache), and so many that ranks may run apart for a
+    while. All rings together take at most 32 MiB, half of the /dev/shm of a default container, though this mapping
+    isn't in it.
+    """
+
+    def __init__(self, size: int) -> None:
+        share = _BUDGET_BYTES // size
+        self.slots = max(_FEWEST_SLOTS, min(_MOST_SLOTS, share // _SLOT_BYTES))
+        self.slot_bytes = min(_SLOT_BYTES, share // self.slots // _PAGE * _PAGE) or _PAGE
+        self.heads = _round_up(2 * size * _COUNTER_BYTES)
+        self.rings = _round_up(self.heads + size * self.slots * HEAD_WORDS * 4)
+        self.bytes = self.rings + size * self.slots * self.slot_bytes
+
+
+class Channel:
+    """One member's end.
+
+    Args:
+        memory: a mapping with ``Layout(size).bytes`` bytes from ``first`` on, zeros when the first member comes.
+        size: number of members.
+        rank: this member's number.
+        while_waiting: called between two slices of a long wait; raises when waiting is pointless.
+        first: where in the mapping the channel begins, in bytes.
+        settle: called after each job, when all members have come.
+    """
+
+    def __init__(
+        self,
+        memory: mmap.mmap,
+        size: int,
+        rank: int,
+        while_waiting: Callable[[], None],
+        first: int = 0,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        layout = Layout(size)
+        self.size = size
+        self.rank = rank
+        self.slots = layout.slots
+        self.slot_bytes = layout.slot_bytes
+        self.step = 0
+        self.settle = settle
+        self._while_waiting = while_waiting
+        # With more members than cores, a spinning member takes the core from those it waits for.
+        self._looks = _LOOKS if size <= len(os.sched_getaffinity(0)) else 0
+        self._written = [Counter(memory, first + 2 * member * _COUNTER_BYTES) for member in range(size)]
+        self._read = [Counter(memory, first + (2 * member + 1) * _COUNTER_BYTES) for member in range(size)]
+        words = np.frombuffer(memory, np.int32, size * self.slots * HEAD_WORDS, first + layout.heads)
+        self._heads = words.reshape(size, self.slots, HEAD_WORDS)
+        rings = np.frombuffer(memory, np.uint8, size * self.slots * self.slot_bytes, first + layout.rings)
+        self._rings = rings.reshape(size, self.slots, self.slot_bytes)
+        self._views: dict[np.dtype, np.ndarray] = {}
+
+    def rings(self, dtype: np.dtype) -> np.ndarray:
+        """Return all slots of all members, shape [size, slots, elements of a slot]."""
+        if dtype not in self._views:
+            self._views[dtype] = self._rings.view(dtype)
+        return self._views[dtype]
+
+    def heads(self, step: int) -> np.ndarray:
+        """Return the words beside the slots of a step: int32, shape [size, HEAD_WORDS]."""
+        return self._heads[:, step % self.slots]
+
+    def has_free_slot(self, step: int) -> bool:
+        """Return whether all members have read the previous content of this member's slot of the step."""
+        return all(counter.has_reached(step - self.slots + 1) for counter in self._read)
+
+    def free_slot(self, step: int) -> Waiting:
+        """Wait until all members have read the previous content of this member's slot of the step."""
+        yield from _reached(self._read, step - self.slots + 1)
+
+    def publish(self, step: int) -> None:
+        """Show this member's slot of the step to the others, even if it has nothing to send in it."""
+        self._written[self.rank].advance_to(step + 1)
+
+    def published(self, step: int, members: Sequence[int]) -> Waiting:
+        """Wait until the given members have published their slots of the step."""
+        yield from _reached([self._written[member] for member in members], step + 1)
+
+    def done(self, step: int) -> None:
+        """Let the others reuse the slots of the step."""
+        self._read[self.rank].advance_to(step + 1)
+
+    def advance(self, program: Waiting, block: bool) -> bool:
+        """Run a program to its end, or as far as it goes without blocking; return whether it has ended.
+
+        The next call resumes a paused program.
+        """
+        for counter, number in program:
+            if not block:
+                return False
+            if not counter.wait_for(number, self._looks):
+                self._while_waiting()
+        return True
+
+
+def _reached(counters: Sequence[Counter], number: int) -> Waiting:
+    for counter in counters:
+        while not counter.has_reached(number):
+            yield counter, number
+
+
+def _round_up(size: int) -> int:
+    return -(-size // _PAGE) * _PAGE

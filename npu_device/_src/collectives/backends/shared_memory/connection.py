@@ -1,0 +1,114 @@
+"""Connect the members of a group to memory that they share."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import secrets
+import time
+from typing import Callable
+
+from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.backends.shared_memory import mapping
+from npu_device._src.collectives.backends.shared_memory.host import SECONDS
+from npu_device._src.collectives.group import Group
+
+_TOKEN_BYTES = 32
+_RETRY_SECONDS = 0.2
+
+FIRST_BYTE = mapping.PAGE
+"""Where the members' own data begins; the page before it says which memory this is, and which members have come."""
+
+
+class Segment:
+    """Memory that the members of a group share.
+
+    Attributes:
+        memory: the mapping; ``FIRST_BYTE`` bytes longer than asked for.
+        check: raises if the collectives of this rank have been stopped.
+    """
+
+    def __init__(self, memory: mmap.mmap, check: Callable[[], None], withdraw: Callable[[], None] | None) -> None:
+        self.memory = memory
+        self.check = check
+        self._withdraw = withdraw
+
+    def settle(self) -> None:
+        """Withdraw the offer. Called when all members have come, or when the group is destroyed."""
+        withdraw, self._withdraw = self._withdraw, None
+        if withdraw is not None:
+            withdraw()
+
+
+def connect(runtime: Runtime, group: Group, size: int) -> Segment:
+    """Share memory with the other members of a group. The first member to come makes it, so nothing waits here.
+
+    Args:
+        runtime: the running cluster.
+        group: the members.
+        size: bytes.
+
+    Raises:
+        ClusterError: there is no memory left, or the job's hub doesn't answer.
+        PeerError: a rank of the group has failed or ended.
+    """
+    key = f"group/{group.name}/{'-'.join(map(str, group.ranks))}/memory"
+    check = runtime.health.require_running
+    deadline = time.monotonic() + SECONDS
+    problem: Exception = TimeoutError("its members were still leaving a group of the same name")
+    while time.monotonic() < deadline:
+        try:
+            segment = _offer(runtime, group, key, size, check) or _join(runtime, group, key, size, check)
+        except OSError as error:
+            segment, problem = None, error
+            time.sleep(_RETRY_SECONDS)
+        if segment is not None:
+            return segment
+        check()
+    raise ClusterError(
+        f"rank {runtime.cluster.rank} on host {runtime.cluster.host} could not get {size >> 20} MiB of memory for "
+        f"group {group.name!r}: {problem}\n"
+        "What to do: free memory, or set NPU_DEVICE_BACKEND=tensorflow on all ranks."
+    ) from problem
+
+
+def _offer(runtime: Runtime, group: Group, key: str, size: int, check: Callable[[], None]) -> Segment | None:
+    """Make the memory, unless another member has."""
+    offer = mapping.Offer(FIRST_BYTE + size)
+    token = secrets.token_hex(_TOKEN_BYTES // 2)
+    offer.memory[:_TOKEN_BYTES] = token.encode()
+    offer.memory[_TOKEN_BYTES + group.rank] = 1
+    try:
+        runtime.store.set(key, f"{token} {offer.path}")
+    except BaseException as error:
+        offer.withdraw()
+        offer.memory.close()
+        if isinstance(error, KeyError):
+            return None
+        raise
+
+    def withdraw() -> None:
+        with contextlib.suppress(ClusterError):
+            runtime.store.delete(key)
+        offer.withdraw()
+
+    return Segment(offer.memory, check, withdraw)
+
+
+def _join(runtime: Runtime, group: Group, key: str, size: int, check: Callable[[], None]) -> Segment | None:
+    """Map the memory that another member has made, unless it belongs to an earlier group of this name."""
+    try:
+        token, path = runtime.store.get(key, _RETRY_SECONDS).split(" ", 1)
+    except TimeoutError:
+        return None
+    try:
+        memory = mapping.attach(path, FIRST_BYTE + size)
+    except ValueError:
+        return None
+    mine = _TOKEN_BYTES + group.rank
+    if memory[:_TOKEN_BYTES] != token.encode() or memory[mine]:
+        memory.close()
+        return None
+    memory[mine] = 1
+    return Segment(memory, check, None)

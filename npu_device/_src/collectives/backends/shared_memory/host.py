@@ -1,0 +1,154 @@
+"""Find which ranks share memory: those of one host that proved it when the job began.
+
+A common host name only means that ranks may try. The lowest rank of each host writes a random text into
+memory, the others must find it there, and every rank learns the outcome, so that all choose the same backend.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src import compat, environment
+from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.backends.shared_memory import mapping
+
+_log = logging.getLogger("npu_device")
+SECONDS = 60.0
+"""How long a rank waits for a message that another rank has sent or is about to send."""
+
+_TOKEN_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The outcome, the same on every rank.
+
+    Attributes:
+        leaders: for each rank the lowest rank with which it shares memory; the rank itself when there is none.
+        has_gpus: whether a rank has a GPU, whose tensors aren't in shared memory.
+        late: ranks on which TensorFlow has already made its devices.
+    """
+
+    leaders: tuple[int, ...]
+    has_gpus: bool
+    late: tuple[int, ...]
+
+    @property
+    def share_everything(self) -> bool:
+        """Return whether all ranks share memory, and need nothing else."""
+        return len(set(self.leaders)) == 1 and not self.has_gpus
+
+
+_hosts: weakref.WeakKeyDictionary[Runtime, Hosts] = weakref.WeakKeyDictionary()
+
+
+def hosts_of(runtime: Runtime) -> Hosts:
+    """Return the outcome of ``detect_hosts``."""
+    return _hosts[runtime]
+
+
+def detect_hosts(runtime: Runtime) -> Hosts:
+    """Find out which ranks share memory. Called once on every rank, when all have met.
+
+    Raises:
+        ClusterError: ``NPU_DEVICE_BACKEND`` differs among the ranks, or is ``shared_memory`` while ranks of one host
+            can't share memory.
+        TimeoutError: a rank did not come.
+        ValueError: ``NPU_DEVICE_BACKEND`` is unknown.
+    """
+    cluster, store = runtime.cluster, runtime.store
+    backend = environment.NPU_DEVICE_BACKEND.get()
+    card, offer = _card(cluster.local_rank == 0)
+    key = f"memory/{cluster.hosts.index(cluster.host)}"
+    if cluster.local_rank == 0:
+        store.set(key, json.dumps(card))
+        problem = card["problem"]
+    else:
+        problem = card["problem"] or _search(card, json.loads(store.get(key, SECONDS)))
+    has_gpu = bool(tf.config.get_visible_devices("GPU"))
+    found = store.gather("memory", [backend, problem, has_gpu, compat.context_is_initialized()], SECONDS)
+    backends, problems, gpus, late = zip(*found)
+    if offer is not None:  # all ranks have looked
+        offer.withdraw()
+        offer.memory.close()
+    wanted = _one_backend(backends, cluster.hosts)
+    if wanted == "tensorflow":
+        leaders = tuple(range(cluster.world_size))
+    else:
+        _report(wanted, problems, cluster.hosts, cluster.rank)
+        first = {host: rank for rank, host in reversed(list(enumerate(cluster.hosts)))}
+        leaders = tuple(
+            rank if problem else first[host] for rank, (problem, host) in enumerate(zip(problems, cluster.hosts))
+        )
+    hosts = _hosts[runtime] = Hosts(leaders, any(gpus), tuple(rank for rank, is_late in enumerate(late) if is_late))
+    return hosts
+
+
+def _card(leads: bool) -> tuple[dict[str, Any], mapping.Offer | None]:
+    """Return this rank's message to the others of its host, and the memory in which they find its token."""
+    card: dict[str, Any] = {"who": "", "problem": "", "path": ""}
+    if not mapping.is_supported():
+        return {**card, "problem": "needs Linux on x86-64 with memfd_create"}, None
+    try:
+        card["who"] = mapping.identity()
+        if not leads:
+            return card, None
+        offer = mapping.Offer(mapping.PAGE)
+    except OSError as error:
+        return {**card, "problem": f"no shared memory: {error}"}, None
+    token = secrets.token_hex(_TOKEN_BYTES)
+    offer.memory[: 2 * _TOKEN_BYTES] = token.encode()
+    return {**card, "path": offer.path, "token": token}, offer
+
+
+def _search(mine: dict[str, Any], leader: dict[str, Any]) -> str:
+    """Look for the leader's token in its memory; return the problem, or "" if there is none."""
+    if leader["problem"]:
+        return str(leader["problem"])
+    if mine["who"] != leader["who"]:
+        return "a different kernel, PID namespace (container) or user than the host's lowest rank"
+    try:
+        with mapping.attach(leader["path"], mapping.PAGE) as memory:
+            if memory[: 2 * _TOKEN_BYTES] != leader["token"].encode():
+                return "the host's lowest rank has different memory under the same path"
+    except (OSError, ValueError) as error:
+        return f"can't open the memory of the host's lowest rank: {error}"
+    return ""
+
+
+def _one_backend(wanted: Sequence[str], hosts: Sequence[str]) -> str:
+    if len(set(wanted)) == 1:
+        return wanted[0]
+    lines = [f"  rank {rank} on host {hosts[rank]}: {backend}" for rank, backend in enumerate(wanted)]
+    raise ClusterError(
+        "the ranks want different backends:\n" + "\n".join(lines) + "\n"
+        "Likely cause: NPU_DEVICE_BACKEND is set on some ranks only.\n"
+        "What to do: give every rank the same value, or none."
+    )
+
+
+def _report(wanted: str, problems: Sequence[str], hosts: Sequence[str], rank: int) -> None:
+    """Report the ranks that can't share memory although their host has others."""
+    alone = [other for other, problem in enumerate(problems) if problem and hosts.count(hosts[other]) > 1]
+    if not alone:
+        return
+    lines = "\n".join(f"  rank {other} on host {hosts[other]}: {problems[other]}" for other in alone)
+    if wanted == "shared_memory":
+        raise ClusterError(
+            f"NPU_DEVICE_BACKEND is shared_memory, but ranks of one host can't share memory:\n{lines}\n"
+            "What to do: start all ranks of a host as one user in one container, or unset NPU_DEVICE_BACKEND: "
+            "these ranks then use TensorFlow's collectives."
+        )
+    if rank == 0:
+        _log.warning(
+            "ranks of one host can't share memory and use TensorFlow's collectives, which is slower:\n%s", lines
+        )

@@ -1,0 +1,341 @@
+"""Run a group's operations: the engine or the mailbox behind them, and the functions that a graph calls.
+
+An operation says which arrays go in, which come out, and what to do with them once they are ready. It references no
+part of the graph in which it was made: what a graph calls lives as long as the graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Callable, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.backends.shared_memory import mailbox
+from npu_device._src.collectives.backends.shared_memory.channel import HEAD_WORDS, Channel, Layout
+from npu_device._src.collectives.backends.shared_memory.connection import FIRST_BYTE, connect
+from npu_device._src.collectives.backends.shared_memory.engine import Engine, Job
+from npu_device._src.collectives.backends.shared_memory.mailbox import Mailbox, Transfer
+from npu_device._src.collectives.backends.shared_memory.programs import OVERLAPS
+from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.ordered_call import Order
+from npu_device._src.collectives.stall import local_watch_of
+from npu_device._src.collectives.step_data import step_data
+from npu_device._src.collectives.terms import Shapes, Terms
+
+# The size in bytes from which one of several jobs goes to the background thread, so that it proceeds while TensorFlow
+# computes.
+BACKGROUND_FROM_BYTES = 256 << 10
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The action of an operation on its arrays.
+
+    Attributes:
+        act: in a group a program, ``act(channel, head=...)``; between two ranks a transfer, ``act(terms, refuse)``.
+        results: the arrays that it fills.
+    """
+
+    act: Callable[..., Any]
+    results: list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One program, or one transfer, on tensors.
+
+    Attributes:
+        outputs: what it returns.
+        size: approximate bytes that each rank passes, as far as known.
+        plan: returns the action for the inputs as arrays.
+    """
+
+    outputs: Sequence[tf.TensorSpec]
+    size: int
+    plan: Callable[[list[np.ndarray]], Plan]
+
+
+class Line(Protocol):
+    """The operations of one group on this rank."""
+
+    def start(
+        self, operation: Operation, terms: Terms | None, shapes: int, arrays: list[np.ndarray], long: bool
+    ) -> Any:
+        """Start an operation without waiting for others; return what ``finish`` takes."""
+
+    def finish(self, job: Any) -> tuple[float, list[np.ndarray]]:
+        """Wait for an operation; return when it ended, in seconds since the epoch, and its results."""
+
+    def close(self) -> None:
+        """Free its resources; later calls fail."""
+
+
+class GroupLine:
+    """The operations of a group in which all members take part."""
+
+    def __init__(self, runtime: Runtime, group: Group) -> None:
+        self._engine = Engine(lambda: channel_of(runtime, group))
+        self._watch = local_watch_of(runtime, group)
+
+    def start(
+        self, operation: Operation, terms: Terms | None, shapes: int, arrays: list[np.ndarray], long: bool
+    ) -> Job:
+        """Start an operation; a long one continues in the background."""
+        plan = operation.plan(arrays)
+        position = self._watch.begin(terms.call if terms else None)
+        head = (0,) * HEAD_WORDS if terms is None else (*terms.head, shapes, OVERLAPS if terms.overlaps else 1)
+        job = Job(lambda channel: plan.act(channel, head=head), plan.results, partial(_refusal, terms, position))
+        self._engine.start(job, long)
+        return job
+
+    def finish(self, job: Job) -> tuple[float, list[np.ndarray]]:
+        """Wait for an operation; return when it ended and its results."""
+        try:
+            results: list[np.ndarray] = self._engine.finish(job)
+            return job.ended_at, results
+        finally:
+            self._watch.end()
+
+    def close(self) -> None:
+        """Close the engine."""
+        self._engine.close()
+
+
+class PairLine:
+    """Sends and receives of two ranks."""
+
+    def __init__(self, runtime: Runtime, group: Group) -> None:
+        self._connect = functools.cache(partial(_mailbox, runtime, group))
+        self._connecting = threading.Lock()
+        self._watch = local_watch_of(runtime, group)
+
+    def start(
+        self, operation: Operation, terms: Terms | None, shapes: int, arrays: list[np.ndarray], long: bool
+    ) -> tuple[Transfer, list[np.ndarray]]:
+        """Start a transfer without waiting for the other rank."""
+        assert terms is not None
+        del long
+        plan = operation.plan(arrays)
+        position = self._watch.begin(terms.call)
+        transfer = plan.act((*terms.head, shapes), partial(_refusal, terms, position))
+        with self._connecting:
+            self._connect().start(transfer)
+        return transfer, plan.results
+
+    def finish(self, job: tuple[Transfer, list[np.ndarray]]) -> tuple[float, list[np.ndarray]]:
+        """Wait for a transfer; return when it ended and its results."""
+        transfer, results = job
+        try:
+            self._connect().finish(transfer)
+            return transfer.ended_at, results
+        finally:
+            self._watch.end()
+
+    def close(self) -> None:
+        """Close the mailbox."""
+        with self._connecting:
+            if self._connect.cache_info().currsize:
+                self._connect().close()
+
+
+def _refusal(terms: Terms | None, position: int) -> Exception:
+    if terms is None:
+        return RuntimeError("the ranks of a group called different collectives")
+    return terms.refuse(position)
+
+
+def channel_of(runtime: Runtime, group: Group) -> Channel:
+    """Connect to the other members of a group, and return this rank's end of their channel."""
+    segment = connect(runtime, group, Layout(group.size).bytes)
+    return Channel(segment.memory, group.size, group.rank, segment.check, FIRST_BYTE, segment.settle)
+
+
+def _mailbox(runtime: Runtime, group: Group) -> Mailbox:
+    segment = connect(runtime, group, mailbox.BYTES)
+    return Mailbox(segment.memory, FIRST_BYTE, group.rank, segment.check, segment.settle)
+
+
+_lines: weakref.WeakKeyDictionary[Runtime, dict[Group, Line]] = weakref.WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def line_of(runtime: Runtime, group: Group) -> Line:
+    """Return the line of a group, made at its first use."""
+    with _making:
+        lines = _lines.setdefault(runtime, {})
+        if group not in lines:
+            lines[group] = GroupLine(runtime, group) if group.tag is None else PairLine(runtime, group)
+        return lines[group]
+
+
+def close_lines(runtime: Runtime, name: str) -> None:
+    """Close the line of a group that is destroyed, and those of groups made for its operations."""
+    with _making:
+        lines = _lines.get(runtime, {})
+        closed = [lines.pop(group) for group in list(lines) if name in (group.name, group.parent)]
+    for line in closed:
+        line.close()
+
+
+@dataclass(frozen=True)
+class _Orders:
+    """The orders in which starts and finishes run."""
+
+    starts: Order
+    finishes: Order
+
+
+_orders: weakref.WeakKeyDictionary[Runtime, _Orders] = weakref.WeakKeyDictionary()
+
+
+def _orders_of(runtime: Runtime) -> _Orders:
+    with _making:
+        if runtime not in _orders:
+            device = runtime.device("CPU")
+            _orders[runtime] = _Orders(Order(device), Order(device))
+        return _orders[runtime]
+
+
+def begin(
+    runtime: Runtime,
+    group: Group,
+    operations: Sequence[tuple[Operation, Sequence[tf.Tensor]]],
+    terms: Terms | None,
+    shapes: Shapes,
+) -> list[Callable[[], list[tf.Tensor]]]:
+    """Start operations of a group.
+
+    Args:
+        runtime: the running cluster.
+        group: the ranks that take part.
+        operations: each with its inputs.
+        terms: what the ranks agree on with the first operation, if they haven't yet.
+        shapes: belongs to the terms.
+
+    Returns:
+        For each operation a function that finishes it and returns the results. To be called once, in this order.
+    """
+    line = line_of(runtime, group)
+    all_terms = [terms] + [None] * (len(operations) - 1)
+    if tf.executing_eagerly():
+        return [
+            partial(_run_now, line, operation, inputs, terms, shapes)
+            for (operation, inputs), terms in zip(operations, all_terms)
+        ]
+    orders, device = _orders_of(runtime), runtime.device("CPU")
+    if len(operations) == 1 and group.tag is None:
+        return [partial(_call, line, orders, device, *operations[0], terms, shapes)]
+    with tf.device(device), tf.control_dependencies(step_data()):
+        tickets = [
+            _start(line, orders, operation, inputs, terms, shapes)
+            for (operation, inputs), terms in zip(operations, all_terms)
+        ]
+
+    def finish(operation: Operation, ticket: tf.Tensor) -> list[tf.Tensor]:
+        with tf.device(device), tf.control_dependencies(tickets):
+            return _finish(orders, operation, ticket)
+
+    return [partial(finish, operation, ticket) for (operation, _), ticket in zip(operations, tickets)]
+
+
+def _run_now(
+    line: Line, operation: Operation, inputs: Sequence[tf.Tensor], terms: Terms | None, shapes: Shapes
+) -> list[tf.Tensor]:
+    arrays = [np.asarray(tensor) for tensor in inputs]
+    _, results = line.finish(line.start(operation, terms, int(shapes), arrays, False))
+    return [_tensor(result) for result in results]
+
+
+def _tensor(array: np.ndarray) -> tf.Tensor:
+    """Return an aligned array as a tensor, without a copy; numpy's own dtypes only."""
+    if array.dtype.kind in "Vb" or array.size == 0:  # TensorFlow 2.15 doesn't accept bool this way
+        return tf.constant(array)
+    return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+
+
+def _call(
+    line: Line,
+    orders: _Orders,
+    device: str,
+    operation: Operation,
+    inputs: Sequence[tf.Tensor],
+    terms: Terms | None,
+    shapes: Shapes,
+) -> list[tf.Tensor]:
+    """Add one operation that starts and waits: a result needed at once needs no second one.
+
+    It runs in the order of the starts: a rank that waits in it delays nothing that the others need first.
+    """
+
+    def run(shapes: Any, *arrays: np.ndarray) -> list[Any]:
+        ended_at, results = line.finish(line.start(operation, terms, int(shapes), list(arrays), False))
+        return [np.float64(ended_at), *results]
+
+    with tf.device(device), tf.control_dependencies(step_data()):
+        results = orders.starts.call(run, [tf.convert_to_tensor(shapes), *inputs], _dtypes(operation))
+    return _waited_for(results, operation)
+
+
+_tickets = itertools.count()
+_jobs: dict[int, tuple[Line, Any]] = {}
+
+
+def _start(
+    line: Line,
+    orders: _Orders,
+    operation: Operation,
+    inputs: Sequence[tf.Tensor],
+    terms: Terms | None,
+    shapes: Shapes,
+) -> tf.Tensor:
+    """Add the starting operation; return a number that carries the job to its finish in the graph, int64, shape []."""
+    long = operation.size > BACKGROUND_FROM_BYTES
+
+    def start(shapes: Any, *arrays: np.ndarray) -> list[np.int64]:
+        ticket = next(_tickets)
+        _jobs[ticket] = line, line.start(operation, terms, int(shapes), list(arrays), long)
+        return [np.int64(ticket)]
+
+    return orders.starts.call(start, [tf.convert_to_tensor(shapes), *inputs], [tf.int64])[0]
+
+
+def _finish(orders: _Orders, operation: Operation, ticket: tf.Tensor) -> list[tf.Tensor]:
+    """Add the waiting operation; return the results."""
+
+    def finish(ticket: Any) -> list[Any]:
+        line, job = _jobs.pop(int(ticket))
+        ended_at, results = line.finish(job)
+        return [np.float64(ended_at), *results]
+
+    return _waited_for(orders.finishes.call(finish, [ticket], _dtypes(operation)), operation)
+
+
+def _dtypes(operation: Operation) -> list[tf.DType]:
+    return [tf.float64, *(output.dtype for output in operation.outputs)]
+
+
+_waiting: weakref.WeakSet[tf.Operation] = weakref.WeakSet()
+_ENDED_AT = 1  # index among the outputs of the waiting operation; the first output keeps the order
+
+
+def _waited_for(results: list[tf.Tensor], operation: Operation) -> list[tf.Tensor]:
+    _waiting.add(results[0].op)
+    for tensor, output in zip(results[1:], operation.outputs):
+        tensor.set_shape(output.shape)
+    return results[1:]
+
+
+def end_of(operation: tf.Operation) -> tf.Tensor | None:
+    """Return when the collective that an operation of a graph waits for ended, possibly long before its results
+    were needed: seconds since the epoch, float64, shape []. None for operations that aren't this backend's.
+    """
+    return operation.outputs[_ENDED_AT] if operation in _waiting else None

@@ -1,0 +1,67 @@
+"""A list of arrays as one stream of elements, published slot by slot.
+
+Each array begins at a multiple of ``ALIGNMENT`` bytes, in the stream and in the buffer of the results, so that the same
+offsets apply to both, and TensorFlow takes each result without a copy.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import numpy as np
+
+from npu_device._src.collectives.backends.shared_memory.buffers import ALIGNMENT, BufferPool
+
+
+class Stream:
+    """The positions of arrays of given shapes.
+
+    Args:
+        shapes: their shapes.
+        dtype: dtype of the elements in the stream.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> None:
+        self.dtype = dtype
+        self.shapes = shapes
+        self.starts: list[int] = []
+        self.lengths: list[int] = []
+        unit = ALIGNMENT // min(dtype.itemsize, ALIGNMENT)
+        length = 0
+        for shape in shapes:
+            elements = 1
+            for size in shape:
+                elements *= size
+            self.starts.append(length)
+            self.lengths.append(elements)
+            length += -(-elements // unit) * unit
+        self.length = length
+
+    def copy_in(self, arrays: Sequence[np.ndarray], first: int, slot: np.ndarray) -> None:
+        """Fill a slot with the stream from element ``first`` on; arrays of another dtype are cast.
+
+        Args:
+            arrays: flat, of the lengths of this stream.
+            first: element of the stream.
+            slot: of this stream's dtype. Gaps between arrays are left as they are.
+        """
+        end = first + len(slot)
+        # Start at the array in which the slot begins: with hundreds of arrays, checking each one for each slot is slow.
+        for place in range(max(0, bisect_right(self.starts, first) - 1), len(arrays)):
+            start = self.starts[place]
+            if start >= end:
+                break
+            low, high = max(start, first), min(start + self.lengths[place], end)
+            if low < high:
+                with np.errstate(all="ignore"):  # what overflows 16 bits is infinite; TensorFlow doesn't warn either
+                    slot[low - first : high - first] = arrays[place][low - start : high - start]
+
+    def results(self, pool: BufferPool, dtype: np.dtype) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Return memory for the whole stream in some dtype, flat, and the arrays in it, in their shapes."""
+        flat = pool.take(self.length * dtype.itemsize).view(dtype)
+        arrays = [
+            flat[start : start + length].reshape(shape)
+            for start, length, shape in zip(self.starts, self.lengths, self.shapes)
+        ]
+        return flat, arrays

@@ -1,0 +1,127 @@
+"""Call TensorFlow's collective kernels; only this module does.
+
+Each call takes one dense tensor of a supported dtype, of the same shape on every rank. Everything else (other dtypes,
+tensors without elements, lists) is in ``operations``.
+
+Each execution of an operation gets a fresh instance key from ``sequence``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.backends.tensorflow.sequence import sequence_of
+from npu_device._src.collectives.group import Group
+
+MOVE_DTYPES = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+"""The dtypes that TensorFlow's gather, all-to-all and broadcast kernels all support on the CPU."""
+
+# The most pieces into which a rank's part of the ring is cut, so that sending one overlaps with adding another.
+# Measured on two ranks of one host (docs/benchmarks.md): against TensorFlow's default 1.3 times the bandwidth at 17
+# MB, 2.2 times at 105 MB; 16 pieces are no better.
+_SUBDIVISIONS = 8
+
+_MERGE_OPS = {"sum": "Add", "prod": "Mul", "min": "Min", "max": "Max"}
+
+
+def all_reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
+    """Reduce one tensor over the group: sum, prod, min or max."""
+    device, kind = _device(runtime, tensor.dtype)
+    with tf.device(device):
+        return tf.raw_ops.CollectiveReduceV2(
+            input=tensor,
+            merge_op=_MERGE_OPS[reduction],
+            final_op="Id",
+            max_subdivs_per_device=_SUBDIVISIONS,
+            **_keys(runtime, group, kind, ("all_reduce", reduction), tensor),
+            **_order(runtime, group, kind),
+        )
+
+
+def all_gather(runtime: Runtime, tensor: tf.Tensor, group: Group) -> tf.Tensor:
+    """Concatenate the tensors of all ranks of the group along the first dimension."""
+    device, kind = _device(runtime, tensor.dtype)
+    with tf.device(device):
+        keys = {**_keys(runtime, group, kind, "all_gather", tensor), **_order(runtime, group, kind)}
+        return tf.raw_ops.CollectiveGatherV2(input=tensor, **keys)
+
+
+def all_to_all(runtime: Runtime, tensor: tf.Tensor, group: Group) -> tf.Tensor:
+    """Send row i of the tensor to rank i, and return the row from rank i as row i. Shape [group.size, …]."""
+    device, kind = _device(runtime, tensor.dtype)
+    with tf.device(device):
+        keys = {**_keys(runtime, group, kind, "all_to_all", tensor), **_order(runtime, group, kind)}
+        return tf.raw_ops.CollectiveAllToAllV2(input=tensor, **keys)
+
+
+def broadcast(runtime: Runtime, tensor: tf.Tensor, root_rank: int, group: Group) -> tf.Tensor:
+    """Return the root's tensor on every rank; the others pass one of the same shape and dtype."""
+    if group.rank != root_rank:
+        return _receive(runtime, tensor, root_rank, group)
+    device, kind = _device(runtime, tensor.dtype)
+    with tf.device(device):
+        keys = _keys(runtime, group, kind, ("broadcast", root_rank), tensor)
+        return _kept(runtime, group, tf.raw_ops.CollectiveBcastSendV2(input=tensor, **keys))
+
+
+def _receive(runtime: Runtime, like: tf.Tensor, root_rank: int, group: Group) -> tf.Tensor:
+    device, kind = _device(runtime, like.dtype)
+    with tf.device(device):
+        keys = _keys(runtime, group, kind, ("broadcast", root_rank), like)
+        return _kept(runtime, group, tf.raw_ops.CollectiveBcastRecvV2(shape=tf.shape(like), T=like.dtype, **keys))
+
+
+def _kept(runtime: Runtime, group: Group, result: tf.Tensor) -> tf.Tensor:
+    """Keep a broadcast whose result isn't used: of all collectives TensorFlow drops only those (``ASYNC_STATEFUL_OPS``
+    of its automatic control dependencies, TensorFlow 2.20), and the ranks that do use it would wait forever. An
+    operation that writes to a variable is never dropped.
+    """
+    if not tf.executing_eagerly():
+        with tf.control_dependencies([result]):
+            sequence_of(runtime, group).touch()
+    return result
+
+
+def _device(runtime: Runtime, dtype: tf.DType) -> tuple[str, str]:
+    """Return the device for a dtype: floating-point tensors travel between GPUs if there are any, all others between
+    the hosts' memories.
+    """
+    kind = "GPU" if dtype.is_floating and tf.config.get_visible_devices("GPU") else "CPU"
+    if kind == "CPU" and compat.compiled_by_xla():
+        raise RuntimeError(
+            f"rank {runtime.cluster.rank}: a collective operation was called in a function that XLA compiles "
+            "(jit_compile=True), and XLA can't talk to other processes on the CPU.\n"
+            "What to do: leave jit_compile out of tf.function, or pass jit_compile=False to model.compile."
+        )
+    return runtime.device(kind), kind
+
+
+def _keys(runtime: Runtime, group: Group, kind: str, operation: Hashable, tensor: tf.Tensor) -> dict[str, Any]:
+    if compat.compiled_by_xla():
+        # In a function compiled for the GPU, XLA orders the operations, and ignores the key.
+        instance_key = tf.constant(0)
+    else:
+        shape = tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
+        instance_key = sequence_of(runtime, group).draw(operation, tensor.dtype, shape, group.tag)
+    # TensorFlow's groups consist of devices, so a group has one key for its CPUs and another for its GPUs.
+    return {
+        "group_size": group.size,
+        "group_key": group.key + (kind == "GPU"),
+        "instance_key": instance_key,
+        "communication_hint": "nccl" if kind == "GPU" else "auto",
+    }
+
+
+def _order(runtime: Runtime, group: Group, kind: str) -> dict[str, Any]:
+    """Return the resource that orders a collective: in a tf.function TensorFlow serializes stateful operations without
+    a resource, and those on the same resource. On the CPU neighbouring collectives get different resources, so that
+    none waits for another. NCCL needs the same order on every rank, so there all get the same one.
+    """
+    if tf.executing_eagerly():
+        return {"ordering_token": []}
+    return {"ordering_token": [sequence_of(runtime, group).lane(kind == "CPU", group.tag is not None)]}

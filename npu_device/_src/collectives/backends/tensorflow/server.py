@@ -1,0 +1,93 @@
+"""TensorFlow's server and collective runtime on one rank, started only if a group needs them.
+
+The server listens on all of the host's addresses and authenticates no client (docs/security.md). It can only be started
+before TensorFlow has made its devices. TensorFlow's coordination service isn't used: the package's hub does its work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from npu_device._src import compat, environment
+from npu_device._src.cluster.description import join_address
+from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.ports import ReservedPort
+from npu_device._src.cluster.runtime import Runtime
+
+_JOB = "worker"
+_LEADER = f"/job:{_JOB}/replica:0/task:0"
+
+
+def require_in_time(runtime: Runtime, late: Sequence[int]) -> None:
+    """Refuse to continue if TensorFlow has already been used; all ranks get the same text.
+
+    Args:
+        runtime: the running cluster.
+        late: ranks on which TensorFlow's context exists.
+
+    Raises:
+        ClusterError: there are such ranks.
+    """
+    if late:
+        hosts = runtime.cluster.hosts
+        raise ClusterError(
+            f"TensorFlow has been used before npu.open() on {', '.join(f'rank {r} on host {hosts[r]}' for r in late)}: "
+            "its devices exist, and the collective runtime must be set up before that.\n"
+            "The job needs it because not all of its ranks share memory, or NPU_DEVICE_BACKEND is tensorflow.\n"
+            "What to do: call `npu.open().as_default()` right after the imports, before the first tensor, variable, "
+            "model, data set or tf.config.list_logical_devices() of the script."
+        )
+
+
+def start(runtime: Runtime) -> None:
+    """Start this rank's server and wait until all ranks have started theirs. Every rank calls this.
+
+    Raises:
+        ClusterError: the server can't be started, or a rank has gone.
+        TimeoutError: a rank's server didn't come up in time.
+    """
+    cluster = runtime.cluster
+    timeout = environment.HCCL_CONNECT_TIMEOUT.get()
+    try:
+        reserved = ReservedPort(environment.NPU_DEVICE_PORT_RANGE.get() or (0, 0))
+    except OSError as error:
+        raise ClusterError(
+            f"rank {cluster.rank} on host {cluster.host} finds no free port for TensorFlow's server: "
+            f"{error.strerror}.\n"
+            "What to do: let NPU_DEVICE_PORT_RANGE have a port for each rank of a host, plus one."
+        ) from error
+    try:
+        ports = runtime.store.gather("server/ports", reserved.number, timeout)
+        reserved.leave_to_tensorflow()
+    finally:
+        reserved.close()
+    addresses = [join_address(host, port) for host, port in zip(cluster.addresses, ports)]
+    context = compat.eager_context()
+    context.configure_collective_ops(
+        collective_leader=_LEADER,
+        use_nccl_communication=bool(tf.config.get_visible_devices("GPU")),
+        # A rank never places operations on another rank's devices.
+        device_filters=(f"/job:{_JOB}/task:{cluster.rank}",),
+    )
+    config = context.config
+    # By default TensorFlow cuts what it receives into strings of 4096 bytes, which costs a third of a large ring's time
+    # (docs/notes.md). Its own DTensor sets the same.
+    config.experimental.recv_buf_max_chunk = -1
+    context.enable_collective_ops(compat.server_def({_JOB: addresses}, _JOB, cluster.rank, reserved.number, config))
+    try:
+        context.ensure_initialized()
+    except tf.errors.OpError as error:
+        raise ClusterError(
+            f"rank {cluster.rank} on host {cluster.host} could not start TensorFlow's server at "
+            f"{addresses[cluster.rank]}: {error.message}\n"
+            "Likely cause: another program took the port in the meantime.\n"
+            "What to do: start the job again."
+        ) from error
+    runtime.task = f"/job:{_JOB}/replica:0/task:{cluster.rank}"
+    # Rank 0 leads TensorFlow's collectives, and each rank's server still sends the last one's data to the others when
+    # this rank already has its result.
+    runtime.serves_others = True
+    runtime.store.barrier("server/up", timeout)
+    runtime.health.on_stop(lambda text: context.abort_collective_ops(tf.errors.UNAVAILABLE, text))

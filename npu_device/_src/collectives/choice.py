@@ -1,0 +1,67 @@
+"""Choose the backend for a call; the operations use this module.
+
+A group whose ranks share memory uses that. One that spans hosts, some of which have several of its ranks, reduces and
+spreads on each host in shared memory, and uses TensorFlow between them. All other groups use TensorFlow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.backends import two_level
+from npu_device._src.collectives.backends.contract import Backend, ReducingBackend
+from npu_device._src.collectives.backends.shared_memory import operations as shared_memory
+from npu_device._src.collectives.backends.shared_memory.host import hosts_of
+from npu_device._src.collectives.backends.tensorflow import lengths
+from npu_device._src.collectives.backends.tensorflow import operations as tensorflow_backend
+from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.stall import forget_watches
+
+
+def uses_shared_memory(runtime: Runtime, group: Group, dtypes: Iterable[tf.DType]) -> bool:
+    """Return whether a group's call on tensors of some dtypes goes entirely through shared memory; the same on
+    every rank. Other modules ask this function which backend serves a call.
+    """
+    hosts = hosts_of(runtime)
+    one_host = len({hosts.leaders[rank] for rank in group.ranks}) == 1
+    on_gpu = hosts.has_gpus and any(_goes_to_gpus(dtype) for dtype in dtypes)
+    return one_host and not on_gpu and not compat.compiled_by_xla()
+
+
+def backend_of(runtime: Runtime, group: Group, dtype: tf.DType) -> Backend:
+    """Return the backend that moves a group's tensors of a dtype; the same on every rank."""
+    return shared_memory if uses_shared_memory(runtime, group, [dtype]) else tensorflow_backend
+
+
+def reducing_backend_of(runtime: Runtime, group: Group, dtype: tf.DType) -> ReducingBackend:
+    """Return the backend for the calls that a group of several hosts can divide between its hosts."""
+    chosen = backend_of(runtime, group, dtype)
+    on_gpu = hosts_of(runtime).has_gpus and _goes_to_gpus(dtype)
+    if chosen is tensorflow_backend and not on_gpu and two_level.has_levels(runtime, group):
+        return two_level
+    return chosen
+
+
+def packs(runtime: Runtime, group: Group, dtype: tf.DType) -> bool:
+    """Return whether a segment's tensors are packed into one buffer before they are sent."""
+    return reducing_backend_of(runtime, group, dtype) is tensorflow_backend
+
+
+def release(runtime: Runtime, name: str) -> None:
+    """Free what is held for a group that is destroyed."""
+    shared_memory.release(runtime, name)
+    forget_watches(runtime, name)
+
+
+def row_length(runtime: Runtime, group: Group, dtype: tf.DType, longest: tf.Tensor) -> tf.Tensor:
+    """Return to how many elements rows of different lengths are padded, given the longest; the same on every rank."""
+    return longest if backend_of(runtime, group, dtype) is shared_memory else lengths.rounded(longest)
+
+
+def _goes_to_gpus(dtype: tf.DType) -> bool:
+    """Return whether tensors of the dtype are reduced on the ranks' GPUs, where there are any."""
+    return bool(dtype.is_floating)

@@ -1,0 +1,87 @@
+"""Functions with a gradient of their own, in any graph.
+
+``tf.custom_gradient`` does the same; in a graph it keeps the graph forever (TensorFlow 2.20: each call registers a
+gradient under a name of its own, which nothing removes), so that each retracing would cost memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import weakref
+from collections.abc import Sequence
+from typing import Any, Callable
+
+import tensorflow as tf
+
+from npu_device._src import compat
+
+Backward = Callable[..., Sequence[Any]]
+
+_NAME = "npu_device_gradient"
+_numbers = itertools.count()
+
+
+class _Kept:
+    """The gradient function of one call in a graph. It references nothing of the graph, which keeps it."""
+
+    def __init__(self, backward: Backward, results: int) -> None:
+        self.backward = backward
+        self.results = results
+
+    def gradients(self, *upstream: Any) -> list[Any]:
+        """Return the gradients of the results, which have none, and of the inputs."""
+        return [None] * self.results + list(self.backward(*upstream[: self.results]))
+
+
+_by_number: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
+_by_graph: weakref.WeakKeyDictionary[tf.Graph, list[_Kept]] = weakref.WeakKeyDictionary()
+
+
+def differentiable(
+    forward: Callable[..., Sequence[tf.Tensor]], backward: Backward, tensors: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    """Return a function's results for tensors, with a gradient of their own.
+
+    Args:
+        forward: called with the tensors; returns a list of tensors.
+        backward: called with the gradients of the results; returns those of the tensors. It must not refer to tensors
+            of the graph.
+        tensors: the tensors that the results depend on, for gradients.
+    """
+    if not tf.executing_eagerly():
+        return _in_graph(forward, backward, tensors)
+
+    @tf.custom_gradient
+    def call(*values: tf.Tensor) -> tuple[list[tf.Tensor], Backward]:
+        return list(forward(*values)), backward
+
+    results = call(*tensors)
+    return list(results) if isinstance(results, (list, tuple)) else [results]
+
+
+def _in_graph(
+    forward: Callable[..., Sequence[tf.Tensor]], backward: Backward, tensors: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    results = list(forward(*tensors))
+    graph = tf.compat.v1.get_default_graph()
+    kept, number = _Kept(backward, len(results)), next(_numbers)
+    _by_number[number] = kept
+    _by_graph.setdefault(graph, []).append(kept)
+    before = [*results, *tensors]
+    with graph.gradient_override_map({"IdentityN": _NAME}):
+        after = tf.identity_n(before, name=f"{_NAME}_{number}")
+    compat.record_operation(_NAME, after, before, kept.gradients)
+    return list(after[: len(results)])
+
+
+@tf.RegisterGradient(_NAME)
+def _gradient(operation: tf.Operation, *upstream: Any) -> list[Any]:
+    found = re.search(rf"{_NAME}_(\d+)", operation.name.rpartition("/")[2])
+    kept = _by_number.get(int(found.group(1))) if found else None
+    if kept is None:
+        raise LookupError(
+            f"the collective behind {operation.name!r} has no gradient any more: the function that it was traced in is "
+            "gone. Trace the function again, not a saved copy of it."
+        )
+    return kept.gradients(*upstream)

@@ -1,0 +1,54 @@
+"""Dtypes of the collectives: which can be reduced and moved, which are sent and added in, and which a mean has."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+REDUCED = (
+    tf.float16,
+    tf.bfloat16,
+    tf.float32,
+    tf.float64,
+    tf.int8,
+    tf.int16,
+    tf.int32,
+    tf.int64,
+    tf.uint8,
+    tf.uint16,
+    tf.uint32,
+    tf.uint64,
+)
+
+
+def mean_dtype(dtype: tf.DType) -> tf.DType:
+    """Return the dtype of a mean, as with ``tf.divide``."""
+    if dtype.is_floating:
+        return dtype
+    return tf.float32 if dtype.size < 4 else tf.float64
+
+
+def reduced_dtype(dtype: tf.DType, reduction: str) -> tf.DType:
+    """Return the dtype of a reduction's result."""
+    return mean_dtype(dtype) if reduction == "mean" else dtype
+
+
+def sum_dtype(dtype: tf.DType) -> tf.DType:
+    """Return the dtype in which values are added and multiplied: float32 for 16-bit floats, else their own."""
+    return tf.float32 if dtype.is_floating and dtype.size < 4 else dtype
+
+
+def wire_dtype(dtype: tf.DType, compressed: tf.DType | None) -> tf.DType:
+    """Return the dtype in which values are sent; compression to ``compressed`` applies to float32 and float64."""
+    return dtype if compressed is None or not dtype.is_floating or dtype.size <= compressed.size else compressed
+
+
+def require_bits(dtype: tf.DType) -> None:
+    """Refuse to move values that don't have a fixed number of bits.
+
+    Raises:
+        TypeError: strings, resources and the like.
+    """
+    if not (dtype.is_floating or dtype.is_integer or dtype.is_complex or dtype.is_bool):
+        raise TypeError(
+            f"a tensor of dtype {dtype.name} can't be sent to another rank; expected a numeric dtype or bool"
+        )

@@ -1,0 +1,165 @@
+"""Groups of ranks that take part in a collective: the group of all ranks, and those that the script makes.
+
+Each process makes its groups on its own; nothing is sent. Ranks that don't belong to a group don't know it, and
+disjoint sets of ranks may use one name for different groups. The calls for scripts are in ``training.groups``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.group_name import WORLD_GROUP, check_group_name
+
+_WORLD_KEY = 2
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some ranks of the job, in ascending order.
+
+    Attributes:
+        name: as the script calls it.
+        ranks: world ranks of the members; a member's group rank is its position here.
+        rank: this process's group rank.
+        parent: name of the script's group, if this group was made for one of its operations.
+        tag: in a group of two for send and receive, the queue of an operation; groups that differ in
+            nothing else are equal. None if all operations are in one order.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    parent: str = field(default="", compare=False)
+    tag: int | None = field(default=None, compare=False)
+
+    @property
+    def size(self) -> int:
+        """Return the number of members."""
+        return len(self.ranks)
+
+    def of_one_order(self) -> Group:
+        """Return the group itself, or one that contains only the tag's operations."""
+        return self if self.tag is None else replace(self, name=f"{self.name}/{self.tag}", tag=None)
+
+    @property
+    def key(self) -> int:
+        """Return TensorFlow's number of the group, the same on every member; it is even, so that the next one serves
+        the members' GPUs.
+        """
+        if self.name == WORLD_GROUP:
+            return _WORLD_KEY
+        checksum = zlib.crc32(repr((self.name, self.ranks)).encode(errors="surrogatepass"))
+        return 2 * (checksum % (1 << 29)) + 2 * _WORLD_KEY
+
+
+_made: dict[str, Group] = {}
+
+
+def made_group(name: str) -> Group | None:
+    """Return the group of this name that this rank has made, if any."""
+    return _made.get(name)
+
+
+def group_of(runtime: Runtime, name: str) -> Group:
+    """Return the group of a name on a rank of a running cluster.
+
+    Raises:
+        ValueError: this rank knows no group of that name.
+    """
+    return find_group(name, runtime.cluster.rank, runtime.cluster.world_size)
+
+
+def find_group(name: str, rank: int, world_size: int) -> Group:
+    """Return the group of a name.
+
+    Args:
+        name: name of the group.
+        rank: this process's world rank.
+        world_size: number of ranks in the job.
+
+    Raises:
+        ValueError: not a valid name, or this rank has no group of that name.
+    """
+    check_group_name(name)
+    if name == WORLD_GROUP:
+        return Group(name, tuple(range(world_size)), rank)
+    if name in _made:
+        return _made[name]
+    known = [f"{WORLD_GROUP!r} (all {world_size} ranks)"]
+    known += [f"{group.name!r} (ranks {_listed(group.ranks)})" for group in _made.values()]
+    raise ValueError(
+        f"rank {rank}: there is no group named {name!r}; expected one of this rank's groups: {', '.join(known)}.\n"
+        "Likely cause: the group was never made here, has been destroyed, or this rank doesn't belong to it.\n"
+        "What to do: call hccl.manage.api.create_group on each of the group's ranks, and use the group on them only."
+    )
+
+
+def create_group(name: str, size: int, ranks: Any, rank: int, world_size: int) -> None:
+    """Make a group on this rank.
+
+    Args:
+        name: any name that isn't in use.
+        size: number of ranks in the group.
+        ranks: list of the members' world ranks, in any order.
+        rank: this process's world rank.
+        world_size: number of ranks in the job.
+
+    Raises:
+        ValueError: an invalid argument; the name is in use; this rank is not a member.
+    """
+    check_group_name(name)
+    where = f"rank {rank}, create_group({name!r}): "
+    if name == WORLD_GROUP:
+        raise ValueError(
+            f"{where}this is the group of all {world_size} ranks, which exists already; expected another name"
+        )
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"{where}rank_num is {size!r}; expected a whole number from 1")
+    if not isinstance(ranks, list):
+        raise ValueError(f"{where}rank_ids is {ranks!r}, a {type(ranks).__name__}; expected a list of world ranks")
+    if len(ranks) != size:
+        raise ValueError(f"{where}rank_ids {ranks} has {len(ranks)} entries; expected {size}, which is rank_num")
+    for position, member in enumerate(ranks):
+        if not isinstance(member, int) or not 0 <= member < world_size:
+            raise ValueError(
+                f"{where}rank_ids[{position}] is {member!r}; expected a world rank, a whole number from 0 to "
+                f"{world_size - 1}"
+            )
+    members = tuple(sorted(int(member) for member in ranks))
+    if len(set(members)) < size:
+        doubled = sorted({member for member in members if members.count(member) > 1})
+        raise ValueError(f"{where}rank_ids {ranks} names {_listed(doubled)} more than once; expected each rank once")
+    if rank not in members:
+        raise ValueError(
+            f"{where}rank {rank} is not among rank_ids {ranks}; expected a group to which the calling rank belongs.\n"
+            "What to do: let each rank make only the groups that it is a member of."
+        )
+    if name in _made:
+        raise ValueError(
+            f"{where}this name belongs to the group of rank(s) {_listed(_made[name].ranks)}; expected another one.\n"
+            "What to do: make each group once, or call destroy_group first."
+        )
+    _made[name] = Group(name, members, members.index(rank))
+
+
+def destroy_group(name: str, rank: int, world_size: int) -> None:
+    """Forget a group on this rank; its name can be used again.
+
+    Args:
+        name: name of a group that was made.
+        rank: this process's world rank.
+        world_size: number of ranks in the job.
+
+    Raises:
+        ValueError: not a valid name, the group of all ranks, or this rank has no group of that name.
+    """
+    if find_group(name, rank, world_size).name == WORLD_GROUP:
+        raise ValueError(f"rank {rank}, destroy_group({name!r}): the group of all ranks can't be destroyed")
+    del _made[name]
+
+
+def _listed(ranks: Any) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,53 @@
+"""The two moves that the operations which only move data consist of, for any dtype and any number of elements.
+
+Both are differentiable; everything that an operation does around them is TensorFlow's own, and therefore
+differentiable as well.
+"""
+
+from __future__ import annotations
+
+from typing import Callable
+
+import tensorflow as tf
+
+from npu_device._src.collectives.choice import backend_of
+from npu_device._src.collectives.differentiable import differentiable
+from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.terms import Agreement
+
+Move = Callable[[tf.Tensor], tf.Tensor]
+
+
+def gather(agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
+    """Return all ranks' rows on every rank: [1, n] in, [group.size, n] out; n is the same on all ranks."""
+    backend = backend_of(agreement.runtime, group, row.dtype)
+
+    def forward(value: tf.Tensor) -> tf.Tensor:
+        return backend.all_gather(agreement, value[0], group)
+
+    def backward(upstream: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(exchange(agreement, upstream, group), axis=0, keepdims=True)
+
+    return differentiable_move(forward, backward, row)
+
+
+def exchange(agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor:
+    """Send row i to rank i, and return the row from rank i as row i: [group.size, n] in and out; n is the same on
+    all ranks.
+    """
+    backend = backend_of(agreement.runtime, group, rows.dtype)
+
+    def forward(value: tf.Tensor) -> tf.Tensor:
+        return backend.all_to_all(agreement, value, group)
+
+    return differentiable_move(forward, lambda upstream: exchange(agreement, upstream, group), rows)
+
+
+def differentiable_move(forward: Move, backward: Move, tensor: tf.Tensor) -> tf.Tensor:
+    """Return ``forward(tensor)`` with the gradient ``backward(incoming gradient)``. Integers and other discrete values
+    have no gradient.
+    """
+    if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
+        return forward(tensor)
+    [moved] = differentiable(lambda value: [forward(value)], lambda upstream: [backward(upstream)], [tensor])
+    return moved

@@ -1,0 +1,65 @@
+"""Call Python from the graph of a ``tf.function``, keeping nothing once that graph is gone.
+
+``tf.numpy_function`` keeps the Python function, and with it 2 to 7 KB, for as long as the process lives: it hangs it on
+the outermost graph, which for a ``tf.function`` is the process's default graph (TensorFlow 2.20,
+``script_ops._internal_py_func``). A script that retraces would grow for ever. Here all calls share one such function,
+which finds the one to run by a number, and the number is an eager tensor that the graph captures: whatever can run the
+graph holds the tensor, and when the tensor goes, so does the function.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any, Callable
+
+import tensorflow as tf
+
+_CAPTURED_FROM = 129
+"""Elements. TensorFlow copies a smaller eager tensor into the graph as a constant, and doesn't hold the tensor."""
+
+_functions: dict[int, Callable[..., Any]] = {}
+_numbers = itertools.count()
+
+
+def python_call(
+    function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType], stateful: bool = False
+) -> Any:
+    """Add an operation to the graph of a ``tf.function`` that calls a Python function.
+
+    Args:
+        function: called with the inputs as numpy arrays; returns a list of arrays, one for each dtype. It must not
+            refer to tensors of the graph.
+        inputs: its inputs.
+        dtypes: the dtypes of its results, whose shapes are unknown.
+        stateful: TensorFlow runs it in program order with all other stateful operations, and never prunes it.
+
+    Returns:
+        The results as a list; the operation, if there are none.
+    """
+    number = next(_numbers)
+    with tf.init_scope(), tf.device("CPU:0"):
+        captured = tf.fill([_CAPTURED_FROM], tf.constant(number, tf.int64))
+    _functions[number] = function
+    weakref.finalize(captured, _functions.pop, number, None)
+    kind = tf.raw_ops.PyFunc if stateful else tf.raw_ops.PyFuncStateless
+    return kind(input=[captured, *inputs], token=_registered(), Tout=list(dtypes))
+
+
+def _call(captured: Any, *arrays: Any) -> Any:
+    return _functions[int(captured[0])](*arrays)
+
+
+@functools.cache
+def _graph() -> tf.Graph:
+    """Return a graph with a call of ``_call``: TensorFlow keeps a function registered while its graph lives."""
+    with tf.Graph().as_default() as graph:
+        tf.numpy_function(_call, [tf.constant([0])], [], name="call")
+    return graph
+
+
+def _registered() -> bytes:
+    token: bytes = _graph().get_operation_by_name("call").get_attr("token")
+    return token

@@ -1,0 +1,69 @@
+"""Limit this rank to its part of the host: its share of the cores, and its own GPU. Applied before TensorFlow makes its
+devices.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import tensorflow as tf
+
+from npu_device._src import compat, environment
+from npu_device._src.cluster.description import Cluster
+from npu_device._src.cluster.errors import ClusterError
+
+_log = logging.getLogger("npu_device")
+
+LEAST_INTER_OP_THREADS = 2
+"""A single thread runs first what became ready last: in a backward pass it delays every other gradient to the end, and
+nothing can be sent meanwhile. A second one takes what became ready first. It is also needed if one is busy in the
+input pipeline while the other runs the step.
+"""
+
+
+def share_of_cores(cluster: Cluster) -> int:
+    """Return this rank's share of the cores that its host's ranks may use; at least one."""
+    return max(1, len(os.sched_getaffinity(0)) // cluster.local_size)
+
+
+def divide_cores(cluster: Cluster) -> None:
+    """Give each rank of a host its share of the cores, unless the user has set the number of threads.
+
+    TensorFlow starts a thread pool as wide as the machine in every process; several of them on a host compete for the
+    cores. If TensorFlow has already been used, it has already started them.
+    """
+    if environment.user_sets_threads():
+        return
+    if compat.context_is_initialized():
+        _log.info(
+            "rank %d: TensorFlow was used before npu.open(), and its threads are not divided among the ranks of the "
+            "host; training is faster with npu.open() right after the imports",
+            cluster.rank,
+        )
+        return
+    threading = tf.config.threading
+    share = share_of_cores(cluster)
+    if cluster.local_size > 1 and threading.get_intra_op_parallelism_threads() == 0:
+        threading.set_intra_op_parallelism_threads(share)
+    if threading.get_inter_op_parallelism_threads() == 0:
+        threading.set_inter_op_parallelism_threads(max(LEAST_INTER_OP_THREADS, share))
+
+
+def choose_gpu(cluster: Cluster) -> None:
+    """Let this rank see only the GPU of its device id. Do nothing if the host has no GPU.
+
+    Raises:
+        ClusterError: the host has fewer GPUs than the ranks on it need.
+    """
+    gpus = tf.config.get_visible_devices("GPU")
+    if len(gpus) <= 1:  # none, or CUDA_VISIBLE_DEVICES has already chosen
+        return
+    if cluster.device_id >= len(gpus):
+        raise ClusterError(
+            f"rank {cluster.rank} on host {cluster.host} should use GPU {cluster.device_id}, but {len(gpus)} GPUs are "
+            "visible "
+            f"({', '.join(gpu.name for gpu in gpus)}).\n"
+            "What to do: start at most one rank per GPU, or set ASCEND_DEVICE_ID of each rank to a visible GPU."
+        )
+    tf.config.set_visible_devices([gpus[cluster.device_id]], "GPU")

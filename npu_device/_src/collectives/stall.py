@@ -1,0 +1,275 @@
+"""Report missing ranks: a rank that waits too long in an agreement asks all others where they are, reports it, and
+finally gives up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Callable, Protocol, cast
+
+import tensorflow as tf
+
+from npu_device._src import compat, environment
+from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.frames import ranges
+from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.group import Group, made_group
+
+_log = logging.getLogger("npu_device")
+
+_POLL_SECONDS = 0.5
+_ANSWER_SECONDS = 2.0
+_MOST_LINES = 32
+_LARGEST = 0x7FFFFFFF
+_MOST_CALLS = 1000  # calls that a watch describes; functions that are retraced repeatedly add new ones
+
+
+class Watch(Protocol):
+    """The progress of one group's collectives on this rank."""
+
+    def position(self) -> dict[str, Any]:
+        """Return how many calls this rank has begun, and the last one: what it is, and whether it waits for others."""
+
+
+class GraphWatch:
+    """A watch with counters in TensorFlow, so that the operations of a graph can advance them."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        with tf.init_scope(), tf.device(runtime.device("CPU")):
+            self._begun = compat.plain_variable(tf.constant(0, tf.int32))
+            self._ended = compat.plain_variable(tf.constant(0, tf.int32))
+            self._current = compat.plain_variable(tf.constant(0, tf.int32))
+        self._calls: dict[int, dict[str, Any]] = {}
+        self._numbers: dict[str, int] = {}
+        self._next = itertools.count()
+
+    def begin(self, call: dict[str, Any]) -> tf.Tensor:
+        """Return an operation that notes that this rank has come to a call."""
+        text = repr(call)
+        if text not in self._numbers:
+            if len(self._calls) == _MOST_CALLS:
+                oldest = next(iter(self._numbers))
+                del self._calls[self._numbers.pop(oldest)]
+            self._numbers[text] = next(self._next)
+            self._calls[self._numbers[text]] = call
+        number = self._numbers[text]
+        with tf.device("CPU:0"):
+            self._current.assign(number, read_value=False)
+            return tf.raw_ops.ResourceCountUpTo(resource=self._begun.handle, limit=_LARGEST, T=tf.int32)
+
+    def end(self) -> tf.Tensor:
+        """Note that all ranks have come, and return the call's position in the group's sequence of calls."""
+        return tf.raw_ops.ResourceCountUpTo(resource=self._ended.handle, limit=_LARGEST, T=tf.int32)
+
+    def position(self) -> dict[str, Any]:
+        """Return this rank's position."""
+        with compat.eager_mode():
+            begun, ended, current = int(self._begun), int(self._ended), int(self._current)
+        return {"begun": begun, "waiting": begun > ended, "call": self._calls.get(current)}
+
+
+class LocalWatch:
+    """A watch with counters in Python, for collectives that Python runs."""
+
+    def __init__(self) -> None:
+        self._begun = 0
+        self._ended = 0
+        self._call: dict[str, Any] | None = None
+
+    def begin(self, call: dict[str, Any] | None) -> int:
+        """Note that this rank has begun a collective; return its position in the group's sequence. None
+        repeats the previous call.
+        """
+        self._begun += 1
+        self._call = call or self._call
+        return self._begun - 1
+
+    def end(self) -> None:
+        """Note that one has ended."""
+        self._ended += 1
+
+    def position(self) -> dict[str, Any]:
+        """Return this rank's position."""
+        return {"begun": self._begun, "waiting": self._begun > self._ended, "call": self._call}
+
+
+@dataclass
+class Held:
+    """A call that can't begin on this rank yet, if any: another collective of the group comes first."""
+
+    call: dict[str, Any] | None = None
+
+
+class StallWatch:
+    """One daemon thread per process that checks all groups."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = weakref.ref(runtime)
+        self._watches: dict[Group, Watch] = {}
+        self._making = threading.Lock()
+        self._held: dict[Group, Held] = {}
+        self._warn_after = environment.NPU_DEVICE_STALL_WARNING.get()
+        self._give_up_after = environment.NPU_DEVICE_STALL_TIMEOUT.get()
+        runtime.health.on_question("where", self._answer)
+        threading.Thread(target=self._run, name="npu_device-stall", daemon=True).start()
+
+    def watch(self, runtime: Runtime, group: Group, make: Callable[[], Watch]) -> Watch:
+        """Return the watch of a group, made at its first use."""
+        with self._making:
+            if group not in self._watches:
+                watch = self._watches[group] = make()
+                runtime.health.count_collectives_with(group.name, group.ranks, lambda: watch.position()["begun"])
+            return self._watches[group]
+
+    def forget(self, name: str) -> None:
+        """Stop watching a group, and the groups made for its operations."""
+        for group in [group for group in self._watches if name in (group.name, group.parent)]:
+            del self._watches[group]
+            runtime = self._runtime()
+            if runtime is not None:
+                runtime.health.forget_group(group.name, group.ranks)
+
+    @contextlib.contextmanager
+    def hold(self, group: Group) -> Iterator[Held]:
+        """Note a call that may have to wait; see ``held_back``."""
+        held = self._held[group] = Held()
+        try:
+            yield held
+        finally:
+            del self._held[group]
+
+    def _position(self, group: Group) -> dict[str, Any]:
+        watch = self._watches.get(group)
+        if watch is None:  # the group has just been destroyed
+            return {"begun": 0, "waiting": False, "call": None}
+        position, held = watch.position(), self._held.get(group, Held())
+        if held.call is None or position["waiting"]:
+            return position
+        return {"begun": position["begun"] + 1, "waiting": True, "call": held.call, "held": True}
+
+    def _run(self) -> None:
+        # By watch, since a group that is destroyed and made again has another one, which counts from the start.
+        since: weakref.WeakKeyDictionary[Watch, tuple[int, float, bool]] = weakref.WeakKeyDictionary()
+        while True:
+            time.sleep(_POLL_SECONDS)
+            runtime = self._runtime()
+            if runtime is None or runtime.health.is_over:
+                return
+            for group, watch in list(self._watches.items()):
+                position = self._position(group)
+                begun, began, warned = since.get(watch, (-1, 0.0, False))
+                if not position["waiting"]:
+                    since.pop(watch, None)
+                elif position["begun"] != begun:
+                    since[watch] = (position["begun"], time.monotonic(), False)
+                else:
+                    waited = time.monotonic() - began
+                    if waited > self._give_up_after:
+                        runtime.health.stop(self._text(runtime, group, position, waited, final=True))
+                    elif waited > self._warn_after and not warned:
+                        since[watch] = (begun, began, True)
+                        _log.warning("%s", self._text(runtime, group, position, waited, final=False))
+            del runtime
+
+    def _text(self, runtime: Runtime, group: Group, position: dict[str, Any], waited: float, final: bool) -> str:
+        rank = runtime.cluster.rank
+        question = {"group": group.name, "ranks": ranges(group.ranks), "begun": position["begun"]}
+        lines = [
+            f"rank {rank} has waited {waited:.0f} s in group {group.name!r} for other ranks to make the same call:"
+        ]
+        try:
+            answers = runtime.health.ask("where", question, group.ranks, _ANSWER_SECONDS)
+        except ClusterError as error:
+            lines.append(f"  the others can't be asked where they are: {error}")
+        else:
+            lines += _table(group, runtime.cluster.hosts, answers, position["begun"])
+        if final:
+            lines.append(
+                "This is the limit (NPU_DEVICE_STALL_TIMEOUT seconds), and the rank gives up.\n"
+                "Likely cause: a rank that is stopped or overloaded, runs fewer steps or different code than the rest, "
+                "fetches other collectives in session.run, or has made the group with other ranks.\n"
+                "What to do: look at the output of the ranks that have not come; raise the limit if they only need "
+                "longer."
+            )
+        else:
+            lines.append(f"It keeps waiting for up to {self._give_up_after:g} s (NPU_DEVICE_STALL_TIMEOUT).")
+        return "\n".join(lines)
+
+    def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Return where this rank is; ranks at the same place give the same answer."""
+        for group in list(self._watches):
+            if group.name == question["group"] and ranges(group.ranks) == question["ranks"]:
+                position = self._position(group)
+                call = position["call"]
+                short = None if call is None else {"operation": call["operation"], "line": call["line"]}
+                return {**position, "call": short}
+        answer: dict[str, Any] = {"begun": 0, "call": None}
+        other = made_group(question["group"])
+        if other is not None and ranges(other.ranks) != question["ranks"]:
+            answer["members"] = other.ranks
+        return answer
+
+
+def _table(group: Group, hosts: Sequence[str], answers: Mapping[int, dict[str, Any]], wanted: int) -> list[str]:
+    """Return one line per rank; for a large group, list only some of the ranks that have come."""
+    ready = [rank for rank in group.ranks if rank in answers and answers[rank]["begun"] >= wanted]
+    shown = max(0, _MOST_LINES - (group.size - len(ready)))
+    omitted = set(ready[shown:])
+    lines = [
+        f"  rank {rank} on host {hosts[rank]}: {_position_text(answers.get(rank), wanted)}"
+        for rank in group.ranks
+        if rank not in omitted
+    ]
+    return lines + ([f"  {len(omitted)} more ranks are there"] if omitted else [])
+
+
+def _position_text(position: dict[str, Any] | None, wanted: int) -> str:
+    if position is None:
+        return "does not answer: stopped, overloaded, or cut off"
+    if "members" in position:
+        members = ", ".join(map(str, position["members"]))
+        return f"has made a different group of this name, with ranks {members}"
+    call = position["call"]
+    last = "no call so far" if call is None else f"{call['operation']} called at {call['line']}"
+    if "held" in position:
+        return f"waits in session.run for another collective ({last})"
+    if position["begun"] >= wanted:
+        return f"is there ({last})"
+    return f"has not come: {position['begun']} of {wanted} calls made, the last one: {last}"
+
+
+_watches: weakref.WeakKeyDictionary[Runtime, StallWatch] = weakref.WeakKeyDictionary()
+
+
+def watch_for_stalls(runtime: Runtime) -> None:
+    """Start to answer the others' questions, and to ask them. Called once, when the cluster is up."""
+    _watches[runtime] = StallWatch(runtime)
+
+
+def held_back(runtime: Runtime, group: Group) -> contextlib.AbstractContextManager[Held]:
+    """Return a context in which a call of this rank may have to wait before it begins; it says which call. After
+    the call has begun, the group's own watch shows it.
+    """
+    return _watches[runtime].hold(group)
+
+
+def graph_watch_of(runtime: Runtime, group: Group) -> GraphWatch:
+    """Return the watch of a group that TensorFlow serves."""
+    return cast(GraphWatch, _watches[runtime].watch(runtime, group, lambda: GraphWatch(runtime)))
+
+
+def local_watch_of(runtime: Runtime, group: Group) -> LocalWatch:
+    """Return the watch of a group that shares memory."""
+    return cast(LocalWatch, _watches[runtime].watch(runtime, group, LocalWatch))
+
+
+def forget_watches(runtime: Runtime, name: str) -> None:
+    """Stop watching a group that is destroyed."""
+    _watches[runtime].forget(name)

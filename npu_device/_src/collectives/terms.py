@@ -1,0 +1,62 @@
+"""The agreement on one call, which an operation passes on to its backend.
+
+``agreement`` makes it. The ranks may agree before the call or, in shared memory, with the first data that the call
+sends: then the first collective takes the terms and carries them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, Union
+
+import tensorflow as tf
+
+from npu_device._src.cluster.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The part of an agreement that the ranks compare before they read each other's data.
+
+    Attributes:
+        head: two 32-bit numbers that are the same on all ranks.
+        call: the call as the stall watch shows it.
+        overlaps: whether another thread of this rank is in a call of the group; if so, every rank refuses.
+        refuse: makes the error for ranks whose heads differ; takes the position of the call in the group's
+            sequence.
+    """
+
+    head: tuple[int, int]
+    call: dict[str, Any]
+    overlaps: bool
+    refuse: Callable[[int], Exception]
+
+
+Shapes = Union[int, tf.Tensor]
+"""A 32-bit number that is the same on all ranks if the tensors' shapes are; int32 if only the running graph knows
+it.
+"""
+
+
+class Agreement:
+    """The agreement on one call.
+
+    Args:
+        runtime: the running cluster.
+        terms: what the call's first collective has to compare; None if nothing is left to be compared.
+        shapes: belongs to the terms.
+    """
+
+    def __init__(self, runtime: Runtime, terms: Terms | None = None, shapes: Shapes = 0) -> None:
+        self.runtime = runtime
+        self._open: tuple[Terms | None, Shapes] = terms, shapes
+
+    @property
+    def is_open(self) -> bool:
+        """Return True while no collective has taken the terms."""
+        return self._open[0] is not None
+
+    def take(self) -> tuple[Terms | None, Shapes]:
+        """Return terms and shapes for the first collective of the call, and ``(None, 0)`` for those that follow."""
+        taken, self._open = self._open, (None, 0)
+        return taken

@@ -1,0 +1,88 @@
+"""The forms that values of environment variables have: numbers, addresses, ranges."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+from npu_device._src.environment.variable import Form
+
+
+def integer(low: int, high: int | None = None) -> Form[int]:
+    """Return the form of a whole number within limits."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[+-]?[0-9]+", text):
+            raise ValueError(text)
+        value = int(text)
+        if value < low or (high is not None and value > high):
+            raise ValueError(text)
+        return value
+
+    return Form(parse, f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}")
+
+
+def one_of(*texts: str) -> Form[str]:
+    """Return the form of one of several words."""
+
+    def parse(text: str) -> str:
+        if text not in texts:
+            raise ValueError(text)
+        return text
+
+    return Form(parse, f"one of {', '.join(texts)}")
+
+
+def split(text: str) -> str | tuple[int, ...]:
+    """Parse ``auto``, or numbers as ``set_split_strategy_by_idx`` takes them, with or without brackets."""
+    if text == "auto":
+        return text
+    numbers = tuple(int(part) for part in text.strip("[]").split(","))
+    if not 1 <= len(numbers) <= 8 or numbers[0] < 0 or list(numbers) != sorted(set(numbers)):
+        raise ValueError(text)
+    return numbers
+
+
+def windows(text: str) -> tuple[tuple[int, int], ...]:
+    """Parse ``1-25,100-120``: first and last of each window."""
+    found = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+            raise ValueError(text)
+        found.append((int(first), int(last)))
+    return tuple(found)
+
+
+def ports(text: str) -> tuple[int, int]:
+    """Parse ``61000-61031``: first and last port."""
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= 65535):
+        raise ValueError(text)
+    return int(first), int(last)
+
+
+def audit(text: str) -> int | str:
+    """Parse ``auto``, ``off`` or a number of steps; 0 is ``off``."""
+    if text in ("auto", "off"):
+        return text
+    if not text.isdecimal():
+        raise ValueError(text)
+    return int(text) or "off"
+
+
+def seconds(high: float) -> Form[float]:
+    """Return the form of a time limit."""
+
+    def parse(text: str) -> float:
+        value = float(text)
+        if not 0 < value <= high:  # also refuses nan
+            raise ValueError(text)
+        return value
+
+    return Form(parse, f"a number above 0, at most {high:g}")
+
+
+ADDRESS = Form(lambda text: str(ipaddress.ip_address(text)), "an IPv4 or IPv6 address")
+PATH = Form(str, "a path")
+TEXT = Form(str, "text")

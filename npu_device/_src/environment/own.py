@@ -1,0 +1,185 @@
+"""Declare the variables that only this package has."""
+
+from __future__ import annotations
+
+from npu_device._src.environment import forms
+from npu_device._src.environment.variable import Form, Variable
+
+NPU_DEVICE_SECRET: Variable[str | None] = Variable(
+    "NPU_DEVICE_SECRET",
+    forms.TEXT,
+    None,
+    "",
+    "the job's secret, the same for all ranks: only ranks that know it can join. `npurun` makes one for a job on one "
+    "node.",
+    "npu_device",
+)
+NPU_DEVICE_SECRET_FILE: Variable[str | None] = Variable(
+    "NPU_DEVICE_SECRET_FILE",
+    forms.PATH,
+    None,
+    "",
+    "file with the job's secret, to be used instead of `NPU_DEVICE_SECRET`.",
+    "npu_device",
+)
+NPU_DEVICE_PORT_RANGE: Variable[tuple[int, int] | None] = Variable(
+    "NPU_DEVICE_PORT_RANGE",
+    Form(forms.ports, "first and last port, such as 61000-61031"),
+    None,
+    "",
+    "the ports that the package may choose to listen on, for firewalls; default any. Ports that you name yourself "
+    "(`--master-port`, a rank table, CM_CHIEF_PORT, TF_CONFIG) stay as they are.",
+    "npu_device",
+)
+NPU_DEVICE_HUB: Variable[int | None] = Variable(
+    "NPU_DEVICE_HUB",
+    forms.integer(1, 65535),
+    None,
+    "",
+    "port of a hub that is already running; `npurun` sets this.",
+    "npu_device",
+)
+NPU_DEVICE_BACKEND: Variable[str] = Variable(
+    "NPU_DEVICE_BACKEND",
+    forms.one_of("auto", "tensorflow", "shared_memory"),
+    "auto",
+    "",
+    "how data is sent: `tensorflow` through TensorFlow's collective operations; `shared_memory` through memory that "
+    "the ranks of a host share, and TensorFlow between hosts; `auto` is `shared_memory` where possible. Must be the "
+    "same on all ranks.",
+    "npu_device",
+)
+NPU_DEVICE_STALL_WARNING: Variable[float] = Variable(
+    "NPU_DEVICE_STALL_WARNING",
+    forms.seconds(86400),
+    30.0,
+    "s",
+    "a rank that has waited this long for the others to make the same call reports which ranks are missing.",
+    "npu_device",
+)
+NPU_DEVICE_STALL_TIMEOUT: Variable[float] = Variable(
+    "NPU_DEVICE_STALL_TIMEOUT",
+    forms.seconds(86400),
+    600.0,
+    "s",
+    "a rank that has waited this long for the others to make the same call gives up with an error.",
+    "npu_device",
+)
+NPU_DEVICE_ERROR_FILE: Variable[str | None] = Variable(
+    "NPU_DEVICE_ERROR_FILE",
+    forms.PATH,
+    None,
+    "",
+    "where a failing rank writes its error for `npurun`, which sets this.",
+    "npu_device",
+)
+NPU_DEVICE_TRACE_ITERATIONS: Variable[tuple[tuple[int, int], ...]] = Variable(
+    "NPU_DEVICE_TRACE_ITERATIONS",
+    Form(forms.windows, "first and last iteration, such as 1-25 or 100-120,500-520"),
+    (),
+    "iterations",
+    "which iterations a trace records; default the first 100, then fewer and fewer: every 2nd up to 200, every 4th "
+    "up to 400, and so on.",
+    "npu_device",
+)
+NPU_DEVICE_SPLIT: Variable[str | tuple[int, ...] | None] = Variable(
+    "NPU_DEVICE_SPLIT",
+    Form(forms.split, "auto, or 1 to 8 ascending numbers separated by commas"),
+    None,
+    "",
+    "how gradients are split if the script sets no split strategy: `auto` uses what `npurun --tune` found for this "
+    "model and cluster; numbers are those of `set_split_strategy_by_idx`, for lists that they fit.",
+    "npu_device",
+)
+NPU_DEVICE_SPLIT_DIR: Variable[str | None] = Variable(
+    "NPU_DEVICE_SPLIT_DIR",
+    forms.PATH,
+    None,
+    "",
+    "where the splits found are kept; default `~/.cache/npu_device/splits`. The directory on rank 0's host is used.",
+    "npu_device",
+)
+NPU_DEVICE_UNEQUAL_START: Variable[str] = Variable(
+    "NPU_DEVICE_UNEQUAL_START",
+    forms.one_of("repair", "error", "ignore"),
+    "repair",
+    "",
+    "what happens if the ranks' variables differ at a wrapped optimizer's first step: they become rank 0's, with a "
+    "warning; an error; or no check at all.",
+    "npu_device",
+)
+NPU_DEVICE_AUDIT: Variable[int | str] = Variable(
+    "NPU_DEVICE_AUDIT",
+    Form(forms.audit, "auto, off, or a number of steps"),
+    "auto",
+    "steps",
+    "how often the ranks compare digests of what a wrapped optimizer trains, and of its own state: every so many "
+    "steps; `auto` as often as costs less than 0.1 % of the time; `off` never. Must be the same on all ranks.",
+    "npu_device",
+)
+NPU_DEVICE_DRIFT: Variable[str] = Variable(
+    "NPU_DEVICE_DRIFT",
+    forms.one_of("error", "warning"),
+    "error",
+    "",
+    "what happens when the audit finds ranks with different variables: an error on all of them, or one warning.",
+    "npu_device",
+)
+NPU_DEVICE_CHECK_GRADIENTS: Variable[str] = Variable(
+    "NPU_DEVICE_CHECK_GRADIENTS",
+    forms.one_of("on", "off"),
+    "off",
+    "",
+    "whether a wrapped optimizer checks each step's gradients: NaN or infinity is an error on all ranks that names the "
+    "ranks and variables where it arose.",
+    "npu_device",
+)
+NPU_DEVICE_STATEMENT: Variable[str] = Variable(
+    "NPU_DEVICE_STATEMENT",
+    forms.one_of("on", "off"),
+    "on",
+    "",
+    "whether rank 0 reports on stderr the ranks, batch size and learning rate when a replicated model starts training.",
+    "npu_device",
+)
+NPU_DEVICE_RESTART_COUNT: Variable[int] = Variable(
+    "NPU_DEVICE_RESTART_COUNT",
+    forms.integer(0),
+    0,
+    "restarts",
+    "how often the job has been started again after a failure (`npurun --max-restarts`); `npurun` sets this.",
+    "npu_device",
+)
+NPU_DEVICE_PROGRESS_FILE: Variable[str | None] = Variable(
+    "NPU_DEVICE_PROGRESS_FILE",
+    forms.PATH,
+    None,
+    "",
+    "where rank 0 writes the step of each complete checkpoint, so that `npurun` can tell progress from a script that "
+    "fails at the same place again and again. `npurun` sets this on node 0.",
+    "npu_device",
+)
+PREEMPT_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
+NPU_DEVICE_PREEMPT_SIGNAL: Variable[str] = Variable(
+    "NPU_DEVICE_PREEMPT_SIGNAL",
+    forms.one_of(*PREEMPT_SIGNALS),
+    "SIGTERM",
+    "",
+    "the signal that asks for a checkpoint at the end of the step and a resumable end; `npurun` forwards it to its "
+    "ranks, and sets this to `--preempt-signal`.",
+    "npu_device",
+)
+NPU_DEVICE_PREEMPT_TIMEOUT: Variable[float] = Variable(
+    "NPU_DEVICE_PREEMPT_TIMEOUT",
+    forms.seconds(86400),
+    25.0,
+    "s",
+    "a rank that was sent the signal of `NPU_DEVICE_PREEMPT_SIGNAL` ends after this long, even if the step and its "
+    "checkpoint are not finished.",
+    "npu_device",
+)
+
+
+def opened_mark(error_file: str) -> str:
+    """Return the path beside a rank's error file that tells the launcher that the rank has opened npu_device."""
+    return f"{error_file}.opened"

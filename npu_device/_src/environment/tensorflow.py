@@ -1,0 +1,38 @@
+"""Declare the variables of TensorFlow that the package reads."""
+
+from __future__ import annotations
+
+from npu_device._src.environment import forms
+from npu_device._src.environment.variable import Form, Variable
+
+_THREADS = "TensorFlow's own; if set, the cores of a host aren't divided among its ranks."
+
+TF_CONFIG: Variable[str | None] = Variable(
+    "TF_CONFIG",
+    Form(str, "JSON"),
+    None,
+    "",
+    "cluster and task of this process, as Kubeflow's training operator sets it.",
+    "TensorFlow",
+)
+TF_NUM_INTRAOP_THREADS: Variable[str | None] = Variable(
+    "TF_NUM_INTRAOP_THREADS",
+    forms.TEXT,
+    None,
+    "threads",
+    _THREADS,
+    "TensorFlow",
+)
+TF_NUM_INTEROP_THREADS: Variable[str | None] = Variable(
+    "TF_NUM_INTEROP_THREADS",
+    forms.TEXT,
+    None,
+    "threads",
+    _THREADS,
+    "TensorFlow",
+)
+
+
+def user_sets_threads() -> bool:
+    """Return True if the environment fixes the size of TensorFlow's thread pools."""
+    return TF_NUM_INTRAOP_THREADS.is_set() or TF_NUM_INTEROP_THREADS.is_set()

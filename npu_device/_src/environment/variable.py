@@ -1,0 +1,78 @@
+"""An environment variable as a constant: its name, form, default, unit and meaning.
+
+Only this module reads the environment. The variables are declared in ``ascend``, ``tensorflow`` and ``own``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Callable, Generic, TypeVar
+
+Value_co = TypeVar("Value_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class Form(Generic[Value_co]):
+    """The form of a value: ``parse`` makes the value or raises ValueError; ``expected`` is for readers."""
+
+    parse: Callable[[str], Value_co]
+    expected: str
+
+
+@dataclass(frozen=True)
+class Variable(Generic[Value_co]):
+    """One environment variable.
+
+    Attributes:
+        name: its name.
+        form: how its value is written.
+        default: the value of ``get`` if the variable is unset or empty.
+        unit: unit of the value, or "".
+        meaning: one sentence for the documentation.
+        origin: the variable's owner: "Ascend", "TensorFlow" or "npu_device".
+    """
+
+    name: str
+    form: Form[Value_co]
+    default: Value_co
+    unit: str
+    meaning: str
+    origin: str
+
+    def raw(self) -> str | None:
+        """Return the text in the environment; None if unset or empty."""
+        return os.environ.get(self.name) or None
+
+    def is_set(self) -> bool:
+        """Return True if the variable is set and not empty."""
+        return self.raw() is not None
+
+    def get(self) -> Value_co:
+        """Return the value, or the default if the variable is unset or empty.
+
+        Raises:
+            ValueError: the text doesn't have the expected form (Ascend's EI0001).
+        """
+        text = self.raw()
+        if text is None:
+            return self.default
+        try:
+            return self.form.parse(text.strip())
+        except ValueError:
+            raise ValueError(
+                f"EI0001: the environment variable {self.name} is {text!r}; expected {self.form.expected}.\n"
+                f"What to do: correct or unset {self.name}. It means: {self.meaning}"
+            ) from None
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Hide the variable from this process, including TensorFlow, while the block runs."""
+        text = os.environ.pop(self.name, None)
+        try:
+            yield
+        finally:
+            if text is not None:
+                os.environ[self.name] = text

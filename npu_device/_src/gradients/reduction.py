@@ -1,0 +1,230 @@
+"""The reduction of a list of tensors: cut into segments, one collective each, handed back in order.
+
+In a session's graph each segment is an operation of its own.
+
+``None`` stays ``None``; ``tf.IndexedSlices`` are left to ``sparse``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Optional, Union
+
+import tensorflow as tf
+
+from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.all_reduce import (
+    REDUCTIONS,
+    all_reduce_segments,
+    require_differentiable,
+    require_reduction,
+)
+from npu_device._src.collectives.choice import uses_shared_memory
+from npu_device._src.collectives.dtypes import reduced_dtype
+from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.operation import Declaration, collective
+from npu_device._src.collectives.session_graph import apart
+from npu_device._src.collectives.terms import Agreement
+from npu_device._src.gradients import later_calls
+from npu_device._src.gradients.fusion import check_fusion
+from npu_device._src.gradients.segments import cut
+from npu_device._src.gradients.sparse import reduce_slices, require_sparse_reduction
+from npu_device._src.gradients.split_strategy import MAX_SEGMENTS
+from npu_device._src.trace.steps import traced_reduction
+
+Gradient = Optional[Union[tf.Tensor, tf.IndexedSlices]]
+_Segments = Optional[Sequence[Sequence[int]]]
+
+_reduced = threading.Event()
+
+_WIRE_DTYPES = {"fp16": tf.float16, "bf16": tf.bfloat16}
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The settings of a list's reduction.
+
+    Attributes:
+        kind: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"prod"``.
+        fusion: 0 sends each tensor alone, 1 cuts by the split strategy, 2 makes one segment per dtype, in a
+            ``tf.function`` from all calls with the same id.
+        fusion_id: -1, or with ``fusion=2`` any number from 0.
+        overlap: let the first segments travel while backward still makes the others.
+        compression: ``"fp16"`` or ``"bf16"`` sends float32 and float64 in 16 bits and adds them up in their own dtype;
+            ``None`` sends them as they are.
+
+    Raises:
+        ValueError: an unknown kind, combination of fusion and fusion_id, or compression.
+    """
+
+    kind: str
+    fusion: int = 1
+    fusion_id: int = -1
+    overlap: bool = True
+    compression: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in REDUCTIONS:
+            raise ValueError(f"reduction {self.kind!r} is unknown; expected one of {', '.join(map(repr, REDUCTIONS))}")
+        check_fusion(self.fusion, self.fusion_id)
+        if self.compression is not None and self.compression not in _WIRE_DTYPES:
+            raise ValueError(f"compression {self.compression!r} is unknown; expected 'fp16', 'bf16' or None")
+        if self.compression is not None and self.kind not in ("sum", "mean"):
+            raise ValueError(f"compression goes with sum and mean; found reduction {self.kind!r}")
+
+    @property
+    def joins_calls(self) -> bool:
+        """Return True when several calls can be one collective."""
+        return self.fusion == 2 and self.kind in ("sum", "mean")
+
+    @property
+    def waits_for_later_calls(self) -> bool:
+        """Return True if what is reduced now may be joined with a later call of the graph. Whatever looks at the result
+        and has to come before that call would wait for itself.
+        """
+        return self.joins_calls and later_calls.possible()
+
+    @property
+    def wire(self) -> tf.DType | None:
+        """Return the dtype in which float32 and float64 travel; None for their own."""
+        return None if self.compression is None else _WIRE_DTYPES[self.compression]
+
+
+def wait_for_reduction(seconds: float) -> bool:
+    """Wait until this process has reduced a list of tensors, or built a graph that does; return False if it hasn't."""
+    return _reduced.wait(seconds)
+
+
+def reduce_list(runtime: Runtime, values: Sequence[Gradient], reduction: Reduction, group: Group) -> list[Gradient]:
+    """Reduce a list of tensors over a group.
+
+    Args:
+        runtime: the running cluster.
+        values: dense tensors, ``tf.IndexedSlices`` and ``None``, of the same kinds, shapes and dtypes on every rank;
+            ``tf.IndexedSlices`` may have a different number of rows on each.
+        reduction: the settings.
+        group: the group, of which this rank is a member.
+
+    Returns:
+        A list of the same length and order. Each segment's collective depends on that segment's tensors only, so that
+        it starts as soon as backward has produced them.
+
+    Raises:
+        ValueError: the split strategy doesn't fit; min, max or prod of ``tf.IndexedSlices``.
+        TypeError: a dtype that can't be reduced.
+        MismatchError: the ranks' calls differ.
+    """
+    _reduced.set()
+    if not reduction.waits_for_later_calls:
+        return _reduce_list(runtime, values, reduction, group)
+
+    def reduce(values: Sequence[Gradient], alone: bool) -> list[Gradient]:
+        how = replace(reduction, fusion=0) if alone else reduction
+        return _reduce_list(runtime, values, how, group)
+
+    return later_calls.reduce_with_earlier_calls(values, (group, reduction), reduce)
+
+
+def _reduce_list(runtime: Runtime, values: Sequence[Gradient], reduction: Reduction, group: Group) -> list[Gradient]:
+    segments = cut(values, reduction.kind, reduction.fusion, group.name)
+    parts = [*segments, *([i] for i, value in enumerate(values) if isinstance(value, tf.IndexedSlices))]
+    dtypes = [value.dtype for value in values if value is not None]
+    backend = "shared_memory" if uses_shared_memory(runtime, group, dtypes) else "tensorflow"
+    results: list[Gradient] = [None] * len(values)
+    seen = traced_reduction(values, segments, reduction.kind, group.name, backend, reduction.overlap)
+    with seen as trace, _all_first(values, reduction):
+        for positions, within in apart([(part, None) for part in parts], (range(len(values)), segments)):
+            reduced = _reduce(runtime, [values[position] for position in positions], within, reduction, group)
+            for position, result in zip(positions, reduced):
+                results[position] = _of_the_shape_of(values[position], result)
+        for part in parts:
+            trace.segment([results[position] for position in part])
+    return trace.recorded_with(results)
+
+
+def _declare(values: Sequence[Gradient], segments: _Segments, reduction: Reduction, group: Group) -> Declaration:
+    for value in values:
+        if isinstance(value, tf.IndexedSlices):
+            require_sparse_reduction(reduction.kind)
+        if value is not None:
+            require_reduction("all_reduce", value.dtype, reduction.kind)
+
+    def results() -> list[tf.TypeSpec | None]:
+        return [_spec_of_result(value, reduction.kind) for value in values]
+
+    def gradient(runtime: Runtime, upstream: Sequence[tf.Tensor]) -> list[Gradient]:
+        require_differentiable("all_reduce", reduction.kind)
+        return _reduce(runtime, upstream, segments, reduction, group)
+
+    # In a session's graph, a list has a single part: a segment or a sparse gradient.
+    dense = values[0] if segments is None and isinstance(values[0], tf.Tensor) else None
+    return Declaration(
+        "all_reduce",
+        group,
+        values,
+        results,
+        {
+            "reduction": reduction.kind,
+            "segments": "1" if segments is None else _summary(segments),
+            "compression": reduction.compression or "none",
+        },
+        gradient=None if dense is None else gradient,
+        key=None if dense is None or not reduction.joins_calls else f"{reduction} {dense.dtype.name}",
+    )
+
+
+@collective(_declare, "values")
+def _reduce(
+    agreement: Agreement, values: Sequence[Gradient], segments: _Segments, reduction: Reduction, group: Group
+) -> list[Gradient]:
+    """Reduce a list whose segments are known: positions of dense tensors. None is one segment of all of them."""
+    results: list[Gradient] = [None] * len(values)
+    if segments is None:
+        segments = [range(len(values))] if isinstance(values[0], tf.Tensor) else []
+    lists = [[values[position] for position in positions] for positions in segments]
+    for positions, tensors in zip(
+        segments, all_reduce_segments(agreement, lists, reduction.kind, group, reduction.wire)
+    ):
+        for position, tensor in zip(positions, tensors):
+            results[position] = tensor
+    for position, value in enumerate(values):
+        if isinstance(value, tf.IndexedSlices):
+            results[position] = reduce_slices(agreement, value, reduction.kind, group)
+    return results
+
+
+def _spec_of_result(value: Gradient, kind: str) -> tf.TypeSpec | None:
+    if value is None:
+        return None
+    dtype = reduced_dtype(value.dtype, kind)
+    if isinstance(value, tf.Tensor):
+        return tf.TensorSpec(value.shape, dtype)
+    lengths = None if value.dense_shape is None else value.dense_shape.dtype
+    return tf.IndexedSlicesSpec(value.values.shape, dtype, value.indices.dtype, lengths)
+
+
+def _of_the_shape_of(value: Gradient, result: Gradient) -> Gradient:
+    """Return a result; a sparse one with what the graph knows of the shape, which a session's operation doesn't."""
+    if isinstance(value, tf.IndexedSlices) and isinstance(result, tf.IndexedSlices):
+        return tf.IndexedSlices(result.values, result.indices, value.dense_shape)
+    return result
+
+
+def _summary(segments: Sequence[Sequence[int]]) -> str:
+    """Return the number and lengths of the segments and a checksum of their content: a short text, equal where they are
+    equal.
+    """
+    lengths = "+".join(str(len(positions)) for positions in segments[:MAX_SEGMENTS])
+    more = "+…" if len(segments) > MAX_SEGMENTS else ""
+    return f"{len(segments)} ({lengths}{more}, order {zlib.crc32(repr(segments).encode()):08x})"
+
+
+def _all_first(values: Sequence[Gradient], reduction: Reduction) -> Any:
+    """Make every tensor wait for all of them: without overlap, nothing is sent before everything is there."""
+    if reduction.overlap:
+        return contextlib.nullcontext()
+    return tf.control_dependencies([value for value in values if isinstance(value, tf.Tensor)])

@@ -1,0 +1,76 @@
+"""``tf.IndexedSlices`` over the ranks: rows gathered, or a dense sum where that moves fewer bytes."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from npu_device._src.collectives import moving
+from npu_device._src.collectives.all_gather_v import gather_ragged
+from npu_device._src.collectives.all_reduce import all_reduce_segments
+from npu_device._src.collectives.dtypes import reduced_dtype, sum_dtype
+from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.terms import Agreement
+
+
+def reduce_slices(agreement: Agreement, slices: tf.IndexedSlices, reduction: str, group: Group) -> tf.IndexedSlices:
+    """Return the sum or mean of sparse gradients.
+
+    Args:
+        agreement: on the call.
+        slices: values of shape [rows, …] with each rank's own number of rows; the rest of the shape, and
+            ``dense_shape``, are the same everywhere.
+        reduction: ``"sum"`` or ``"mean"``.
+        group: the group, of which this rank is a member.
+
+    Returns:
+        Rows whose sum by index is the result, the same on every rank. Each rank adds up its own rows of the same index
+        first. When all ranks' rows together would move more bytes than the dense tensor, the rows are those of the
+        dense sum.
+    """
+    dtype = reduced_dtype(slices.values.dtype, reduction)
+    values, indices = _add_up_duplicates(slices.values, slices.indices)
+
+    def gathered() -> tuple[tf.Tensor, tf.Tensor]:
+        # One row per index, as in the dense table: a norm over the rows must not depend on how they were reduced.
+        everybody = tf.cast(gather_ragged(agreement, values, group), sum_dtype(dtype))
+        rows, row_indices = _add_up_duplicates(everybody, gather_ragged(agreement, indices, group))
+        return tf.cast(rows / group.size if reduction == "mean" else rows, dtype), row_indices
+
+    if slices.dense_shape is None:
+        rows, row_indices = gathered()
+    else:
+        length = tf.cast(slices.dense_shape[0], tf.int32)
+
+        def dense() -> tuple[tf.Tensor, tf.Tensor]:
+            table = tf.math.unsorted_segment_sum(values, indices, length)
+            [[total]] = all_reduce_segments(agreement, [[table]], reduction, group, None)
+            return total, tf.range(slices.dense_shape[0], dtype=indices.dtype)
+
+        # Every rank knows all ranks' numbers of rows, so all decide alike. A gather sends the longest rank's rows to
+        # all others; a ring all-reduce sends the dense tensor twice, less one n-th.
+        counts = moving.gather(agreement, tf.shape(values, tf.int64)[tf.newaxis, :1], group)
+        row_bytes = tf.reduce_prod(tf.shape(values, tf.int64)[1:]) * values.dtype.size
+        gather_bytes = tf.reduce_max(counts) * (row_bytes + indices.dtype.size)
+        dense_bytes = 2 * tf.cast(length, tf.int64) * row_bytes // group.size
+        worth = gather_bytes > dense_bytes
+        rows, row_indices = tf.cond(worth, dense, gathered)
+        rows.set_shape([None, *slices.values.shape[1:]])
+    return tf.IndexedSlices(rows, row_indices, slices.dense_shape)
+
+
+def require_sparse_reduction(reduction: str) -> None:
+    """Check how sparse gradients are to be reduced.
+
+    Raises:
+        ValueError: neither sum nor mean.
+    """
+    if reduction not in ("sum", "mean"):
+        raise ValueError(
+            f"reduction {reduction!r} of IndexedSlices is not defined; expected 'sum' or 'mean', or dense tensors "
+            "(tf.convert_to_tensor)"
+        )
+
+
+def _add_up_duplicates(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    unique, position = tf.unique(indices)
+    return tf.math.unsorted_segment_sum(values, position, tf.size(unique)), unique

@@ -1,0 +1,114 @@
+"""``NPU_DEVICE_SPLIT``: the split that a list of gradients gets from the environment, if any.
+
+Either numbers, to try a split, or ``auto``: a split that was found for these gradients on this cluster
+(``saved_splits``). Rank 0 reads the files and sends them through the store, so that all ranks cut alike on hosts with
+different home directories. The script's own ``set_split_strategy_by_…`` takes precedence; the caller sees to that.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from npu_device._src import environment
+from npu_device._src.cluster import runtime as cluster_runtime
+from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.gradients.saved_splits import Place, SavedSplit, directory, fingerprint, load_all, place_of
+
+_KEY = "saved_splits"
+# Shorter lists are metrics and the like, not a model's gradients; they need no message.
+_FEWEST_GRADIENTS = 4
+
+_log = logging.getLogger("npu_device")
+_said: set[str] = set()
+
+
+class _Shared:
+    """The splits that rank 0 has sent to all ranks."""
+
+    def __init__(self, place: Place, splits: Sequence[SavedSplit], where: str) -> None:
+        self.place = place
+        self.splits = splits
+        self.where = where
+
+
+_shared: tuple[Runtime, _Shared] | None = None
+
+
+def share(runtime: Runtime) -> None:
+    """Send the splits that rank 0 knows to every rank, with ``NPU_DEVICE_SPLIT=auto``; called once the cluster runs.
+
+    Args:
+        runtime: the running cluster. Every rank calls this.
+
+    Raises:
+        ValueError: ``NPU_DEVICE_SPLIT`` is malformed.
+        TimeoutError: rank 0 did not tell; the ranks don't have the same ``NPU_DEVICE_SPLIT``.
+    """
+    global _shared
+    if environment.NPU_DEVICE_SPLIT.get() != "auto":
+        return
+    shared: dict[str, Any]
+    if runtime.cluster.rank == 0:
+        found = [asdict(split) for split in load_all()]
+        shared = {"place": asdict(place_of(runtime.cluster.hosts)), "splits": found, "where": str(directory())}
+        runtime.store.set(_KEY, json.dumps(shared))
+    else:
+        shared = json.loads(runtime.store.get(_KEY, environment.HCCL_CONNECT_TIMEOUT.get()))
+    splits = [SavedSplit.from_dict(split) for split in shared["splits"]]
+    _shared = runtime, _Shared(Place.from_dict(shared["place"]), splits, shared["where"])
+
+
+def ends_for(sizes: Sequence[int], dtype: str, group: str) -> list[int] | None:
+    """Return the environment's split of a list of gradients.
+
+    Args:
+        sizes: bytes of each gradient, in the order of production.
+        dtype: their dtype's name.
+        group: name of the group.
+
+    Returns:
+        The last gradient of each segment; None when the environment has no split that fits.
+    """
+    wanted = environment.NPU_DEVICE_SPLIT.get()
+    if wanted is None:
+        return None
+    if not isinstance(wanted, str):
+        if wanted[-1] == len(sizes) - 1:
+            return list(wanted)
+        _warn_once(
+            sizes,
+            f"NPU_DEVICE_SPLIT={','.join(map(str, wanted))} is not applied to {len(sizes)} {dtype} gradients of group "
+            f"{group!r}: its last number has to be {len(sizes) - 1}",
+        )
+        return None
+    if _shared is None or _shared[0] is not cluster_runtime.current():
+        return None
+    return _found(_shared[1], sizes, dtype, group)
+
+
+def _found(shared: _Shared, sizes: Sequence[int], dtype: str, group: str) -> list[int] | None:
+    model = fingerprint(dtype, sizes)
+    same_model = [split for split in shared.splits if (split.model, split.group) == (model, group)]
+    for split in same_model:
+        if split.place == shared.place:
+            return list(split.ends)
+    what = f"NPU_DEVICE_SPLIT=auto: no split is known for {len(sizes)} {dtype} gradients of group {group!r}"
+    if same_model:
+        differences = "; ".join(same_model[0].place.differences(shared.place))
+        why = f"this model's was found elsewhere, and may be wrong here: {differences}"
+    elif shared.splits:
+        why = f"those in {shared.where} are for other gradients: the model has changed since, or was never tuned"
+    else:
+        why = f"there is none in {shared.where} on rank 0's host"
+    _warn_once(sizes, f"{what}; {why}. The default split is used. What to do: find one with npurun --tune.")
+    return None
+
+
+def _warn_once(sizes: Sequence[int], text: str) -> None:
+    if len(sizes) >= _FEWEST_GRADIENTS and text not in _said:
+        _said.add(text)
+        _log.warning("%s", text)

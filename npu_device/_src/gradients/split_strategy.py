@@ -1,0 +1,223 @@
+"""The gradient split strategy: where a list of gradients, in the order of their production, is cut into segments.
+
+Imports no TensorFlow, so that a script can set its strategy before anything else. The callers determine the order of
+the gradients, and which of them form a list.
+
+Source: Ascend's ``hccl.split.api``, and the rule by which its compiler applies it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from npu_device._src.collectives.group_name import WORLD_GROUP, check_group_name
+
+MAX_SEGMENTS = 8
+_MAX_INDEX = 2**32 - 1
+_CLOSE = np.float32(1e-6)
+# Ascend's default, in per cent; it suits ResNet-50 there.
+_DEFAULT_FIRST = 96.54
+
+_log = logging.getLogger("npu_device")
+_by_idx: dict[str, list[int]] = {}
+_by_size: dict[str, list[float]] = {}
+
+
+def set_by_idx(idxList: Any, group: str = WORLD_GROUP) -> None:
+    """Cut after the gradients of these numbers, counted in the order in which backward produces them.
+
+    Args:
+        idxList: list of 1 to 8 whole numbers, strictly ascending: the last gradient of each segment. The last entry has
+            to be the number of gradients less one, which is checked when they are known.
+        group: name of the group whose reductions are cut so.
+
+    Raises:
+        ValueError: any other argument.
+
+    Can be called at any time, even before ``npu.open()``; applies to every function traced, and every eager call made,
+    afterwards. A later call replaces an earlier one. Percentages take precedence over numbers. Every rank has to set
+    the same.
+
+    >>> set_by_idx([20, 100, 159])  # 160 gradients: 0 to 20, 21 to 100, 101 to 159
+    """
+    check_group_name(group)
+    _check_list("idxList", idxList)
+    for position, index in enumerate(idxList):
+        if not isinstance(index, int) or not 0 <= index <= _MAX_INDEX:
+            raise ValueError(f"idxList[{position}] is {index!r}; expected a whole number from 0 to {_MAX_INDEX}")
+        if position and index <= idxList[position - 1]:
+            raise ValueError(
+                f"idxList[{position}] is {index}, after {idxList[position - 1]}; expected numbers that ascend strictly"
+            )
+    _store(_by_idx, "idxList", list(idxList), group)
+
+
+def set_by_size(dataSizeList: Any, group: str = WORLD_GROUP) -> None:
+    """Cut so that the segments hold about these percentages of the bytes, in the order in which backward produces them.
+
+    Args:
+        dataSizeList: list of 1 to 8 numbers from 0, per cent of the bytes, whose ``sum()`` is exactly 100.
+        group: name of the group whose reductions are cut so.
+
+    Raises:
+        ValueError: any other argument.
+
+    For when it applies, see ``set_by_idx``.
+
+    >>> set_by_size([60, 20, 20])
+    """
+    check_group_name(group)
+    _check_list("dataSizeList", dataSizeList)
+    for position, size in enumerate(dataSizeList):
+        if not isinstance(size, (int, float)) or not size >= 0:
+            raise ValueError(
+                f"dataSizeList[{position}] is {size!r}; expected a number from 0, in per cent of the bytes"
+            )
+    if sum(dataSizeList) != 100:
+        raise ValueError(
+            f"dataSizeList {dataSizeList} sums to {sum(dataSizeList)!r}; expected exactly 100 (per cent). Where "
+            "fractions don't add up exactly, let the last entry take the rest: [33.3, 33.3, 33.4]."
+        )
+    _store(_by_size, "dataSizeList", list(dataSizeList), group)
+
+
+def is_set(group: str) -> bool:
+    """Return True when the script has set a strategy for the group."""
+    return group in _by_idx or group in _by_size
+
+
+def clear() -> None:
+    """Forget all groups' strategies; the default applies again."""
+    _by_idx.clear()
+    _by_size.clear()
+
+
+def segments(sizes: Sequence[int], group: str) -> list[int]:
+    """Return a group's cuts of a list of gradients: by percentages if set, else by numbers if set, else 96.54 % and the
+    rest.
+
+    Args:
+        sizes: bytes of each gradient, in the order of production; at least one. A single gradient is one segment,
+            whatever the strategy.
+        group: name of the group.
+
+    Returns:
+        The number of the last gradient of each segment, strictly ascending; the last one is ``len(sizes) - 1``.
+
+    Raises:
+        ValueError: numbers are set, and the last one isn't ``len(sizes) - 1`` (with percentages set as well, too).
+    """
+    last = len(sizes) - 1
+    if last == 0:
+        return [0]
+    by_idx = _by_idx.get(group)
+    if by_idx is not None and by_idx[-1] != last:
+        raise ValueError(
+            f"the split strategy idxList={by_idx} of group {group!r} doesn't fit the gradients: its last entry is "
+            f"{by_idx[-1]}; expected {last}, the number of gradients of one dtype ({len(sizes)}) less one.\n"
+            f"What to do: end idxList with {last}, which the log line with 'segment result' shows when no idxList is "
+            "set; or pass fusion=0 or fusion=2 when these aren't the gradients that the strategy is meant for."
+        )
+    by_size = _by_size.get(group)
+    if by_size is not None:
+        return cut_by_size(sizes, by_size)
+    return list(by_idx) if by_idx is not None else cut_by_default(sizes)
+
+
+def segment_result(ends: Sequence[int]) -> str:
+    """Return the log line from which users learn the number of gradients.
+
+    >>> segment_result([107, 159])
+    'segment result: 2 segments [0,107] [108,159]'
+    """
+    starts = [0, *(end + 1 for end in ends[:-1])]
+    ranges = " ".join(f"[{start},{end}]" for start, end in zip(starts, ends))
+    return f"segment result: {len(ends)} segment{'s' if len(ends) > 1 else ''} {ranges}"
+
+
+# Sizes and running sums are 32-bit floats, as they are in Ascend's compiler: the ends depend on their rounding. A share
+# is rounded once, at the end: 59 % of 80 has to be 47.2 as closely as 32 bits hold it, or another end is found.
+
+
+def _running_sums(sizes: Sequence[int]) -> np.ndarray:
+    return np.cumsum(np.asarray(sizes, np.float32), dtype=np.float32)
+
+
+def _share(percentage: float, total: np.float32) -> np.float32:
+    return np.float32(percentage / 100 * float(total))
+
+
+def cut_by_default(sizes: Sequence[int]) -> list[int]:
+    """Cut by Ascend's default (96.54 % of the bytes and the rest); return each segment's last gradient.
+
+    >>> cut_by_default([4] * 20)
+    [18, 19]
+    """
+    running = _running_sums(sizes)
+    first, last = _search(running, _share(_DEFAULT_FIRST, running[-1])), len(sizes) - 1
+    return [first, last] if first < last else [last]
+
+
+def cut_by_size(sizes: Sequence[int], percentages: Sequence[float]) -> list[int]:
+    """Cut at about these percentages of the bytes; return each segment's last gradient.
+
+    >>> cut_by_size([4] * 20, [25, 25, 50])
+    [4, 9, 19]
+    """
+    running = _running_sums(sizes)
+    last = len(sizes) - 1
+    ends: list[int] = []
+    given = left = np.float32(0)
+    for percentage in percentages:
+        goal = _share(percentage, running[-1]) + left
+        while True:
+            target = given + goal
+            end = _search(running, target)
+            if ends:
+                end = max(end, ends[-1] + 1)
+            ends.append(end)
+            if end == last:
+                return ends
+            given = running[end]
+            goal = target - given
+            if np.float32(sizes[end + 1]) - goal > _CLOSE:
+                break
+        left = goal
+    # Gradients that are too small to change the 32-bit sum can be left over; they go into the last segment.
+    return [*ends[:-1], last]
+
+
+def _search(running: np.ndarray, target: np.float32) -> int:
+    """Search by bisection, then take the better of the last probe and its left neighbour. That is not always the
+    nearest of all, since the last probe may lie below the target.
+    """
+    low, high, middle = 0, len(running) - 1, 0
+    while low <= high:
+        middle = (low + high) // 2
+        if abs(running[middle] - target) <= _CLOSE:
+            return middle
+        if running[middle] > target:
+            high = middle - 1
+        else:
+            low = middle + 1
+    if middle == 0:
+        return 0
+    return middle - 1 if target - running[middle - 1] <= running[middle] - target else middle
+
+
+def _check_list(name: str, values: Any) -> None:
+    if not isinstance(values, list) or not values:
+        raise ValueError(f"{name} is {values!r}; expected a list that isn't empty")
+    if len(values) > MAX_SEGMENTS:
+        raise ValueError(f"{name} has {len(values)} entries; expected at most {MAX_SEGMENTS} segments")
+
+
+def _store(strategies: dict[str, Any], name: str, values: list[Any], group: str) -> None:
+    before = strategies.get(group)
+    if before is not None and before != values:
+        _log.info("the split strategy %s of group %r changes from %s to %s", name, group, before, values)
+    strategies[group] = values

@@ -1,0 +1,76 @@
+"""Switches of the NPU: loop size and saturation mode. They are checked, and change nothing on CPU and GPU."""
+
+from __future__ import annotations
+
+import logging
+import operator
+
+from npu_device._src.environment import NPU_LOOP_SIZE
+
+_log = logging.getLogger("npu_device")
+
+_SATURATION, _INF_NAN, _BY_BACK_END = 0, 1, 2
+
+_loop_size: int | None = None
+
+
+def set_npu_loop_size(loop_size: int) -> None:
+    """Set how many steps of a ``tf.range`` loop an NPU runs per launch.
+
+    Args:
+        loop_size: number of steps, from 1. Anything smaller is logged as an error and changes nothing, as on Ascend.
+
+    Raises:
+        TypeError: ``loop_size`` is not an integer.
+
+    TensorFlow runs such loops in one go anyway: the number is recorded, and neither results nor speed depend on it.
+
+    Source: Ascend TF Adapter 2.x, ``npu.set_npu_loop_size``.
+    """
+    global _loop_size
+    size = operator.index(loop_size)
+    if size <= 0:
+        _log.error(
+            "set_npu_loop_size: the loop size must be 1 or more; found %d; it stays %d", size, get_npu_loop_size()
+        )
+        return
+    _loop_size = size
+
+
+def get_npu_loop_size() -> int:
+    """Return the loop size: as set, else ``NPU_LOOP_SIZE``, else 1; malformed it counts as 1, as on Ascend."""
+    if _loop_size is not None:
+        return _loop_size
+    try:
+        return NPU_LOOP_SIZE.get()
+    except ValueError as error:
+        _log.warning("the loop size is 1: %s", error)
+        return 1
+
+
+def set_device_sat_mode(mode: int) -> None:
+    """Set what an NPU does with numbers that overflow.
+
+    Args:
+        mode: 0 clamps them, 1 makes them infinite, 2 leaves it to the back end. Anything else is logged as an error, as
+            on Ascend.
+
+    CPUs and GPUs always make them infinite: mode 0 logs a warning and has no effect.
+
+    Source: Ascend TF Adapter 2.x, ``npu.set_device_sat_mode``.
+    """
+    if mode not in (_SATURATION, _INF_NAN, _BY_BACK_END):
+        _log.error("set_device_sat_mode: the mode must be 0, 1 or 2; found %r; nothing changes", mode)
+    elif mode == _SATURATION:
+        _log.warning("set_device_sat_mode(0) has no effect: on CPU and GPU numbers that overflow become infinite")
+
+
+def is_inf_nan_enabled() -> bool:
+    """Return True: on CPU and GPU, numbers that overflow become infinite, whatever ``set_device_sat_mode`` set.
+
+    >>> is_inf_nan_enabled()
+    True
+
+    Source: Ascend TF Adapter 2.x, ``npu.is_inf_nan_enabled``.
+    """
+    return True

@@ -1,0 +1,1 @@
+"""Ascend's operators as TensorFlow operations, one file per family."""

@@ -1,0 +1,187 @@
+"""Steps of Adam and LAMB that Ascend has as single operators, with the names and the order of their inputs.
+
+On Ascend they write their results into the inputs. Here an input that is a variable is assigned; a tensor stays as it
+is, and the caller uses what is returned.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src.operators.scalars import scalar
+
+
+def adam_apply_one_assign(
+    input0: Any,
+    input1: Any,
+    input2: Any,
+    input3: Any,
+    input4: Any,
+    mul0_x: Any,
+    mul1_x: Any,
+    mul2_x: Any,
+    mul3_x: Any,
+    add2_y: Any,
+    name: str | None = None,
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Make a step of Adam without bias correction.
+
+    Args:
+        input0: the gradient.
+        input1: second moment; assigned if it is a variable.
+        input2: first moment; likewise.
+        input3: the weights; likewise.
+        input4: learning rate.
+        mul0_x: beta_1.
+        mul1_x: 1 - beta_1.
+        mul2_x: beta_2.
+        mul3_x: 1 - beta_2.
+        add2_y: epsilon, added to the root of the second moment.
+        name: of the operation.
+
+    Returns:
+        The new second moment, first moment and weights.
+
+    Other ranks see nothing: reduce the gradient first. Source: Ascend operator AdamApplyOneAssign.
+    """
+    with tf.name_scope(name or "AdamApplyOneAssign"):
+        first, second = _moments(input0, input1, input2, mul0_x, mul1_x, mul2_x, mul3_x)
+        update = first / (tf.sqrt(second) + add2_y)
+        weights = tf.convert_to_tensor(input3) - input4 * update
+        return _assigned((input1, second), (input2, first), (input3, weights))
+
+
+def adam_apply_one_with_decay_assign(
+    input0: Any,
+    input1: Any,
+    input2: Any,
+    input3: Any,
+    input4: Any,
+    mul0_x: Any,
+    mul1_x: Any,
+    mul2_x: Any,
+    mul3_x: Any,
+    mul4_x: Any,
+    add2_y: Any,
+    name: str | None = None,
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Make a step of Adam with decoupled weight decay and without bias correction.
+
+    Args:
+        input0: the gradient.
+        input1: second moment; assigned if it is a variable.
+        input2: first moment; likewise.
+        input3: the weights; likewise.
+        input4: learning rate.
+        mul0_x: beta_1.
+        mul1_x: 1 - beta_1.
+        mul2_x: beta_2.
+        mul3_x: 1 - beta_2.
+        mul4_x: weight decay.
+        add2_y: epsilon, added to the root of the second moment.
+        name: of the operation.
+
+    Returns:
+        The new second moment, first moment and weights.
+
+    Other ranks see nothing: reduce the gradient first. Source: Ascend operator AdamApplyOneWithDecayAssign.
+    """
+    with tf.name_scope(name or "AdamApplyOneWithDecayAssign"):
+        first, second = _moments(input0, input1, input2, mul0_x, mul1_x, mul2_x, mul3_x)
+        before = tf.convert_to_tensor(input3)
+        update = first / (tf.sqrt(second) + add2_y) + mul4_x * before
+        return _assigned((input1, second), (input2, first), (input3, before - input4 * update))
+
+
+def lamb_apply_optimizer_assign(
+    input0: Any,
+    input1: Any,
+    input2: Any,
+    input3: Any,
+    mul0_x: Any,
+    mul1_x: Any,
+    mul2_x: Any,
+    mul3_x: Any,
+    add2_y: Any,
+    steps: Any,
+    do_use_weight: Any,
+    weight_decay_rate: Any,
+    name: str | None = None,
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Make the first half of a step of LAMB: the moments, and the update before the layer's norms scale it.
+
+    Args:
+        input0: the gradient.
+        input1: second moment; assigned if it is a variable.
+        input2: first moment; likewise.
+        input3: the weights; only read.
+        mul0_x: beta_1.
+        mul1_x: 1 - beta_1.
+        mul2_x: beta_2.
+        mul3_x: 1 - beta_2.
+        add2_y: epsilon, added to the root of the second moment.
+        steps: number of this step, from 1, for the bias correction.
+        do_use_weight: 1 for weight decay, 0 for none.
+        weight_decay_rate: the decay.
+        name: of the operation.
+
+    Returns:
+        The update, the new second moment and the new first moment.
+
+    Other ranks see nothing: reduce the gradient first. Source: Ascend operator LambApplyOptimizerAssign; You et al.
+    2019.
+    """
+    with tf.name_scope(name or "LambApplyOptimizerAssign"):
+        first, second = _moments(input0, input1, input2, mul0_x, mul1_x, mul2_x, mul3_x)
+        steps = scalar(steps, first.dtype)
+        corrected_first = first / (1 - tf.pow(scalar(mul0_x, first.dtype), steps))
+        corrected_second = second / (1 - tf.pow(scalar(mul2_x, first.dtype), steps))
+        decay = scalar(do_use_weight, first.dtype) * weight_decay_rate
+        update = corrected_first / (tf.sqrt(corrected_second) + add2_y) + decay * tf.convert_to_tensor(input3)
+        return _assigned((None, update), (input1, second), (input2, first))
+
+
+def lamb_apply_weight_assign(
+    input0: Any, input1: Any, input2: Any, input3: Any, input4: Any, name: str | None = None
+) -> tf.Tensor:
+    """Make the second half of a step of LAMB: the weights less the update, scaled by the norms of both.
+
+    Args:
+        input0: norm of the weights.
+        input1: norm of the update.
+        input2: learning rate.
+        input3: the update, from ``lamb_apply_optimizer_assign``.
+        input4: the weights; assigned if they are a variable.
+        name: of the operation.
+
+    Returns:
+        The new weights. The ratio of the norms counts as 1 where either is 0.
+
+    Other ranks see nothing. Source: Ascend operator LambApplyWeightAssign; You et al. 2019.
+    """
+    with tf.name_scope(name or "LambApplyWeightAssign"):
+        update = tf.convert_to_tensor(input3)
+        weights_norm, update_norm = scalar(input0, update.dtype), scalar(input1, update.dtype)
+        both = tf.logical_and(weights_norm > 0, update_norm > 0)
+        ratio = tf.where(both, tf.math.divide_no_nan(weights_norm, update_norm), tf.ones_like(weights_norm))
+        (weights,) = _assigned((input4, tf.convert_to_tensor(input4) - ratio * input2 * update))
+        return weights
+
+
+def _moments(
+    gradient: Any, second: Any, first: Any, beta_1: Any, rest_1: Any, beta_2: Any, rest_2: Any
+) -> tuple[tf.Tensor, tf.Tensor]:
+    gradient = tf.convert_to_tensor(gradient)
+    new_first = tf.convert_to_tensor(first) * beta_1 + gradient * rest_1
+    new_second = tf.convert_to_tensor(second) * beta_2 + tf.square(gradient) * rest_2
+    return new_first, new_second
+
+
+def _assigned(*pairs: tuple[Any, tf.Tensor]) -> tuple[tf.Tensor, ...]:
+    """Return the new values; in a graph they are available only once the variables have them."""
+    # The first releases of Keras 3 give None.
+    writes = [target.assign(value) for target, value in pairs if hasattr(target, "assign")]
+    with tf.control_dependencies([write for write in writes if write is not None]):
+        return tuple(tf.identity(value) for _, value in pairs)

@@ -1,0 +1,179 @@
+"""Ascend's DynamicRNN: an LSTM over a whole time-major sequence, and its gradient as an operation of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src.operators import time_steps
+from npu_device._src.operators.lstm_cell import (
+    basic_lstm_cell,
+    basic_lstm_cell_c_state_grad,
+    basic_lstm_cell_input_grad,
+)
+from npu_device._src.operators.recurrent_attributes import check_attributes
+
+
+def dynamic_rnn(
+    x: Any,
+    w: Any,
+    b: Any,
+    seq_length: Any = None,
+    init_h: Any = None,
+    init_c: Any = None,
+    forget_bias: float = 0.0,
+    is_training: bool = True,
+    name: str | None = None,
+    **attributes: Any,
+) -> tuple[tf.Tensor, ...]:
+    """Run an LSTM over a sequence, with its gradient.
+
+    Args:
+        x: inputs, ``[time, batch, input]``, floating point.
+        w: weights, ``[input + hidden, 4 * hidden]``, of the gates i (input), j (new value), f (forget), o (output).
+        b: bias, ``[4 * hidden]``.
+        seq_length: ``[batch]``, number of steps of each sequence; default all. Behind a sequence's end ``y`` is 0 and
+            the states stay.
+        init_h: ``[1, batch, hidden]`` or ``[batch, hidden]``; default 0.
+        init_c: likewise.
+        forget_bias: added to the forget gate's bias; default 0.
+        is_training: without effect, TensorFlow keeps what backward needs.
+        name: of the operation.
+        attributes: ``cell_type="LSTM"``, ``direction="UNIDIRECTIONAL"``, ``cell_depth=1``, ``use_peephole=False``,
+            ``keep_prob=1.0``, ``cell_clip=-1.0``, ``num_proj=0``, ``time_major=True``, ``activation="tanh"``.
+
+    Returns:
+        ``y, output_h, output_c, i, j, f, o, tanhc``, each ``[time, batch, hidden]``: the outputs, the states after each
+        step, the gates after their activations, and ``tanh`` of the cell states.
+
+    Raises:
+        NotImplementedError: an attribute has another value than the one given above.
+
+    Other ranks see nothing. Source: Ascend operator DynamicRNN.
+    """
+    del is_training
+    check_attributes("dynamic_rnn", **attributes)
+
+    def step(previous: tuple[tf.Tensor, ...], inputs: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor, ...]:
+        x_now, within = inputs
+        h, c = previous[1:3]
+        new_c, new_h, *gates = basic_lstm_cell(x_now, h, c, w, b, forget_bias=forget_bias)
+        return (
+            tf.where(within, new_h, tf.zeros_like(new_h)),
+            tf.where(within, new_h, h),
+            tf.where(within, new_c, c),
+            *gates,
+        )
+
+    with tf.name_scope(name or "DynamicRNN"):
+        x = tf.convert_to_tensor(x)
+        hidden = tf.shape(w)[1] // 4
+        h = time_steps.initial_state(x, init_h, hidden)
+        c = time_steps.initial_state(x, init_c, hidden)
+        zeros = tf.zeros_like(h)
+        results = tf.scan(step, (x, time_steps.mask(x, seq_length)), (zeros, h, c, *[zeros] * 5))
+        return tuple(results)
+
+
+def dynamic_rnn_grad(
+    x: Any,
+    w: Any,
+    b: Any,
+    y: Any,
+    init_h: Any,
+    init_c: Any,
+    h: Any,
+    c: Any,
+    dy: Any,
+    dh: Any,
+    dc: Any,
+    i: Any,
+    j: Any,
+    f: Any,
+    o: Any,
+    tanhct: Any,
+    seq_length: Any = None,
+    forget_bias: float = 0.0,
+    name: str | None = None,
+    **attributes: Any,
+) -> tuple[tf.Tensor, ...]:
+    """Return the gradients of ``dynamic_rnn`` from its inputs, its results and the gradients of its results.
+
+    Args:
+        x: what ``dynamic_rnn`` was given.
+        w: likewise.
+        b: likewise; has no part in the gradient.
+        y: as ``dynamic_rnn`` gave it; has no part in the gradient.
+        init_h: what ``dynamic_rnn`` was given.
+        init_c: likewise.
+        h: ``output_h`` of ``dynamic_rnn``.
+        c: ``output_c`` of ``dynamic_rnn``.
+        dy: gradient of ``y``.
+        dh: gradient of ``output_h``, or of its last step (``[batch, hidden]`` or ``[1, batch, hidden]``).
+        dc: gradient of ``output_c``, likewise.
+        i: as ``dynamic_rnn`` gave it.
+        j: likewise.
+        f: likewise.
+        o: likewise.
+        tanhct: ``tanhc`` of ``dynamic_rnn``.
+        seq_length: what ``dynamic_rnn`` was given.
+        forget_bias: has no part in the gradient.
+        name: of the operation.
+        attributes: as in ``dynamic_rnn``.
+
+    Returns:
+        ``dw, db, dx, dh_prev, dc_prev``: gradients for ``w``, ``b``, ``x``, ``init_h`` and ``init_c``, in their shapes.
+
+    Raises:
+        NotImplementedError: an attribute has another value than the one that works.
+
+    Other ranks see nothing. Source: Ascend operator DynamicRNNGrad.
+    """
+    del b, y, forget_bias
+    check_attributes("dynamic_rnn_grad", **attributes)
+
+    def step(later: tuple[tf.Tensor, ...], now: tuple[tf.Tensor, ...]) -> tuple[tf.Tensor, ...]:
+        _, dh_later, dc_later = later
+        within, dy_now, dh_now, dc_now, c_before, *gates = now
+        dh_now += dh_later
+        dc_now += dc_later
+        dgate, dc_before = basic_lstm_cell_c_state_grad(c_before, dh_now + dy_now, dc_now, *gates)
+        _, dh_before = basic_lstm_cell_input_grad(dgate, w)
+        return (
+            tf.where(within, dgate, tf.zeros_like(dgate)),
+            tf.where(within, dh_before, dh_now),
+            tf.where(within, dc_before, dc_now),
+        )
+
+    with tf.name_scope(name or "DynamicRNNGrad"):
+        x, w, h, c = (tf.convert_to_tensor(value) for value in (x, w, h, c))
+        hidden = tf.shape(w)[1] // 4
+        first_h = time_steps.initial_state(x, init_h, hidden)
+        first_c = time_steps.initial_state(x, init_c, hidden)
+        zeros = tf.zeros_like(first_h)
+        dgates, dh_first, dc_first = tf.scan(
+            step,
+            (
+                time_steps.mask(x, seq_length),
+                dy,
+                time_steps.for_each_step(dh, h),
+                time_steps.for_each_step(dc, c),
+                time_steps.one_step_earlier(first_c, c),
+                i,
+                j,
+                f,
+                o,
+                tanhct,
+            ),
+            (tf.tile(zeros, [1, 4]), zeros, zeros),
+            reverse=True,
+        )
+        inputs = tf.concat([x, time_steps.one_step_earlier(first_h, h)], axis=2)
+        return (
+            time_steps.summed_product(inputs, dgates),
+            tf.reduce_sum(dgates, axis=[0, 1]),
+            tf.tensordot(dgates, w[:-hidden], [[2], [1]]),
+            tf.reshape(dh_first[0], tf.shape(init_h)),
+            tf.reshape(dc_first[0], tf.shape(init_c)),
+        )

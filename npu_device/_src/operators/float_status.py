@@ -1,0 +1,89 @@
+"""The NPU's overflow flag, which CPUs and GPUs lack: they give infinities and NaN instead, which can be detected.
+
+Scripts read the flag once the gradients are there: ``with tf.control_dependencies(gradients): get_float_status(…)``. In
+a graph, the result is therefore computed from the tensors that the operation waits for. There is nothing to clear.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import tensorflow as tf
+
+_LOGGER = logging.getLogger("npu_device")
+_LENGTH = 8
+
+
+def npu_alloc_float_status(name: str | None = None) -> tf.Tensor:
+    """Return the flag, clear: float32 ``[8]`` of zeros.
+
+    Args:
+        name: of the operation.
+
+    Other ranks see nothing. Source: Ascend operator NPUAllocFloatStatus.
+    """
+    return tf.zeros([_LENGTH], name=name or "NpuAllocFloatStatus")
+
+
+def npu_get_float_status(input: Any = None, name: str | None = None) -> tf.Tensor:
+    """Return whether a tensor that the operation waits for holds an infinity or NaN.
+
+    Args:
+        input: from ``npu_alloc_float_status``; has no part in the answer.
+        name: of the operation.
+
+    Returns:
+        float32 ``[8]``: 1 in front if there is one, zeros otherwise. Eagerly, and in a graph without control
+        dependencies, this can't be determined: zeros, and a warning.
+
+    Other ranks see nothing: all-reduce the result. Source: Ascend operator NPUGetFloatStatus.
+    """
+    del input
+    with tf.name_scope(name or "NpuGetFloatStatus"):
+        watched = _tensors_waited_for()
+        if not watched:
+            _LOGGER.warning(
+                "npu_get_float_status waits for no tensor, so it can't detect an overflow and reports none. "
+                "What to do: call it in a graph, under tf.control_dependencies(gradients), or use tf.math.is_finite."
+            )
+            return tf.zeros([_LENGTH])
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in watched])
+        return tf.pad([1.0 - tf.cast(finite, tf.float32)], [[0, _LENGTH - 1]])
+
+
+def npu_clear_float_status(input: Any = None, name: str | None = None) -> tf.Tensor:
+    """Return the flag, clear: float32 ``[8]`` of zeros.
+
+    Args:
+        input: from ``npu_alloc_float_status``; has no part in the answer.
+        name: of the operation.
+
+    Other ranks see nothing. Source: Ascend operator NPUClearFloatStatus.
+    """
+    del input
+    return tf.zeros([_LENGTH], name=name or "NpuClearFloatStatus")
+
+
+def npu_alloc_float_status_v2(name: str | None = None) -> tf.Tensor:
+    """Do the same as ``npu_alloc_float_status``, with int32."""
+    return tf.zeros([_LENGTH], tf.int32, name=name or "NpuAllocFloatStatusV2")
+
+
+def npu_get_float_status_v2(input: Any = None, name: str | None = None) -> tf.Tensor:
+    """Do the same as ``npu_get_float_status``, with int32."""
+    return tf.cast(npu_get_float_status(input, name), tf.int32)
+
+
+def npu_clear_float_status_v2(input: Any = None, name: str | None = None) -> tf.Tensor:
+    """Do the same as ``npu_clear_float_status``, with int32."""
+    del input
+    return tf.zeros([_LENGTH], tf.int32, name=name or "NpuClearFloatStatusV2")
+
+
+def _tensors_waited_for() -> list[tf.Tensor]:
+    """Return the floating-point results of the operations in the surrounding control dependencies."""
+    if tf.executing_eagerly():
+        return []
+    waiting = tf.no_op()
+    return [tensor for operation in waiting.control_inputs for tensor in operation.outputs if tensor.dtype.is_floating]

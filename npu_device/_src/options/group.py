@@ -1,0 +1,134 @@
+"""The object that scripts fill: its attributes are options or groups of options, as declared in ``table``.
+
+Every assignment is one store of one checked value, so threads may assign at the same time without a lock.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from typing import Any
+
+from npu_device._src.options.option import Option, Rule, Section
+from npu_device._src.options.table import GLOBAL_OPTIONS
+
+_log = logging.getLogger("npu_device")
+
+
+class _Shared:
+    """The state that a tree of groups shares."""
+
+    def __init__(self, root: Section) -> None:
+        self.name = root.name
+        self.paths = tuple(path for path, _ in root.rules())
+        self.frozen = False
+        self.warned = False
+
+
+class OptionGroup:
+    """Options as attributes: assigning checks and keeps the value, reading gives an ``Option``.
+
+    Raises:
+        ValueError: on assigning an unknown name (the text lists the valid ones), a whole group, or an invalid value.
+        TypeError: on assigning a value whose type is not that of the default.
+        AttributeError: on reading an unknown name.
+
+    Source: Ascend TF Adapter 2.x, ``npu.global_options``.
+    """
+
+    # Declared for the type checker; they are in __dict__, bypassing __setattr__, which only handles options.
+    _members: dict[str, Option | OptionGroup]
+    _prefix: str
+    _shared: _Shared
+
+    def __init__(self, section: Section, *, prefix: str = "", shared: _Shared | None = None) -> None:
+        shared = shared or _Shared(section)
+        members: dict[str, Option | OptionGroup] = {
+            member.name: Option(member)
+            if isinstance(member, Rule)
+            else OptionGroup(member, prefix=f"{prefix}{member.name}.", shared=shared)
+            for member in section.members
+        }
+        self.__dict__.update(_prefix=prefix, _shared=shared, _members=members)
+
+    def __getattr__(self, name: str) -> Any:
+        # Python looks for __deepcopy__ and the like on an object whose __dict__ is still empty.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        member = self._members.get(name)
+        if member is None:
+            raise AttributeError(self._unknown(name))
+        return member
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        member = self._members.get(name)
+        if member is None:
+            raise ValueError(self._unknown(name))
+        path = self._prefix + name
+        if isinstance(member, OptionGroup):
+            names = ", ".join(f"{path}.{below}" for below in member._members)
+            raise ValueError(f"{path!r} is a group of options and can't be assigned as a whole; assign to {names}")
+        member.assign(path, value)
+        if member.deprecated:
+            _log.warning("option %r is deprecated and may be removed from Ascend's adapter", path)
+        if self._shared.frozen and not self._shared.warned:
+            self._shared.warned = True
+            _log.warning(
+                "option %r was assigned after npu.open(): it is recorded, but would have no effect on an NPU. "
+                "Assign options before npu.open(). Further late assignments are not reported.",
+                path,
+            )
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._members]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.as_dict()}>"
+
+    def as_dict(self) -> dict[str, str]:
+        """Return the options that are set, including those of groups: plain name to text."""
+        flat: dict[str, str] = {}
+        for name, member in self._members.items():
+            if isinstance(member, OptionGroup):
+                flat.update(member.as_dict())
+            elif member.value is not None:
+                flat[name] = member.value
+        return flat
+
+    def _unknown(self, name: str) -> str:
+        here = self._prefix.rstrip(".") or self._shared.name
+        elsewhere = [path for path in self._shared.paths if path.rsplit(".", 1)[-1] == name]
+        near = elsewhere or [self._prefix + match for match in difflib.get_close_matches(name, self._members, n=1)]
+        question = f"; did you mean {near[0]!r}?" if near else "."
+        return f"{here} has no option {name!r}{question}\nValid names: {', '.join(self._members)}"
+
+
+class GlobalOptions(OptionGroup):
+    """All options of a process, with their defaults. Scripts use the one that ``global_options()`` returns."""
+
+    def __init__(self) -> None:
+        super().__init__(GLOBAL_OPTIONS)
+
+    def freeze(self) -> None:
+        """Log a warning at the next assignment, because ``npu.open()`` has read the options."""
+        self._shared.frozen = True
+
+
+_options = GlobalOptions()
+
+
+def global_options() -> GlobalOptions:
+    """Return the options of this process; set them before ``npu.open()``.
+
+    Returns:
+        The same object at every call. ``global_options().precision_mode = "allow_mix_precision"`` sets an option;
+        ``global_options().precision_mode.value`` reads it, as text.
+
+    Other ranks don't see them: every rank sets its own.
+
+    >>> global_options().hcom_parallel.value
+    '1'
+
+    Source: Ascend TF Adapter 2.x, ``npu.global_options``.
+    """
+    return _options

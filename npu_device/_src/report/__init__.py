@@ -1,0 +1,1 @@
+"""Reads a recorded trace into tables, charts, a page and advice. Imports no TensorFlow."""

@@ -1,0 +1,196 @@
+"""The report's charts, as SVG: the timeline of an iteration, each rank's time by part, and the spread of steps."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from html import escape
+
+from npu_device._src.report.figures import RankFigures
+from npu_device._src.trace.records import Iteration, RankTrace
+
+COLOURS = {
+    "input wait": "#cbd5e1",
+    "forward": "#a5c8f5",
+    "backward": "#4f86d9",
+    "compute": "#4f86d9",
+    "compute, reduction hidden behind it": "#2b57a5",
+    "hidden reduction": "#f2a93b",
+    "exposed reduction": "#d64545",
+    "update": "#6fbf8b",
+}
+"""The meaning of each colour, the same in all charts."""
+
+_WIDTH, _LEFT, _RIGHT = 1080, 130, 20
+_ROW, _LANE, _LANES = 22, 12, 8
+_TICKS = 8
+_FAR = 3.0  # times the median
+
+
+def timeline(traces: Sequence[RankTrace], number: int) -> str:
+    """Draw one iteration on all ranks, with each segment.
+
+    Args:
+        traces: of the ranks to show.
+        number: of the iteration.
+    """
+    ones = [next(one for one in trace.iterations if one.iteration == number) for trace in traces]
+    begin = min(one.begin for one in ones)
+    scale = _Scale((max(one.iteration_end for one in ones) - begin) / 1e3)
+    parts: list[str] = []
+    y = 30.0
+    for trace, one in zip(traces, ones):
+        parts.append(_label(y + 15, f"rank {trace.rank}", trace.host))
+        height = _rank(parts, trace, one, begin, scale, y)
+        x = scale.x((one.bp_end - begin) / 1e3)
+        parts.append(f'<line class="end" x1="{x:.1f}" y1="{y - 4:.1f}" x2="{x:.1f}" y2="{y + height:.1f}"/>')
+        y += height + 18
+    return _svg(y + 8, f"Iteration {number}", [*scale.axis(y - 6), *parts])
+
+
+def bars(ranks: Sequence[RankFigures]) -> str:
+    """Draw the parts of each rank's step as bars; medians."""
+    scale = _Scale(max(sum(milliseconds for _, milliseconds in _shares(rank)) for rank in ranks))
+    parts: list[str] = []
+    y = 30.0
+    for rank in ranks:
+        parts.append(_label(y + 15, f"rank {rank.rank}", rank.host))
+        begin = 0.0
+        for kind, milliseconds in _shares(rank):
+            text = f"rank {rank.rank}, {kind}: {milliseconds:.2f} ms, {milliseconds / scale.longest:.0%}"
+            parts.append(_bar(scale, begin, begin + milliseconds, y, _ROW, kind, text))
+            begin += milliseconds
+        y += _ROW + 12
+    return _svg(y + 8, "Where the time of a step goes", [*scale.axis(y - 6), *parts])
+
+
+def spread(traces: Sequence[RankTrace]) -> str:
+    """Draw the time of each step: that of the rank that took longest."""
+    numbers = [one.iteration for one in traces[0].iterations]
+    times = [max(each) / 1e3 for each in zip(*([one.time for one in trace.iterations] for trace in traces))]
+    height, top, bottom = 230.0, 24.0, 34.0
+    # A pause for a checkpoint would flatten all the others: far longer steps are drawn at the upper edge.
+    most = 1.08 * min(max(times), _FAR * statistics.median(times))
+    span = max(1, numbers[-1] - numbers[0])
+
+    def x(number: int) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * (number - numbers[0]) / span
+
+    def y(milliseconds: float) -> float:
+        return top + (height - top - bottom) * (1 - milliseconds / most)
+
+    parts = []
+    for tick in _ticks(most, 5):
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g} ms</text>')
+    middle = statistics.median(times)
+    parts.append(f'<line class="end" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(middle):.1f}" y2="{y(middle):.1f}"/>')
+    for number, milliseconds in zip(numbers, times):
+        colour = COLOURS["compute" if milliseconds <= most else "exposed reduction"]
+        circle = f'<circle cx="{x(number):.1f}" cy="{y(min(milliseconds, most)):.1f}" r="3.2" fill="{colour}">'
+        parts.append(f"{circle}<title>iteration {number}: {milliseconds:.2f} ms</title></circle>")
+    for number in dict.fromkeys((numbers[0], numbers[len(numbers) // 2], numbers[-1])):
+        parts.append(f'<text x="{x(number):.1f}" y="{height - 12}" text-anchor="middle">{number}</text>')
+    return _svg(height, "Time of each step, by iteration", parts)
+
+
+def legend(*kinds: str) -> str:
+    """Return the legend of the colours, as HTML."""
+    marks = (f'<span><i style="background:{COLOURS[kind]}"></i>{escape(kind)}</span>' for kind in kinds)
+    return f'<p class="legend">{"".join(marks)}</p>'
+
+
+def _rank(parts: list[str], trace: RankTrace, one: Iteration, begin: float, scale: _Scale, y: float) -> float:
+    """Draw a rank; return the height that it takes."""
+    first = min(max(one.fp_start, min(one.ready)), one.bp_end)
+    reduced = max(one.bp_end, one.last_reduced)
+    phases = [
+        ("input wait", one.begin, one.fp_start),
+        ("forward", one.fp_start, first),
+        ("backward", first, one.bp_end),
+        ("update", reduced, one.iteration_end),
+    ]
+    for kind, start, end in phases:
+        text = f"rank {trace.rank}, {kind}: {(end - start) / 1e3:.2f} ms"
+        parts.append(_bar(scale, (start - begin) / 1e3, (end - begin) / 1e3, y, _ROW, kind, text))
+    # The time when each gradient was ready, in one path: there may be hundreds.
+    marks = " ".join(f"M{scale.x((ready - begin) / 1e3):.1f} {y + _ROW - 6:.1f}v6" for ready in one.ready)
+    parts.append(f'<path d="{marks}" stroke="#ffffff" stroke-opacity="0.75" stroke-width="1" fill="none"/>')
+    lanes: list[float] = []
+    for segment in sorted(range(len(one.allreduce)), key=lambda segment: one.allreduce[segment]):
+        start, end = one.allreduce[segment]
+        lane = next((lane for lane, free in enumerate(lanes) if free <= start), len(lanes))
+        lane = min(lane, _LANES - 1)
+        lanes[lane : lane + 1] = [end]
+        top = y + _ROW + 4 + lane * (_LANE + 2)
+        low, high = trace.segments[segment]
+        size = sum(gradient.bytes for gradient in trace.gradients[low : high + 1]) / 1e6
+        text = f"rank {trace.rank}, segment {segment}: gradients {low} to {high}, {size:.2f} MB, "
+        text += f"{(end - start) / 1e3:.2f} ms"
+        for kind, left, right in (
+            ("hidden reduction", start, min(end, one.bp_end)),
+            ("exposed reduction", max(start, one.bp_end), end),
+        ):
+            if left < right:
+                parts.append(_bar(scale, (left - begin) / 1e3, (right - begin) / 1e3, top, _LANE, kind, text))
+    return _ROW + 4 + len(lanes) * (_LANE + 2)
+
+
+def _shares(rank: RankFigures) -> list[tuple[str, float]]:
+    """Return each kind with its milliseconds."""
+    parts = {
+        "input wait": rank.input_wait,
+        "compute": rank.alone,
+        "compute, reduction hidden behind it": rank.hidden,
+        "exposed reduction": rank.exposed,
+        "update": rank.update,
+    }
+    return [(kind, microseconds / 1e3) for kind, microseconds in parts.items()]
+
+
+class _Scale:
+    """Milliseconds from left to right."""
+
+    def __init__(self, longest: float) -> None:
+        self.longest = max(longest, 1e-6)
+
+    def x(self, milliseconds: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * milliseconds / self.longest
+
+    def axis(self, height: float) -> list[str]:
+        parts = []
+        for tick in _ticks(self.longest, _TICKS):
+            x = self.x(tick)
+            parts.append(f'<line class="grid" x1="{x:.1f}" y1="22" x2="{x:.1f}" y2="{height:.1f}"/>')
+            parts.append(f'<text x="{x:.1f}" y="14" text-anchor="middle">{tick:g} ms</text>')
+        return parts
+
+
+def _ticks(longest: float, few: int) -> list[float]:
+    """Return round numbers from 0."""
+    rough = longest / few
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+    return [round(step * number, 9) for number in range(int(longest / step) + 1)]
+
+
+def _bar(scale: _Scale, start: float, end: float, y: float, height: float, kind: str, text: str) -> str:
+    x, width = scale.x(start), max(0.0, scale.x(end) - scale.x(start))
+    shape = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}" rx="2" fill="{COLOURS[kind]}"'
+    return f"<rect {shape}><title>{escape(text)}</title></rect>"
+
+
+def _label(y: float, name: str, host: str) -> str:
+    short = host if len(host) <= 18 else host[:17] + "…"
+    return (
+        f'<text class="rank" x="0" y="{y:.1f}">{escape(name)}</text>'
+        f'<text class="host" x="0" y="{y + 14:.1f}">{escape(short)}</text>'
+    )
+
+
+def _svg(height: float, title: str, parts: Sequence[str]) -> str:
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img" xmlns="http://www.w3.org/2000/svg">'
+        f"<title>{escape(title)}</title>{''.join(parts)}</svg>"
+    )

@@ -1,0 +1,134 @@
+"""The report as one self-contained HTML page: no scripts, no fonts, nothing from the network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from npu_device._src.report import drawing, summary
+from npu_device._src.report.analysis import Analysis
+from npu_device._src.trace.records import RankTrace
+
+_SHOWN = 16
+
+_STYLE = """
+body { margin: 0; background: #f4f6f9; color: #1f2733; font: 15px/1.5 system-ui, "Segoe UI", Helvetica, sans-serif; }
+main { max-width: 1160px; margin: 0 auto; padding: 28px 20px 48px; }
+h1 { font-size: 24px; margin: 0 0 4px; }
+h2 { font-size: 17px; margin: 0 0 10px; }
+p { margin: 0 0 8px; }
+.small, .legend { color: #5b6675; font-size: 13px; }
+section { background: #ffffff; border: 1px solid #e1e6ee; border-radius: 10px; padding: 18px 22px; margin-top: 16px; }
+.verdict { border-left: 6px solid #d64545; }
+.verdict.good { border-left-color: #3c9a62; }
+.verdict h2 { font-size: 19px; }
+pre { background: #1f2733; color: #e9eef6; padding: 12px 14px; border-radius: 6px; overflow-x: auto; margin: 10px 0; }
+svg { display: block; width: 100%; height: auto; font-size: 12px; fill: #5b6675; }
+svg .grid { stroke: #e7ebf1; }
+svg .end { stroke: #1f2733; stroke-width: 1.2; stroke-dasharray: 4 3; }
+svg .rank { font-weight: 600; font-size: 13px; fill: #1f2733; }
+svg .host { font-size: 11px; }
+.legend { margin-top: 10px; }
+.legend span { margin-right: 18px; white-space: nowrap; }
+.legend i { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { text-align: right; padding: 5px 8px; border-bottom: 1px solid #e7ebf1; }
+th:first-child, td:first-child, th:last-child, td:last-child { text-align: left; }
+th { font-weight: 600; font-size: 13px; color: #5b6675; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin-top: 16px; }
+.figures div { background: #ffffff; border: 1px solid #e1e6ee; border-radius: 10px; padding: 12px 16px; }
+.figures b { display: block; font-size: 22px; font-weight: 650; }
+"""
+
+
+def page(found: Analysis) -> str:
+    """Return the page's text."""
+    shown = _to_show(found)
+    ranks = {trace.rank for trace in shown}
+    left_out = len(found.traces) - len(shown)
+    more = f" {left_out} further ranks are not drawn." if left_out else ""
+    sections = [
+        f"<h1>Iteration trace</h1><p>{escape(summary.headline(found))}</p>",
+        f'<p class="small">{"<br>".join(map(escape, summary.notes(found)))}</p>',
+        _figures(found),
+        _verdict(found),
+        _section(
+            f"Iteration {found.shown}, of median length",
+            drawing.timeline(shown, found.shown),
+            drawing.legend("input wait", "forward", "backward", "hidden reduction", "exposed reduction", "update"),
+            "The dashed line is the end of backward; white marks show when each gradient was ready. Forward is drawn "
+            f"up to the first of them. Pause the pointer on a bar for its figures.{more}",
+        ),
+        _section(
+            "Where the time of a step goes",
+            drawing.bars([rank for rank in found.ranks if rank.rank in ranks]),
+            drawing.legend(
+                "input wait", "compute", "compute, reduction hidden behind it", "exposed reduction", "update"
+            ),
+            f"Medians. {_sentence(summary.waiting(found))}",
+        ),
+        _section(
+            "Time of each step",
+            drawing.spread(found.traces),
+            "",
+            f"{_sentence(summary.spread(found))} A red point at the upper edge lies beyond it.",
+        ),
+        _table(found),
+    ]
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>Iteration trace</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>\n'
+        f"<body><main>{''.join(sections)}</main></body></html>\n"
+    )
+
+
+def _to_show(found: Analysis) -> Sequence[RankTrace]:
+    """Return all ranks, or the first ones and the slowest."""
+    if len(found.traces) <= _SHOWN:
+        return found.traces
+    last = found.slowest.rank if found.slowest is not None else found.traces[0].rank
+    first = [trace for trace in found.traces if trace.rank != last][: _SHOWN - 1]
+    return sorted((*first, *(trace for trace in found.traces if trace.rank == last)), key=lambda trace: trace.rank)
+
+
+def _figures(found: Analysis) -> str:
+    step = max(rank.step for rank in found.ranks)
+    parts = [("a step", step)]
+    for name in ("input_wait", "hidden", "exposed"):
+        longest = max(getattr(rank, name) for rank in found.ranks)
+        parts.append(({"hidden": "reduction hidden", "exposed": "reduction exposed"}.get(name, "input wait"), longest))
+    cells = "".join(
+        f'<div><b>{value / 1e3:.1f} ms</b><span class="small">{name}, {value / step:.0%}</span></div>'
+        for name, value in parts
+    )
+    return f'<div class="figures">{cells}</div>'
+
+
+def _verdict(found: Analysis) -> str:
+    diagnosis = found.diagnosis
+    call = ""
+    if diagnosis.call is not None:
+        call = f"<p>Paste before the first step:</p><pre>{escape(diagnosis.call)}</pre>"
+    kind = "verdict good" if diagnosis.good else "verdict"
+    return (
+        f'<section class="{kind}"><h2>{escape(diagnosis.situation)}</h2><p>{escape(diagnosis.reasons)}</p>{call}'
+        f'<p class="small">{escape(diagnosis.expectation)}</p></section>'
+    )
+
+
+def _section(title: str, chart: str, legend: str, text: str) -> str:
+    return f'<section><h2>{escape(title)}</h2>{chart}{legend}<p class="small">{escape(text)}</p></section>'
+
+
+def _table(found: Analysis) -> str:
+    head = "".join(f"<th>{name}</th>" for name in ("rank", *summary.COLUMNS, "host"))
+    rows = "".join(
+        f"<tr><td>{rank.rank}</td>{''.join(f'<td>{part / 1e3:.1f}</td>' for part in summary.parts(rank))}"
+        f"<td>{escape(rank.host)}</td></tr>"
+        for rank in found.ranks
+    )
+    return f"<section><h2>Milliseconds, by rank</h2><table><tr>{head}</tr>{rows}</table></section>"
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + "."

@@ -1,0 +1,91 @@
+"""The report as text, for the terminal."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from npu_device._src.report.analysis import Analysis
+from npu_device._src.report.figures import RankFigures
+from npu_device._src.trace.records import RankTrace
+
+
+def summary(found: Analysis) -> str:
+    """Return the whole report, a few dozen lines."""
+    head = "ms".ljust(10) + "".join(f"{name:>9}" for name in COLUMNS) + "  host"
+    lines = [headline(found), *notes(found), "", head, *map(_row, found.ranks), "", waiting(found), spread(found), ""]
+    diagnosis = found.diagnosis
+    lines += [diagnosis.situation, diagnosis.reasons]
+    if diagnosis.call is not None:
+        lines += ["", "Paste before the first step:", f"    {diagnosis.call}"]
+    lines.append(diagnosis.expectation)
+    return "\n".join(lines)
+
+
+def headline(found: Analysis) -> str:
+    """Return model, ranks and backend."""
+    first = found.traces[0]
+    size = sum(gradient.bytes for gradient in first.gradients) / 1e6
+    segments = f"{len(first.segments)} segment{'s' if len(first.segments) > 1 else ''}"
+    hosts = len({trace.host for trace in found.traces})
+    return (
+        f"{len(first.gradients)} gradients, {size:.1f} MB, in {segments}; {first.world_size} ranks on {hosts} "
+        f"host{'s' if hosts > 1 else ''}, group {first.group!r}, backend {first.backend}"
+    )
+
+
+def notes(found: Analysis) -> list[str]:
+    """Return notes on reading the figures: iterations, clocks, ranks without a trace."""
+    numbers = [one.iteration for one in found.traces[0].iterations]
+    lines = [f"{len(numbers)} iterations count, from number {numbers[0]} to {numbers[-1]}; medians"]
+    lines.append(_clocks(found.traces))
+    missing = sorted(set(range(found.traces[0].world_size)) - {trace.rank for trace in found.traces})
+    if missing:
+        lines.append(
+            f"no trace of rank(s) {', '.join(map(str, missing))}. What to do: bring the directories rank<N> of all "
+            "hosts together"
+        )
+    return lines
+
+
+def _clocks(traces: Sequence[RankTrace]) -> str:
+    if len({trace.host for trace in traces}) == 1:
+        return "all ranks read the same host's clock"
+    if any(trace.clock_error_us is None for trace in traces):
+        return "the hosts' clocks could not be compared: times of different hosts don't belong together"
+    error = max(trace.clock_error_us or 0.0 for trace in traces)
+    return f"the clocks of the hosts were compared at the start, to ±{error / 1e3:.2f} ms"
+
+
+COLUMNS = ("step", "input", "compute", "hidden", "exposed", "update")
+"""The names of ``parts``: hidden and exposed are the reduction during and after compute."""
+
+
+def parts(rank: RankFigures) -> tuple[float, ...]:
+    """Return a rank's line of the table, in microseconds."""
+    return rank.step, rank.input_wait, rank.alone + rank.hidden, rank.hidden, rank.exposed, rank.update
+
+
+def _row(rank: RankFigures) -> str:
+    return f"rank {rank.rank:<5}" + "".join(f"{part / 1e3:9.1f}" for part in parts(rank)) + f"  {rank.host}"
+
+
+def waiting(found: Analysis) -> str:
+    """Return the line that names the slowest rank."""
+    last = found.slowest
+    if last is None:
+        return "no rank is slower than the others"
+    return (
+        f"the others wait for rank {last.rank} on host {last.host}: it is {last.late / 1e3:.1f} ms later than they "
+        f"are, in {last.cause}"
+    )
+
+
+def spread(found: Analysis) -> str:
+    """Return the line that says how much the iterations differ."""
+    times = sorted(max(each) for each in zip(*([one.time for one in trace.iterations] for trace in found.traces)))
+    tenth, ninetieth = times[len(times) // 10], times[-1 - len(times) // 10]
+    return (
+        f"a step takes {statistics.median(times) / 1e3:.1f} ms; one in ten less than {tenth / 1e3:.1f} ms, one in ten "
+        f"more than {ninetieth / 1e3:.1f} ms, the longest {times[-1] / 1e3:.1f} ms"
+    )

@@ -1,0 +1,194 @@
+"""Session configurations that carry Ascend's custom optimizer "NpuOptimizer", and which of its parameters count here.
+
+TensorFlow skips custom optimizers that it doesn't know: a session accepts such a configuration, hand-made or not, and
+its own graph optimizers run as usual. The parameters therefore do no harm, and those of ``_OPTIONS`` are read when a
+configuration passes through this module.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src.compat import rewriter_config_pb2
+from npu_device._src.options import global_options
+
+RewriterConfig = rewriter_config_pb2.RewriterConfig
+
+_NAME = "NpuOptimizer"
+
+# The parameters that have an effect here: the field that holds the value, and the matching option.
+_OPTIONS = {
+    "hcom_parallel": ("b", "hcom_parallel"),
+    "profiling_mode": ("b", "profiling_config.enable_profiling"),
+    "profiling_options": ("s", "profiling_config.profiling_options"),
+    "aoe_mode": ("s", "aoe_config.aoe_mode"),
+    "work_path": ("s", "aoe_config.work_path"),
+    "aoe_config_file": ("s", "aoe_config.aoe_config_file"),
+}
+
+experimental_options: dict[str, Any] = {
+    "disable_model_pruning": False,
+    "function_optimization": RewriterConfig.ON,
+    "constant_folding": RewriterConfig.ON,
+    "shape_optimization": RewriterConfig.ON,
+    "arithmetic_optimization": RewriterConfig.ON,
+    "loop_optimization": RewriterConfig.ON,
+    "dependency_optimization": RewriterConfig.ON,
+    "layout_optimizer": RewriterConfig.ON,
+}
+"""Ascend's table of what its compiler leaves to TensorFlow. Changing it has no effect here."""
+
+
+def npu_session_config_init(session_config: Any = None) -> Any:
+    """Give a session configuration the custom optimizer "NpuOptimizer", once.
+
+    Args:
+        session_config: a ``tf.compat.v1.ConfigProto``, which is changed; anything else counts as a new one.
+
+    Returns:
+        The configuration. Parameters of the optimizer that have an effect here take it from now on, see
+        ``take_parameters``.
+
+    Raises:
+        ValueError, TypeError: a parameter that is read has a value that ``npu.global_options()`` refuses.
+
+    Other ranks see nothing of it.
+
+    Source: Ascend TF Adapter 1.x, ``npu_session_config_init``.
+    """
+    if not isinstance(session_config, tf.compat.v1.ConfigProto):
+        session_config = tf.compat.v1.ConfigProto()
+    rewrites = session_config.graph_options.rewrite_options
+    rewrites.remapping = RewriterConfig.OFF
+    rewrites.memory_optimization = RewriterConfig.OFF
+    if _optimizer_of(session_config) is None:
+        rewrites.custom_optimizers.add().name = _NAME
+    take_parameters(session_config)
+    return session_config
+
+
+def npu_config_proto(config_proto: Any = None) -> Any:
+    """Apply ``npu_session_config_init``, switch soft placement on, and switch the placement log and XLA off.
+
+    Args:
+        config_proto: a ``tf.compat.v1.ConfigProto``, which is changed; anything else counts as a new one.
+
+    >>> config = npu_config_proto()
+    >>> [optimizer.name for optimizer in config.graph_options.rewrite_options.custom_optimizers]
+    ['NpuOptimizer']
+
+    Source: Ascend TF Adapter 1.x, ``npu_config_proto``.
+    """
+    config_proto = npu_session_config_init(config_proto)
+    config_proto.allow_soft_placement = True
+    config_proto.log_device_placement = False
+    npu_optimizer_options(config_proto.graph_options.optimizer_options)
+    return config_proto
+
+
+def npu_optimizer_options(optimizer_options: Any = None) -> Any:
+    """Switch XLA off in ``tf.compat.v1.OptimizerOptions`` and return them; anything else is replaced by new ones.
+
+    Source: Ascend TF Adapter 1.x, ``npu_optimizer_options``.
+    """
+    if not isinstance(optimizer_options, tf.compat.v1.OptimizerOptions):
+        optimizer_options = tf.compat.v1.OptimizerOptions()
+    optimizer_options.global_jit_level = tf.compat.v1.OptimizerOptions.OFF
+    return optimizer_options
+
+
+def npu_graph_options(graph_options: Any = None) -> Any:
+    """Switch XLA off in ``tf.compat.v1.GraphOptions`` and return them; anything else is replaced by new ones.
+
+    Source: Ascend TF Adapter 1.x, ``npu_graph_options``.
+    """
+    if not isinstance(graph_options, tf.compat.v1.GraphOptions):
+        graph_options = tf.compat.v1.GraphOptions()
+    npu_optimizer_options(graph_options.optimizer_options)
+    return graph_options
+
+
+class SessionConfigBuilder:
+    """Builds a session configuration from parameters of "NpuOptimizer".
+
+    Args:
+        config: a ``tf.compat.v1.ConfigProto``, which is changed; anything else counts as a new one.
+
+    Attributes:
+        parameter_map: the parameters; ``builder.parameter_map["hcom_parallel"].b = False``.
+
+    Source: Ascend TF Adapter 2.x, ``npu.compat.v1.SessionConfigBuilder``.
+    """
+
+    def __init__(self, config: Any = None) -> None:
+        self._config = npu_session_config_init(config)
+        self._config.allow_soft_placement = True
+        self.parameter_map = _optimizer_of(self._config).parameter_map
+
+    @property
+    def session_config(self) -> Any:
+        """Return the configuration, and apply the parameters set so far."""
+        take_parameters(self._config)
+        return self._config
+
+
+def decorator_tf_session(make_session: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function receive its session ``config`` as ``npu_config_proto`` returns it.
+
+    >>> make_session = decorator_tf_session(tf.compat.v1.Session)
+
+    Source: Ascend TF Adapter 1.x, ``npu_config.decorator_tf_session``.
+    """
+    signature = inspect.signature(make_session)
+
+    @functools.wraps(make_session)
+    def with_npu_config(*args: Any, **keywords: Any) -> Any:
+        bound = signature.bind(*args, **keywords)
+        bound.arguments["config"] = npu_config_proto(bound.arguments.get("config"))
+        return make_session(*bound.args, **bound.kwargs)
+
+    return with_npu_config
+
+
+def take_parameters(config: Any) -> None:
+    """Copy the parameters of a configuration's "NpuOptimizer" that have an effect here to ``npu.global_options()``.
+
+    Args:
+        config: a ``tf.compat.v1.ConfigProto``, with or without the optimizer. Parameters that it doesn't have change
+            nothing.
+    """
+    optimizer = _optimizer_of(config)
+    if optimizer is None:
+        return
+    parameters = optimizer.parameter_map
+    for key, (field, _) in _OPTIONS.items():
+        if key in parameters:
+            value = getattr(parameters[key], field)
+            set_option(key, value.decode() if isinstance(value, bytes) else value)
+
+
+def set_option(key: str, value: Any) -> None:
+    """Assign a parameter to its counterpart in ``npu.global_options()``.
+
+    Args:
+        key: the parameter; one that has no effect here is ignored.
+        value: its value; None and the empty text, Ascend's way to ask for the default, change nothing.
+    """
+    if key not in _OPTIONS or value is None or value == "":
+        return
+    *groups, name = _OPTIONS[key][1].split(".")
+    options = functools.reduce(getattr, groups, global_options())
+    # Assigning after npu.open() logs a warning, which would be wrong when nothing changes.
+    if getattr(options, name).typed != value:
+        setattr(options, name, value)
+
+
+def _optimizer_of(config: Any) -> Any:
+    """Return the custom optimizer "NpuOptimizer" of a configuration, or None."""
+    optimizers = config.graph_options.rewrite_options.custom_optimizers
+    return next((optimizer for optimizer in optimizers if optimizer.name == _NAME), None)

@@ -1,0 +1,307 @@
+"""``NPURunConfig``, the configuration of ``NPUEstimator``, and the small classes that go into it.
+
+It can be made under every TensorFlow; where TensorFlow has Estimators it is one of their ``RunConfig``.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from npu_device._src import compat, environment
+from npu_device._src.tf1.config import npu_session_config_init, set_option
+
+_estimator = compat.estimator_module()
+_RunConfig: Any = _estimator.RunConfig if _estimator else object
+
+# Those of the arguments below that TensorFlow's RunConfig takes.
+_TENSORFLOWS = (
+    "model_dir",
+    "tf_random_seed",
+    "save_summary_steps",
+    "save_checkpoints_steps",
+    "save_checkpoints_secs",
+    "session_config",
+    "keep_checkpoint_max",
+    "keep_checkpoint_every_n_hours",
+    "log_step_count_steps",
+    "train_distribute",
+    "eval_distribute",
+)
+
+# In Ascend's order, since scripts may give them by position.
+_ARGUMENTS: dict[str, Any] = {
+    "iterations_per_loop": 1,
+    "profiling_config": None,
+    "model_dir": None,
+    "tf_random_seed": None,
+    "save_summary_steps": 0,
+    "save_checkpoints_steps": None,
+    "save_checkpoints_secs": None,
+    "session_config": None,
+    "keep_checkpoint_max": 5,
+    "keep_checkpoint_every_n_hours": 10000,
+    "log_step_count_steps": 100,
+    "distribute": None,
+    "enable_data_pre_proc": True,
+    "precision_mode": None,
+    "enable_reduce_precision": False,
+    "variable_format_optimize": None,
+    "mix_compile_mode": False,
+    "hcom_parallel": True,
+    "graph_memory_max_size": None,
+    "variable_memory_max_size": None,
+    "dump_config": None,
+    "stream_max_parallel_num": None,
+    "is_tailing_optimization": False,
+    "horovod_mode": False,
+    "graph_run_mode": 1,
+    "op_debug_level": None,
+    "enable_scope_fusion_passes": None,
+    "enable_exception_dump": 2,
+    "op_select_implmode": None,
+    "optypelist_for_implmode": None,
+    "dynamic_input_config": None,
+    "aoe_mode": None,
+    "work_path": None,
+    "buffer_optimize": "l2_optimize",
+    "enable_small_channel": 0,
+    "fusion_switch_file": None,
+    "enable_compress_weight": False,
+    "compress_weight_conf": None,
+    "op_compiler_cache_mode": None,
+    "op_compiler_cache_dir": None,
+    "debug_dir": None,
+    "hcom_multi_mode": False,
+    "dynamic_input": None,
+    "dynamic_graph_execute_mode": "dynamic_execute",
+    "dynamic_inputs_shape_range": None,
+    "train_distribute": None,
+    "eval_distribute": None,
+    "local_rank_id": None,
+    "local_device_list": None,
+    "session_device_id": None,
+    "distribute_config": None,
+    "modify_mixlist": None,
+    "op_precision_mode": None,
+    "device_type": "default_device_type",
+    "soc_config": None,
+    "hccl_timeout": None,
+    "op_wait_timeout": None,
+    "op_execute_timeout": None,
+    "HCCL_algorithm": None,
+    "customize_dtypes": None,
+    "op_debug_config": None,
+    "memory_config": None,
+    "experimental_config": None,
+    "topo_sorting_mode": None,
+    "aoe_config_file": None,
+    "insert_op_file": None,
+    "stream_sync_timeout": -1,
+    "event_sync_timeout": -1,
+    "external_weight": False,
+    "deterministic": 0,
+    "frozen_variable": False,
+    "variable_placement": "Device",
+    "jit_compile": "auto",
+    "precision_mode_v2": None,
+    "ac_parallel_enable": None,
+    "quant_dumpable": None,
+    "input_fusion_size": 131072,
+    "compile_dynamic_mode": None,
+    "graph_max_parallel_model_num": 1,
+    "export_compile_stat": 1,
+    "aicore_num": None,
+    "oo_constant_folding": True,
+    "input_batch_cpy": False,
+    "shape_generalization_mode": "STRICT",
+    "all_tensor_not_empty": False,
+    "auto_multistream_parallel_mode": None,
+    "oo_level": "O3",
+    "optimization_switch": None,
+}
+
+
+@dataclass
+class ProfilingConfig:
+    """Tracing of the training: the options ``profiling_config`` of ``npu.global_options()``.
+
+    Args:
+        enable_profiling: trace, False unless given.
+        profiling_options: what to trace: JSON, or a list such as ``["training_trace", "task_trace"]``, as in older
+            releases.
+        enable_options: older name of ``profiling_options``.
+
+    Source: Ascend TF Adapter 1.x, ``npu_config.ProfilingConfig``.
+    """
+
+    enable_profiling: bool = False
+    profiling_options: str | Sequence[str] | None = None
+    enable_options: str | Sequence[str] | None = None
+
+    def as_json(self) -> str | None:
+        """Return the options as JSON; None when there are none."""
+        wanted = self.profiling_options or self.enable_options
+        if not wanted:
+            return None
+        if isinstance(wanted, str):
+            return wanted
+        return json.dumps({"output": "./", **dict.fromkeys(wanted, "on")})
+
+
+@dataclass
+class DumpConfig:
+    """Dumping of the NPU's operators; accepted, without effect.
+
+    Source: Ascend TF Adapter 1.x, ``npu_config.DumpConfig``.
+    """
+
+    enable_dump: bool = False
+    dump_path: str | None = None
+    dump_step: str | None = None
+    dump_mode: str = "output"
+    enable_dump_debug: bool = False
+    dump_debug_mode: str = "all"
+    dump_data: str = "tensor"
+    dump_layer: str | None = None
+
+
+@dataclass
+class MemoryConfig:
+    """The NPU's memory; accepted, without effect.
+
+    Source: Ascend TF Adapter 1.x, ``npu_config.MemoryConfig``.
+    """
+
+    atomic_clean_policy: int = 0
+    static_memory_policy: int = 0
+    memory_optimization_policy: str | None = None
+    variable_use_1g_huge_page: int = 0
+
+
+@dataclass
+class DynamicInputConfig:
+    """Shapes to compile for; accepted, without effect: TensorFlow handles varying shapes anyway.
+
+    Source: Ascend TF Adapter 1.x, ``npu_config.DynamicInputConfig``.
+    """
+
+    input_shape: str
+    dynamic_dims: str
+    dynamic_node_type: int
+    compile_hybrid_mode: int | None = None
+
+
+class NpuExecutePlacement(enum.Enum):
+    """Engines of an NPU, for ``npu_scope.npu_variable_scope``; without effect.
+
+    Source: Ascend TF Adapter 1.x, ``npu_config.NpuExecutePlacement``.
+    """
+
+    ALL = "ALL"
+    CUBE = "CUBE"
+    VECTOR = "VECTOR"
+    TAISHAN = "TAISHAN"
+    DVPP = "DVPP"
+    HOST = "HOST"
+
+
+class NPURunConfig(_RunConfig):
+    """Configuration of ``NPUEstimator``.
+
+    Args:
+        arguments, keywords: Ascend's, in their order; each becomes an attribute of the same name, including those that
+            this package doesn't know. TensorFlow's own (``model_dir``, ``save_checkpoints_steps``, ``session_config``
+            …) have TensorFlow's meaning; a checkpoint is kept every 100 steps when neither steps nor seconds are given.
+            ``hcom_parallel``, ``profiling_config``, ``aoe_mode``, ``work_path`` and ``aoe_config_file`` count as the
+            options of ``npu.global_options()``. The others are recorded.
+
+    Raises:
+        ValueError: ``iterations_per_loop`` isn't an integer from 1, or isn't 1 together with ``mix_compile_mode``;
+            ``graph_run_mode`` isn't 0 or 1; what TensorFlow's ``RunConfig`` refuses.
+        TypeError: ``mix_compile_mode`` isn't a bool or ``jit_compile`` no string; an argument is given twice.
+
+    Other ranks see nothing of it.
+
+    Source: Ascend TF Adapter 1.x, ``npu_config.NPURunConfig``.
+    """
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        given = dict(zip(_ARGUMENTS, arguments))
+        twice = sorted(given.keys() & keywords.keys())
+        if twice or len(arguments) > len(_ARGUMENTS):
+            raise TypeError(
+                f"NPURunConfig() got multiple values for {', '.join(twice)}"
+                if twice
+                else f"NPURunConfig() takes {len(_ARGUMENTS)} positional arguments; found {len(arguments)}"
+            )
+        values = {**_ARGUMENTS, **given, **keywords}
+        _check(values)
+        if values["save_checkpoints_steps"] is None and values["save_checkpoints_secs"] is None:
+            values["save_checkpoints_steps"] = 100
+        if values["session_config"] is not None:
+            values["session_config"] = npu_session_config_init(values["session_config"])
+        for name in given.keys() | keywords.keys():
+            set_option(name, values[name])
+        if values["profiling_config"] is not None:
+            set_option("profiling_mode", values["profiling_config"].enable_profiling)
+            set_option("profiling_options", values["profiling_config"].as_json())
+        if _estimator:
+            # TensorFlow's RunConfig would take the variable to mean servers; here each rank has sessions of its own.
+            with environment.TF_CONFIG.hidden():
+                super().__init__(**{name: values[name] for name in _TENSORFLOWS})
+            values = {name: value for name, value in values.items() if name not in _TENSORFLOWS}
+        self.__dict__.update(values)
+
+
+def npu_run_config_init(run_config: Any = None) -> Any:
+    """Put the session configuration of a ``RunConfig`` through ``npu_session_config_init``.
+
+    Args:
+        run_config: a ``tf.estimator.RunConfig``; anything else counts as a new one.
+
+    Returns:
+        The configuration: a changed copy, since TensorFlow's can't be changed.
+
+    Raises:
+        NotImplementedError: this TensorFlow has no Estimator.
+
+    Source: Ascend TF Adapter 1.x, ``npu_run_config_init``.
+    """
+    require_estimator("npu_run_config_init")
+    if not isinstance(run_config, _RunConfig):
+        with environment.TF_CONFIG.hidden():
+            run_config = _RunConfig()
+    return run_config.replace(session_config=npu_session_config_init(run_config.session_config))
+
+
+def require_estimator(name: str) -> None:
+    """Refuse a call that depends on ``tf.estimator`` where TensorFlow no longer has it.
+
+    Raises:
+        NotImplementedError: it names the TensorFlow version and the ways out.
+    """
+    if _estimator is None:
+        raise NotImplementedError(
+            f"{name} rests on tf.estimator, which TensorFlow dropped with 2.16; this is TensorFlow "
+            f"{compat.tensorflow_version()}.\n"
+            "What to do: run the script with TensorFlow 2.15 (pip install 'tensorflow==2.15.*', Python 3.9 to 3.11), "
+            "or train with tf.compat.v1.train.MonitoredTrainingSession or with Keras."
+        )
+
+
+def _check(values: dict[str, Any]) -> None:
+    loops = values["iterations_per_loop"]
+    if not isinstance(loops, int) or isinstance(loops, bool) or loops < 1:
+        raise ValueError(f"iterations_per_loop must be an integer of at least 1; found {loops!r}")
+    if not isinstance(values["mix_compile_mode"], bool):
+        raise TypeError(f"mix_compile_mode must be True or False; found {values['mix_compile_mode']!r}")
+    if values["mix_compile_mode"] and loops != 1:
+        raise ValueError(f"iterations_per_loop must be 1 with mix_compile_mode; found {loops}")
+    if values["graph_run_mode"] not in (0, 1):
+        raise ValueError(f"graph_run_mode must be 0 (inference) or 1 (training); found {values['graph_run_mode']!r}")
+    if not isinstance(values["jit_compile"], str):
+        raise TypeError(f"jit_compile must be a string, 'true', 'false' or 'auto'; found {values['jit_compile']!r}")

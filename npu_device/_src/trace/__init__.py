@@ -1,0 +1,1 @@
+"""Records the times of a training step's parts. Reading them is left to ``report``."""

@@ -1,0 +1,76 @@
+"""The offset of a rank's clock from rank 0's, measured at the start over the job's key-value store.
+
+Ranks on the same host read the same clock. On every other host, one rank asks rank 0 for the time, several times; the
+quickest answer counts, and its error is at most half its round trip.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import asdict, dataclass
+
+from npu_device._src import environment
+from npu_device._src.cluster.runtime import Runtime
+
+_ROUNDS = 20
+_KEY = "trace_clock"
+
+_log = logging.getLogger("npu_device")
+
+
+@dataclass(frozen=True)
+class Offset:
+    """The correction of this rank's clock, and its uncertainty, in microseconds; None when unknown."""
+
+    offset_us: float
+    error_us: float | None
+
+
+def measure(runtime: Runtime) -> Offset:
+    """Compare clocks. Every rank calls this; rank 0 answers all hosts, one after the other.
+
+    Returns:
+        The offset, the same on all ranks of a host. Where rank 0 doesn't trace it is unknown, which is logged.
+    """
+    cluster = runtime.cluster
+    asking = [rank for rank, host in enumerate(cluster.hosts) if host not in cluster.hosts[:rank]][1:]
+    try:
+        if cluster.rank == 0:
+            for rank in asking:
+                _answer(runtime, rank)
+        if cluster.hosts[cluster.rank] == cluster.hosts[0]:
+            return Offset(0.0, 0.0)
+        first = cluster.hosts.index(cluster.hosts[cluster.rank])
+        if cluster.rank == first:
+            runtime.store.set(f"{_KEY}/found/{first}", json.dumps(asdict(_ask(runtime))))
+        return Offset(**json.loads(runtime.store.get(f"{_KEY}/found/{first}", environment.HCCL_CONNECT_TIMEOUT.get())))
+    except TimeoutError as error:
+        _log.warning(
+            "rank %d: the clocks of the hosts could not be compared (%s); times of different hosts don't belong "
+            "together in the trace. What to do: turn the trace on for all ranks.",
+            cluster.rank,
+            error,
+        )
+        return Offset(0.0, None)
+
+
+def _answer(runtime: Runtime, rank: int) -> None:
+    timeout = environment.HCCL_CONNECT_TIMEOUT.get()
+    for number in range(_ROUNDS):
+        runtime.store.get(f"{_KEY}/ask/{rank}/{number}", timeout)
+        runtime.store.set(f"{_KEY}/answer/{rank}/{number}", repr(time.time()))
+
+
+def _ask(runtime: Runtime) -> Offset:
+    rank, timeout = runtime.cluster.rank, environment.HCCL_CONNECT_TIMEOUT.get()
+    rounds = []
+    for number in range(_ROUNDS):
+        before = time.time()
+        runtime.store.set(f"{_KEY}/ask/{rank}/{number}", "")
+        there = float(runtime.store.get(f"{_KEY}/answer/{rank}/{number}", timeout))
+        after = time.time()
+        rounds.append((after - before, there - (before + after) / 2))
+    took, offset = min(rounds)
+    return Offset(offset * 1e6, took / 2 * 1e6)

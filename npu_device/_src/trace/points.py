@@ -1,0 +1,124 @@
+"""Points in time, wherever a script runs: a clock that is read when tensors are there.
+
+In a graph, a point is TensorFlow's own ``Timestamp`` operation behind control dependencies, which takes well under a
+microsecond; only the record waits for it. ``tf.function`` runs stateful operations one after the other, in the order of
+their creation, so these are marked as independent.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.collectives.backends.shared_memory.lines import end_of
+
+_log = logging.getLogger("npu_device")
+
+# A step's inputs from outside; forward starts when they are there.
+_INPUTS = ("Placeholder", "IteratorGetNext", "IteratorGetNextAsOptional", "OptionalGetValue")
+
+
+def when(values: Iterable[Any]) -> Any:
+    """Return the time when values are there, in seconds since the epoch: a float eagerly, a float64 scalar in a graph.
+
+    Args:
+        values: tensors, ``tf.IndexedSlices`` or operations, of the current graph or one around it.
+    """
+    if tf.executing_eagerly():
+        return time.time()
+    operations = [_operation(value) for value in values]
+    return _read(operations, operations[0].graph if operations else tf.compat.v1.get_default_graph())
+
+
+def reduced(value: Any) -> Any:
+    """Return the time when the collective that makes a value was over. In shared memory that may be before the value is
+    there: a background thread makes it, and the graph asks for it later.
+    """
+    ended = None if tf.executing_eagerly() else end_of(_operation(value))
+    return when([value]) if ended is None else ended
+
+
+def forward_start(gradients: Sequence[Any], name: str) -> Any:
+    """Return the time when forward starts.
+
+    Args:
+        gradients: the results of the step; at least one.
+        name: of the operation with which it starts; "" takes the moment when all of the step's inputs are there.
+
+    Returns:
+        None in eager mode, where it can't be observed.
+    """
+    if tf.executing_eagerly():
+        return None
+    targets = [_operation(gradient) for gradient in gradients]
+    graph = targets[0].graph
+    named = _named(graph, name)
+    if named is not None:
+        return _read([tensor.op for tensor in named.inputs], graph)
+    return _read([operation for operation in _before(targets) if operation.type in _INPUTS], graph)
+
+
+def backward_end(gradients: Sequence[Any], name: str) -> Any:
+    """Return the time when the named operation is over; None if the gradients' graph has no such operation."""
+    if tf.executing_eagerly():
+        return None
+    graph = _operation(gradients[0]).graph
+    named = _named(graph, name)
+    return None if named is None else _read([named], graph)
+
+
+def _read(operations: Sequence[tf.Operation], graph: tf.Graph) -> tf.Tensor:
+    with graph.as_default():
+        if getattr(graph, "building_function", False):
+            # Otherwise a block of control dependencies around the caller would apply.
+            with tf.control_dependencies(None), tf.control_dependencies(operations):
+                point = tf.timestamp()
+        else:
+            with tf.control_dependencies(operations):
+                point = tf.timestamp()
+    compat.run_independently(point.op)
+    return point
+
+
+def _operation(value: Any) -> tf.Operation:
+    """Return the operation that makes a value, in the graph where it is made; not the input of a branch or loop."""
+    if isinstance(value, tf.Operation):
+        return value
+    tensor = value.values if isinstance(value, tf.IndexedSlices) else value
+    while True:
+        if tensor.op.type == "IdentityN":  # a gradient of its own ties results together (differentiable)
+            tensor = tensor.op.inputs[tensor.value_index]
+            continue
+        captures = getattr(tensor.graph, "captures", ()) if tensor.op.type == "Placeholder" else ()
+        outer = next((outside for outside, inside in captures if inside is tensor), None)
+        if outer is None or not tf.is_symbolic_tensor(outer):
+            return tensor.op
+        tensor = outer
+
+
+def _named(graph: tf.Graph, name: str) -> tf.Operation | None:
+    if not name:
+        return None
+    try:
+        return graph.get_operation_by_name(name)
+    except KeyError:
+        _log.warning("there is no operation %r in the traced step: the point is found as if no name were given", name)
+        return None
+
+
+def _before(targets: Sequence[tf.Operation]) -> Iterator[tf.Operation]:
+    """Return everything that some operations depend on, within their graphs."""
+    seen: set[tf.Operation] = set()
+    waiting = list(targets)
+    while waiting:
+        operation = waiting.pop()
+        if operation not in seen:
+            seen.add(operation)
+            waiting += (tensor.op for tensor in operation.inputs)
+            waiting += operation.control_inputs
+            yield operation

@@ -1,0 +1,118 @@
+"""Writes a rank's iterations to disk as they come: one line each, flushed, so that a crash keeps what was there.
+
+The format is defined in ``records``; ``schedule`` chooses the iterations.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TextIO
+
+from npu_device._src.trace.plan import Plan
+from npu_device._src.trace.records import FILE, RankTrace
+from npu_device._src.trace.schedule import Schedule
+
+_log = logging.getLogger("npu_device")
+
+
+class Recorder:
+    """The file of one rank.
+
+    Args:
+        directory: of the whole trace.
+        head: the rank's trace, without anything about a model.
+        schedule: which iterations are written.
+        limit: maximum bytes of the file; the older half of its iterations is dropped when it would become larger.
+    """
+
+    def __init__(self, directory: Path, head: RankTrace, schedule: Schedule, limit: int | None) -> None:
+        self._path = directory / f"rank{head.rank}" / FILE
+        self._head = head
+        self._schedule = schedule
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._plan: Plan | None = None
+        self._iteration = 0
+        self._previous_end: float | None = None
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO | None = self._path.open("w", encoding="utf-8")
+
+    def add(self, plan: Plan, points: Sequence[float]) -> None:
+        """Record an iteration.
+
+        Args:
+            plan: what the points are. A list of gradients with fewer bytes than another one is not recorded: metrics,
+                or the smaller one of two models.
+            points: its points in seconds, on this rank's clock.
+        """
+        with self._lock:
+            if self._file is None or not self._accepts(plan):
+                return
+            self._iteration += 1
+            iteration = plan.iteration(self._iteration, points, self._head.clock_offset_us, self._previous_end)
+            self._previous_end = iteration.iteration_end
+            if self._schedule.wants(self._iteration):
+                self._write(iteration.__dict__)
+
+    def close(self) -> None:
+        """Write nothing more."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def _accepts(self, plan: Plan) -> bool:
+        """Accept the plan if it is the first, another cut of the same model, or has more bytes."""
+        old = self._plan
+        if plan is old:
+            return True
+        if old is not None and old.model != plan.model:
+            if plan.bytes <= old.bytes:
+                return False
+            assert self._file is not None
+            self._file.seek(0)
+            self._file.truncate()
+            self._iteration, self._previous_end = 0, None
+        self._plan = plan
+        if old is None or (old.model, old.segments) != (plan.model, plan.segments):
+            self._write(self._header())
+        return True
+
+    def _header(self) -> dict[str, object]:
+        assert self._plan is not None
+        plan = self._plan
+        return replace(
+            self._head,
+            model=plan.model,
+            backend=plan.backend,
+            group=plan.group,
+            gradients=plan.gradients,
+            segments=plan.segments,
+        ).header()
+
+    def _write(self, line: dict[str, object]) -> None:
+        if self._file is None:
+            return
+        try:
+            text = json.dumps(line, separators=(",", ":")) + "\n"
+            if self._limit is not None and self._file.tell() + len(text) > self._limit:
+                self._drop_the_older_half()
+            self._file.write(text)
+            self._file.flush()
+        except OSError as error:
+            _log.warning("rank %d: tracing ends here, %s can't be written: %s", self._head.rank, self._path, error)
+            self._file.close()
+            self._file = None
+
+    def _drop_the_older_half(self) -> None:
+        assert self._file is not None
+        lines = [line for line in self._path.read_text(encoding="utf-8").splitlines() if '"version"' not in line]
+        self._file.seek(0)
+        self._file.truncate()
+        for line in (json.dumps(self._header()), *lines[len(lines) // 2 + 1 :]):
+            self._file.write(line + "\n")

@@ -1,0 +1,197 @@
+"""The parts of a trace, and how to read it from disk. Imports no TensorFlow.
+
+``DIR/rank<rank>/iterations.jsonl``: the first line describes the rank and its model, each further line an iteration.
+When the split changes, a new first line follows, and the reader returns the part with the most iterations. ``recorder``
+writes these files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+VERSION = 1
+FILE = "iterations.jsonl"
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """One gradient: name of the tensor, dtype ("sparse float32" for rows) and bytes (0 when not known beforehand)."""
+
+    name: str
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One iteration; all times in microseconds since the epoch, on rank 0's clock.
+
+    Attributes:
+        iteration: number of the iteration, from 1.
+        fp_start: the step's first operation begins.
+        bp_end: backward has produced its last gradient.
+        iteration_end: the variables are updated; equals the end of the last reduction where the script updates them
+            itself.
+        allreduce: start and end of each segment's collective, in the order of ``RankTrace.segments``. The start is
+            when the segment's last gradient was there.
+        ready: when each gradient was there, in the order of ``RankTrace.gradients``.
+        previous_end: ``iteration_end`` of the iteration before, recorded or not; None for the first.
+    """
+
+    iteration: int
+    fp_start: float
+    bp_end: float
+    iteration_end: float
+    allreduce: tuple[tuple[float, float], ...]
+    ready: tuple[float, ...]
+    previous_end: float | None = None
+
+    @property
+    def input_wait(self) -> float | None:
+        """Return the microseconds from the previous iteration's end to this one's start; None for the first."""
+        return None if self.previous_end is None else self.fp_start - self.previous_end
+
+    @property
+    def begin(self) -> float:
+        """Return the end of the previous iteration; for the first, its own start."""
+        return self.fp_start if self.previous_end is None else self.previous_end
+
+    @property
+    def time(self) -> float:
+        """Return the microseconds from beginning to end."""
+        return self.iteration_end - self.begin
+
+    @property
+    def last_reduced(self) -> float:
+        """Return the time when the last segment was reduced; ``bp_end`` when nothing was."""
+        return max((end for _, end in self.allreduce), default=self.bp_end)
+
+    @property
+    def exposed(self) -> float:
+        """Return the microseconds of communication after backward."""
+        return max(0.0, self.last_reduced - self.bp_end)
+
+    @property
+    def hidden(self) -> float:
+        """Return the microseconds of communication while backward ran; overlapping segments count once."""
+        covered, reached = 0.0, self.fp_start
+        for start, end in sorted(self.allreduce):
+            until = min(end, self.bp_end)
+            covered += max(0.0, until - max(start, reached))
+            reached = max(reached, until)
+        return covered
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """The trace of one rank.
+
+    Attributes:
+        rank: its rank.
+        world_size: number of ranks in the job.
+        host: name of its host.
+        pid: its process.
+        clock_offset_us: the correction added to its own clock, in microseconds.
+        clock_error_us: the uncertainty of that; 0 on rank 0's host, None when it could not be measured.
+        model: fingerprint of the gradients: shapes, dtypes and order. Names are ignored, since TensorFlow numbers them
+            by what else a process has built.
+        backend: the backend that reduced them.
+        group: in which group.
+        gradients: in the order of production; those of one segment stand together.
+        segments: first and last gradient of each segment.
+        iterations: what was recorded.
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    clock_offset_us: float
+    clock_error_us: float | None
+    model: str
+    backend: str
+    group: str
+    gradients: tuple[Gradient, ...]
+    segments: tuple[tuple[int, int], ...]
+    iterations: tuple[Iteration, ...] = field(default=())
+
+    def header(self) -> dict[str, Any]:
+        """Return the first line of the file."""
+        values = asdict(self)
+        del values["iterations"]
+        return {"version": VERSION, **values}
+
+
+def on_all_ranks(traces: Sequence[RankTrace]) -> list[tuple[Iteration, ...]]:
+    """Return the iterations that every rank has, in order, as one record per rank. Needs at least one trace."""
+    by_number = [{one.iteration: one for one in trace.iterations} for trace in traces]
+    common = sorted(set.intersection(*map(set, by_number)))
+    return [tuple(iterations[number] for iterations in by_number) for number in common]
+
+
+def read(directory: str | Path) -> list[RankTrace]:
+    """Read the traces of all ranks in a directory; return them by rank.
+
+    Args:
+        directory: the one that was given to ``npurun --trace`` or as ``output``.
+
+    Returns:
+        One trace per rank, iterations in order; an empty list if there are none. A line that was being written when the
+        process died is left out.
+
+    Raises:
+        ValueError: a file isn't a trace, or of a version that this package can't read.
+    """
+    found = []
+    for path in Path(directory).glob(f"rank*/{FILE}"):
+        parts = list(_parts(path))
+        if parts:
+            found.append(max(parts, key=lambda part: len(part.iterations)))
+    return sorted(found, key=lambda trace: trace.rank)
+
+
+def _parts(path: Path) -> Iterator[RankTrace]:
+    header: dict[str, Any] | None = None
+    iterations: list[Iteration] = []
+    # Another rank may be writing at this moment: a last line without a newline isn't complete yet.
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
+        if not line.endswith("\n"):
+            break
+        try:
+            values = json.loads(line)
+            if "version" in values:
+                if header is not None:
+                    yield _trace(header, iterations)
+                header, iterations = values, []
+            else:
+                iterations.append(_iteration(values))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}, is not a line of a trace: {error!r}") from error
+    if header is not None:
+        yield _trace(header, iterations)
+
+
+def _trace(header: dict[str, Any], iterations: list[Iteration]) -> RankTrace:
+    values = dict(header)
+    version = values.pop("version")
+    if version != VERSION:
+        raise ValueError(f"a trace of version {version}; this package reads version {VERSION}")
+    values["gradients"] = tuple(Gradient(**gradient) for gradient in values["gradients"])
+    values["segments"] = tuple((first, last) for first, last in values["segments"])
+    return RankTrace(**values, iterations=tuple(sorted(iterations, key=lambda one: one.iteration)))
+
+
+def _iteration(values: dict[str, Any]) -> Iteration:
+    return Iteration(
+        iteration=values["iteration"],
+        fp_start=values["fp_start"],
+        bp_end=values["bp_end"],
+        iteration_end=values["iteration_end"],
+        allreduce=tuple((start, end) for start, end in values["allreduce"]),
+        ready=tuple(values["ready"]),
+        previous_end=values.get("previous_end"),
+    )

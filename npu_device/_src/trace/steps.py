@@ -1,0 +1,176 @@
+"""Marks an iteration: around the reduction of its gradients, and around their use by an optimizer.
+
+Both are context managers that add nothing while no trace runs (``trace``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.trace import points, trace
+from npu_device._src.trace.plan import Plan
+from npu_device._src.trace.records import Gradient
+
+
+class Reduction:
+    """The reduction of one iteration's gradients; without a trace, or inside another one, nothing."""
+
+    def __init__(self, tracer: trace.Tracer | None = None) -> None:
+        self._tracer = tracer
+        self._recorded: tf.Operation | None = None
+        self.begun: list[Any] = []
+        self.ends: list[Any] = []
+        self.plan: Plan | None = None
+
+    def segment(self, results: Sequence[Any]) -> None:
+        """Note that a segment has been reduced to these tensors; in the order of the segments."""
+        if self._tracer is not None:
+            self.ends.append(points.reduced(results[0]))
+
+    def hand_over(self, end: Any = None) -> None:
+        """Record the iteration; its end is a point of its own or the end of the last segment."""
+        assert self._tracer is not None and self.plan is not None
+        plan = self.plan if end is None else replace(self.plan, has_end=True)
+        found = [*self.begun, *self.ends, *([] if end is None else [end])]
+        self._recorded = self._tracer.hand_over(plan, found)
+
+    def recorded_with(self, results: Sequence[Any]) -> list[Any]:
+        """Return the results, bound to the recording: a session that fetches any of them records the iteration."""
+        if self._recorded is None:
+            return list(results)
+        with tf.control_dependencies([self._recorded]):
+            return [None if result is None else _identity(result) for result in results]
+
+
+class _Iteration:
+    """An iteration whose end comes later than the reduction of its gradients."""
+
+    def __init__(self) -> None:
+        self.graph = _graph()
+        self.reduction: Reduction | None = None
+
+
+class _Current(threading.local):
+    """The state of this thread."""
+
+    def __init__(self) -> None:
+        self.iteration: _Iteration | None = None
+
+
+_current = _Current()
+
+
+@contextlib.contextmanager
+def iteration() -> Iterator[None]:
+    """Mark the block as an iteration that reduces gradients and updates the variables, and ends with the block.
+
+    A reduction without this block around it, or in a session's graph, is an iteration by itself and ends it.
+    """
+    if trace.running() is None or _current.iteration is not None or _in_session_graph():
+        yield
+        return
+    mine = _current.iteration = _Iteration()
+    known = 0 if mine.graph is None else len(mine.graph.get_operations())
+    try:
+        yield
+    finally:
+        _current.iteration = None
+    if mine.reduction is not None:
+        made = [] if mine.graph is None else mine.graph.get_operations()[known:]
+        mine.reduction.hand_over(points.when([one for one in made if _changes_a_variable(one)]))
+
+
+@contextlib.contextmanager
+def traced_reduction(
+    values: Sequence[Any], segments: Sequence[Sequence[int]], kind: str, group: str, backend: str, overlap: bool
+) -> Iterator[Reduction]:
+    """Mark the block as the reduction of an iteration's gradients.
+
+    Args:
+        values: the gradients.
+        segments: positions of each segment's gradients among them; those that are in no segment, and not None, are
+            reduced one by one after them.
+        kind: gradients are reduced by ``"sum"`` or ``"mean"``; reductions of any other kind are not recorded.
+        group: name of the group.
+        backend: the backend that reduces them.
+        overlap: segments start before all gradients are there.
+
+    Yields:
+        The object to notify when a segment has been reduced.
+    """
+    tracer = trace.running()
+    flat: list[Any] = []
+    if tracer is not None and kind in ("sum", "mean") and not compat.compiled_by_xla():
+        used = {position for positions in segments for position in positions}
+        rest = [[position] for position, value in enumerate(values) if value is not None and position not in used]
+        parts = [[values[position] for position in positions] for positions in (*segments, *rest)]
+        flat = [value for part in parts for value in part]
+    if tracer is None or not flat:
+        yield Reduction()
+        return
+    start = points.forward_start(flat, tracer.settings.fp_point)
+    end = points.backward_end(flat, tracer.settings.bp_point)
+    seen = Reduction(tracer)
+    seen.begun = [*([start] if start is not None else []), *([end] if end is not None else [])]
+    seen.begun += [points.when([value]) for value in flat]
+    seen.plan = Plan(
+        gradients=tuple(map(_gradient, flat)),
+        shapes=tuple(str(value.shape) for value in flat),
+        segments=_ranges(parts),
+        group=group,
+        backend=backend,
+        has_start=start is not None,
+        has_bp_end=end is not None,
+        waits_for_all=not overlap,
+    )
+    yield seen
+    if _current.iteration is not None and _current.iteration.graph is _graph():
+        _current.iteration.reduction = seen
+    else:
+        seen.hand_over()
+
+
+def _graph() -> tf.Graph | None:
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def _in_session_graph() -> bool:
+    return not tf.compat.v1.executing_eagerly_outside_functions()
+
+
+def _changes_a_variable(operation: tf.Operation) -> bool:
+    return (
+        operation.op_def.is_stateful
+        and not operation.type.startswith("Read")
+        and any(tensor.dtype == tf.resource for tensor in operation.inputs)
+    )
+
+
+def _ranges(parts: Sequence[Sequence[Any]]) -> tuple[tuple[int, int], ...]:
+    found, first = [], 0
+    for part in parts:
+        found.append((first, first + len(part) - 1))
+        first += len(part)
+    return tuple(found)
+
+
+def _gradient(value: Any) -> Gradient:
+    sparse = isinstance(value, tf.IndexedSlices)
+    dense = value.values if sparse else value
+    # TensorFlow prefixes what a tape makes; the rest of the name is the forward operation's.
+    name = "" if tf.executing_eagerly() else dense.name.removeprefix("gradient_tape/").partition(":")[0]
+    count = dense.shape.num_elements() or 0
+    return Gradient(name, f"sparse {dense.dtype.name}" if sparse else dense.dtype.name, count * dense.dtype.size)
+
+
+def _identity(value: Any) -> Any:
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(tf.identity(value.values), tf.identity(value.indices), value.dense_shape)
+    return tf.identity(value)

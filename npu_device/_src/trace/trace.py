@@ -1,0 +1,136 @@
+"""The running trace of this process: started when the device is opened, ended when it is closed.
+
+A step in a ``tf.function`` puts its points into a TensorFlow queue, which runs no Python in the step; a thread of this
+process takes them out and records them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.trace import clock
+from npu_device._src.trace.plan import Plan
+from npu_device._src.trace.recorder import Recorder
+from npu_device._src.trace.records import FILE, RankTrace
+from npu_device._src.trace.settings import Settings
+
+_WAITING = 10_000  # iterations that the queue holds; a step would wait when it is full
+
+_log = logging.getLogger("npu_device")
+
+
+class Tracer:
+    """Takes the points of this rank's iterations.
+
+    Args:
+        runtime: the running cluster. Every rank makes a tracer.
+        settings: what is traced.
+
+    Raises:
+        OSError: the directory can't be written.
+    """
+
+    def __init__(self, runtime: Runtime, settings: Settings) -> None:
+        cluster = runtime.cluster
+        offset = clock.measure(runtime)
+        head = RankTrace(
+            rank=cluster.rank,
+            world_size=cluster.world_size,
+            host=cluster.host,
+            pid=os.getpid(),
+            clock_offset_us=offset.offset_us,
+            clock_error_us=offset.error_us,
+            model="",
+            backend="",
+            group="",
+            gradients=(),
+            segments=(),
+        )
+        self.rank = cluster.rank
+        self.settings = settings
+        self._recorder = Recorder(settings.output, head, settings.schedule, settings.storage_limit)
+        if cluster.rank == 0:
+            _remove_others(settings.output, cluster.world_size)
+        self._plans: list[Plan] = []
+        with compat.eager_mode():
+            self._queue = tf.queue.FIFOQueue(_WAITING, [tf.int32, tf.float64])
+        self._thread = threading.Thread(target=self._take, name="npu_device-trace", daemon=True)
+        self._thread.start()
+
+    def hand_over(self, plan: Plan, points: Sequence[Any]) -> tf.Operation | None:
+        """Record an iteration: now in eager mode; in a graph, whenever it runs.
+
+        Returns:
+            In a session's graph, the operation that does it; otherwise nothing needs to be run.
+        """
+        if tf.executing_eagerly():
+            self._recorder.add(plan, points)
+            return None
+        together = tf.stack(points)
+        if not tf.compat.v1.executing_eagerly_outside_functions():
+            return tf.numpy_function(lambda values: self._recorder.add(plan, values.tolist()), [together], [])
+        self._plans.append(plan)
+        number = tf.constant(len(self._plans) - 1)
+        compat.run_independently(tf.raw_ops.QueueEnqueueV2(handle=self._queue.queue_ref, components=[number, together]))
+        return None
+
+    def close(self) -> None:
+        """Record what has been handed over, and end."""
+        with compat.eager_mode():
+            self._queue.close()
+        self._thread.join()
+        self._recorder.close()
+
+    def _take(self) -> None:
+        with compat.eager_mode():
+            while True:
+                try:
+                    number, points = self._queue.dequeue()
+                except tf.errors.OpError:
+                    return  # closed
+                try:
+                    self._recorder.add(self._plans[int(number)], points.numpy().tolist())
+                except Exception:  # training must not wait for a queue that nobody empties
+                    _log.exception("rank %d: tracing ends here", self.rank)
+                    self._recorder.close()
+
+
+def _remove_others(directory: Path, world_size: int) -> None:
+    """Remove files that an earlier job with more ranks left in the directory."""
+    for path in directory.glob(f"rank*/{FILE}"):
+        if path.parent.name[4:].isdecimal() and int(path.parent.name[4:]) >= world_size:
+            path.unlink(missing_ok=True)
+
+
+_tracer: Tracer | None = None
+
+
+def running() -> Tracer | None:
+    """Return the trace that runs in this process, if any."""
+    return _tracer
+
+
+def start(runtime: Runtime, settings: Settings) -> None:
+    """Start a trace. Every rank calls this; see ``Tracer``."""
+    global _tracer
+    _tracer = Tracer(runtime, settings)
+
+
+def stop() -> Tracer | None:
+    """End the trace with everything recorded, and return it; None without one. Functions that TensorFlow traced in the
+    meantime can no longer run.
+    """
+    global _tracer
+    tracer, _tracer = _tracer, None
+    if tracer is not None:
+        tracer.close()
+    return tracer

@@ -1,0 +1,165 @@
+"""The callback that makes all ranks start ``fit`` from the same weights and the same optimizer state."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.training import device, training_state
+from npu_device._src.training.fit.replica import replica_of
+from npu_device._src.training.reduce_values import all_reduce
+from npu_device._src.training.variables import broadcast
+
+_logger = logging.getLogger("npu_device")
+
+
+class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
+    """Broadcast the model's weights and its optimizers' state from one rank to all before the first step of ``fit``.
+
+    Args:
+        root_rank: the rank whose values are sent.
+
+    Raises:
+        RuntimeError: the model has no weights yet, runs eagerly, and can't be called on its first batch.
+
+    This happens once, after the first ``fit`` has called all ``on_train_begin`` and ``on_epoch_begin``, so that values
+    which other callbacks restored on the root are included. Trainable weights, batch-norm statistics, steps, slots,
+    moving averages, learning rates and loss scales are sent; random seeds and metrics stay each rank's own.
+
+    A model that its first step would build, and the optimizers of a custom ``train_step``, get their variables
+    beforehand: the step is traced but not run. A model that runs eagerly is called on the first batch instead; state of
+    optimizers that only its own ``train_step`` makes is sent after the first step, together with the weights. The ranks
+    then end up with the same values, unless ``steps_per_execution`` is above 1; a warning says so.
+
+    State that differs in number or shape between the ranks, as with ``grouping_gradients_apply``, stays each rank's
+    own; a warning says so. A replicated model (``npu.distribute.replicate``) makes its variables equal by itself; the
+    callback only chooses the rank. On a single device nothing happens.
+
+    Source: Ascend TF Adapter 2.x, ``NPUBroadcastGlobalVariablesCallback``, by its documentation: in the released code
+        it is never called.
+    """
+
+    def __init__(self, root_rank: int) -> None:
+        super().__init__()
+        self._root_rank = root_rank
+        self._began = False
+        self._sent: int | None = None  # fingerprint of the optimizer state that was sent; None before the first step
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Send everything before the first step."""
+        if self._began:
+            return
+        self._began = True
+        if device.cluster_runtime() is None:
+            return
+        replica = replica_of(self.model)
+        if replica is not None:  # it sends everything itself, once the first batch has built the model
+            replica.start_from(self._root_rank)
+            return
+        if not tf.executing_eagerly():
+            broadcast_keras_model(self.model, self._root_rank)
+            return
+        if not training_state.has_all_layers_built(self.model):
+            self._send_at_the_first_batch()
+        elif training_state.takes_kerass_own_step(self.model):
+            training_state.build_optimizer(self.model)
+            self._send()
+        elif self.model.run_eagerly:
+            self._send()
+        else:
+            self._send_at_the_first_batch()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Send what the first step has made."""
+        if self._sent is not None:
+            before, self._sent = self._sent, None
+            self._send_the_rest(before)
+
+    def _send_at_the_first_batch(self) -> None:
+        # The structure of a batch is known where `fit` calls the model's train function, an attribute of the model that
+        # Keras reads at each step.
+        model, train_function = self.model, self.model.train_function
+
+        def first(iterator: Any) -> Any:
+            model.train_function = train_function
+            if model.run_eagerly:
+                batch = next(iterator)
+                iterator = itertools.chain([batch], iterator)
+                training_state.call_on(model, batch)
+            else:
+                training_state.trace_step(model, iterator.element_spec)
+            self._send()
+            return train_function(iterator)
+
+        model.train_function = first
+
+    def _send(self) -> None:
+        mine = _fingerprint(training_state.optimizer_state(self.model))
+        alike, _ = _compare(mine)
+        variables = training_state.training_variables if alike else training_state.weights
+        broadcast(variables(self.model), self._root_rank)
+        self._sent = mine if alike else 0
+
+    def _send_the_rest(self, before: int) -> None:
+        state = training_state.optimizer_state(self.model)
+        mine = _fingerprint(state)
+        alike, changed = _compare(mine, mine != before)
+        if not changed:
+            return
+        if not alike:
+            _logger.warning(
+                "the ranks' optimizers have different variables (%d on this rank), and each rank continues with "
+                "its own. That is right with grouping_gradients_apply; otherwise the ranks' weights will differ.\n"
+                "What to do: make the same optimizers for the same variables on every rank.",
+                len(state),
+            )
+            return
+        broadcast(training_state.training_variables(self.model), self._root_rank)
+        if _steps_per_execution(self.model) > 1:
+            _logger.warning(
+                "the optimizer's state was created in the first %d steps, which every rank made with its own state; "
+                "from now on, all ranks have the root's.\n"
+                "What to do: build the optimizer before fit, or use steps_per_execution=1.",
+                _steps_per_execution(self.model),
+            )
+
+
+def broadcast_keras_model(model: Any, root_rank: int = 0) -> None:
+    """Overwrite all weights of a Keras model, and its optimizers' state, with those of the root; every rank has to call
+    it. See ``npu.distribute.broadcast``.
+    """
+    built = training_state.has_all_layers_built(model)
+    if built and tf.executing_eagerly() and training_state.takes_kerass_own_step(model):
+        training_state.build_optimizer(model)
+    operation = broadcast(training_state.training_variables(model), root_rank)
+    if operation is not None:  # a model of TensorFlow 1, whose weights live in Keras's session
+        compat.session_backend().get_session().run(operation)
+
+
+def broadcast_helper(variables: Sequence[Any], root_rank: int = 0) -> None:
+    """Overwrite variables with those of the root (Ascend's name for ``npu.distribute.broadcast``; here ``root_rank``
+    has an effect).
+    """
+    broadcast(list(variables), root_rank)
+
+
+def _fingerprint(variables: Sequence[Any]) -> int:
+    """Return a number above 0 for the shapes and dtypes of variables."""
+    text = repr([(tuple(variable.shape), tf.as_dtype(variable.dtype).name) for variable in variables])
+    return zlib.crc32(text.encode()) % (2**31 - 1) + 1
+
+
+def _compare(number: int, flag: bool = False) -> tuple[bool, bool]:
+    """Return whether all ranks have the same number, and whether the flag is set on any; every rank has to ask."""
+    most, least, any_flag = all_reduce(tf.constant([number, -number, int(flag)], tf.int32), "max").numpy()
+    return most == -least, bool(any_flag)
+
+
+def _steps_per_execution(model: Any) -> int:
+    return int(getattr(model, "steps_per_execution", None) or getattr(model, "_steps_per_execution", None) or 1)

@@ -1,0 +1,147 @@
+"""Chooses the checkpoint that all ranks restore: the newest that is whole for every one of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from npu_device._src.training.checkpoint import folder
+from npu_device._src.training.checkpoint.folder import CheckpointError
+from npu_device._src.training.checkpoint.places import Place, everybody
+from npu_device._src.training.world import World
+
+_log = logging.getLogger("npu_device")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A checkpoint that all ranks restore.
+
+    Attributes:
+        step: its step.
+        holder: the lowest rank whose directory has the shared part.
+        sends: the holder sends the shared part to ranks with other directories.
+        own: each rank restores its own part, too.
+        shared: names of the shared part's files.
+        variables: paths of the shared part's variables.
+        notes: the notes of rank 0.
+        not_kept: what can't be restored.
+    """
+
+    step: int
+    holder: int
+    sends: bool
+    own: bool
+    shared: list[str]
+    variables: list[str]
+    notes: dict[str, Any]
+    not_kept: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """One rank's view of one checkpoint; problems are None if there are none."""
+
+    shared: str | None
+    own: str | None
+    world_size: int
+
+
+def newest_whole(world: World | None, place: Place, directory: Path) -> Chosen | None:
+    """Return the checkpoint to restore; None if there is none. Every rank has to make the call.
+
+    Raises:
+        CheckpointError: there are some, but each is damaged.
+    """
+    found, problem = folder.steps(directory) if place.is_keeper else ([], None)
+    if problem is not None:
+        _log.warning("%s: %s; all checkpoints in it are looked at", directory, problem)
+    listed = everybody(world, found)
+    steps = sorted({step for some in listed for step in some}, reverse=True)
+    problems: list[str] = []
+    partly: Chosen | None = None
+    for step in steps:
+        verdicts = everybody(world, _judge(directory, step, place))
+        damaged = _problems(world, place, verdicts)
+        holders = [rank for rank in sorted(set(place.keepers)) if verdicts[rank].shared is None]
+        if not holders:
+            problems += damaged
+            continue
+        saved = verdicts[holders[0]].world_size
+        if saved != len(verdicts):
+            return _chosen(world, directory, step, place, holders[0], [_other_size(saved, len(verdicts))])
+        if not damaged:
+            _warn(place, problems, step)
+            return _chosen(world, directory, step, place, holders[0], None)
+        problems += damaged
+        if partly is None:
+            partly = _chosen(world, directory, step, place, holders[0], [_ALL_OWN, *damaged])
+    if partly is None and steps:
+        raise CheckpointError(
+            f"none of the checkpoints in {directory} can be used:\n  "
+            + "\n  ".join(problems)
+            + "\nWhat to do: copy them from a backup, or begin anew with another directory."
+        )
+    return partly
+
+
+_ALL_OWN = "what each rank has of its own (iterators, generators, random states), since no checkpoint is whole:"
+
+
+def _other_size(saved: int, now: int) -> str:
+    return (
+        f"what each rank has of its own (the places of its iterators, generators, random states): {saved} rank(s) "
+        f"wrote the checkpoint, and now there are {now}"
+    )
+
+
+def _judge(directory: Path, step: int, place: Place) -> _Verdict:
+    try:
+        manifest = folder.manifest_of(directory, step)
+    except CheckpointError as error:
+        return _Verdict(str(error), str(error), 0)
+    files, size = manifest["files"], int(manifest["world_size"])
+    shared = folder.damage(directory, step, files, folder.SHARED) if place.is_keeper else None
+    own = None
+    if size == len(place.keepers):
+        own = folder.damage(directory, step, files, folder.own_prefix(place.rank))
+    return _Verdict(shared, own, size)
+
+
+def _problems(world: World | None, place: Place, verdicts: Sequence[_Verdict]) -> list[str]:
+    found: dict[str, int] = {}
+    for rank, verdict in enumerate(verdicts):
+        for text in (verdict.shared, verdict.own):
+            if text is not None:
+                found.setdefault(text, rank)
+    if world is None or len(set(place.keepers)) == 1:
+        return list(found)
+    return [f"on host {world.runtime.cluster.hosts[rank]}: {text}" for text, rank in found.items()]
+
+
+def _warn(place: Place, problems: Sequence[str], step: int) -> None:
+    if problems and place.rank == 0:
+        _log.warning(
+            "newer checkpoints are damaged, so that the one of step %d is restored:\n  %s", step, "\n  ".join(problems)
+        )
+
+
+def _chosen(
+    world: World | None, directory: Path, step: int, place: Place, holder: int, lost: list[str] | None
+) -> Chosen:
+    manifest: Any = folder.manifest_of(directory, step) if place.rank == holder else None
+    manifest = manifest if world is None else world.object_from_root(manifest, holder)
+    several = len(set(place.keepers)) > 1
+    return Chosen(
+        step=step,
+        holder=holder,
+        sends=several and lost is not None,
+        own=lost is None,
+        shared=sorted(name for name in manifest["files"] if name.startswith(f"{folder.SHARED}.")),
+        variables=list(manifest["variables"]),
+        notes=dict(manifest["notes"]),
+        not_kept=tuple(lost or ()),
+    )

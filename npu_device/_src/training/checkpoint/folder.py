@@ -1,0 +1,222 @@
+"""The files of a job's checkpoints in one directory: written beside, synced, renamed, then named as the latest.
+
+Knows files only, neither TensorFlow nor ranks.
+
+::
+
+    directory/
+      latest.json                the step of the newest checkpoint; written last
+      step-00000200/
+        manifest.json            step, world size, versions, and size and checksum of each file
+        shared.index, shared.data-00000-of-00001
+        rank-00000.json, rank-00000.index, …
+      .step-00000300-1f2e3d4c/   being written, or left by a job that was killed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+SHARED = "shared"
+
+_LATEST = "latest.json"
+_MANIFEST = "manifest.json"
+_FINISHED = re.compile(r"step-(\d{8,})")
+_PARTIAL = re.compile(r"\.step-\d{8,}-([0-9a-f]+)")
+_CHUNK = 1 << 22
+
+
+class CheckpointError(OSError):
+    """A checkpoint can't be written or read."""
+
+
+def name_of(step: int) -> str:
+    """Return the name of a step's folder."""
+    return f"step-{step:08d}"
+
+
+def partial_name(step: int, token: str) -> str:
+    """Return the name of the folder in which a job writes a step's files before they are complete."""
+    return f".{name_of(step)}-{token}"
+
+
+def own_prefix(rank: int) -> str:
+    """Return the beginning of the names of a rank's own files."""
+    return f"rank-{rank:05d}"
+
+
+def sync_files(folder: Path, prefix: str) -> dict[str, list[int]]:
+    """Write files through to the disk.
+
+    Args:
+        folder: their folder.
+        prefix: the beginning of their names, followed by a dot.
+
+    Returns:
+        Size in bytes and checksum by name.
+    """
+    found = {}
+    for path in sorted(folder.glob(f"{prefix}.*")):
+        _sync(path)
+        found[path.name] = _size_and_checksum(path)
+    return found
+
+
+def finish(directory: Path, partial: str, step: int, manifest: dict[str, Any]) -> None:
+    """Complete a step's folder and give it its name; one that has it already is replaced."""
+    folder = directory / partial
+    _write_json(folder / _MANIFEST, {"format": FORMAT, "step": step, **manifest})
+    _sync(folder)
+    place, old = directory / name_of(step), directory / f"{partial}0"
+    if place.exists():
+        os.replace(place, old)
+    os.replace(folder, place)
+    _sync(directory)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def name_latest(directory: Path, step: int) -> None:
+    """Write that a step's checkpoint is the newest."""
+    _replace_json(directory / _LATEST, {"step": step})
+
+
+def write_progress(path: str, step: int) -> None:
+    """Write a completed checkpoint's step for npurun."""
+    beside = Path(f"{path}.part")
+    beside.write_text(f"{step}\n", encoding="utf-8")
+    os.replace(beside, path)
+
+
+def steps(directory: Path) -> tuple[list[int], str | None]:
+    """Return the steps of the finished checkpoints up to the latest, newest first, and what is wrong with the name of
+    the latest.
+
+    A newer one than the latest was never named, or a user has named an older one to go back to it.
+    """
+    found = sorted((int(match[1]) for match in _matches(directory, _FINISHED)), reverse=True)
+    try:
+        latest = int(json.loads((directory / _LATEST).read_text(encoding="utf-8"))["step"])
+    except FileNotFoundError:
+        return found, f"{_LATEST} is missing" if found else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return found, f"{_LATEST} can't be read ({error})"
+    return [step for step in found if step <= latest], None
+
+
+def manifest_of(directory: Path, step: int) -> dict[str, Any]:
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: it can't be read.
+    """
+    path = directory / name_of(step) / _MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        known = manifest["format"] == FORMAT
+        complete = isinstance(manifest["files"], dict) and manifest["step"] == step
+        world_size = int(manifest["world_size"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if not known or not complete or world_size < 1:
+        raise CheckpointError(f"{path}: not a manifest of format {FORMAT} for step {step}")
+    return dict(manifest)
+
+
+def damage(directory: Path, step: int, files: dict[str, Sequence[int]], prefix: str) -> str | None:
+    """Return what is wrong with the files of a prefix, with the file's path; None if they are whole.
+
+    Args:
+        directory: of the checkpoints.
+        step: of the checkpoint.
+        files: size and checksum of the checkpoint's files by name.
+        prefix: the beginning of the names of the files to look at.
+    """
+    expected = {name: list(map(int, value)) for name, value in files.items() if name.startswith(f"{prefix}.")}
+    if not expected:
+        return f"{directory / name_of(step)} has no files {prefix}.*"
+    for name, (size, checksum) in expected.items():
+        path = directory / name_of(step) / name
+        try:
+            if path.stat().st_size != size:
+                return f"{path} is torn: {path.stat().st_size} bytes; expected {size}"
+            if _size_and_checksum(path)[1] != checksum:
+                return f"{path} is corrupted: its checksum differs"
+        except OSError as error:
+            return f"{path}: {error.strerror or error}"
+    return None
+
+
+def keep_only(directory: Path, latest: int, keep: int) -> list[str]:
+    """Remove the checkpoints beyond the newest ``keep``, and those of an abandoned run that are newer than the latest.
+
+    Returns:
+        What could not be removed.
+    """
+    found = sorted((int(match[1]) for match in _matches(directory, _FINISHED)), reverse=True)
+    kept = [step for step in found if step <= latest][:keep]
+    return _remove(directory / name_of(step) for step in found if step not in kept)
+
+
+def remove_partial(directory: Path, but: str = "") -> list[str]:
+    """Remove what killed jobs have left half-written, but not a given job's; return what could not be removed."""
+    return _remove(directory / match[0] for match in _matches(directory, _PARTIAL) if match[1] != but)
+
+
+def _matches(directory: Path, pattern: re.Pattern[str]) -> list[re.Match[str]]:
+    with os.scandir(directory) as entries:
+        return [match for entry in entries if (match := pattern.fullmatch(entry.name)) and entry.is_dir()]
+
+
+def _remove(folders: Iterable[Path]) -> list[str]:
+    problems = []
+    for folder in folders:
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            problems.append(f"{folder}: {error}")
+    return problems
+
+
+def _size_and_checksum(path: Path) -> list[int]:
+    size = checksum = 0
+    with path.open("rb") as file:
+        while data := file.read(_CHUNK):
+            size += len(data)
+            checksum = zlib.crc32(data, checksum)
+    return [size, checksum]
+
+
+def _write_json(path: Path, value: Any) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _replace_json(path: Path, value: Any) -> None:
+    beside = path.with_name(f".{path.name}.part")
+    try:
+        _write_json(beside, value)
+        os.replace(beside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

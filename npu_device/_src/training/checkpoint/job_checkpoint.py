@@ -1,0 +1,355 @@
+"""``npu.train.JobCheckpoint``: one checkpoint of all ranks of a job."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src import environment
+from npu_device._src.cluster.errors import RESUMABLE
+from npu_device._src.cluster.preemption import Preemption
+from npu_device._src.training.checkpoint import choice, folder, places
+from npu_device._src.training.checkpoint.folder import CheckpointError
+from npu_device._src.training.checkpoint.own import Own
+from npu_device._src.training.checkpoint.places import Place, everybody, raise_together
+from npu_device._src.training.checkpoint.shared import Digests, Shared, with_hidden_random_state
+from npu_device._src.training.world import World, world
+from npu_device._src.version import __version__
+
+_log = logging.getLogger("npu_device")
+
+
+class JobCheckpoint:
+    """Checkpoints of all ranks of a job together, for a training loop of your own.
+
+    Args:
+        directory: where they are, the same path on every rank; created if it doesn't exist. On several hosts it need
+            not be shared: each host then writes a whole checkpoint to its own disk.
+        every: steps between checkpoints that ``step_done`` writes; None for none but the last, when asked to stop.
+        keep: how many checkpoints are kept, above 0.
+        preemption: stop all ranks after the same step, with a checkpoint, when any of them is sent the signal that
+            ``NPU_DEVICE_PREEMPT_SIGNAL`` names (SIGTERM by default); see ``step_done``. The signal's handler is
+            replaced until ``close``.
+        per_rank: by name, what each rank has of its own: tf.data iterators, ``tf.random.Generator``,
+            ``keras.random.SeedGenerator``, ``numpy.random.Generator`` and ``random.Random`` objects; optimizers whose
+            state is sharded.
+        shared: by name, what all ranks have alike: models, optimizers, loss scales, variables.
+
+    Attributes:
+        notes: the notes of the checkpoint that was restored.
+        not_kept: what ``restore`` could not restore, one sentence each.
+
+    Raises:
+        ValueError: ``every`` or ``keep`` is not positive.
+        TypeError: something that can't be in a checkpoint.
+
+    The random states of Python, numpy and TensorFlow's eager operations are kept for each rank, and so are variables
+    among the shared ones that differ from rank 0's (seed generators, moving averages). Random operations of a graph
+    that have no generator keep their state where nobody can read it.
+
+    Every rank has to make the calls, in the same order. On a single device they do the same for one process.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        every: int | None = None,
+        keep: int = 3,
+        preemption: bool = True,
+        per_rank: Mapping[str, Any] | None = None,
+        **shared: Any,
+    ) -> None:
+        if keep < 1 or (every is not None and every < 1):
+            raise ValueError(f"keep and every must be at least 1; found keep={keep}, every={every}")
+        self.notes: dict[str, Any] = {}
+        self.not_kept: tuple[str, ...] = ()
+        self._directory = Path(directory).absolute()
+        self._every = every
+        self._keep = keep
+        self._shared = Shared(shared)
+        self._own = Own(per_rank or {})
+        self._warned = with_hidden_random_state({**shared, **(per_rank or {})})
+        self._ranks: World | None = None
+        self._place: Place | None = None
+        self._last: int | None = None  # the step of the newest checkpoint; None before restore and save
+        self._preemption = _watch_for_the_signal() if preemption else None
+
+    def __enter__(self) -> JobCheckpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Restore the handler of the signal; also at the end of a ``with`` block."""
+        if self._preemption is not None:
+            self._preemption.close()
+
+    def step_done(self, step: int) -> None:
+        """Say that a step is over; writes a checkpoint every ``every`` steps, and ends the process when asked to stop.
+
+        Args:
+            step: how many steps are over.
+
+        Raises:
+            SystemExit: any rank was sent the signal, and all ranks have written the checkpoint of this step. The code
+                is 75, by which ``npurun`` knows that the job can be resumed.
+            CheckpointError: that checkpoint could not be written.
+
+        If a checkpoint can't be written otherwise, a warning says so, and training goes on: the one before is still
+        whole. A process that was sent the signal ends within ``NPU_DEVICE_PREEMPT_TIMEOUT`` seconds, and at once when
+        it is sent a second one.
+        """
+        if self._preemption is not None and self._preemption.is_last_step():
+            self.save(step)
+            self._preemption.has_saved()
+            _log.info("stopped after step %d, as asked", step)
+            raise SystemExit(RESUMABLE)
+        if self._every is not None and step // self._every > (self._last or 0) // self._every:
+            try:
+                self.save(step)
+            except CheckpointError as error:
+                self._last = step
+                if self._ranks is None or self._ranks.is_main:
+                    _log.warning("%s\nTraining goes on; the newest checkpoint is an older one.", error)
+
+    def save(self, step: int, notes: Mapping[str, Any] | None = None) -> None:
+        """Write a checkpoint now.
+
+        Args:
+            step: how many steps are over; the same on all ranks.
+            notes: values for JSON to find in ``notes`` after ``restore``; those of rank 0 are kept.
+
+        Raises:
+            CheckpointError: a rank could not write its part; on all ranks. The checkpoint before is still whole and
+                the latest.
+            RuntimeError: the directory holds another run's checkpoints; the ranks save different steps, or variables
+                of different shapes.
+        """
+        ranks, place = self._prepare()
+        differing = self._compare(ranks, place, step)
+        partial = self._directory / folder.partial_name(step, place.token)
+        written: dict[str, Any] = {}
+        problem = None
+        try:
+            written = self._write(partial, place, differing)
+        except Exception as error:
+            problem = _text(error)
+        collected = everybody(ranks, (problem, written))
+        try:
+            raise_together(
+                ranks,
+                [found for found, _ in collected],
+                f"the checkpoint of step {step} could not be written to {self._directory}:",
+            )
+        except CheckpointError:
+            if place.is_keeper:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        files = {
+            name: entry
+            for rank, (_, entries) in enumerate(collected)
+            if place.keepers[rank] == place.rank
+            for name, entry in entries.items()
+        }
+        self._name(ranks, place, step, partial, files, dict(notes or {}))
+        self._last = step
+
+    def restore(self) -> int:
+        """Restore the newest checkpoint that is whole on all ranks.
+
+        Returns:
+            Its step, the same on all ranks; 0 if there is no checkpoint.
+
+        Raises:
+            CheckpointError: there are checkpoints, but none can be used, or it doesn't fit the script's model.
+
+        A damaged checkpoint is left out with a warning that names the file. With another number of ranks, what all
+        ranks share is restored, and a warning says what could not be kept.
+        """
+        ranks, place = self._prepare()
+        if place.is_keeper:
+            _warn_each(folder.remove_partial(self._directory, but=place.token))
+        chosen = choice.newest_whole(ranks, place, self._directory)
+        if chosen is None:
+            self._last = 0
+            return 0
+        here = self._directory / folder.name_of(chosen.step)
+        borrowed = self._directory / folder.partial_name(chosen.step, place.token)
+        takes = chosen.sends and place.keepers[chosen.holder] != place.keepers[place.rank]
+        lost = list(chosen.not_kept)
+        problem = None
+        try:
+            if chosen.sends and ranks is not None:
+                source = borrowed if takes else here
+                places.send_files(ranks, source, chosen.shared, chosen.holder, takes and place.is_keeper)
+                ranks.wait()
+            try:
+                lost += self._read(borrowed if takes else here, here, chosen)
+            except Exception as error:
+                problem = _text(error)
+            raise_together(
+                ranks,
+                everybody(ranks, problem),
+                f"the checkpoint of step {chosen.step} in {self._directory} can't be read:",
+            )
+        finally:
+            if place.is_keeper:
+                shutil.rmtree(borrowed, ignore_errors=True)
+        self._last = chosen.step
+        self.notes, self.not_kept = chosen.notes, tuple(lost)
+        _log.info("restored the checkpoint of step %d from %s", chosen.step, here)
+        if lost and place.rank == 0:
+            _log.warning("the checkpoint of step %d is restored, except for\n  %s", chosen.step, "\n  ".join(lost))
+        return chosen.step
+
+    # Parts of saving
+
+    def _prepare(self) -> tuple[World | None, Place]:
+        if not tf.executing_eagerly():
+            raise RuntimeError(
+                "JobCheckpoint works in eager mode, between the steps; found a graph.\nWhat to do: call it outside of "
+                "tf.function; in a session of TensorFlow 1 use tf.compat.v1.train.Saver."
+            )
+        if self._place is None:
+            self._ranks = world()
+            self._place = places.find_place(self._ranks, self._directory)
+            names, self._warned = self._warned, []
+            if names and self._place.rank == 0:
+                _log.warning(
+                    "the random state of %s can't be kept in a checkpoint, so that a resumed run draws other numbers.\n"
+                    "What to do: call tf.keras.backend.experimental.enable_tf_random_generator() before the model is "
+                    "made.",
+                    ", ".join(names),
+                )
+        return self._ranks, self._place
+
+    def _compare(self, ranks: World | None, place: Place, step: int) -> dict[str, Any]:
+        """Check that all ranks save the same; return the variables that have other values than those that this
+        directory's keeper writes.
+
+        Raises:
+            RuntimeError: the ranks save different steps or other variables; the directory has checkpoints of another
+                run.
+        """
+        mine: Digests = {} if ranks is None else self._shared.digests()
+        there = folder.steps(self._directory)[0][:1] if place.is_keeper and self._last is None else []
+        found = everybody(ranks, (step, there, mine if place.is_keeper else None))
+        if len({its for its, _, _ in found}) > 1:
+            raise RuntimeError(
+                "the ranks save different steps: "
+                + ", ".join(f"rank {rank}: {its}" for rank, (its, _, _) in enumerate(found))
+                + ".\nWhat to do: give every rank the same number of steps."
+            )
+        if any(some for _, some, _ in found):
+            newest = max(max(some) for _, some, _ in found if some)
+            raise RuntimeError(
+                f"{self._directory} holds checkpoints of a run, the newest of step {newest}, which this one would "
+                "replace.\nWhat to do: call restore() before the first step, or use another directory."
+            )
+        keeper = place.keepers[place.rank]
+        written: Digests = found[keeper][2]
+        problem = next((path for path in mine if path not in written or written[path][0] != mine[path][0]), None)
+        problems = everybody(ranks, problem)
+        if any(path is not None for path in problems):
+            lines = [f"  rank {rank}: {path}" for rank, path in enumerate(problems) if path is not None]
+            raise RuntimeError(
+                "what all ranks share has variables that lower ranks don't have, or in another shape:\n"
+                + "\n".join(lines)
+                + "\nWhat to do: name what is different on each rank (sharded optimizers) in per_rank."
+            )
+        variables = self._shared.variables() if mine else {}
+        return {path: variables[path] for path, digest in mine.items() if digest != written[path]}
+
+    def _write(self, partial: Path, place: Place, differing: Mapping[str, Any]) -> dict[str, Any]:
+        partial.mkdir(exist_ok=True)
+        prefix = folder.own_prefix(place.rank)
+        self._own.write(partial / prefix, differing)
+        written = folder.sync_files(partial, prefix)
+        if place.is_keeper:
+            self._shared.write(partial / folder.SHARED)
+            written |= folder.sync_files(partial, folder.SHARED)
+        return written
+
+    def _name(
+        self,
+        ranks: World | None,
+        place: Place,
+        step: int,
+        partial: Path,
+        files: Mapping[str, Any],
+        notes: Mapping[str, Any],
+    ) -> None:
+        manifest = {
+            "world_size": len(place.keepers),
+            "versions": {"npu_device": __version__, "tensorflow": tf.__version__},
+            "notes": notes,
+            "variables": sorted(self._shared.variables()),
+            "files": files,
+        }
+        what = f"the checkpoint of step {step} could not be completed in {self._directory}:"
+        problem = None
+        if place.is_keeper:
+            with _noting() as problems:
+                folder.finish(self._directory, partial.name, step, manifest)
+            problem = problems.text
+        raise_together(ranks, everybody(ranks, problem), what)
+        problem = None
+        if place.is_keeper:
+            with _noting() as problems:
+                folder.name_latest(self._directory, step)
+                _warn_each(folder.keep_only(self._directory, step, self._keep))
+                path = environment.NPU_DEVICE_PROGRESS_FILE.get()
+                if path is not None and place.rank == 0:
+                    folder.write_progress(path, step)
+            problem = problems.text
+        raise_together(ranks, everybody(ranks, problem), what)
+
+    def _read(self, source: Path, here: Path, chosen: choice.Chosen) -> list[str]:
+        self._shared.read(source / folder.SHARED, chosen.variables)
+        if not chosen.own:
+            return []
+        assert self._place is not None
+        return self._own.read(here / folder.own_prefix(self._place.rank), self._shared.variables())
+
+
+def _watch_for_the_signal() -> Preemption | None:
+    ranks = world()
+    health, size = (None, 1) if ranks is None else (ranks.runtime.health, ranks.size)
+    number = signal.Signals[environment.NPU_DEVICE_PREEMPT_SIGNAL.get()]
+    try:
+        return Preemption(health, size, number, environment.NPU_DEVICE_PREEMPT_TIMEOUT.get())
+    except ValueError:
+        _log.warning("this thread can't handle %s. What to do: make the JobCheckpoint in the main thread.", number.name)
+        return None
+
+
+class _Problem:
+    text: str | None = None
+
+
+@contextlib.contextmanager
+def _noting() -> Any:
+    problem = _Problem()
+    try:
+        yield problem
+    except OSError as error:
+        problem.text = _text(error)
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if not isinstance(error, CheckpointError) else str(error)
+
+
+def _warn_each(problems: list[str]) -> None:
+    for problem in problems:
+        _log.warning("an old checkpoint can't be removed: %s", problem)

@@ -1,0 +1,95 @@
+"""What each rank has of its own: iterators, generators, random state, and values in which it differs from rank 0."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from npu_device._src.training.checkpoint import random_state
+from npu_device._src.training.checkpoint.shared import trackable
+
+
+class Own:
+    """One rank's own part of a ``JobCheckpoint``.
+
+    Args:
+        things: trackables, ``random.Random`` and ``numpy.random.Generator`` objects by name.
+    """
+
+    def __init__(self, things: Mapping[str, Any]) -> None:
+        plain = (random.Random, np.random.Generator)
+        self._generators = {name: thing for name, thing in things.items() if isinstance(thing, plain)}
+        self._trackables = {
+            name: trackable(thing, name) for name, thing in things.items() if name not in self._generators
+        }
+
+    def write(self, prefix: Path, differing: Mapping[str, Any]) -> None:
+        """Write everything.
+
+        Args:
+            prefix: of the files.
+            differing: variables of the shared part that have other values than those written there, by path.
+        """
+        if self._trackables:
+            tf.train.Checkpoint(**self._trackables).write(str(prefix))
+        if differing:
+            values = [tf.convert_to_tensor(variable) for variable in differing.values()]
+            tf.raw_ops.SaveV2(
+                prefix=f"{prefix}.differing",
+                tensor_names=list(differing),
+                shape_and_slices=[""] * len(differing),
+                tensors=values,
+            )
+        record = {
+            "random": random_state.of_process(),
+            "generators": {name: random_state.of_generator(thing) for name, thing in self._generators.items()},
+            "differing": list(differing),
+        }
+        with Path(f"{prefix}.json").open("w", encoding="utf-8") as file:
+            json.dump(record, file)
+
+    def read(self, prefix: Path, variables: Mapping[str, Any]) -> list[str]:
+        """Read what ``write`` has written.
+
+        Args:
+            prefix: of the files.
+            variables: those of the shared part by path.
+
+        Returns:
+            What could not be kept.
+        """
+        record = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))
+        lost = []
+        if self._trackables:
+            if Path(f"{prefix}.index").exists():
+                tf.train.Checkpoint(**self._trackables).read(str(prefix)).assert_existing_objects_matched()
+            else:
+                lost.append(f"{', '.join(self._trackables)}: not in the checkpoint")
+        for name, thing in self._generators.items():
+            if name in record["generators"]:
+                random_state.set_generator(thing, record["generators"][name])
+            else:
+                lost.append(f"{name}: not in the checkpoint")
+        known = [path for path in record["differing"] if path in variables]
+        _assign(f"{prefix}.differing", known, variables)
+        lost += [f"{path}: it doesn't exist yet" for path in record["differing"] if path not in variables]
+        random_state.set_process(record["random"])
+        return lost
+
+
+def _assign(prefix: str, paths: Sequence[str], variables: Mapping[str, Any]) -> None:
+    if paths:
+        values = tf.raw_ops.RestoreV2(
+            prefix=prefix,
+            tensor_names=list(paths),
+            shape_and_slices=[""] * len(paths),
+            dtypes=[tf.as_dtype(variables[path].dtype) for path in paths],
+        )
+        for path, value in zip(paths, values):
+            variables[path].assign(value)

@@ -1,0 +1,114 @@
+"""Finds out which ranks see the same directory: all of them, or on several hosts without a shared file system each
+host's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src.training.checkpoint.folder import CheckpointError
+from npu_device._src.training.world import World
+
+_PIECE = 1 << 26  # bytes that are sent at a time
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank's files are.
+
+    Attributes:
+        token: a random text, the same on all ranks.
+        keepers: for each rank, the lowest rank that sees the same directory.
+        rank: this rank.
+    """
+
+    token: str
+    keepers: tuple[int, ...]
+    rank: int
+
+    @property
+    def is_keeper(self) -> bool:
+        """Return True on the rank that names and removes the checkpoints of this directory."""
+        return self.keepers[self.rank] == self.rank
+
+
+def everybody(world: World | None, value: Any) -> list[Any]:
+    """Return every rank's value, by rank."""
+    return [value] if world is None else world.objects(value)
+
+
+def raise_together(world: World | None, problems: Sequence[str | None], what: str) -> None:
+    """Raise an error if any rank has a problem, given all ranks' problems.
+
+    Raises:
+        CheckpointError: it names the ranks and their problems.
+    """
+    lines = [_line(world, rank, text) for rank, text in enumerate(problems) if text is not None]
+    if lines:
+        raise CheckpointError("\n".join([what, *lines]))
+
+
+def _line(world: World | None, rank: int, text: str) -> str:
+    return text if world is None else f"  rank {rank} on host {world.runtime.cluster.hosts[rank]}: {text}"
+
+
+def find_place(world: World | None, directory: Path) -> Place:
+    """Create the directory, and find out who else sees it; every rank has to make the call.
+
+    Raises:
+        CheckpointError: a rank can't write there.
+    """
+    token = secrets.token_hex(4)
+    token = token if world is None else world.object_from_root(token)
+    rank, size = (0, 1) if world is None else (world.rank, world.size)
+
+    def mark(of: int) -> Path:
+        return directory / f".seen-{token}-{of}"
+
+    problem = None
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        mark(rank).touch()
+    except OSError as error:
+        problem = str(error)
+    try:
+        raise_together(world, everybody(world, problem), f"there can't be checkpoints in {directory}:")
+        # By name, since a network file system may show an old list of a directory's entries.
+        keeper = next(other for other in range(size) if mark(other).exists())
+        return Place(token, tuple(everybody(world, keeper)), rank)
+    finally:
+        with contextlib.suppress(OSError):
+            mark(rank).unlink(missing_ok=True)
+
+
+def send_files(world: World, folder: Path, names: list[str], root: int, takes: bool) -> None:
+    """Send the root's files to the ranks that take them; every rank has to make the call.
+
+    Args:
+        world: the ranks.
+        folder: where the files are on the root, and are written on ranks that take them.
+        names: of the files, the same on all ranks.
+        root: the rank that has them.
+        takes: this rank writes them.
+    """
+    for name in names:
+        path = folder / name
+        size = world.object_from_root(path.stat().st_size if world.rank == root else 0, root)
+        if takes:
+            folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            source = stack.enter_context(path.open("rb")) if world.rank == root else None
+            target = stack.enter_context(path.open("wb")) if takes else None
+            for begin in range(0, size, _PIECE):
+                length = min(_PIECE, size - begin)
+                mine = tf.io.decode_raw(source.read(length), tf.uint8) if source else tf.zeros([length], tf.uint8)
+                [piece] = world.from_root([mine], root)
+                if target:
+                    target.write(piece.numpy().tobytes())

@@ -1,0 +1,169 @@
+"""What all ranks of a job share: the trackables of a ``JobCheckpoint``, their variables, and their files."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.training.checkpoint.folder import CheckpointError
+
+_UNTRACKED = "npu_untracked"
+Digests = dict[str, tuple[tuple[int, ...], int]]
+
+
+class Shared:
+    """The trackables of a ``JobCheckpoint`` by name.
+
+    Args:
+        trackables: models, optimizers, variables, and whatever else ``tf.train.Checkpoint`` takes; seed generators of
+            Keras, which it doesn't take.
+    """
+
+    def __init__(self, trackables: Mapping[str, Any]) -> None:
+        self._trackables = dict(trackables)
+
+    def checkpoint(self) -> Any:
+        """Return a ``tf.train.Checkpoint`` of all variables that exist now.
+
+        tf.train.Checkpoint misses the random states of layers (Keras 3.15, tf-keras 2.20).
+        """
+        named = {name: trackable(thing, name) for name, thing in self._trackables.items()}
+        tracked = {id(variable) for variable in _variables(tf.train.Checkpoint(**named)).values()}
+        listed = {
+            id(variable): variable
+            for thing in self._trackables.values()
+            for variable in _listed(thing)
+            if id(variable) not in tracked
+        }
+        return tf.train.Checkpoint(**named, **{_UNTRACKED: list(listed.values())} if listed else {})
+
+    def variables(self) -> dict[str, Any]:
+        """Return the variables by the path on which ``checkpoint`` reaches them."""
+        return _variables(self.checkpoint())
+
+    def digests(self) -> Digests:
+        """Return shape and checksum of each variable by its path."""
+        return {path: (tuple(variable.shape), _checksum(variable)) for path, variable in self.variables().items()}
+
+    def write(self, prefix: Path) -> None:
+        """Write all variables."""
+        self.checkpoint().write(str(prefix))
+
+    def build(self) -> None:
+        """Create the state of optimizers that have none, if there is one model whose variables they train."""
+        models = [thing for thing in self._trackables.values() if hasattr(thing, "trainable_variables")]
+        if len(models) != 1 or not getattr(models[0], "built", False):
+            return
+        for thing in self._trackables.values():
+            if hasattr(thing, "apply_gradients"):
+                compat.build_optimizer(thing, models[0].trainable_variables)
+
+    def read(self, prefix: Path, paths: Sequence[str]) -> None:
+        """Read all variables.
+
+        Args:
+            prefix: the files.
+            paths: the variables in them.
+
+        Raises:
+            CheckpointError: the checkpoint and the script's variables don't fit together.
+        """
+        self.build()
+        checkpoint = self.checkpoint()
+        absent = sorted(set(paths) - set(_variables(checkpoint)))
+        if absent and any(_of_keras_3(thing) for thing in self._trackables.values()):  # tf-keras reads them when made
+            raise CheckpointError(
+                f"{len(absent)} variable(s) of the checkpoint don't exist in this script, for instance {absent[0]}.\n"
+                "Likely cause: the model or its optimizer isn't built yet, or is another one than when it was saved.\n"
+                "What to do: build the model (call it once, or give it an Input) before restore()."
+            )
+        try:
+            checkpoint.read(str(prefix)).assert_existing_objects_matched()
+        except (AssertionError, ValueError, tf.errors.OpError) as error:
+            raise CheckpointError(
+                f"the checkpoint doesn't fit the script's model, optimizer or other trackables: {error}\n"
+                "What to do: make the same ones as in the script that saved it, under the same names."
+            ) from error
+
+
+def trackable(thing: Any, name: str) -> Any:
+    """Return what ``tf.train.Checkpoint`` takes for a thing.
+
+    Raises:
+        TypeError: it takes nothing for it.
+    """
+    state = getattr(thing, "state", None)
+    if hasattr(state, "assign") and not isinstance(thing, tf.random.Generator):
+        return state  # a seed generator of Keras 3
+    if isinstance(thing, (list, tuple, dict)) or hasattr(thing, "_trackable_children"):
+        return thing
+    raise TypeError(
+        f"{name!r} can't be in a checkpoint: found a {type(thing).__module__}.{type(thing).__name__}; expected a "
+        "model, an optimizer, a variable, a tf.data iterator, a random generator, or anything else that "
+        "tf.train.Checkpoint takes.\nWhat to do: leave it out, or keep its value in a tf.Variable."
+    )
+
+
+def with_hidden_random_state(things: Mapping[str, Any]) -> list[str]:
+    """Return the names of tf-keras layers whose random state is inside an operation, where nothing can read it."""
+    return [
+        layer.name
+        for thing in things.values()
+        for layer, generator in _random_layers(thing)
+        if getattr(generator, "_rng_type", "") == "legacy_stateful"
+    ]
+
+
+def _random_layers(thing: Any) -> list[tuple[Any, Any]]:
+    """Return the layers of a tf-keras model that draw random numbers, each with what it draws them from."""
+    if not hasattr(thing, "_flatten_layers") or compat.is_keras_3(compat.keras_of(thing)):
+        return []
+    pairs = [(layer, getattr(layer, "_random_generator", None)) for layer in thing._flatten_layers()]
+    return [(layer, generator) for layer, generator in pairs if generator is not None]
+
+
+def _listed(thing: Any) -> list[Any]:
+    """Return variables that tf.train.Checkpoint may miss."""
+    if _of_keras_3(thing):
+        variables: Any = getattr(thing, "variables", ())
+        return list(variables) if isinstance(variables, (list, tuple)) else []
+    generators = [getattr(generator, "_generator", None) for _, generator in _random_layers(thing)]
+    return [generator.state for generator in generators if generator is not None]
+
+
+def _of_keras_3(thing: Any) -> bool:
+    roots = {cls.__module__.split(".", 1)[0] for cls in type(thing).__mro__}
+    return "keras" in roots and compat.is_keras_3(compat.keras_of(thing))
+
+
+def _variables(root: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    seen = {id(root)}
+    todo = [("", root)]
+    while todo:
+        path, parent = todo.pop()
+        children = tf.train.TrackableView.children(parent)
+        for name in sorted(children):
+            child = children[name]
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            place = f"{path}/{name}" if path else name
+            if all(hasattr(child, part) for part in ("assign", "dtype", "shape")):
+                found[place] = child
+            else:
+                todo.append((place, child))
+    return found
+
+
+def _checksum(variable: Any) -> int:
+    value = np.ascontiguousarray(tf.convert_to_tensor(variable).numpy())
+    if value.dtype == object:  # strings
+        return zlib.crc32(repr(value.tolist()).encode())
+    return zlib.crc32(value.reshape(-1).view(np.uint8).data)

@@ -1,0 +1,39 @@
+"""``npu_compat_function``: ``tf.function`` for scripts that ask for XLA, which an NPU does not have."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+_log = logging.getLogger("npu_device")
+
+_XLA_FLAGS = ("jit_compile", "experimental_compile")
+
+_warned = False
+
+
+def npu_compat_function(func: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
+    """Compile a function as ``tf.function`` does, without the flags that ask for XLA.
+
+    Args:
+        func: the function to compile; None when the decorator is written with arguments.
+        **kwargs: arguments of ``tf.function``. ``jit_compile`` and ``experimental_compile`` are dropped; the first time
+            that one of them asks for XLA a warning is logged.
+
+    Returns:
+        The compiled function, or a decorator when ``func`` is None.
+
+    Raises:
+        TypeError: an argument that ``tf.function`` does not know.
+
+    Source: Ascend TF Adapter 2.x, ``npu.npu_compat_function``.
+    """
+    global _warned
+    import tensorflow as tf
+
+    asked = [flag for flag in _XLA_FLAGS if kwargs.get(flag)]
+    if asked and not _warned:
+        _warned = True
+        _log.warning("npu_compat_function ignores %s; use tf.function to compile with XLA", " and ".join(asked))
+    return tf.function(func, **{name: value for name, value in kwargs.items() if name not in _XLA_FLAGS})

@@ -1,0 +1,64 @@
+"""``npu.distribute.shard_and_rebatch_dataset``: each rank's share of the data set, and the batch size that goes with
+it.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from npu_device._src.training import device
+from npu_device._src.training.same_samples import warn_if_shuffled_differently
+
+
+def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
+    """Return this rank's share of an un-batched data set, and its batch size.
+
+    Args:
+        dataset: a ``tf.data.Dataset`` of single elements, the same on every rank; call this before shuffle, repeat and
+            batch.
+        global_bs: elements in a batch over all ranks together; an integer of any kind (numpy's too).
+
+    Returns:
+        ``(dataset, batch_size)``: every n-th element beginning with this rank's number, and this rank's share of the
+        batch as a Python int. The caller batches: ``dataset.batch(batch_size)``. On a single device the arguments
+        themselves.
+
+    Raises:
+        ValueError: ``global_bs`` is not divisible by the number of ranks, or not positive.
+        TypeError: ``global_bs`` is not an integer, or ``dataset`` can't be sharded.
+
+    When the number of elements is not a multiple of the number of ranks, the first ranks get one element more;
+    ``drop_remainder=True`` or ``repeat()`` keeps the number of batches equal. A data set that is shuffled without a
+    seed gets a warning: its order, and so its parts, differ on each rank.
+
+    >>> import tensorflow as tf
+    >>> import npu_device as npu
+    >>> dataset, batch = npu.distribute.shard_and_rebatch_dataset(tf.data.Dataset.range(6), 3)
+    >>> [elements.tolist() for elements in dataset.batch(batch).as_numpy_iterator()]  # a single device
+    [[0, 1, 2], [3, 4, 5]]
+
+    Source: Ascend TF Adapter 2.x, ``npu.distribute.shard_and_rebatch_dataset``.
+    """
+    runtime = device.cluster_runtime()
+    if runtime is None:
+        return dataset, global_bs
+    rank, world_size = runtime.cluster.rank, runtime.cluster.world_size
+    try:
+        batch_size = operator.index(global_bs)
+    except TypeError:
+        raise TypeError(
+            f"rank {rank}: the global batch size must be an integer; found {global_bs!r} of type "
+            f"{type(global_bs).__name__}"
+        ) from None
+    if not hasattr(dataset, "shard"):
+        raise TypeError(f"rank {rank}: expected a tf.data.Dataset to shard; found a {type(dataset).__name__}")
+    if batch_size <= 0 or batch_size % world_size:
+        below = max(batch_size // world_size, 1) * world_size
+        raise ValueError(
+            f"rank {rank}: the global batch size must be divisible by the number of ranks; found {batch_size} on "
+            f"{world_size} ranks.\n"
+            f"What to do: use a multiple of {world_size}, for instance {below} or {below + world_size}."
+        )
+    warn_if_shuffled_differently(runtime, dataset)
+    return dataset.shard(world_size, rank), batch_size // world_size

@@ -1,0 +1,206 @@
+"""Opening and closing: ``npu.open()`` joins the job that the environment describes, and returns this rank's handle.
+
+Without distributed environment variables nothing is started. The calls of ``npu.distribute`` get the running cluster
+from here; if the script forgot ``npu.open()``, they open it themselves as long as that is still possible, and raise
+otherwise: a rank that trains alone while it believes it is one of four is worse than any error.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src import compat, environment
+from npu_device._src.cluster import membership, rendezvous, runtime
+from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives import resources
+from npu_device._src.collectives.backends.shared_memory.host import detect_hosts
+from npu_device._src.collectives.backends.tensorflow import server
+from npu_device._src.collectives.stall import watch_for_stalls
+from npu_device._src.gradients.split_choice import share
+from npu_device._src.options import global_options
+from npu_device._src.report.output import write_report
+from npu_device._src.trace import trace
+from npu_device._src.trace.settings import Settings, settings
+from npu_device._src.training.unreduced import watch_for_training_alone
+from npu_device._src.tuning import aoe
+
+_log = logging.getLogger("npu_device")
+
+
+class NpuDeviceHandle:
+    """The handle that ``npu.open`` returns: this process's device, and its place among the workers.
+
+    Attributes:
+        workers_num: number of ranks in the job; 1 on a single device.
+        worker_id: this process's rank, from 0.
+    """
+
+    def __init__(self, device_id: int, workers_num: int, worker_id: int) -> None:
+        self._device_id = device_id
+        self.workers_num = workers_num
+        self.worker_id = worker_id
+
+    def name(self) -> str:
+        """Return the device's name in Ascend's spelling: ``/job:localhost/replica:0/task:0/device:NPU:<id>``."""
+        return f"/job:localhost/replica:0/task:0/device:NPU:{self._device_id}"
+
+    def scope(self) -> Any:
+        """Return a context manager that places operations on this rank's device: its GPU if any, else its CPU."""
+        kind = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
+        running = runtime.current()
+        return tf.device(running.device(kind) if running else f"/device:{kind}:0")
+
+    def is_cluster_worker(self) -> bool:
+        """Return True when this process is one of several workers."""
+        return self.workers_num > 1 and 0 <= self.worker_id < self.workers_num
+
+    def as_default(self) -> NpuDeviceHandle:
+        """Make this the process's default device: a process has one device, so opening it has already done so."""
+        return self
+
+
+_handle: NpuDeviceHandle | None = None
+
+
+def open(device_id: int | None = None) -> NpuDeviceHandle:
+    """Open the device of this process, and join the other workers when the environment names some.
+
+    Args:
+        device_id: number of the device on this host; default ``ASCEND_DEVICE_ID``, else ``DEVICE_ID``, else the local
+            rank, else 0.
+
+    Returns:
+        The handle; the same one when the same device is opened again.
+
+    Raises:
+        ValueError: a malformed environment variable, or both ``RANK_SIZE`` and ``CM_WORKER_SIZE``.
+        RuntimeError: another device is open in this process; the environment is contradictory or incomplete; the ranks
+            did not find each other; TensorFlow was used before. The text begins with "Failed open npu device" when the
+            ranks could not be joined.
+
+    Every rank waits here until all have arrived, at most ``HCCL_CONNECT_TIMEOUT`` seconds.
+
+    Source: Ascend TF Adapter 2.x, ``npu.open``.
+    """
+    global _handle
+    if _handle is not None:
+        if device_id is not None and device_id != _handle._device_id:
+            raise RuntimeError(
+                f"device {device_id} can't be opened: this process has opened {_handle.name()} already, and one "
+                "process has one device.\n"
+                "What to do: start one process a device, for instance with npurun."
+            )
+        return _handle
+    mine = membership.membership_from_environment(device_id)
+    if mine is None:
+        _handle = NpuDeviceHandle(_single_device_id(device_id), 1, 0)
+    else:
+        profiling = global_options().profiling_config
+        traced = settings(profiling.enable_profiling.typed, profiling.profiling_options.typed)
+        try:
+            runtime.require_unclosed()
+            compat.renew_context_of_graphs()
+            cluster, channel = rendezvous.meet(mine)
+            _begin(runtime.start(cluster, channel, mine.starts_hub), traced)
+        except (ClusterError, TimeoutError) as error:
+            raise type(error)(f"Failed open npu device {mine.device_id}: {error}") from error
+        _handle = NpuDeviceHandle(cluster.device_id, cluster.world_size, cluster.rank)
+        _notify_launcher()
+    global_options().freeze()
+    return _handle
+
+
+def _begin(running: Runtime, traced: Settings | None) -> None:
+    """Prepare the first collective together with the other ranks; a rank that fails here tells the others."""
+    try:
+        watch_for_stalls(running)
+        hosts = detect_hosts(running)
+        if not hosts.share_everything:
+            server.require_in_time(running, hosts.late)
+        resources.divide_cores(running.cluster)
+        resources.choose_gpu(running.cluster)
+        if not hosts.share_everything:
+            server.start(running)
+        share(running)
+        _start_trace(running, traced)
+        watch_for_training_alone(running)
+    except BaseException as error:
+        cause = runtime.abandon(error)
+        if cause is not None:
+            raise cause from error
+        raise
+
+
+def close() -> None:
+    """Leave the job. Also runs at exit; on a single device, and in a forked child, only the handle is forgotten. See
+    ``cluster.runtime.close``.
+
+    A trace ends here; rank 0 writes its report when the others have left.
+    """
+    global _handle
+    _handle = None
+    running = runtime.current()
+    if running is not None and running.is_parents:
+        return
+    tracer = trace.stop()
+    runtime.close()
+    if tracer is not None and tracer.rank == 0:
+        write_report(tracer.settings.output)
+
+
+def handle() -> NpuDeviceHandle | None:
+    """Return the open device of this process, or None (Ascend's ``global_npu_ctx``)."""
+    return _handle
+
+
+def cluster_runtime() -> Runtime | None:
+    """Return the running cluster, opened now if the script hasn't done so; None on a single device.
+
+    Raises:
+        RuntimeError: the environment names several workers, but the cluster can't be joined any more.
+        ValueError: a malformed environment variable.
+    """
+    running = runtime.current()
+    if running is not None:
+        return running
+    if membership.world_size_from_environment() == 1:
+        return None
+    _log.warning(
+        "npu.distribute or hccl is used before npu.open(): opening now, since the environment names several workers"
+    )
+    open()
+    return runtime.current()
+
+
+def _start_trace(running: Runtime, wanted: Settings | None) -> None:
+    tuning = global_options().aoe_config
+    if wanted is None and (tuning.aoe_mode.typed or environment.AOE_MODE.get()) == "4":
+        wanted = aoe.begin(running, Path(tuning.work_path.typed))
+    if wanted is not None:
+        trace.start(running, wanted)
+        running.serves_others = running.serves_others or running.cluster.rank == 0  # for the report on all ranks
+        atexit.register(close)  # and so runs before the cluster's own shutdown, which is registered at its start
+
+
+def _notify_launcher() -> None:
+    path = environment.NPU_DEVICE_ERROR_FILE.get()
+    if path is not None:
+        with contextlib.suppress(OSError):
+            Path(environment.opened_mark(path)).touch()
+
+
+def _single_device_id(device_id: int | None) -> int:
+    if device_id is not None:
+        return device_id
+    for variable in (environment.ASCEND_DEVICE_ID, environment.DEVICE_ID):
+        value = variable.get()
+        if value is not None:
+            return int(value)
+    return 0

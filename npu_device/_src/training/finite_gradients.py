@@ -1,0 +1,107 @@
+"""The check of gradients on request (``NPU_DEVICE_CHECK_GRADIENTS``): which rank's aren't finite, in which variable.
+
+NaN and infinity survive a sum. The reduced gradients, which are the same on every rank, show whether there are any, and
+the ranks exchange something only then. Steps of a loss-scale optimizer, which skips such gradients, are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from npu_device._src import environment
+from npu_device._src.collectives.all_gather import all_gather
+from npu_device._src.gradients.reduction import Gradient
+from npu_device._src.training.drift import call_now
+from npu_device._src.training.loss_scale_step import all_finite
+from npu_device._src.training.same_variables import name_of
+from npu_device._src.training.world import World
+
+_VARIABLES = 4  # that a text names for each rank
+_RANKS = 16
+
+
+def is_wanted(optimizer: Any) -> bool:
+    """Return True if the gradients that an optimizer applies are to be checked."""
+    return environment.NPU_DEVICE_CHECK_GRADIENTS.get() == "on" and not hasattr(optimizer, "inner_optimizer")
+
+
+def checked(
+    world: World, steps: Any, mine: Sequence[Gradient], reduced: Sequence[Gradient], variables: Sequence[Any]
+) -> list[Gradient]:
+    """Return the reduced gradients if they are finite.
+
+    Args:
+        world: the ranks.
+        steps: how many steps the optimizer has made.
+        mine: this rank's gradients.
+        reduced: the same reduced over the ranks.
+        variables: the variables that they belong to.
+
+    Raises:
+        RuntimeError: they aren't, on every rank; it says whose gradients and of which variables were the cause.
+    """
+    present = [place for place, gradient in enumerate(mine) if gradient is not None]
+    names = [name_of(variables[place]) for place in present]
+
+    def report() -> tf.Tensor:
+        kinds = tf.stack([_kind(mine[place]) for place in present])
+        everybody = all_gather(world.runtime, kinds, world.group)
+
+        def tell(everybody: Any, steps: Any) -> list[Any]:
+            raise RuntimeError(_text(world, int(steps), names, everybody.reshape(world.size, -1)))
+
+        return call_now(tell, [everybody, steps], [tf.TensorSpec([], tf.int64)])[0]
+
+    good = tf.cond(all_finite(reduced), lambda: tf.constant(0, tf.int64), report)
+    with tf.control_dependencies([good]):  # or variables would be updated before the error
+        return [_identity(gradient) for gradient in reduced]
+
+
+def _kind(gradient: Any) -> tf.Tensor:
+    """Return 0 if a gradient is finite, 1 if it is infinite, 2 if it has NaN: int32, shape []."""
+    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    nan = tf.reduce_any(tf.math.is_nan(values))
+    return tf.where(nan, 2, tf.where(tf.reduce_all(tf.math.is_finite(values)), 0, 1))
+
+
+def _identity(gradient: Gradient) -> Gradient:
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(tf.identity(gradient.values), gradient.indices, gradient.dense_shape)
+    return tf.identity(gradient)
+
+
+def _text(world: World, steps: int, names: Sequence[str], kinds: np.ndarray) -> str:
+    ranks, cluster = world.group.ranks, world.runtime.cluster
+    bad = [place for place in range(world.size) if kinds[place].any()]
+    lines = [
+        f"  rank {ranks[place]} on host {cluster.hosts[ranks[place]]}: {_row(names, kinds[place])}" for place in bad
+    ]
+    if len(lines) > _RANKS:
+        lines[_RANKS:] = [f"  and {len(lines) - _RANKS} more ranks"]
+    head = (
+        f"rank {cluster.rank}: the gradients of step {steps + 1} are not finite, and no variable was changed by them."
+    )
+    if not bad:
+        lines = ["  those of each rank are; their sum is not"]
+    return "\n".join(
+        [
+            head,
+            *lines,
+            "Likely cause: a bad sample in that rank's data, a division by zero or a logarithm of zero in the loss, or "
+            "a learning rate that is too high.\n"
+            "What to do: look at that rank's batch of this step; clip the gradients. With 16-bit floats use a "
+            "loss-scale optimizer, which skips such steps.",
+        ]
+    )
+
+
+def _row(names: Sequence[str], kinds: np.ndarray) -> str:
+    parts = [f"{name} ({'NaN' if kind == 2 else 'infinite'})" for name, kind in zip(names, kinds) if kind]
+    more = f" and {len(parts) - _VARIABLES} more variables" if len(parts) > _VARIABLES else ""
+    return ", ".join(parts[:_VARIABLES]) + more

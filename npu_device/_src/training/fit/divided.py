@@ -1,0 +1,83 @@
+"""``npu.distribute.divided``: a data set of which each rank reads its own part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src.training.fit.share import ROWS, rows_of
+from npu_device._src.training.world import World, world
+
+
+class Divided:
+    """The data set that ``divided`` returns on several ranks.
+
+    Attributes:
+        dataset: this rank's batches.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset) -> None:
+        self.dataset = dataset
+
+
+def divided(dataset: Any) -> Any:
+    """Mark a data set for a replicated model's ``fit`` or ``evaluate`` of which each rank reads its own part.
+
+    Args:
+        dataset: a ``tf.data.Dataset`` of batches, those of this rank. The ranks' batches together are a step's batch,
+            weighted by their samples; a rank whose data end early takes part without samples until all are done.
+
+    Returns:
+        An argument for ``fit``, ``evaluate`` or ``validation_data`` of a model that ``replicate`` has returned; on a
+        single device the data set itself.
+
+    Raises:
+        TypeError: not a ``tf.data.Dataset``.
+
+    A data set that doesn't know its length is read through once to count its batches.
+
+    >>> import tensorflow as tf, npu_device as npu
+    >>> dataset = tf.data.Dataset.range(3).batch(2)
+    >>> npu.distribute.divided(dataset) is dataset  # a single device
+    True
+    """
+    if not isinstance(dataset, tf.data.Dataset):
+        raise TypeError(
+            f"expected a tf.data.Dataset of this rank's batches; found a {type(dataset).__name__}.\n"
+            "What to do: make one, for instance tf.data.Dataset.from_tensor_slices((x, y)).batch(size)."
+        )
+    return dataset if world() is None else Divided(dataset)
+
+
+def with_equal_length(world: World, data: Divided) -> tf.data.Dataset:
+    """Return a data set with the same number of batches on every rank; samples of the added batches don't count.
+
+    Raises:
+        ValueError: a rank has no batch at all.
+    """
+    dataset = data.dataset
+    length = int(dataset.cardinality())
+    if length == tf.data.UNKNOWN_CARDINALITY:
+        length = int(dataset.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1))
+    lengths = world.objects(length)
+    counted = dataset.map(_counting(None))
+    if any(length == tf.data.INFINITE_CARDINALITY for length in lengths):
+        return counted
+    if 0 in lengths:
+        raise ValueError(
+            "a rank has no data at all: batches by rank "
+            + ", ".join(f"{rank}: {count}" for rank, count in enumerate(lengths))
+            + ".\nWhat to do: divide the data so that each rank has one sample at least, or start fewer ranks."
+        )
+    filling = dataset.take(1).map(_counting(0)).repeat(max(lengths) - length)
+    return counted.concatenate(filling).apply(tf.data.experimental.assert_cardinality(max(lengths)))
+
+
+def _counting(rows: int | None) -> Any:
+    def count(*elements: Any) -> Any:
+        found = rows_of(elements) if rows is None else rows
+        x = {ROWS: tf.cast(found, tf.int32), "x": elements[0]}
+        return (x, *elements[1:]) if len(elements) > 1 else x
+
+    return count

@@ -1,0 +1,80 @@
+"""Compiled losses inside a step: each rank's loss is reduced so that the ranks' losses, weighted by their samples, are
+the loss of the whole batch.
+
+A mean over samples needs no change. Sums, means over the valid steps of masked sequences, and means by sample weights
+have other denominators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Callable
+
+import tensorflow as tf
+
+from npu_device._src.training.fit.share import Share
+
+
+class LossesInStep:
+    """Stands in for the compiled losses' ``call`` while one step of a model runs.
+
+    Args:
+        losses: the compiled loss objects.
+        share: this rank's share of the step's samples.
+        add_up: adds up a tensor over the ranks.
+    """
+
+    def __init__(self, losses: Sequence[Any], share: Share, add_up: Callable[[tf.Tensor], tf.Tensor]) -> None:
+        self._share = share
+        self._add_up = add_up
+        self._losses = [(loss, vars(loss).get("call")) for loss in losses]
+        for loss, _ in self._losses:
+            self._replace(loss)
+
+    def remove(self) -> None:
+        """Restore the losses."""
+        for loss, own in self._losses:
+            if own is None:
+                vars(loss).pop("call", None)
+            else:
+                vars(loss)["call"] = own
+
+    def _replace(self, loss: Any) -> None:
+        own = loss.call
+
+        @tf.autograph.experimental.do_not_convert
+        def call(y_true: Any, y_pred: Any) -> Any:
+            factor = self._factor(loss, y_pred)
+            values = own(y_true, y_pred)
+            return values if factor is None else _keep_mask(values, values * tf.cast(factor, values.dtype))
+
+        vars(loss)["call"] = call
+
+    def _factor(self, loss: Any, y_pred: Any) -> tf.Tensor | None:
+        """Return the factor of this rank's loss before it is weighted by its samples; None for none."""
+        reduction = str(loss.reduction)
+        if reduction in ("sum", "none", "None"):
+            return tf.math.divide_no_nan(1.0, tf.cast(self._share.weight, tf.float32))
+        mask = getattr(y_pred, "_keras_mask", None)
+        data = self._share.data
+        if reduction == "mean_with_sample_weight" and isinstance(data, (tuple, list)) and len(data) > 2:
+            return self._relative(data[2])
+        return None if mask is None else self._relative(mask)
+
+    def _relative(self, denominator: Any) -> tf.Tensor:
+        """Return this rank's part of all ranks' denominator, relative to its part of the samples."""
+        if tf.nest.is_nested(denominator):
+            raise ValueError(
+                "a loss with reduction 'mean_with_sample_weight' was given sample weights for each output, which a "
+                "replicated model can't divide.\nWhat to do: use one weight per sample, or the reduction "
+                "'sum_over_batch_size'."
+            )
+        mine = tf.reduce_sum(tf.cast(denominator, tf.float32)) * self._share.counts
+        part = tf.math.divide_no_nan(mine, self._add_up(mine))
+        return tf.math.divide_no_nan(part, tf.cast(self._share.weight, tf.float32))
+
+
+def _keep_mask(before: Any, after: Any) -> Any:
+    if getattr(before, "_keras_mask", None) is not None:
+        after._keras_mask = before._keras_mask
+    return after

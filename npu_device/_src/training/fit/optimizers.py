@@ -1,0 +1,113 @@
+"""Optimizers of a replicated model: gradients are added up over the ranks, each weighted by its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from types import MethodType
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.gradients.reduction import Gradient, Reduction, reduce_list
+from npu_device._src.options import global_options
+from npu_device._src.training import keras_hooks
+from npu_device._src.training.fit.share import Share
+from npu_device._src.training.optimizer_wrapper import GradientReduction
+from npu_device._src.training.world import World
+
+
+class StepNow(Protocol):
+    """The step that is running, or being traced, when an optimizer is called."""
+
+    def share(self) -> Share | None:
+        """Return this rank's share of the step's batch; None outside a step."""
+
+    def is_fits(self) -> bool:
+        """Return True in a step of ``fit``, and while one is only being traced."""
+
+
+class WeightedReduction(GradientReduction):
+    """Adds up the gradients of the ranks' shares of a batch; outside a step it takes the mean, as elsewhere.
+
+    Weighting the loss costs nothing; gradients are weighted themselves only if the loss didn't pass through the
+    optimizer.
+    """
+
+    def __init__(self, world: World, reduction: Reduction, step: StepNow) -> None:
+        super().__init__(world.runtime, reduction, world.group)
+        self._step = step
+        self._loss_is_weighted = False
+
+    def begin(self, optimizer: Any, variables: Iterable[Any]) -> None:
+        """Make the ranks begin with the same variables, unless ``fit`` has done so."""
+        if not self._step.is_fits():
+            super().begin(optimizer, variables)
+
+    def reduce(self, gradients: Iterable[Gradient]) -> list[Gradient]:
+        """Return the gradient of the whole batch."""
+        gradients, share = list(gradients), self._step.share()
+        if share is None:
+            return gradients if self._step.is_fits() else super().reduce(gradients)
+        if not self._loss_is_weighted:
+            gradients = [_weighted(gradient, share.weight) for gradient in gradients]
+        self._loss_is_weighted = False
+        reduced = reduce_list(self._runtime, gradients, replace(self.options, kind="sum"), self._group)
+        self._remember(reduced)
+        return reduced
+
+    def weighted_loss(self, loss: Any) -> Any:
+        """Return the loss as it counts in the loss of the whole batch."""
+        share = self._step.share()
+        if share is None:
+            return loss
+        self._loss_is_weighted = True
+        return loss * tf.cast(share.weight, loss.dtype)
+
+
+def _weighted(gradient: Gradient, weight: Any) -> Gradient:
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(_weighted(gradient.values, weight), gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(weight, gradient.dtype)
+
+
+def replicate_optimizer(optimizer: Any, world: World, step: StepNow) -> None:
+    """Make an optimizer weight its gradients by their samples when it reduces them; it may be wrapped already."""
+    carrier = _carrier(optimizer)
+    before = keras_hooks.reduction_of(carrier)
+    if isinstance(before, WeightedReduction):
+        return
+    how = Reduction("mean", overlap=global_options().hcom_parallel.typed) if before is None else before.options
+    keras = compat.keras_of(optimizer)
+    keras_hooks.install(carrier, keras, WeightedReduction(world, how, step))
+    name, hook = ("scale_loss", _scale_loss) if compat.is_keras_3(keras) else ("minimize", _minimize)
+    setattr(optimizer, name, MethodType(hook, optimizer))
+
+
+def _carrier(optimizer: Any) -> Any:
+    """Return the optimizer itself, or the one inside a loss-scale optimizer if that one has been wrapped."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return inner if inner is not None and keras_hooks.reduction_of(inner) is not None else optimizer
+
+
+def _weighted_loss(optimizer: Any, loss: Any) -> Any:
+    reduction = keras_hooks.reduction_of(_carrier(optimizer))
+    return reduction.weighted_loss(loss) if isinstance(reduction, WeightedReduction) else loss
+
+
+@tf.autograph.experimental.do_not_convert
+def _scale_loss(self: Any, loss: Any) -> Any:
+    return _weighted_loss(self, type(self).scale_loss(self, loss))
+
+
+@tf.autograph.experimental.do_not_convert
+def _minimize(self: Any, loss: Any, var_list: Any, *args: Any, tape: Any = None, **kwargs: Any) -> Any:
+    if tape is not None:
+        kwargs["tape"] = tape
+        if not callable(loss):
+            with tape:
+                loss = _weighted_loss(self, loss)
+    return type(self).minimize(self, loss, var_list, *args, **kwargs)

@@ -1,0 +1,282 @@
+"""The implementation behind one replicated model: it replaces some methods of that object, and of no class."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any, Callable
+
+import tensorflow as tf
+
+from npu_device._src.training import training_state
+from npu_device._src.training.fit import keras_models, start, statement
+from npu_device._src.training.fit.divided import Divided, with_equal_length
+from npu_device._src.training.fit.files import callbacks_of_rank, counters_from_root, saving
+from npu_device._src.training.fit.optimizers import replicate_optimizer
+from npu_device._src.training.fit.share import Share, is_divided, rows_of
+from npu_device._src.training.fit.sources import same_everywhere, warn_if_all_the_same
+from npu_device._src.training.fit.step import Step, gather_outputs, share_of
+from npu_device._src.training.same_variables import warn_if_different
+from npu_device._src.training.world import World
+
+_REPLICA = "_npu_replica"
+_as_it_is = tf.autograph.experimental.do_not_convert
+
+
+class Replica:
+    """One model on this rank.
+
+    A call of ``fit``, ``evaluate`` or ``predict`` goes to Keras's own method, which calls the model's train, test or
+    predict function with each batch; these call the model's step. Before the first batch of a call the model is built
+    and made equal on all ranks; each step works on this rank's share of the batch.
+    """
+
+    def __init__(self, world: World, model: Any) -> None:
+        self._world = world
+        self._model = model
+        self._step: Step | None = None
+        self._functions: dict[str, Any] = {}
+        self._make: dict[str, Callable[..., Any]] = {}
+        self._sent = {"train": False, "test": False, "predict": False}
+        self._unstarted = {"train", "test", "predict"}
+        self._sources: dict[str, Any] = {}
+        self._depth = 0
+        self._root = 0
+        self._said = False
+        self._building = False
+        self._built: set[str] = set()  # kinds of functions before whose first batch all variables have been made
+        self._steps: Callable[[], int | None] = lambda: None
+        for kind in self._sent:
+            self._replace(f"make_{kind}_function", self._maker(kind))
+        self._replace("train_step", self._counting_step("train"))
+        self._replace("test_step", self._counting_step("test"))
+        self._replace("predict_step", self._predict_step())
+        for name in ("save", "save_weights"):
+            self._replace(name, saving(world, getattr(model, name), lambda: self._depth > 0))
+        if hasattr(model, "_maybe_load_initial_counters_from_ckpt"):
+            counters = counters_from_root(world, model._maybe_load_initial_counters_from_ckpt)
+            self._replace("_maybe_load_initial_counters_from_ckpt", counters)
+        self._replace("fit", self._fit(model.fit))
+        self._replace("evaluate", self._outside(model.evaluate, "test"))
+        self._replace("predict", self._outside(model.predict, "predict"))
+        object.__setattr__(model, _REPLICA, self)
+
+    def _replace(self, name: str, hook: Callable[..., Any]) -> None:
+        # Bypasses Keras's own __setattr__, which tracks what is to be saved.
+        object.__setattr__(self._model, name, hook)
+
+    def share(self) -> Share | None:
+        """Return this rank's share in the step that is running or being traced; None outside a step."""
+        return None if self._step is None else self._step.share
+
+    def is_fits(self) -> bool:
+        """Return True in a step, and while one is traced only to make its variables."""
+        return self._step is not None or self._building
+
+    def start_from(self, root_rank: int) -> None:
+        """Let the next training start from the variables of another rank than 0."""
+        self._root = root_rank
+
+    # Steps. tf-keras has AutoGraph rewrite them, for the sake of custom ones.
+
+    def _counting_step(self, kind: str) -> Callable[[Any], Any]:
+        own = getattr(self._model, f"{kind}_step")
+
+        def step(data: Any) -> Any:
+            mine = self._begin(data, kind)
+            logs = own(mine)
+            return self._end(logs)
+
+        return step
+
+    def _predict_step(self) -> Callable[[Any], Any]:
+        own = self._model.predict_step
+
+        def predict_step(data: Any) -> Any:
+            share = self._share_to_predict(data)
+            outputs = self._gather(share, own(share.data))
+            return own(data) if outputs is None else outputs
+
+        return predict_step
+
+    @_as_it_is
+    def _begin(self, data: Any, kind: str) -> Any:
+        if self._step is not None:  # one that failed
+            self._step.abandon()
+        self._step = None
+        share = share_of(self._world, data, self._sent[kind])
+        self._step = Step(self._world, self._model, share, training=kind == "train")
+        return share.data
+
+    @_as_it_is
+    def _end(self, logs: Any) -> Any:
+        step, self._step = self._step, None
+        assert step is not None
+        return step.end(logs)
+
+    @_as_it_is
+    def _share_to_predict(self, data: Any) -> Share:
+        return share_of(self._world, data, self._sent["predict"])
+
+    @_as_it_is
+    def _gather(self, share: Share, outputs: Any) -> Any:
+        return gather_outputs(self._world, share, outputs)
+
+    # Functions that Keras calls with one batch or several.
+
+    def _maker(self, kind: str) -> Callable[..., Any]:
+        name = f"{kind}_function"
+        self._make[kind] = getattr(self._model, f"make_{name}")
+
+        def function(batches: Any) -> Any:
+            if kind in self._unstarted:
+                self._unstarted.discard(kind)
+                batches = self._start(kind, batches)
+            return self._functions[kind](batches)
+
+        def make_function(force: bool = False) -> Any:
+            self._prepare(kind)
+            if getattr(self._model, name) is not function or force:  # also after compile
+                self._built.discard(kind)
+                self._unstarted.add(kind)
+                self._make_anew(kind)
+                setattr(self._model, name, function)
+            return function
+
+        return make_function
+
+    def _make_anew(self, kind: str) -> None:
+        setattr(self._model, f"{kind}_function", None)
+        self._make[kind](True)
+        self._functions[kind] = getattr(self._model, f"{kind}_function")
+
+    def _prepare(self, kind: str) -> None:
+        if getattr(self._model, "jit_compile", False):
+            self._model.jit_compile = False  # XLA can't wait for other ranks
+        if kind != "train":
+            return
+        for optimizer in training_state.optimizers(self._model):
+            replicate_optimizer(optimizer, self._world, self)
+
+    def _start(self, kind: str, batches: Any) -> Any:
+        """Build the model, make it equal on all ranks, and check that they read the same data."""
+        several = isinstance(batches, list)  # what Keras 3 predicts
+        pulled = batches if several else _pull(batches, keras_models.steps_per_call(self._model))
+        if pulled and kind not in self._built:
+            self._built.add(kind)
+            self._building = True
+            try:
+                start.build(self._model, kind, _content(pulled[0]))
+            finally:
+                self._building = False
+        if kind == "train" or not self._depth:
+            root, self._root = self._root, 0
+            start.synchronise(self._world, self._model, training=kind == "train", root_rank=root)
+        digest = start.digest(pulled)
+        own_data = bool(pulled) and is_divided(pulled[0])
+        if kind == "train" and pulled and not self._said:
+            self._said = True
+            rows = None if own_data else int(rows_of(pulled[0]))
+            statement.report(self._world, self._model, rows, self._steps())
+        if own_data:
+            warn_if_all_the_same(self._world, digest)
+        else:
+            self._send(kind, not same_everywhere(self._world, self._sources.get(kind), digest))
+        return batches if several else _again(batches, pulled)
+
+    def _send(self, kind: str, sent: bool) -> None:
+        if sent != self._sent[kind]:
+            self._sent[kind] = sent
+            function = getattr(self._model, f"{kind}_function")
+            self._make_anew(kind)
+            setattr(self._model, f"{kind}_function", function)
+
+    # The methods that the user calls.
+
+    def _fit(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        def fit(*args: Any, **kwargs: Any) -> Any:
+            bound = self._bind(own, args, kwargs, "train")
+            validation = bound.arguments.get("validation_data")
+            self._sources["test"] = validation
+            if isinstance(validation, Divided):
+                bound.arguments["validation_data"] = with_equal_length(self._world, validation)
+            given = bound.arguments.get("callbacks")
+            callbacks = bound.arguments["callbacks"] = callbacks_of_rank(self._world, self._model, given)
+            self._steps = lambda: _steps(callbacks)
+            start.share_random_state(self._world)
+            self._unstarted |= {"train", "test"}
+            self._depth += 1
+            try:
+                history = own(*bound.args, **bound.kwargs)
+            finally:
+                self._depth -= 1
+            if "train" in self._unstarted:  # no epoch was left to train
+                start.synchronise(self._world, self._model, training=True)
+            warn_if_different(self._world, self._model.trainable_variables)  # and so waits for rank 0's files
+            return history
+
+        return fit
+
+    def _outside(self, own: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._depth:
+                return own(*args, **kwargs)
+            bound = self._bind(own, args, kwargs, kind)
+            self._unstarted.add(kind)
+            return own(*bound.args, **bound.kwargs)
+
+        return call
+
+    def _bind(self, own: Callable[..., Any], args: Any, kwargs: Any, kind: str) -> inspect.BoundArguments:
+        bound = inspect.signature(own).bind(*args, **kwargs)
+        source = self._sources[kind] = bound.arguments.get("x")
+        if isinstance(source, Divided):
+            if kind == "predict":
+                raise TypeError(
+                    "predict gives the results of the whole data, in their order, and takes them whole; found "
+                    "npu.distribute.divided data.\nWhat to do: hand over all of the data on every rank."
+                )
+            bound.arguments["x"] = with_equal_length(self._world, source)
+        if not self._world.is_main:
+            bound.arguments["verbose"] = 0
+        return bound
+
+
+def _content(batch: Any) -> Any:
+    """Return a batch in the form that the model's step gets."""
+    if not is_divided(batch):
+        return batch
+    if isinstance(batch, dict):
+        return batch["x"]
+    return (batch[0]["x"], *batch[1:])
+
+
+def _steps(callbacks: Any) -> int | None:
+    """Return the number of steps an epoch that Keras has told the callbacks."""
+    last = callbacks[-1] if isinstance(callbacks, list) else callbacks
+    return (getattr(last, "params", None) or {}).get("steps")
+
+
+def _pull(batches: Any, count: int) -> list[Any]:
+    pulled = []
+    for _ in range(count):
+        try:
+            pulled.append(next(batches))
+        except (StopIteration, tf.errors.OutOfRangeError):
+            break
+    return pulled
+
+
+def _again(batches: Any, pulled: list[Any]) -> Iterator[Any]:
+    """Return an iterator of the same kind that begins with what was pulled, so that a function isn't traced again."""
+    if not isinstance(batches, tf.data.Iterator):
+        return iter(pulled)
+    try:
+        return iter(tf.data.Dataset.from_generator(lambda: iter(pulled), output_signature=batches.element_spec))
+    except TypeError:  # optional values, which Keras 3 takes from a list as well
+        return iter(pulled)
+
+
+def replica_of(model: Any) -> Replica | None:
+    """Return the ``Replica`` behind a replicated model; None for another one."""
+    return vars(model).get(_REPLICA)

@@ -1,0 +1,97 @@
+"""Checks that all ranks read the same data, and handles the case when they don't."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src.training.world import World
+
+_log = logging.getLogger("npu_device")
+
+
+def same_everywhere(world: World, source: Any, digest: int) -> bool:
+    """Compare the first batch of the ranks.
+
+    Args:
+        world: the ranks.
+        source: the data that the user passed to fit, evaluate or predict.
+        digest: a checksum of the first batch.
+
+    Returns:
+        True when the ranks read the same data; False when only the random order differs, so that rank 0's batches are
+        to be sent to all, which a warning says.
+
+    Raises:
+        ValueError: the ranks read different data.
+    """
+    digests = world.objects(digest)
+    if len(set(digests)) == 1:
+        return True
+    rows = "\n".join(
+        f"  rank {rank} on host {world.runtime.cluster.hosts[rank]}: first batch {value:08x}"
+        for rank, value in enumerate(digests)
+    )
+    pipelines = world.objects(_pipeline(source))
+    if pipelines[0] is not None and len(set(pipelines)) == 1:
+        if world.is_main:
+            _log.warning(
+                "the ranks shuffle the same data set in different orders:\n%s\nRank 0's batches are sent to all, which "
+                "is right but costs time.\nWhat to do: give shuffle a seed, or call keras.utils.set_random_seed before "
+                "the data set is made.",
+                rows,
+            )
+        return False
+    raise ValueError(
+        f"the ranks were given different data:\n{rows}\nA replicated model takes the whole data on every rank and "
+        "divides each batch itself.\nLikely cause: the script divides the data already, or shuffles them with "
+        "another seed on each rank.\nWhat to do: give every rank the same data in the same order; or pass "
+        "this rank's part as npu.distribute.divided(dataset)."
+    )
+
+
+def warn_if_all_the_same(world: World, digest: int) -> None:
+    """Warn when ranks that should each read their own part read the same first batch."""
+    digests = world.objects(digest)
+    ranks = [rank for rank, value in enumerate(digests) if digests.count(value) > 1]
+    if ranks and world.is_main:
+        _log.warning(
+            "ranks %s began with the very same batch, though the data set was handed over as divided.\nLikely cause: "
+            "it isn't divided, or shuffled with the same seed before it is.\nWhat to do: call dataset.shard(size, "
+            "rank) before shuffle, or leave npu.distribute.divided out.",
+            ", ".join(map(str, ranks)),
+        )
+
+
+def _pipeline(source: Any) -> int | None:
+    """Return a checksum of how a data set is made; None if it may depend on the rank."""
+    if not isinstance(source, tf.data.Dataset):
+        return None
+    try:
+        graph = tf.raw_ops.DatasetToGraphV2(input_dataset=tf.data.experimental.to_variant(source)).numpy()
+    except tf.errors.OpError:
+        return None
+    if b"ShardDataset" in graph or b"PyFunc" in graph:
+        return None
+    return zlib.crc32(_without_seeds(tf.compat.v1.GraphDef.FromString(graph)).SerializeToString(deterministic=True))
+
+
+def _without_seeds(graph: Any) -> Any:
+    """Return a data set's graph without parts that only set its elements' order or name where it was built."""
+    functions = [function.node_def for function in graph.library.function]
+    for nodes in [graph.node, *functions]:
+        seeded = [node for node in nodes if "Shuffle" in node.op or "Random" in node.op]
+        inputs = {name.split(":")[0] for node in seeded for name in node.input}
+        for node in nodes:
+            node.device = ""
+            node.attr.pop("metadata", None)
+            if node.op == "Const" and node.name in inputs and not node.attr["value"].tensor.tensor_shape.dim:
+                node.attr["value"].Clear()
+        for node in seeded:
+            for name in ("seed", "seed2"):
+                if name in node.attr:
+                    node.attr[name].i = 0
+    return graph

@@ -1,0 +1,88 @@
+"""Before a replicated model's first step of a call: make its variables, equal to rank 0's, and compare the data."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.training import training_state
+from npu_device._src.training.fit import keras_models
+from npu_device._src.training.same_variables import not_yet
+from npu_device._src.training.world import World
+
+
+def share_random_state(world: World) -> None:
+    """Set every rank's random states to those of rank 0: Python's, numpy's and TensorFlow's.
+
+    If TensorFlow has no seed, one is set, so that Keras shuffles alike on all ranks.
+    """
+    if world.is_main and compat.random_state()[0] is None:
+        tf.random.set_seed(random.SystemRandom().randrange(1 << 31))
+    mine = (random.getstate(), np.random.get_state(), compat.random_state())
+    python, numpy, tensorflow = world.object_from_root(mine)
+    if not world.is_main:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        if mine[2] != tensorflow:
+            compat.set_random_state(tensorflow)
+
+
+def build(model: Any, kind: str, batch: Any) -> None:
+    """Make all variables that a step of a given kind needs; nothing is computed.
+
+    Args:
+        model: the model.
+        kind: ``"train"``, ``"test"`` or ``"predict"``.
+        batch: one batch.
+    """
+    if kind == "predict":
+        if not model.built:
+            _trace(model, "predict_step", batch)
+        return
+    if kind == "train" and not compat.belongs_to_keras(type(model).train_step):
+        _trace(model, "train_step", batch)  # which may create anything
+        return
+    if not keras_models.is_built(model):
+        _trace(model, "test_step", batch)  # makes the same variables as training, at a third of the cost
+    if kind == "train":
+        training_state.build_optimizer(model)
+
+
+def _trace(model: Any, step: str, batch: Any) -> None:
+    method = getattr(type(model), step)
+    with not_yet():
+        tf.function(lambda data: method(model, data)).get_concrete_function(tf.nest.map_structure(_spec, batch))
+
+
+def _spec(leaf: Any) -> Any:
+    if leaf is None:
+        return None
+    spec = tf.type_spec_from_value(leaf)
+    if isinstance(spec, tf.TensorSpec) and spec.shape.rank:
+        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+    return spec
+
+
+def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) -> None:
+    """Send the root's model variables to every rank, and those of its optimizers if it trains."""
+    variables = [*model.variables]
+    if training:
+        variables += training_state.optimizer_state(model)
+    each = {id(variable): variable for variable in variables}.values()
+    world.assign_from_root([variable for variable in each if tf.as_dtype(variable.dtype) != tf.string], root_rank)
+
+
+def digest(batch: Any) -> int:
+    """Return a checksum of a batch."""
+    found = 0
+    for leaf in tf.nest.flatten(batch, expand_composites=True):
+        if leaf is not None and getattr(leaf, "dtype", None) not in (tf.variant, tf.resource):
+            value = np.ascontiguousarray(leaf)
+            data = value if value.dtype != object else np.frombuffer(repr(value.tolist()).encode(), np.uint8)
+            found = zlib.crc32(data.view(np.uint8).reshape(-1).data, found)
+    return found

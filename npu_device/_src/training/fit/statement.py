@@ -1,0 +1,58 @@
+"""Rank 0's message when a replicated model begins to train: the job, the batch, and the settings left as they are."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src import environment
+from npu_device._src.collectives.choice import uses_shared_memory
+from npu_device._src.training import training_state
+from npu_device._src.training.world import World
+
+
+def report(world: World, model: Any, rows: int | None, steps: int | None) -> None:
+    """Write one block to stderr, on rank 0, unless ``NPU_DEVICE_STATEMENT`` is ``off``.
+
+    Args:
+        world: the ranks.
+        model: the model.
+        rows: samples in the first batch over all ranks; None if each rank reads its own.
+        steps: steps per epoch; None if that isn't known yet.
+    """
+    if world.is_main and environment.NPU_DEVICE_STATEMENT.get() == "on":
+        print("\n".join(lines(world, model, rows, steps)), file=sys.stderr, flush=True)
+
+
+def lines(world: World, model: Any, rows: int | None, steps: int | None) -> list[str]:
+    """Return the block's lines."""
+    hosts = Counter(world.runtime.cluster.hosts)
+    where = ", ".join(f"{count} on {host}" for host, count in hosts.items())
+    if rows is None:
+        batch = "each rank's own batches (divided data)"
+    else:
+        least, most = rows // world.size, -(-rows // world.size)
+        batch = f"{rows} samples, {most if least == most else f'{least} or {most}'} a rank"
+    rates = ", ".join(_rate(optimizer) for optimizer in training_state.optimizers(model)) or "none"
+    threads = tf.config.threading.get_intra_op_parallelism_threads() or "TensorFlow's own number of"
+    backend = (
+        "shared memory" if uses_shared_memory(world.runtime, world.group, [tf.float32]) else "TensorFlow's collectives"
+    )
+    return [
+        f"npu_device: {type(model).__name__} {model.name!r} trains on {world.size} ranks ({where})",
+        f"  global batch   {batch}; {'unknown' if steps is None else steps} steps an epoch",
+        f"  learning rate  {rates}, as given: nobody has scaled it by the number of ranks",
+        f"  backend        {backend}; {threads} threads a rank",
+        "  files          callbacks write on rank 0; the others wait after each epoch",
+        "  (NPU_DEVICE_STATEMENT=off leaves this out)",
+    ]
+
+
+def _rate(optimizer: Any) -> str:
+    rate = getattr(optimizer, "_learning_rate", None)
+    if hasattr(rate, "get_config") and not hasattr(rate, "assign"):
+        return f"{type(rate).__name__} ({type(optimizer).__name__})"
+    return f"{float(tf.convert_to_tensor(optimizer.learning_rate)):g} ({type(optimizer).__name__})"

@@ -1,0 +1,190 @@
+"""Groups of ranks for scripts: create and destroy them, query sizes and ranks (Ascend's ``hccl.manage.api``).
+
+Groups are defined in ``collectives.group``. The functions here act for the calling process: a rank of the running
+cluster, which is opened now if the script hasn't done so, as by every call of ``npu.distribute``; or a single device,
+which behaves as a cluster of one rank.
+
+Source: Ascend HCCL, Python API for group and rank management. Every call is local to the calling rank: nothing is sent,
+and no rank waits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src.collectives import group as _group
+from npu_device._src.collectives.choice import release
+from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.group_name import WORLD_GROUP
+from npu_device._src.collectives.session_order import close_orders
+from npu_device._src.training import device
+
+
+@tf.autograph.experimental.do_not_convert
+def create_group(group: str, rank_num: int, rank_ids: list[int]) -> None:
+    """Create a group from some of the job's ranks; each member makes the same call before it uses the group.
+
+    Args:
+        group: its name, 1 to 127 bytes. Disjoint sets of ranks may use one name for a group each.
+        rank_num: number of ranks in the group.
+        rank_ids: the members' world ranks, a list in any order; group ranks count them in ascending order.
+
+    Raises:
+        ValueError: an argument of another type or out of range; ``rank_num`` isn't the number of ``rank_ids``; a rank
+            twice; the calling rank is not among them; the name is in use.
+        RuntimeError: the environment names several ranks but the job can't be joined any more.
+    """
+    _group.create_group(group, rank_num, rank_ids, *_rank_and_size())
+
+
+@tf.autograph.experimental.do_not_convert
+def destroy_group(group: str) -> None:
+    """Free a group on the calling rank; its name can be used again.
+
+    Functions that have been traced with the group fail when they are called again. Every member has to destroy the
+    group before any of them creates another one of the same name and ranks.
+
+    Args:
+        group: name of a group that ``create_group`` has made.
+
+    Raises:
+        ValueError: the group of all ranks, or no group of that name.
+        RuntimeError: as in ``create_group``.
+    """
+    _group.destroy_group(group, *_rank_and_size())
+    runtime = device.cluster_runtime()
+    if runtime is not None:
+        close_orders(runtime, group)
+        release(runtime, group)
+
+
+@tf.autograph.experimental.do_not_convert
+def get_rank_size(group: str = WORLD_GROUP) -> int:
+    """Return the number of ranks in a group; 1 on a single device.
+
+    Args:
+        group: name of the group, default the group of all ranks.
+
+    Raises:
+        ValueError: no group of that name on this rank.
+        RuntimeError: as in ``create_group``.
+
+    >>> get_rank_size()  # a single device
+    1
+    """
+    return _find(group).size
+
+
+@tf.autograph.experimental.do_not_convert
+def get_local_rank_size(group: str = WORLD_GROUP) -> int:
+    """Return the number of the group's ranks on the calling rank's host; 1 on a single device.
+
+    Args:
+        group: name of the group, default the group of all ranks.
+
+    Raises:
+        ValueError: no group of that name on this rank.
+        RuntimeError: as in ``create_group``.
+    """
+    return len(_neighbours(group))
+
+
+@tf.autograph.experimental.do_not_convert
+def get_rank_id(group: str = WORLD_GROUP) -> int:
+    """Return the calling rank's rank in a group; 0 on a single device.
+
+    Args:
+        group: name of the group, default the group of all ranks.
+
+    Raises:
+        ValueError: no group of that name on this rank.
+        RuntimeError: as in ``create_group``.
+
+    >>> get_rank_id()  # a single device
+    0
+    """
+    return _find(group).rank
+
+
+@tf.autograph.experimental.do_not_convert
+def get_local_rank_id(group: str = WORLD_GROUP) -> int:
+    """Return the calling rank's index, from 0, among the group's ranks on its host; 0 on a single device.
+
+    Args:
+        group: name of the group, default the group of all ranks.
+
+    Raises:
+        ValueError: no group of that name on this rank.
+        RuntimeError: as in ``create_group``.
+    """
+    return _neighbours(group).index(_find(group).rank)
+
+
+@tf.autograph.experimental.do_not_convert
+def get_world_rank_from_group_rank(group: str, group_rank_id: int) -> int:
+    """Return the world rank of a group's member.
+
+    Args:
+        group: name of the group.
+        group_rank_id: the member's rank in the group.
+
+    Raises:
+        ValueError: no group of that name on this rank; the group has no such rank.
+        RuntimeError: as in ``create_group``.
+    """
+    members = _find(group)
+    _check_rank("group_rank_id", group_rank_id)
+    if group_rank_id >= members.size:
+        raise ValueError(
+            f"group_rank_id is {group_rank_id}; expected a rank from 0 to {members.size - 1}, since group {group!r} "
+            f"has {members.size} member(s): world rank(s) {', '.join(map(str, members.ranks))}"
+        )
+    return members.ranks[group_rank_id]
+
+
+@tf.autograph.experimental.do_not_convert
+def get_group_rank_from_world_rank(world_rank_id: int, group: str) -> int:
+    """Return the group rank of one of the job's ranks.
+
+    Args:
+        world_rank_id: a world rank.
+        group: name of the group. The arguments' order is Ascend's.
+
+    Raises:
+        ValueError: no group of that name on this rank; the rank is not a member.
+        RuntimeError: as in ``create_group``.
+    """
+    members = _find(group)
+    _check_rank("world_rank_id", world_rank_id)
+    if world_rank_id not in members.ranks:
+        raise ValueError(
+            f"world_rank_id is {world_rank_id}; expected a member of group {group!r}: world rank(s) "
+            f"{', '.join(map(str, members.ranks))}"
+        )
+    return members.ranks.index(world_rank_id)
+
+
+def _rank_and_size() -> tuple[int, int]:
+    runtime = device.cluster_runtime()
+    return (0, 1) if runtime is None else (runtime.cluster.rank, runtime.cluster.world_size)
+
+
+def _find(name: str) -> Group:
+    return _group.find_group(name, *_rank_and_size())
+
+
+def _neighbours(name: str) -> list[int]:
+    """Return the group ranks of the members on the calling rank's host."""
+    members = _find(name)
+    runtime = device.cluster_runtime()
+    if runtime is None:
+        return [members.rank]
+    hosts = [runtime.cluster.hosts[world_rank] for world_rank in members.ranks]
+    return [rank for rank, host in enumerate(hosts) if host == runtime.cluster.host]
+
+
+def _check_rank(argument: str, rank: Any) -> None:
+    if not isinstance(rank, int) or rank < 0:
+        raise ValueError(f"{argument} is {rank!r}; expected a rank, a whole number from 0")

@@ -1,0 +1,370 @@
+"""Ascend's collective operators with the signatures of the TensorFlow 2 adapter (``npu_device.distribute.hccl_ops``).
+
+They delegate to ``collectives``; this file only checks the arguments, and returns a single device's own data.
+``npu_bridge.hccl.hccl_ops`` has the signatures of the TensorFlow 1 adapter.
+
+``group`` is a group's name, default the group of all ranks; ranks are ranks in the group. ``fusion`` and ``fusion_id``
+are checked, and take effect in ``allreduce``; every other call is a transfer of its own. Operations and dtypes are
+those of Ascend; float64 and the unsigned integers are reduced as well, and calls that only move data accept bool and
+complex too.
+
+Source: Ascend TF Adapter 2.x and 1.15, HCCL operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives import all_gather as _all_gather
+from npu_device._src.collectives import all_reduce as _all_reduce
+from npu_device._src.collectives import all_to_all_v as _all_to_all_v
+from npu_device._src.collectives import all_to_all_vc as _all_to_all_vc
+from npu_device._src.collectives import blocks as _blocks
+from npu_device._src.collectives import broadcast as _broadcast
+from npu_device._src.collectives import receive as _receive
+from npu_device._src.collectives import reduce as _reduce
+from npu_device._src.collectives import reduce_scatter as _reduce_scatter
+from npu_device._src.collectives import send as _send
+from npu_device._src.collectives.group import WORLD_GROUP, Group, group_of
+from npu_device._src.collectives.session_graph import overwriting
+from npu_device._src.gradients.fusion import check_fusion, check_fusion_0_or_2
+from npu_device._src.gradients.reduction import Reduction, reduce_list
+from npu_device._src.training import device
+from npu_device._src.training.remote_ops import (
+    gather_all_to_all_v,
+    remote_read,
+    remote_ref_read,
+    remote_scatter_write,
+    remote_write,
+)
+
+__all__ = [
+    "all_to_all_v",
+    "all_to_all_v_c",
+    "allgather",
+    "allreduce",
+    "alltoallv",
+    "alltoallvc",
+    "broadcast",
+    "gather_all_to_all_v",
+    "receive",
+    "reduce",
+    "reduce_scatter",
+    "remote_read",
+    "remote_ref_read",
+    "remote_scatter_write",
+    "remote_write",
+    "send",
+]
+
+_REDUCTIONS = ("sum", "max", "min", "prod")
+
+
+@tf.autograph.experimental.do_not_convert
+def allreduce(tensor: Any, reduction: str, fusion: int = 1, fusion_id: int = -1, group: str = WORLD_GROUP) -> Any:
+    """Reduce a tensor over the group; every rank gets the result.
+
+    Args:
+        tensor: any shape, the same on every rank.
+        reduction: ``"sum"``, ``"max"``, ``"min"`` or ``"prod"``; ``"mean"`` is ``npu.distribute.all_reduce``'s.
+        fusion: 0 and 1 send each tensor alone; 2 sends the sums of a ``tf.function``, or those that wait at the same
+            time in a session, with the same ``fusion_id`` and dtype together.
+        fusion_id: -1 unless ``fusion`` is 2.
+        group: name of the group.
+
+    Returns:
+        The same shape and dtype. The gradient of a sum is the sum of all ranks' incoming gradients, over the same
+        group. On a single device ``tensor`` itself.
+
+    Raises:
+        ValueError: unknown reduction, group, or combination of fusion and fusion_id.
+        TypeError: a dtype that can't be reduced.
+    """
+    check_fusion(fusion, fusion_id)
+    _check_reduction("allreduce", reduction)
+    joined = _join(group)
+    if joined is None:
+        return tensor
+    runtime, members = joined
+    if fusion == 2:
+        together = Reduction(reduction, fusion, fusion_id)
+        return reduce_list(runtime, [tf.convert_to_tensor(tensor)], together, members)[0]
+    return _all_reduce.all_reduce(runtime, tf.convert_to_tensor(tensor), reduction, members)
+
+
+@tf.autograph.experimental.do_not_convert
+def allgather(tensor: Any, rank_size: int, group: str = WORLD_GROUP) -> Any:
+    """Gather the tensors of all ranks along the first dimension.
+
+    Args:
+        tensor: shape [n, …], the same on every rank.
+        rank_size: number of ranks in the group.
+        group: name of the group.
+
+    Returns:
+        Shape [n * rank_size, …], ordered by group rank. On a single device ``tensor`` itself.
+
+    Raises:
+        ValueError: a scalar, unknown group, or ``rank_size`` is not the group's size.
+        TypeError: a dtype that has no bits to send.
+    """
+    joined = _join(group)
+    _check_rank_size("allgather", rank_size, group, joined)
+    if joined is None:
+        return tensor
+    runtime, members = joined
+    return _all_gather.all_gather(runtime, tf.convert_to_tensor(tensor), members)
+
+
+@tf.autograph.experimental.do_not_convert
+def broadcast(
+    tensor: Sequence[Any], root_rank: int, fusion: int = 2, fusion_id: int = 0, group: str = WORLD_GROUP
+) -> list[Any]:
+    """Send the root's tensors to every rank. Nothing is assigned (``npu.distribute.broadcast`` does that); but in a
+    graph for a session variables are overwritten when the result is fetched, as on Ascend.
+
+    Args:
+        tensor: a list of tensors or variables, with the same shapes and dtypes on every rank.
+        root_rank: the group rank whose values are sent.
+        fusion: 0 or 2.
+        fusion_id: 0 or more with ``fusion`` 2.
+        group: name of the group.
+
+    Returns:
+        A list of the root's values. On a single device the list's own members.
+
+    Raises:
+        ValueError: the root is not in the group; unknown group; ``fusion`` neither 0 nor 2.
+        TypeError: ``tensor`` is not a list or tuple; a dtype that has no bits to send.
+    """
+    check_fusion_0_or_2("broadcast", fusion, fusion_id)
+    if not isinstance(tensor, (list, tuple)):
+        raise TypeError(f"hccl_ops.broadcast takes a list of tensors; found a {type(tensor).__name__}: pass [tensor]")
+    joined = _join(group)
+    if joined is None:
+        return list(tensor)
+    runtime, members = joined
+    sent = _broadcast.broadcast(runtime, [tf.convert_to_tensor(value) for value in tensor], root_rank, members)
+    return [overwriting(value, result) for value, result in zip(tensor, sent)]
+
+
+@tf.autograph.experimental.do_not_convert
+def reduce(
+    tensor: Any, reduction: str, root_rank: int, fusion: int = 0, fusion_id: int = -1, group: str = WORLD_GROUP
+) -> Any:
+    """Reduce a tensor over the group; the root gets the result.
+
+    Args:
+        tensor: any shape, the same on every rank.
+        reduction: ``"sum"``, ``"max"``, ``"min"`` or ``"prod"``.
+        root_rank: the group rank that gets the result.
+        fusion: 0 or 2.
+        fusion_id: 0 or more with ``fusion`` 2.
+        group: name of the group.
+
+    Returns:
+        The same shape and dtype; zeros on the other ranks. On a single device ``tensor`` itself.
+
+    Raises:
+        ValueError: unknown reduction or group; the root is not in the group; ``fusion`` neither 0 nor 2.
+        TypeError: a dtype that can't be reduced.
+    """
+    check_fusion_0_or_2("reduce", fusion, fusion_id)
+    _check_reduction("reduce", reduction)
+    joined = _join(group)
+    if joined is None:
+        return tensor
+    runtime, members = joined
+    return _reduce.reduce(runtime, tf.convert_to_tensor(tensor), reduction, root_rank, members)
+
+
+@tf.autograph.experimental.do_not_convert
+def reduce_scatter(tensor: Any, reduction: str, rank_size: int, group: str = WORLD_GROUP) -> Any:
+    """Reduce a tensor over the group; each rank gets its block of the first dimension.
+
+    Args:
+        tensor: shape [n, …] with n a multiple of ``rank_size``, the same on every rank.
+        reduction: ``"sum"``, ``"max"``, ``"min"`` or ``"prod"``.
+        rank_size: number of ranks in the group.
+        group: name of the group.
+
+    Returns:
+        Shape [n / rank_size, …]. On a single device ``tensor`` itself.
+
+    Raises:
+        ValueError: unknown reduction or group; a scalar; n is not a multiple of ``rank_size``; ``rank_size`` is not the
+            group's size.
+        TypeError: a dtype that can't be reduced.
+    """
+    _check_reduction("reduce_scatter", reduction)
+    joined = _join(group)
+    _check_rank_size("reduce_scatter", rank_size, group, joined)
+    if joined is None:
+        return tensor
+    runtime, members = joined
+    return _reduce_scatter.reduce_scatter(runtime, tf.convert_to_tensor(tensor), reduction, members)
+
+
+@tf.autograph.experimental.do_not_convert
+def send(tensor: Any, sr_tag: int, dest_rank: int, group: str = WORLD_GROUP) -> Any:
+    """Send a tensor to one other rank, which calls ``receive`` with the same ``sr_tag``.
+
+    Args:
+        tensor: any shape.
+        sr_tag: a whole number that pairs this call with the other side's.
+        dest_rank: the group rank that receives.
+        group: name of the group.
+
+    Returns:
+        In a ``tf.function`` the operation, for control dependencies; in eager mode None.
+
+    Raises:
+        ValueError: unknown group; the rank is not in the group, or is this one; there is a single device only.
+        TypeError: a dtype that has no bits to send.
+
+    In eager mode, the call returns when the other rank has received: ranks that all send before they receive deadlock.
+    Inside one ``tf.function`` they don't.
+    """
+    runtime, members = _join_others("send", group)
+    return _send.send(runtime, tf.convert_to_tensor(tensor), sr_tag, dest_rank, members)
+
+
+@tf.autograph.experimental.do_not_convert
+def receive(shape: Any, data_type: Any, sr_tag: int, src_rank: int, group: str = WORLD_GROUP) -> Any:
+    """Receive the tensor that another rank sends with the same ``sr_tag``.
+
+    Args:
+        shape: the shape of the tensor sent, with every dimension known.
+        data_type: its dtype.
+        sr_tag: as in the other side's ``send``.
+        src_rank: the group rank that sends.
+        group: name of the group.
+
+    Returns:
+        The tensor sent.
+
+    Raises:
+        ValueError: unknown group; the rank is not in the group, or is this one; there is a single device only; a
+            dimension of ``shape`` is unknown.
+        TypeError: a dtype that has no bits to send.
+    """
+    runtime, members = _join_others("receive", group)
+    return _receive.receive(runtime, shape, tf.as_dtype(data_type), sr_tag, src_rank, members)
+
+
+@tf.autograph.experimental.do_not_convert
+def all_to_all_v(
+    send_data: Any,
+    send_counts: Any,
+    send_displacements: Any,
+    recv_counts: Any,
+    recv_displacements: Any,
+    group: str = WORLD_GROUP,
+) -> Any:
+    """Exchange blocks of different lengths among all ranks.
+
+    Args:
+        send_data: the buffer to send from, shape [n].
+        send_counts: elements for each rank, shape [group's size].
+        send_displacements: where each of these blocks begins, in elements.
+        recv_counts: elements from each rank.
+        recv_displacements: where each of these blocks goes in the result, in elements.
+        group: name of the group.
+
+    Returns:
+        Shape [end of the last received block], zeros where no block lies.
+
+    Raises:
+        ValueError: unknown group; ``send_data`` has more than one dimension; counts or displacements that don't fit it,
+            each other or the group; a rank expects a different number of elements than it is sent.
+        TypeError: a dtype that has no bits to send.
+    """
+    data = tf.convert_to_tensor(send_data)
+    joined = _join(group)
+    if joined is None:
+        outgoing = _blocks.checked("send", send_counts, send_displacements, 1, data.shape[0])
+        incoming = _blocks.checked("recv", recv_counts, recv_displacements, 1)
+        return _blocks.join(_blocks.cut(data, outgoing, incoming.counts[0]), incoming)
+    runtime, members = joined
+    return _all_to_all_v.all_to_all_v(
+        runtime, data, send_counts, send_displacements, recv_counts, recv_displacements, members
+    )
+
+
+@tf.autograph.experimental.do_not_convert
+def all_to_all_v_c(
+    send_data: Any,
+    send_count_matrix: Any,
+    rank: int,
+    fusion: int = 0,
+    fusion_id: int = -1,
+    group: str = WORLD_GROUP,
+) -> Any:
+    """Exchange blocks of different lengths among all ranks, each of which knows all ranks' counts.
+
+    Args:
+        send_data: the blocks for rank 0, 1, … one after the other, shape [n].
+        send_count_matrix: elements that rank i (row) sends to rank j (column); the same on every rank.
+        rank: the caller's own rank in the group.
+        fusion: 0 or 2.
+        fusion_id: 0 or more with ``fusion`` 2.
+        group: name of the group.
+
+    Returns:
+        The blocks from rank 0, 1, … one after the other.
+
+    Raises:
+        ValueError: unknown group; ``rank`` is not the caller's; ``send_data`` has more than one dimension or too few
+            elements; another shape of the matrix; ``fusion`` neither 0 nor 2.
+        TypeError: a dtype that has no bits to send.
+    """
+    check_fusion_0_or_2("all_to_all_v_c", fusion, fusion_id)
+    data = tf.convert_to_tensor(send_data)
+    joined = _join(group)
+    own = 0 if joined is None else joined[1].rank
+    if rank != own:
+        raise ValueError(f"all_to_all_v_c: rank is the caller's own in group {group!r}; found {rank!r}, expected {own}")
+    if joined is None:
+        outgoing = _blocks.packed(_blocks.whole_numbers("send_count_matrix", send_count_matrix, [1, 1])[0])
+        return _blocks.join(_blocks.cut(data, outgoing, outgoing.counts[0]), outgoing)
+    runtime, members = joined
+    return _all_to_all_vc.all_to_all_vc(runtime, data, send_count_matrix, members)
+
+
+alltoallv = all_to_all_v
+alltoallvc = all_to_all_v_c
+
+
+def _join(group: str) -> tuple[Runtime, Group] | None:
+    """Return the running cluster and the group; None on a single device."""
+    runtime = device.cluster_runtime()
+    return None if runtime is None else (runtime, group_of(runtime, group))
+
+
+def _join_others(operation: str, group: str) -> tuple[Runtime, Group]:
+    joined = _join(group)
+    if joined is None:
+        raise ValueError(
+            f"hccl_ops.{operation} needs another rank, and this is a single device.\nWhat to do: call it only when "
+            "npu.open().workers_num is greater than 1."
+        )
+    return joined
+
+
+def _check_reduction(operation: str, reduction: str) -> None:
+    if reduction not in _REDUCTIONS:
+        hint = "; npu.distribute.all_reduce knows 'mean'" if reduction == "mean" else ""
+        raise ValueError(
+            f"hccl_ops.{operation}: reduction {reduction!r} is unknown; expected one of "
+            f"{', '.join(map(repr, _REDUCTIONS))}{hint}"
+        )
+
+
+def _check_rank_size(operation: str, rank_size: int, group: str, joined: tuple[Runtime, Group] | None) -> None:
+    size = 1 if joined is None else joined[1].size
+    if rank_size != size:
+        raise ValueError(f"hccl_ops.{operation}: rank_size {rank_size!r} is not the size of group {group!r}, {size}")

@@ -1,0 +1,184 @@
+"""``npu_distributed_keras_optimizer_wrapper``: a Keras optimizer that reduces the gradients over all ranks before it
+uses them.
+
+The optimizers' methods that this replaces are in ``keras_hooks``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src import compat, environment
+from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.group import WORLD_GROUP, Group, group_of
+from npu_device._src.collectives.session_graph import in_session_graph
+from npu_device._src.gradients.reduction import Gradient, Reduction, reduce_list
+from npu_device._src.options import global_options
+from npu_device._src.training import device, keras_hooks, same_samples
+from npu_device._src.training.finite_gradients import checked, is_wanted
+from npu_device._src.training.replica_audit import Audit
+from npu_device._src.training.same_variables import is_time, make_equal, name_of
+from npu_device._src.training.world import World
+
+
+def npu_distributed_keras_optimizer_wrapper(
+    optimizer: Any,
+    reduce_reduction: str = "mean",
+    fusion: int = 1,
+    fusion_id: int = -1,
+    group: str = WORLD_GROUP,
+    compression: str | None = None,
+) -> Any:
+    """Make an optimizer reduce its gradients over all ranks before clipping and applying them.
+
+    Args:
+        optimizer: a Keras optimizer: Keras 3, tf-keras, tf-keras legacy, a ``LossScaleOptimizer`` of any of them; or a
+            name or config that ``tf.keras.optimizers.get`` understands.
+        reduce_reduction: ``"mean"`` (default) or ``"sum"``; also ``"min"``, ``"max"``, ``"prod"``.
+        fusion: as in ``all_reduce``.
+        fusion_id: as in ``all_reduce``.
+        group: name of the group.
+        compression: as in ``all_reduce``.
+
+    Returns:
+        The same optimizer object. Its class, variables, checkpoints and config stay as they are; a model saved with it
+        loads anywhere, with a plain optimizer that has to be wrapped again. On a single device it is untouched.
+
+    Raises:
+        ValueError: the optimizer is wrapped already (it would reduce twice); unknown reduction, group, fusion or
+            compression.
+        TypeError: not a Keras optimizer.
+        RuntimeError: the environment names several ranks but the job can't be joined any more.
+
+    Works in custom loops (``apply_gradients``, Keras 3's ``apply``) and in ``fit``. With
+    ``gradient_accumulation_steps`` each step's gradients are reduced. With a loss-scale optimizer, wrap either it or
+    its inner optimizer; the ranks agree on whether the gradients are finite either way. Use either this wrapper or
+    ``all_reduce`` by hand, not both.
+
+    >>> import tensorflow as tf
+    >>> import npu_device as npu
+    >>> optimizer = tf.keras.optimizers.SGD(0.5)
+    >>> npu.distribute.npu_distributed_keras_optimizer_wrapper(optimizer) is optimizer
+    True
+    >>> weight = tf.Variable(1.0)
+    >>> _ = optimizer.apply_gradients([(tf.constant(1.0), weight)])  # a single device
+    >>> float(weight)
+    0.5
+
+    Source: Ascend TF Adapter 2.x, ``npu.distribute.npu_distributed_keras_optimizer_wrapper``.
+    """
+    how = Reduction(
+        reduce_reduction, fusion, fusion_id, overlap=global_options().hcom_parallel.typed, compression=compression
+    )
+    if isinstance(optimizer, (str, dict)):
+        optimizer = tf.keras.optimizers.get(optimizer)
+    runtime = device.cluster_runtime()
+    if runtime is None:
+        return optimizer
+    if keras_hooks.is_wrapped(optimizer):
+        raise ValueError(
+            f"rank {runtime.cluster.rank}: this {type(optimizer).__name__} is wrapped already; wrapping it, or the "
+            "loss-scale optimizer around it, "
+            "a second time would reduce its gradients twice.\nWhat to do: call "
+            "npu_distributed_keras_optimizer_wrapper once per optimizer."
+        )
+    keras_hooks.install(
+        optimizer,
+        compat.keras_of(optimizer),
+        GradientReduction(runtime, how, group_of(runtime, group)),
+    )
+    return optimizer
+
+
+class GradientReduction:
+    """The state of one optimizer's reduction: its settings, and which gradients have been reduced.
+
+    Attributes:
+        options: the settings.
+    """
+
+    def __init__(self, runtime: Runtime, reduction: Reduction, group: Group) -> None:
+        self.options = reduction
+        self._runtime = runtime
+        self._group = group
+        self._reduced: list[weakref.ref[Any]] = []
+        self._applying = False
+        self._begun = False
+        self._audit: Audit | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientReduction:
+        return GradientReduction(self._runtime, self.options, self._group)
+
+    def begin(self, optimizer: Any, variables: Iterable[Any]) -> None:
+        """Make the variables equal on all ranks before the first step."""
+        if not self._begun and is_time():
+            self._begun = True
+            own = optimizer.variables
+            # Slots stand in the order in which they were made, which loading a checkpoint may change.
+            own = sorted(own() if callable(own) else own, key=name_of)
+            world = World(self._runtime, self._group)
+            make_equal(world, list(variables))
+            make_equal(world, own)
+
+    def audited(
+        self, optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return a context for the update of variables; before it the ranks compare them, if an audit is due."""
+        off = environment.NPU_DEVICE_AUDIT.get() == "off"
+        if off or self.options.waits_for_later_calls or self._applying or in_session_graph() or not is_time():
+            return contextlib.nullcontext()
+        if self._audit is None:
+            self._audit = Audit(World(self._runtime, self._group), optimizer)
+        return self._audit.step([variable for gradient, variable in zip(gradients, variables) if gradient is not None])
+
+    def reduce(self, gradients: Iterable[Gradient]) -> list[Gradient]:
+        """Return the gradients reduced over the ranks, ``None`` where ``None`` was."""
+        gradients = list(gradients)
+        reduced = reduce_list(self._runtime, gradients, self.options, self._group)
+        if self.options.kind == "mean" and self._group.name == WORLD_GROUP and not self.options.waits_for_later_calls:
+            same_samples.watch(self._runtime, gradients, reduced)
+        self._remember(reduced)
+        return reduced
+
+    def _remember(self, reduced: Iterable[Gradient]) -> None:
+        self._reduced = [weakref.ref(gradient) for gradient in reduced if gradient is not None]
+
+    @contextlib.contextmanager
+    def applying(self) -> Iterator[None]:
+        """Treat gradients that come in the block as already reduced."""
+        before, self._applying = self._applying, True
+        try:
+            yield
+        finally:
+            self._applying = before
+
+    def reduce_once(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """Reduce gradients, but pass through those that ``reduce`` has just returned or that are being applied.
+
+        A loss-scale optimizer reduces them first, and has its inner optimizer apply them later, if they are finite.
+        """
+        done = {id(gradient) for reference in self._reduced if (gradient := reference()) is not None}
+        present = [gradient for gradient in gradients if gradient is not None]
+        if self._applying or (present and all(id(gradient) in done for gradient in present)):
+            return list(gradients)
+        return self.reduce(gradients)
+
+    def reduce_to_apply(
+        self, optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]
+    ) -> list[Gradient]:
+        """Reduce gradients that the optimizer applies next, as ``reduce_once`` does, and check them on request."""
+        reduced = self.reduce_once(gradients)
+        as_they_are = all(one is other for one, other in zip(gradients, reduced))
+        if as_they_are or in_session_graph() or not is_wanted(optimizer):
+            return reduced
+        return checked(World(self._runtime, self._group), optimizer.iterations, gradients, reduced, variables)
+
+    def finite_everywhere(self, finite: tf.Tensor) -> tf.Tensor:
+        """Return whether the gradients are finite on every rank, given whether they are on this one."""
+        [least] = reduce_list(self._runtime, [tf.cast(finite, tf.int32)], Reduction("min"), self._group)
+        return tf.cast(least, tf.bool)

@@ -1,0 +1,184 @@
+"""This process's rank, and exchanges between the ranks: for custom training loops."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src.gradients.reduction import Gradient, Reduction, reduce_list
+from npu_device._src.options import global_options
+from npu_device._src.training.world import world
+
+
+@tf.autograph.experimental.do_not_convert
+def rank() -> int:
+    """Return this process's rank, from 0; 0 on a single device.
+
+    Raises:
+        RuntimeError: the environment names several ranks, but the job can't be joined any more; so does each call here.
+
+    >>> import npu_device as npu
+    >>> npu.distribute.rank(), npu.distribute.size(), npu.distribute.is_main()  # a single device
+    (0, 1, True)
+    """
+    ranks = world()
+    return 0 if ranks is None else ranks.rank
+
+
+@tf.autograph.experimental.do_not_convert
+def size() -> int:
+    """Return the number of ranks in the job; 1 on a single device."""
+    ranks = world()
+    return 1 if ranks is None else ranks.size
+
+
+@tf.autograph.experimental.do_not_convert
+def is_main() -> bool:
+    """Return True on rank 0, which writes and prints."""
+    return rank() == 0
+
+
+def barrier() -> None:
+    """Wait until every rank has made this call. On a single device nothing happens."""
+    ranks = world()
+    if ranks is not None:
+        ranks.wait()
+
+
+def broadcast_object(value: Any, root_rank: int = 0) -> Any:
+    """Return the root's Python object on every rank.
+
+    Args:
+        value: anything that can be pickled; only the root's is used.
+        root_rank: the rank whose object is sent (default 0).
+
+    Returns:
+        The root's object; ``value`` itself on the root and on a single device.
+
+    Raises:
+        ValueError: there is no such rank.
+
+    Every rank has to make the call, eagerly.
+
+    >>> import npu_device as npu
+    >>> npu.distribute.broadcast_object({"epoch": 3})  # a single device
+    {'epoch': 3}
+    """
+    ranks = world()
+    if ranks is None:
+        return value
+    if not 0 <= root_rank < ranks.size:
+        raise ValueError(
+            f"rank {ranks.rank}: broadcast_object has no root_rank {root_rank!r}; expected 0 to {ranks.size - 1}"
+        )
+    return ranks.object_from_root(value, root_rank)
+
+
+@contextlib.contextmanager
+def rank_zero_first() -> Iterator[bool]:
+    """Run the block on rank 0 first, then on the others: to download, prepare or write files that all read.
+
+    Yields:
+        True on rank 0.
+
+    Every rank has to enter. The others wait while rank 0 is inside, and raise instead of entering if it fails there;
+    the wait is limited like that of other collectives (``NPU_DEVICE_STALL_TIMEOUT``).
+
+    >>> import npu_device as npu
+    >>> with npu.distribute.rank_zero_first() as main:
+    ...     main
+    True
+    """
+    ranks = world()
+    if ranks is None:
+        yield True
+        return
+    if ranks.is_main:
+        problem = "an exception"
+        try:
+            yield True
+            problem = ""
+        except BaseException as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            ranks.object_from_root(problem)
+        return
+    problem = ranks.object_from_root("")
+    if problem:
+        raise RuntimeError(
+            f"rank {ranks.rank}: rank 0 failed in `with npu.distribute.rank_zero_first()`, for which the other ranks "
+            f"waited: {problem}\nWhat to do: fix the error on rank 0."
+        )
+    yield False
+
+
+@tf.autograph.experimental.do_not_convert
+def weighted_mean(values: Any, weight: Any) -> Any:
+    """Average values over the ranks, each weighted, for instance by the number of samples that it comes from.
+
+    Args:
+        values: a floating-point tensor, number or nested structure of them, which may contain ``None`` and
+            ``tf.IndexedSlices``, such as a loss and gradients; the same shapes on every rank. They travel like those of
+            ``all_reduce``.
+        weight: this rank's weight: a number or scalar tensor, 0 or more.
+
+    Returns:
+        The sum of ``weight * value`` divided by the sum of the weights, as tensors in the same structure; 0 if all
+        weights are 0. On a single device ``values`` themselves.
+
+    Every rank has to make the call, eagerly or in a tf.function: a rank without samples passes weight 0 and finite
+    values.
+
+    >>> import npu_device as npu
+    >>> npu.distribute.weighted_mean(3.0, 8)  # a single device
+    3.0
+    """
+    ranks = world()
+    if ranks is None:
+        return values
+    mine = tf.cast(weight, tf.float32)
+    part = tf.math.divide_no_nan(mine, ranks.add_up(mine))
+
+    weighted = [_weighted(value, part) for value in tf.nest.flatten(values)]
+    how = Reduction("sum", overlap=global_options().hcom_parallel.typed)
+    return tf.nest.pack_sequence_as(values, reduce_list(ranks.runtime, weighted, how, ranks.group))
+
+
+def _weighted(value: Any, part: tf.Tensor) -> Gradient:
+    if value is None:
+        return None
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(_weighted(value.values, part), value.indices, value.dense_shape)
+    tensor = tf.convert_to_tensor(value)
+    return tensor * tf.cast(part, tensor.dtype)
+
+
+def metric_results(metrics: Any) -> dict[str, Any]:
+    """Return the results of Keras metrics over all ranks: their states are added up, not their results averaged.
+
+    Args:
+        metrics: Keras metrics whose state counts and adds up, as in all of Keras's own; the same on every rank, each
+            updated with that rank's samples.
+
+    Returns:
+        Each metric's name and its result, a numpy value. The metrics keep this rank's own state.
+
+    Every rank has to make the call, eagerly.
+    """
+    ranks = world()
+    results = {}
+    for metric in metrics:
+        variables = list(metric.variables)
+        mine = [tf.convert_to_tensor(variable) for variable in variables]
+        if ranks is not None:
+            for variable, value in zip(variables, mine):
+                variable.assign(ranks.add_up(value))
+        result = metric.result()
+        results[metric.name] = tf.nest.map_structure(lambda value: tf.convert_to_tensor(value).numpy(), result)
+        for variable, value in zip(variables, mine):
+            variable.assign(value)
+    return results

@@ -1,0 +1,77 @@
+"""``npu.distribute.all_reduce``: converts a script's values to tensors and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src.collectives.group import WORLD_GROUP, group_of
+from npu_device._src.gradients.reduction import Reduction, reduce_list
+from npu_device._src.options import global_options
+from npu_device._src.training import device, same_samples
+
+
+@tf.autograph.experimental.do_not_convert
+def all_reduce(
+    values: Any,
+    reduction: str = "mean",
+    fusion: int = 1,
+    fusion_id: int = -1,
+    group: str = WORLD_GROUP,
+    compression: str | None = None,
+) -> Any:
+    """Reduce values over all ranks; every rank gets the result.
+
+    Args:
+        values: a tensor, numpy array or number, or a list or tuple of them, which may contain ``None`` and
+            ``tf.IndexedSlices``. float16, bfloat16, float32, float64, int8 to int64, uint8 to uint32; the same number,
+            shapes and dtypes on every rank.
+        reduction: ``"mean"`` (default), ``"sum"``, ``"min"``, ``"max"`` or ``"prod"``.
+        fusion: 0 sends each tensor alone; 1 (default) cuts the list by the group's split strategy (``hccl.split.api``)
+            into segments that are reduced while backward still produces the others; 2 sends those of a dtype together,
+            even from several calls of a ``tf.function`` with the same ``fusion_id``.
+        fusion_id: -1 unless ``fusion`` is 2.
+        group: name of the group; the mean divides by its size.
+        compression: ``"fp16"`` or ``"bf16"`` sends float32 and float64 in 16 bits (default: as they are). They are
+            added up in their own dtype, so that sums beyond ±65504 are finite with ``"fp16"`` too; values beyond it are
+            not. Each value is rounded by at most 2**-11 (``"bf16"``: 2**-8) of itself, and so is the result unless the
+            ranks share memory.
+
+    Returns:
+        On several ranks a tensor for a single value and a list for a list or tuple, in the same order, ``None`` where
+        ``None`` was. The mean of integers is floating-point. On a single device ``values`` itself, the very same
+        object.
+
+    Raises:
+        ValueError: unknown reduction, group or compression; a combination of fusion and fusion_id that doesn't exist;
+            a split strategy that doesn't fit the number of gradients.
+        TypeError: a dtype that can't be reduced.
+        RuntimeError: another rank has failed or left; the environment names several ranks but the job can't be joined
+            any more.
+
+    Every rank has to make the call; it works eagerly, in tf.function, in loops and in graphs for sessions. Sum and mean
+    are differentiable.
+
+    >>> import npu_device as npu
+    >>> npu.distribute.all_reduce(3.0)  # a single device
+    3.0
+
+    Source: Ascend TF Adapter 2.x, ``npu.distribute.all_reduce``.
+    """
+    how = Reduction(reduction, fusion, fusion_id, overlap=global_options().hcom_parallel.typed, compression=compression)
+    runtime = device.cluster_runtime()
+    if runtime is None:
+        return values
+    several = isinstance(values, (list, tuple))
+    tensors = [_to_tensor(value) for value in (values if several else [values])]
+    reduced = reduce_list(runtime, tensors, how, group_of(runtime, group))
+    if several and reduction == "mean" and group == WORLD_GROUP and not how.waits_for_later_calls:
+        same_samples.watch(runtime, tensors, reduced)
+    return reduced if several else reduced[0]
+
+
+def _to_tensor(value: Any) -> Any:
+    if value is None or isinstance(value, tf.IndexedSlices):
+        return value
+    return tf.convert_to_tensor(value)

@@ -1,0 +1,128 @@
+"""Checks that the ranks hold the same variables: before a wrapped optimizer's first step, and after a training.
+
+In between ``replica_audit`` does, with the same digests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Callable
+
+import numpy as np
+import tensorflow as tf
+
+from npu_device._src import environment
+from npu_device._src.collectives.session_graph import in_session_graph
+from npu_device._src.training.world import World
+
+_log = logging.getLogger("npu_device")
+_SHOWN = 4
+_Exchange = Callable[[Any], list[Any]]
+
+_not_yet = threading.local()
+
+
+@contextlib.contextmanager
+def not_yet() -> Iterator[None]:
+    """Skip the comparison for steps in the block, which are only traced to make variables."""
+    _not_yet.holds = True
+    try:
+        yield
+    finally:
+        _not_yet.holds = False
+
+
+def is_time() -> bool:
+    """Return False while steps are only traced to make variables."""
+    return not getattr(_not_yet, "holds", False)
+
+
+def make_equal(world: World, variables: Sequence[Any]) -> None:
+    """Compare variables before the first step; where they differ, overwrite them with those of the group's first rank.
+
+    Args:
+        world: the ranks.
+        variables: those that an optimizer updates, and its own; the same on every rank.
+
+    Raises:
+        RuntimeError: they differ, and ``NPU_DEVICE_UNEQUAL_START`` is ``error``.
+
+    A warning names the variables that differ. With ``NPU_DEVICE_UNEQUAL_START=ignore`` nothing is compared. While a
+    function is traced, this happens at once; variables that have no value yet are left alone.
+    """
+    mode = environment.NPU_DEVICE_UNEQUAL_START.get()
+    if mode == "ignore" or in_session_graph():
+        return
+    with tf.init_scope():
+        if not tf.executing_eagerly():
+            return
+        found = _differences(world, variables, world.objects)
+        if found is None:
+            return
+        places, named = found
+        text = (
+            f"the ranks begin training with different values of {named}\nLikely cause: no broadcast, a layer that was "
+            "built after it, or another seed on each rank.\nWhat to do: build the whole model, and call "
+            "npu.distribute.broadcast(model.variables) before the first step."
+        )
+        if mode == "error":
+            raise RuntimeError(f"rank {world.runtime.cluster.rank}: {text}")
+        world.assign_from_root([variables[place] for place in places])
+        if world.rank == 0:
+            _log.warning("%s\nThey are those of rank %d now.", text, world.group.ranks[0])
+
+
+def warn_if_different(world: World, variables: Sequence[Any], exchange: _Exchange | None = None) -> None:
+    """Compare variables after a training; rank 0 warns with the names of those that differ.
+
+    Args:
+        world: the ranks.
+        variables: the same on every rank.
+        exchange: returns all ranks' values, given this rank's; default a collective.
+    """
+    found = _differences(world, variables, exchange or world.objects)
+    if found is not None and world.rank == 0:
+        _log.warning(
+            "the ranks have come to different values of %s\nLikely cause: the script changes variables on some ranks "
+            "only, or trains some of them with an optimizer that isn't an attribute of the model.\nWhat to do: change "
+            "them on every rank alike.",
+            found[1],
+        )
+
+
+def _differences(world: World, variables: Sequence[Any], exchange: _Exchange) -> tuple[list[int], str] | None:
+    """Return the positions of the variables that differ, and a text about them; None if none do."""
+    try:
+        mine = [digest_of(variable) for variable in variables]
+    except (tf.errors.OpError, NotImplementedError):
+        mine = []
+    everybody = exchange(mine)
+    shapes = [[(shape, dtype) for shape, dtype, _ in digests] for digests in everybody]
+    if any(one != shapes[0] for one in shapes):
+        return None  # the reduction names what differs
+    places = [place for place in range(len(mine)) if len({digests[place][2] for digests in everybody}) > 1]
+    if not places:
+        return None
+    names = [name_of(variables[place]) for place in places]
+    rows = [
+        f"  rank {rank} on host {world.runtime.cluster.hosts[rank]}: digest {digests[places[0]][2]:08x} of {names[0]}"
+        for rank, digests in zip(world.group.ranks, everybody)
+    ]
+    more = ", …" if len(names) > _SHOWN else ""
+    head = f"{len(places)} of {len(variables)} variables ({', '.join(names[:_SHOWN])}{more}):"
+    return places, "\n".join([head, *rows])
+
+
+def digest_of(variable: Any) -> tuple[tuple[int, ...], str, int]:
+    """Return shape, dtype and a checksum of a variable's value."""
+    value = np.ascontiguousarray(tf.convert_to_tensor(variable))
+    return tuple(np.shape(variable)), str(value.dtype), zlib.crc32(value.reshape(-1).view(np.uint8).data)
+
+
+def name_of(variable: Any) -> str:
+    """Return a variable's name with that of its model or layer."""
+    return str(getattr(variable, "path", None) or variable.name)

@@ -1,0 +1,115 @@
+"""Sharded updates: each rank updates its share of the variables and sends them to the others; the optimizer's state is
+sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Callable
+
+import tensorflow as tf
+
+from npu_device._src.collectives.group import WORLD_GROUP, group_of
+from npu_device._src.collectives.session_graph import after, fetchable
+from npu_device._src.training import device
+from npu_device._src.training.variables import overwrite
+
+VARIABLES_OF_ONE_RANK = "npu_device/variables_of_one_rank"
+"""Collection of a session's graph: the optimizer's state of this rank's share, which the other ranks don't have."""
+
+
+@tf.autograph.experimental.do_not_convert
+def grouping_gradients_apply(apply_func: Callable[..., Any], grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+    """Apply this rank's share of the gradients, then give every rank all variables.
+
+    Args:
+        apply_func: called with this rank's (gradient, variable) pairs; an optimizer's ``apply_gradients`` for instance.
+        grads_and_vars: all pairs, the same on every rank, with gradients that have been reduced already.
+        args: passed on to ``apply_func``.
+        kwargs: passed on to ``apply_func``.
+
+    Returns:
+        On several ranks ``None``, or in a graph for a session the operation that does it all; in a tf.function the
+        updates run with the function. On a single device the result of ``apply_func`` for all pairs.
+
+    Raises:
+        ValueError: there are fewer variables than ranks.
+        RuntimeError: as for ``broadcast``.
+
+    The variables are cut into one contiguous share per rank, of about the same number of bytes, and each rank keeps
+    only its share of the optimizer's state. Every rank has to make the call.
+
+    Source: Ascend TF Adapter 2.x, ``npu.distribute.grouping_gradients_apply``.
+    """
+    runtime = device.cluster_runtime()
+    if runtime is None:
+        return apply_func(grads_and_vars, *args, **kwargs)
+    pairs = list(grads_and_vars)
+    variables = [variable for _, variable in pairs]
+    mine = shares(variables, runtime.cluster.world_size)[runtime.cluster.rank]
+    before = len(tf.compat.v1.global_variables())
+    applied = apply_func([pairs[position] for position in mine], *args, **kwargs)
+    for variable in tf.compat.v1.global_variables()[before:]:  # none but in a session's graph
+        tf.compat.v1.add_to_collection(VARIABLES_OF_ONE_RANK, variable)
+    with after(applied):
+        return grouping_broadcast(variables)
+
+
+@tf.autograph.experimental.do_not_convert
+def grouping_broadcast(variables: Any) -> Any:
+    """Overwrite each variable with the value of the rank whose share it is in.
+
+    Args:
+        variables: variables of the same number, shapes and dtypes on every rank.
+
+    Returns:
+        On several ranks ``None``, and in a graph for a session the operation that does it; ``variables`` on a single
+        device.
+
+    Raises:
+        ValueError: there are fewer variables than ranks.
+        RuntimeError: as for ``broadcast``.
+
+    Source: Ascend TF Adapter 2.x, ``npu.distribute.grouping_broadcast``.
+    """
+    runtime = device.cluster_runtime()
+    if runtime is None:
+        return variables
+    group = group_of(runtime, WORLD_GROUP)
+    variables = list(variables)
+    sent = [
+        overwrite(runtime, [variables[position] for position in share], owner, group)
+        for owner, share in enumerate(shares(variables, group.size))
+    ]
+    return fetchable(sent)
+
+
+def shares(variables: Sequence[Any], count: int) -> list[range]:
+    """Cut a list of variables into ``count`` runs of neighbours of about the same number of bytes, none of them empty.
+
+    Raises:
+        ValueError: there are fewer variables than runs.
+    """
+    if len(variables) < count:
+        raise ValueError(
+            f"the update of {len(variables)} variable(s) can't be shared by {count} ranks; expected at least one "
+            "variable per rank.\n"
+            "What to do: apply the gradients on every rank with the optimizer itself."
+        )
+    # Scalars weigh nothing, as on Ascend.
+    weights = [tf.as_dtype(v.dtype).size * _elements(v) if len(v.shape) else 0 for v in variables]
+    total, before, start = sum(weights), 0, 0
+    runs = []
+    for run in range(count):
+        end, left = start + 1, count - run - 1
+        before += weights[start]
+        while end < len(variables) - left and (not left or before + weights[end] / 2 <= total * (run + 1) / count):
+            before += weights[end]
+            end += 1
+        runs.append(range(start, end))
+        start = end
+    return runs
+
+
+def _elements(variable: Any) -> int:
+    return int(tf.TensorShape(variable.shape).num_elements())

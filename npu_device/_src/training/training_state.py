@@ -1,0 +1,112 @@
+"""The variables that training a Keras model changes: its weights, and the state of its optimizers.
+
+They are created at different times: a model may be built only by its first step, and an optimizer usually is. This file
+lists them in an order that does not depend on how they were created, and creates them before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.training import same_variables
+
+
+def training_variables(model: Any) -> list[Any]:
+    """Return all variables that exist now and that training changes: the weights, then the state of the optimizers.
+
+    Args:
+        model: a model of Keras 3 or tf-keras; it need not be built.
+
+    Returns:
+        Variables, each one once, in the same order on every rank that has the same model. Metrics and the seeds of
+        random layers are not among them.
+    """
+    return _unique([*weights(model), *optimizer_state(model)])
+
+
+def weights(model: Any) -> list[Any]:
+    """Return the model's weights; an empty list before it is built (tf-keras raises an error then)."""
+    try:
+        return _unique(model.weights)
+    except ValueError:
+        return []
+
+
+def optimizer_state(model: Any) -> list[Any]:
+    """Return the variables of the model's optimizers: steps, slots, averages, learning rates and loss scales."""
+    return _unique(
+        variable
+        for optimizer in optimizers(model)
+        for variable in compat.optimizer_variables(optimizer, weights(model))
+    )
+
+
+def optimizers(model: Any) -> list[Any]:
+    """Return the optimizers among the model's attributes, lists and dicts included: a GAN has two of them."""
+    attributes = (vars(model)[name] for name in sorted(vars(model)))
+    return _unique(
+        value
+        for attribute in attributes
+        for value in _flat(attribute)
+        if hasattr(value, "apply_gradients") and hasattr(value, "iterations")
+    )
+
+
+def has_all_layers_built(model: Any) -> bool:
+    """Return True when every layer is built."""
+    return all(layer.built for layer in compat.layers_of(model))
+
+
+def takes_kerass_own_step(model: Any) -> bool:
+    """Return True when ``fit`` uses Keras's own step, which updates the trainable variables with one optimizer."""
+    return "train_step" not in vars(model) and compat.belongs_to_keras(type(model).train_step)
+
+
+def build_optimizer(model: Any) -> None:
+    """Make the state of a built model's optimizer, for Keras's own step. Existing state stays as it is."""
+    if getattr(model, "optimizer", None) is not None:
+        compat.build_optimizer(model.optimizer, model.trainable_variables)
+
+
+def trace_step(model: Any, batch_spec: Any) -> None:
+    """Make all variables that the model's ``train_step`` makes by tracing it, without running a step.
+
+    Args:
+        model: a compiled model.
+        batch_spec: the ``element_spec`` of the data set from which ``fit`` takes its batches.
+    """
+    autograph = not compat.is_keras_3(compat.keras_of(model))  # as each Keras traces the step itself
+    with same_variables.not_yet():
+        tf.function(model.train_step, autograph=autograph).get_concrete_function(batch_spec)
+
+
+def call_on(model: Any, batch: Any) -> None:
+    """Build a model that runs eagerly by calling it on a batch, and its optimizer for Keras's own step.
+
+    Raises:
+        RuntimeError: it can't be called.
+    """
+    try:
+        model(batch[0] if isinstance(batch, tuple) else batch)
+    except Exception as error:
+        raise RuntimeError(
+            "the root's weights can't be sent before the first step: the model is not built, and calling it on its "
+            f"first batch fails ({type(error).__name__}: {error}).\n"
+            "What to do: build the model before fit, on every rank, or compile it without run_eagerly=True."
+        ) from error
+    if takes_kerass_own_step(model):
+        build_optimizer(model)
+
+
+def _flat(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+def _unique(things: Iterable[Any]) -> list[Any]:
+    return list({id(thing): thing for thing in things}.values())

@@ -1,0 +1,77 @@
+"""The check after the first steps and at the end of a job: were they made while nothing was reduced among the ranks?"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import sys
+import threading
+import weakref
+from typing import Any
+
+from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.gradients.reduction import wait_for_reduction
+
+_FIRST_LOOK_SECONDS = 5.0
+_STEPS = 10
+
+_log = logging.getLogger("npu_device")
+
+
+def watch_for_training_alone(runtime: Runtime) -> None:
+    """Warn after the first steps, or at the end of the job, if this process trains by itself.
+
+    Nothing calls the package in such a training, so a thread looks, less and less often, until something is reduced.
+    """
+    told = threading.Event()
+    runtime.before_leaving.append(lambda runtime: _warn_if_trained_alone(runtime, told, 1))
+    arguments = (weakref.ref(runtime), told)
+    threading.Thread(target=_watch, args=arguments, name="npu_device-unreduced", daemon=True).start()
+
+
+def _watch(reference: weakref.ref[Runtime], told: threading.Event) -> None:
+    seconds = _FIRST_LOOK_SECONDS
+    while not wait_for_reduction(seconds):
+        runtime = reference()
+        if runtime is None or runtime.health.is_over or told.is_set():
+            return
+        _warn_if_trained_alone(runtime, told, _STEPS)
+        del runtime
+        seconds *= 2
+
+
+def _warn_if_trained_alone(runtime: Runtime, told: threading.Event, steps: int) -> None:
+    """Warn once if this process has reduced no list of tensors, while a Keras optimizer in it has made some steps."""
+    if told.is_set() or wait_for_reduction(0):
+        return
+    trained = [(optimizer, made) for optimizer, made in trained_optimizers() if made >= steps]
+    if trained:
+        told.set()
+        rank = runtime.cluster.rank
+        _log.warning(
+            "rank %d: %s made %d step(s), but no gradient was reduced among the %d ranks: each has trained a model of "
+            "its own.\nLikely cause: the optimizer isn't wrapped, or a model other than the replicated one "
+            "was trained, such as one loaded or cloned later.\nWhat to do: call model = "
+            "npu.distribute.replicate(model) before fit, or npu.distribute.all_reduce(gradients) in the training loop.",
+            rank,
+            type(trained[0][0]).__name__,
+            trained[0][1],
+            runtime.cluster.world_size,
+        )
+
+
+def trained_optimizers() -> list[tuple[Any, int]]:
+    """Return the Keras optimizers in this process that have made steps, with how many."""
+    kinds = []
+    for name in ("keras", "tf_keras"):
+        optimizers: Any = getattr(sys.modules.get(name), "optimizers", None)
+        kinds += [optimizers.Optimizer] if optimizers is not None else []
+        kinds += [optimizers.legacy.Optimizer] if hasattr(optimizers, "legacy") else []
+    found = []
+    for thing in gc.get_objects() if kinds else []:
+        with contextlib.suppress(Exception):  # they may be any objects, even half-destroyed ones
+            optimizer: Any = thing
+            if issubclass(type(thing), tuple(kinds)) and int(optimizer.iterations) > 0:
+                found.append((optimizer, int(optimizer.iterations)))
+    return found

@@ -1,0 +1,86 @@
+"""``npu.distribute.broadcast``: every rank starts from the root's variables."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.broadcast import broadcast as broadcast_tensors
+from npu_device._src.collectives.group import WORLD_GROUP, Group, group_of
+from npu_device._src.collectives.session_graph import fetchable
+from npu_device._src.training import device
+
+_log = logging.getLogger("npu_device")
+
+
+@tf.autograph.experimental.do_not_convert
+def broadcast(values: Any, root_rank: int = 0, fusion: int = 2, fusion_id: int = 0, group: str = WORLD_GROUP) -> Any:
+    """Overwrite variables, in place, with the root's values.
+
+    Args:
+        values: a variable, or a list or tuple of variables: ``tf.Variable``, Keras 2 or Keras 3; the same number,
+            shapes and dtypes on every rank. For an empty list, a warning says that nothing is sent.
+        root_rank: the rank whose values are sent (default 0).
+        fusion: 0 or 2; either way, many variables travel in few large transfers.
+        fusion_id: any number, without effect.
+        group: name of the group.
+
+    Returns:
+        In a graph for a session, the operation that does it; ``None`` otherwise.
+
+    Raises:
+        TypeError: something that isn't a variable (it has no ``assign``), or a dtype that can't be sent.
+        ValueError: ``root_rank`` out of range, ``fusion`` neither 0 nor 2, unknown group.
+        RuntimeError: another rank has failed or left; the environment names several ranks but the job can't be joined
+            any more.
+
+    Every rank has to make the call, eagerly or in a tf.function. On a single device nothing happens.
+
+    >>> import tensorflow as tf
+    >>> import npu_device as npu
+    >>> weight = tf.Variable([1.0, 2.0])
+    >>> npu.distribute.broadcast([weight], root_rank=0)  # a single device
+    >>> weight.numpy().tolist()
+    [1.0, 2.0]
+
+    Source: Ascend TF Adapter 2.x, ``npu.distribute.broadcast``.
+    """
+    del fusion_id
+    if fusion not in (0, 2):
+        raise ValueError(f"fusion {fusion!r} is unknown to broadcast; expected 0 or 2")
+    runtime = device.cluster_runtime()
+    if runtime is None:
+        return fetchable([])
+    variables = list(values) if isinstance(values, (list, tuple)) else [values]
+    if not variables:
+        _log.warning(
+            "rank %d: broadcast was given an empty list, so that every rank keeps the values it has.\nLikely cause: "
+            "the model isn't built yet, and has no variables before its first call.\nWhat to do: call "
+            "model.build(input_shape), or the model on one batch, before broadcast; or let "
+            "npu.distribute.replicate(model) see to it.",
+            runtime.cluster.rank,
+        )
+    for position, variable in enumerate(variables):
+        if not hasattr(variable, "assign"):
+            raise TypeError(
+                f"rank {runtime.cluster.rank}: broadcast overwrites variables in place, and number {position} of the "
+                f"{len(variables)} values is "
+                f"a {type(variable).__name__}, which can't be assigned to. Pass variables, for instance "
+                "model.trainable_variables."
+            )
+    return overwrite(runtime, variables, int(root_rank), group_of(runtime, group))
+
+
+def overwrite(runtime: Runtime, variables: Sequence[Any], root_rank: int, group: Group) -> Any:
+    """Overwrite variables with those of the group's root; return the operation in a graph for a session, else None."""
+    sent = broadcast_tensors(runtime, [_value(variable) for variable in variables], root_rank, group)
+    return fetchable([variable.assign(tensor) for variable, tensor in zip(variables, sent)])
+
+
+def _value(variable: Any) -> tf.Tensor:
+    # A TensorFlow 1 variable as a tensor is a single read created with the variable, whatever precedes it here.
+    return variable.read_value() if hasattr(variable, "read_value") else tf.convert_to_tensor(variable)

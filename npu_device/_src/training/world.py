@@ -1,0 +1,88 @@
+"""All ranks of the job as one rank sees them: what training code needs of the collectives, in one place."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.all_gather_v import all_gather_v
+from npu_device._src.collectives.all_reduce import all_reduce
+from npu_device._src.collectives.broadcast import broadcast
+from npu_device._src.collectives.group import WORLD_GROUP, Group, group_of
+from npu_device._src.training import device
+
+
+class World:
+    """The ranks of a running job, or a group of them.
+
+    Attributes:
+        runtime: the running cluster.
+        group: the group; default that of all ranks.
+        rank: this process's rank in the group.
+        size: number of ranks in the group.
+    """
+
+    def __init__(self, runtime: Runtime, group: Group | None = None) -> None:
+        self.runtime = runtime
+        self.group = group_of(runtime, WORLD_GROUP) if group is None else group
+        self.rank = self.group.rank
+        self.size = self.group.size
+
+    @property
+    def is_main(self) -> bool:
+        """Return True on rank 0."""
+        return self.rank == 0
+
+    def add_up(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return the sum of all ranks' tensors, of the same shape and dtype."""
+        return all_reduce(self.runtime, tensor, "sum", self.group)
+
+    def gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return all ranks' tensors one after the other along the first dimension, which may differ among the ranks."""
+        return all_gather_v(self.runtime, tensor, self.group)
+
+    def from_root(self, tensors: Sequence[tf.Tensor], root_rank: int = 0) -> list[tf.Tensor]:
+        """Return the root's tensors, of the same shapes and dtypes."""
+        return broadcast(self.runtime, list(tensors), root_rank, self.group)
+
+    def object_from_root(self, value: Any, root_rank: int = 0) -> Any:
+        """Return the root's Python object; those of the other ranks are ignored."""
+        mine = self.rank == root_rank
+        data = np.frombuffer(pickle.dumps(value), np.uint8) if mine else np.zeros([0], np.uint8)
+        [length] = self.from_root([tf.constant(len(data), tf.int64)], root_rank)
+        buffer = tf.constant(data) if mine else tf.zeros([int(length)], tf.uint8)
+        [sent] = self.from_root([buffer], root_rank)
+        return value if mine else pickle.loads(sent.numpy().tobytes())
+
+    def objects(self, value: Any) -> list[Any]:
+        """Return every rank's Python object, by rank."""
+        data = np.frombuffer(pickle.dumps(value), np.uint8)
+        lengths = self.gather(tf.constant([len(data)], tf.int64)).numpy()
+        everything = self.gather(tf.constant(data)).numpy().tobytes()
+        ends = np.cumsum(lengths)
+        return [pickle.loads(everything[end - length : end]) for length, end in zip(lengths, ends)]
+
+    def assign_from_root(self, variables: Sequence[Any], root_rank: int = 0) -> None:
+        """Set variables to the root's values."""
+        values = [tf.convert_to_tensor(variable) for variable in variables]
+        for variable, value in zip(variables, self.from_root(values, root_rank)):
+            variable.assign(value)
+
+    def wait(self) -> None:
+        """Wait until all ranks have made this call."""
+        self.add_up(tf.constant(1))
+
+
+def world() -> World | None:
+    """Return the job that this process is a rank of; None on a single device.
+
+    Raises:
+        RuntimeError: the environment names several ranks, but the job can't be joined any more.
+    """
+    runtime = device.cluster_runtime()
+    return None if runtime is None else World(runtime)

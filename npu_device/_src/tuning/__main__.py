@@ -1,0 +1,108 @@
+"""The console script ``npu-tune``: the best split for a trace, and a forecast for other clusters.
+
+``npurun --tune`` runs the script and checks the splits it finds; this reads the files of such a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from npu_device._src.trace.records import read
+from npu_device._src.tuning import messages, networks
+from npu_device._src.tuning.cost_model import MEASURED_FILE, CostModel, best_known
+from npu_device._src.tuning.networks import PRESETS, Network
+from npu_device._src.tuning.planner import best_plan
+from npu_device._src.tuning.plot import svg
+from npu_device._src.tuning.simulate import ASSUMPTIONS, RANKS, simulate, table
+from npu_device._src.tuning.traced import Traced, traced
+from npu_device._src.tuning.trials import FIRST, WARM_UP
+
+CHART = "simulated.svg"
+
+_EXAMPLES = """\
+examples:
+  npurun -n 2 --tune train.py                    trace, measure, try, and keep the best split
+  npu-tune npu_tune                              the prediction of that run once more
+  npu-tune trace --alpha 9e-4 --beta 7.4e-10     for a trace without a measurement
+  npu-tune --simulate npu_tune --network 25gbe   up to 1,024 ranks over 25 GbE"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run with these arguments; by default those of the process."""
+    parser = argparse.ArgumentParser(
+        prog="npu-tune",
+        description="Find the best gradient split by a trace, or simulate the traced model on many ranks.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the directory of npurun --tune or --trace")
+    parser.add_argument("--simulate", action="store_true", help="step time and efficiency for many ranks")
+    parser.add_argument("--network", choices=PRESETS, help="with --simulate: this network (default: as measured)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), metavar="N", help="default 1 2 4 … 1024")
+    parser.add_argument("--alpha", type=float, metavar="S", help="seconds a collective; with --simulate a message")
+    parser.add_argument("--beta", type=float, metavar="S", help="seconds a byte of it")
+    options = parser.parse_args(arguments)
+    if (options.alpha is None) != (options.beta is None):
+        parser.error("--alpha and --beta go together")
+    if options.network is not None and (options.alpha is not None or not options.simulate):
+        parser.error("--network goes with --simulate, and without --alpha and --beta")
+    if min(options.ranks) < 1:
+        parser.error("--ranks are numbers from 1")
+    try:
+        found = _traced(options.directory)
+        print(_simulated(found, options) if options.simulate else _planned(found, options))
+    except (OSError, ValueError) as error:
+        sys.exit(f"npu-tune: {error}")
+
+
+def _traced(directory: Path) -> Traced:
+    first = directory / FIRST
+    return traced(read(first if first.is_dir() else directory), WARM_UP)
+
+
+def _planned(found: Traced, options: argparse.Namespace) -> str:
+    cost = _cost(options)
+    best = best_plan(found.without_collectives(cost).backward, cost)
+    return (
+        f"{messages.prediction(found, cost)}\n\nThe best split by this prediction, which no run has checked "
+        f"(npurun --tune does):\n  {messages.line_to_paste(best.ends, found.group)}"
+    )
+
+
+def _simulated(found: Traced, options: argparse.Namespace) -> str:
+    step = found.step
+    if options.alpha is not None:
+        network = Network("given", options.alpha, options.beta)
+    elif options.network is not None:
+        network = PRESETS[options.network]
+    else:
+        cost = _cost(options)
+        network, step = networks.link_of(cost, len(found.hosts)), found.without_collectives(cost)
+    rows = simulate(step, network, options.ranks)
+    sizes = step.backward.sizes
+    title = f"{len(sizes)} gradients, {sum(sizes) / 1e6:.0f} MB, {step.alone * 1e3:.0f} ms a step alone; "
+    title += f"network {network.name}"
+    chart = options.directory / CHART
+    chart.write_text(svg(rows, title), encoding="utf-8")
+    link = f"alpha {network.alpha * 1e6:.1f} us a message, beta {network.beta * 1e9:.3f} ns a byte"
+    return f"{title} ({link})\n\n{table(rows)}\n\n{ASSUMPTIONS}\n\npicture: {chart}"
+
+
+def _cost(options: argparse.Namespace) -> CostModel:
+    if options.alpha is not None:
+        return CostModel(options.alpha, options.beta, busy=options.alpha)
+    cost = best_known(options.directory)
+    if cost is None:
+        raise ValueError(
+            f"{options.directory} has a trace, but no {MEASURED_FILE}: nobody has measured the collectives there.\n"
+            "What to do: use the directory of npurun --tune, or give --alpha and --beta."
+        )
+    return cost
+
+
+if __name__ == "__main__":
+    main()

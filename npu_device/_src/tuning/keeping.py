@@ -1,0 +1,53 @@
+"""Keeps the result of tuning: the split for ``NPU_DEVICE_SPLIT=auto``, and Ascend's fusion file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from npu_device._src.gradients import saved_splits
+from npu_device._src.gradients.saved_splits import SavedSplit, fingerprint, place_of
+from npu_device._src.tuning import fusion_file
+from npu_device._src.tuning.cost_model import CostModel
+from npu_device._src.tuning.traced import Traced
+from npu_device._src.tuning.trials import Outcome
+
+
+def keep(result: Outcome, work_path: Path) -> list[Path]:
+    """Write the split that won the trials, which may be the present one.
+
+    Args:
+        result: of the trials.
+        work_path: the tuner's directory.
+
+    Returns:
+        The files.
+
+    Raises:
+        OSError: a file can't be written.
+    """
+    figures = {
+        "gradients": len(result.traced.step.backward.sizes),
+        "seconds_before": result.tried[0].seconds,
+        "seconds": result.chosen.seconds,
+    }
+    return _keep(result.traced, result.calibrated, result.chosen.plan.ends, True, figures, work_path)
+
+
+def keep_prediction(found: Traced, cost: CostModel, ends: tuple[int, ...], work_path: Path) -> list[Path]:
+    """Write a split that no run has checked, otherwise as ``keep``."""
+    return _keep(found, cost, ends, False, {"gradients": len(found.step.backward.sizes)}, work_path)
+
+
+def _keep(
+    found: Traced, cost: CostModel, ends: tuple[int, ...], checked: bool, figures: dict[str, float], work_path: Path
+) -> list[Path]:
+    model = fingerprint(found.dtype, found.step.backward.sizes)
+    split = SavedSplit(
+        model=model,
+        group=found.group,
+        place=place_of(found.hosts),
+        ends=ends,
+        checked=checked,
+        found={**figures, "cost": cost.as_dict()},
+    )
+    return [saved_splits.save(split), fusion_file.write(found.step.backward, model, work_path)]

@@ -1,1 +1,0 @@
-"""Collective operations over groups of ranks: one operation, one file."""

@@ -1,0 +1,248 @@
+"""One attempt on this node: starts the ranks, waits for their end, and says how it went. ``restarts`` repeats it."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable
+
+from npu_device._src import environment
+from npu_device._src.cluster.errors import RESUMABLE
+from npu_device.launch import child_environment, failure_report, failures, local_rank_table
+from npu_device.launch.arguments import Options
+from npu_device.launch.causes import Cause, cause_of
+from npu_device.launch.console import Console, Voice
+from npu_device.launch.guard import Guard
+from npu_device.launch.meeting import Meeting
+from npu_device.launch.processes import Process
+from npu_device.launch.streams import LogFile, Pump
+from npu_device.launch.supervisor import Supervisor
+
+CANNOT_START = 126
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of an attempt on one node.
+
+    Attributes:
+        code: 0 if every rank of the node ended with 0; 75 if the ranks were asked to stop and can be resumed; else the
+            exit code of the rank that failed first (128 + number for a signal), 128 + number of the signal that stopped
+            the launcher, or 126 if a rank can't be started.
+        interrupted: the launcher received a signal.
+        causes: the failures of the node's ranks, first causes first.
+    """
+
+    code: int
+    interrupted: bool = False
+    causes: tuple[Cause, ...] = ()
+
+
+class Launch:
+    """The parts of the launcher that last for all attempts.
+
+    Args:
+        options: the command line.
+        console: the launcher's output.
+        guard: kills the ranks if the launcher is killed.
+        directory: the launcher's private directory.
+        events: signals, ends of ranks, and orders of node 0.
+    """
+
+    def __init__(
+        self, options: Options, console: Console, guard: Guard, directory: str, events: queue.SimpleQueue[Any]
+    ) -> None:
+        self.options = options
+        self.console = console
+        self.guard = guard
+        self.directory = directory
+        self.events = events
+        self._progress = Path(directory, "progress")
+
+    def progress_file(self) -> str | None:
+        """Return the path where rank 0 writes the step of its newest checkpoint; None if it isn't on this node."""
+        return str(self._progress) if self.options.node_rank == 0 else None
+
+    def step(self) -> str | None:
+        """Return the step of the newest checkpoint; None if rank 0 has told of none, or is on another node."""
+        try:
+            return self._progress.read_text(encoding="utf-8", errors="replace").strip()[:40] or None
+        except OSError:
+            return None
+
+
+class Attempt:
+    """One attempt of the ranks of this node.
+
+    Args:
+        launch: the parts that last.
+        meeting: the attempt's rendezvous.
+        on_failure: called when the first rank has failed, with what happened.
+    """
+
+    def __init__(self, launch: Launch, meeting: Meeting, on_failure: Callable[[str], None]) -> None:
+        self._launch = launch
+        self._options = launch.options
+        self._console = launch.console
+        self._meeting = meeting
+        self._on_failure = on_failure
+        self._directory = os.path.join(launch.directory, f"attempt{meeting.count}")
+        self._world_size = len(meeting.nodes) * self._options.nproc_per_node
+        self._processes: list[Process] = []
+        self._stdout: list[Pump] = []
+        self._stderr: list[Pump] = []
+        self._logs: list[LogFile] = []
+        self._started = time.time()
+
+    def run(self) -> Outcome:
+        """Start this node's ranks, wait for them, report, and leave no process behind."""
+        options = self._options
+        try:
+            self._start()
+            supervisor = Supervisor(
+                self._processes,
+                self._launch.events,
+                options,
+                self._console.say,
+                self._meeting.count,
+                self._on_failure,
+            )
+            supervisor.run()
+        except OSError as error:
+            self._kill()
+            self._console.say(f"could not start all ranks: {error}")
+            return Outcome(CANNOT_START)
+        except BaseException:
+            self._kill()
+            raise
+        for pump in (*self._stdout, *self._stderr):
+            pump.finish()
+        for log in self._logs:
+            log.close()
+        for process in self._processes:
+            if process.exit is not None:
+                self._launch.guard.forget(process.pid)
+        trace = self._trace()
+        if trace is not None:
+            self._console.say(f"the trace is in {trace}: npu-trace {trace} reports on it")
+        return self._conclude(supervisor)
+
+    def _start(self) -> None:
+        options, meeting = self._options, self._meeting
+        os.mkdir(self._directory, mode=0o700)
+        table = os.path.join(self._directory, "rank_table.json")
+        with open(table, "w", encoding="utf-8") as file:
+            file.write(local_rank_table.text(meeting.nodes, options.nproc_per_node, options.master_addr, meeting.port))
+        inherited = dict(os.environ)
+        self._announce(child_environment.replaced(inherited))
+        for local_rank in range(options.nproc_per_node):
+            rank = meeting.nodes.index(options.node_rank) * options.nproc_per_node + local_rank
+            environment = child_environment.for_rank(
+                inherited,
+                rank=rank,
+                local_rank=local_rank,
+                world_size=self._world_size,
+                table=table,
+                job_id=meeting.job_id,
+                error_file=self._error_file(rank),
+                hub=meeting.port,
+                secret=meeting.made_secret,
+                restart_count=meeting.count,
+                progress_file=self._launch.progress_file(),
+                preempt_signal=signal.Signals(options.preempt_signal).name,
+                preempt_timeout=options.preempt_timeout,
+                trace=self._trace(),
+            )
+            log = None
+            if options.log_dir is not None:
+                log = LogFile(self._log_file(options.log_dir, rank))
+                self._logs.append(log)
+            process = Process(rank, options.command, environment, lambda: self._launch.events.put(None))
+            self._launch.guard.watch(process.pid)
+            self._processes.append(process)
+            speaks = log is None or options.tee
+            self._stdout.append(Pump(process.stdout, Voice(self._console, 1, rank) if speaks else None, log))
+            self._stderr.append(Pump(process.stderr, Voice(self._console, 2, rank) if speaks else None, log))
+
+    def _announce(self, replaced: Sequence[str]) -> None:
+        """Say once for all attempts what the user may not expect."""
+        log_dir = self._options.log_dir
+        if log_dir is not None:
+            os.makedirs(log_dir, exist_ok=True)
+        if self._meeting.count > 0:
+            return
+        if replaced:
+            self._console.say(
+                f"the ranks won't see {', '.join(replaced)} of the environment: npurun describes the job itself"
+            )
+        if log_dir is not None and not self._options.tee:
+            self._console.say(f"the output goes to {log_dir}{os.sep}rank*.log")
+
+    def _log_file(self, log_dir: str, rank: int) -> str:
+        attempt = f".restart{self._meeting.count}" if self._meeting.count else ""
+        return os.path.join(log_dir, f"rank{rank}{attempt}.log")
+
+    def _trace(self) -> str | None:
+        trace, count = self._options.trace, self._meeting.count
+        return os.path.join(trace, f"restart{count}") if trace is not None and count else trace
+
+    def _error_file(self, rank: int) -> str:
+        return os.path.join(self._directory, f"rank{rank}.json")
+
+    def _has_opened(self, rank: int) -> bool:
+        return os.path.exists(environment.opened_mark(self._error_file(rank)))
+
+    def _hint_if_no_rank_opened(self) -> None:
+        ranks = [process.rank for process in self._processes]
+        if len(ranks) > 1 and not any(map(self._has_opened, ranks)):
+            self._console.say(
+                f"none of the {len(ranks)} ranks opened npu_device: they ran as {len(ranks)} independent copies of the "
+                "script.\nTo let them work together: `import npu_device as npu` and `npu.open().as_default()` at the "
+                "script's beginning."
+            )
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.send(signal.SIGKILL)
+            process.reap()
+
+    def _conclude(self, supervisor: Supervisor) -> Outcome:
+        found = self._failures(supervisor.asked_at)
+        if not found and any(process.exit and process.exit.status == RESUMABLE for process in self._processes):
+            step = self._launch.step()
+            at = f" at step {step}" if step is not None else ""
+            self._console.say(f"stopped on request{at}, resumable")
+            return Outcome(RESUMABLE, supervisor.interrupted)
+        if supervisor.signal is not None:
+            self._console.say(f"stopped by {signal.Signals(supervisor.signal).name}")
+            return Outcome(128 + supervisor.signal, True)
+        if not found:
+            self._hint_if_no_rank_opened()
+            return Outcome(0, supervisor.interrupted)
+        ordered = failures.in_order(found)
+        host = socket.gethostname()
+        self._console.say(
+            failure_report.summary(ordered, self._world_size, len(self._meeting.nodes), host, self._started)
+        )
+        if self._options.log_dir is not None:
+            self._console.say(f"its output is in {self._log_file(self._options.log_dir, ordered[0].rank)}")
+        self._console.lines(2, failure_report.evidence(ordered[0]).encode(errors="backslashreplace"))
+        causes = tuple(cause_of(failure, host) for failure in ordered)
+        return Outcome(ordered[0].code, supervisor.interrupted, causes)
+
+    def _failures(self, asked_at: float | None) -> list[failures.Failure]:
+        found = []
+        for process, pump in zip(self._processes, self._stderr):
+            rank = process.rank
+            if process.exit is not None and process.exit.status not in (0, RESUMABLE):
+                stopped = asked_at is not None and process.exit.time >= asked_at
+                stderr = tuple(line.decode(errors="replace") for line in pump.tail)
+                record = failures.read_record(self._error_file(rank))
+                found.append(failures.Failure(rank, process.exit, record, stopped, stderr, self._has_opened(rank)))
+        return found

@@ -1,0 +1,132 @@
+"""Say why an attempt failed, at which place of the script, and whether every other attempt would fail in the same way.
+
+``failures`` finds the rank that failed first; ``ledger`` decides what follows.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from npu_device.launch.failure_report import excerpt
+from npu_device.launch.failures import Failure
+
+_FRAME = re.compile(r'^[ |]*File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_CANNOT_IMPORT = ("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError")
+# What Python itself says of a script or a module that isn't there.
+_NO_SCRIPT = re.compile(
+    r"can't open file |: No module named |: Error while finding module specification|can't find '__main__"
+)
+_WRONG_USAGE = 2
+_PYTHON_FAILED = 1
+# Sent from outside, by a person, the system or a scheduler: the script's place says nothing.
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# What a rank raises where it stands when it loses another one.
+_LOST_PEER = ("PeerError", "RendezvousError", "UnavailableError", "DeadlineExceededError", "AbortedError")
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_NOT_THE_SCRIPTS = tuple(os.path.join(path, "") for path in (sysconfig.get_path("stdlib"), _PACKAGE))
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The failure of a rank, as the nodes tell each other.
+
+    Attributes:
+        rank: number of the rank.
+        host: name of its host.
+        what: how it ended, and its error.
+        time: seconds since the epoch.
+        is_consequence: it follows from another failure.
+        place: where in the script it failed; None if the script isn't to blame.
+        hopeless: why a restart would end in the same way; None if it need not.
+    """
+
+    rank: int
+    host: str
+    what: str
+    time: float
+    is_consequence: bool
+    place: str | None
+    hopeless: str | None
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on host {self.host}: {self.what}"
+
+
+def cause_of(failure: Failure, host: str) -> Cause:
+    """Return the cause of a failed rank of this host."""
+    text = failure.record.traceback.splitlines() if failure.record else list(failure.stderr)
+    error, frames = _parsed(text)
+    if failure.record and failure.record.error.strip():
+        error = failure.record.error.strip().splitlines()[0]
+    what = str(failure.exit)
+    if error:
+        what += f": {error}"
+    return Cause(
+        rank=failure.rank,
+        host=host,
+        what=what,
+        time=failure.time,
+        is_consequence=failure.is_consequence,
+        place=_place(failure, error, frames),
+        hopeless=_hopeless(failure, error),
+    )
+
+
+def first(causes: Sequence[Cause]) -> Cause | None:
+    """Return the earliest failure that no other one made."""
+    return min(causes, key=lambda cause: (cause.is_consequence, cause.time), default=None)
+
+
+def _parsed(text: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    """Return the first line of the last traceback's error, "" without one, and its frames as file and line."""
+    lines = excerpt(text)
+    found = [(number, match) for number, line in enumerate(lines) if (match := _FRAME.match(line))]
+    if not found:
+        return "", []
+    # The header of the last traceback; a syntax error in the script itself has none.
+    begin = max((n for n, line in enumerate(lines) if line.startswith("Traceback ")), default=found[-1][0])
+    frames = [(match["file"], match["line"]) for number, match in found if number >= begin]
+    errors = [line.strip() for line in lines[begin + 1 :] if line[:1].strip()]  # the traceback is indented
+    return (errors[0] if errors else ""), frames
+
+
+def _place(failure: Failure, error: str, frames: list[tuple[str, str]]) -> str | None:
+    kind = _kind(error)
+    if kind in _LOST_PEER:
+        return None
+    if failure.record is None and -failure.exit.status in _FROM_OUTSIDE:
+        return None
+    if not frames or (failure.record is None and failure.exit.status < 0):
+        return f"rank {failure.rank}, {failure.exit}"
+    own = [(file, line) for file, line in frames if _is_the_scripts(file)]
+    file, line = (own or frames)[-1]
+    return f"{file}:{line} ({kind})"
+
+
+def _is_the_scripts(file: str) -> bool:
+    generated = file.startswith("<") or os.path.basename(file).startswith("__autograph_generated_file")
+    return not generated and not re.search("/(site|dist)-packages/", file) and not file.startswith(_NOT_THE_SCRIPTS)
+
+
+def _hopeless(failure: Failure, error: str) -> str | None:
+    if failure.opened or failure.is_consequence:
+        return None
+    if failure.exit.status == _PYTHON_FAILED and _kind(error) in _CANNOT_IMPORT:
+        return f"the script can't be imported: {error}"
+    if failure.exit.status in (_PYTHON_FAILED, _WRONG_USAGE):
+        said = [line for line in failure.stderr[-2:] if _NO_SCRIPT.search(line)]
+        if said and not error:
+            return f"the script isn't there: {said[-1]}"
+    if failure.exit.status == _WRONG_USAGE:
+        return "the script ended with exit code 2 (wrong usage) before it opened npu_device"
+    return None
+
+
+def _kind(error: str) -> str:
+    """Return the type of an error without its module."""
+    return error.partition(":")[0].rpartition(".")[2].strip()

@@ -1,0 +1,287 @@
+"""Node 0's side of a job of several nodes that is started again: decides when an attempt begins and with which nodes.
+
+Each node's launcher, node 0's too, is a ``member`` that carries out its orders. The decisions themselves are the
+``ledger``'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from npu_device._src.cluster import ports
+from npu_device._src.cluster.errors import RESUMABLE, ClusterError
+from npu_device._src.cluster.frames import ranges
+from npu_device._src.version import __version__
+from npu_device.launch import meeting, node_links
+from npu_device.launch.attempt import Launch, Outcome
+from npu_device.launch.causes import Cause
+from npu_device.launch.ledger import Ended, Ledger, Verdict
+from npu_device.launch.node_links import Link
+
+_MOST_UNPROVED = 64
+_LAST_MESSAGE_SECONDS = 3.0
+_NOTICE_AFTER_SECONDS = 5.0
+_STOP_SECONDS = 30.0  # beside the time that the ranks have: notice, kill, and the last lines of output
+_FAILED = 1
+_USAGE = 2
+
+
+class Leader:
+    """The leader of a job's nodes: a context manager, and a thread of node 0's launcher.
+
+    Args:
+        launch: the parts of the launcher that last.
+        secret: the job's secret.
+
+    Raises:
+        ClusterError: the port is taken.
+    """
+
+    def __init__(self, launch: Launch, secret: bytes) -> None:
+        self._launch = launch
+        self._options = launch.options
+        self._secret = secret
+        self._ledger = Ledger(launch.options)
+        port = meeting.master_port(launch.options)
+        self._listener = ports.listen((launch.options.master_addr,), (port, port))
+        self._events: queue.SimpleQueue[tuple[Link, dict[str, Any] | None]] = queue.SimpleQueue()
+        self._nodes: dict[int, Link] = {}
+        self._idle: set[int] = set()
+        self._expected: set[int] = set(range(launch.options.nnodes))
+        self._running: set[int] = set()
+        self._outcomes: dict[int, Outcome] = {}
+        self._lost: str | None = None
+        self._is_stopping = False
+        self._deadline: float | None = None
+        self._signal: int | None = None
+        self._thread = threading.Thread(target=self._run, name="npurun-leader", daemon=True)
+
+    @property
+    def address(self) -> str:
+        """Return the address at which this host reaches the leader."""
+        host = str(self._listener.getsockname()[0])
+        return "127.0.0.1" if host in ("::", "0.0.0.0") else host
+
+    def __enter__(self) -> Leader:
+        threading.Thread(target=self._accept, name="npurun-accept", daemon=True).start()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.join(2 * _LAST_MESSAGE_SECONDS)
+
+    # The connections
+
+    def _accept(self) -> None:
+        unproved = threading.BoundedSemaphore(_MOST_UNPROVED)
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed: the job is over
+                return
+            if unproved.acquire(blocking=False):
+                threading.Thread(target=self._serve, args=(connection, unproved), daemon=True).start()
+            else:
+                connection.close()
+
+    def _serve(self, connection: socket.socket, unproved: threading.BoundedSemaphore) -> None:
+        try:
+            link = node_links.accept(connection, self._secret)
+        except OSError:
+            return
+        finally:
+            unproved.release()
+        for message in link.messages():
+            self._events.put((link, message))
+        self._events.put((link, None))
+
+    def _send(self, nodes: Sequence[int], **message: Any) -> None:
+        for node in nodes:
+            self._nodes[node].send(message)
+
+    # The job
+
+    def _run(self) -> None:
+        try:
+            verdict = self._lead()
+        except Exception:
+            verdict = Verdict(_FAILED, None, f"npurun failed on node 0:\n{traceback.format_exc()}")
+        over = {"code": verdict.code, "text": verdict.text, "attempts": self._history()}
+        self._send(list(self._nodes), over=over)
+        for link in self._nodes.values():
+            link.end()
+        deadline = time.monotonic() + _LAST_MESSAGE_SECONDS
+        while not all(link.is_lost for link in self._nodes.values()) and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                self._events.get(timeout=0.05)
+        self._listener.close()
+
+    def _lead(self) -> Verdict:
+        wait = 0.0
+        while True:
+            nodes = self._gather(wait)
+            if self._signal is not None:
+                return Verdict(128 + self._signal, None, "")
+            if self._ledger.count > self._options.max_restarts:
+                return Verdict(_FAILED, None, f"no restart: all {self._options.max_restarts} restart(s) have been used")
+            if nodes is None:
+                return Verdict(_FAILED, None, self._complaint())
+            try:
+                place = meeting.prepare(self._options, lambda _: None, self._ledger.count, nodes)
+            except (OSError, ClusterError, ValueError) as error:
+                return Verdict(_USAGE, None, str(error))
+            with place:
+                verdict = self._attempt(place)
+            if verdict.wait is None:
+                return verdict
+            place.end()
+            self._expected = set(nodes)
+            self._send(list(self._nodes), say=verdict.text)
+            wait = verdict.wait
+
+    def _gather(self, wait: float) -> tuple[int, ...] | None:
+        """Wait for the nodes of the next attempt; None if too few came in time."""
+        began = time.monotonic()
+        deadline = began + max(wait, self._options.rejoin_timeout)
+        has_notified = False
+        while self._signal is None:
+            now = time.monotonic()
+            is_there = self._expected <= self._idle
+            if (is_there and now >= began + wait) or now >= deadline:
+                break
+            if not is_there and not has_notified and now >= began + _NOTICE_AFTER_SECONDS:
+                has_notified = True
+                missing = ranges(self._expected - self._idle)
+                self._send(list(self._idle), say=f"waiting for node {missing}, for {deadline - now:.0f} s at most")
+            ends = [deadline]
+            if now < began + wait:
+                ends.append(began + wait)
+            if not is_there and not has_notified:
+                ends.append(began + _NOTICE_AFTER_SECONDS)
+            self._handle(min(ends))
+        return tuple(sorted(self._idle)) if len(self._idle) >= self._options.fewest_nodes else None
+
+    def _complaint(self) -> str:
+        here, fewest = ranges(self._idle), self._options.fewest_nodes
+        missing = ranges(set(range(self._options.nnodes)) - self._idle)
+        return (
+            f"node(s) {missing} did not come within {self._options.rejoin_timeout:g} s (--rejoin-timeout); there are "
+            f"only {here}, and the job needs {fewest}.\n"
+            "What to do: look at npurun's output on the missing nodes; let the cluster start npurun there again; or "
+            f"allow fewer nodes (--nnodes MIN:{self._options.nnodes})."
+        )
+
+    def _attempt(self, place: meeting.Meeting) -> Verdict:
+        began = time.time()
+        self._running, self._outcomes, self._lost = set(place.nodes), {}, None
+        self._is_stopping, self._deadline = False, None
+        self._idle -= self._running
+        plan = {"count": place.count, "nodes": place.nodes, "job_id": place.job_id, "port": place.port}
+        self._send(place.nodes, plan={**plan, "attempts": self._history()})
+        while self._running:
+            if not self._handle(self._deadline):
+                self._time_out()
+        return self._ledger.add(began, place.nodes, self._outcomes.values(), self._launch.step(), self._lost)
+
+    def _stop(self, why: str) -> None:
+        """Have all nodes stop their ranks."""
+        if not self._is_stopping:
+            self._is_stopping = True
+            limit = max(self._options.grace, self._options.preempt_timeout) + _STOP_SECONDS
+            self._deadline = time.monotonic() + limit
+            self._send(list(self._running), stop=why)
+
+    def _time_out(self) -> None:
+        """Handle that the nodes have not ended the attempt in time."""
+        if not self._is_stopping:
+            self._stop(f"node(s) {ranges(self._running)} did not end although the others were asked to stop")
+            return
+        for node in list(self._running):
+            self._nodes[node].close()  # what is frozen there sees it when it wakes up
+            self._lose(node, "does not answer")
+
+    # Messages of the nodes
+
+    def _handle(self, until: float | None) -> bool:
+        """Handle the next event; return False if none comes in time."""
+        try:
+            link, message = self._events.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            return False
+        if message is not None and "hello" in message:
+            self._register(link, message["hello"])
+            return True
+        node = next((node for node, known in self._nodes.items() if known is link), None)
+        if node is None:
+            return True
+        if message is None:
+            self._lose(node, "is gone: its npurun ended or was killed, or its host can't be reached")
+        elif "interrupted" in message:
+            self._signal = int(message["interrupted"])
+        elif "failed" in message and node in self._running:
+            self._stop(f"node {node}: {message['failed']}")
+        elif "outcome" in message and node in self._running:
+            self._end(node, message["outcome"])
+        return True
+
+    def _register(self, link: Link, hello: dict[str, Any]) -> None:
+        node = int(hello["node"])
+        ours = {"nproc": self._options.nproc_per_node, "most": self._options.nnodes, "version": __version__}
+        wrong = [f"{name} {hello.get(name)} (node 0: {value})" for name, value in ours.items() if hello[name] != value]
+        if wrong:
+            link.send({"refused": f"node {node} doesn't fit to node 0: {', '.join(wrong)}"})
+            link.end()
+            return
+        old = self._nodes.get(node)
+        if old is not None:
+            old.send({"refused": f"another npurun has come as node {node}"})
+            old.end()
+            self._lose(node, "was started again")
+        self._nodes[node] = link
+        self._idle.add(node)
+        if self._running:
+            at_work = f"the job is running on node(s) {ranges(self._running)}; this node joins at the next restart"
+            link.send({"say": at_work})
+        else:
+            self._take_history(hello)
+
+    def _take_history(self, hello: dict[str, Any]) -> None:
+        """Learn from a node what has happened so far, if this launcher has been started again."""
+        attempts, last = [Ended.read(fields) for fields in hello["attempts"]], hello["last"]
+        if len(attempts) > len(self._ledger.attempts):
+            self._ledger.attempts = attempts
+        if last is not None and last["count"] >= self._ledger.count:
+            self._expected = set(last["nodes"])
+            self._ledger.add(last["began"], last["nodes"], [], None, "node 0 is gone: its npurun ended or was killed")
+
+    def _lose(self, node: int, how: str) -> None:
+        del self._nodes[node]
+        self._idle.discard(node)
+        if node in self._running:
+            self._running.discard(node)
+            self._lost = self._lost or f"node {node} {how}"
+            self._stop(f"node {node} {how}")
+
+    def _end(self, node: int, fields: dict[str, Any]) -> None:
+        causes = tuple(Cause(**cause) for cause in fields["causes"])
+        outcome = Outcome(int(fields["code"]), bool(fields["interrupted"]), causes)
+        self._outcomes[node] = outcome
+        self._running.discard(node)
+        self._idle.add(node)
+        if outcome.code not in (0, RESUMABLE):
+            self._stop(f"node {node}: {causes[0] if causes else 'stopped'}")
+        elif outcome.code == RESUMABLE and self._deadline is None:
+            self._deadline = time.monotonic() + self._options.preempt_timeout
+
+    def _history(self) -> list[dict[str, Any]]:
+        return [attempt.fields() for attempt in self._ledger.attempts]

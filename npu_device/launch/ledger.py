@@ -1,0 +1,215 @@
+"""Keep the list of attempts, and decide after each whether the job is started again. Knows no processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from npu_device._src.cluster.errors import RESUMABLE
+from npu_device._src.cluster.frames import ranges
+from npu_device.launch.arguments import Options
+from npu_device.launch.attempt import CANNOT_START, Outcome
+from npu_device.launch.causes import first
+
+_LONGEST_BACKOFF_SECONDS = 60.0
+_FAILED = 1
+_KEPT = 100  # attempts; of a job with more, the first ones are left out at the end
+
+
+@dataclass(frozen=True)
+class Ended:
+    """An attempt that has ended, as the nodes tell each other.
+
+    Attributes:
+        count: its number, from 0.
+        began: seconds since the epoch.
+        seconds: how long it took.
+        nodes: numbers of its nodes.
+        ranks: number of its ranks.
+        code: 0, 75 (asked to stop, resumable), or another exit code.
+        interrupted: a launcher received a signal.
+        why: the rank or node that failed first, and how.
+        place: where in the script it failed; None if the script isn't to blame.
+        hopeless: why a restart would end in the same way; None if it need not.
+        step: step of the newest checkpoint at its end, None if unknown.
+    """
+
+    count: int
+    began: float
+    seconds: float
+    nodes: tuple[int, ...]
+    ranks: int
+    code: int
+    interrupted: bool
+    why: str
+    place: str | None
+    hopeless: str | None
+    step: str | None
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> Ended:
+        """Return an attempt from the fields of a message."""
+        return cls(**{**fields, "nodes": tuple(fields["nodes"])})
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields for a message."""
+        return asdict(self)
+
+    def line(self, with_nodes: bool) -> str:
+        """Return the attempt's line in the list at the end."""
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.began))
+        where = f", {_nodes(self.nodes)}" if with_nodes else ""
+        step = f" (newest checkpoint: step {self.step})" if self.step is not None else ""
+        return f"{self.count}: {when}, {self.seconds:.0f} s, {self.ranks} rank(s){where}: {self.why}{step}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The decision after an attempt.
+
+    Attributes:
+        code: the job's exit code, if it is over.
+        wait: seconds until the next attempt; None if the job is over.
+        text: what the user is told; may be empty.
+    """
+
+    code: int
+    wait: float | None
+    text: str
+
+
+class Ledger:
+    """The attempts of a job."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self.attempts: list[Ended] = []
+
+    @property
+    def count(self) -> int:
+        """Return the number of the next attempt."""
+        return self.attempts[-1].count + 1 if self.attempts else 0
+
+    def add(
+        self,
+        began: float,
+        nodes: Sequence[int],
+        outcomes: Iterable[Outcome],
+        step: str | None,
+        lost: str | None = None,
+    ) -> Verdict:
+        """Add an attempt that has ended.
+
+        Args:
+            began: seconds since the epoch.
+            nodes: numbers of its nodes.
+            outcomes: how it ended on the nodes that have told it.
+            step: step of the newest checkpoint.
+            lost: what happened if a node has told nothing.
+        """
+        outcomes = list(outcomes)
+        cause = first([cause for outcome in outcomes for cause in outcome.causes])
+        codes = [outcome.code for outcome in outcomes]
+        signalled = [one.code for one in outcomes if one.interrupted and not one.causes and one.code > 128]
+        code, why, place, hopeless = 0, "ended well", None, None
+        if CANNOT_START in codes:
+            code, why, hopeless = CANNOT_START, "the ranks could not be started", "the ranks can't be started"
+        elif signalled:
+            code, why = signalled[0], "stopped by a signal to npurun"
+        elif lost is not None:
+            code, why = _FAILED, lost if cause is None or cause.is_consequence else f"{cause}; {lost}"
+        elif cause is not None:
+            code, why, place, hopeless = cause_code(outcomes, cause.rank), str(cause), cause.place, cause.hopeless
+        elif RESUMABLE in codes:
+            code, why = RESUMABLE, "stopped on request, resumable"
+        self.attempts.append(
+            Ended(
+                count=self.count,
+                began=began,
+                seconds=time.time() - began,
+                nodes=tuple(nodes),
+                ranks=len(nodes) * self._options.nproc_per_node,
+                code=code,
+                interrupted=any(outcome.interrupted for outcome in outcomes),
+                why=why,
+                place=place,
+                hopeless=hopeless,
+                step=step,
+            )
+        )
+        return self._verdict()
+
+    def _verdict(self) -> Verdict:
+        last, most = self.attempts[-1], self._options.max_restarts
+        if last.code in (0, RESUMABLE) or last.interrupted or most == 0:
+            return Verdict(last.code, None, "")
+        if last.hopeless is not None:
+            return Verdict(last.code, None, f"no restart: {last.hopeless}. It would end in the same way again.")
+        if self._is_stuck():
+            return Verdict(
+                last.code,
+                None,
+                f"no restart: two attempts in a row failed at the same place, {last.place}, and wrote no checkpoint in "
+                "between. This is a bug in the script, which a restart doesn't repair.\n"
+                "What to do: fix it; or, if the script got further each time, write checkpoints more often, with "
+                "npu.train.JobCheckpoint or to the file NPU_DEVICE_PROGRESS_FILE.",
+            )
+        if self.count > most:
+            return Verdict(last.code, None, f"no restart: all {most} restart(s) have been used")
+        wait = min(self._options.restart_backoff * 2 ** self._fruitless(), _LONGEST_BACKOFF_SECONDS)
+        return Verdict(last.code, wait, f"restart {self.count} of {most} in {wait:g} s: {last.why}")
+
+    def _is_stuck(self) -> bool:
+        if len(self.attempts) < 2 or self.attempts[-1].place is None:
+            return False
+        before, last = self.attempts[-2:]
+        return before.place == last.place and before.step == last.step
+
+    def _fruitless(self) -> int:
+        """Return how many restarts in a row have not come to another checkpoint."""
+        steps = [attempt.step for attempt in self.attempts]
+        found = 0
+        for before, after in zip(reversed(steps[:-1]), reversed(steps)):
+            if before != after:
+                break
+            found += 1
+        return min(found, 10)
+
+
+def summary(attempts: Sequence[Ended]) -> str:
+    """Return the list of attempts for the end of the job."""
+    left_out = len(attempts) - _KEPT
+    lines = [f"  … {left_out} more"] if left_out > 0 else []
+    with_nodes = any(attempt.nodes != (0,) for attempt in attempts)
+    lines += [f"  {attempt.line(with_nodes)}" for attempt in attempts[-_KEPT:]]
+    return "\n".join(["the attempts of this job:", *lines])
+
+
+def change(before: Sequence[int], after: Sequence[int], nproc_per_node: int) -> str:
+    """Return what is different for an attempt with other nodes than the one before; "" if nothing is."""
+    if tuple(before) == tuple(after):
+        return ""
+    parts = [
+        f"{word} {_nodes(nodes)}"
+        for word, nodes in (
+            ("without", sorted(set(before) - set(after))),
+            ("again with", sorted(set(after) - set(before))),
+        )
+        if nodes
+    ]
+    return (
+        f"the job goes on {' and '.join(parts)}: {len(after) * nproc_per_node} ranks instead of "
+        f"{len(before) * nproc_per_node}, numbered anew in the order of the nodes ({_nodes(after)}). "
+        "A global batch that shard_and_rebatch_dataset divides stays the same."
+    )
+
+
+def cause_code(outcomes: Iterable[Outcome], rank: int) -> int:
+    """Return the exit code of the node whose rank failed first."""
+    return next(outcome.code for outcome in outcomes if any(cause.rank == rank for cause in outcome.causes))
+
+
+def _nodes(nodes: Sequence[int]) -> str:
+    return f"node{'s' if len(nodes) > 1 else ''} {ranges(nodes)}"

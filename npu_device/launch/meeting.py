@@ -1,0 +1,116 @@
+"""The rendezvous of an attempt: the job's name, its secret, its ranks, and its hub, which node 0 starts."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Callable
+
+from npu_device._src import environment
+from npu_device._src.cluster.hub_process import HubProcess
+from npu_device._src.cluster.membership import NO_SECRET, secret
+from npu_device.launch.arguments import DEFAULT_PORT, Options
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The data that the ranks need for the rendezvous; a context manager that lets the hub end.
+
+    Attributes:
+        job_id: name of the job, another one in each attempt: what is left of an earlier one can't join.
+        port: port of the hub on node 0.
+        made_secret: the job's secret if it was made here; None if the user sets it, or there is none.
+        hub: the hub; None if node 0 has it.
+        nodes: numbers of the nodes that take part, in order; the ranks are numbered in that order.
+        count: how often the job has been started again.
+    """
+
+    job_id: str
+    port: int
+    made_secret: str | None = field(repr=False)
+    hub: HubProcess | None
+    nodes: tuple[int, ...]
+    count: int = 0
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.hub is not None:
+            self.hub.close()
+
+    def end(self) -> None:
+        """End the hub at once: no rank of this attempt is to go on."""
+        if self.hub is not None:
+            self.hub.end()
+
+
+def prepare(options: Options, say: Callable[[str], None], count: int = 0, nodes: Sequence[int] = ()) -> Meeting:
+    """Start the hub if this is node 0.
+
+    Args:
+        options: the command line.
+        say: prints a message of the launcher.
+        count: how often the job has been started again.
+        nodes: numbers of the nodes that take part; default all.
+
+    Raises:
+        OSError: the master address of a single node is not one of this host's.
+        ClusterError: the port is taken, or the secret can't be read.
+        ValueError: a variable is malformed.
+    """
+    nodes = tuple(nodes or range(options.nnodes))
+    given = secret()
+    made = secrets.token_hex(32) if not given and options.nnodes == 1 else None
+    first, last = environment.NPU_DEVICE_PORT_RANGE.get() or (0, 0)
+    port = master_port(options)
+    if options.nnodes == 1:
+        _require_local(options.master_addr)
+    elif not given and options.node_rank == 0 and count == 0:
+        say(NO_SECRET)
+    job_id = options.job_id or environment.JOB_ID.raw()
+    if not job_id and options.nnodes == 1:
+        job_id = f"npurun-{secrets.token_hex(6)}"
+    elif not job_id:  # every node must arrive at the same name by itself
+        job_id = "npurun-" + re.sub(r"[^A-Za-z0-9_-]", "-", f"{options.master_addr}-{port}")
+    if count:
+        job_id += f"-restart{count}"
+    if options.node_rank > 0:
+        return Meeting(job_id, port, None, None, nodes, count)
+    # The nodes of a job that is started again meet at the port themselves, and tell each other that of the hub.
+    chooses = options.nodes_meet or (options.nnodes == 1 and options.master_port is None)
+    hub = HubProcess(
+        secret=made.encode() if made else given,
+        listen=("127.0.0.1",) if options.nnodes == 1 else (options.master_addr,),
+        ports=(first, last) if chooses else (port, port),
+        job_id=job_id,
+        world_size=len(nodes) * options.nproc_per_node,
+        expected_hosts=[f"node{node}" for node in nodes for _ in range(options.nproc_per_node)],
+        host_key="node0",
+        stays=True,
+    )
+    return Meeting(job_id, hub.port, made, hub, nodes, count)
+
+
+def master_port(options: Options) -> int:
+    """Return the port of node 0 that all nodes know."""
+    allowed = environment.NPU_DEVICE_PORT_RANGE.get()
+    return options.master_port or (allowed or (DEFAULT_PORT,))[0]
+
+
+def _require_local(address: str) -> None:
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(place)
+    except OSError as error:
+        raise OSError(
+            f"can't listen on {address}: {error}\n"
+            "On a single node, --master-addr must be an address of this host; leave it out if in doubt."
+        ) from error

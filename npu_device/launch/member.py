@@ -1,0 +1,186 @@
+"""One node's side of a job of several nodes that is started again: runs the attempts that ``leader`` orders."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from npu_device._src.version import __version__
+from npu_device.launch import ledger, meeting, node_links
+from npu_device.launch.attempt import Attempt, Launch
+from npu_device.launch.ledger import Ended
+from npu_device.launch.meeting import Meeting
+from npu_device.launch.node_links import Link
+from npu_device.launch.supervisor import Stop
+
+_PAUSE_SECONDS = 0.3
+_FAILED = 1
+_USAGE = 2
+
+
+@dataclass(frozen=True)
+class _Order:
+    """An event: a message of the leader."""
+
+    message: dict[str, Any]
+
+
+class _End(Exception):
+    """This node's part of the job is over."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class Member:
+    """A node's launcher, led by node 0's.
+
+    Args:
+        launch: the parts of the launcher that last.
+        secret: the job's secret.
+        leader: address of node 0, as this host reaches it.
+    """
+
+    def __init__(self, launch: Launch, secret: bytes, leader: str) -> None:
+        self._launch = launch
+        self._options = launch.options
+        self._say = launch.console.say
+        self._secret = secret
+        self._leader = leader, meeting.master_port(launch.options)
+        self._link: Link | None = None
+        self._attempts: list[dict[str, Any]] = []
+        self._last: dict[str, Any] | None = None
+        self._running: int | None = None
+        self._code: int | None = None  # what this node ends with once a signal has asked it to
+
+    def run(self) -> int:
+        """Run attempts until the job is over, and return its exit code."""
+        try:
+            while True:
+                self._attempt(self._next())
+        except _End as end:
+            return end.code
+        finally:
+            if self._link is not None:
+                self._link.close()
+
+    def _next(self) -> Meeting:
+        """Wait for the next attempt."""
+        while True:
+            if self._link is None or self._link.is_lost:
+                self._connect()
+            event = self._launch.events.get()
+            if isinstance(event, int):
+                self._on_signal(event)
+            if not isinstance(event, _Order):
+                continue
+            message = event.message
+            if "plan" in message:
+                return self._plan(message["plan"])
+            if "over" in message:
+                self._on_over(message["over"])
+            if "refused" in message:
+                self._say(str(message["refused"]))
+                raise _End(_USAGE)
+            if "say" in message:
+                self._say(str(message["say"]))
+
+    def _plan(self, plan: dict[str, Any]) -> Meeting:
+        nodes = tuple(plan["nodes"])
+        before = self._last["nodes"] if self._last else range(self._options.nnodes)
+        change = ledger.change(before, nodes, self._options.nproc_per_node)
+        if change:
+            self._say(change)
+        self._attempts = plan["attempts"]
+        self._last = {"count": plan["count"], "began": time.time(), "nodes": nodes}
+        return Meeting(plan["job_id"], plan["port"], None, None, nodes, plan["count"])
+
+    def _attempt(self, place: Meeting) -> None:
+        link = self._link
+        assert link is not None
+        self._running = place.count
+        if link.is_lost:  # from here on, its end stops the ranks
+            return
+        outcome = Attempt(self._launch, place, lambda what: link.send({"failed": what})).run()
+        self._running = None
+        if outcome.interrupted:
+            self._code = outcome.code
+        link.send({"outcome": asdict(outcome)})
+
+    def _on_signal(self, number: int) -> None:
+        if self._link is not None:
+            self._link.send({"interrupted": number})
+        raise _End(128 + number if self._code is None else self._code)
+
+    def _on_over(self, over: dict[str, Any]) -> None:
+        if over["text"]:
+            self._say(over["text"])
+        if len(over["attempts"]) > 1:
+            self._say(ledger.summary([Ended.read(fields) for fields in over["attempts"]]))
+        raise _End(int(over["code"]))
+
+    # The connection
+
+    def _connect(self) -> None:
+        """Connect to the leader, and send it what this node knows.
+
+        Raises:
+            _End: it can't be reached, or a signal asks this node to stop.
+        """
+        if self._code is not None:
+            raise _End(self._code)
+        seconds = self._options.rejoin_timeout
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+            self._say(f"lost the connection to node 0: trying to reach it again for {seconds:g} s (--rejoin-timeout)")
+        deadline = time.monotonic() + seconds
+        while self._link is None:
+            try:
+                self._link = node_links.connect(*self._leader, self._secret)
+            except OSError as error:
+                if time.monotonic() >= deadline:
+                    host, port = self._leader
+                    self._say(
+                        f"node 0 could not be reached at {host}, port {port}, within {seconds:g} s "
+                        f"(--rejoin-timeout): {error}.\n"
+                        "What to do: look at npurun's output on node 0; compare --master-addr, --master-port and the "
+                        "secret; let the cluster start npurun there again."
+                    )
+                    raise _End(_FAILED) from None
+                self._pause()
+        self._link.send(
+            {
+                "hello": {
+                    "node": self._options.node_rank,
+                    "nproc": self._options.nproc_per_node,
+                    "most": self._options.nnodes,
+                    "version": __version__,
+                    "attempts": self._attempts,
+                    "last": self._last,
+                }
+            }
+        )
+        threading.Thread(target=self._receive, args=(self._link,), name="npurun-member", daemon=True).start()
+
+    def _pause(self) -> None:
+        try:
+            event = self._launch.events.get(timeout=_PAUSE_SECONDS)
+        except queue.Empty:
+            return
+        if isinstance(event, int):
+            raise _End(128 + event)
+
+    def _receive(self, link: Link) -> None:
+        for message in link.messages():
+            if "stop" in message:
+                self._launch.events.put(Stop(str(message["stop"]), self._running))
+            else:
+                self._launch.events.put(_Order(message))
+                if "refused" in message:
+                    self._launch.events.put(Stop(str(message["refused"]), self._running))
+        self._launch.events.put(Stop("lost the connection to node 0", self._running))

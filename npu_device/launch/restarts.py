@@ -1,0 +1,75 @@
+"""Run the attempts of a job on this node until it is over."""
+
+from __future__ import annotations
+
+import queue
+import time
+
+from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.membership import NO_SECRET, secret
+from npu_device.launch import ledger, meeting
+from npu_device.launch.attempt import Attempt, Launch
+from npu_device.launch.leader import Leader
+from npu_device.launch.ledger import Ledger
+from npu_device.launch.member import Member
+
+_USAGE = 2
+
+
+def run(launch: Launch) -> int:
+    """Start the ranks of this node, and start them again as long as the command line allows.
+
+    Returns:
+        The job's exit code (``attempt.Outcome``), or 2 if the ranks can't meet at the master address.
+    """
+    try:
+        return _together(launch) if launch.options.nodes_meet else _alone(launch)
+    except (OSError, ClusterError, ValueError) as error:
+        launch.console.say(str(error))
+        return _USAGE
+
+
+def _together(launch: Launch) -> int:
+    """Run the attempts of a job of several nodes."""
+    options, given = launch.options, secret()
+    if options.node_rank > 0:
+        return Member(launch, given, options.master_addr).run()
+    if not given:
+        launch.console.say(NO_SECRET)
+    with Leader(launch, given) as leader:
+        return Member(launch, given, leader.address).run()
+
+
+def _alone(launch: Launch) -> int:
+    """Run the attempts of a single node, or the only attempt of one of several."""
+    options, say = launch.options, launch.console.say
+    attempts = Ledger(options)
+    while True:
+        place = meeting.prepare(options, say, attempts.count)
+        began = time.time()
+        with place:
+            outcome = Attempt(launch, place, lambda _: None).run()
+        verdict = attempts.add(began, place.nodes, [outcome], launch.step())
+        if verdict.text:
+            say(verdict.text)
+        interrupted = None
+        if verdict.wait is not None:
+            place.end()
+            interrupted = _pause(launch, verdict.wait)
+        if verdict.wait is None or interrupted is not None:
+            if len(attempts.attempts) > 1:
+                say(ledger.summary(attempts.attempts))
+            return outcome.code if interrupted is None else 128 + interrupted
+
+
+def _pause(launch: Launch, seconds: float) -> int | None:
+    """Wait before a restart. Return the number of a signal that the launcher receives meanwhile, or None."""
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            event = launch.events.get(timeout=left)
+        except queue.Empty:
+            return None
+        if isinstance(event, int):
+            return event
+    return None

@@ -1,0 +1,98 @@
+"""A TCP proxy that disturbs what passes through it: where network namespaces need a root that you don't have.
+
+Ranks that should feel the faults get the proxy's address as that of the chief (``CM_CHIEF_IP``, ``CM_CHIEF_PORT``).
+Their control channel then goes through it. Tensors don't: between hosts, TensorFlow's servers connect directly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+
+_CHUNK = 1 << 16
+_RESET = struct.pack("ii", 1, 0)  # linger for 0 s: closing sends RST
+
+
+class Proxy:
+    """Forwards connections to another address.
+
+    Args:
+        host: host to forward to.
+        port: port to forward to.
+
+    Attributes:
+        port: the port on the loopback interface that it listens on.
+        delay: seconds by which data that arrive from now on are delayed, in both directions.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._target = host, port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.delay = 0.0
+        self._open = threading.Event()
+        self._open.set()
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def drop(self) -> None:
+        """Forward nothing from now on, and keep the connections open, as a cut network does."""
+        self._open.clear()
+
+    def resume(self) -> None:
+        """Forward again, including what was held back."""
+        self._open.set()
+
+    def reset(self) -> None:
+        """Reset all connections."""
+        for pair in self._pairs:
+            for end in pair:
+                with contextlib.suppress(OSError):
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                    end.shutdown(socket.SHUT_RD)  # wakes the thread that reads
+        for pair in self._pairs:
+            for end in pair:
+                end.close()
+        self._pairs.clear()
+
+    def half_close(self) -> None:
+        """Tell the target that nothing more will come on any connection, but go on forwarding what it sends."""
+        for _, target in self._pairs:
+            with contextlib.suppress(OSError):
+                target.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Close everything."""
+        self._open.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.reset()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                target = socket.create_connection(self._target, 10)
+            except OSError:  # nobody listens there yet; the client tries again
+                client.close()
+                continue
+            target.settimeout(None)
+            self._pairs.append((client, target))
+            for source, sink in ((client, target), (target, client)):
+                threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
+
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(_CHUNK):
+                if self.delay:
+                    time.sleep(self.delay)
+                self._open.wait()
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)

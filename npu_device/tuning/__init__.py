@@ -1,1 +1,0 @@
-"""Where to cut the gradients: a cost model of the collectives, the best split by it, and runs that check it."""

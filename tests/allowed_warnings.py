@@ -1,0 +1,57 @@
+"""Warnings are errors in the tests, in the pools' workers too, but for these: TensorFlow's and Keras's own.
+
+Each line has the text's beginning (a regular expression), the category, and why it is none of the package's affairs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+ALLOWED: list[tuple[str, type[Warning], str]] = [
+    (
+        "__array__ implementation doesn't accept a copy keyword",
+        DeprecationWarning,
+        "numpy 2 asks a variable of Keras 3 for its array (keras/src/backend/tensorflow/core.py); can go when that "
+        "__array__ takes copy=",
+    ),
+    (
+        "`shuffle=True` was passed, but will be ignored",
+        UserWarning,
+        "Keras 3, at every fit on a data set, for its own default",
+    ),
+    (
+        "Gradients do not exist for variables",
+        UserWarning,
+        "Keras 3, at a gradient that is None, which the tests of such gradients mean",
+    ),
+]
+
+
+def is_allowed(warning: warnings.WarningMessage) -> bool:
+    """Return True for a warning of the list, and on ranks for what Keras says about the script: data that end, files
+    that it loads.
+    """
+    if warning.category is UserWarning and {"keras", "tf_keras"} & set(Path(warning.filename).parts):
+        return True
+    return any(
+        issubclass(warning.category, category) and re.match(text, str(warning.message)) for text, category, _ in ALLOWED
+    )
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[str]]:
+    """Collect the warnings that come in the block and are not of the list, as Python would print them.
+
+    They are not raised where they come: a rank that stops in the middle of a collective makes the others wait.
+    """
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield texts
+        finally:
+            texts += [str(warning) for warning in caught if not is_allowed(warning)]

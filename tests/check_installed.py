@@ -1,0 +1,42 @@
+"""What `make check` adds to the tests: the package comes from the environment, complete, and not from a repository.
+
+Its name keeps it out of the suite, which runs on the repository.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMANDS = ("npurun", "npu-trace", "npu-tune")
+
+
+@pytest.mark.parametrize("name", ["npu_device", "npu_bridge", "hccl"])
+def test_the_package_is_the_installed_one(name: str) -> None:
+    file = importlib.import_module(name).__file__
+    assert file is not None
+    assert Path(file).is_relative_to(sys.prefix), file
+
+
+def test_its_version_is_that_of_the_wheel() -> None:
+    import npu_device
+
+    assert npu_device.__version__ == importlib.metadata.version("npu_device")
+
+
+def test_types_are_shipped() -> None:
+    import npu_device
+
+    assert (Path(npu_device.__file__).parent / "py.typed").exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_explain_themselves(command: str) -> None:
+    path = Path(sys.executable).parent / command
+    done = subprocess.run([path, "--help"], capture_output=True, text=True, timeout=60, check=True)
+    assert command in done.stdout

@@ -1,0 +1,210 @@
+"""Bodies and scripts of ``test_job_checkpoint.py``: a small model with shuffling, dropout and moving averages."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import npu_device as npu
+from npu_device._src import compat
+
+STEPS = 8
+SAMPLES = 40
+
+
+@contextlib.contextmanager
+def random_generators() -> Iterator[None]:
+    """Let tf-keras's dropout draw from generators that a checkpoint can keep, while the block runs."""
+    experimental = getattr(tf.keras.backend, "experimental", None)  # tf-keras only
+    if experimental is not None:
+        experimental.enable_tf_random_generator()
+    try:
+        yield
+    finally:
+        if experimental is not None:
+            experimental.disable_tf_random_generator()
+
+
+@contextlib.contextmanager
+def warnings_of_package() -> Iterator[list[str]]:
+    """Collect what the package warns of."""
+    texts: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.WARNING:
+                texts.append(record.getMessage())
+
+    handler = Collect()
+    logging.getLogger("npu_device").addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logging.getLogger("npu_device").removeHandler(handler)
+
+
+class Training:
+    """A script with a loop of its own, from its beginning."""
+
+    def __init__(self, directory: str, width: int = 6, **options: Any) -> None:
+        keras, rank = tf.keras, npu.distribute.rank()
+        keras.utils.set_random_seed(1 + rank)  # other noise on each rank
+        with random_generators():
+            self.model = keras.Sequential(
+                [
+                    keras.Input([4]),
+                    keras.layers.Dense(width, activation="relu"),
+                    keras.layers.BatchNormalization(),
+                    keras.layers.Dropout(0.5),
+                    keras.layers.Dense(2),
+                ]
+            )
+        self.optimizer = keras.optimizers.Adam(0.01)
+        self.signal_at = 0
+        data = tf.random.stateless_normal([SAMPLES, 4], [1, 2])
+        dataset, batch = npu.distribute.shard_and_rebatch_dataset(tf.data.Dataset.from_tensor_slices(data), 12)
+        self.iterator = iter(dataset.shuffle(20).repeat().batch(batch))
+        self.noise = tf.random.Generator.from_seed(5 + rank)
+        self.checkpoint = npu.train.JobCheckpoint(
+            directory,
+            per_rank={"iterator": self.iterator, "noise": self.noise},
+            model=self.model,
+            optimizer=self.optimizer,
+            **options,
+        )
+        npu.distribute.broadcast(list(self.model.weights))
+
+        @tf.function
+        def step(x: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self.model(x + self.noise.normal(x.shape), training=True) - scale))
+            gradients = tape.gradient(loss, self.model.trainable_variables)
+            gradients = npu.distribute.all_reduce(gradients)
+            self.optimizer.apply_gradients(zip(gradients, self.model.trainable_variables))
+            return loss
+
+        self._step = step
+
+    def run(self, end: int) -> dict[str, Any]:
+        """Restore, and train until ``end`` steps are over."""
+        start = self.checkpoint.restore()
+        losses = []
+        for done in range(start + 1, end + 1):
+            if done == self.signal_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            losses.append(float(self._step(next(self.iterator), np.float32(np.random.uniform()))))
+            self.checkpoint.step_done(done)
+        self.checkpoint.close()
+        return self.outcome(start, losses)
+
+    def outcome(self, start: int, losses: list[float]) -> dict[str, Any]:
+        state = [variable.numpy() for variable in compat.optimizer_variables(self.optimizer, self.model.weights)]
+        return {"start": start, "losses": losses, "weights": [*map(np.asarray, self.model.get_weights()), *state]}
+
+
+def body_loop(directory: str, end: int, options: dict[str, Any]) -> dict[str, Any]:
+    with warnings_of_package() as texts:
+        training = Training(directory, **options)
+        result = training.run(end)
+    return {**result, "warnings": texts, "not_kept": training.checkpoint.not_kept}
+
+
+def body_restore(directory: str) -> dict[str, Any]:
+    with warnings_of_package() as texts:
+        training = Training(directory, preemption=False)
+        try:
+            start: Any = training.checkpoint.restore()
+        except npu.train.CheckpointError as error:
+            start = str(error)
+    return {**training.outcome(start, []), "warnings": texts, "not_kept": training.checkpoint.not_kept}
+
+
+def body_own_disks(directory: str, end: int) -> dict[str, Any]:
+    return body_loop(f"{directory}/{npu.distribute.rank()}", end, {"every": 2})
+
+
+def body_forgotten(directory: str) -> str:
+    training = Training(directory, preemption=False)
+    try:
+        training.checkpoint.save(1)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def body_full_disk(directory: str) -> dict[str, Any]:
+    """Save, save with a file-size limit on the last rank, and save again without."""
+    rank, last = npu.distribute.rank(), npu.distribute.size() - 1
+    large = tf.Variable(tf.zeros([500_000]))
+    count = tf.Variable(0)
+    checkpoint = npu.train.JobCheckpoint(directory, every=1, preemption=False, per_rank={"large": large}, count=count)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    errors = []
+    with warnings_of_package() as texts:
+        checkpoint.step_done(1)
+        try:
+            if rank == last:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+            checkpoint.step_done(2)
+            try:
+                checkpoint.save(2)
+            except npu.train.CheckpointError as error:
+                errors.append(str(error))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        there = sorted(os.listdir(directory))
+        latest = npu.train.JobCheckpoint(directory, preemption=False, per_rank={"large": large}, count=count).restore()
+        checkpoint.step_done(3)
+    return {"warnings": texts, "errors": errors, "there": there, "latest": latest, "end": sorted(os.listdir(directory))}
+
+
+def main() -> None:
+    """Run a whole job; arguments: a directory, the last step, and for each rank the step at which it gets SIGTERM."""
+    directory, end, *signals = sys.argv[1:]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "importing must not install a handler"
+    training = Training(f"{directory}/checkpoints", every=3)
+    rank = npu.distribute.rank()
+    if signals:
+        training.signal_at = int(signals[rank])
+    result = training.run(int(end))
+    np.savez(f"{directory}/{rank}.npz", *result["weights"], losses=result["losses"], start=result["start"])
+
+
+def main_killed() -> None:
+    """Train, and have SIGKILL sent to the last rank when its part of step 6 is there, before it has its name."""
+    directory = sys.argv[1]
+    training = Training(f"{directory}/checkpoints", every=3)
+
+    def watch() -> None:
+        while not list(Path(directory).glob("checkpoints/.step-00000006-*/rank-*")):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if npu.distribute.rank() == npu.distribute.size() - 1:
+        threading.Thread(target=watch, daemon=True).start()
+    training.run(8)
+
+
+def main_slow() -> None:
+    """Save after the first step, and take a minute for the second."""
+    directory = sys.argv[1]
+    count = tf.Variable(0)
+    checkpoint = npu.train.JobCheckpoint(f"{directory}/checkpoints", every=1, count=count)
+    checkpoint.restore()
+    checkpoint.step_done(1)
+    Path(directory, f"{npu.distribute.rank()}.ready").touch()
+    # Python's handlers of signals don't run meanwhile.
+    tf.numpy_function(lambda: time.sleep(60.0) or 0.0, [], tf.float64)
+    checkpoint.step_done(2)

@@ -1,0 +1,363 @@
+"""Trainings for the tests of ``npu.distribute.replicate``: bodies that say what came of them, the same on one process
+and on each of several ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from fit_models import CLASS_WEIGHT, SAMPLES, compile_model, make_model, make_optimizer, outcome, samples
+
+
+def body_arrays(kind: str, directory: str) -> Any:
+    import npu_device as npu
+
+    model = make_model(kind, directory)
+    if kind != "loaded":
+        compile_model(model, "adam")
+    model = npu.distribute.replicate(model)
+    x, y = samples()
+    history = model.fit(x, y, batch_size=16, epochs=3, validation_split=0.2, verbose=0)
+    scores = model.evaluate(x, y, batch_size=20, verbose=0, return_dict=True)
+    predicted = model.predict(x, batch_size=10, verbose=0)
+    return outcome(model, history, scores={key: float(value) for key, value in scores.items()}, predicted=predicted)
+
+
+def body_data(kind: str, directory: str) -> Any:
+    """``fit`` on each kind of data that it takes."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    del directory
+    keras = tf.keras
+    model = make_model("functional")
+    compile_model(model)
+    model = npu.distribute.replicate(model)
+    x, y = samples()
+    weights = np.linspace(0.1, 2.0, SAMPLES).astype(np.float32)
+    fit: dict[str, Any] = {"epochs": 2, "verbose": 0}
+    dataset = tf.data.Dataset.from_tensor_slices((x, y))
+
+    if kind == "dataset":
+        fit.update(x=dataset.shuffle(SAMPLES, seed=3).batch(16), validation_data=dataset.batch(10))
+    elif kind == "endless dataset":
+        fit.update(
+            x=dataset.shuffle(SAMPLES, seed=3).repeat().batch(16),
+            steps_per_epoch=4,
+            class_weight={0: 2.0, 1: 1.0, 2: 0.5},
+        )
+    elif kind == "weighted dataset":
+        fit.update(x=tf.data.Dataset.from_tensor_slices((x, y, weights)).batch(16))
+    elif kind == "tensors":
+        fit.update(x=tf.constant(x), y=tf.constant(y), batch_size=32, shuffle=False)
+    elif kind == "sample weights":
+        fit.update(x=x, y=y, sample_weight=weights, batch_size=16, validation_data=(x[:31], y[:31], weights[:31]))
+    elif kind == "class weights":
+        fit.update(x=x, y=y, class_weight=CLASS_WEIGHT, batch_size=64)
+    elif kind == "generator":
+
+        def generate() -> Any:
+            while True:
+                for begin in range(0, SAMPLES, 16):
+                    yield x[begin : begin + 16], y[begin : begin + 16]
+
+        fit.update(x=generate(), steps_per_epoch=7)
+    else:
+        assert kind == "sequence"
+        base = getattr(keras.utils, "PyDataset", keras.utils.Sequence)
+
+        class Batches(base):  # type: ignore[misc, valid-type]
+            def __len__(self) -> int:
+                return 7
+
+            def __getitem__(self, index: int) -> Any:
+                return x[index * 16 : index * 16 + 16], y[index * 16 : index * 16 + 16]
+
+        fit.update(x=Batches(), shuffle=True)
+    history = model.fit(**fit)
+    scores = model.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True)
+    return outcome(model, history, scores={key: float(value) for key, value in scores.items()})
+
+
+def body_compiled(kind: str, directory: str) -> Any:
+    """``compile``'s arguments and the optimizer's, as in one process."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    del directory
+    keras = tf.keras
+    model = make_model("functional")
+    x, y = samples()
+    fit: dict[str, Any] = {"batch_size": 16, "epochs": 2, "verbose": 0}
+    compiled: dict[str, Any] = {"optimizer": make_optimizer("sgd"), "metrics": ["accuracy"]}
+    compiled["loss"] = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    if kind == "steps per execution":
+        compiled["steps_per_execution"] = 3
+    elif kind == "clipping":
+        compiled["optimizer"] = make_optimizer("clipped")
+    elif kind == "eagerly":
+        compiled["run_eagerly"] = True
+    elif kind == "schedule":
+        schedule = keras.optimizers.schedules.CosineDecay(0.3, 10)
+        compiled["optimizer"] = keras.optimizers.SGD(schedule)
+    elif kind == "average":
+        compiled["optimizer"] = keras.optimizers.Adam(0.02, use_ema=True, ema_momentum=0.5, weight_decay=0.01)
+    elif kind == "accumulation":
+        compiled["optimizer"] = keras.optimizers.SGD(0.2, gradient_accumulation_steps=2)
+    elif kind == "loss scale":
+        compiled["optimizer"] = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.2))
+    elif kind == "sum":
+        compiled["loss"] = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+        compiled["optimizer"] = keras.optimizers.SGD(0.01)
+    elif kind == "synchronised":
+        layers = keras.layers
+        inputs = keras.Input([6])
+        wide = layers.BatchNormalization(synchronized=True, momentum=0.8)(layers.Dense(8)(inputs))
+        model = keras.Model(inputs, layers.Dense(3)(layers.Activation("relu")(wide)))
+    elif kind == "masked":
+        inputs = keras.Input([6])
+        steps = keras.layers.Reshape([6, 1])(inputs)
+        masked = keras.layers.Masking()(steps)
+        model = keras.Model(inputs, keras.layers.Dense(3)(keras.layers.SimpleRNN(4, return_sequences=True)(masked)))
+        x = np.where(np.random.default_rng(2).random(x.shape) < 0.4, 0, x).astype(np.float32)
+        y = np.repeat(y[:, None], 6, axis=1)
+    elif kind == "weighted mean":
+        compiled["loss"] = keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, reduction="mean_with_sample_weight"
+        )
+        fit["sample_weight"] = np.linspace(0.1, 2.0, SAMPLES).astype(np.float32)
+    model.compile(**compiled)
+    model = npu.distribute.replicate(model)
+    return outcome(model, model.fit(x, y, **fit))
+
+
+def body_metrics(directory: str) -> Any:
+    """Metrics whose state adds up, and of the user's own, whose state doesn't."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    del directory
+    keras = tf.keras
+
+    class Largest(keras.metrics.Metric):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(name="largest")
+            self.value = self.add_weight(name="value", initializer="zeros")
+
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            self.value.assign(tf.maximum(tf.convert_to_tensor(self.value), tf.reduce_max(y_pred)))
+
+        def result(self) -> Any:
+            return tf.convert_to_tensor(self.value) * 1.0
+
+    def spread(y_true: Any, y_pred: Any) -> Any:
+        return tf.math.reduce_std(y_pred)
+
+    model = make_model("functional")
+    metrics = keras.metrics
+    model.compile(
+        optimizer=make_optimizer("sgd"),
+        loss="mse",
+        metrics=[
+            metrics.AUC(multi_label=False),
+            metrics.Precision(),
+            metrics.RootMeanSquaredError(),
+            metrics.R2Score(),
+            metrics.F1Score(),
+            metrics.OneHotMeanIoU(3),
+            metrics.CosineSimilarity(),
+            metrics.SensitivityAtSpecificity(0.5),
+            Largest(),
+            spread,
+        ],
+        weighted_metrics=["mae"],
+    )
+    model = npu.distribute.replicate(model)
+    x, y = samples()
+    y = np.eye(3, dtype=np.float32)[y]
+    history = model.fit(
+        x, y, batch_size=16, epochs=2, verbose=0, sample_weight=np.linspace(0.1, 2, SAMPLES).astype(np.float32)
+    )
+    for key, values in history.history.items():
+        history.history[key] = [float(np.mean(value)) for value in values]
+    scores = model.evaluate(x, y, verbose=0, return_dict=True)
+    return outcome(model, history, scores={key: np.asarray(value) for key, value in scores.items()})
+
+
+def body_decisions(directory: str) -> Any:
+    """Callbacks that decide by the logs."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    keras = tf.keras
+    model = make_model("functional")
+    compile_model(model)
+    model = npu.distribute.replicate(model)
+    x, y = samples()
+    path = f"{directory}/{npu.open().workers_num}.keras"
+    rates: list[float] = []
+    callbacks = [
+        keras.callbacks.ReduceLROnPlateau(monitor="val_loss", factor=0.5, patience=1, min_delta=0.01),
+        keras.callbacks.EarlyStopping(monitor="val_accuracy", patience=3, restore_best_weights=True),
+        keras.callbacks.ModelCheckpoint(path, monitor="val_loss", save_best_only=True),
+        keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: rates.append(float(np.asarray(model.optimizer.learning_rate)))
+        ),
+    ]
+    history = model.fit(
+        x, y, batch_size=16, epochs=12, verbose=0, validation_split=0.3, callbacks=callbacks, shuffle=True
+    )
+    best = keras.models.load_model(path)
+    return outcome(model, history, rates=rates, best=best.get_weights(), epochs=len(rates))
+
+
+def body_files(directory: str) -> Any:
+    """Callbacks that write, ``save`` on every rank to one path, and going on from a backup."""
+    import contextlib
+    import io
+    from pathlib import Path
+
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    keras = tf.keras
+    place = Path(directory) / str(npu.open().workers_num)
+    callbacks = keras.callbacks
+    x, y = samples()
+
+    def train(epochs: int, keep: bool) -> Any:
+        model = make_model("functional")
+        compile_model(model, "adam")
+        model = npu.distribute.replicate(model)
+        given = [
+            callbacks.CSVLogger(str(place / "log.csv"), append=True),
+            callbacks.TensorBoard(str(place / "board")),
+            callbacks.ModelCheckpoint(str(place / "weights.{epoch}.weights.h5"), save_weights_only=True),
+            callbacks.ModelCheckpoint(str(place / "last.keras")),
+            callbacks.BackupAndRestore(str(place / "backup"), **({"delete_checkpoint": False} if keep else {})),
+        ]
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            history = model.fit(x, y, batch_size=16, epochs=epochs, verbose=2, callbacks=given, shuffle=False)
+        assert len(given) == 5
+        return model, history, printed.getvalue()
+
+    if npu.distribute.is_main():
+        place.mkdir()
+    npu.distribute.barrier()
+    train(2, keep=True)
+    model, history, printed = train(4, keep=False)
+    assert bool(printed) == npu.distribute.is_main()
+    model.save(str(place / "saved.keras"))
+    model.save_weights(str(place / "saved.weights.h5"))
+    loaded = keras.models.load_model(str(place / "saved.keras"))
+    model.load_weights(str(place / "saved.weights.h5"))
+    last = keras.models.load_model(str(place / "last.keras"))
+    npu.distribute.barrier()
+    rows = (place / "log.csv").read_text().splitlines()
+    return outcome(
+        model,
+        history,
+        epochs=history.epoch,
+        loaded=loaded.get_weights(),
+        last=last.get_weights(),
+        rows=len(rows),
+        boards=len(list((place / "board" / "train").glob("events*"))),
+        files=sorted(path.name for path in place.iterdir()),
+    )
+
+
+def body_unshuffled(kind: str) -> Any:
+    """Data that aren't the same on all ranks; returns the error or the logs."""
+    import logging
+
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("npu_device").addHandler(handler)
+    rank = npu.open().worker_id
+    model = make_model("functional")
+    compile_model(model)
+    model = npu.distribute.replicate(model)
+    x, y = samples()
+    dataset = tf.data.Dataset.from_tensor_slices((x, y))
+    try:
+        if kind == "shuffle":
+            tf.keras.utils.set_random_seed(rank)
+            data: Any = dataset.shuffle(SAMPLES).batch(16)
+        elif kind == "shard":
+            data = dataset.shard(npu.distribute.size(), rank).batch(16)
+        elif kind == "parts":
+            part = slice(rank, None, npu.distribute.size())
+            model.fit(x[part], y[part], batch_size=16, verbose=0)
+            return "", said
+        elif kind == "not divided":
+            data = npu.distribute.divided(dataset.batch(16))
+        else:
+            data = npu.distribute.divided(dataset.shard(npu.distribute.size(), rank).batch(8))
+        history = model.fit(data, epochs=2, verbose=0)
+        return outcome(model, history), said
+    except ValueError as error:
+        return str(error), said
+    finally:
+        logging.getLogger("npu_device").removeHandler(handler)
+
+
+def body_divided(directory: str) -> Any:
+    """Each rank reads its own part; the parts of a step together are one process's batch."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    del directory
+    rank, size = npu.distribute.rank(), npu.distribute.size()
+    model = make_model("functional")
+    compile_model(model)
+    model = npu.distribute.replicate(model)
+    x, y = samples(90)
+    # Ranks have 6 batches of 5 in every step but the last ones, where the first rank alone has some left.
+    batches = [(x[begin : begin + 30], y[begin : begin + 30]) for begin in range(0, 60, 30)]
+    batches += [(x[60:75], y[60:75]), (x[75:], y[75:])]
+
+    def mine() -> Any:
+        for place, (one, other) in enumerate(batches):
+            if place < 2:
+                yield one[rank::size], other[rank::size]
+            elif rank == 0:
+                yield one, other
+
+    spec = (tf.TensorSpec([None, 6], tf.float32), tf.TensorSpec([None], tf.int32))
+    dataset = npu.distribute.divided(tf.data.Dataset.from_generator(mine, output_signature=spec))
+    history = model.fit(dataset, epochs=2, verbose=0, class_weight=CLASS_WEIGHT)
+    scores = model.evaluate(dataset, verbose=0, return_dict=True)
+    return outcome(model, history, scores={key: float(value) for key, value in scores.items()})
+
+
+def body_random_layers() -> Any:
+    """Dropout and batch normalisation: not what one process does, but the same on all ranks."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    keras = tf.keras
+    rank = npu.distribute.rank()
+    keras.utils.set_random_seed(rank)
+    layers = keras.layers
+    model = keras.Sequential([keras.Input([6]), layers.BatchNormalization(), layers.Dropout(0.3), layers.Dense(3)])
+    compile_model(model, "adam")
+    model = npu.distribute.replicate(model)
+    x, y = samples()
+    history = model.fit(x, y, batch_size=16, epochs=2, verbose=0, validation_split=0.2)
+    compile_model(model, "sgd")
+    one_more = model.train_on_batch(x[:5], y[:5], return_dict=True)
+    return outcome(model, history, one_more={key: float(value) for key, value in one_more.items()})

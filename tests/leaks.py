@@ -1,0 +1,77 @@
+"""What a process holds: threads, descriptors, child processes. A test that leaves more of it than it found fails."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from pathlib import Path
+
+_SETTLING = 2.0  # seconds that what has just been closed may take to go
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this process holds: threads, descriptors and children by their numbers, with a description each."""
+
+    threads: dict[int, str]
+    descriptors: dict[int, str]
+    children: dict[int, str]
+
+    def beyond(
+        self, before: Held, kept_descriptors: Container[int] = (), kept_children: Container[int] = ()
+    ) -> list[str]:
+        """Return descriptions of what was not there before, and is not kept on purpose."""
+        return [
+            f"{kind} {number}: {description}"
+            for kind, now, then, kept in (
+                ("thread", self.threads, before.threads, ()),
+                ("descriptor", self.descriptors, before.descriptors, kept_descriptors),
+                ("process", self.children, before.children, kept_children),
+            )
+            for number, description in now.items()
+            if then.get(number) != description and number not in kept
+        ]
+
+
+def held() -> Held:
+    """Return what this process holds now."""
+    # A thread that isn't Python's own is TensorFlow's: it shows up here when it has once called Python.
+    threads = {id(one): one.name for one in threading.enumerate() if not isinstance(one, threading._DummyThread)}
+    return Held(threads, _descriptors(), _children())
+
+
+def left_since(before: Held, kept: Callable[[], tuple[Container[int], Container[int]]]) -> list[str]:
+    """Return what this process holds beyond what it held before, when that has had time to go.
+
+    Args:
+        before: what it held.
+        kept: returns the descriptors and the children that are held on purpose.
+    """
+    deadline = time.monotonic() + _SETTLING
+    while (left := held().beyond(before, *kept())) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.02)
+    return left
+
+
+def _descriptors() -> dict[int, str]:
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            found[int(number)] = os.readlink(f"/proc/self/fd/{number}")
+    return found
+
+
+def _children() -> dict[int, str]:
+    found = {}
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # a thread, or a child, that has just ended
+            for number in Path(f"/proc/self/task/{task}/children").read_text().split():
+                command = Path(f"/proc/{number}/cmdline").read_text().replace("\0", " ")
+                found[int(number)] = command or "ended, and nobody has waited for it"
+    return found

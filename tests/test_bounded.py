@@ -1,0 +1,217 @@
+"""What a job holds doesn't grow with what it has done: keys, graphs, tags, groups."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from typing import Any
+
+import pytest
+from pool import Pool
+
+
+def _held() -> tuple[int, int, int]:
+    """Descriptors, threads, and mappings of memory of this package."""
+    gc.collect()
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        mappings = sum("memfd:npu_device" in line for line in maps)
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), mappings
+
+
+def _memory() -> int:
+    """Resident bytes."""
+    with open("/proc/self/statm", encoding="utf-8") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def body_keys() -> int:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    value = tf.ones([4])
+    npu.open()
+
+    @tf.function
+    def many() -> tf.Tensor:
+        total = tf.zeros([4])
+        for _ in tf.range(500):
+            total += npu.distribute.all_reduce(value, "sum")
+        return total
+
+    for _ in range(6):  # once round the ring of keys
+        many()
+    before = _memory()
+    for _ in range(6):
+        many()
+    return _memory() - before
+
+
+def test_instance_keys_of_tensorflow(tensorflow_ranks: Pool) -> None:
+    # 3000 calls, each an agreement and a sum: with a key of its own for each they took 9 MB.
+    assert max(tensorflow_ranks.run(body_keys)) < 3 << 20
+
+
+def body_signatures(calls: int) -> int:
+    """Return how many rings of keys calls of other lengths take after the first half of them."""
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device._src.cluster import runtime
+    from npu_device._src.collectives.all_gather_v import all_gather_v
+    from npu_device._src.collectives.backends.tensorflow.sequence import sequence_of
+    from npu_device._src.collectives.group import group_of
+    from npu_device.distribute import hccl_ops
+
+    rank, size = npu.open().worker_id, npu.open().workers_num
+    running = runtime.current()
+    assert running is not None
+    world = group_of(running, "hccl_world_group")
+    gather = tf.function(lambda rows: all_gather_v(running, rows, world), input_signature=[tf.TensorSpec([None, 3])])
+    rings = []
+    for number in range(calls):
+        lengths = [1000 + 7 * (number + other) for other in range(size)]
+        rows = tf.fill([lengths[rank], 3], float(rank))
+        for gathered in (gather(rows), all_gather_v(running, rows, world)):
+            ends = [sum(lengths[: other + 1]) for other in range(size)]
+            assert gathered.shape == [ends[-1], 3]
+            assert [gathered.numpy()[end - 1, 2] for end in ends] == list(range(size))
+        matrix = [[number + 500 + other] * size for other in range(size)]
+        exchanged = hccl_ops.alltoallvc(tf.fill([sum(matrix[rank])], rank), matrix, rank)
+        assert exchanged.shape == [sum(row[rank] for row in matrix)]
+        rings.append(len(sequence_of(running, world)._drawn[0]))
+    return rings[-1] - rings[calls // 2]
+
+
+def test_lengths_that_vary(tensorflow_ranks: Pool) -> None:
+    # Each length took keys of its own: 60 more, for ever.
+    assert max(tensorflow_ranks.run(body_signatures, 60)) <= 3
+
+
+def body_graphs() -> int:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    npu.open()
+    graphs = []
+
+    def trace(length: int) -> None:
+        @tf.function
+        def step(values: list[tf.Tensor]) -> list[tf.Tensor]:
+            graphs.append(weakref.ref(tf.compat.v1.get_default_graph()))
+            slices = tf.IndexedSlices(values[0][tf.newaxis], tf.constant([0]), tf.constant([4, length]))
+            return npu.distribute.all_reduce([*values, slices])
+
+        step([tf.ones([length]), tf.ones([300_000 + length])])
+
+    for length in range(1, 26):
+        trace(length)
+    gc.collect()
+    return sum(graph() is not None for graph in graphs)
+
+
+@pytest.mark.both_backends
+def test_traced_graphs_go(several_ranks: Pool) -> None:
+    for alive in several_ranks.run(body_graphs):
+        assert alive <= 1  # TensorFlow keeps the latest
+
+
+def _nested(all_reduce: Any, values: Any) -> None:
+    """Trace a function that calls another one in a loop, and call it when the other one is gone."""
+    import tensorflow as tf
+
+    inner = [tf.function(lambda value: all_reduce([value, value[:1]])[0])]
+    inner[0](values)
+
+    @tf.function
+    def outer(value: tf.Tensor) -> tf.Tensor:
+        for _ in tf.range(2):
+            value = inner[0](value)
+        return value
+
+    first = outer(values)
+    inner.clear()
+    gc.collect()
+    assert (outer(values) == first).numpy().all()
+
+
+def body_functions() -> int:
+    """Return how many of the Python functions that graphs call are left when the graphs are gone."""
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device._src.collectives import python_call
+
+    npu.open()
+    gc.collect()
+    before = len(python_call._functions)
+    for length in range(1, 26):
+        _nested(npu.distribute.all_reduce, tf.ones([length]))
+    gc.collect()
+    return len(python_call._functions) - before
+
+
+@pytest.mark.both_backends
+def test_functions_that_graphs_call_go(several_ranks: Pool) -> None:
+    for left in several_ranks.run(body_functions):
+        assert left <= 20  # those of TensorFlow's latest graph
+
+
+def body_tags(tags: int, length: int) -> list[tuple[int, int, int]]:
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device.distribute import hccl_ops
+
+    rank = npu.open().worker_id
+    held = []
+    for tag in range(tags):
+        if rank == 0:
+            hccl_ops.send(tf.fill([length], float(tag)), tag, 1)
+        elif rank == 1:
+            assert hccl_ops.receive([length], tf.float32, tag, 0).numpy()[0] == tag
+        if tag in (10, tags - 1):
+            held.append(_held())
+    return held
+
+
+@pytest.mark.both_backends
+@pytest.mark.parametrize("length", [1, 300_000])
+def test_tags(several_ranks: Pool, length: int) -> None:
+    for early, late in several_ranks.run(body_tags, 600 if length == 1 else 40, length):
+        assert late == early
+
+
+def body_groups(rounds: int) -> list[tuple[int, int, int]]:
+    import tensorflow as tf
+
+    import npu_device as npu
+    from hccl.manage.api import create_group, destroy_group
+    from npu_device.distribute import hccl_ops
+
+    rank, size = npu.open().worker_id, npu.open().workers_num
+    held = []
+    for number in range(rounds):
+        name = "again" if number % 2 else f"number {number}"
+        create_group(name, size, list(range(size)))
+        # Another length each time: what TensorFlow remembers of the group's keys must still hold.
+        reduced = npu.distribute.all_reduce(tf.ones([100_000 + number]), "sum", group=name)
+        assert reduced.numpy()[-1] == size
+        if rank == 0:
+            hccl_ops.send(tf.constant(number), 0, 1, name)
+        elif rank == 1:
+            assert hccl_ops.receive([], tf.int32, 0, 0, name).numpy() == number
+        destroy_group(name)
+        if number in (4, rounds - 1):
+            npu.distribute.all_reduce(tf.ones([]))  # nobody is in a group any more
+            held.append(_held())
+    return held
+
+
+@pytest.mark.both_backends
+def test_groups_that_are_destroyed(several_ranks: Pool) -> None:
+    for early, late in several_ranks.run(body_groups, 40):
+        assert late == early

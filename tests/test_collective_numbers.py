@@ -1,0 +1,225 @@
+"""What comes out of a reduction or a move: each dtype, operation and compression, on both sides of a slot and of a ring
+of shared memory, on both backends; and the range and the rounding of sums and means.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from collective_bodies import FLOATS, INTEGERS, group
+from pool import Pool
+
+pytestmark = pytest.mark.both_backends
+
+SLOT, RING = 256 << 10, 8 << 20  # bytes
+COMBINE = {"sum": np.add, "mean": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+
+
+def _mine(rank: int, length: int, dtype: Any) -> Any:
+    """1, 2 and 3, so that every sum and product is a number of every dtype."""
+    return ((np.arange(length) + rank) % 3 + 1).astype(dtype)
+
+
+def _expected(size: int, length: int, dtype: Any, reduction: str) -> np.ndarray:
+    import tensorflow as tf
+
+    from npu_device._src.collectives.dtypes import mean_dtype, sum_dtype
+
+    found = tf.as_dtype(mean_dtype(tf.as_dtype(dtype)) if reduction == "mean" else dtype)
+    total = _mine(0, length, sum_dtype(found).as_numpy_dtype)
+    for rank in range(1, size):
+        total = COMBINE[reduction](total, _mine(rank, length, total.dtype))
+    return (total / total.dtype.type(size) if reduction == "mean" else total).astype(found.as_numpy_dtype)
+
+
+def body_operations(slots: bool) -> tuple[list[Any], int, int]:
+    """Return what came out wrong, how much was tried, and a checksum of what is the same on all ranks.
+
+    Without slots one length is as good as another.
+    """
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device._src.collectives.all_gather import all_gather
+    from npu_device._src.collectives.all_reduce import all_reduce
+    from npu_device._src.collectives.all_to_all import all_to_all
+    from npu_device._src.collectives.broadcast import broadcast
+    from npu_device._src.collectives.reduce import reduce
+    from npu_device._src.collectives.reduce_scatter import reduce_scatter
+
+    runtime, mine = group("world")
+    size, rank = mine.size, mine.rank
+    wrong: list[Any] = []
+    tried = checksum = 0
+
+    def check(found: Any, expected: np.ndarray, *what: Any) -> None:
+        nonlocal tried
+        tried += 1
+        array = np.asarray(found)
+        if array.dtype != expected.dtype or array.tobytes() != expected.tobytes():
+            wrong.append((*what, array.dtype.name, array.shape))
+
+    for name in FLOATS + INTEGERS:
+        dtype = tf.as_dtype(name).as_numpy_dtype
+        edge = SLOT // np.dtype(dtype).itemsize
+        for length in (edge - 1, edge + 1)[not slots :]:
+            tensor = tf.constant(_mine(rank, length, dtype))
+            for how in COMBINE:
+                expected = _expected(size, length, dtype, how)
+                reduced = all_reduce(runtime, tensor, how, mine)
+                check(reduced, expected, "all_reduce", name, how, length)
+                checksum = zlib.crc32(np.asarray(reduced).tobytes(), checksum)
+                if how in ("sum", "mean"):
+                    root = reduce(runtime, tensor, how, size - 1, mine)
+                    right = expected if rank == size - 1 else np.zeros_like(expected)
+                    check(root, right, "reduce", name, how, length)
+                rows = length // size
+                block = reduce_scatter(runtime, tensor[: rows * size], how, mine)
+                check(block, expected[rank * rows : (rank + 1) * rows], "reduce_scatter", name, how, length)
+            everybody = [_mine(member, length, dtype) for member in range(size)]
+            check(all_gather(runtime, tensor, mine), np.concatenate(everybody), "all_gather", name, length)
+            check(broadcast(runtime, [tensor], 1, mine)[0], everybody[1], "broadcast", name, length)
+            blocks = [other[rank * rows : (rank + 1) * rows] for other in everybody]
+            check(all_to_all(runtime, tensor[: rows * size], mine), np.concatenate(blocks), "all_to_all", name, length)
+    edges = (SLOT // 2, (1 << 20) // 2, RING // 2) if slots else ((1 << 20) // 2,)
+    for name, compression in (("float32", "fp16"), ("float64", "fp16"), ("float32", "bf16")):
+        for edge in edges:
+            for length in (edge - 1, edge + 1)[edge == RING // 2 :]:
+                tensor = tf.constant(_mine(rank, length, name))
+                for how in ("sum", "mean"):
+                    found = npu.distribute.all_reduce(tensor, how, compression=compression)
+                    narrow = {"fp16": 2.0**-10, "bf16": 2.0**-7}[compression]
+                    close = np.abs(found / _expected(size, length, name, how) - 1).max() <= narrow
+                    check([close and found.dtype == name], np.array([True]), compression, name, how, length)
+                    checksum = zlib.crc32(np.asarray(found).tobytes(), checksum)
+    length = RING + 1 if slots else (1 << 20)
+    found = npu.distribute.all_reduce(tf.constant(_mine(rank, length, np.int8)), "mean")
+    check(found, _expected(size, length, np.int8, "mean"), "mean of many integers")
+    return wrong, tried, checksum
+
+
+def test_every_operation_on_both_sides_of_a_slot(several_ranks: Pool, backend: str) -> None:
+    results = several_ranks.run(body_operations, backend != "tensorflow")
+    for wrong, tried, _ in results:
+        assert wrong == []
+        assert tried > 150
+    assert len({checksum for *_, checksum in results}) == 1, "the bits differ among the ranks"
+
+
+def body_range() -> dict[str, Any]:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    reduce = npu.distribute.all_reduce
+    large = tf.fill([100_000], 60000.0)
+    half = tf.cast(large, tf.float16)
+    sign = 1 - 2 * (npu.open().worker_id % 2)
+    return {
+        "sum": reduce(large, "sum", compression="fp16")[-1].numpy(),
+        "mean": reduce(large, "mean", compression="fp16")[-1].numpy(),
+        "mean of float16": float(reduce(half, "mean")[-1]),
+        "two of each sign": float(reduce(half * sign, "sum")[-1]),
+        "bfloat16": float(reduce(tf.constant([2.0**100], tf.bfloat16), "mean", compression="fp16")[0]),
+        "small": reduce(tf.constant([2.0**-14, 1.0]), "sum", compression="fp16").numpy().tolist(),
+        "int32": float(reduce(tf.constant([2_000_000_001]), "mean")[0]),
+        "uint64": float(reduce(tf.constant([1 << 63], tf.uint64), "mean")[0]),
+    }
+
+
+def test_no_sum_is_infinite_that_has_a_number(several_ranks: Pool) -> None:
+    n = several_ranks.size
+    for found in several_ranks.run(body_range):
+        assert found == {
+            "sum": pytest.approx(n * 60000.0, rel=2**-10),
+            "mean": 60000.0,
+            "mean of float16": 60000.0,
+            "two of each sign": n % 2 * 60000.0,
+            "bfloat16": 2.0**100,
+            "small": [n * 2.0**-14, float(n)],
+            "int32": 2_000_000_001.0,
+            "uint64": 2.0**63,
+        }
+
+
+def body_equal() -> list[Any]:
+    """What changed in a mean of equal values, and in the gradients of a mean of ones."""
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device._src.collectives.all_reduce import all_reduce
+    from npu_device._src.collectives.reduce import reduce
+    from npu_device._src.collectives.reduce_scatter import reduce_scatter
+
+    runtime, mine = group("world")
+    wrong = []
+    for dtype in (tf.float16, tf.bfloat16, tf.float32, tf.float64):
+        if dtype.size == 2:  # all numbers whose sum float32 holds; TensorFlow takes the smallest of bfloat16 for zero
+            values = np.arange(1 << 16, dtype=np.uint16).view(dtype.as_numpy_dtype)
+            magnitude = np.abs(values.astype(np.float32))
+            values = values[(magnitude > 1e-30) & (magnitude < 1e30)]
+        else:  # of few digits, so that their sum is a number of the dtype
+            values = np.arange(-60_000, 60_000).astype(dtype.as_numpy_dtype) / 8
+        same = tf.constant(values[: len(values) // mine.size * mine.size])
+        rows = len(same) // mine.size
+        index = tf.range(100)
+        slices = npu.distribute.all_reduce(tf.IndexedSlices(same[:100], index, tf.constant([100])), "mean")
+        none = npu.distribute.all_reduce(tf.IndexedSlices(same[:100], index, tf.constant([100_000])), "mean")
+        found = {
+            "all_reduce": (all_reduce(runtime, same, "mean", mine), same),
+            "compressed": (npu.distribute.all_reduce(tf.cast(same, tf.float64), "mean", compression="fp16"), None),
+            "reduce_scatter": (reduce_scatter(runtime, same, "mean", mine), same[mine.rank * rows :][:rows]),
+            "dense slices": (tf.convert_to_tensor(slices), same[:100]),
+            "gathered slices": (none.values, same[:100]),
+        }
+        if dtype == tf.bfloat16:  # beyond the range of float16
+            del found["compressed"]
+        else:
+            found["compressed"] = (found["compressed"][0], tf.cast(tf.cast(same, tf.float16), tf.float64))
+        if mine.rank == 0:
+            found["reduce"] = (reduce(runtime, same, "mean", 0, mine), same)
+        else:
+            reduce(runtime, same, "mean", 0, mine)
+        ones = tf.ones([5], dtype)
+        for name, call in (("all_reduce", all_reduce), ("reduce", lambda r, x, h, g: reduce(r, x, h, 0, g))):
+            with tf.GradientTape() as tape:
+                tape.watch(ones)
+                result = call(runtime, ones, "mean", mine)
+            [gradient] = tape.gradient([result], [ones])
+            share = 1 if name == "all_reduce" else 1 / tf.cast(mine.size, dtype)
+            found[f"gradient of {name}"] = (gradient, ones * share)
+        for name, (one, other) in found.items():
+            if one.dtype != other.dtype or not bool(tf.reduce_all(one == other)):
+                wrong.append((dtype.name, name, np.asarray(one)[:3].tolist()))
+    return wrong
+
+
+def test_the_mean_of_equal_values_is_that_value(several_ranks: Pool) -> None:
+    assert several_ranks.run(body_equal) == [[]] * several_ranks.size
+
+
+def body_block() -> list[bool]:
+    import tensorflow as tf
+
+    from npu_device._src.collectives.all_reduce import all_reduce
+    from npu_device._src.collectives.reduce_scatter import reduce_scatter
+
+    runtime, mine = group("world")
+    same = []
+    for name in FLOATS:
+        tensor = tf.cast(tf.random.stateless_normal([mine.size * 50_000], [mine.rank, 7]), name)
+        for how in COMBINE:
+            whole = np.asarray(all_reduce(runtime, tensor, how, mine))
+            block = np.asarray(reduce_scatter(runtime, tensor, how, mine))
+            same.append(block.tobytes() == whole[mine.rank * 50_000 :][:50_000].tobytes())
+    return same
+
+
+def test_reduce_scatter_gives_the_bits_of_all_reduce(several_ranks: Pool, backend: str) -> None:
+    if backend == "tensorflow":
+        pytest.skip("TensorFlow's ring adds up in another order for each block")
+    for same in several_ranks.run(body_block):
+        assert same == [True] * len(FLOATS) * len(COMBINE)

@@ -1,0 +1,149 @@
+"""A wrapped optimizer's first step: ranks that begin with different variables get rank 0's, and are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import job
+import numpy as np
+import pytest
+from pool import Pool
+
+
+def body_first_step(mode: str, graph: bool) -> Any:
+    import logging
+    import os
+
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    os.environ["NPU_DEVICE_UNEQUAL_START"] = mode
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("npu_device").addHandler(handler)
+    keras = tf.keras
+    keras.utils.set_random_seed(npu.distribute.rank())
+    model = keras.Sequential([keras.Input([600]), keras.layers.Dense(600, name="wide"), keras.layers.Dense(1)])
+    initial = [np.asarray(value) for value in model.get_weights()]
+    optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(keras.optimizers.SGD(0.1, momentum=0.9))
+
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(tf.ones([2, 600])))
+        optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+
+    call = tf.function(step) if graph else step
+    try:
+        call()
+        call()
+        return initial, model.get_weights(), said
+    except RuntimeError as error:
+        return str(error), [], said
+    finally:
+        logging.getLogger("npu_device").removeHandler(handler)
+        del os.environ["NPU_DEVICE_UNEQUAL_START"]
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "function"])
+def test_they_become_rank_0s_with_a_warning(keras_ranks: Pool, size: int, graph: bool) -> None:
+    results = keras_ranks.run(body_first_step, "repair", graph)
+    for _, weights, _ in results:
+        for mine, roots in zip(weights, results[0][1]):
+            np.testing.assert_array_equal(mine, roots)
+    said = results[0][2]
+    assert len(said) == (1 if size > 1 else 0)
+    if size > 1:
+        assert "wide" in said[0]
+        assert f"rank {size - 1} on host" in said[0]
+        assert "npu.distribute.broadcast(model.variables)" in said[0]
+        assert not any(quiet for _, _, quiet in results[1:])
+
+
+def test_an_error_or_nothing_on_request(keras_two_ranks: Pool) -> None:
+    for rank, (text, _, _) in enumerate(keras_two_ranks.run(body_first_step, "error", True)):
+        assert f"rank {rank}: the ranks begin training with different values of 2 of " in text
+    (_, first, said), (_, second, _) = keras_two_ranks.run(body_first_step, "ignore", True)
+    assert not np.array_equal(first[0], second[0])
+    assert said == []
+
+
+def body_broadcast_of_nothing() -> list[str]:
+    import logging
+
+    import npu_device as npu
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("npu_device").addHandler(handler)
+    npu.distribute.broadcast([])
+    logging.getLogger("npu_device").removeHandler(handler)
+    return said
+
+
+def test_broadcast_of_nothing_says_so(several_ranks: Pool) -> None:
+    for rank, said in enumerate(several_ranks.run(body_broadcast_of_nothing)):
+        [text] = said
+        assert text.startswith(f"rank {rank}: broadcast was given an empty list")
+        assert "model.build" in text
+
+
+FORGOTTEN = """
+import npu_device as npu
+npu.open().as_default()
+import numpy as np
+import tensorflow as tf
+
+def main():
+    model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+    model.compile(optimizer="sgd", loss="mse")
+    {line}
+    model.fit(np.ones([8, 2]), np.ones([8, 1]), verbose=0)
+
+main()
+"""
+
+
+def test_ranks_that_train_alone_are_told(tmp_path: Path, keras: str) -> None:
+    legacy = "1" if keras == "2" else "0"
+    for rank, ended in enumerate(job.run(tmp_path, 2, FORGOTTEN.format(line=""), TF_USE_LEGACY_KERAS=legacy)):
+        assert ended.code == 0, ended.output
+        assert f"rank {rank}: SGD made 1 step(s), but no gradient was reduced among the 2 ranks" in ended.output
+        assert "npu.distribute.replicate(model)" in ended.output
+    line = "model = npu.distribute.replicate(model)"
+    first, second = job.run(tmp_path, 2, FORGOTTEN.format(line=line), TF_USE_LEGACY_KERAS=legacy)
+    for ended in (first, second):
+        assert ended.code == 0, ended.output
+        assert "no gradient was reduced" not in ended.output
+    assert "npu_device: Sequential" in first.output
+    assert "global batch   8 samples, 4 a rank; 1 steps an epoch" in first.output
+    assert "learning rate  0.01 (SGD), as given" in first.output
+    assert "global batch" not in second.output
+
+
+def test_ranks_that_train_alone_are_told_after_the_first_steps(tmp_path: Path) -> None:
+    """Not only at the end, which may be days away. Rank 0 trains until the warning is there."""
+    script = """
+import logging, threading
+import npu_device as npu
+npu.open().as_default()
+import tensorflow as tf
+
+said = threading.Event()
+handler = logging.Handler()
+handler.emit = lambda record: (print(record.getMessage(), flush=True), said.set())
+logging.getLogger("npu_device").addHandler(handler)
+optimizer, weight = tf.keras.optimizers.SGD(0.1), tf.Variable(1.0)
+steps = 0
+while not said.wait(0.02) and steps < 3000:
+    optimizer.apply_gradients([(tf.constant(1.0), weight)])
+    steps += 1
+print("warned in time:", said.is_set(), flush=True)
+"""
+    for rank, ended in enumerate(job.run(tmp_path, 2, script, timeout=100)):
+        assert ended.code == 0, ended.output
+        assert "warned in time: True" in ended.output
+        assert ended.output.count(f"rank {rank}: SGD made ") == 1

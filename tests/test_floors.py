@@ -1,0 +1,151 @@
+"""Imports go down only: every import of the package against the table of floors in docs/architecture.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+ROW = re.compile(
+    r"^\| (?P<floor>\d+) \| (?P<components>[^|]+) \| [^|]+ \| (?P<beside>[^|]+) \| [^|]+ \|$", re.MULTILINE
+)
+SOURCE_FOLDER = "npu_device/_src/"
+PACKAGES = ("npu_device", "hccl", "npu_bridge")
+
+MORE_THAN_IMPORTS = {
+    "npu_device/__init__.py": "loads its names at their first use, so that the launcher does without TensorFlow",
+    "npu_device/distribute/__init__.py": "loads its callbacks at their first use, which imports Keras",
+    "npu_device/compat/v1/__init__.py": "takes npu_bridge's modules in by its __path__",
+    "npu_bridge/helper/helper.py": "get_gen_ops() returns another public module, which no component may import",
+}
+"""Public files that hold more than imports and ``__all__``, and why."""
+
+
+@dataclass(frozen=True)
+class Component:
+    """A row of the table: a folder or a file, or several that count as one."""
+
+    floor: int
+    paths: tuple[str, ...]
+    beside: tuple[str, ...]
+
+    def may_import(self, other: Component) -> bool:
+        """True for the component itself, one on a lower floor, or one that the table allows beside this one."""
+        return other is self or other.floor < self.floor or any(path in self.beside for path in other.paths)
+
+
+def components() -> list[Component]:
+    """Return the table's rows; a path without a package in front is one in ``npu_device/_src/``."""
+    return [
+        Component(
+            int(row["floor"]), tuple(map(place, quoted(row["components"]))), tuple(map(place, quoted(row["beside"])))
+        )
+        for row in ROW.finditer(PAGE)
+    ]
+
+
+def quoted(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def place(path: str) -> str:
+    return path if path.startswith(PACKAGES) else SOURCE_FOLDER + path
+
+
+def component_of(file: str, table: list[Component]) -> Component | None:
+    """Return the component with the longest path around a file, or None. A public file matches its own folder only."""
+    found = [(len(path), component) for component in table for path in component.paths if file.startswith(path)]
+    length, component = max(found, key=lambda one: one[0], default=(0, None))
+    return None if file.startswith(SOURCE_FOLDER) and length <= len(SOURCE_FOLDER) else component
+
+
+FILES = {
+    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text())
+    for package in PACKAGES
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
+COMPONENTS = components()
+
+
+def file_of(module: str) -> str | None:
+    """Return the file of a dotted name, or None when it is none of the packages' modules."""
+    path = module.replace(".", "/")
+    return next((file for file in (f"{path}.py", f"{path}/__init__.py") if file in FILES), None)
+
+
+def imported(file: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield line and file of all that a module imports, in functions and for type checking too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{file}:{node.lineno}: write the module's whole name"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            found = file_of(name) or file_of(name.rpartition(".")[0])
+            if found is not None:
+                yield node.lineno, found
+
+
+def test_the_table_has_a_row_for_every_component() -> None:
+    assert len(COMPONENTS) > 10
+    missing = [path for component in COMPONENTS for path in component.paths if not (ROOT / path).exists()]
+    assert not missing, f"docs/architecture.md lists what isn't there: {missing}"
+    unlisted = [
+        file for file in FILES if component_of(file, COMPONENTS) is None and file != f"{SOURCE_FOLDER}__init__.py"
+    ]
+    assert not unlisted, f"docs/architecture.md has no row for {unlisted}"
+
+
+def test_imports_go_down() -> None:
+    wrong = []
+    for file, tree in FILES.items():
+        component = component_of(file, COMPONENTS)
+        for line, target in imported(file, tree):
+            other = component_of(target, COMPONENTS)
+            if component is not None and other is not None and not component.may_import(other):
+                wrong.append(f"{file}:{line} (floor {component.floor}) imports {target} (floor {other.floor})")
+    assert not wrong, "imports that go up or sideways:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("file", "target", "allowed"),
+    [
+        ("npu_device/_src/cluster/channel.py", "npu_device/_src/environment/own.py", True),
+        ("npu_device/_src/cluster/channel.py", "npu_device/_src/collectives/group.py", False),
+        ("npu_device/_src/gradients/order.py", "npu_device/_src/trace/steps.py", True),
+        ("npu_device/_src/trace/steps.py", "npu_device/_src/gradients/order.py", False),
+        ("npu_device/_src/training/device.py", "npu_device/distribute/hccl.py", False),
+        ("npu_device/_src/training/device.py", "npu_device/launch/job.py", False),
+        ("hccl/split/api.py", "npu_device/gen_npu_ops.py", True),
+    ],
+)
+def test_what_counts_as_down(file: str, target: str, allowed: bool) -> None:
+    component, other = component_of(file, COMPONENTS), component_of(target, COMPONENTS)
+    assert component is not None and other is not None
+    assert component.may_import(other) is allowed
+
+
+def test_public_files_hold_imports_and_all_only() -> None:
+    public = [component for component in COMPONENTS if "hccl/" in component.paths]
+    wrong = []
+    for file, tree in FILES.items():
+        if component_of(file, COMPONENTS) in public and file not in MORE_THAN_IMPORTS:
+            wrong += [f"{file}:{node.lineno}" for node in tree.body if not _may_be_public(node)]
+    assert not wrong, "code in public files; move it to npu_device/_src:\n" + "\n".join(wrong)
+
+
+def _may_be_public(node: ast.stmt) -> bool:
+    if isinstance(node, (ast.Assign, ast.AnnAssign)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return [target.id for target in targets if isinstance(target, ast.Name)] == ["__all__"]
+    docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return docstring or isinstance(node, (ast.Import, ast.ImportFrom))

@@ -1,0 +1,256 @@
+"""``npu.train.JobCheckpoint``: what is saved is whole, restored on all ranks, and goes on to the same bits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import checkpoint_bodies as bodies
+import job
+import numpy as np
+import pytest
+from pool import Pool
+
+
+def same_bits(first: Any, second: Any) -> None:
+    """Compare the weights, and the losses of the steps that both have made."""
+    for one, other in zip(first["weights"], second["weights"]):
+        np.testing.assert_array_equal(one, other)
+    common = min(len(first["losses"]), len(second["losses"]))
+    assert first["losses"][-common:] == second["losses"][-common:]
+
+
+def steps_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.is_dir())
+
+
+def test_a_loop_goes_on_to_the_same_bits(keras_ranks: Pool, tmp_path: Path) -> None:
+    whole = keras_ranks.run(bodies.body_loop, str(tmp_path / "whole"), bodies.STEPS, {"every": 2})
+    keras_ranks.run(bodies.body_loop, str(tmp_path / "parts"), 5, {"every": 2})
+    resumed = keras_ranks.run(bodies.body_loop, str(tmp_path / "parts"), bodies.STEPS, {"every": 2})
+    for one, other in zip(whole, resumed):
+        assert (one["start"], other["start"]) == (0, 4)
+        assert other["not_kept"] == () and other["warnings"] == []
+        same_bits(one, other)
+    if len(whole) > 1:
+        assert whole[0]["losses"] != whole[1]["losses"]  # each rank has noise, data and moving averages of its own
+    assert steps_in(tmp_path / "parts") == ["step-00000004", "step-00000006", "step-00000008"]
+    assert json.loads((tmp_path / "parts" / "latest.json").read_text()) == {"step": 8}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Directories with the checkpoints of steps 2, 4 and 6 by number of ranks, made when first needed."""
+    return {}
+
+
+def copy_of(trained: dict[int, Path], ranks: Pool, directory: Path, factory: pytest.TempPathFactory) -> Path:
+    if ranks.size not in trained:
+        trained[ranks.size] = factory.mktemp("trained")
+        ranks.run(bodies.body_loop, str(trained[ranks.size]), 6, {"every": 2})
+    shutil.copytree(trained[ranks.size], directory / "copy")
+    return directory / "copy"
+
+
+def tear(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def corrupt(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "says"),
+    [
+        ("shared.data-00000-of-00001", tear, "is torn"),
+        ("shared.index", corrupt, "is corrupted"),
+        ("rank-{last}.data-00000-of-00001", corrupt, "is corrupted"),
+        ("rank-{last}.json", Path.unlink, "No such file"),
+        ("manifest.json", tear, "manifest.json"),
+    ],
+)
+def test_a_damaged_checkpoint_is_left_out(
+    two_ranks: Pool,
+    trained: dict[int, Path],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    name: str,
+    damage: Any,
+    says: str,
+) -> None:
+    directory = copy_of(trained, two_ranks, tmp_path, tmp_path_factory)
+    path = directory / "step-00000006" / name.format(last=f"{two_ranks.size - 1:05d}")
+    damage(path)
+    results = two_ranks.run(bodies.body_restore, str(directory))
+    assert [result["start"] for result in results] == [4] * two_ranks.size
+    [warning] = results[0]["warnings"]
+    assert says in warning and str(path) in warning and "the one of step 4 is restored" in warning
+
+
+def test_only_damaged_checkpoints_are_an_error(
+    two_ranks: Pool, trained: dict[int, Path], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = copy_of(trained, two_ranks, tmp_path, tmp_path_factory)
+    for path in directory.glob("step-*/shared.index"):
+        tear(path)
+    for result in two_ranks.run(bodies.body_restore, str(directory)):
+        assert "none of the checkpoints" in result["start"] and "step-00000004" in result["start"]
+
+
+def test_what_was_never_named_is_left_out_and_removed(
+    two_ranks: Pool, trained: dict[int, Path], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = copy_of(trained, two_ranks, tmp_path, tmp_path_factory)
+    shutil.copytree(directory / "step-00000006", directory / ".step-00000008-0123abcd")  # killed before the renaming
+    shutil.copytree(directory / "step-00000006", directory / "step-00000008")  # killed after it
+    results = two_ranks.run(bodies.body_loop, str(directory), 8, {"every": 2})
+    assert [(result["start"], result["warnings"]) for result in results] == [(6, [])] * two_ranks.size
+    assert steps_in(directory) == ["step-00000004", "step-00000006", "step-00000008"]
+    (directory / "latest.json").write_text('{"step": 4}')  # a user goes back
+    assert [result["start"] for result in two_ranks.run(bodies.body_restore, str(directory))] == [4] * two_ranks.size
+
+
+def test_another_number_of_ranks(
+    ranks: Pool, two_ranks: Pool, trained: dict[int, Path], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = copy_of(trained, two_ranks, tmp_path, tmp_path_factory)
+    before = two_ranks.run(bodies.body_restore, str(directory))[0]
+    results = ranks.run(bodies.body_restore, str(directory))
+    assert [result["start"] for result in results] == [6] * ranks.size
+    if ranks.size == 2:
+        assert results[0]["warnings"] == []
+        return
+    for result in results:
+        for one, other in zip(before["weights"], result["weights"]):
+            np.testing.assert_array_equal(one, other)
+    [warning] = results[0]["warnings"]
+    assert f"2 rank(s) wrote the checkpoint, and now there are {ranks.size}" in warning
+    assert "the places of its iterators" in warning
+
+
+def test_each_host_with_a_disk_of_its_own(several_ranks: Pool, tmp_path: Path) -> None:
+    size = several_ranks.size
+    whole = several_ranks.run(bodies.body_own_disks, str(tmp_path / "whole"), bodies.STEPS)
+    several_ranks.run(bodies.body_own_disks, str(tmp_path / "parts"), 5)
+    shutil.copytree(tmp_path / "parts", tmp_path / "swapped")
+    resumed = several_ranks.run(bodies.body_own_disks, str(tmp_path / "parts"), bodies.STEPS)
+    for one, other in zip(whole, resumed):
+        assert other["start"] == 4 and other["warnings"] == []
+        same_bits(one, other)
+    shutil.rmtree(tmp_path / "swapped" / f"{size - 1}")  # another machine has taken the place of the last host
+    results = several_ranks.run(bodies.body_own_disks, str(tmp_path / "swapped"), 4)
+    assert [result["start"] for result in results] == [4] * size
+    assert "what each rank has of its own" in results[0]["warnings"][0]
+    for result in results:
+        for one, other in zip(results[0]["weights"], result["weights"]):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_saving_over_another_run_is_an_error(
+    two_ranks: Pool, trained: dict[int, Path], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = copy_of(trained, two_ranks, tmp_path, tmp_path_factory)
+    for text in two_ranks.run(bodies.body_forgotten, str(directory)):
+        assert "the newest of step 6" in text and "call restore() before the first step" in text
+
+
+def test_a_full_disk(ranks: Pool, tmp_path: Path) -> None:
+    results = ranks.run(bodies.body_full_disk, str(tmp_path))
+    for result in results:
+        assert result["latest"] == 1
+        [error] = result["errors"]
+        assert "the checkpoint of step 2 could not be written" in error
+        if ranks.size > 1:
+            assert f"rank {ranks.size - 1} on host" in error
+    assert results[0]["there"] == ["latest.json", "step-00000001"]
+    assert results[0]["end"] == ["latest.json", "step-00000001", "step-00000003"]
+    [warning] = results[0]["warnings"]
+    assert "Training goes on" in warning
+
+
+SCRIPT = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import checkpoint_bodies
+checkpoint_bodies.{{name}}()
+"""
+
+
+def write_script(directory: Path, name: str) -> list[str]:
+    directory.mkdir(exist_ok=True)
+    path = directory / "script.py"
+    path.write_text(SCRIPT.format(name=name))
+    return [str(path), str(directory)]
+
+
+def run_job(
+    directory: Path, size: int, keras: str, *arguments: str, name: str = "main", **environment: str
+) -> list[job.Ended]:
+    command = [*write_script(directory, name), *arguments]
+    environment = {"TF_USE_LEGACY_KERAS": "1" if keras == "2" else "0", **environment}
+    return job.finish(job.start_command(directory, size, command, **environment), timeout=120)
+
+
+def results_of(directory: Path, size: int) -> list[Any]:
+    return [np.load(directory / f"{rank}.npz") for rank in range(size)]
+
+
+@pytest.mark.parametrize("everyone", [False, True], ids=["one", "all"])
+def test_preemption(size: int, keras: str, everyone: bool, tmp_path: Path) -> None:
+    if size != 2 and (everyone or keras == "2"):
+        pytest.skip("as on 2 ranks, and with Keras 3")
+    signals = ["4" if everyone or rank == size - 1 else "0" for rank in range(size)]
+    progress = tmp_path / "progress"
+    stopped = run_job(tmp_path / "job", size, keras, "8", *signals, NPU_DEVICE_PROGRESS_FILE=str(progress))
+    assert [ended.code for ended in stopped] == [75] * size, stopped
+    assert not any("Traceback" in ended.output for ended in stopped)
+    step = int(progress.read_text())
+    assert 4 <= step <= 5
+    assert json.loads((tmp_path / "job" / "checkpoints" / "latest.json").read_text()) == {"step": step}
+    assert [ended.code for ended in run_job(tmp_path / "job", size, keras, "8")] == [0] * size
+    assert [ended.code for ended in run_job(tmp_path / "whole", size, keras, "8")] == [0] * size
+    for one, other in zip(results_of(tmp_path / "whole", size), results_of(tmp_path / "job", size)):
+        assert int(other["start"]) == step
+        for name in set(one) - {"start", "losses"}:
+            np.testing.assert_array_equal(one[name], other[name])
+
+
+def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path, size: int = 2) -> None:
+    ended = run_job(tmp_path / "job", size, "3", name="main_killed")
+    assert ended[-1].code == -signal.SIGKILL
+    assert all(other.code == 1 and f"rank {size - 1} on host" in other.output for other in ended[:-1])
+    assert [other.code for other in run_job(tmp_path / "job", size, "3", "8")] == [0] * size
+    assert [other.code for other in run_job(tmp_path / "whole", size, "3", "8")] == [0] * size
+    for one, other in zip(results_of(tmp_path / "whole", size), results_of(tmp_path / "job", size)):
+        assert int(other["start"]) in (3, 6)  # 6 if it was killed after all
+        np.testing.assert_array_equal(one["arr_0"], other["arr_0"])
+    assert not list((tmp_path / "job" / "checkpoints").glob(".step-*"))
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["second signal", "timeout"])
+def test_a_step_that_does_not_end(again: bool, tmp_path: Path, size: int = 2) -> None:
+    limit = 60.0 if again else 2.0
+    command = write_script(tmp_path, "main_slow")
+    processes = job.start_command(tmp_path, size, command, NPU_DEVICE_PREEMPT_TIMEOUT=str(limit))
+    began = time.monotonic()
+    while len(list(tmp_path.glob("*.ready"))) < size:
+        assert time.monotonic() - began < 60, [process.output for process in processes]
+        time.sleep(0.05)
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    if again:
+        time.sleep(1.5)  # the same signal may come twice at once
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+    ended = job.finish(processes, timeout=40)
+    assert [rank.code for rank in ended] == [128 + signal.SIGTERM] * size
+    for rank in ended:
+        assert ("a second signal has come" if again else "not finished within 2 s") in rank.output
+    assert json.loads((tmp_path / "checkpoints" / "latest.json").read_text()) == {"step": 1}

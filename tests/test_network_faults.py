@@ -1,0 +1,96 @@
+"""Faults of the network between a rank and the hub, made by a proxy: delayed, cut, reset and half-closed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Callable
+
+import job
+import pytest
+from forked import Process
+from ranks import free_port
+
+from npu_device.testing.proxy import Proxy
+
+SCRIPT = """
+import os, sys, time
+import tensorflow as tf
+import npu_device as npu
+rank = npu.open().worker_id
+one = tf.constant(1.0)
+npu.distribute.all_reduce(one, "sum")
+print("ready", flush=True)
+try:
+    for _ in range(int(sys.argv[1])):
+        npu.distribute.broadcast_object("something", root_rank=0)
+        print("went on", flush=True)
+        time.sleep(0.1)
+finally:
+    print("ended", time.monotonic(), flush=True)
+""".replace("int(sys.argv[1])", "{steps}")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[int], tuple[Proxy, list[Process]]]]:
+    """Start two ranks, of which rank 1 reaches the hub through a proxy, and wait until they train."""
+    proxies = []
+
+    def begin(steps: int, **environment: str) -> tuple[Proxy, list[Process]]:
+        port = free_port()
+        proxy = Proxy("127.0.0.1", port)
+        proxies.append(proxy)
+        common = {
+            "CM_CHIEF_IP": "127.0.0.1",
+            "CM_CHIEF_DEVICE": "0",
+            "CM_WORKER_SIZE": "2",
+            "CM_WORKER_IP": "127.0.0.1",
+        }
+        ports = (port, proxy.port)
+        variables = [
+            {**common, "CM_CHIEF_PORT": str(ports[rank]), "ASCEND_DEVICE_ID": str(rank), **environment}
+            for rank in (0, 1)
+        ]
+        processes = job.start_each(tmp_path, SCRIPT.format(steps=steps), variables)
+        limit = time.monotonic() + 60
+        while not all("went on" in process.output for process in processes):
+            assert time.monotonic() < limit and all(process.poll() is None for process in processes), [
+                process.output for process in processes
+            ]
+            time.sleep(0.02)
+        return proxy, processes
+
+    yield begin
+    for proxy in proxies:
+        proxy.close()
+
+
+def test_a_slow_control_channel_is_only_slow(start: Callable[..., tuple[Proxy, list[Process]]]) -> None:
+    proxy, processes = start(30)
+    proxy.delay = 0.3
+    for result in job.finish(processes):
+        assert result.code == 0, result.output
+
+
+def test_a_short_cut_harms_nobody(start: Callable[..., tuple[Proxy, list[Process]]]) -> None:
+    proxy, processes = start(30)
+    proxy.drop()
+    time.sleep(2)
+    proxy.resume()
+    for result in job.finish(processes):
+        assert result.code == 0, result.output
+
+
+@pytest.mark.parametrize("fault", ["reset", "half_close"])
+def test_a_lost_control_channel_is_an_error_on_both_sides(
+    start: Callable[..., tuple[Proxy, list[Process]]], fault: str
+) -> None:
+    proxy, processes = start(10_000)
+    getattr(proxy, fault)()
+    began = time.monotonic()
+    first, second = job.finish(processes, timeout=40)
+    assert time.monotonic() - began < 20
+    assert (first.code, second.code) == (1, 1), first.output + second.output
+    assert "rank 1 on host" in first.output and "is gone" in first.output
+    assert "the job's hub" in second.output

@@ -1,0 +1,69 @@
+"""The scripts of ``examples/recipes`` and ``examples/keras_fit``, unedited, on one process and on 2 and 3 ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pool import Pool
+from test_replicate import compare, same
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def body_example(name: str, *arguments: str) -> Any:
+    import runpy
+    import sys
+
+    before = sys.argv
+    sys.argv = [name, *arguments]
+    try:
+        return runpy.run_path(str(EXAMPLES / name), run_name="__main__")["result"]
+    finally:
+        sys.argv = before
+
+
+def body_recipe(name: str, directory: str) -> Any:
+    del directory
+    return body_example(f"recipes/{name}.py")
+
+
+@pytest.mark.parametrize("name", ["data", "custom_loop", "gan"])
+def test_recipe(several_keras_ranks: Pool, keras_single: Pool, name: str, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    if name == "data" and several_keras_ranks.size == 3:
+        pytest.skip("64 samples are no multiple of 3: parts make other batches than one process")
+    compare(several_keras_ranks, keras_single, body_recipe, name, directory=tmp_path)
+
+
+def test_resuming(keras_ranks: Pool) -> None:
+    pytest.importorskip("sklearn")
+    assert [rank["equal"] for rank in keras_ranks.run(body_recipe, "resuming", "")] == [1] * keras_ranks.size
+
+
+def test_batch_normalisation(keras_ranks: Pool) -> None:
+    pytest.importorskip("sklearn")
+    results = keras_ranks.run(body_recipe, "batch_norm", "")
+    for rank in results:
+        same(rank, results[0])
+        assert rank["accuracy"] > 0.9
+
+
+def body_keras_fit(directory: str) -> Any:
+    import npu_device as npu
+
+    place = f"{directory}/{npu.distribute.size()}"
+    stopped = body_example("keras_fit/train.py", "--directory", place, "--stop_after", "3")
+    resumed = body_example("keras_fit/train.py", "--directory", place)
+    return {**resumed, "stopped": stopped}
+
+
+def test_keras_fit(several_keras_ranks: Pool, keras_single: Pool, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    # Some three hundred steps let rounding grow.
+    ranks = compare(several_keras_ranks, keras_single, body_keras_fit, directory=tmp_path, tolerance=2e-3)
+    rank = ranks[0]
+    assert rank["stopped"]["epochs"] == [0, 1, 2]
+    assert rank["epochs"][0] == 3
+    assert rank["accuracy"] > 0.9

@@ -1,0 +1,188 @@
+"""The replica audit: ranks whose variables have become different are told so, on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import job
+import pytest
+from pool import Pool
+
+
+def body_drift(how: str, settings: dict[str, str], drifts_at: int, steps: int = 8) -> Any:
+    """Train; after some steps the last rank changes a weight. Return the error and the warnings."""
+    import logging
+    import os
+
+    import numpy as np
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    os.environ.update(settings)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("npu_device").addHandler(handler)
+    keras = tf.keras
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input([600]), keras.layers.Dense(600, name="wide"), keras.layers.Dense(1)])
+    optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(keras.optimizers.SGD(0.1, momentum=0.9))
+    kernel = model.get_layer("wide").kernel
+    rank = npu.distribute.rank()
+    last = rank == npu.distribute.size() - 1
+    made = tf.Variable(0)
+
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(tf.fill([2, 600], 1e-3))) * (rank + 1)
+        optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+        made.assign_add(1)
+        if last:  # in the function too, where the audit must not read it half done
+            far = tf.cast(made == drifts_at, tf.float32) * 0.5
+            kernel.assign(kernel + far * tf.one_hot(3, 600)[:, None])
+
+    def loop() -> None:
+        for _ in tf.range(steps):
+            step()
+
+    try:
+        if how == "loop":
+            tf.function(loop)()
+        else:
+            call = tf.function(step) if how == "function" else step
+            for _ in range(steps):
+                call()
+        return "", said, int(made)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", said, int(np.asarray(made))
+    finally:
+        logging.getLogger("npu_device").removeHandler(handler)
+        for name in settings:
+            del os.environ[name]
+
+
+@pytest.mark.parametrize("how", ["eager", "function", "loop"])
+def test_drift_is_one_error_on_every_rank(keras_ranks: Pool, size: int, how: str) -> None:
+    results = keras_ranks.run(body_drift, how, {"NPU_DEVICE_AUDIT": "2"}, 3)
+    for rank, (text, said, made) in enumerate(results):
+        if size == 1:
+            assert (text, said, made) == ("", [], 8)
+            continue
+        assert made in (3, 4), text  # in a function, what doesn't depend on the update still runs
+        assert f"rank {rank}: the ranks have drifted apart: seen after step 3 (after step 1 they were equal)" in text
+        assert "in 1 of " in text and "wide/kernel" in text
+        assert f"  rank {size - 1} on host " in text and "by up to 0.5\n" in text
+        assert len({line for line in text.splitlines() if "by up to" in line}) == 1
+        assert "NPU_DEVICE_AUDIT=1" in text
+        assert said == []
+
+
+def test_a_warning_on_request(keras_two_ranks: Pool) -> None:
+    results = keras_two_ranks.run(body_drift, "function", {"NPU_DEVICE_AUDIT": "1", "NPU_DEVICE_DRIFT": "warning"}, 3)
+    assert [(text, made) for text, _, made in results] == [("", 8), ("", 8)]
+    [text] = results[0][1]
+    assert text.startswith("the ranks have drifted apart: seen after step 3 (after step 2 they were equal)")
+    assert text.endswith("This optimizer is not audited any more.")
+    assert results[1][1] == []
+
+
+def test_without_drift_or_switched_off_nothing_is_said(keras_ranks: Pool, size: int) -> None:
+    for settings, drifts_at in (({"NPU_DEVICE_AUDIT": "1"}, 100), ({"NPU_DEVICE_AUDIT": "0"}, 1)):
+        assert keras_ranks.run(body_drift, "function", settings, drifts_at) == [("", [], 8)] * size
+
+
+def test_by_default_a_drift_is_found(two_ranks: Pool) -> None:
+    """The first audits come after ten steps and after twenty."""
+    for text, _, _ in two_ranks.run(body_drift, "loop", {}, 3, 12):
+        assert "seen after step 9, in 1 of " in text
+    for text, _, _ in two_ranks.run(body_drift, "eager", {}, 12, 25):
+        assert "seen after step 19 (after step 9 they were equal), in 1 of " in text
+
+
+def body_not_finite(how: str, value: float, scaled: bool = False) -> Any:
+    """Train; the last rank's loss is NaN or infinite at the third step. Return the error and the weights."""
+    import os
+
+    import numpy as np
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    os.environ["NPU_DEVICE_CHECK_GRADIENTS"] = "on"
+    keras = tf.keras
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3, name="hidden"), keras.layers.Dense(1)])
+    optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(keras.optimizers.SGD(0.1))
+    if scaled:
+        optimizer = npu.train.optimizer.NpuLossScaleOptimizer(optimizer)
+    x = np.full([12, 2, 4], 1.0 + npu.distribute.rank(), np.float32)
+    if npu.distribute.rank() == npu.distribute.size() - 1:
+        x[2, 1, 3] = value  # the third batch
+    try:
+        if how == "fit":
+            model.compile(optimizer, "mse", run_eagerly=False)
+            model.fit(x.reshape([24, 4]), np.ones([24, 1]), batch_size=2, shuffle=False, verbose=0)
+        else:
+
+            def step(batch: Any) -> None:
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(model(batch))
+                gradients = tape.gradient(loss, model.trainable_variables)
+                optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+
+            call = tf.function(step) if how == "function" else step
+            for batch in x[:5]:
+                call(tf.constant(batch))
+        return "", model.get_weights()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", model.get_weights()
+    finally:
+        del os.environ["NPU_DEVICE_CHECK_GRADIENTS"]
+
+
+@pytest.mark.parametrize(("how", "value"), [("eager", "nan"), ("function", "inf"), ("fit", "nan")])
+def test_gradients_that_are_not_finite_are_told_with_rank_and_variable(
+    keras_ranks: Pool, size: int, how: str, value: str
+) -> None:
+    import numpy as np
+
+    results = keras_ranks.run(body_not_finite, how, float(value))
+    if size == 1:
+        return
+    for rank, (text, weights) in enumerate(results):
+        assert f"rank {rank}: the gradients of step 3 are not finite" in text
+        assert f"  rank {size - 1} on host " in text and text.count(" on host ") >= 1
+        assert f"hidden/kernel ({'NaN' if value == 'nan' else 'infinite'})" in text.replace(":0", "")
+        assert size == 2 or "  rank 0 on host" not in text
+        assert "loss-scale optimizer" in text
+        assert all(np.isfinite(weight).all() for weight in weights)
+
+
+def test_a_loss_scale_optimizer_skips_them_itself(keras_two_ranks: Pool) -> None:
+    for text, _ in keras_two_ranks.run(body_not_finite, "function", float("inf"), True):
+        assert text == ""
+
+
+ENDED_APART = """
+import npu_device as npu
+rank = npu.open().worker_id
+import tensorflow as tf
+
+weight, other = tf.Variable([1.0, 2.0], name="weight"), tf.Variable(1.0, name="other")
+optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(tf.keras.optimizers.SGD(0.5))
+optimizer.apply_gradients([(tf.ones([2]), weight), (tf.ones([]), other)])
+if {apart} and rank == 1:
+    weight.assign([0.0, 0.0])
+{close}
+"""
+
+
+@pytest.mark.parametrize(("apart", "close"), [(True, ""), (True, "npu.close()"), (False, "")])
+def test_ranks_that_end_apart_are_told(tmp_path: Path, apart: bool, close: str) -> None:
+    first, second = job.run(tmp_path, 2, ENDED_APART.format(apart=apart, close=close))
+    for ended in (first, second):
+        assert ended.code == 0, ended.output
+    assert ("the ranks have come to different values of 1 of 2 variables (weight" in first.output) is apart
+    assert "different values" not in second.output

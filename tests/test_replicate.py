@@ -1,0 +1,163 @@
+"""``npu.distribute.replicate``: N ranks' ``fit``, ``evaluate`` and ``predict`` are those of one process.
+
+Each body runs on one process and on each of several ranks, which begin with other weights and seeds than rank 0.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import fit_bodies
+import fit_call_bodies
+import numpy as np
+import pytest
+from pool import Pool
+
+TOLERANCE = 3e-5
+"""Largest difference of weights and metrics of order one after some twenty steps, float32."""
+
+
+def same(first: Any, second: Any, tolerance: float = TOLERANCE, path: str = "") -> None:
+    """Compare nested outcomes to float32 rounding."""
+    if isinstance(first, dict):
+        assert set(first) == set(second), path
+        for key in first:
+            same(first[key], second[key], tolerance, f"{path}/{key}")
+    elif isinstance(first, (list, tuple)):
+        assert len(first) == len(second), path
+        for place, (one, other) in enumerate(zip(first, second)):
+            same(one, other, tolerance, f"{path}/{place}")
+    elif isinstance(first, str):
+        assert first == second, path
+    else:
+        np.testing.assert_allclose(first, second, rtol=tolerance, atol=tolerance, err_msg=path)
+
+
+_alone: dict[Any, Any] = {}
+
+
+def compare(
+    several: Pool, single: Pool, body: Any, *arguments: Any, directory: Path, tolerance: float = TOLERANCE
+) -> list[Any]:
+    """Run a body alone (once) and on several ranks, whose weights are the same to the last bit."""
+    key = (body, single.keras, repr(arguments))
+    if key not in _alone:
+        [_alone[key]] = single.run(body, *arguments, str(directory))
+    ranks = several.run(body, *arguments, str(directory))
+    for rank in ranks:
+        same(rank, _alone[key], tolerance)
+        for mine, roots in zip(rank["weights"], ranks[0]["weights"]):
+            np.testing.assert_array_equal(mine, roots)
+    return ranks
+
+
+@pytest.mark.parametrize("kind", ["functional", "subclassed", "unbuilt", "loaded", "own step"])
+def test_arrays(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path) -> None:
+    compare(several_keras_ranks, keras_single, fit_bodies.body_arrays, kind, directory=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "dataset",
+        "endless dataset",
+        "weighted dataset",
+        "tensors",
+        "sample weights",
+        "class weights",
+        "generator",
+        "sequence",
+    ],
+)
+def test_kinds_of_data(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path) -> None:
+    compare(several_keras_ranks, keras_single, fit_bodies.body_data, kind, directory=tmp_path)
+
+
+KERAS_3_ONLY = ("accumulation", "weighted mean")
+KERAS_2_ONLY = ("loss scale",)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "steps per execution",
+        "clipping",
+        "eagerly",
+        "schedule",
+        "average",
+        "accumulation",
+        "loss scale",
+        "sum",
+        "weighted mean",
+        "masked",
+        "synchronised",
+    ],
+)
+def test_what_is_compiled(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path) -> None:
+    if kind in (KERAS_3_ONLY if keras_single.keras == "2" else KERAS_2_ONLY):
+        pytest.skip("the other Keras only")
+    compare(several_keras_ranks, keras_single, fit_bodies.body_compiled, kind, directory=tmp_path)
+
+
+def test_metrics(several_keras_ranks: Pool, keras_single: Pool, tmp_path: Path) -> None:
+    compare(several_keras_ranks, keras_single, fit_bodies.body_metrics, directory=tmp_path)
+
+
+def test_callbacks_decide_alike(several_keras_ranks: Pool, keras_single: Pool, tmp_path: Path) -> None:
+    compare(several_keras_ranks, keras_single, fit_bodies.body_decisions, directory=tmp_path)
+
+
+def test_files_are_written_once(several_keras_ranks: Pool, keras_single: Pool, tmp_path: Path) -> None:
+    compare(several_keras_ranks, keras_single, fit_bodies.body_files, directory=tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["functional", "unbuilt", "subclassed"])
+def test_ascends_callback_and_wrapper(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path) -> None:
+    compare(several_keras_ranks, keras_single, fit_call_bodies.body_with_the_callback, kind, directory=tmp_path)
+
+
+def test_batch_by_batch(several_keras_ranks: Pool, keras_single: Pool, tmp_path: Path) -> None:
+    compare(several_keras_ranks, keras_single, fit_call_bodies.body_batch_by_batch, directory=tmp_path)
+
+
+def test_the_callback_chooses_the_rank_that_sends(keras_ranks: Pool) -> None:
+    results = keras_ranks.run(fit_call_bodies.body_from_another_rank)
+    for _, weights in results:
+        for mine, sent in zip(weights, results[-1][0]):
+            np.testing.assert_array_equal(mine, sent)
+
+
+def test_divided_data(several_keras_ranks: Pool, keras_single: Pool, tmp_path: Path) -> None:
+    compare(several_keras_ranks, keras_single, fit_bodies.body_divided, directory=tmp_path)
+
+
+def test_another_order_on_each_rank_becomes_rank_0s(keras_two_ranks: Pool, keras_single: Pool) -> None:
+    [(alone, _)] = keras_single.run(fit_bodies.body_unshuffled, "shuffle")
+    (first, said), (second, _) = keras_two_ranks.run(fit_bodies.body_unshuffled, "shuffle")
+    same([first, second], [alone, alone])
+    assert ["Rank 0's batches are sent to all" in text for text in said] == [True]
+
+
+@pytest.mark.parametrize("kind", ["shard", "parts"])
+def test_other_data_on_each_rank_is_an_error(keras_two_ranks: Pool, kind: str) -> None:
+    for error, _ in keras_two_ranks.run(fit_bodies.body_unshuffled, kind):
+        assert "the ranks were given different data" in error
+        assert "rank 1 on host" in error
+        assert "npu.distribute.divided(dataset)" in error
+
+
+def test_divided_data_that_are_the_same_are_named(keras_two_ranks: Pool) -> None:
+    (_, said), _ = keras_two_ranks.run(fit_bodies.body_unshuffled, "not divided")
+    assert ["ranks 0, 1 began with the very same batch" in text for text in said] == [True]
+    (_, said), _ = keras_two_ranks.run(fit_bodies.body_unshuffled, "divided")
+    assert said == []
+
+
+def test_random_layers_and_statistics_are_equal_on_all_ranks(several_keras_ranks: Pool) -> None:
+    first, *others = several_keras_ranks.run(fit_bodies.body_random_layers)
+    for rank in others:
+        for mine, roots in zip(rank["weights"], first["weights"]):
+            np.testing.assert_array_equal(mine, roots)
+        assert rank["history"] == first["history"]
+        assert rank["one_more"] == first["one_more"]

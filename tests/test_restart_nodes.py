@@ -1,0 +1,252 @@
+"""npurun --max-restarts and --nnodes MIN:MAX on several nodes: launchers on the loopback that act together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from functools import partial
+from pathlib import Path
+from typing import Callable
+
+import pytest
+from launcher import script, start, wait_until
+from ranks import free_port
+
+from benchmarks import hosts
+
+LIMIT = 120.0
+
+# A job of ranks that wait for each other through files, without npu_device: "ready.<count>.<rank>".
+TOGETHER = """
+    import os, pathlib, signal, sys, time
+    here = pathlib.Path(sys.argv[1])
+    count, rank, size = (int(os.environ[n]) for n in ("NPU_DEVICE_RESTART_COUNT", "RANK_ID", "RANK_SIZE"))
+    def mark(name, text=""):
+        (here / (name + ".part")).write_text(text)
+        (here / (name + ".part")).rename(here / name)
+    def all_are(name):
+        while len(list(here.glob(f"{name}.{count}.*[0-9]"))) < size:
+            time.sleep(0.02)
+    mark(f"ready.{count}.{rank}", os.environ["JOB_ID"] + " " + os.environ["NPU_DEVICE_HUB"])
+    all_are("ready")
+"""
+
+
+class Nodes:
+    """Launchers of one job, each as a node of its own."""
+
+    def __init__(
+        self, directory: Path, text: str, *options: str, nnodes: str = "2", address: str = "127.0.0.1"
+    ) -> None:
+        self.here = directory
+        meeting = ["--nnodes", nnodes, "--master-addr", address, "--master-port", str(free_port())]
+        self._common = [*meeting, "--restart-backoff", "0.1", *options]
+        self._script = script(directory, TOGETHER + text)
+        self._launches: list[subprocess.Popen[bytes]] = []
+
+    def start(self, node: int, *options: str, on: Callable[[list[str]], list[str]] = list) -> subprocess.Popen[bytes]:
+        launch = start(
+            *self._common,
+            *("--node-rank", str(node), *options, self._script, str(self.here)),
+            on=on,
+            NPU_DEVICE_SECRET="ours",
+        )
+        self._launches.append(launch)
+        return launch
+
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for launch in self._launches:
+            if launch.poll() is None:
+                os.killpg(launch.pid, signal.SIGKILL)
+            stdout, stderr = launch.communicate()  # nothing if it has been read; pytest shows it with a failure
+            print((stdout + stderr).decode())
+
+    def wait_for(self, name: str) -> None:
+        wait_until((self.here / name).exists, LIMIT)
+
+    def names(self, pattern: str) -> list[str]:
+        return sorted(path.name for path in self.here.glob(pattern))
+
+
+def ends(launch: subprocess.Popen[bytes]) -> tuple[int, str]:
+    _, stderr = launch.communicate(timeout=LIMIT)
+    return launch.returncode, stderr.decode()
+
+
+def test_a_failed_rank_of_one_node_restarts_all_nodes(tmp_path: Path) -> None:
+    text = """
+    if count == 0:
+        if rank == 1:
+            raise ValueError("bad label")
+        time.sleep(100)
+    """
+    with Nodes(tmp_path, text, "--max-restarts", "2") as nodes:
+        both = [nodes.start(node) for node in (0, 1)]
+        for launch in both:
+            code, stderr = ends(launch)
+            assert code == 0, stderr
+            assert "npurun: restart 1 of 2 in 0.1 s: rank 1 on host" in stderr
+            assert "nodes 0-1: rank 1 on host" in stderr and "ValueError: bad label" in stderr
+            assert "2 rank(s), nodes 0-1: ended well" in stderr
+    assert nodes.names("ready.*") == ["ready.0.0", "ready.0.1", "ready.1.0", "ready.1.1"]
+    told = [{(tmp_path / f"ready.{count}.{rank}").read_text() for rank in (0, 1)} for count in (0, 1)]
+    assert len(told[0]) == len(told[1]) == 1, "all ranks have the same job and hub"
+    (first,), (second,) = told
+    assert first.split()[0] != second.split()[0] and first.split()[1] != second.split()[1]
+
+
+def test_nothing_is_restarted_for_a_bug_on_another_node(tmp_path: Path) -> None:
+    text = """
+    if rank == 1:
+        raise ValueError("at the same place")
+    time.sleep(100)
+    """
+    with Nodes(tmp_path, text, "--max-restarts", "5") as nodes:
+        both = [nodes.start(node) for node in (0, 1)]
+        for launch in both:
+            code, stderr = ends(launch)
+            assert code == 1
+            assert "This is a bug in the script" in stderr
+    assert nodes.names("ready.*.0") == ["ready.0.0", "ready.1.0"]
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_launcher_that_is_started_again_joins_again(tmp_path: Path, killed: int) -> None:
+    text = """
+    if count == 0:
+        time.sleep(100)
+    """
+    with Nodes(tmp_path, text, "--max-restarts", "2") as nodes:
+        both = [nodes.start(node) for node in (0, 1)]
+        for rank in (0, 1):
+            nodes.wait_for(f"ready.0.{rank}")
+        os.killpg(both[killed].pid, signal.SIGKILL)
+        again = nodes.start(killed)
+        for launch in (both[1 - killed], again):
+            code, stderr = ends(launch)
+            assert code == 0, stderr
+            assert f"node {killed} " in stderr and "2 rank(s), nodes 0-1: ended well" in stderr, stderr
+    assert nodes.names("ready.1.*") == ["ready.1.0", "ready.1.1"]
+
+
+def test_the_job_goes_on_with_fewer_nodes_and_takes_one_back(tmp_path: Path) -> None:
+    """Node 1 of three is lost; two go on; it comes back and joins when a rank fails."""
+    text = """
+    if count == 0:
+        time.sleep(100)
+    if count == 1:
+        mark(f"here.{rank}.of.{size}", os.environ["RANK_TABLE_FILE"])
+        while not (here / "go").exists():
+            time.sleep(0.02)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(100)
+    """
+    with Nodes(tmp_path, text, "--max-restarts", "3", nnodes="2:3") as nodes:
+        # Node 0's limit counts. It comes last, so that the others come within it.
+        three = {node: nodes.start(node, "--rejoin-timeout", "8" if node == 0 else "100") for node in (1, 2, 0)}
+        for rank in (0, 1, 2):
+            nodes.wait_for(f"ready.0.{rank}")
+        os.killpg(three[1].pid, signal.SIGKILL)
+        nodes.wait_for("here.0.of.2")
+        nodes.wait_for("here.1.of.2")
+        back = nodes.start(1)
+        assert back.stderr is not None
+        told = b"the job is running on node(s) 0,2; this node joins at the next restart"
+        assert any(told in line for line in back.stderr)
+        (tmp_path / "go").touch()
+        for launch in (three[0], three[2]):
+            code, stderr = ends(launch)
+            assert code == 0, stderr
+            assert "the job goes on without node 1: 2 ranks instead of 3, numbered anew" in stderr
+            assert "the job goes on again with node 1: 3 ranks instead of 2" in stderr
+        assert ends(back)[0] == 0
+    assert nodes.names("ready.2.*") == ["ready.2.0", "ready.2.1", "ready.2.2"]
+
+
+def test_too_few_nodes(tmp_path: Path) -> None:
+    with Nodes(tmp_path, "", "--max-restarts", "1", "--rejoin-timeout", "1") as nodes:
+        code, stderr = ends(nodes.start(0))
+        assert code == 1
+        assert "node(s) 1 did not come within 1 s (--rejoin-timeout)" in stderr
+        code, stderr = ends(nodes.start(1))
+        assert code == 1
+        assert "node 0 could not be reached at 127.0.0.1" in stderr
+
+
+def test_launchers_with_other_arguments_are_refused(tmp_path: Path) -> None:
+    with Nodes(tmp_path, "", "--max-restarts", "1", "--rejoin-timeout", "20") as nodes:
+        nodes.start(0)
+        code, stderr = ends(nodes.start(1, "-n", "2"))
+        assert code == 2
+        assert "node 1 doesn't fit to node 0: nproc 2 (node 0: 1)" in stderr
+
+
+def test_a_signal_to_one_node_ends_the_job_on_all(tmp_path: Path) -> None:
+    with Nodes(tmp_path, "    time.sleep(100)", "--max-restarts", "5") as nodes:
+        both = [nodes.start(node) for node in (0, 1)]
+        for rank in (0, 1):
+            nodes.wait_for(f"ready.0.{rank}")
+        both[1].send_signal(signal.SIGINT)
+        assert [ends(launch)[0] for launch in both] == [130, 130]
+    assert nodes.names("ready.1.*") == []
+
+
+def test_a_request_to_stop_ends_all_nodes_resumable(tmp_path: Path) -> None:
+    """The script carries the request from rank to rank, as JobCheckpoint does."""
+    text = """
+    signal.signal(signal.SIGTERM, lambda *_: mark("stop"))
+    mark(f"armed.{count}.{rank}")
+    while not (here / "stop").exists():
+        time.sleep(0.02)
+    if rank == 0:
+        pathlib.Path(os.environ["NPU_DEVICE_PROGRESS_FILE"]).write_text("12")
+    sys.exit(75)
+    """
+    with Nodes(tmp_path, text, "--max-restarts", "5") as nodes:
+        both = [nodes.start(node) for node in (0, 1)]
+        for rank in (0, 1):
+            nodes.wait_for(f"armed.0.{rank}")
+        both[1].send_signal(signal.SIGTERM)
+        (code, stderr), (other_code, other_stderr) = map(ends, both)
+        assert (code, other_code) == (75, 75)
+        assert "npurun: stopped on request at step 12, resumable" in stderr
+        assert "npurun: stopped on request, resumable" in other_stderr
+        assert "failed" not in stderr + other_stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hosts.can_be_made(), reason="needs root, ip and tc to make two hosts")
+def test_a_host_that_is_cut_off_joins_again(tmp_path: Path) -> None:
+    text = """
+    if count == 0:
+        time.sleep(100)
+    if count == 1:
+        mark(f"here.{rank}.of.{size}")
+        while not (here / "go").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    job = Nodes(tmp_path, text, "--max-restarts", "3", nnodes="1:2", address=hosts.address(0))
+    with hosts.hosts(2, gbit=1.0), job as nodes:
+        launches = {
+            node: nodes.start(node, "--rejoin-timeout", "100" if node else "8", on=partial(hosts.on_host, node))
+            for node in (1, 0)
+        }
+        for rank in (0, 1):
+            nodes.wait_for(f"ready.0.{rank}")
+        hosts.cut_off(1)
+        nodes.wait_for("here.0.of.1")
+        hosts.connect_again(1)
+        assert launches[1].stderr is not None
+        assert any(b"this node joins at the next restart" in line for line in launches[1].stderr)
+        (tmp_path / "go").touch()
+        code, stderr = ends(launches[0])
+        assert code == 0, stderr
+        assert "node 1 is gone" in stderr and "goes on again with node 1" in stderr
+        assert ends(launches[1])[0] == 0
+    assert nodes.names("ready.2.*") == ["ready.2.0", "ready.2.1"]

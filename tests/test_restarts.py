@@ -1,0 +1,296 @@
+"""npurun --max-restarts on one node: what is started again and what isn't, what the ranks find, and what is told."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from launcher import is_running, npurun, script, start, wait_for_files, wait_until
+from ranks import free_port
+
+from npu_device.launch.causes import cause_of
+from npu_device.launch.failures import Failure
+from npu_device.launch.processes import Exit
+
+AGAIN = ("--restart-backoff", "0.1", "--max-restarts")
+
+
+def attempts(stderr: bytes) -> list[str]:
+    """Return the lines of the list of attempts at the end."""
+    _, found, after = stderr.decode().partition("npurun: the attempts of this job:\n")
+    assert found, stderr.decode()
+    return [line[len("npurun:   ") :] for line in after.splitlines() if line.startswith("npurun:   ")]
+
+
+@pytest.mark.parametrize(
+    ("end", "waits", "told"),
+    [
+        ("sys.exit(3)", False, "rank 1 on host {}: exit code 3"),
+        ("os.kill(os.getpid(), 9)", True, "rank 1 on host {}: killed by SIGKILL"),
+        ("raise ValueError('bad label')", False, "rank 1 on host {}: exit code 1: ValueError: bad label"),
+    ],
+)
+def test_a_failed_rank_is_started_again_with_all_others(tmp_path: Path, end: str, waits: bool, told: str) -> None:
+    source = script(
+        tmp_path,
+        f"""
+        import os, sys, time
+        count, rank = int(os.environ["NPU_DEVICE_RESTART_COUNT"]), os.environ["RANK_ID"]
+        print("attempt", count, "job", os.environ["JOB_ID"], "port", os.environ["NPU_DEVICE_HUB"], flush=True)
+        if count == 0:
+            if rank == "1":
+                {end}
+            if {waits}:
+                time.sleep(60)
+        """,
+    )
+    done = npurun("-n", "2", *AGAIN, "1", "--job-id", "mine", source)
+    assert done.returncode == 0, done.stderr.decode()
+    lines = done.stdout.decode().splitlines()
+    for rank in (0, 1):
+        mine = [line.split() for line in lines if line.startswith(f"[{rank}]")]
+        assert [(words[2], words[4]) for words in mine] == [("0", "mine"), ("1", "mine-restart1")]
+    first, second = attempts(done.stderr)
+    assert first.startswith("0: ") and f"2 rank(s): {told.format(socket.gethostname())}" in first
+    assert second.startswith("1: ") and second.endswith("2 rank(s): ended well")
+    assert b"npurun: restart 1 of 1 in 0.1 s: rank 1" in done.stderr
+
+
+def test_without_the_option_nothing_is_started_again(tmp_path: Path) -> None:
+    done = npurun("-n", "2", script(tmp_path, "import sys; print('once'); sys.exit(3)"))
+    assert done.returncode == 3
+    assert done.stdout.count(b"once") == 2
+    assert b"attempts" not in done.stderr and b"no restart" not in done.stderr
+
+
+def test_the_restarts_are_counted(tmp_path: Path) -> None:
+    """Each attempt fails at another place, and the last one's exit code is the job's."""
+    source = script(
+        tmp_path, "import os, sys; sys.exit(10 + int(os.environ['NPU_DEVICE_RESTART_COUNT']))", "another.py"
+    )
+    done = npurun("-n", "1", *AGAIN, "2", source)
+    assert done.returncode == 12
+    assert b"no restart: all 2 restart(s) have been used" in done.stderr
+    assert [line.rpartition(" ")[2] for line in attempts(done.stderr)] == ["10", "11", "12"]
+    assert b"in 0.1 s" in done.stderr and b"in 0.2 s" in done.stderr, "the wait doubles"
+
+
+CRASHING = """
+    import os, sys
+    path, count = os.environ["NPU_DEVICE_PROGRESS_FILE"], int(os.environ["NPU_DEVICE_RESTART_COUNT"])
+    def train():
+        if sys.argv[1] == "progress" and count < 2:
+            open(path, "w").write(str(100 * (count + 1)))
+        raise ValueError(f"wrong at the {count}th time")
+    print("began")
+    train()
+"""
+
+
+def test_two_failures_at_the_same_place_are_a_bug(tmp_path: Path) -> None:
+    source = script(tmp_path, CRASHING)
+    done = npurun("-n", "2", *AGAIN, "5", source, "none")
+    assert done.returncode == 1
+    assert done.stdout.count(b"began") == 4, "two attempts of two ranks"
+    told = " ".join(done.stderr.decode().replace("npurun: ", "").split())
+    assert f"failed at the same place, {source}:7 (ValueError), and wrote no checkpoint" in told
+    assert "This is a bug in the script" in told
+    assert len(attempts(done.stderr)) == 2
+
+
+def test_a_new_checkpoint_between_two_failures_lets_the_job_go_on(tmp_path: Path) -> None:
+    done = npurun("-n", "1", *AGAIN, "5", script(tmp_path, CRASHING), "progress")
+    assert done.returncode == 1
+    assert done.stdout.count(b"began") == 3, "the third attempt brought no new checkpoint"
+    steps = ["(newest checkpoint: step 100)", "(newest checkpoint: step 200)", "(newest checkpoint: step 200)"]
+    assert [line[line.rindex("(") :] for line in attempts(done.stderr)] == steps
+
+
+def test_a_rank_that_is_killed_again_and_again_is_no_bug(tmp_path: Path) -> None:
+    done = npurun("-n", "1", *AGAIN, "2", script(tmp_path, "import os; os.kill(os.getpid(), 9)"))
+    assert done.returncode == 137
+    assert len(attempts(done.stderr)) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "import no_such_module",
+            "the script can't be imported: ModuleNotFoundError: No module named 'no_such_module'",
+        ),
+        ("from os import nothing_of_this_name", "the script can't be imported: ImportError: cannot import name"),
+        ("def broken(:", "the script can't be imported: SyntaxError: "),
+        ("import argparse; argparse.ArgumentParser().parse_args(['--x'])", "exit code 2 (wrong usage)"),
+    ],
+)
+def test_what_can_never_run_is_not_started_again(tmp_path: Path, text: str, told: str) -> None:
+    done = npurun("-n", "2", *AGAIN, "3", script(tmp_path, text))
+    assert done.returncode in (1, 2)
+    assert f"npurun: no restart: {told}" in done.stderr.decode() or told in done.stderr.decode()
+    assert b"no restart" in done.stderr and b"attempts of this job" not in done.stderr
+
+
+def test_a_script_that_is_gone_is_not_started_again(tmp_path: Path) -> None:
+    done = npurun("-n", "1", *AGAIN, "3", "-m", "no_such_module_at_all")
+    assert done.returncode == 1
+    assert b"no restart: the script isn't there: " in done.stderr
+    path = Path(script(tmp_path, "#!/no/such/interpreter\n", "program"))
+    path.chmod(0o755)
+    done = npurun("-n", "1", *AGAIN, "3", str(path))
+    assert done.returncode == 126
+    assert b"no restart: the ranks can't be started" in done.stderr
+
+
+def test_an_import_error_after_the_opening_is_a_failure_like_others(tmp_path: Path) -> None:
+    source = script(
+        tmp_path,
+        """
+        import os
+        open(os.environ["NPU_DEVICE_ERROR_FILE"] + ".opened", "w").close()
+        if os.environ["NPU_DEVICE_RESTART_COUNT"] == "0":
+            import no_such_module
+        """,
+    )
+    assert npurun("-n", "1", *AGAIN, "1", source).returncode == 0
+
+
+def test_the_logs_of_all_attempts_are_kept(tmp_path: Path) -> None:
+    source = script(
+        tmp_path,
+        """
+        import os, sys
+        count = int(os.environ["NPU_DEVICE_RESTART_COUNT"])
+        print("attempt", count)
+        sys.exit(5 + count if count < 2 else 0)
+        """,
+    )
+    logs = tmp_path / "logs"
+    done = npurun("-n", "2", "--log-dir", str(logs), *AGAIN, "2", source)
+    assert done.returncode == 0
+    names = [f"rank{rank}{part}.log" for rank in (0, 1) for part in ("", ".restart1", ".restart2")]
+    assert sorted(path.name for path in logs.iterdir()) == sorted(names)
+    assert (logs / "rank0.log").read_text() == "attempt 0\n"
+    assert (logs / "rank1.restart2.log").read_text() == "attempt 2\n"
+    assert done.stderr.count(b"the output goes to") == 1
+    assert str(logs / "rank0.restart1.log").encode() in done.stderr or b"rank1.restart1.log" in done.stderr
+
+
+def test_a_fixed_port_is_free_again_for_the_next_attempt(tmp_path: Path) -> None:
+    source = script(
+        tmp_path, "import os, sys; c = int(os.environ['NPU_DEVICE_RESTART_COUNT']); sys.exit(c < 2 and c + 3)"
+    )
+    done = npurun("-n", "1", "--master-port", str(free_port()), *AGAIN, "2", source)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_a_signal_between_two_attempts_ends_the_job(tmp_path: Path) -> None:
+    launch = start("-n", "1", "--restart-backoff", "60", "--max-restarts", "3", script(tmp_path, "raise ValueError"))
+    assert launch.stderr is not None
+    for line in launch.stderr:
+        if b"restart 1 of 3 in 60 s" in line:
+            break
+    launch.terminate()
+    launch.communicate(timeout=30)
+    assert launch.returncode == 143
+
+
+def test_ctrl_c_is_no_failure(tmp_path: Path) -> None:
+    source = script(
+        tmp_path,
+        f"""
+        import os, time
+        open(os.path.join({str(tmp_path)!r}, "rank.pid"), "w").write(str(os.getpid()))
+        time.sleep(60)
+        """,
+    )
+    launch = start("-n", "1", *AGAIN, "3", source)
+    (pid,) = wait_for_files(tmp_path, "rank.pid", 1)
+    launch.send_signal(signal.SIGINT)
+    _, stderr = launch.communicate(timeout=30)
+    assert launch.returncode == 130
+    assert b"restart 1" not in stderr
+    wait_until(lambda: not is_running(pid))
+
+
+LIBRARY = f"""\
+Traceback (most recent call last):
+  File "/work/train.py", line 3, in <module>
+    train()
+  File "/work/train.py", line 9, in train
+    json.loads("x")
+  File "{json.__file__}", line 346, in loads
+    return _default_decoder.decode(s)
+json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)
+W0000 the end of another library"""
+CHAINED = (
+    f"{LIBRARY}\n\nDuring handling of the above exception, another exception occurred:\n\n"
+    + """\
+Traceback (most recent call last):
+  File "/work/train.py", line 12, in <module>
+    raise RuntimeError("no labels") from error
+RuntimeError: no labels"""
+)
+AUTOGRAPH = """\
+Traceback (most recent call last):
+  File "/work/train.py", line 3, in <module>
+    step()
+  File "/venv/lib/python3.11/site-packages/tensorflow/python/util/traceback_utils.py", line 153, in error_handler
+    raise e.with_traceback(filtered_tb) from None
+  File "/tmp/__autograph_generated_file1x2y.py", line 10, in tf__step
+    retval_ = 1
+ValueError: in user code:"""
+
+
+@pytest.mark.parametrize(
+    ("status", "stderr", "place"),
+    [
+        (1, LIBRARY, "/work/train.py:9 (JSONDecodeError)"),
+        (1, CHAINED, "/work/train.py:12 (RuntimeError)"),
+        (1, AUTOGRAPH, "/work/train.py:3 (ValueError)"),
+        (1, "it failed", "rank 2, exit code 1"),
+        (-signal.SIGSEGV, "", "rank 2, killed by SIGSEGV"),
+        (-signal.SIGKILL, LIBRARY, None),
+        (1, LIBRARY.replace("json.decoder.JSONDecodeError", "npu_device._src.cluster.errors.PeerError"), None),
+    ],
+)
+def test_the_place_of_a_failure(status: int, stderr: str, place: str | None) -> None:
+    failure = Failure(2, Exit(status, 0.0), None, False, tuple(stderr.splitlines()))
+    assert cause_of(failure, "here").place == place
+
+
+TRAINING = """
+    import os, signal, sys
+    import npu_device as npu
+    npu.open().as_default()
+    import tensorflow as tf
+    count, path = int(os.environ["NPU_DEVICE_RESTART_COUNT"]), sys.argv[1]
+    rank, size = npu.distribute.rank(), npu.distribute.size()
+    variable = tf.Variable(1.0)
+    checkpoint = tf.train.Checkpoint(variable=variable)
+    if count:
+        checkpoint.read(path).assert_consumed()
+    for step in range(count * 3, 6):
+        variable.assign_add(npu.distribute.all_reduce(tf.constant(rank + 1.0), "sum"))
+        if step == 2 and count == 0:
+            if rank == 0:
+                checkpoint.write(path)
+            npu.distribute.barrier()
+            if rank == size - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+    print("ended with", variable.numpy())
+"""
+
+
+@pytest.mark.slow
+def test_a_training_fails_once_and_ends_with_the_result(tmp_path: Path) -> None:
+    size = 2
+    source = script(tmp_path, TRAINING)
+    done = npurun("-n", str(size), *AGAIN, "1", source, str(tmp_path / "checkpoint"), limit=300)
+    expected = 1.0 + 6 * sum(range(1, size + 1))
+    assert done.returncode == 0, done.stderr.decode()
+    assert sorted(done.stdout.decode().splitlines()) == [f"[{rank}] ended with {expected}" for rank in range(size)]
+    assert f"rank {size - 1} on host" in attempts(done.stderr)[0] and "SIGKILL" in attempts(done.stderr)[0]

@@ -1,0 +1,82 @@
+"""Custom loops whose ranks train on the same samples, or divide data that each rank has shuffled differently."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import job
+import pytest
+
+LOOP = """
+import npu_device as npu
+npu.open().as_default()
+import numpy as np
+import tensorflow as tf
+keras = tf.keras
+rank = npu.distribute.rank()
+keras.utils.set_random_seed(1)
+model = keras.Sequential([keras.Input([10]), keras.layers.Dense(10), keras.layers.Dense(1)])
+optimizer = keras.optimizers.SGD(0.1)
+if {wrapped}:
+    optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(optimizer)
+x = np.random.default_rng({seed}).standard_normal([64, 10]).astype(np.float32)
+
+def step(x):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(model(x) - 1))
+    gradients = tape.gradient(loss, model.trainable_variables)
+    if not {wrapped}:
+        gradients = npu.distribute.all_reduce(gradients)
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+
+call = {call}
+for begin in range(0, 64, 8):
+    call(x[begin:begin + 8])
+"""
+SAID = "in the first 3 steps all ranks have computed the very same gradients"
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapped", "by hand"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_read_the_same_samples_are_told_once(tmp_path: Path, keras: str, wrapped: bool, size: int) -> None:
+    legacy = "1" if keras == "2" else "0"
+    source = LOOP.format(wrapped=wrapped, seed=0, call="tf.function(step)" if size == 2 else "step")
+    first, *others = job.run(tmp_path, size, source, TF_USE_LEGACY_KERAS=legacy)
+    assert [ended.code for ended in (first, *others)] == [0] * size, first.output
+    assert first.output.count(SAID) == 1, first.output
+    assert "npu.distribute.shard_and_rebatch_dataset(dataset, global_batch)" in first.output
+    assert not any(SAID in ended.output for ended in others)
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapped", "by hand"])
+def test_ranks_that_read_their_own_are_not(tmp_path: Path, wrapped: bool) -> None:
+    source = LOOP.format(wrapped=wrapped, seed="rank", call="tf.function(step)")
+    for ended in job.run(tmp_path, 2, source):
+        assert ended.code == 0, ended.output
+        assert SAID not in ended.output
+
+
+SHUFFLED = """
+import npu_device as npu
+npu.open().as_default()
+import tensorflow as tf
+numbers = tf.data.Dataset.range(16).map(lambda number: number + 1)
+for kind, dataset in {
+    "without a seed": numbers.shuffle(16).map(lambda number: number),
+    "with a seed": numbers.shuffle(16, seed=1),
+    "not at all": numbers,
+}.items():
+    print(kind, flush=True)
+    mine, batch = npu.distribute.shard_and_rebatch_dataset(dataset, 4)
+    assert len(list(mine.shuffle(16).batch(batch))) == 4
+print("the end", flush=True)
+"""
+
+
+def test_data_that_are_shuffled_differently_before_they_are_divided(tmp_path: Path) -> None:
+    first, second = job.run(tmp_path, 2, SHUFFLED)
+    assert (first.code, second.code) == (0, 0), first.output
+    before, after = first.output.split("with a seed")
+    assert "shuffled in another order on each rank" in before
+    assert "call shuffle after shard_and_rebatch_dataset" in before
+    assert "another order" not in after + second.output

@@ -1,0 +1,188 @@
+"""A session's collective that waits: it says for whom, gives up in the end, and costs little in a large graph."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import job
+import pytest
+from pool import Pool
+from ranks import table_environment
+
+# Every rank has its own limit, so that one gives up while the others go on waiting.
+WAITING = """
+import os, sys, time
+import tensorflow as tf
+import npu_device as npu
+
+npu.open()
+rank = npu.open().worker_id
+with tf.Graph().as_default():
+    first = npu.distribute.all_reduce(tf.constant(1.0), "sum")
+    second = npu.distribute.all_reduce(tf.constant(2.0), "sum")
+    with tf.compat.v1.Session() as session:
+        session.run([first, second])
+        begun = time.monotonic()
+        try:
+            if rank == 1:
+                session.run(second)
+            elif FETCHES:
+                session.run(first)
+            else:
+                time.sleep(25)
+        except tf.errors.OpError as error:
+            print(f"rank {rank} GAVE UP after {time.monotonic() - begun:.1f} s: {error}")
+"""
+
+
+@pytest.mark.both_backends
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("fetches", [True, False], ids=["others-fetch-something-else", "others-fetch-nothing"])
+def test_a_rank_that_waits_in_a_session_says_so_and_gives_up(
+    tmp_path: Path, size: int, fetches: bool, backend: str
+) -> None:
+    environments = [
+        {
+            **table_environment(tmp_path, size, rank),
+            "NPU_DEVICE_BACKEND": backend,
+            "NPU_DEVICE_STALL_WARNING": "2" if rank == 1 else "90",
+            "NPU_DEVICE_STALL_TIMEOUT": "5" if rank == 1 else "100",
+        }
+        for rank in range(size)
+    ]
+    script = WAITING.replace("FETCHES", str(fetches))
+    first_line = 1 + script.splitlines().index('    first = npu.distribute.all_reduce(tf.constant(1.0), "sum")')
+    begun = time.monotonic()
+    ended = job.finish(job.start_each(tmp_path, script, environments), timeout=90)
+    assert time.monotonic() - begun < 60
+    output = ended[1].output
+    assert "rank 1 has waited 2 s in group 'hccl_world_group'" in output or "rank 1 has waited 3 s" in output
+    assert "It keeps waiting for up to 5 s (NPU_DEVICE_STALL_TIMEOUT)." in output
+    _, _, gave_up = output.partition("rank 1 GAVE UP after ")
+    assert 4.5 < float(gave_up.split()[0]) < 15, output
+    assert "This is the limit (NPU_DEVICE_STALL_TIMEOUT seconds), and the rank gives up." in gave_up
+    assert "What to do:" in gave_up
+    if fetches:
+        assert f"script.py:{first_line + 1} " in next(line for line in gave_up.splitlines() if "rank 1 on host" in line)
+        assert "waits in session.run for another collective (all_reduce called at" in gave_up
+        for rank in {0, 2} & set(range(size)):
+            line = next(line for line in gave_up.splitlines() if f"rank {rank} on host" in line)
+            assert "is there" in line and f"script.py:{first_line} " in line
+    else:
+        assert "has not come" in next(line for line in gave_up.splitlines() if "rank 0 on host" in line)
+
+
+EAGER_BEFORE = """
+import tensorflow as tf
+import npu_device as npu
+
+BEFORE
+tf.compat.v1.disable_v2_behavior()
+npu.open()
+x = tf.compat.v1.placeholder(tf.float32, [3])
+total, spread = npu.distribute.all_reduce(x, "sum"), npu.distribute.hccl_ops.broadcast([x], 1)[0]
+with tf.compat.v1.Session() as session:
+    rank = npu.open().worker_id
+    print("RESULT", *(value.tolist() for value in session.run([total, spread], {x: [rank, 1, 2]})))
+"""
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("before", ["tf.random.set_seed(1)", "npu.open()", "list(tf.data.Dataset.range(3))"])
+def test_a_session_after_eager_mode(tmp_path: Path, size: int, before: str) -> None:
+    for ended in job.run(tmp_path, size, EAGER_BEFORE.replace("BEFORE", before)):
+        assert ended.code == 0, ended.output
+        total = [float(sum(range(size))), 1.0 * size, 2.0 * size]
+        assert f"RESULT {total} [1.0, 1.0, 2.0]" in ended.output
+
+
+def many_collectives(count: int) -> tuple[list[float], list[int]]:
+    """Collectives of three signatures, on a graph and in a loop in it; the number of functions that the graph has."""
+    import numpy as np
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    functions = []
+    with tf.Graph().as_default() as graph:
+        ones = [npu.distribute.all_reduce(tf.constant(float(i)), "sum") for i in range(count)]
+        functions.append(len(graph.as_graph_def().library.function))
+        pairs = npu.distribute.hccl_ops.broadcast([tf.constant(1.0), tf.constant(2.0)], 0)
+        npu.distribute.hccl_ops.broadcast([tf.constant(1.0), tf.constant(2.0)], 0)
+        functions.append(len(graph.as_graph_def().library.function))
+        with tf.compat.v1.Session() as session:
+            found = [float(value) for value in session.run(ones + pairs)]
+            assert np.isfinite(found).all()
+    return found, functions
+
+
+def test_collectives_share_functions(ranks: Pool) -> None:
+    for found, functions in ranks.run(many_collectives, 60):
+        assert found == [1.0 * ranks.size * i for i in range(60)] + [1.0, 2.0]
+        assert functions == ([0, 0] if ranks.size == 1 else [1, 2])
+
+
+def graphs_that_go() -> list[bool]:
+    """Whether graphs are alive that nobody refers to, and what their collectives refer to."""
+    import gc
+    import weakref
+
+    import tensorflow as tf
+
+    from npu_device._src.collectives.session_call import call_python
+
+    class Held:
+        def __call__(self, value: Any) -> list[Any]:
+            return [value + 1, self][:1]
+
+    alive: list[Any] = []
+    for _ in range(3):
+        held = Held()
+        with tf.Graph().as_default() as graph, tf.compat.v1.Session() as session:
+            [one] = call_python(held, [tf.constant(1.0)], [tf.TensorSpec([], tf.float32)])
+            assert session.run(one) == 2.0
+        alive += [weakref.ref(graph), weakref.ref(held)]
+        del held, graph, session, one
+        gc.collect()
+    return [reference() is not None for reference in alive]
+
+
+def test_a_graph_goes_with_what_it_calls(two_ranks: Pool) -> None:
+    assert two_ranks.run(graphs_that_go) == [[False] * 6] * 2
+
+
+def sparse_means() -> dict[str, tuple[str, list[float]]]:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    rank = npu.open().worker_id
+    found = {}
+    for dtype in ("int8", "int32", "int64", "float16", "float32"):
+        for rows in (2, 70_000):  # both sides of a slot
+            with tf.Graph().as_default():
+                values = tf.cast(tf.fill([rows, 2], rank + 1), dtype)
+                lengths = tf.constant([3 * rows, 2], tf.int64)
+                slices = tf.IndexedSlices(values, tf.range(rank, rank + rows, dtype=tf.int64), lengths)
+                [reduced] = npu.distribute.all_reduce([slices], "mean")
+                assert reduced.shape[1:] == [2]
+                with tf.compat.v1.Session() as session:
+                    dense = session.run(tf.convert_to_tensor(reduced))
+                    found[f"{dtype} {rows}"] = (reduced.dtype.name, [float(dense[row, 0]) for row in (0, 1, rows)])
+    return found
+
+
+@pytest.mark.both_backends
+def test_the_mean_of_sparse_integers(several_ranks: Pool) -> None:
+    size = several_ranks.size
+    means = {"int8": "float32", "int32": "float64", "int64": "float64", "float16": "float16", "float32": "float32"}
+    for found in several_ranks.run(sparse_means):
+        for key, (dtype, values) in found.items():
+            assert dtype == means[key.split()[0]]
+            rows = int(key.split()[1])
+            expected = [
+                sum(rank + 1 for rank in range(size) if rank <= row < rank + rows) / size for row in (0, 1, rows)
+            ]
+            assert values == pytest.approx(expected, rel=1e-2 if "16" in key else 1e-6), key

@@ -1,0 +1,121 @@
+"""Two threads of a rank that call collectives: of one group it is an error, of a group each it works."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Callable
+
+import pytest
+from pool import Pool
+
+CALLS = 100
+
+
+def _in_threads(call: Callable[[int], Any]) -> list[Any]:
+    """``call(0)`` and ``call(1)`` in a thread each; what they return, or the error that they raise."""
+    ended: list[Any] = [None, None]
+
+    def run(number: int) -> None:
+        try:
+            ended[number] = call(number)
+        except Exception as error:
+            ended[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,), name=f"trainer {number}") for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return ended
+
+
+def _sums(group: str, number: int, elements: int) -> int:
+    """How many of some sums are wrong."""
+    import numpy as np
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    rank, size = npu.open().worker_id, npu.open().workers_num
+    wrong = 0
+    for step in range(CALLS):
+        mine = tf.fill([elements], float(1000 * number + step + rank))
+        reduced = npu.distribute.all_reduce(mine, "sum", group=group)
+        wrong += bool(np.any(reduced.numpy() != size * (1000 * number + step) + size * (size - 1) / 2))
+    return wrong
+
+
+def body_one_group(elements: int) -> tuple[list[str], list[int]]:
+    begin = threading.Barrier(2)
+
+    def call(number: int) -> int:
+        begin.wait()
+        return _sums("hccl_world_group", number, elements)
+
+    ended = _in_threads(call)
+    errors = [f"{type(error).__name__}: {error}" for error in ended if isinstance(error, Exception)]
+    return errors, [wrong for wrong in ended if not isinstance(wrong, Exception)]
+
+
+@pytest.mark.both_backends
+@pytest.mark.parametrize("elements", [3, 1 << 18])
+def test_one_group_of_two_threads_is_refused(several_ranks: Pool, elements: int) -> None:
+    # A thread whose counterparts all go on is alone with them, once the others have been refused.
+    for errors, wrong in several_ranks.run(body_one_group, elements, timeout=90):
+        assert wrong in ([], [0])
+        first = errors[0]
+        assert first.startswith("MismatchError")
+        assert "'trainer 0'" in first or "'trainer 1'" in first
+        for rank in range(several_ranks.size):
+            assert f"rank {rank} on host" in first
+        assert "What to do: give each thread a group of its own (hccl.manage.api.create_group)" in first
+
+
+def body_a_group_each(elements: int) -> list[Any]:
+    import npu_device as npu
+    from hccl.manage.api import create_group, destroy_group
+
+    size = npu.open().workers_num
+    for number in range(2):
+        create_group(f"thread {number}", size, list(range(size)))
+    wrong = _in_threads(lambda number: _sums(f"thread {number}", number, elements))
+    for number in range(2):
+        destroy_group(f"thread {number}")
+    return wrong
+
+
+@pytest.mark.both_backends
+@pytest.mark.parametrize("elements", [3, 1 << 18])
+def test_a_group_for_each_thread(several_ranks: Pool, elements: int) -> None:
+    for wrong in several_ranks.run(body_a_group_each, elements, timeout=90):
+        assert wrong == [0, 0]
+
+
+def body_a_tag_each(elements: int) -> list[int]:
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device.distribute import hccl_ops
+
+    rank = npu.open().worker_id
+
+    def call(number: int) -> int:
+        wrong = 0
+        for step in range(CALLS):
+            if rank == 0:
+                hccl_ops.send(tf.fill([elements], float(1000 * number + step)), number, 1)
+            else:
+                received = hccl_ops.receive([elements], tf.float32, number, 0)
+                wrong += float(tf.reduce_max(received)) != 1000 * number + step
+        return wrong
+
+    # The thread of one name sends with one tag and receives with the other.
+    return _in_threads(lambda number: call(number if rank == 0 else 1 - number)) if rank < 2 else []
+
+
+@pytest.mark.both_backends
+@pytest.mark.parametrize("elements", [3, 1 << 18])
+def test_a_tag_for_each_thread(several_ranks: Pool, elements: int) -> None:
+    sender, receiver, *_ = several_ranks.run(body_a_tag_each, elements, timeout=90)
+    assert sender == receiver == [0, 0]

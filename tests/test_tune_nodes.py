@@ -1,0 +1,76 @@
+"""``npurun --tune`` on several nodes: they run the same jobs, and end when the leader is gone."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+from launcher import NPURUN, environment
+from ranks import free_port
+
+from npu_device.launch.tune_nodes import Follower, Job, Leader
+
+
+def test_nodes_run_the_same_jobs_whatever_an_earlier_tuning_has_left(tmp_path: Path) -> None:
+    for old in ("node1", "session.json", "job_old_0.json"):
+        (tmp_path / old).write_text('{"session": "old", "tokens": ["old"]}' if old == "session.json" else '"old"')
+    jobs = [Job("first", None, None, 5), Job("collectives", ["file", "100"], None, 0), Job("run2", None, [3, 7], 4)]
+    done: dict[int, list[Job]] = {}
+
+    def follow(node: int) -> None:
+        done[node] = list(Follower(tmp_path, node))
+
+    others = [threading.Thread(target=follow, args=[node]) for node in (1, 2)]
+    for other in others:
+        other.start()
+    with Leader(tmp_path, 3) as leader:
+        for job in jobs:
+            leader.announce(job)
+    for other in others:
+        other.join(20)
+    assert done == {1: jobs, 2: jobs}
+
+
+KILLS_THE_LEADER = """
+import json, os, signal, time
+from pathlib import Path
+rank = os.environ["RANK_ID"]
+place = Path(json.loads(os.environ["PROFILING_OPTIONS"])["output"]) / f"rank{rank}"
+if rank == "0":
+    npurun = os.getppid()
+    leader = int(Path(f"/proc/{npurun}/stat").read_text().rpartition(") ")[2].split()[1])
+    os.kill(leader, signal.SIGKILL)
+place.mkdir(parents=True)
+(place / "iterations.jsonl").write_text("{}\\n" * 100)  # as if it had made the steps
+"""
+
+
+@pytest.mark.slow
+def test_a_node_ends_when_the_leader_is_killed(tmp_path: Path) -> None:
+    """After 30 s of silence. The first job is done by then, and the leader's launch of it ends by itself."""
+    (tmp_path / "train.py").write_text(KILLS_THE_LEADER)
+    launch = [*NPURUN, "-n", "1", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    nodes = [
+        subprocess.Popen(
+            [*launch, "--node-rank", str(node), "--tune", "train.py"],
+            cwd=tmp_path,
+            env=environment(NPU_DEVICE_SECRET="the same"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    try:
+        output, _ = nodes[1].communicate(timeout=150)
+        assert nodes[0].wait(30) == -signal.SIGKILL
+    finally:
+        for node in nodes:
+            node.kill()
+            node.communicate()
+    assert nodes[1].returncode == 1
+    assert "tuning failed: node 0 has been silent for 30 s" in output
+    assert "What to do: look at its output, and start again." in output
