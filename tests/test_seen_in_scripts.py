@@ -133,7 +133,7 @@ def body_places() -> Any:
     def work() -> None:
         found["thread"] = npu.distribute.all_reduce(tf.constant(rank + 1.0), "sum")
 
-    thread = threading.Thread(target=work, name="work")  # unnamed ones are counted, and ranks may have others
+    thread = threading.Thread(target=work)
     thread.start()
     thread.join(60)
     return {name: float(value) for name, value in found.items()}

@@ -11,7 +11,7 @@ from pool import Pool
 CALLS = 100
 
 
-def _in_threads(call: Callable[[int], Any]) -> list[Any]:
+def _in_threads(call: Callable[[int], Any], named: bool = True) -> list[Any]:
     """``call(0)`` and ``call(1)`` in a thread each; what they return, or the error that they raise."""
     ended: list[Any] = [None, None]
 
@@ -21,7 +21,8 @@ def _in_threads(call: Callable[[int], Any]) -> list[Any]:
         except Exception as error:
             ended[number] = error
 
-    threads = [threading.Thread(target=run, args=(number,), name=f"trainer {number}") for number in range(2)]
+    names = [f"trainer {number}" if named else None for number in range(2)]
+    threads = [threading.Thread(target=run, args=(number,), name=name) for number, name in enumerate(names)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -46,30 +47,49 @@ def _sums(group: str, number: int, elements: int) -> int:
     return wrong
 
 
-def body_one_group(elements: int) -> tuple[list[str], list[int]]:
+def body_one_group(elements: int, named: bool) -> tuple[list[str], list[int]]:
     begin = threading.Barrier(2)
 
     def call(number: int) -> int:
         begin.wait()
         return _sums("hccl_world_group", number, elements)
 
-    ended = _in_threads(call)
+    ended = _in_threads(call, named)
     errors = [f"{type(error).__name__}: {error}" for error in ended if isinstance(error, Exception)]
     return errors, [wrong for wrong in ended if not isinstance(wrong, Exception)]
 
 
 @pytest.mark.both_backends
-@pytest.mark.parametrize("elements", [3, 1 << 18])
-def test_one_group_of_two_threads_is_refused(several_ranks: Pool, elements: int) -> None:
+@pytest.mark.parametrize("elements, named", [(3, True), (1 << 18, True), (3, False)])
+def test_one_group_of_two_threads_is_refused(several_ranks: Pool, elements: int, named: bool) -> None:
     # A thread whose counterparts all go on is alone with them, once the others have been refused.
-    for errors, wrong in several_ranks.run(body_one_group, elements, timeout=90):
+    for errors, wrong in several_ranks.run(body_one_group, elements, named, timeout=90):
         assert wrong in ([], [0])
         first = errors[0]
         assert first.startswith("MismatchError")
-        assert "'trainer 0'" in first or "'trainer 1'" in first
+        assert ("'trainer 0'" in first or "'trainer 1'" in first) if named else "in thread 'Thread" in first
         for rank in range(several_ranks.size):
             assert f"rank {rank} on host" in first
         assert "What to do: give each thread a group of its own (hccl.manage.api.create_group)" in first
+
+
+def body_one_after_the_other() -> list[Any]:
+    import npu_device as npu
+
+    # Python's own names are numbers of a process: rank 0 has had more threads than the others.
+    for _ in range(3 - npu.open().worker_id):
+        threading.Thread(target=int).start()
+    ended: list[Any] = []
+    for number in range(3):
+        thread = threading.Thread(target=lambda number=number: ended.append(_sums("hccl_world_group", number, 3)))
+        thread.start()
+        thread.join(60)
+    return ended
+
+
+@pytest.mark.both_backends
+def test_threads_without_a_name_one_after_the_other(several_ranks: Pool) -> None:
+    assert several_ranks.run(body_one_after_the_other) == [[0, 0, 0]] * several_ranks.size
 
 
 def body_a_group_each(elements: int) -> list[Any]:

@@ -257,7 +257,7 @@ def test_npu_tune_simulates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     text = capsys.readouterr().out
     assert "  1024 tree" in text
     assert "Assumptions: " in text
-    assert (tmp_path / npu_tune.PICTURE).read_text().startswith("<svg")
+    assert (tmp_path / npu_tune.CHART).read_text().startswith("<svg")
 
 
 def test_npu_tune_without_a_measurement(tmp_path: Path) -> None:
@@ -379,7 +379,7 @@ def test_tuning_a_script(tmp_path: Path) -> None:
     # What it has left is enough for npu-tune.
     npu_tune.main([str(work)])
     npu_tune.main(["--simulate", str(work)])
-    assert (work / npu_tune.PICTURE).is_file()
+    assert (work / npu_tune.CHART).is_file()
 
 
 def test_a_run_that_makes_no_steps_says_so(

@@ -15,8 +15,10 @@ import contextlib
 import functools
 import hashlib
 import json
+import re
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,6 +45,8 @@ _OTHERS = ("tensorflow", "keras", "tf_keras")
 _UNKNOWN_LINE = "an unknown line"
 _SHOWN_TENSORS = 3
 _MAX_DIMENSIONS = 16
+_COUNTED_NAME = re.compile(r"^(Thread|ThreadPoolExecutor|asyncio)[-_]\d+(?:_\d+)?")
+"""The names that Python gives to threads: numbers of a process, which differ among the ranks."""
 
 
 class MismatchError(PeerError):
@@ -120,20 +124,40 @@ def describe(operation: str, values: Sequence[Any], ragged: bool = False, **deta
 
 
 def _thread() -> str:
-    """Return a thread's name if it is the same on all ranks; TensorFlow's threads have none."""
+    """Return a thread's name as far as it is the same on all ranks."""
     thread = threading.current_thread()
-    return "a thread of TensorFlow" if isinstance(thread, threading._DummyThread) else thread.name
+    if isinstance(thread, threading._DummyThread):
+        return "a thread of TensorFlow"
+    return _COUNTED_NAME.sub(r"\1", thread.name)
 
 
 _calling: dict[tuple[int, Group, int | None], int] = {}
 """By runtime, group and tag: the thread that is in an eager call."""
 
+_unnamed: weakref.WeakKeyDictionary[threading.Thread, set[tuple[int, int]]] = weakref.WeakKeyDictionary()
+"""By thread whose name is only a number: the runtimes and groups in which it has called. Where two such threads are
+alive, the ranks could not tell them apart.
+"""
+_unnamed_lock = threading.Lock()
+
+
+def _beside_unnamed(runtime: Runtime, group: Group) -> bool:
+    """Return whether this thread and another one that calls in the group both have no name of their own."""
+    me, key = threading.current_thread(), (id(runtime), group.key)
+    if not _COUNTED_NAME.match(me.name):
+        return False
+    with _unnamed_lock:
+        _unnamed.setdefault(me, set()).add(key)
+        return any(key in keys and thread is not me and thread.is_alive() for thread, keys in _unnamed.items())
+
 
 @contextlib.contextmanager
 def _in_call(runtime: Runtime, group: Group) -> Iterator[bool]:
-    """Note that this thread is in a call of the group, and yield whether another thread is, too."""
+    """Note that this thread is in a call of the group, and yield whether it can be mixed up with another thread's."""
     key, me = (id(runtime), group, group.tag), threading.get_ident()
-    if not tf.executing_eagerly():
+    if group.tag is None and _beside_unnamed(runtime, group):
+        yield True
+    elif not tf.executing_eagerly():
         yield False
     elif _calling.setdefault(key, me) != me:
         yield True
@@ -293,7 +317,7 @@ def _row_text(row: dict[str, Any], shown: Sequence[int], thread: bool) -> str:
     called = f"{row['operation']} {details} of {len(row['tensors'])} tensor(s) [{tensors}], called at {row['line']}"
     if not thread:
         return called
-    another = " while another thread of the rank was in a call" if row.get("overlaps") else ""
+    another = " beside another thread of the rank" if row.get("overlaps") else ""
     return f"{called} in thread {row['thread']!r}{another}"
 
 
