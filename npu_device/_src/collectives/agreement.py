@@ -35,7 +35,7 @@ from npu_device._src.collectives.backends.tensorflow import operations as tensor
 from npu_device._src.collectives.choice import uses_shared_memory
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.python_call import python_call
-from npu_device._src.collectives.stall import graph_watch_of
+from npu_device._src.collectives.stall import GraphWatch, graph_watch_of
 from npu_device._src.collectives.step_data import step_data
 from npu_device._src.collectives.terms import Agreement, Terms
 
@@ -124,38 +124,49 @@ def describe(operation: str, values: Sequence[Any], ragged: bool = False, **deta
 
 
 def _thread() -> str:
-    """Return a thread's name as far as it is the same on all ranks."""
+    """Return the name of the calling thread as far as it is the same on all ranks."""
     thread = threading.current_thread()
-    if isinstance(thread, threading._DummyThread):
-        return "a thread of TensorFlow"
+    return "a thread of TensorFlow" if isinstance(thread, threading._DummyThread) else _own_name(thread)
+
+
+def _own_name(thread: threading.Thread) -> str:
+    """Return a thread's name without the number that Python gives to threads without a name."""
     return _COUNTED_NAME.sub(r"\1", thread.name)
 
 
 _calling: dict[tuple[int, Group, int | None], int] = {}
 """By runtime, group and tag: the thread that is in an eager call."""
 
-_unnamed: weakref.WeakKeyDictionary[threading.Thread, set[tuple[int, int]]] = weakref.WeakKeyDictionary()
-"""By thread whose name is only a number: the runtimes and groups in which it has called. Where two such threads are
-alive, the ranks could not tell them apart.
-"""
-_unnamed_lock = threading.Lock()
+_alike: weakref.WeakKeyDictionary[threading.Thread, dict[tuple[int, int], bool]] = weakref.WeakKeyDictionary()
+"""By thread: the runtimes and groups in which it has called, and whether another living thread of its name has, too."""
+_alike_lock = threading.Lock()
 
 
-def _beside_unnamed(runtime: Runtime, group: Group) -> bool:
-    """Return whether this thread and another one that calls in the group both have no name of their own."""
+def _mixed_up(runtime: Runtime, group: Group) -> bool:
+    """Return whether another living thread that calls in the group has this thread's name, or had it once: the ranks
+    cannot tell the two apart.
+    """
     me, key = threading.current_thread(), (id(runtime), group.key)
-    if not _COUNTED_NAME.match(me.name):
+    if me is threading.main_thread() or isinstance(me, threading._DummyThread):
         return False
-    with _unnamed_lock:
-        _unnamed.setdefault(me, set()).add(key)
-        return any(key in keys and thread is not me and thread.is_alive() for thread, keys in _unnamed.items())
+    with _alike_lock:
+        _alike.setdefault(me, {}).setdefault(key, False)
+        found = [
+            groups
+            for one, groups in _alike.items()
+            if key in groups and one.is_alive() and _own_name(one) == _own_name(me)
+        ]
+        if len(found) > 1:
+            for groups in found:
+                groups[key] = True
+        return _alike[me][key]
 
 
 @contextlib.contextmanager
 def _in_call(runtime: Runtime, group: Group) -> Iterator[bool]:
     """Note that this thread is in a call of the group, and yield whether it can be mixed up with another thread's."""
     key, me = (id(runtime), group, group.tag), threading.get_ident()
-    if group.tag is None and _beside_unnamed(runtime, group):
+    if group.tag is None and _mixed_up(runtime, group):
         yield True
     elif not tf.executing_eagerly():
         yield False
@@ -224,15 +235,11 @@ def _agree(runtime: Runtime, group: Group, call: Call, values: Sequence[Any], ov
     if tf.executing_eagerly():
         runtime.health.check(group.name, group.ranks)
     watch = graph_watch_of(runtime, group)
-    first, second = call.fingerprint
-    with tf.control_dependencies(step_data()):
-        begun = watch.begin(call.row())
-    with tf.control_dependencies([begun]):
-        mine = tf.stack([tf.constant(first), tf.constant(second), _shapes_number(values, call.ragged), int(overlaps)])
-        everybody = tensorflow_backend.gather_rows(runtime, mine, group)
-    same = tf.reduce_all(tf.equal(everybody, everybody[0])) & tf.reduce_all(tf.equal(everybody[:, -1], 0))
-    if tf.executing_eagerly():
-        position = watch.end()
+    # Two eager threads take turns, so that a call's position is the same on all ranks.
+    with watch.turn if tf.executing_eagerly() else contextlib.nullcontext():
+        same = _same(runtime, group, call, values, overlaps, watch)
+        position = watch.end() if tf.executing_eagerly() else None
+    if position is not None:
         if not bool(same):
             raise MismatchError(_report(runtime, group, call, int(position), overlaps))
         return []
@@ -247,6 +254,19 @@ def _agree(runtime: Runtime, group: Group, call: Call, values: Sequence[Any], ov
     # resource; two ranks that send to each other in opposite orders would then wait forever.
     refused = tf.cond(same, watch.end, lambda: python_call(refuse, [watch.end()], [tf.int32], stateful=True)[0])
     return [refused]
+
+
+def _same(
+    runtime: Runtime, group: Group, call: Call, values: Sequence[Any], overlaps: bool, watch: GraphWatch
+) -> tf.Tensor:
+    """Begin the call, and return whether the ranks' calls match: bool, scalar."""
+    first, second = call.fingerprint
+    with tf.control_dependencies(step_data()):
+        begun = watch.begin(call.row())
+    with tf.control_dependencies([begun]):
+        mine = tf.stack([tf.constant(first), tf.constant(second), _shapes_number(values, call.ragged), int(overlaps)])
+        everybody = tensorflow_backend.gather_rows(runtime, mine, group)
+    return tf.reduce_all(tf.equal(everybody, everybody[0])) & tf.reduce_all(tf.equal(everybody[:, -1], 0))
 
 
 def _report(runtime: Runtime, group: Group, call: Call, position: int, overlaps: bool) -> str:

@@ -39,9 +39,14 @@ class Watch(Protocol):
 
 
 class GraphWatch:
-    """A watch with counters in TensorFlow, so that the operations of a graph can advance them."""
+    """A watch with counters in TensorFlow, so that the operations of a graph can advance them.
+
+    Attributes:
+        turn: held by the thread whose eager call begins or ends.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
+        self.turn = threading.Lock()
         with tf.init_scope(), tf.device(runtime.device("CPU")):
             self._begun = compat.plain_variable(tf.constant(0, tf.int32))
             self._ended = compat.plain_variable(tf.constant(0, tf.int32))
