@@ -147,7 +147,7 @@ def _mixed_up(runtime: Runtime, group: Group) -> bool:
     cannot tell the two apart.
     """
     me, key = threading.current_thread(), (id(runtime), group.key)
-    if me is threading.main_thread() or isinstance(me, threading._DummyThread):
+    if me is threading.main_thread() or isinstance(me, threading._DummyThread) or _is_replica_of_a_strategy():
         return False
     with _alike_lock:
         _alike.setdefault(me, {}).setdefault(key, False)
@@ -160,6 +160,11 @@ def _mixed_up(runtime: Runtime, group: Group) -> bool:
             for groups in found:
                 groups[key] = True
         return _alike[me][key]
+
+
+def _is_replica_of_a_strategy() -> bool:
+    """Return whether the thread belongs to a ``tf.distribute.Strategy``, which lets them take turns."""
+    return tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None
 
 
 @contextlib.contextmanager

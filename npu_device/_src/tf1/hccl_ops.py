@@ -1,5 +1,5 @@
-"""Ascend's collective operators with the signatures of the TensorFlow 1 adapter: those of
-``npu_device.distribute.hccl_ops``, and fusion arguments on two more of them.
+"""The two of Ascend's collective operators that have other signatures in the TensorFlow 1 adapter than in
+``npu_device.distribute.hccl_ops``: they take fusion arguments, too.
 """
 
 from __future__ import annotations
@@ -9,41 +9,6 @@ from typing import Any
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.gradients.fusion import check_fusion_0_or_2
 from npu_device._src.training import hccl_ops as _ops
-from npu_device._src.training.hccl_ops import (
-    all_to_all_v,
-    all_to_all_v_c,
-    allreduce,
-    alltoallv,
-    alltoallvc,
-    broadcast,
-    gather_all_to_all_v,
-    receive,
-    reduce,
-    remote_read,
-    remote_ref_read,
-    remote_scatter_write,
-    remote_write,
-    send,
-)
-
-__all__ = [
-    "all_to_all_v",
-    "all_to_all_v_c",
-    "allgather",
-    "allreduce",
-    "alltoallv",
-    "alltoallvc",
-    "broadcast",
-    "gather_all_to_all_v",
-    "receive",
-    "reduce",
-    "reduce_scatter",
-    "remote_read",
-    "remote_ref_read",
-    "remote_scatter_write",
-    "remote_write",
-    "send",
-]
 
 
 def allgather(tensor: Any, rank_size: int, group: str = WORLD_GROUP, fusion: int = 0, fusion_id: int = -1) -> Any:

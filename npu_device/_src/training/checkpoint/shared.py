@@ -145,9 +145,9 @@ def _of_keras_3(thing: Any) -> bool:
 def _variables(root: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     seen = {id(root)}
-    todo = [("", root)]
-    while todo:
-        path, parent = todo.pop()
+    pending = [("", root)]
+    while pending:
+        path, parent = pending.pop()
         children = tf.train.TrackableView.children(parent)
         for name in sorted(children):
             child = children[name]
@@ -158,7 +158,7 @@ def _variables(root: Any) -> dict[str, Any]:
             if all(hasattr(child, part) for part in ("assign", "dtype", "shape")):
                 found[place] = child
             else:
-                todo.append((place, child))
+                pending.append((place, child))
     return found
 
 
