@@ -240,8 +240,9 @@ def _agree(runtime: Runtime, group: Group, call: Call, values: Sequence[Any], ov
     if tf.executing_eagerly():
         runtime.health.check(group.name, group.ranks)
     watch = graph_watch_of(runtime, group)
-    # Two eager threads take turns, so that a call's position is the same on all ranks.
-    with watch.turn if tf.executing_eagerly() else contextlib.nullcontext():
+    # Eager threads take turns, so that a call's position is the same on all ranks; each tag has its own order.
+    takes_turns = tf.executing_eagerly() and group.tag is None
+    with watch.turn if takes_turns else contextlib.nullcontext():
         same = _same(runtime, group, call, values, overlaps, watch)
         position = watch.end() if tf.executing_eagerly() else None
     if position is not None:
