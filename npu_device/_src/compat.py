@@ -54,6 +54,13 @@ def eager_mode() -> Any:
     return _context.eager_mode()
 
 
+def in_session_graph() -> bool:
+    """Return True while building a graph for a session, also in its functions, branches and loops; False in eager mode
+    and in a ``tf.function`` that eager code calls.
+    """
+    return not tf.compat.v1.executing_eagerly_outside_functions()
+
+
 def context_is_initialized() -> bool:
     """Return True if TensorFlow has made its devices and thread pools, after which nothing can be configured."""
     current = _context.context_safe()

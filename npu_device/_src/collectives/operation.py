@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, cast
 
 import tensorflow as tf
 
+from npu_device._src import compat
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives import session_graph
 from npu_device._src.collectives.agreement import Call, agreed, describe
@@ -86,7 +87,7 @@ def collective(
             declared = declare(**arguments)
             if declared is None:
                 return function(Agreement(runtime), **arguments)
-            if not session_graph.in_session_graph():
+            if not compat.in_session_graph():
                 return run(runtime, declared, declared.call(), arguments)
             return place(runtime, declared, arguments)
 

@@ -76,11 +76,7 @@ _open: weakref.WeakKeyDictionary[tf.Graph, dict[Any, _OpenCollective]] = weakref
 
 def possible() -> bool:
     """Return True when calls can become parts of one graph, which runs once all of them are made."""
-    return (
-        not tf.executing_eagerly()
-        and tf.compat.v1.executing_eagerly_outside_functions()
-        and not compat.compiled_by_xla()
-    )
+    return not (tf.executing_eagerly() or compat.in_session_graph() or compat.compiled_by_xla())
 
 
 def reduce_with_earlier_calls(values: Sequence[Any], key: Hashable, reduce: Reduce) -> list[Any]:

@@ -73,7 +73,7 @@ def iteration() -> Iterator[None]:
 
     A reduction without this block around it, or in a session's graph, is an iteration by itself and ends it.
     """
-    if trace.running() is None or _current.iteration is not None or _in_session_graph():
+    if trace.running() is None or _current.iteration is not None or compat.in_session_graph():
         yield
         return
     mine = _current.iteration = _Iteration()
@@ -139,10 +139,6 @@ def traced_reduction(
 
 def _graph() -> tf.Graph | None:
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-
-
-def _in_session_graph() -> bool:
-    return not tf.compat.v1.executing_eagerly_outside_functions()
 
 
 def _changes_a_variable(operation: tf.Operation) -> bool:

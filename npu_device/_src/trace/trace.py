@@ -76,7 +76,7 @@ class Tracer:
             self._recorder.add(plan, points)
             return None
         together = tf.stack(points)
-        if not tf.compat.v1.executing_eagerly_outside_functions():
+        if compat.in_session_graph():
             return tf.numpy_function(lambda values: self._recorder.add(plan, values.tolist()), [together], [])
         self._plans.append(plan)
         number = tf.constant(len(self._plans) - 1)

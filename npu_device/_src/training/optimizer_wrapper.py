@@ -16,13 +16,12 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.group import WORLD_GROUP, Group, group_of
-from npu_device._src.collectives.session_graph import in_session_graph
 from npu_device._src.gradients.reduction import Gradient, Reduction, reduce_list
 from npu_device._src.options import global_options
 from npu_device._src.training import device, keras_hooks, same_samples
 from npu_device._src.training.finite_gradients import checked, is_wanted
 from npu_device._src.training.replica_audit import Audit
-from npu_device._src.training.same_variables import is_time, make_equal, name_of
+from npu_device._src.training.same_variables import can_compare, make_equal, name_of
 from npu_device._src.training.world import World
 
 
@@ -116,7 +115,7 @@ class GradientReduction:
 
     def begin(self, optimizer: Any, variables: Iterable[Any]) -> None:
         """Make the variables equal on all ranks before the first step."""
-        if not self._begun and is_time():
+        if not self._begun and can_compare():
             self._begun = True
             own = optimizer.variables
             # Slots stand in the order in which they were made, which loading a checkpoint may change.
@@ -130,7 +129,7 @@ class GradientReduction:
     ) -> contextlib.AbstractContextManager[None]:
         """Return a context for the update of variables; before it the ranks compare them, if an audit is due."""
         off = environment.NPU_DEVICE_AUDIT.get() == "off"
-        if off or self.options.waits_for_later_calls or self._applying or in_session_graph() or not is_time():
+        if off or self.options.waits_for_later_calls or self._applying or not can_compare():
             return contextlib.nullcontext()
         if self._audit is None:
             self._audit = Audit(World(self._runtime, self._group), optimizer)
@@ -174,7 +173,7 @@ class GradientReduction:
         """Reduce gradients that the optimizer applies next, as ``reduce_once`` does, and check them on request."""
         reduced = self.reduce_once(gradients)
         as_they_are = all(one is other for one, other in zip(gradients, reduced))
-        if as_they_are or in_session_graph() or not is_wanted(optimizer):
+        if as_they_are or not can_compare() or not is_wanted(optimizer):
             return reduced
         return checked(World(self._runtime, self._group), optimizer.iterations, gradients, reduced, variables)
 

@@ -17,9 +17,8 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.python_call import python_call
-from npu_device._src.collectives.session_graph import in_session_graph
 from npu_device._src.gradients.reduction import Gradient
-from npu_device._src.training.same_variables import is_time
+from npu_device._src.training.same_variables import can_compare
 
 _log = logging.getLogger("npu_device")
 
@@ -46,7 +45,7 @@ def watch(runtime: Runtime, mine: Sequence[Gradient], reduced: Sequence[Gradient
 
     Comparing one small gradient until the first difference is all that it costs.
     """
-    if runtime.cluster.rank or not is_time() or in_session_graph() or compat.compiled_by_xla():
+    if runtime.cluster.rank or not can_compare() or compat.compiled_by_xla():
         return
     sizes = {place: size for place, gradient in enumerate(mine) if (size := _size(gradient)) >= _FEWEST_NUMBERS}
     if not sizes:

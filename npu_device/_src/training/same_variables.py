@@ -15,8 +15,7 @@ from typing import Any, Callable
 import numpy as np
 import tensorflow as tf
 
-from npu_device._src import environment
-from npu_device._src.collectives.session_graph import in_session_graph
+from npu_device._src import compat, environment
 from npu_device._src.training.world import World
 
 _log = logging.getLogger("npu_device")
@@ -36,9 +35,11 @@ def not_yet() -> Iterator[None]:
         _not_yet.holds = False
 
 
-def is_time() -> bool:
-    """Return False while steps are only traced to make variables."""
-    return not getattr(_not_yet, "holds", False)
+def can_compare() -> bool:
+    """Return whether the ranks can compare what belongs to a step: not in a session's graph, and not while a step is
+    only traced to make variables.
+    """
+    return not (getattr(_not_yet, "holds", False) or compat.in_session_graph())
 
 
 def make_equal(world: World, variables: Sequence[Any]) -> None:
@@ -55,7 +56,7 @@ def make_equal(world: World, variables: Sequence[Any]) -> None:
     function is traced, this happens at once; variables that have no value yet are left alone.
     """
     mode = environment.NPU_DEVICE_UNEQUAL_START.get()
-    if mode == "ignore" or in_session_graph():
+    if mode == "ignore" or not can_compare():
         return
     with tf.init_scope():
         if not tf.executing_eagerly():
