@@ -1,4 +1,4 @@
-"""A wrapped optimizer's first step: ranks that begin with different variables get rank 0's, and are told."""
+"""The first step: ranks that begin with different variables get rank 0's, and are told."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from pool import Pool
 
 
-def body_first_step(mode: str, graph: bool) -> Any:
+def body_first_step(mode: str, graph: bool, by_hand: bool = False) -> Any:
     import logging
     import os
 
@@ -28,12 +28,16 @@ def body_first_step(mode: str, graph: bool) -> Any:
     keras.utils.set_random_seed(npu.distribute.rank())
     model = keras.Sequential([keras.Input([600]), keras.layers.Dense(600, name="wide"), keras.layers.Dense(1)])
     initial = [np.asarray(value) for value in model.get_weights()]
-    optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(keras.optimizers.SGD(0.1, momentum=0.9))
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    if not by_hand:
+        optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(optimizer)
 
     def step() -> None:
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(model(tf.ones([2, 600])))
-        optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        gradients = npu.distribute.all_reduce(gradients) if by_hand else gradients
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
 
     call = tf.function(step) if graph else step
     try:
@@ -47,9 +51,11 @@ def body_first_step(mode: str, graph: bool) -> Any:
         del os.environ["NPU_DEVICE_UNEQUAL_START"]
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "function"])
-def test_they_become_rank_0s_with_a_warning(keras_ranks: Pool, size: int, graph: bool) -> None:
-    results = keras_ranks.run(body_first_step, "repair", graph)
+@pytest.mark.parametrize(
+    "graph, by_hand", [(False, False), (True, False), (True, True)], ids=["eager", "function", "reduced by hand"]
+)
+def test_they_become_rank_0s_with_a_warning(keras_ranks: Pool, size: int, graph: bool, by_hand: bool) -> None:
+    results = keras_ranks.run(body_first_step, "repair", graph, by_hand)
     for _, weights, _ in results:
         for mine, roots in zip(weights, results[0][1]):
             np.testing.assert_array_equal(mine, roots)
@@ -68,6 +74,31 @@ def test_an_error_or_nothing_on_request(keras_two_ranks: Pool) -> None:
     (_, first, said), (_, second, _) = keras_two_ranks.run(body_first_step, "ignore", True)
     assert not np.array_equal(first[0], second[0])
     assert said == []
+
+
+def body_of_this_rank() -> tuple[list[float], list[float], list[float]]:
+    """A variable that belongs to each rank, beside one that all train; and one whose gradients no tape made."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    rank = npu.open().worker_id
+    shared, own, other = (tf.Variable(tf.fill([size], float(rank))) for size in (3, 3, 2))
+
+    @tf.function
+    def step() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(shared * own)
+        [reduced] = npu.distribute.all_reduce([tape.gradient(loss, shared)])
+        return reduced, npu.distribute.all_reduce([other * 1.0])
+
+    step()
+    return shared.numpy().tolist(), own.numpy().tolist(), other.numpy().tolist()
+
+
+def test_what_may_belong_to_a_rank_is_left_alone(two_ranks: Pool) -> None:
+    for rank, found in enumerate(two_ranks.run(body_of_this_rank)):
+        assert found == ([rank] * 3, [rank] * 3, [rank] * 2)
 
 
 def body_broadcast_of_nothing() -> list[str]:

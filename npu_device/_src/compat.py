@@ -61,6 +61,17 @@ def in_session_graph() -> bool:
     return not tf.compat.v1.executing_eagerly_outside_functions()
 
 
+def variables_read() -> list[Any]:
+    """Return the variables that the ``tf.function`` in the making has read so far, in that order; [] elsewhere."""
+    graph: Any = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    watched = getattr(graph, "_watched_variables", ())  # ``FuncGraph.variables`` is filled at the end only
+    places = {id(outer): place for place, (outer, _) in enumerate(graph.captures)} if watched else {}
+    return sorted(
+        (variable for variable in watched if id(variable.handle) in places),
+        key=lambda variable: places[id(variable.handle)],
+    )
+
+
 def context_is_initialized() -> bool:
     """Return True if TensorFlow has made its devices and thread pools, after which nothing can be configured."""
     current = _context.context_safe()

@@ -104,8 +104,8 @@ NPU_DEVICE_UNEQUAL_START: Variable[str] = Variable(
     forms.one_of("repair", "error", "ignore"),
     "repair",
     "",
-    "what happens if the ranks' variables differ at a wrapped optimizer's first step: they become rank 0's, with a "
-    "warning; an error; or no check at all.",
+    "what happens if the ranks' variables differ at a wrapped optimizer's first step, or when a `tf.function` that "
+    "reduces a tape's gradients itself is traced: they become rank 0's, with a warning; an error; or no check at all.",
     "npu_device",
 )
 NPU_DEVICE_AUDIT: Variable[int | str] = Variable(

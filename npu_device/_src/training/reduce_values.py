@@ -9,7 +9,8 @@ import tensorflow as tf
 from npu_device._src.collectives.group import WORLD_GROUP, group_of
 from npu_device._src.gradients.reduction import Reduction, reduce_list
 from npu_device._src.options import global_options
-from npu_device._src.training import device, same_samples
+from npu_device._src.training import device, same_samples, same_variables
+from npu_device._src.training.world import World
 
 
 @tf.autograph.experimental.do_not_convert
@@ -65,7 +66,10 @@ def all_reduce(
         return values
     several = isinstance(values, (list, tuple))
     tensors = [_to_tensor(value) for value in (values if several else [values])]
-    reduced = reduce_list(runtime, tensors, how, group_of(runtime, group))
+    members = group_of(runtime, group)
+    if several and reduction in ("mean", "sum"):
+        same_variables.make_equal_behind(World(runtime, members), tensors)
+    reduced = reduce_list(runtime, tensors, how, members)
     if several and reduction == "mean" and group == WORLD_GROUP and not how.waits_for_later_calls:
         same_samples.watch(runtime, tensors, reduced)
     return reduced if several else reduced[0]

@@ -1,13 +1,15 @@
-"""Checks that the ranks hold the same variables: before a wrapped optimizer's first step, and after a training.
+"""Checks that the ranks hold the same variables: before the first step, and after a training.
 
 In between ``replica_audit`` does, with the same digests.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import threading
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable
@@ -75,6 +77,39 @@ def make_equal(world: World, variables: Sequence[Any]) -> None:
         world.assign_from_root([variables[place] for place in places])
         if world.rank == 0:
             _log.warning("%s\nThey are those of rank %d now.", text, world.group.ranks[0])
+
+
+_compared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
+
+
+def make_equal_behind(world: World, gradients: Sequence[Any]) -> None:
+    """Do as ``make_equal`` does with the variables of gradients that a ``tf.function`` reduces itself.
+
+    Args:
+        world: the ranks.
+        gradients: a list that is about to be reduced; nothing happens unless a tape computed it in this graph.
+
+    The graph knows which trainable variables it has read. Those of one shape and dtype are compared, once, if there are
+    as many of them as gradients; otherwise some may belong to this rank alone.
+    """
+    read = [variable for variable in compat.variables_read() if variable.trainable]
+    present = [gradient for gradient in gradients if gradient is not None]
+    if not read or not any(_is_of_a_tape(gradient) for gradient in present):
+        return
+    wanted, there = (collections.Counter(map(_shape_and_dtype, values)) for values in (present, read))
+    behind = [variable for variable in read if there[_shape_and_dtype(variable)] == wanted[_shape_and_dtype(variable)]]
+    new = [variable for variable in behind if _compared.get(id(variable)) is not variable]
+    if new:
+        _compared.update({id(variable): variable for variable in new})
+        make_equal(world, new)
+
+
+def _is_of_a_tape(gradient: Any) -> bool:
+    return getattr(gradient, "values", gradient).op.name.startswith("gradient_tape/")
+
+
+def _shape_and_dtype(value: Any) -> tuple[str, tf.DType]:
+    return str(value.shape), value.dtype
 
 
 def warn_if_different(world: World, variables: Sequence[Any], exchange: _Exchange | None = None) -> None:
