@@ -121,6 +121,12 @@ def test_the_limit(tmp_path: Path) -> None:
     assert not any(map(is_running, pids))
 
 
+@pytest.mark.parametrize(("options", "expected"), [([], b"7.5"), (["--preempt-timeout", "9"], b"9")])
+def test_a_limit_from_the_environment(tmp_path: Path, options: list[str], expected: bytes) -> None:
+    source = script(tmp_path, "import os; print(os.environ['NPU_DEVICE_PREEMPT_TIMEOUT'])")
+    assert npurun(*options, source, NPU_DEVICE_PREEMPT_TIMEOUT="7.5").stdout == b"[0] " + expected + b"\n"
+
+
 def test_the_second_signal_ends_at_once(tmp_path: Path) -> None:
     launch, pids = running(tmp_path, "deaf", "--preempt-timeout", "60")
     launch.send_signal(signal.SIGTERM)

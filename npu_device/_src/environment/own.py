@@ -175,7 +175,7 @@ NPU_DEVICE_PREEMPT_TIMEOUT: Variable[float] = Variable(
     25.0,
     "s",
     "a rank that was sent the signal of `NPU_DEVICE_PREEMPT_SIGNAL` ends after this long, even if the step and its "
-    "checkpoint are not finished.",
+    "checkpoint are not finished. `npurun` waits as long, and sets this to `--preempt-timeout`, whose default it is.",
     "npu_device",
 )
 
