@@ -116,7 +116,7 @@ def all_reduce(quick: bool, ranks: int) -> Case:
 
 def resnet50(quick: bool, ranks: int) -> Case:
     """Return the case of a training step whose gradients are 102 MB."""
-    title = "training step of ResNet-50, 96×96, batch 4 a rank"
+    title = "training step of ResNet-50, 96×96, batch 4 per rank"
     steps = 1 if quick else 5 if ranks == 2 else 2
     one_round = Round("step", _RESNET50_BYTES, steps, _training("resnet50", ranks))
     return Case("resnet50", title, STEPS, 4, (one_round,))
@@ -124,7 +124,7 @@ def resnet50(quick: bool, ranks: int) -> Case:
 
 def bert(quick: bool, ranks: int) -> Case:
     """Return the case of a training step whose gradients are 438 MB: communication outweighs everything else."""
-    title = "training step of a BERT-base-sized stack, 2×32 tokens a rank"
+    title = "training step of a BERT-base-sized stack, 2×32 tokens per rank"
     one_round = Round("step", _BERT_BYTES, 1 if quick else 2, _training("bert", ranks))
     return Case("bert", title, STEPS, 2, (one_round,), one_side_at_a_time=True)
 

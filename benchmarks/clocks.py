@@ -26,10 +26,10 @@ CALLERS = "TensorFlow's threads"
 COPY = "copy gradients into the ring"
 ADD = "add up"
 WAIT = "wait for the other ranks"
-START = "starts, with what they copy and add up"
-FINISH = "finishes: from the question to the result"
+START = "starts, including copying and adding up"
+FINISH = "finishes, from request to result"
 _PARTS = (START, FINISH, COPY, ADD, WAIT)
-HAND_OVER = "hand the results over, measured by itself"
+HAND_OVER = "hand the results over, measured alone"
 
 _HAND_OVERS = 20
 

@@ -22,11 +22,11 @@ from npu_device._src.cluster.hub_process import HubProcess
 from npu_device._src.cluster.membership import Membership
 from npu_device._src.cluster.rendezvous import meet
 
-_RANKS_A_PROCESS = 128
+_RANKS_PER_PROCESS = 128
 _SECONDS = 120.0
 _HEADER = (
     "| ranks | hub up | meeting | barrier | who shares memory | stall table | mismatch table | failure known to all "
-    "| leaving | messages a rank |\n|---|---|---|---|---|---|---|---|---|---|"
+    "| leaving | messages per rank |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -155,9 +155,9 @@ def _measure(ranks: int) -> str:
         for rank in range(ranks)
     ]
     links, processes = [], []
-    for first in range(0, ranks, _RANKS_A_PROCESS):
+    for first in range(0, ranks, _RANKS_PER_PROCESS):
         ours, theirs = multiprocessing.Pipe()
-        process = multiprocessing.Process(target=_serve, args=(theirs, memberships[first : first + _RANKS_A_PROCESS]))
+        process = multiprocessing.Process(target=_serve, args=(theirs, memberships[first : first + _RANKS_PER_PROCESS]))
         process.start()
         links.append(ours)
         processes.append(process)

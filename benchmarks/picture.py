@@ -46,4 +46,4 @@ def _steps(panel: Any, case: CaseResult) -> None:
     panel.bar_label(bars, fmt="%.0f", padding=2)
     panel.margins(x=0.1)
     panel.invert_yaxis()
-    panel.set_xlabel("ms a step")
+    panel.set_xlabel("ms per step")

@@ -290,7 +290,7 @@ def _row(
 
 def _table(result: dict[str, Any]) -> str:
     lines = [f"\n### {result['title']}\n"]
-    titles = ["split", "segments", "ms a step", "calibrated", "exposed, ms"]
+    titles = ["split", "segments", "ms per step", "calibrated", "exposed, ms"]
     titles += ["predicted", "off by", "calibrated", "off by"]
     lines += [f"| {' | '.join(titles)} |", "|---" + "|--:" * (len(titles) - 1) + "|"]
     for row in result["rows"]:

@@ -29,6 +29,7 @@ _FAILED = "failed"
 _SHORT = {MIRRORED: "MWMS"}
 _SMALLEST_BANDWIDTH = 1 << 16
 _ERROR_WIDTH = 300
+_WIDTH = 120
 _OURS = (FUNCTION, EAGER)
 _OTHERS = (MIRRORED, GLOO, MPICH)
 
@@ -39,7 +40,7 @@ def tables(results: Results) -> str:
     """Return the tables of all cases, and the machine."""
     repeats = "1 repetition" if results.repeats == 1 else f"{results.repeats} repetitions"
     head = f"Measured on {results.date}: {results.machine.line()}. Medians of {repeats}."
-    return "\n\n".join([head, *(_case_text(case) for case in results.cases)]) + "\n"
+    return "\n\n".join([textwrap.fill(head, _WIDTH), *(_case_text(case) for case in results.cases)]) + "\n"
 
 
 def _case_text(case: CaseResult) -> str:
@@ -72,7 +73,7 @@ def _by_size(case: CaseResult) -> list[str]:
 def _steps(case: CaseResult) -> list[str]:
     """Return one row per rival."""
     [one_round] = case.rounds
-    rows = [["rival", "ms a step", "fastest … slowest", f"time ÷ {ALONE}", "step rate ÷ MWMS"]]
+    rows = [["rival", "ms per step", "fastest … slowest", f"time ÷ {ALONE}", "step rate ÷ MWMS"]]
     for timing in one_round.timings:
         rival = timing.rival
         cells = [_milliseconds(timing), _range(timing), _ratio(one_round, rival, ALONE)]
@@ -82,14 +83,14 @@ def _steps(case: CaseResult) -> list[str]:
 
 def _shares(case: CaseResult) -> list[str]:
     """Return the agreement's share of a step, one row per backend."""
-    rows = [["backend", "ms a step", "ms to agree", "share"]]
+    rows = [["backend", "ms per step", "ms to agree", "share"]]
     for one_round in case.rounds:
         step, alone = one_round.median(DEFAULT_SPLIT), one_round.median(AGREEMENT)
         share = _FAILED if step is None or alone is None else f"{alone / step:.2%}"
         cells = [_milliseconds(one_round.timing(label)) for label in (DEFAULT_SPLIT, AGREEMENT)]
         rows.append([one_round.label, *cells, share])
     return [
-        "The agreement by itself; in a step it travels with the first data, or while the forward pass runs.",
+        "The agreement measured alone. In a step it travels with the first data, or while the forward pass runs.",
         _markdown(rows),
     ]
 
@@ -98,13 +99,14 @@ def _parts(case: CaseResult) -> list[str]:
     """Return the times of the parts inside a step."""
     [one_round] = case.rounds
     alone, step = one_round.median(ALONE), one_round.median(DEFAULT_SPLIT)
-    rows = [["part", "ms a step", "ms of a core"]]
+    rows = [["part", "ms per step", "ms of a core"]]
     for part in one_round.parts:
         rows.append([f"{part.thread}: {part.name}", f"{part.seconds * 1000:.1f}", f"{part.core_seconds * 1000:.1f}"])
     steps = [timing for timing in one_round.timings if timing.median is not None]
     said = "; ".join(f"{timing.rival}: {_milliseconds(timing)} ms" for timing in steps)
     over = "" if alone is None or step is None else f"; {(step - alone) * 1000:.1f} ms more."
-    return [f"{said}{over} The parts run side by side with backward, in the mean of the ranks:", _markdown(rows)]
+    text = f"{said}{over} The parts run at the same time as backward; the figures are means over the ranks:"
+    return [textwrap.fill(text, _WIDTH), _markdown(rows)]
 
 
 def _pairs(case: CaseResult) -> list[str]:
