@@ -13,7 +13,7 @@ RANK_ID: Variable[int | None] = Variable(
     forms.integer(0),
     None,
     "",
-    "this process's rank in the rank table (in a table of pods also the pod's name).",
+    "this process's rank in the rank table; in a table of pods (`group_list`), it may be the name of the pod.",
     "Ascend",
 )
 RANK_SIZE: Variable[int | None] = Variable(
@@ -28,7 +28,12 @@ POD_NAME: Variable[str | None] = Variable(
     "Ascend",
 )
 CM_CHIEF_IP: Variable[str | None] = Variable(
-    "CM_CHIEF_IP", forms.ADDRESS, None, "", "address of the chief's host, without a rank table.", "Ascend"
+    "CM_CHIEF_IP",
+    forms.ADDRESS,
+    None,
+    "",
+    "address of the chief's host, where the ranks meet without a rank table.",
+    "Ascend",
 )
 CM_CHIEF_PORT: Variable[int | None] = Variable(
     "CM_CHIEF_PORT", forms.integer(1, 65520), None, "", "port the chief listens on.", "Ascend"
@@ -38,7 +43,7 @@ CM_CHIEF_DEVICE: Variable[int | None] = Variable(
     forms.integer(0),
     None,
     "",
-    "device of the process on the chief's host that is the chief.",
+    "device number of the chief on its host: which of that host's processes is the chief.",
     "Ascend",
 )
 CM_WORKER_SIZE: Variable[int | None] = Variable(
@@ -54,7 +59,7 @@ CM_WORKER_IP: Variable[str | None] = Variable(
     forms.ADDRESS,
     None,
     "",
-    "address of this process's host, the same for all processes on it; default the address that the chief sees.",
+    "address of this process's host, the same for all processes on it; default: the address from which it connects.",
     "Ascend",
 )
 ASCEND_DEVICE_ID: Variable[int | None] = Variable(
@@ -62,7 +67,7 @@ ASCEND_DEVICE_ID: Variable[int | None] = Variable(
     forms.integer(0),
     None,
     "",
-    "number of this process's device on its host; default DEVICE_ID.",
+    "number of this process's device on its host; default: DEVICE_ID.",
     "Ascend",
 )
 DEVICE_ID: Variable[int | None] = Variable(
@@ -70,7 +75,7 @@ DEVICE_ID: Variable[int | None] = Variable(
     forms.integer(0),
     None,
     "",
-    "older name of ASCEND_DEVICE_ID; default the local rank, or 0 if that isn't known.",
+    "older name of ASCEND_DEVICE_ID; default: the local rank, or 0 if that isn't known.",
     "Ascend",
 )
 JOB_ID: Variable[str] = Variable(
@@ -94,7 +99,7 @@ HCCL_IF_IP: Variable[str | None] = Variable(
     forms.ADDRESS,
     None,
     "",
-    "address the other ranks use to reach this one; default the one that the chief sees.",
+    "address that the other ranks use to reach this one; default: the address from which it connects.",
     "Ascend",
 )
 HCCL_IF_BASE_PORT: Variable[int | None] = Variable(
@@ -102,8 +107,8 @@ HCCL_IF_BASE_PORT: Variable[int | None] = Variable(
     forms.integer(1024, 65520),
     None,
     "",
-    "port of rank 0 where the ranks of a rank table meet, unless its entry has a `host_port`; default one of "
-    "61000 to 64999, computed from the table and JOB_ID.",
+    "port on rank 0's host where the ranks of a rank table meet, unless rank 0's entry has a `host_port`; default: one "
+    "from 61000 to 64999, computed from the table and JOB_ID.",
     "Ascend",
 )
 AOE_MODE: Variable[str | None] = Variable(
@@ -111,7 +116,7 @@ AOE_MODE: Variable[str | None] = Variable(
     forms.one_of("1", "2", "4"),
     None,
     "",
-    "4 finds the best gradient split (`npurun` acts as with `--tune`); 1 and 2 tune NPU kernels: without effect. "
+    "4 finds the best gradient split (`npurun` acts as with `--tune`); 1 and 2 tune NPU kernels and have no effect. "
     "The option `aoe_config.aoe_mode` takes precedence.",
     "Ascend",
 )
@@ -120,7 +125,7 @@ TUNE_BANK_PATH: Variable[str | None] = Variable(
     forms.PATH,
     None,
     "",
-    "directory for the tuner's `<device>_gradient_fusion.json`; default the tuner's work path.",
+    "directory for the tuner's `<device>_gradient_fusion.json`; default: the tuner's work path.",
     "Ascend",
 )
 PROFILING_MODE: Variable[str] = Variable(
@@ -128,7 +133,7 @@ PROFILING_MODE: Variable[str] = Variable(
     forms.one_of("true", "false", "dynamic"),
     "false",
     "",
-    "true traces the iterations, as the option `profiling_config.enable_profiling` does; dynamic means false here.",
+    "true traces the iterations, like the option `profiling_config.enable_profiling`; dynamic means false here.",
     "Ascend",
 )
 PROFILING_OPTIONS: Variable[str | None] = Variable(
@@ -136,7 +141,7 @@ PROFILING_OPTIONS: Variable[str | None] = Variable(
     Form(str, "JSON"),
     None,
     "",
-    "what `PROFILING_MODE` traces, in the form of the option `profiling_config.profiling_options`.",
+    "settings of the trace, in the form of the option `profiling_config.profiling_options`.",
     "Ascend",
 )
 NPU_LOOP_SIZE: Variable[int] = Variable(
@@ -144,6 +149,6 @@ NPU_LOOP_SIZE: Variable[int] = Variable(
     forms.integer(1),
     1,
     "steps",
-    "steps of a loop in one call; overridden by `npu.set_npu_loop_size`.",
+    "steps of a loop in one call (recorded, without effect); overridden by `npu.set_npu_loop_size`.",
     "Ascend",
 )

@@ -10,8 +10,8 @@ NPU_DEVICE_SECRET: Variable[str | None] = Variable(
     forms.TEXT,
     None,
     "",
-    "the job's secret, the same for all ranks: only ranks that know it can join. `npurun` makes one for a job on one "
-    "node.",
+    "the job's secret, the same for all ranks: only ranks that know it can join. `npurun` generates one for a job on "
+    "one node.",
     "npu_device",
 )
 NPU_DEVICE_SECRET_FILE: Variable[str | None] = Variable(
@@ -19,7 +19,7 @@ NPU_DEVICE_SECRET_FILE: Variable[str | None] = Variable(
     forms.PATH,
     None,
     "",
-    "file with the job's secret, to be used instead of `NPU_DEVICE_SECRET`.",
+    "file with the job's secret; use it instead of `NPU_DEVICE_SECRET`.",
     "npu_device",
 )
 NPU_DEVICE_PORT_RANGE: Variable[tuple[int, int] | None] = Variable(
@@ -27,8 +27,8 @@ NPU_DEVICE_PORT_RANGE: Variable[tuple[int, int] | None] = Variable(
     Form(forms.ports, "first and last port, such as 61000-61031"),
     None,
     "",
-    "the ports that the package may choose to listen on, for firewalls; default any. Ports that you name yourself "
-    "(`--master-port`, a rank table, CM_CHIEF_PORT, TF_CONFIG) stay as they are.",
+    "for firewalls: the ports that the package may choose to listen on; default: any. Ports that you set yourself "
+    "(`--master-port`, a rank table, CM_CHIEF_PORT, TF_CONFIG) are used as given.",
     "npu_device",
 )
 NPU_DEVICE_HUB: Variable[int | None] = Variable(
@@ -44,9 +44,9 @@ NPU_DEVICE_BACKEND: Variable[str] = Variable(
     forms.one_of("auto", "tensorflow", "shared_memory"),
     "auto",
     "",
-    "how data is sent: `tensorflow` through TensorFlow's collective operations; `shared_memory` through memory that "
-    "the ranks of a host share, and TensorFlow between hosts; `auto` is `shared_memory` where possible. Must be the "
-    "same on all ranks.",
+    "how tensors are sent: `tensorflow` uses TensorFlow's collective operations; `shared_memory` uses memory that the "
+    "ranks of a host share, and TensorFlow between hosts; `auto` is `shared_memory` where possible. Must be the same "
+    "on all ranks.",
     "npu_device",
 )
 NPU_DEVICE_STALL_WARNING: Variable[float] = Variable(
@@ -54,7 +54,7 @@ NPU_DEVICE_STALL_WARNING: Variable[float] = Variable(
     forms.seconds(86400),
     30.0,
     "s",
-    "a rank that has waited this long for the others to make the same call reports which ranks are missing.",
+    "when a rank has waited this long for the others to make the same call, it reports which ranks are missing.",
     "npu_device",
 )
 NPU_DEVICE_STALL_TIMEOUT: Variable[float] = Variable(
@@ -62,7 +62,7 @@ NPU_DEVICE_STALL_TIMEOUT: Variable[float] = Variable(
     forms.seconds(86400),
     600.0,
     "s",
-    "a rank that has waited this long for the others to make the same call gives up with an error.",
+    "when a rank has waited this long for the others to make the same call, it gives up with an error.",
     "npu_device",
 )
 NPU_DEVICE_ERROR_FILE: Variable[str | None] = Variable(
@@ -70,7 +70,7 @@ NPU_DEVICE_ERROR_FILE: Variable[str | None] = Variable(
     forms.PATH,
     None,
     "",
-    "where a failing rank writes its error for `npurun`, which sets this.",
+    "file in which a failing rank leaves its error for `npurun`, which sets this.",
     "npu_device",
 )
 NPU_DEVICE_TRACE_ITERATIONS: Variable[tuple[tuple[int, int], ...]] = Variable(
@@ -78,8 +78,8 @@ NPU_DEVICE_TRACE_ITERATIONS: Variable[tuple[tuple[int, int], ...]] = Variable(
     Form(forms.windows, "first and last iteration, such as 1-25 or 100-120,500-520"),
     (),
     "iterations",
-    "which iterations a trace records; default the first 100, then fewer and fewer: every 2nd up to 200, every 4th "
-    "up to 400, and so on.",
+    "which iterations a trace records; default: the first 100, then every 2nd up to 200, every 4th up to 400, and so "
+    "on.",
     "npu_device",
 )
 NPU_DEVICE_SPLIT: Variable[str | tuple[int, ...] | None] = Variable(
@@ -87,8 +87,8 @@ NPU_DEVICE_SPLIT: Variable[str | tuple[int, ...] | None] = Variable(
     Form(forms.split, "auto, or 1 to 8 ascending numbers separated by commas"),
     None,
     "",
-    "how gradients are split if the script sets no split strategy: `auto` uses what `npurun --tune` found for this "
-    "model and cluster; numbers are those of `set_split_strategy_by_idx`, for lists that they fit.",
+    "how gradients are split if the script sets no split strategy: `auto` uses the split that `npurun --tune` found "
+    "for this model and cluster; numbers are those of `set_split_strategy_by_idx`, for lists that they fit.",
     "npu_device",
 )
 NPU_DEVICE_SPLIT_DIR: Variable[str | None] = Variable(
@@ -96,7 +96,7 @@ NPU_DEVICE_SPLIT_DIR: Variable[str | None] = Variable(
     forms.PATH,
     None,
     "",
-    "where the splits found are kept; default `~/.cache/npu_device/splits`. The directory on rank 0's host is used.",
+    "directory on rank 0's host in which found splits are saved; default: `~/.cache/npu_device/splits`.",
     "npu_device",
 )
 NPU_DEVICE_UNEQUAL_START: Variable[str] = Variable(
@@ -105,7 +105,8 @@ NPU_DEVICE_UNEQUAL_START: Variable[str] = Variable(
     "repair",
     "",
     "what happens if the ranks' variables differ at a wrapped optimizer's first step, or when a `tf.function` that "
-    "reduces a tape's gradients itself is traced: they become rank 0's, with a warning; an error; or no check at all.",
+    "reduces a tape's gradients itself is traced: `repair` gives them rank 0's values, with a warning; `error` raises "
+    "an error; `ignore` doesn't check.",
     "npu_device",
 )
 NPU_DEVICE_AUDIT: Variable[int | str] = Variable(
@@ -113,8 +114,8 @@ NPU_DEVICE_AUDIT: Variable[int | str] = Variable(
     Form(forms.audit, "auto, off, or a number of steps"),
     "auto",
     "steps",
-    "how often the ranks compare digests of what a wrapped optimizer trains, and of its own state: every so many "
-    "steps; `auto` as often as costs less than 0.1 % of the time; `off` never. Must be the same on all ranks.",
+    "how often the ranks compare digests of the variables that a wrapped optimizer trains, and of its own state: every "
+    "so many steps; `auto`: as often as costs about 0.05 % of the time; `off`: never. Must be the same on all ranks.",
     "npu_device",
 )
 NPU_DEVICE_DRIFT: Variable[str] = Variable(
@@ -122,7 +123,7 @@ NPU_DEVICE_DRIFT: Variable[str] = Variable(
     forms.one_of("error", "warning"),
     "error",
     "",
-    "what happens when the audit finds ranks with different variables: an error on all of them, or one warning.",
+    "what happens when the audit finds ranks with different variables: an error on all ranks, or one warning.",
     "npu_device",
 )
 NPU_DEVICE_CHECK_GRADIENTS: Variable[str] = Variable(
@@ -130,8 +131,8 @@ NPU_DEVICE_CHECK_GRADIENTS: Variable[str] = Variable(
     forms.one_of("on", "off"),
     "off",
     "",
-    "whether a wrapped optimizer checks each step's gradients: NaN or infinity is an error on all ranks that names the "
-    "ranks and variables where it arose.",
+    "`on` makes a wrapped optimizer check each step's gradients: NaN or infinity is an error on all ranks, which names "
+    "the ranks and variables where it arose.",
     "npu_device",
 )
 NPU_DEVICE_STATEMENT: Variable[str] = Variable(
@@ -139,7 +140,8 @@ NPU_DEVICE_STATEMENT: Variable[str] = Variable(
     forms.one_of("on", "off"),
     "on",
     "",
-    "whether rank 0 reports on stderr the ranks, batch size and learning rate when a replicated model starts training.",
+    "`on` makes rank 0 report the ranks, batch size and learning rate on stderr when a replicated model starts "
+    "training.",
     "npu_device",
 )
 NPU_DEVICE_RESTART_COUNT: Variable[int] = Variable(
@@ -155,8 +157,8 @@ NPU_DEVICE_PROGRESS_FILE: Variable[str | None] = Variable(
     forms.PATH,
     None,
     "",
-    "where rank 0 writes the step of each complete checkpoint, so that `npurun` can tell progress from a script that "
-    "fails at the same place again and again. `npurun` sets this on node 0.",
+    "file in which rank 0 writes the step of each complete checkpoint, so that `npurun` can tell progress from a "
+    "script that fails at the same place again and again. `npurun` sets this on node 0.",
     "npu_device",
 )
 PREEMPT_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
@@ -165,8 +167,8 @@ NPU_DEVICE_PREEMPT_SIGNAL: Variable[str] = Variable(
     forms.one_of(*PREEMPT_SIGNALS),
     "SIGTERM",
     "",
-    "the signal that asks for a checkpoint at the end of the step and a resumable end; `npurun` forwards it to its "
-    "ranks, and sets this to `--preempt-signal`.",
+    "the signal that asks the ranks to finish the step, write a checkpoint, and end so that the job can be resumed. "
+    "`npurun` forwards it to its ranks, and sets this to `--preempt-signal`.",
     "npu_device",
 )
 NPU_DEVICE_PREEMPT_TIMEOUT: Variable[float] = Variable(
@@ -175,7 +177,7 @@ NPU_DEVICE_PREEMPT_TIMEOUT: Variable[float] = Variable(
     25.0,
     "s",
     "a rank that was sent the signal of `NPU_DEVICE_PREEMPT_SIGNAL` ends after this long, even if the step and its "
-    "checkpoint are not finished. `npurun` waits as long, and sets this to `--preempt-timeout`, whose default it is.",
+    "checkpoint are not finished. `npurun` takes it as the default of `--preempt-timeout`, and sets it for its ranks.",
     "npu_device",
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from npu_device._src.environment import forms
 from npu_device._src.environment.variable import Form, Variable
 
-_THREADS = "TensorFlow's own; if set, the cores of a host aren't divided among its ranks."
+_THREADS = "TensorFlow's own setting. If it is set, the package doesn't divide a host's cores among its ranks."
 
 TF_CONFIG: Variable[str | None] = Variable(
     "TF_CONFIG",

@@ -19,18 +19,20 @@ npu.global_options().dump_config.enable_dump = False
 npu.open().as_default()
 ```
 
-- Reading an option gives an object: `.value` is a text (`"1"` or `"0"` for booleans, `None` if unset), `.typed` the
-  value with its own type. `as_dict()` gives the texts of all options that are set, those of groups too, without prefix.
-- An unknown name is a `ValueError` that lists the valid ones. A value that is not allowed is a `ValueError`. A value of
-  a different type than the default's is a `TypeError`; numpy integers and booleans count as Python's. An option that is
-  unset by default may be set back to `None`.
+- Reading an option returns an object. Its `.value` is the value as a string (`"1"` or `"0"` for booleans, `None` if
+  unset); its `.typed` is the value with its own type. `as_dict()` returns all options that are set as strings,
+  including those of groups, without the group's name.
+- Assigning to an unknown name raises a `ValueError` that lists the valid names. A value that is not allowed raises a
+  `ValueError`. A value of another type than the default's raises a `TypeError`; numpy integers and booleans count as
+  Python's. An option that is unset by default may be set back to `None`.
 - A group (`dump_config`, …) can't be assigned as a whole; assign its members.
-- On an NPU an assignment after `npu.open()` silently has no effect. Here the value is recorded, and the first such
+- On an NPU, an assignment after `npu.open()` silently has no effect. Here the value is recorded, and the first such
   assignment logs a warning.
 - Assigning a deprecated option logs a warning.
 
-The options control the NPU's compiler, memory and tools, which don't exist here. They are checked and recorded, so that
-a script runs unchanged; the last column says why an option has no effect, and what to use instead.
+`hcom_parallel`, `profiling_config` and `aoe_config` have an effect. The other options control the NPU's compiler, memory
+and tools, which don't exist here. They are checked and recorded, so that a script runs unchanged. The last column says
+why an option has no effect, and what to use instead.
 
 | Option | Type | Default | Allowed | Meaning on an NPU | Here |
 |---|---|---|---|---|---|

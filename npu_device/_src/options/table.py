@@ -8,12 +8,12 @@ from __future__ import annotations
 from npu_device._src.options.option import Rule, Section
 
 # The reasons why options have no effect, one for each kind of option.
-_COMPILER = "No effect: TensorFlow's own kernels run, no NPU compiler."
+_COMPILER = "No effect: TensorFlow's own kernels run; there is no NPU compiler."
 _MEMORY = "No effect: TensorFlow manages the memory."
 _PRECISION = "No effect: tensors keep the script's dtypes; for mixed precision use `tf.keras.mixed_precision`."
 _TIMEOUT = "No effect: there are no NPU streams to wait for."
 _TUNING = "No effect: there are no NPU kernels to tune."
-_TRACE = "Works for `training_trace`, see tracing.md; set before `npu.open`. The other data is the NPU profiler's."
+_TRACE = "Works for `training_trace`, see tracing.md; set it before `npu.open()`. The rest concerns the NPU's profiler."
 _DUMP = "No effect: there are no NPU operators to dump; `tf.debugging` works as usual."
 _DEPLOY = "No effect: the model is not split across devices."
 _DEBUG = "No effect: there is no NPU compiler or device to debug."
@@ -72,8 +72,8 @@ GLOBAL_OPTIONS = Section(
     "global_options",
     (
         Rule("graph_run_mode", "0 inference, 1 training", _COMPILER, default=1, allowed=(0, 1)),
-        Rule("graph_memory_max_size", "bytes for the graph, as text; no effect there either", _MEMORY),
-        Rule("variable_memory_max_size", "bytes for variables, as text; no effect there either", _MEMORY),
+        Rule("graph_memory_max_size", "bytes for the graph, as a string; no effect there either", _MEMORY),
+        Rule("variable_memory_max_size", "bytes for variables, as a string; no effect there either", _MEMORY),
         Rule(
             "precision_mode",
             "dtypes the compiler may change",
@@ -105,11 +105,11 @@ GLOBAL_OPTIONS = Section(
             ),
         ),
         Rule("modify_mixlist", "JSON file: operators that mixed precision may change", _PRECISION),
-        Rule("customize_dtypes", "file: dtypes of single operators", _PRECISION),
-        Rule("op_precision_mode", "file: precise or fast form of single operators", _PRECISION),
+        Rule("customize_dtypes", "file: dtypes of individual operators", _PRECISION),
+        Rule("op_precision_mode", "file: precise or fast form of individual operators", _PRECISION),
         Rule(
             "deterministic",
-            "1: the same result at every run",
+            "1: the same result in every run",
             "No effect: call `tf.config.experimental.enable_op_determinism()` in the script.",
             default=0,
             allowed=(0, 1),
@@ -117,26 +117,27 @@ GLOBAL_OPTIONS = Section(
         Rule(
             "overflow_flag",
             "1: detect overflow",
-            "No effect: numbers overflow to infinity, which `tf.math.is_finite` shows.",
+            "No effect: numbers overflow to infinity, which `tf.math.is_finite` detects.",
             default=1,
             allowed=(0, 1),
         ),
         Rule(
             "hcom_parallel",
             "reduce gradients while backward still runs",
-            "Works: `False` sends no gradient before all are ready. Set it before tracing, or wrapping an optimizer.",
+            "Works: with `False`, no gradient is sent before all are ready. Set it before a function is traced, and "
+            "before an optimizer is wrapped.",
             default=True,
         ),
         Rule("hcom_multi_mode", "a mode of the collectives", "No effect: it concerns the NPU's collectives."),
         Rule(
             "is_tailing_optimization",
             "check for overflow before the last gradient is reduced",
-            "No effect: it belongs to `NPUOptimizer`, which doesn't exist here.",
+            "No effect: results are the same.",
             default=False,
         ),
         Rule("graph_exec_timeout", "longest run of a graph, ms", _TIMEOUT),
-        Rule("stream_sync_timeout", "longest wait for a stream, ms; -1 forever", _TIMEOUT, default=-1),
-        Rule("event_sync_timeout", "longest wait for an event, ms; -1 forever", _TIMEOUT, default=-1),
+        Rule("stream_sync_timeout", "longest wait for a stream, ms; -1: no limit", _TIMEOUT, default=-1),
+        Rule("event_sync_timeout", "longest wait for an event, ms; -1: no limit", _TIMEOUT, default=-1),
         Section(
             "profiling_config",
             (
@@ -150,8 +151,8 @@ GLOBAL_OPTIONS = Section(
                 Rule(
                     "aoe_mode",
                     "what to tune: 1 subgraphs, 2 kernels, 4 gradient split",
-                    "4 works: traces the run, and says at its end how to split the gradients (docs/tuning.md). 1 and 2 "
-                    "have no effect.",
+                    "4 works: it traces the run, and says at the end how to split the gradients, see tuning.md. 1 and "
+                    "2 have no effect.",
                     allowed=("1", "2", "4"),
                 ),
                 Rule("work_path", "directory for the tuner's files", "Works with aoe_mode 4.", default="./"),
@@ -173,7 +174,7 @@ GLOBAL_OPTIONS = Section(
                     default="all",
                     allowed=("aicore_overflow", "atomic_overflow", "all"),
                 ),
-                Rule("dump_data", "whole tensors or figures", _DUMP, default="tensor", allowed=("tensor", "stats")),
+                Rule("dump_data", "whole tensors or statistics", _DUMP, default="tensor", allowed=("tensor", "stats")),
                 Rule("dump_layer", "names of the operators to dump", _DUMP),
             ),
         ),
@@ -193,7 +194,7 @@ GLOBAL_OPTIONS = Section(
         Rule(
             "jit_compile",
             "compile operators while running",
-            "No effect: `tf.function(jit_compile=True)` asks for XLA. A bool (older releases) becomes the text.",
+            "No effect: `tf.function(jit_compile=True)` turns XLA on. A bool (older releases) becomes the string.",
             default="auto",
             allowed=("true", "false", "auto"),
             bool_words=True,
@@ -216,9 +217,7 @@ GLOBAL_OPTIONS = Section(
             default=131072,
             between=(0, 33554432),
         ),
-        Rule(
-            "export_compile_stat", "when to write figures about the compiler", _COMPILER, default=1, allowed=(0, 1, 2)
-        ),
+        Rule("export_compile_stat", "when to write compiler statistics", _COMPILER, default=1, allowed=(0, 1, 2)),
         Rule(
             "shape_generalization_mode",
             "how varying shapes are compiled",
@@ -228,10 +227,10 @@ GLOBAL_OPTIONS = Section(
         ),
         Rule("oo_level", "optimisation level", _COMPILER, default="O3", allowed=("O0", "O1", "O2", "O3")),
         Rule("oo_constant_folding", "fold constants", _COMPILER, default=True),
-        Rule("optimization_switch", "single optimisations on or off", _COMPILER),
-        Rule("ac_parallel_enable", "AI CPU operators beside AI Core ones", _COMPILER, allowed=("0", "1")),
+        Rule("optimization_switch", "individual optimisations on or off", _COMPILER),
+        Rule("ac_parallel_enable", "AI CPU operators in parallel with AI Core ones", _COMPILER, allowed=("0", "1")),
         Rule("quant_dumpable", "dump data from before quantisation", _DUMP, allowed=("0", "1")),
-        Rule("external_weight", "weights in files of their own", _COMPILER, default=False),
+        Rule("external_weight", "weights in separate files", _COMPILER, default=False),
         Rule("compile_dynamic_mode", "compile for varying shapes", _COMPILER, default=False),
         Rule("input_batch_cpy", "copy all inputs at once", _MEMORY, default=False),
         Rule("all_tensor_not_empty", "promise: no tensor is empty", _COMPILER, default=False),
@@ -245,7 +244,7 @@ GLOBAL_OPTIONS = Section(
         Rule("variable_format_optimize", "NPU layout for variables", _COMPILER, deprecated=True),
         Rule("op_debug_level", "files the operator compiler keeps", _DEBUG, allowed=(0, 1, 2, 3, 4), deprecated=True),
         Rule("op_select_implmode", "precise or fast operators", _PRECISION, deprecated=True),
-        Rule("optypelist_for_implmode", "operators that op_select_implmode is for", _PRECISION, deprecated=True),
+        Rule("optypelist_for_implmode", "operators to which op_select_implmode applies", _PRECISION, deprecated=True),
         Rule("auto_tune_mode", "tuner of 2021 and 2022, usually `RL,GA`; removed later", _TUNING),
     ),
 )
