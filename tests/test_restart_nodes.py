@@ -183,7 +183,7 @@ def test_launchers_with_other_arguments_are_refused(tmp_path: Path) -> None:
         nodes.start(0)
         code, stderr = ends(nodes.start(1, "-n", "2"))
         assert code == 2
-        assert "node 1 doesn't fit to node 0: nproc 2 (node 0: 1)" in stderr
+        assert "node 1 doesn't match node 0: nproc 2 (node 0: 1)" in stderr
 
 
 def test_a_signal_to_one_node_ends_the_job_on_all(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One attempt on this node: starts the ranks, waits for their end, and says how it went. ``restarts`` repeats it."""
+"""One attempt on this node: starts the ranks, waits for their end, and reports the outcome. ``restarts`` repeats it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Launch:
         return str(self._progress) if self.options.node_rank == 0 else None
 
     def step(self) -> str | None:
-        """Return the step of the newest checkpoint; None if rank 0 has told of none, or is on another node."""
+        """Return the step of the newest checkpoint; None if rank 0 has reported none, or is on another node."""
         try:
             return self._progress.read_text(encoding="utf-8", errors="replace").strip()[:40] or None
         except OSError:
@@ -171,7 +171,7 @@ class Attempt:
             self._stderr.append(Pump(process.stderr, Voice(self._console, 2, rank) if speaks else None, log))
 
     def _announce(self, replaced: Sequence[str]) -> None:
-        """Say once for all attempts what the user may not expect."""
+        """Tell the user, once for all attempts, what may be unexpected."""
         log_dir = self._options.log_dir
         if log_dir is not None:
             os.makedirs(log_dir, exist_ok=True)
@@ -179,7 +179,7 @@ class Attempt:
             return
         if replaced:
             self._console.say(
-                f"the ranks won't see {', '.join(replaced)} of the environment: npurun describes the job itself"
+                f"removed from the ranks' environment: {', '.join(replaced)}. npurun describes the job itself"
             )
         if log_dir is not None and not self._options.tee:
             self._console.say(f"the output goes to {log_dir}{os.sep}rank*.log")
@@ -203,8 +203,8 @@ class Attempt:
         if len(ranks) > 1 and not any(map(self._has_opened, ranks)):
             self._console.say(
                 f"none of the {len(ranks)} ranks opened npu_device: they ran as {len(ranks)} independent copies of the "
-                "script.\nTo let them work together: `import npu_device as npu` and `npu.open().as_default()` at the "
-                "script's beginning."
+                "script.\nTo let them work together, add `import npu_device as npu` and `npu.open().as_default()` at "
+                "the beginning of the script."
             )
 
     def _kill(self) -> None:

@@ -1,4 +1,4 @@
-"""Say why an attempt failed, at which place of the script, and whether every other attempt would fail in the same way.
+"""Find out why an attempt failed, at which place in the script, and whether every other attempt would fail, too.
 
 ``failures`` finds the rank that failed first; ``ledger`` decides what follows.
 """
@@ -17,15 +17,15 @@ from npu_device.launch.failures import Failure
 
 _FRAME = re.compile(r'^[ |]*File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _CANNOT_IMPORT = ("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError")
-# What Python itself says of a script or a module that isn't there.
+# Python's own messages about a missing script or module.
 _NO_SCRIPT = re.compile(
     r"can't open file |: No module named |: Error while finding module specification|can't find '__main__"
 )
 _WRONG_USAGE = 2
 _PYTHON_FAILED = 1
-# Sent from outside, by a person, the system or a scheduler: the script's place says nothing.
+# Sent from outside, by a person, the system or a scheduler: where the script was then means nothing.
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# What a rank raises where it stands when it loses another one.
+# Errors that a rank raises, wherever it is, when another rank is lost.
 _LOST_PEER = ("PeerError", "RendezvousError", "UnavailableError", "DeadlineExceededError", "AbortedError")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _NOT_THE_SCRIPTS = tuple(os.path.join(path, "") for path in (sysconfig.get_path("stdlib"), _PACKAGE))
@@ -42,7 +42,7 @@ class Cause:
         time: seconds since the epoch.
         is_consequence: it follows from another failure.
         place: where in the script it failed; None if the script isn't to blame.
-        hopeless: why a restart would end in the same way; None if it need not.
+        hopeless: why a restart would end in the same way; None if it might not.
     """
 
     rank: int
@@ -78,7 +78,7 @@ def cause_of(failure: Failure, host: str) -> Cause:
 
 
 def first(causes: Sequence[Cause]) -> Cause | None:
-    """Return the earliest failure that no other one made."""
+    """Return the earliest failure that no other one caused."""
     return min(causes, key=lambda cause: (cause.is_consequence, cause.time), default=None)
 
 

@@ -1,8 +1,8 @@
 """Write the ranks' output to the launcher's own stdout and stderr: whole lines, each prefixed with its rank.
 
-Carriage returns. On a terminal, a refresh (the text before a ``\\r``) stays the last line of the screen until something
-else is written, so that progress bars move. In a file or pipe refreshes would be a flood of lines; there they are kept
-in one line, each with its prefix and its ``\\r``. The next newline ends that line, or five seconds do.
+Carriage returns: on a terminal, a refresh (the text before a ``\\r``) stays the last line of the screen until something
+else is written, so that progress bars move. In a file or pipe, refreshes would be a flood of lines. There they are kept
+in one line, each with its prefix and its ``\\r``. That line ends at the next newline, or after five seconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Find the rank that failed first.
 
-The process that *ends* first need not be the one: a rank that raises takes a while to shut down, while another one
-dies of the consequence. So each rank that uses npu_device writes a record at the moment it fails
-(``cluster.health`` writes it); for the others, the time of their end counts.
+The process that *ends* first need not be the one: a rank that raises takes a while to shut down, and another one may
+die of the consequences meanwhile. Each rank that uses npu_device therefore writes a record at the moment it fails
+(``cluster.health`` writes it). For other programs, the time of their end counts.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Guard:
         self._tell(str(group))
 
     def forget(self, group: int) -> None:
-        """Take a group out again whose processes have ended: its number may be given to others."""
+        """Unregister a process group whose processes have ended: its number may be reused."""
         self._tell(str(-group))
 
     def __enter__(self) -> Guard:

@@ -1,4 +1,4 @@
-"""Node 0's side of a job of several nodes that is started again: decides when an attempt begins and with which nodes.
+"""Node 0's side of a job on several nodes that may restart: decides when an attempt begins, and with which nodes.
 
 Each node's launcher, node 0's too, is a ``member`` that carries out its orders. The decisions themselves are the
 ``ledger``'s.
@@ -29,7 +29,7 @@ from npu_device.launch.node_links import Link
 _MOST_UNPROVED = 64
 _LAST_MESSAGE_SECONDS = 3.0
 _NOTICE_AFTER_SECONDS = 5.0
-_STOP_SECONDS = 30.0  # beside the time that the ranks have: notice, kill, and the last lines of output
+_STOP_SECONDS = 30.0  # in addition to the ranks' time: notice, kill, and the last lines of output
 _FAILED = 1
 _USAGE = 2
 
@@ -202,12 +202,12 @@ class Leader:
             self._send(list(self._running), stop=why)
 
     def _time_out(self) -> None:
-        """Handle that the nodes have not ended the attempt in time."""
+        """Handle nodes that have not ended the attempt in time."""
         if not self._is_stopping:
             self._stop(f"node(s) {ranges(self._running)} did not end although the others were asked to stop")
             return
         for node in list(self._running):
-            self._nodes[node].close()  # what is frozen there sees it when it wakes up
+            self._nodes[node].close()  # a frozen npurun sees it when it continues
             self._lose(node, "does not answer")
 
     # Messages of the nodes
@@ -239,12 +239,12 @@ class Leader:
         ours = {"nproc": self._options.nproc_per_node, "most": self._options.nnodes, "version": __version__}
         wrong = [f"{name} {hello.get(name)} (node 0: {value})" for name, value in ours.items() if hello[name] != value]
         if wrong:
-            link.send({"refused": f"node {node} doesn't fit to node 0: {', '.join(wrong)}"})
+            link.send({"refused": f"node {node} doesn't match node 0: {', '.join(wrong)}"})
             link.end()
             return
         old = self._nodes.get(node)
         if old is not None:
-            old.send({"refused": f"another npurun has come as node {node}"})
+            old.send({"refused": f"another npurun was started as node {node}"})
             old.end()
             self._lose(node, "was started again")
         self._nodes[node] = link

@@ -1,4 +1,4 @@
-"""Keep the list of attempts, and decide after each whether the job is started again. Knows no processes."""
+"""Keep the list of attempts, and decide after each whether the job is started again. Processes are left to others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Ended:
         interrupted: a launcher received a signal.
         why: the rank or node that failed first, and how.
         place: where in the script it failed; None if the script isn't to blame.
-        hopeless: why a restart would end in the same way; None if it need not.
+        hopeless: why a restart would end in the same way; None if it might not.
         step: step of the newest checkpoint at its end, None if unknown.
     """
 
@@ -105,9 +105,9 @@ class Ledger:
         Args:
             began: seconds since the epoch.
             nodes: numbers of its nodes.
-            outcomes: how it ended on the nodes that have told it.
+            outcomes: how it ended on the nodes that have reported.
             step: step of the newest checkpoint.
-            lost: what happened if a node has told nothing.
+            lost: what happened, if a node has not reported.
         """
         outcomes = list(outcomes)
         cause = first([cause for outcome in outcomes for cause in outcome.causes])
@@ -152,7 +152,7 @@ class Ledger:
                 last.code,
                 None,
                 f"no restart: two attempts in a row failed at the same place, {last.place}, and wrote no checkpoint in "
-                "between. This is a bug in the script, which a restart doesn't repair.\n"
+                "between. This is a bug in the script, which a restart doesn't fix.\n"
                 "What to do: fix it; or, if the script got further each time, write checkpoints more often, with "
                 "npu.train.JobCheckpoint or to the file NPU_DEVICE_PROGRESS_FILE.",
             )

@@ -9,7 +9,7 @@ import ctypes
 import sys
 from pathlib import Path
 
-# glibc's numbers, of malloc.h.
+# glibc's numbers, from malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20  # the value glibc reaches by itself in a process that frees large blocks
 
@@ -32,8 +32,8 @@ def main() -> None:
 
 
 def _keep_memory() -> None:
-    """Keep memory instead of returning it to the system after each collective: a training process uses so much else
-    that its memory stays with it.
+    """Keep memory instead of returning it to the system after each collective. A training process allocates so much
+    else that it keeps its memory, too.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
     if mallopt is not None:

@@ -21,7 +21,7 @@ class Meeting:
     """The data that the ranks need for the rendezvous; a context manager that lets the hub end.
 
     Attributes:
-        job_id: name of the job, another one in each attempt: what is left of an earlier one can't join.
+        job_id: name of the job, another one in each attempt, so that leftovers of an earlier one can't join.
         port: port of the hub on node 0.
         made_secret: the job's secret if it was made here; None if the user sets it, or there is none.
         hub: the hub; None if node 0 has it.
@@ -46,7 +46,7 @@ class Meeting:
             self.hub.close()
 
     def end(self) -> None:
-        """End the hub at once: no rank of this attempt is to go on."""
+        """End the hub at once, so that no rank of this attempt goes on."""
         if self.hub is not None:
             self.hub.end()
 

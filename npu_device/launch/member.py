@@ -1,4 +1,4 @@
-"""One node's side of a job of several nodes that is started again: runs the attempts that ``leader`` orders."""
+"""One node's side of a job on several nodes that may restart: runs the attempts that ``leader`` orders."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def accept(connection: socket.socket, secret: bytes) -> Link:
     """Let another node prove the secret, on node 0. Closes the connection if it can't.
 
     Raises:
-        OSError: it is no node of this job.
+        OSError: it isn't a node of this job.
     """
     try:
         reader = frames.Reader(frames.LIMIT_BEFORE_PROOF)

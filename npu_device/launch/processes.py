@@ -86,7 +86,7 @@ class Process:
         return self._popen.stderr
 
     def send(self, number: int, spares_children: bool = False) -> None:
-        """Send a signal to the process, and unless it spares them to those of its children that stayed in its group."""
+        """Send a signal to the process and, unless ``spares_children``, to its children in the same process group."""
         if self._gone:  # another process may have the number by now
             return
         # PermissionError: the rest of the group runs as another user (sudo in the script).

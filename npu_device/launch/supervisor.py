@@ -139,7 +139,7 @@ class Supervisor:
                 f"{signal.Signals(number).name}: asking {len(self._running())} rank(s) to stop within {seconds:g} s; a "
                 "second signal kills them at once"
             )
-            # A rank that still has to end its step needs its children, such as those that read data. A program that
+            # A rank that still has to finish its step needs its children, such as those that read data. A program that
             # isn't Python is the wrapper of one, and may not pass the signal on.
             self._spared_children = is_request and self._options.is_python
             self._ask(number, self._processes, seconds)

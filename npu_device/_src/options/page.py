@@ -30,9 +30,9 @@ npu.open().as_default()
   assignment logs a warning.
 - Assigning a deprecated option logs a warning.
 
-`hcom_parallel`, `profiling_config` and `aoe_config` have an effect. The other options control the NPU's compiler, memory
-and tools, which don't exist here. They are checked and recorded, so that a script runs unchanged. The last column says
-why an option has no effect, and what to use instead.
+`hcom_parallel`, `profiling_config` and `aoe_config` have an effect. The other options control the NPU's compiler,
+memory and tools, which don't exist here. They are checked and recorded, so that a script runs unchanged. The last
+column says why an option has no effect, and what to use instead.
 
 | Option | Type | Default | Allowed | Meaning on an NPU | Here |
 |---|---|---|---|---|---|
