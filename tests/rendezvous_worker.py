@@ -24,7 +24,7 @@ def main() -> None:
     assert membership is not None
     versions = json.loads(sys.argv[1]) if len(sys.argv) > 1 else None
     sockets = open_sockets()
-    report: dict[str, object] = {}
+    report: dict[str, object] = {"has_secret": bool(membership.secret)}
     began = time.monotonic()
     try:
         cluster, channel = meet(membership, versions)

@@ -61,6 +61,7 @@ def for_rank(
         ASCEND_DEVICE_ID=str(local_rank),
         DEVICE_ID=str(local_rank),
         JOB_ID=job_id,
+        NPU_DEVICE_LAUNCHER="off",  # npurun may itself be a task of Slurm's or MPI's
         NPU_DEVICE_ERROR_FILE=error_file,
         NPU_DEVICE_HUB=str(hub),
         NPU_DEVICE_RESTART_COUNT=str(restart_count),

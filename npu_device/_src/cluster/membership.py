@@ -1,20 +1,22 @@
 """Read the job's description from the environment, before the ranks have met.
 
-Three schemes, in this order: rank table, ``CM_*``, ``TF_CONFIG``. The first one present is used; contradictions
-and missing variables raise. ``rendezvous`` turns it into the agreed description.
+Four schemes, in this order: rank table, ``CM_*``, ``TF_CONFIG``, a launcher of clusters (``launchers``). The first one
+present is used; contradictions and missing variables raise. ``rendezvous`` turns it into the agreed description.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import socket
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from npu_device._src import environment
-from npu_device._src.cluster import rank_table, table_fields, table_free, tf_config
+from npu_device._src.cluster import launchers, rank_table, table_fields, table_free, tf_config
 from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.launched import Launched
 from npu_device._src.cluster.rank_table import Entry, RankTable
 
 # Above the range of ports that Linux uses for outgoing connections (32768 to 60999).
@@ -34,7 +36,7 @@ class Membership:
     """This process's place in the job, as far as the environment says it.
 
     Attributes:
-        scheme: "rank table", "CM_*" or "TF_CONFIG".
+        scheme: "rank table", "CM_*", "TF_CONFIG" or the launcher's name.
         world_size: number of ranks, 2 or more.
         rank: this process's rank; None if the chief numbers the ranks (CM_*).
         host: address at which the other ranks reach this one; None for the local end of its connection to the chief.
@@ -76,6 +78,20 @@ def world_size_from_environment() -> int:
         ClusterError: the variables contradict each other, or one is missing.
         ValueError: a variable is malformed, or both RANK_SIZE and CM_WORKER_SIZE are set.
     """
+    return _size_and_launcher()[0]
+
+
+def _size_and_launcher() -> tuple[int, Launched | None]:
+    size, launched = _described_size(), launchers.read()
+    if launched is None:
+        return size or 1, None
+    if size is not None:
+        launchers.require_agreement("by Ascend's variables or TF_CONFIG", size, None, launched)
+    return size or launched.size, launched
+
+
+def _described_size() -> int | None:
+    """Return the number of ranks that Ascend's variables or TF_CONFIG give; None if they describe no job."""
     rank_size, worker_size = environment.RANK_SIZE.get(), environment.CM_WORKER_SIZE.get()
     if rank_size is not None and worker_size is not None:
         raise ValueError(
@@ -96,7 +112,7 @@ def world_size_from_environment() -> int:
     if environment.CM_CHIEF_IP.is_set():
         raise _missing("CM_WORKER_SIZE", "CM_CHIEF_IP is set", "the number of ranks")
     config = tf_config.read()
-    return 1 if config is None else config.size
+    return None if config is None else config.size
 
 
 def membership_from_environment(device_id: int | None = None) -> Membership | None:
@@ -109,7 +125,7 @@ def membership_from_environment(device_id: int | None = None) -> Membership | No
         ClusterError: the variables contradict each other, one is missing, or the rank table is faulty.
         ValueError: a variable is malformed.
     """
-    size = world_size_from_environment()
+    size, launched = _size_and_launcher()
     if size == 1:
         return None
     table, chief = environment.RANK_TABLE_FILE, environment.CM_CHIEF_IP
@@ -125,10 +141,17 @@ def membership_from_environment(device_id: int | None = None) -> Membership | No
     if not re.fullmatch(r"[A-Za-z0-9_-]+", environment.JOB_ID.get()):
         _log.warning("JOB_ID is %r; Ascend allows letters, digits, - and _ only", environment.JOB_ID.get())
     if table.is_set():
-        return _from_rank_table(size, device_id)
-    if chief.is_set() or environment.CM_WORKER_SIZE.is_set():
-        return _from_table_free(size, device_id or 0)
-    return _from_tf_config(size, device_id)
+        found = _from_rank_table(size, device_id)
+    elif chief.is_set() or environment.CM_WORKER_SIZE.is_set():
+        found = _from_table_free(size, device_id or 0)
+    elif launched is not None and launched.size == size and tf_config.read() is None:
+        found = _from_launcher(launched, device_id)
+    else:
+        found = _from_tf_config(size, device_id)
+    if launched is not None:
+        rank = environment.RANK_ID.get() if found.scheme == launched.launcher else found.rank
+        launchers.require_agreement(f"by {found.scheme} and RANK_ID", size, rank, launched)
+    return found
 
 
 def secret() -> bytes:
@@ -184,8 +207,6 @@ def _from_rank_table(size: int, device_id: int | None) -> Membership:
         given = (chief.host_ip, chief.server, chief.device_ip)
         chief_hosts = tuple(dict.fromkeys(host for host in given if host))
     job_id = environment.JOB_ID.get()
-    first, last = environment.NPU_DEVICE_PORT_RANGE.get() or _PORTS
-    computed = first + zlib.crc32(job_id.encode(), table.checksum) % (last - first + 1)
     if device_id is None:
         device_id = [entry.rank for entry in table.entries if entry.server == mine.server].index(mine.rank)
     return Membership(
@@ -197,12 +218,17 @@ def _from_rank_table(size: int, device_id: int | None) -> Membership:
         device_id=device_id,
         is_chief=mine.rank == 0,
         chief_hosts=chief_hosts,
-        chief_port=chief.host_port or environment.HCCL_IF_BASE_PORT.get() or computed,
+        chief_port=chief.host_port or _computed_port(zlib.crc32(job_id.encode(), table.checksum)),
         job_id=job_id,
         connect_timeout=environment.HCCL_CONNECT_TIMEOUT.get(),
         secret=secret(),
         expected_hosts=tuple(entry.server for entry in table.entries),
     )
+
+
+def _computed_port(checksum: int) -> int:
+    first, last = environment.NPU_DEVICE_PORT_RANGE.get() or _PORTS
+    return environment.HCCL_IF_BASE_PORT.get() or first + checksum % (last - first + 1)
 
 
 def _find(table: RankTable, device_id: int | None) -> Entry:
@@ -277,10 +303,11 @@ def _from_tf_config(size: int, device_id: int | None) -> Membership:
     if config is None:
         raise ClusterError(
             f"RANK_SIZE is {size}, but nothing says what the {size} ranks are and where they run.\n"
-            "What to do: describe the job in one of three ways:\n"
+            "What to do: describe the job in one of four ways:\n"
             "  with a rank table: RANK_TABLE_FILE, RANK_ID and RANK_SIZE\n"
             "  without one: CM_CHIEF_IP, CM_CHIEF_PORT, CM_CHIEF_DEVICE, CM_WORKER_SIZE and CM_WORKER_IP\n"
             "  TensorFlow's way: TF_CONFIG\n"
+            "  torchrun's way: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT\n"
             f"or let the launcher do it: npurun -n {size} train.py. To train on a single device, unset RANK_SIZE."
         )
     _require_agreement(size)
@@ -301,6 +328,31 @@ def _from_tf_config(size: int, device_id: int | None) -> Membership:
         connect_timeout=environment.HCCL_CONNECT_TIMEOUT.get(),
         secret=secret(),
         expected_hosts=config.hosts,
+    )
+
+
+# Launchers of clusters
+
+
+def _from_launcher(launched: Launched, device_id: int | None) -> Membership:
+    place = launchers.meeting_place(launched)
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{launched.launcher} {launched.job}".strip())
+    job_id = environment.JOB_ID.get() if environment.JOB_ID.is_set() else name
+    if device_id is None:
+        device_id = launched.local_rank or 0
+    return Membership(
+        scheme=launched.launcher,
+        world_size=launched.size,
+        rank=launched.rank,
+        host=environment.HCCL_IF_IP.get(),
+        host_key=launched.node or socket.gethostname(),
+        device_id=device_id,
+        is_chief=launched.rank == 0,
+        chief_hosts=place.hosts,
+        chief_port=place.port or _computed_port(zlib.crc32(f"{job_id} {launched.job}".encode())),
+        job_id=job_id,
+        connect_timeout=environment.HCCL_CONNECT_TIMEOUT.get(),
+        secret=secret() or place.secret,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import logging
@@ -33,6 +34,18 @@ def plain(address: str) -> str:
     return str(mapped or ip)
 
 
+def addresses_of_this_host() -> list[str]:
+    """Return addresses at which other hosts may reach this one, the best guess first; no loopback address."""
+    found = []
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing; the kernel chooses the interface of the default route
+        found.append(str(probe.getsockname()[0]))
+    with contextlib.suppress(OSError):
+        infos = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        found += [str(address[0]) for *_, address in infos]
+    return [address for address in dict.fromkeys(found) if not is_loopback(address)]
+
+
 def listen(hosts: Sequence[str], ports: Sequence[int]) -> socket.socket:
     """Return the hub's listening socket: on the loopback interface if all ranks are on this host, else on all
     interfaces.
@@ -58,7 +71,7 @@ def listen(hosts: Sequence[str], ports: Sequence[int]) -> socket.socket:
                 f"EI0019: the ranks are to meet at {where}, but another program uses this port.\n"
                 "Likely cause: another job, or a process left over from an earlier run of this one.\n"
                 "What to do: end the other program, or give every rank another port: host_port of rank 0 in the rank "
-                "table, HCCL_IF_BASE_PORT, CM_CHIEF_PORT or TF_CONFIG. npurun chooses a free one by itself."
+                "table, HCCL_IF_BASE_PORT, CM_CHIEF_PORT, TF_CONFIG or MASTER_PORT. npurun chooses a free one itself."
             ) from error
         raise RendezvousError(
             f"the ranks are to meet at {where}, but this process can't listen there: {error.strerror}.\n"

@@ -45,6 +45,7 @@ _TENSORFLOWS = (
     "tensorflow-aarch64",
     "tensorflow-cpu-aws",
 )
+_COMPARED = {"rank table": "the rank table", "TF_CONFIG": "TF_CONFIG"}
 _CONNECT_SECONDS = 3.0
 _VERDICT_MARGIN_SECONDS = 5.0
 _ENDING_SECONDS = 1.0  # time for the hub of an earlier job to end after its ranks have left
@@ -292,8 +293,8 @@ class _Search:
             chief = f"the process of CM_CHIEF_DEVICE on host {membership.chief_hosts[0]}"
             check = "CM_CHIEF_IP, CM_CHIEF_PORT and CM_CHIEF_DEVICE"
         else:
-            chief = f"rank 0 on host {membership.expected_hosts[0]}"
-            check = "TF_CONFIG" if membership.scheme == "TF_CONFIG" else "the rank table"
+            chief = f"rank 0 on host {(membership.expected_hosts or membership.chief_hosts)[0]}"
+            check = _COMPARED.get(membership.scheme, "MASTER_ADDR, MASTER_PORT and the launcher's variables")
         lines = "\n".join(f"  {line}" for line in self._lines())
         return (
             f"EI0015: {self._name()} (machine {hello.machine}, pid {hello.pid}) got no answer from the chief, {chief}, "

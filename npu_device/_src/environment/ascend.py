@@ -107,8 +107,9 @@ HCCL_IF_BASE_PORT: Variable[int | None] = Variable(
     forms.integer(1024, 65520),
     None,
     "",
-    "port on rank 0's host where the ranks of a rank table meet, unless rank 0's entry has a `host_port`; default: one "
-    "from 61000 to 64999, computed from the table and JOB_ID.",
+    "port on rank 0's host where the ranks of a rank table meet, unless rank 0's entry has a `host_port`, and ranks "
+    "that Slurm or MPI started; default: one from 61000 to 64999, computed from JOB_ID and the table or the launcher's "
+    "job.",
     "Ascend",
 )
 AOE_MODE: Variable[str | None] = Variable(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from npu_device._src.environment import ascend, own, tensorflow
+from npu_device._src.environment import ascend, launchers, own, tensorflow
 from npu_device._src.environment.variable import Variable
 
 ALL: tuple[Variable, ...] = tuple(
-    value for module in (ascend, tensorflow, own) for value in vars(module).values() if isinstance(value, Variable)
+    value
+    for module in (ascend, tensorflow, launchers, own)
+    for value in vars(module).values()
+    if isinstance(value, Variable)
 )
 """All variables, in the order of the page."""
 

@@ -22,13 +22,22 @@ NPU_DEVICE_SECRET_FILE: Variable[str | None] = Variable(
     "file with the job's secret; use it instead of `NPU_DEVICE_SECRET`.",
     "npu_device",
 )
+NPU_DEVICE_LAUNCHER: Variable[str] = Variable(
+    "NPU_DEVICE_LAUNCHER",
+    forms.one_of("auto", "slurm", "mpi", "torchrun", "off"),
+    "auto",
+    "",
+    "whose variables describe the job where Ascend's and TF_CONFIG don't: `slurm`, `mpi` (MPI's `mpiexec`) or "
+    "`torchrun`; `auto` uses those that are set, `off` none of them. `npurun` sets `off` for its ranks.",
+    "npu_device",
+)
 NPU_DEVICE_PORT_RANGE: Variable[tuple[int, int] | None] = Variable(
     "NPU_DEVICE_PORT_RANGE",
     Form(forms.ports, "first and last port, such as 61000-61031"),
     None,
     "",
     "for firewalls: the ports that the package may choose to listen on; default: any. Ports that you set yourself "
-    "(`--master-port`, a rank table, CM_CHIEF_PORT, TF_CONFIG) are used as given.",
+    "(`--master-port`, a rank table, CM_CHIEF_PORT, TF_CONFIG, MASTER_PORT) are used as given.",
     "npu_device",
 )
 NPU_DEVICE_HUB: Variable[int | None] = Variable(

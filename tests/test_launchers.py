@@ -1,0 +1,311 @@
+"""What a process makes of the variables of Slurm, MPI and torchrun: its place, where it is alone, contradictions."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_membership import CM, given, membership, refused, table, tf_config
+
+from npu_device._src import environment
+from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.membership import membership_from_environment, world_size_from_environment
+from npu_device._src.cluster.slurm import first_node
+
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "3",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURMD_NODENAME": "gpu08",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+}
+BATCH_SCRIPT = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "PMIX_NAMESPACE": "prterun-a-7@1",
+}
+MPICH = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "3"}
+PALS = {
+    "PALS_RANKID": "3",
+    "PALS_LOCAL_RANKID": "3",
+    "PALS_APID": "8e1",
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+    "PMI_LOCAL_SIZE": "4",
+}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+ALL = {"Slurm": SLURM, "Open MPI": OPEN_MPI, "MPICH": MPICH, "PALS": PALS, "torchrun": TORCHRUN}
+RANKS = {
+    "SLURM_PROCID": "Slurm",
+    "OMPI_COMM_WORLD_RANK": "Open MPI",
+    "PMI_RANK": "MPICH",
+    "PALS_RANKID": "PALS",
+    "RANK": "torchrun",
+}
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in environment.ALL:
+        monkeypatch.delenv(variable.name, raising=False)
+    for name in BATCH_SCRIPT:
+        monkeypatch.delenv(name, raising=False)
+
+
+# Alone
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        *({name: "3"} for name in RANKS),
+        {"WORLD_SIZE": "4"},
+        {"RANK": "no number", "MASTER_ADDR": "a"},
+        {"WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+        {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"},
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a"},
+        {"PMI_SIZE": "4"},
+        {"PMI_RANK": "0", "PMI_SIZE": "1"},
+        {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "4"},
+        BATCH_SCRIPT,
+        {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # srun --pty bash
+        *({**variables, "NPU_DEVICE_LAUNCHER": "off"} for variables in ALL.values()),
+        {**OPEN_MPI, "NPU_DEVICE_LAUNCHER": "slurm"},
+        {**SLURM, "NPU_DEVICE_LAUNCHER": "mpi"},
+        {**SLURM, "NPU_DEVICE_LAUNCHER": "torchrun", "WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "a"},
+    ],
+    ids=str,
+)
+def test_alone(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, **variables)
+    assert world_size_from_environment() == 1
+    assert membership_from_environment() is None
+
+
+# One launcher
+
+
+@pytest.mark.parametrize("launcher", ALL)
+def test_place(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = membership(monkeypatch, **ALL[launcher])
+    assert (found.scheme, found.world_size, found.rank, found.is_chief) == (launcher, 4, 3, False)
+    assert found.device_id == (1 if launcher in ("Slurm", "torchrun") else 3)
+    assert world_size_from_environment() == 4
+    assert membership(monkeypatch, DEVICE_ID="7").device_id == 7
+    assert membership(monkeypatch, JOB_ID="mine").job_id == "mine"
+    port = found.chief_port
+    assert membership(monkeypatch, HCCL_IF_BASE_PORT="6000").chief_port == (port if launcher == "torchrun" else 6000)
+
+
+@pytest.mark.parametrize("launcher", ALL)
+def test_rank_0_is_the_chief_and_none_is_beyond_the_last(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [name for name in ALL[launcher] if name in RANKS]
+    found = membership(monkeypatch, **{**ALL[launcher], **dict.fromkeys(ranks, "0")})
+    assert (found.rank, found.is_chief) == (0, True)
+    assert f"is rank 4 of 4 ({launcher}: " in refused(monkeypatch, **dict.fromkeys(ranks, "4"))
+
+
+@pytest.mark.parametrize("name", [*RANKS, "WORLD_SIZE", "PMI_SIZE", "SLURM_LOCALID", "MASTER_PORT"])
+def test_malformed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = next(variables for variables in ALL.values() if name in variables)
+    given(monkeypatch, **{**variables, name: "x"})
+    with pytest.raises(ValueError, match=f"EI0001: .* {name} is 'x'"):
+        membership_from_environment()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("localhost", "localhost"),
+        ("a,b", "a"),
+        ("gpu[07-08]", "gpu07"),
+        ("n[1,3-5],m7", "n1"),
+        ("login1,n[1-2]", "login1"),
+        ("rack[2-3]n[007,9-11]-ib,login1", "rack2n007-ib"),
+        ("c1.example.org,c[2-3].example.org", "c1.example.org"),
+    ],
+)
+def test_first_node(nodes: str, first: str) -> None:
+    assert first_node(nodes) == first
+
+
+# Where the ranks meet
+
+
+def test_slurm_meets_on_the_first_node_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = membership(monkeypatch, **SLURM, SLURM_SUBMIT_HOST="login", SLURM_JOB_NODELIST="gpu[01-08]")
+    assert (found.chief_hosts, found.host_key, found.job_id) == (("gpu07",), "gpu08", "Slurm-4711-3")
+    assert 61000 <= found.chief_port < 65000
+    assert membership(monkeypatch, SLURM_PROCID="0").chief_port == found.chief_port
+    ports = {membership(monkeypatch, SLURM_STEP_ID=str(step)).chief_port for step in range(8)}
+    assert len(ports) > 4
+    assert 7000 <= membership(monkeypatch, NPU_DEVICE_PORT_RANGE="7000-7003").chief_port <= 7003
+    assert membership(monkeypatch, SLURM_STEP_NODELIST="gpu08").chief_hosts == ("127.0.0.1",)
+
+
+def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = membership(monkeypatch, **TORCHRUN)
+    assert (found.chief_hosts, found.chief_port) == (("10.0.0.1",), 29500)
+    computed = membership(monkeypatch, TORCHELASTIC_USE_AGENT_STORE="True").chief_port  # 29500 is torchrun's own
+    assert 61000 <= computed < 65000
+    assert membership(monkeypatch, RANK="0").chief_port == computed
+    assert membership(monkeypatch, MASTER_PORT="29501").chief_port != computed
+    assert membership(monkeypatch, LOCAL_WORLD_SIZE="4").chief_hosts == ("127.0.0.1",)
+    assert "MASTER_PORT is missing" in refused(monkeypatch, MASTER_PORT="")
+
+
+@pytest.mark.parametrize("launcher", ["Slurm", "Open MPI", "MPICH", "PALS"])
+def test_master_addr_for_ranks_of_other_launchers(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    several_hosts = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MPI_LOCALNRANKS": "2", "PMI_LOCAL_SIZE": "2"}
+    variables = {**ALL[launcher], "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
+    found = membership(monkeypatch, **{**variables, **several_hosts})
+    assert (found.scheme, found.chief_hosts, found.chief_port) == (launcher, ("10.0.0.7",), 29500)
+
+
+@pytest.mark.parametrize("launcher", ["Open MPI", "MPICH", "PALS"])
+def test_mpi_on_one_host(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = membership(monkeypatch, **ALL[launcher])
+    assert found.chief_hosts == ("127.0.0.1",)
+    assert 61000 <= found.chief_port < 65000
+    assert membership(monkeypatch, MASTER_ADDR="elsewhere", MASTER_PORT="29500").chief_hosts == ("127.0.0.1",)
+
+
+def test_mpi_on_several_hosts_without_mpi4py(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "mpi4py.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mpi4py", raising=False)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    text = refused(monkeypatch, **{**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+    monkeypatch.delitem(sys.modules, "mpi4py")
+    assert "Open MPI started the 4 ranks on several hosts" in text
+    for word in ("mpi4py", "MASTER_ADDR", "MASTER_PORT"):
+        assert word in text
+
+
+STARTS_TWO_RANKS = """
+import os, subprocess, sys
+for rank in "01":
+    variables = {"PMI_RANK": rank, "PMI_SIZE": "2", "MPI_LOCALRANKID": rank, "MPI_LOCALNRANKS": "2"}
+    subprocess.run(["sh", "-c", f"{sys.executable} {sys.argv[1]}; true"], env={**os.environ, **variables}, check=True)
+"""  # each in a shell that doesn't give way to Python
+
+
+def test_the_process_that_started_the_ranks_names_the_job(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text("from npu_device._src.cluster import mpiexec\nprint(mpiexec.read().job)\n")
+    jobs = [_printed([sys.executable, "-c", STARTS_TWO_RANKS, str(job)]).split() for _ in range(2)]
+    assert [len(set(names)) for names in jobs] == [1, 1], jobs
+    assert jobs[0] != jobs[1]
+
+
+def test_ranks_that_share_nothing_are_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    container = ["unshare", "--map-root-user", "--pid", "--fork"]  # from which the starter can't be seen
+    if subprocess.run([*container, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs unshare")
+    given(monkeypatch, **MPICH)
+    script = (
+        "from npu_device._src.cluster.membership import membership_from_environment\n"
+        "try: membership_from_environment()\n"
+        "except RuntimeError as error: print(error)"
+    )
+    text = _printed([*container, sys.executable, "-c", script])
+    assert "MPICH started the 4 ranks on this host" in text
+    assert "set MASTER_ADDR=127.0.0.1 and MASTER_PORT" in text
+    assert membership(monkeypatch, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500").chief_port == 29500
+
+
+def _printed(command: list[str]) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout
+
+
+# Several descriptions
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, TORCHRUN),  # srun starts torchrun
+        (SLURM, TORCHRUN),  # a wrapper sets torchrun's variables
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, TORCHRUN),
+        (MPICH, TORCHRUN),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, MPICH),  # mpiexec starts its daemons with srun
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "9", "SLURM_PROCID": "8"}, OPEN_MPI),  # on all nodes of the allocation
+        ({"PMI_RANK": "3", "PMI_SIZE": "4"}, SLURM),  # srun --mpi=pmi2
+    ],
+)
+def test_launchers_that_agree(outer: dict[str, str], inner: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = membership(monkeypatch, **inner)
+    assert membership(monkeypatch, **outer) == alone
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({**SLURM, **TORCHRUN, "RANK": "2"}, "is rank 2 of 4 by torchrun, but rank 3 of 4 (Slurm: SLURM_PROCID=3)"),
+        (
+            {**SLURM, **TORCHRUN, "WORLD_SIZE": "2", "RANK": "1"},
+            "is rank 1 of 2 by torchrun, but rank 3 of 4 (Slurm: SLURM_PROCID=3)",
+        ),
+        ({**OPEN_MPI, **TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}, "is rank 0 of 1 by torchrun, but rank 3 of 4 (Open"),
+        ({**SLURM, "RANK_SIZE": "1"}, "is one of 1 ranks by Ascend's variables or TF_CONFIG, but rank 3 of 4 (Slurm"),
+        ({**MPICH, "CM_WORKER_SIZE": "1"}, "is one of 1 ranks by Ascend's"),
+        ({**SLURM, "RANK_ID": "1"}, "is rank 1 of 4 by Slurm and RANK_ID, but rank 3 of 4 (Slurm"),
+        (
+            {**SLURM, "TF_CONFIG": tf_config({"type": "worker", "index": 1}, worker=["a:1", "b:1"])},
+            "is one of 2 ranks by Ascend's variables or TF_CONFIG, but rank 3 of 4 (Slurm",
+        ),
+        (
+            {
+                **TORCHRUN,
+                "WORLD_SIZE": "2",
+                "RANK": "0",
+                "TF_CONFIG": tf_config({"type": "worker", "index": 1}, worker=["a:1", "b:1"]),
+            },
+            "is rank 1 of 2 by TF_CONFIG and RANK_ID, but rank 0 of 2 (torchrun: RANK=0)",
+        ),
+    ],
+)
+def test_contradictions(variables: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = refused(monkeypatch, **variables)
+    assert says in text
+    assert "NPU_DEVICE_LAUNCHER" in text
+
+
+def test_npu_device_launcher_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, **SLURM, **{**TORCHRUN, "RANK": "2"})
+    for launcher, rank in (("slurm", 3), ("torchrun", 2)):
+        assert membership(monkeypatch, NPU_DEVICE_LAUNCHER=launcher).rank == rank
+    with pytest.raises(ClusterError):
+        membership(monkeypatch, NPU_DEVICE_LAUNCHER="auto")
+
+
+def test_ascends_variables_go_before_a_launchers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert membership(monkeypatch, **table(tmp_path, RANK_ID="3"), **SLURM).scheme == "rank table"
+    monkeypatch.delenv("RANK_TABLE_FILE")
+    assert membership(monkeypatch, RANK_SIZE="4", RANK_ID="3").scheme == "Slurm"
+    for name in ("RANK_SIZE", "RANK_ID"):
+        monkeypatch.delenv(name)
+    assert membership(monkeypatch, **CM).scheme == "CM_*"
+
+
+def test_tf_config_goes_before_a_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads(tf_config({"type": "worker", "index": 3}, worker=["a:1", "b:1", "c:1", "d:1"]))
+    found = membership(monkeypatch, **SLURM, TF_CONFIG=json.dumps(config))
+    assert (found.scheme, found.rank) == ("TF_CONFIG", 3)
