@@ -35,7 +35,7 @@ import tensorflow as tf
 import npu_device as npu
 rank = npu.open().worker_id
 one = tf.constant(1.0)
-os.write(1, f"sum {float(npu.distribute.all_reduce(one, 'sum'))}\n".encode())  # in one piece
+os.write(1, f"sum {float(npu.distribute.all_reduce(one, 'sum'))}\\n".encode())  # in one piece
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 npu.distribute.all_reduce(one, "sum")
