@@ -86,7 +86,7 @@ def body_signatures(calls: int) -> int:
 
 
 def test_lengths_that_vary(tensorflow_ranks: Pool) -> None:
-    # Each length took keys of its own: 60 more, for ever.
+    # Each length took keys of its own: 60 more, forever.
     assert max(tensorflow_ranks.run(body_signatures, 60)) <= 3
 
 

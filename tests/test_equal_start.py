@@ -150,7 +150,7 @@ def test_ranks_that_train_alone_are_told(tmp_path: Path, keras: str) -> None:
         assert ended.code == 0, ended.output
         assert "no gradient was reduced" not in ended.output
     assert "npu_device: Sequential" in first.output
-    assert "global batch   8 samples, 4 a rank; 1 steps an epoch" in first.output
+    assert "global batch   8 samples, 4 per rank; 1 steps per epoch" in first.output
     assert "learning rate  0.01 (SGD), as given" in first.output
     assert "global batch" not in second.output
 

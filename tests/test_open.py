@@ -112,7 +112,7 @@ def test_the_handle(ranks: Pool) -> None:
     for rank, result in enumerate(ranks.run(body_handle)):
         same, other, device, name, worker, workers, worker_id = result
         assert same
-        assert "device 7 can't be opened" in other and "one process a device" in other
+        assert "device 7 can't be opened" in other and "one process per device" in other
         assert device.endswith("CPU:0")
         assert name == f"/job:localhost/replica:0/task:0/device:NPU:{rank}"
         assert (worker, workers, worker_id) == (ranks.size > 1, ranks.size, rank)

@@ -241,7 +241,7 @@ def test_doubled(doubled: int, start: Any, tmp_path: Path) -> None:
     ranks = [start(by_table(tmp_path, 3, rank, HCCL_CONNECT_TIMEOUT="30")) for rank in (0, 1, doubled)]
     text = one_error(ranks)
     assert time.monotonic() - began < LIMIT  # nobody waits for the time-out
-    assert text.startswith("the ranks that came to job 'tests' don't fit together (doubled rank):")
+    assert text.startswith("the ranks that came to job 'tests' don't match (doubled rank):")
     assert text.count(f"  rank {doubled} on host here: doubled (machine ") == 2
     assert text.count(": came (machine ") == 1
     assert "  rank 2 on host here: missing" in text
@@ -267,7 +267,7 @@ def test_another_world_size(start: Any, tmp_path: Path) -> None:
     ]
     text = one_error(ranks)
     assert time.monotonic() - began < LIMIT
-    assert "don't fit together (another world size)" in text
+    assert "don't match (another world size)" in text
     assert "  device 0 on host 127.0.0.1: came (" in text
     assert "  device 1 on host 127.0.0.1: another world size, 3 (the chief: 2) (machine " in text
 
@@ -282,7 +282,7 @@ def test_another_version(package: str, start: Any, tmp_path: Path) -> None:
     ]
     text = one_error(ranks)
     assert time.monotonic() - began < LIMIT
-    assert "don't fit together (another version)" in text
+    assert "don't match (another version)" in text
     assert f"  rank 1 on host here: another version, {package} 2.1 (the chief: 2.0) (machine " in text
     assert "install the same versions" in text
 

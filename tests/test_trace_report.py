@@ -108,11 +108,26 @@ def test_even_ranks_are_said_to_be_even(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("segments", "takes", "situation", "reason"),
     [
-        (((0, 2), (3, 9)), 3.0, "starts early and the last one is long: move the cut back", "over 26.0 ms before that"),
-        (((0, 7), (8, 9)), 3.0, "start late and outlast backward: move the cut forward", "over 14.0 ms after that"),
-        (((0, 9),), 3.0, "One segment carries most and hangs over: add segments", "100% of the bytes"),
-        (((0, 8), (9, 9)), 3.0, "One segment carries most and hangs over: add segments", "90% of the bytes"),
-        (((0, 8), (9, 9)), 0.1, "hidden behind backward", "0.1 ms of it is exposed"),
+        (
+            ((0, 2), (3, 9)),
+            3.0,
+            "starts early and the last one is long: move the cut back",
+            "over 26.0 ms before backward ends",
+        ),
+        (((0, 7), (8, 9)), 3.0, "start late and outlast backward: move the cut forward", "over 14.0 ms after backward"),
+        (
+            ((0, 9),),
+            3.0,
+            "has most of the bytes and ends after backward: add segments",
+            "100% of the bytes",
+        ),
+        (
+            ((0, 8), (9, 9)),
+            3.0,
+            "has most of the bytes and ends after backward: add segments",
+            "90% of the bytes",
+        ),
+        (((0, 8), (9, 9)), 0.1, "hidden behind backward", "0.1 ms of each step is exposed"),
     ],
 )
 def test_the_situations_of_the_guide(
@@ -179,7 +194,7 @@ def test_a_measurement_of_the_collectives_is_used(tmp_path: Path, run: str) -> N
     # A second a collective: one is best, whatever the trace says.
     diagnosis = found(tmp_path / run, trace(0), trace(1)).diagnosis
     assert diagnosis.call == "set_split_strategy_by_idx([9])"
-    assert "By the measured collectives" in diagnosis.expectation
+    assert "According to the measured collectives" in diagnosis.expectation
 
 
 def test_missing_ranks_are_named(tmp_path: Path) -> None:

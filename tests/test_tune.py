@@ -207,7 +207,7 @@ def test_a_split_that_was_slower_once_does_not_win() -> None:
 
 
 def test_a_script_with_a_split_of_its_own_is_refused() -> None:
-    with pytest.raises(ValueError, match="take the call of set_split_strategy_by_idx"):
+    with pytest.raises(ValueError, match="remove the call of set_split_strategy_by_idx"):
         tune(World(own=[17, 19]).run, lambda _: COST, lambda _: None, Budget())
 
 
@@ -247,7 +247,7 @@ def test_npu_tune_prints_the_line_to_paste(tmp_path: Path, capsys: pytest.Captur
     best = best_plan(traced([trace(0), trace(1)]).step.backward, COST)
     assert f"set_split_strategy_by_idx({list(best.ends)})" in text
     assert "20 float32 gradients, 20.0 MB; 2 ranks on 1 host" in text
-    for name in ("as it is now", "default", "one segment", "one a gradient", "best", "(traced"):
+    for name in ("as it is now", "default", "one segment", "one per gradient", "best", "(traced"):
         assert any(line.startswith(name) for line in text.splitlines())
 
 
@@ -375,7 +375,7 @@ def test_tuning_a_script(tmp_path: Path) -> None:
     assert 0 < cost.load <= 1, "a collective in shared memory is a core's work"
     assert 0 < cost.pace <= 1
     assert best_known(work) == CostModel.read(work / CALIBRATED_FILE)
-    assert "with what these runs say, npu-tune reckons with all_reduce: " in ended.stdout
+    assert "calibrated with these runs, npu-tune's model is: all_reduce: " in ended.stdout
     # What it has left is enough for npu-tune.
     npu_tune.main([str(work)])
     npu_tune.main(["--simulate", str(work)])

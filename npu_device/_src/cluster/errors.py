@@ -1,5 +1,6 @@
-"""Errors between the ranks, and the exit code that is none. A malformed variable is a plain ValueError
-(``environment``).
+"""Errors between the ranks, and the exit code of a rank that was asked to stop.
+
+A malformed environment variable is a plain ValueError (``environment``).
 """
 
 from __future__ import annotations

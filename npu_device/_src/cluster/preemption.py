@@ -1,9 +1,9 @@
 """Stop all ranks after the same step when one of them is sent a signal.
 
 The signal reaches a thread at once (``signal.set_wakeup_fd``), even while the main thread waits in an operation. The
-thread asks all ranks for a step that they have not begun to leave; each answers, and holds there until it is told the
-largest of the answers, after which all stop. Ranks may be any number of steps apart, and any number of them may be sent
-the signal.
+thread asks all ranks after which step they can still stop. Each rank answers with its current step, and waits at that
+step's end until it is told the largest of the answers. All stop after that step. Ranks may be any number of steps
+apart, and any number of them may be sent the signal.
 
 Writing the checkpoint and ending is left to the caller.
 """
@@ -39,7 +39,7 @@ class Preemption:
 
     Args:
         health: the other ranks; None on a single device.
-        world_size: number of ranks; every rank has to make its object.
+        world_size: number of ranks; every rank has to create its own object.
         number: of the signal.
         limit: seconds from the signal until this process ends, finished or not.
 
@@ -81,11 +81,11 @@ class Preemption:
             self._steps += 1
             while self._last is None and self._holds_at is not None and self._steps >= self._holds_at:
                 if not self._changed.wait(self._limit):
-                    self._holds_at = None  # who asked is gone
+                    self._holds_at = None  # the rank that asked is gone
             return self._steps == self._last
 
     def has_saved(self) -> None:
-        """Say that the checkpoint after the last step is complete: the process ends as resumable, whatever comes."""
+        """Record that the last step's checkpoint is complete: from now on, the process can only end as resumable."""
         self._code = RESUMABLE
 
     def close(self) -> None:
@@ -176,7 +176,7 @@ class Preemption:
         with contextlib.suppress(Exception):
             self._say(f"{why}; this process ends")
             sys.stdout.flush()
-        os._exit(self._code)  # the main thread may be waiting in an operation for ever
+        os._exit(self._code)  # the main thread may be waiting in an operation forever
 
 
 def _nothing(number: int, frame: Any) -> None:

@@ -241,7 +241,7 @@ class Roster:
             )
         else:
             kinds = [kind for kind in kinds if kind != "missing"]  # the others would be wrong anyway
-            head = f"the ranks that came to job {job!r} don't fit together ({', '.join(kinds)}):"
+            head = f"the ranks that came to job {job!r} don't match ({', '.join(kinds)}):"
         remedies = [_REMEDIES[kind] for kind in kinds]
         return "\n".join([head, *(f"  {line}" for line in self._lines()), *remedies])
 
@@ -331,7 +331,7 @@ _REMEDIES = {
     "another version": "What to do: install the same versions of npu_device and TensorFlow for all ranks.",
     "missing": (
         "A missing rank was not started, ended before it got here, or can't reach the chief. What to do: look at its "
-        "output; start all ranks within HCCL_CONNECT_TIMEOUT seconds of each other, or raise it on all of them."
+        "output; start all ranks within HCCL_CONNECT_TIMEOUT seconds of each other, or raise this limit on all of them."
     ),
 }
 

@@ -2,7 +2,7 @@
 
 ``tf.numpy_function`` keeps the Python function, and with it 2 to 7 KB, for as long as the process lives: it hangs it on
 the outermost graph, which for a ``tf.function`` is the process's default graph (TensorFlow 2.20,
-``script_ops._internal_py_func``). A script that retraces would grow for ever. Here all calls share one such function,
+``script_ops._internal_py_func``). A script that retraces would grow forever. Here all calls share one such function,
 which finds the one to run by a number, and the number is an eager tensor that the graph captures: whatever can run the
 graph holds the tensor, and when the tensor goes, so does the function.
 """

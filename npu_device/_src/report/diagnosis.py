@@ -54,7 +54,7 @@ def diagnose(traces: Sequence[RankTrace], ranks: Sequence[RankFigures], director
     last = max(ranks, key=lambda rank: rank.busy)
     trace = next(one for one in traces if one.rank == last.rank)
     if last.exposed < _LITTLE * last.step:
-        reasons = f"Of each step, {_ms(last.exposed)} of it is exposed."
+        reasons = f"Only {_ms(last.exposed)} of each step is exposed."
         return Diagnosis(True, "Communication is hidden behind backward.", reasons, None, "There is nothing to change.")
     return Diagnosis(False, *_situation(trace, last), *_advice(traces, directory))
 
@@ -69,30 +69,31 @@ def _situation(trace: RankTrace, rank: RankFigures) -> tuple[str, str]:
     backward = rank.alone + rank.hidden
     hang = f"reduction goes on for {_ms(rank.exposed)} after backward, {rank.exposed / rank.step:.0%} of a step"
     if rank.hidden + rank.exposed > backward:
-        hang += f". It takes {_ms(rank.hidden + rank.exposed)} in all, more than backward has: no split hides it whole"
+        hang += f". It takes {_ms(rank.hidden + rank.exposed)} in all, longer than backward: no split can hide it all"
     if max(share) >= _MOST:
         return (
-            "One segment carries most and hangs over: add segments.",
-            f"Of {len(order)} segment{'s' if len(order) > 1 else ''} one has {max(share):.0%} of the bytes; {hang}.",
+            "One segment has most of the bytes and ends after backward: add segments.",
+            f"One of {len(order)} segment{'s' if len(order) > 1 else ''} has {max(share):.0%} of the bytes; {hang}.",
         )
     first = (
-        f"The first segment ({share[0]:.0%} of the bytes) starts {_ms(start)} after forward's start, of {_ms(backward)}"
+        f"Backward ends {_ms(backward)} after the start of forward. The first segment ({share[0]:.0%} of the bytes) "
+        f"starts after {_ms(start)}"
     )
     if slack < 0:
         return (
             "The first reductions start late and outlast backward: move the cut forward.",
-            f"{first} until backward ends; all but the last segment are over {_ms(-slack)} after that; {hang}.",
+            f"{first}; all but the last segment are over {_ms(-slack)} after backward; {hang}.",
         )
     return (
         "The first reduction starts early and the last one is long: move the cut back.",
-        f"{first} until backward ends; all but the last segment are over {_ms(slack)} before that, while the last one "
-        f"({share[-1]:.0%}) hangs over; {hang}.",
+        f"{first}; all but the last segment are over {_ms(slack)} before backward ends, and the last one "
+        f"({share[-1]:.0%}) ends after it; {hang}.",
     )
 
 
 def _advice(traces: Sequence[RankTrace], directory: Path) -> tuple[str | None, str]:
     """Return the call to make, and its expected gain."""
-    check = "npurun --tune measures the collectives and tries what it finds."
+    check = "npurun --tune measures the collectives, and tries the splits that it finds."
     try:
         found = traced(traces)
     except ValueError as error:
@@ -102,8 +103,8 @@ def _advice(traces: Sequence[RankTrace], directory: Path) -> tuple[str | None, s
     plan, now = best_plan(backward, cost), predict(backward, cost, found.ends)
     gain = now.finish - plan.finish
     if gain < _LITTLE * found.median:
-        return None, f"By {source} no other split is expected to be faster. {check}"
-    text = f"By {source} it is expected to save {_ms(gain * 1e6)} of a step's {_ms(found.median * 1e6)}. {check}"
+        return None, f"According to {source}, no other split is expected to be faster. {check}"
+    text = f"According to {source}, it saves {_ms(gain * 1e6)} of a step's {_ms(found.median * 1e6)}. {check}"
     return _call(traces[0], backward.sizes, plan.ends), text
 
 
@@ -118,9 +119,8 @@ def _cost(traces: Sequence[RankTrace], directory: Path) -> tuple[CostModel, str]
         return CostModel(cost.alpha, cost.beta, busy=cost.alpha), "the segments' times in this trace"
     [(size, times)] = samples.items()
     beta = max(0.0, statistics.median(times) - _ASSUMED_ALPHA) / size
-    source = (
-        f"the gradients' time in this trace, of which {_ms(_ASSUMED_ALPHA * 1e6)} count as independent of its size,"
-    )
+    fixed = _ms(_ASSUMED_ALPHA * 1e6)
+    source = f"the gradients' time in this trace (of which {fixed} are assumed to be independent of size)"
     return CostModel(_ASSUMED_ALPHA, beta, busy=_ASSUMED_ALPHA), source
 
 

@@ -32,7 +32,7 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
     which other callbacks restored on the root are included. Trainable weights, batch-norm statistics, steps, slots,
     moving averages, learning rates and loss scales are sent; random seeds and metrics stay each rank's own.
 
-    A model that its first step would build, and the optimizers of a custom ``train_step``, get their variables
+    A model that would be built by its first step, and the optimizers of a custom ``train_step``, get their variables
     beforehand: the step is traced but not run. A model that runs eagerly is called on the first batch instead; state of
     optimizers that only its own ``train_step`` makes is sent after the first step, together with the weights. The ranks
     then end up with the same values, unless ``steps_per_execution`` is above 1; a warning says so.

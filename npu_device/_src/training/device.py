@@ -95,7 +95,7 @@ def open(device_id: int | None = None) -> NpuDeviceHandle:
             raise RuntimeError(
                 f"device {device_id} can't be opened: this process has opened {_handle.name()} already, and one "
                 "process has one device.\n"
-                "What to do: start one process a device, for instance with npurun."
+                "What to do: start one process per device, for instance with npurun."
             )
         return _handle
     mine = membership.membership_from_environment(device_id)

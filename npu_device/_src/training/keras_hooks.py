@@ -1,6 +1,6 @@
 """Hooks on gradients that pass through a Keras optimizer, for each family of optimizers.
 
-Methods are replaced on the instance that the user handed over, never on a class. They are bound methods, so that a
+Methods are replaced on the user's instance, never on a class. They are bound methods, so that a
 deep copy of the optimizer has its own.
 """
 

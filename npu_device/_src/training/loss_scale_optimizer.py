@@ -18,8 +18,8 @@ class NpuLossScaleOptimizer:
     Args:
         inner_optimizer: a Keras optimizer: Keras 3, tf-keras, tf-keras legacy; wrapped by
             ``npu_distributed_keras_optimizer_wrapper`` or not.
-        dynamic: let the scale double after ``dynamic_growth_steps`` finite steps in a row, and halve, to 1 at least,
-            after each other one (default); otherwise it stays ``initial_scale``.
+        dynamic: let the scale double after ``dynamic_growth_steps`` finite steps in a row, and halve (not below 1)
+            after each step that isn't finite (default); otherwise it stays ``initial_scale``.
         initial_scale: the first scale; default 32768, and needed when ``dynamic`` is False.
         dynamic_growth_steps: default 2000; only when ``dynamic``.
 

@@ -25,7 +25,7 @@ CHART = "simulated.svg"
 _EXAMPLES = """\
 examples:
   npurun -n 2 --tune train.py                    trace, measure, try, and keep the best split
-  npu-tune npu_tune                              the prediction of that run once more
+  npu-tune npu_tune                              that run's prediction once more
   npu-tune trace --alpha 9e-4 --beta 7.4e-10     for a trace without a measurement
   npu-tune --simulate npu_tune --network 25gbe   up to 1,024 ranks over 25 GbE"""
 
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run with these arguments; by default those of the process."""
     parser = argparse.ArgumentParser(
         prog="npu-tune",
-        description="Find the best gradient split by a trace, or simulate the traced model on many ranks.",
+        description="Find the best gradient split for a trace, or simulate the traced model on many ranks.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -43,15 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--simulate", action="store_true", help="step time and efficiency for many ranks")
     parser.add_argument("--network", choices=PRESETS, help="with --simulate: this network (default: as measured)")
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), metavar="N", help="default 1 2 4 … 1024")
-    parser.add_argument("--alpha", type=float, metavar="S", help="seconds a collective; with --simulate a message")
-    parser.add_argument("--beta", type=float, metavar="S", help="seconds a byte of it")
+    parser.add_argument("--alpha", type=float, metavar="S", help="seconds per collective (--simulate: per message)")
+    parser.add_argument("--beta", type=float, metavar="S", help="seconds per byte")
     options = parser.parse_args(arguments)
     if (options.alpha is None) != (options.beta is None):
         parser.error("--alpha and --beta go together")
     if options.network is not None and (options.alpha is not None or not options.simulate):
         parser.error("--network goes with --simulate, and without --alpha and --beta")
     if min(options.ranks) < 1:
-        parser.error("--ranks are numbers from 1")
+        parser.error("--ranks takes numbers of at least 1")
     try:
         found = _traced(options.directory)
         print(_simulated(found, options) if options.simulate else _planned(found, options))
@@ -68,7 +68,7 @@ def _planned(found: Traced, options: argparse.Namespace) -> str:
     cost = _cost(options)
     best = best_plan(found.without_collectives(cost).backward, cost)
     return (
-        f"{messages.prediction(found, cost)}\n\nThe best split by this prediction, which no run has checked "
+        f"{messages.prediction(found, cost)}\n\nThe best split according to this prediction. No run has checked it "
         f"(npurun --tune does):\n  {messages.line_to_paste(best.ends, found.group)}"
     )
 
@@ -84,11 +84,11 @@ def _simulated(found: Traced, options: argparse.Namespace) -> str:
         network, step = networks.link_of(cost, len(found.hosts)), found.without_collectives(cost)
     rows = simulate(step, network, options.ranks)
     sizes = step.backward.sizes
-    title = f"{len(sizes)} gradients, {sum(sizes) / 1e6:.0f} MB, {step.alone * 1e3:.0f} ms a step alone; "
+    title = f"{len(sizes)} gradients, {sum(sizes) / 1e6:.0f} MB, {step.alone * 1e3:.0f} ms per step on one rank; "
     title += f"network {network.name}"
     chart = options.directory / CHART
     chart.write_text(svg(rows, title), encoding="utf-8")
-    link = f"alpha {network.alpha * 1e6:.1f} us a message, beta {network.beta * 1e9:.3f} ns a byte"
+    link = f"alpha {network.alpha * 1e6:.1f} us per message, beta {network.beta * 1e9:.3f} ns per byte"
     return f"{title} ({link})\n\n{table(rows)}\n\n{ASSUMPTIONS}\n\npicture: {chart}"
 
 
@@ -98,7 +98,7 @@ def _cost(options: argparse.Namespace) -> CostModel:
     cost = best_known(options.directory)
     if cost is None:
         raise ValueError(
-            f"{options.directory} has a trace, but no {MEASURED_FILE}: nobody has measured the collectives there.\n"
+            f"{options.directory} has a trace, but no {MEASURED_FILE}: the collectives were not measured.\n"
             "What to do: use the directory of npurun --tune, or give --alpha and --beta."
         )
     return cost

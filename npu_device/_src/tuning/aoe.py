@@ -63,7 +63,7 @@ def finish(directory: Path, cost: CostModel) -> None:
         found = traced(read(directory / FIRST), WARM_UP)
         backward = found.without_collectives(cost).backward
         best = best_plan(backward, cost)
-        # A split that may be slower within the figures' uncertainty is not used without a trial.
+        # A split that may be slower, given the uncertainty of the figures, is not used without a trial.
         present = predict(backward, cost, found.ends)
         better = predict(backward, cost.slower(), best.ends).finish < present.finish
         ends = best.ends if better else found.ends
@@ -72,8 +72,7 @@ def finish(directory: Path, cost: CostModel) -> None:
         _log.warning("aoe_mode 4: no split was found: %s", error)
         return
     _log.warning(
-        "aoe_mode 4:\n%s\n\nThe split to expect most of, which no run has checked (npurun --tune does):\n  %s\nwritten "
-        "to %s",
+        "aoe_mode 4:\n%s\n\nThe most promising split. No run has checked it (npurun --tune does):\n  %s\nwritten to %s",
         messages.prediction(found, cost),
         messages.line_to_paste(ends, found.group),
         " and ".join(map(str, files)),

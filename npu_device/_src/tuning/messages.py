@@ -31,18 +31,18 @@ def prediction(found: Traced, cost: CostModel) -> str:
         ("as it is now", predict(backward, cost, found.ends)),
         ("default, 96.54 % and 3.46 %", default_plan(backward, cost)),
         ("one segment", one),
-        ("one a gradient", per_gradient_plan(backward, cost)),
+        ("one per gradient", per_gradient_plan(backward, cost)),
         ("best", best_plan(backward, cost)),
     ]
     lines = [
         _gradients(found),
         _collectives(cost),
         "",
-        f"{'predicted':30}{'segments':>9}{'exposed, ms':>18}{'ms a step':>11}",
+        f"{'predicted':30}{'segments':>9}{'exposed, ms':>18}{'ms per step':>13}",
     ]
     lines += [_row(name, plan, step, cost) for name, plan in rows]
     lines.append(
-        f"{'(traced, as it is now)':30}{len(found.ends):>9}{found.exposed * 1e3:>18.1f}{found.median * 1e3:>11.1f}"
+        f"{'(traced, as it is now)':30}{len(found.ends):>9}{found.exposed * 1e3:>18.1f}{found.median * 1e3:>13.1f}"
     )
     return "\n".join(lines)
 
@@ -51,7 +51,7 @@ def outcome(result: Outcome) -> str:
     """Return predicted against measured times for the splits that were tried."""
     step = result.traced.without_collectives(result.cost)
     lines = [
-        f"{'':14}{'exposed, ms':>22}{'ms a step':>22}",
+        f"{'':14}{'exposed, ms':>22}{'ms per step':>22}",
         f"{'':14}{'predicted':>12}{'measured':>10}{'predicted':>12}{'measured':>10}  segments end at",
     ]
     for one in result.tried:
@@ -63,11 +63,14 @@ def outcome(result: Outcome) -> str:
     present = result.tried[0]
     if result.gained:
         gain = present.seconds / result.chosen.seconds - 1
-        lines += ["", f"{result.chosen.label} is {gain:.1%} faster a step than the split as it is now. To keep it:"]
+        lines += [
+            "",
+            f"with {result.chosen.label}, steps are {gain:.1%} faster than now. To keep it:",
+        ]
     else:
-        lines += ["", "nothing was faster in every round than the split as it is now, which is:"]
+        lines += ["", "no split was faster in every round than the present one, which is:"]
     lines.append(f"  {line_to_paste(result.chosen.plan.ends, result.traced.group)}")
-    lines += ["", f"with what these runs say, npu-tune reckons with {_collectives(result.calibrated)}"]
+    lines += ["", f"calibrated with these runs, npu-tune's model is: {_collectives(result.calibrated)}"]
     return "\n".join(lines)
 
 
@@ -82,17 +85,17 @@ def _gradients(found: Traced) -> str:
 
 def _collectives(cost: CostModel) -> str:
     bandwidth = f" ({1e-9 / cost.beta:.2f} GB/s)" if cost.beta else ""
-    packing = f"; {cost.pack * 1e9:.3f} ms a MB to pack a segment, and to unpack it" if cost.pack else ""
-    load = f"; it takes {cost.load:.0%} of a rank's cores meanwhile" if cost.load else ""
-    load += f", and goes on at {cost.pace:.0%} of its speed beside backward" if cost.pace < 1 else ""
+    packing = f"; {cost.pack * 1e9:.3f} ms per MB to pack a segment, and the same to unpack it" if cost.pack else ""
+    load = f"; it takes {cost.load:.0%} of a rank's cores" if cost.load else ""
+    load += f"; during backward, it runs at {cost.pace:.0%} of its speed" if cost.pace < 1 else ""
     return (
         f"all_reduce: {cost.alpha * 1e3:.3f} ± {cost.alpha_error * 1e3:.3f} ms, and {cost.beta * 1e9:.3f} ± "
-        f"{cost.beta_error * 1e9:.3f} ms a MB{bandwidth}; beside others {cost.busy * 1e3:.3f} ms are not shared"
-        f"{packing}{load}"
+        f"{cost.beta_error * 1e9:.3f} ms per MB{bandwidth}; of several at the same time, each takes "
+        f"{cost.busy * 1e3:.3f} ms for itself{packing}{load}"
     )
 
 
 def _row(name: str, plan: Plan, step: Step, cost: CostModel) -> str:
     spread = predict(step.backward, cost.slower(), plan.ends).exposed - plan.exposed
     exposed = f"{plan.exposed * 1e3:.1f} ± {spread * 1e3:.1f}"
-    return f"{name:30}{len(plan.ends):>9}{exposed:>18}{(step.alone + plan.added) * 1e3:>11.1f}"
+    return f"{name:30}{len(plan.ends):>9}{exposed:>18}{(step.alone + plan.added) * 1e3:>13.1f}"

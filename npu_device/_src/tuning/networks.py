@@ -34,7 +34,7 @@ class Network:
 
 
 # The latency of a message: 30 us over TCP and 10 GbE is what 16 ranks in a ring with 9.08e-4 s in all (MG-WFBP, see
-# docs/tuning.md) come to; the faster ones are usual figures of TCP over 25 GbE and of RDMA over 100 Gb. The bandwidth
+# docs/notes.md) come to; the faster ones are usual figures of TCP over 25 GbE and of RDMA over 100 Gb. The bandwidth
 # is 94 % of the line's, which Ethernet's and TCP's headers leave.
 PRESETS = {
     "10gbe": Network("10 GbE", 30e-6, 8 / (0.94 * 10e9)),

@@ -1,6 +1,6 @@
 """Forecasts a traced model's step time and efficiency on N ranks and another network, before machines are rented.
 
-For the assumptions, see ``ASSUMPTIONS``, which the user gets to read as well.
+``ASSUMPTIONS``, which users see, too, lists the assumptions.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from npu_device._src.tuning.planner import Backward, best_plan, default_plan
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 ASSUMPTIONS = """\
-Assumptions: each rank does what the traced one did, on its own batch and its own machine (weak scaling), as fast as the
-slowest traced rank; input, backward and update take as long as traced; communication costs the processors nothing, or
-what was measured: packing, and what collectives and backward take from each other; a message takes alpha + beta * bytes
-between any two ranks, nobody else uses the network, and it never congests; segments travel one after the other; nobody
-straggles. Real runs are slower, the more so with more ranks."""
+Assumptions: each rank does the work of a traced rank, on its own batch and its own machine (weak scaling), as fast as
+the slowest of them. Input, backward and update take as long as traced. Communication costs the processors nothing
+beyond what was measured: packing, and what collectives and backward take from each other. A message takes
+alpha + beta * bytes between any two ranks. Nobody else uses the network, and it is never congested. Segments travel one
+after the other. No rank is late. Real runs are slower, the more so with more ranks."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def simulate(step: Step, network: Network, ranks: Sequence[int] = RANKS) -> list
 def table(rows: Sequence[Expected]) -> str:
     """Return the rows as text, one line for each number of ranks and shape."""
     lines = [f"{'':14}{'default split':>24}{'best split':>22}", f"{'ranks':>6} {'shape':6}"]
-    lines[1] += f"{'ms a step':>14}{'efficiency':>12}{'ms a step':>12}{'efficiency':>12}{'speed-up':>11}  segments"
+    lines[1] += f"{'ms per step':>14}{'efficiency':>12}{'ms per step':>12}{'efficiency':>12}{'speed-up':>11}  segments"
     for row in rows:
         lines.append(
             f"{row.ranks:>6} {row.shape:6}{row.default * 1e3:>14.1f}{row.default_efficiency:>12.1%}"

@@ -138,8 +138,8 @@ def tune(run: Run, measure: Callable[[int], CostModel], report: Callable[[str], 
 def _require_split(wanted: Tried, result: Traced) -> None:
     if result.ends != wanted.plan.ends:
         raise ValueError(
-            f"the run was to cut the gradients at {list(wanted.plan.ends)}, but cut them at {list(result.ends)}.\n"
+            f"the run should have cut the gradients at {list(wanted.plan.ends)}, but cut them at {list(result.ends)}.\n"
             "Likely cause: a split strategy set in the script (hccl.split.api) takes precedence over the tuner's; or "
             "the gradients differ from run to run.\n"
-            "What to do: take the call of set_split_strategy_by_idx or set_split_strategy_by_size out while tuning."
+            "What to do: remove the call of set_split_strategy_by_idx or set_split_strategy_by_size while tuning."
         )

@@ -58,7 +58,7 @@ def newest_whole(world: World | None, place: Place, directory: Path) -> Chosen |
     """
     found, problem = folder.steps(directory) if place.is_keeper else ([], None)
     if problem is not None:
-        _log.warning("%s: %s; all checkpoints in it are looked at", directory, problem)
+        _log.warning("%s: %s; considering all checkpoints in it", directory, problem)
     listed = everybody(world, found)
     steps = sorted({step for some in listed for step in some}, reverse=True)
     problems: list[str] = []
@@ -83,7 +83,7 @@ def newest_whole(world: World | None, place: Place, directory: Path) -> Chosen |
         raise CheckpointError(
             f"none of the checkpoints in {directory} can be used:\n  "
             + "\n  ".join(problems)
-            + "\nWhat to do: copy them from a backup, or begin anew with another directory."
+            + "\nWhat to do: copy them from a backup, or start over in another directory."
         )
     return partly
 

@@ -53,7 +53,7 @@ class JobCheckpoint:
 
     The random states of Python, numpy and TensorFlow's eager operations are kept for each rank, and so are variables
     among the shared ones that differ from rank 0's (seed generators, moving averages). Random operations of a graph
-    that have no generator keep their state where nobody can read it.
+    that have no generator keep their state inside the operation, where it can't be read.
 
     Every rank has to make the calls, in the same order. On a single device they do the same for one process.
     """
@@ -95,7 +95,7 @@ class JobCheckpoint:
             self._preemption.close()
 
     def step_done(self, step: int) -> None:
-        """Say that a step is over; writes a checkpoint every ``every`` steps, and ends the process when asked to stop.
+        """Report that a step is over. Write a checkpoint every ``every`` steps; end the process when asked to stop.
 
         Args:
             step: how many steps are over.
@@ -226,7 +226,7 @@ class JobCheckpoint:
             names, self._warned = self._warned, []
             if names and self._place.rank == 0:
                 _log.warning(
-                    "the random state of %s can't be kept in a checkpoint, so that a resumed run draws other numbers.\n"
+                    "the random state of %s can't be kept in a checkpoint, so a resumed run draws different numbers.\n"
                     "What to do: call tf.keras.backend.experimental.enable_tf_random_generator() before the model is "
                     "made.",
                     ", ".join(names),

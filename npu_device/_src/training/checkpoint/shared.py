@@ -72,7 +72,7 @@ class Shared:
             paths: the variables in them.
 
         Raises:
-            CheckpointError: the checkpoint and the script's variables don't fit together.
+            CheckpointError: the checkpoint and the script's variables don't match.
         """
         self.build()
         checkpoint = self.checkpoint()

@@ -234,7 +234,7 @@ class Replica:
             if kind == "predict":
                 raise TypeError(
                     "predict gives the results of the whole data, in their order, and takes them whole; found "
-                    "npu.distribute.divided data.\nWhat to do: hand over all of the data on every rank."
+                    "npu.distribute.divided data.\nWhat to do: pass all of the data on every rank."
                 )
             bound.arguments["x"] = with_equal_length(self._world, source)
         if not self._world.is_main:
@@ -252,7 +252,7 @@ def _content(batch: Any) -> Any:
 
 
 def _steps(callbacks: Any) -> int | None:
-    """Return the number of steps an epoch that Keras has told the callbacks."""
+    """Return the number of steps per epoch that Keras has told the callbacks."""
     last = callbacks[-1] if isinstance(callbacks, list) else callbacks
     return (getattr(last, "params", None) or {}).get("steps")
 

@@ -59,7 +59,7 @@ def warn_if_all_the_same(world: World, digest: int) -> None:
     ranks = [rank for rank, value in enumerate(digests) if digests.count(value) > 1]
     if ranks and world.is_main:
         _log.warning(
-            "ranks %s began with the very same batch, though the data set was handed over as divided.\nLikely cause: "
+            "ranks %s began with the very same batch, although the data set was passed as divided.\nLikely cause: "
             "it isn't divided, or shuffled with the same seed before it is.\nWhat to do: call dataset.shard(size, "
             "rank) before shuffle, or leave npu.distribute.divided out.",
             ", ".join(map(str, ranks)),

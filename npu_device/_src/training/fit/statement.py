@@ -35,17 +35,17 @@ def lines(world: World, model: Any, rows: int | None, steps: int | None) -> list
         batch = "each rank's own batches (divided data)"
     else:
         least, most = rows // world.size, -(-rows // world.size)
-        batch = f"{rows} samples, {most if least == most else f'{least} or {most}'} a rank"
+        batch = f"{rows} samples, {most if least == most else f'{least} or {most}'} per rank"
     rates = ", ".join(_rate(optimizer) for optimizer in training_state.optimizers(model)) or "none"
-    threads = tf.config.threading.get_intra_op_parallelism_threads() or "TensorFlow's own number of"
+    threads = tf.config.threading.get_intra_op_parallelism_threads() or "TensorFlow's default number of"
     backend = (
         "shared memory" if uses_shared_memory(world.runtime, world.group, [tf.float32]) else "TensorFlow's collectives"
     )
     return [
         f"npu_device: {type(model).__name__} {model.name!r} trains on {world.size} ranks ({where})",
-        f"  global batch   {batch}; {'unknown' if steps is None else steps} steps an epoch",
-        f"  learning rate  {rates}, as given: nobody has scaled it by the number of ranks",
-        f"  backend        {backend}; {threads} threads a rank",
+        f"  global batch   {batch}; {'unknown' if steps is None else steps} steps per epoch",
+        f"  learning rate  {rates}, as given, not scaled by the number of ranks",
+        f"  backend        {backend}; {threads} threads per rank",
         "  files          callbacks write on rank 0; the others wait after each epoch",
         "  (NPU_DEVICE_STATEMENT=off leaves this out)",
     ]

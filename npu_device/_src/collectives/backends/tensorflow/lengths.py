@@ -1,6 +1,6 @@
 """Lengths to which rows of different lengths are padded: a limited set.
 
-TensorFlow keeps something for each length for ever (``sequence``).
+TensorFlow keeps something for each length forever (``sequence``).
 """
 
 from __future__ import annotations

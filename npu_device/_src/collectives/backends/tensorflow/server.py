@@ -72,8 +72,8 @@ def start(runtime: Runtime) -> None:
         device_filters=(f"/job:{_JOB}/task:{cluster.rank}",),
     )
     config = context.config
-    # By default TensorFlow cuts what it receives into strings of 4096 bytes, which costs a third of a large ring's time
-    # (docs/notes.md). Its own DTensor sets the same.
+    # By default TensorFlow cuts received data into strings of 4096 bytes, which costs processor time
+    # (docs/benchmarks.md). Its own DTensor sets the same.
     config.experimental.recv_buf_max_chunk = -1
     context.enable_collective_ops(compat.server_def({_JOB: addresses}, _JOB, cluster.rank, reserved.number, config))
     try:
