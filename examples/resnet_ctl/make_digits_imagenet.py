@@ -148,7 +148,7 @@ def main() -> int:
     try:
         written = make(arguments.data_dir, arguments.image_size)
     except ModuleNotFoundError as error:
-        print(f'{error}. Install what the example needs: pip install "npu_device[examples]"', file=sys.stderr)
+        print(f'{error}. Install what the example needs: pip install ".[examples]"', file=sys.stderr)
         return 1
     except (OSError, ValueError) as error:
         print(f"No data set was made: {error}", file=sys.stderr)

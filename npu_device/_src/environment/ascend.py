@@ -107,7 +107,7 @@ HCCL_IF_BASE_PORT: Variable[int | None] = Variable(
     forms.integer(1024, 65520),
     None,
     "",
-    "port on rank 0's host where the ranks of a rank table meet, unless rank 0's entry has a `host_port`, and ranks "
+    "port on rank 0's host where the ranks meet: those of a rank table without a `host_port` for rank 0, and those "
     "that Slurm or MPI started; default: one from 61000 to 64999, computed from JOB_ID and the table or the launcher's "
     "job.",
     "Ascend",

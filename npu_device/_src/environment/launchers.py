@@ -47,8 +47,8 @@ LOCAL_RANK = _number("LOCAL_RANK", _LOCAL_RANK, "torchrun")
 LOCAL_WORLD_SIZE = _number("LOCAL_WORLD_SIZE", _LOCAL_SIZE, "torchrun", 1)
 MASTER_ADDR = _text(
     "MASTER_ADDR",
-    "address or name of rank 0's host. MASTER_ADDR and MASTER_PORT also tell ranks that Slurm or MPI started where "
-    "they meet",
+    "address or name of rank 0's host. Ranks that Slurm or MPI started also meet at MASTER_ADDR and MASTER_PORT, if "
+    "both are set",
     "torchrun",
 )
 MASTER_PORT: Variable[int | None] = Variable(
@@ -56,10 +56,10 @@ MASTER_PORT: Variable[int | None] = Variable(
     forms.integer(1, 65535),
     None,
     "",
-    "port of rank 0's host where the ranks meet. Where torchrun's own store listens there, the ranks compute another "
-    "one from it.",
+    "port on rank 0's host where the ranks meet. If torchrun's own store listens there, the ranks compute another one "
+    "from it.",
     "torchrun",
 )
 TORCHELASTIC_USE_AGENT_STORE = _text(
-    "TORCHELASTIC_USE_AGENT_STORE", "`True` where torchrun's own store listens at MASTER_PORT", "torchrun"
+    "TORCHELASTIC_USE_AGENT_STORE", "`True` if torchrun's own store listens at MASTER_PORT", "torchrun"
 )

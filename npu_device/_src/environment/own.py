@@ -27,8 +27,8 @@ NPU_DEVICE_LAUNCHER: Variable[str] = Variable(
     forms.one_of("auto", "slurm", "mpi", "torchrun", "off"),
     "auto",
     "",
-    "whose variables describe the job where Ascend's and TF_CONFIG don't: `slurm`, `mpi` (MPI's `mpiexec`) or "
-    "`torchrun`; `auto` uses those that are set, `off` none of them. `npurun` sets `off` for its ranks.",
+    "the launcher whose variables describe the job if Ascend's and TF_CONFIG don't: `slurm`, `mpi` (MPI's `mpiexec`) "
+    "or `torchrun`; `auto` uses those that are set, `off` none of them. `npurun` sets `off` for its ranks.",
     "npu_device",
 )
 NPU_DEVICE_PORT_RANGE: Variable[tuple[int, int] | None] = Variable(
