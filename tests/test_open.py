@@ -5,6 +5,7 @@ the host.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,20 @@ def test_the_ranks_of_a_host_divide_its_cores(tmp_path: Path) -> None:
         assert f"intra {max(1, cores // 2)} inter {max(2, cores // 2)}" in result.output
 
 
+def test_ranks_that_are_bound_to_cores_keep_them(tmp_path: Path) -> None:
+    bound = """
+import os
+from npu_device._src.cluster import runtime
+cores = sorted(os.sched_getaffinity(0))
+os.sched_setaffinity(0, cores[: len(cores) // 2] if os.environ["RANK_ID"] == "0" else cores[len(cores) // 2 :])
+"""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two cores")
+    for result in job.run(tmp_path, 2, bound + THREADS + "print('mine', runtime.current().cores)"):
+        words = result.output.split()
+        assert words[words.index("mine") + 1] == words[words.index("cores") + 1]
+
+
 def test_a_rank_alone_on_a_small_host_has_threads_enough_to_keep_the_order_of_backward(tmp_path: Path) -> None:
     alone = """
 import os
@@ -143,7 +158,7 @@ from types import SimpleNamespace
 from npu_device._src.collectives.resources import divide_cores
 import npu_device as npu
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
-npu.open = lambda: divide_cores(SimpleNamespace(local_size=1))
+npu.open = lambda: divide_cores(SimpleNamespace(cluster=SimpleNamespace(local_size=1), cores=1))
 """
     [result] = job.run(tmp_path, 1, alone + THREADS)
     assert "cores 1 intra 0 inter 2" in result.output

@@ -30,6 +30,7 @@ class Runtime:
         store: key-value store, gathers and barrier.
         health: failures of the ranks, events and questions.
         task: TensorFlow's name of this process; changes when TensorFlow's server starts.
+        cores: this rank's share of its host's cores, 1 or more; set when TensorFlow's threads are divided.
         serves_others: the others need this process until they have finished; it waits for them at its end.
         before_leaving: called with the runtime before this process leaves the job; not in a forked child.
     """
@@ -39,6 +40,7 @@ class Runtime:
         self.store = channel
         self.health = Health(cluster, channel)
         self.task = _LOCAL
+        self.cores = 1
         self._pid = os.getpid()
         self.serves_others = serves_others
         self.before_leaving: list[Callable[[Runtime], None]] = []

@@ -6,12 +6,17 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
 
 import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.backends.shared_memory.host import SECONDS
 
 _log = logging.getLogger("npu_device")
 
@@ -22,12 +27,36 @@ input pipeline while the other runs the step.
 """
 
 
-def share_of_cores(cluster: Cluster) -> int:
-    """Return this rank's share of the cores that its host's ranks may use; at least one."""
-    return max(1, len(os.sched_getaffinity(0)) // cluster.local_size)
+def count_cores(running: Runtime) -> None:
+    """Set ``running.cores``, together with the other ranks of the host.
+
+    The launcher may have bound each rank to cores of its own (Open MPI and Slurm do), so the ranks compare theirs.
+
+    Raises:
+        ClusterError: the hub is gone.
+    """
+    cluster, mine = running.cluster, sorted(os.sched_getaffinity(0))
+    neighbours = [rank for rank, host in enumerate(cluster.hosts) if host == cluster.host]
+    found = running.store.gather_from(f"cores/{neighbours[0]}", mine, neighbours, SECONDS)
+    running.cores = share_of_cores(mine, list(found.values()))
 
 
-def divide_cores(cluster: Cluster) -> None:
+def share_of_cores(mine: Sequence[int], ranks: Sequence[Sequence[int]]) -> int:
+    """Return a rank's share of the cores that it may use; at least one.
+
+    Args:
+        mine: numbers of the cores that it may use.
+        ranks: the same for each rank of the host, including itself.
+
+    Examples:
+        >>> share_of_cores(range(8), [range(8)] * 3), share_of_cores(range(8), [range(8), range(8, 16)])
+        (2, 8)
+    """
+    users = Counter(core for cores in ranks for core in cores)
+    return max(1, int(sum(Fraction(1, users[core]) for core in mine)))
+
+
+def divide_cores(running: Runtime) -> None:
     """Give each rank of a host its share of the cores, unless the user has set the number of threads.
 
     TensorFlow starts a thread pool as wide as the machine in every process; several of them on a host compete for the
@@ -39,12 +68,12 @@ def divide_cores(cluster: Cluster) -> None:
         _log.info(
             "rank %d: TensorFlow was used before npu.open(), and its threads are not divided among the ranks of the "
             "host; training is faster with npu.open() right after the imports",
-            cluster.rank,
+            running.cluster.rank,
         )
         return
     threading = tf.config.threading
-    share = share_of_cores(cluster)
-    if cluster.local_size > 1 and threading.get_intra_op_parallelism_threads() == 0:
+    share = running.cores
+    if running.cluster.local_size > 1 and threading.get_intra_op_parallelism_threads() == 0:
         threading.set_intra_op_parallelism_threads(share)
     if threading.get_inter_op_parallelism_threads() == 0:
         threading.set_inter_op_parallelism_threads(max(LEAST_INTER_OP_THREADS, share))

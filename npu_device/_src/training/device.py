@@ -124,7 +124,8 @@ def _begin(running: Runtime, traced: Settings | None) -> None:
         hosts = detect_hosts(running)
         if not hosts.share_everything:
             server.require_in_time(running, hosts.late)
-        resources.divide_cores(running.cluster)
+        resources.count_cores(running)
+        resources.divide_cores(running)
         resources.choose_gpu(running.cluster)
         if not hosts.share_everything:
             server.start(running)

@@ -16,7 +16,6 @@ from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.all_reduce import all_reduce, all_reduce_segments
 from npu_device._src.collectives.choice import packs
 from npu_device._src.collectives.group import Group
-from npu_device._src.collectives.resources import share_of_cores
 from npu_device._src.collectives.terms import Agreement
 from npu_device._src.trace import points
 from npu_device._src.tuning.computing import Computing
@@ -82,7 +81,7 @@ def _beside_backward(runtime: Runtime, group: Group, cost: CostModel, segment: S
     by_itself, as_one, shared = (
         statistics.fmean(_of_the_last(runtime, group, seconds)) for seconds in (alone, joined, beside)
     )
-    load = min(1.0, _of_all(runtime, group, [worked / passed / share_of_cores(runtime.cluster)], "max")[0])
+    load = min(1.0, _of_all(runtime, group, [worked / passed / runtime.cores], "max")[0])
     packing = max(0.0, by_itself - as_one) / 2 if packs(runtime, group, tf.float32) else 0.0
     # Packing is work for the processor. The part that the collectives keep busy anyway is no better than travelling.
     packing *= 1 - load
