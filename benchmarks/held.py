@@ -1,4 +1,4 @@
-"""What a process holds of the machine: memory, descriptors, threads."""
+"""Measure the resources that a process holds: memory, descriptors, threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sample:
-    """What a process holds.
+    """The resources of a process.
 
     Attributes:
         memory: resident bytes.

@@ -27,7 +27,7 @@ _AT_ONCE = 500  # steps; in between a rank that has failed is noticed
 
 @dataclass(frozen=True)
 class Row:
-    """What the ranks hold after a number of steps; the samples are by rank."""
+    """The resources that the ranks hold after a number of steps; the samples are by rank."""
 
     steps: int
     samples: list[Sample]
@@ -85,7 +85,7 @@ def soak(backend: str, ranks: int, steps: int, seconds: float, logs: Path) -> li
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The samples in Markdown."""
+    """Return the samples as a Markdown table."""
     ranks = range(len(rows[0].samples))
     lines = [
         "| steps | " + " | ".join(f"rank {rank}: MB | descriptors | threads | mappings" for rank in ranks) + " |",

@@ -1,7 +1,6 @@
 """One rank of the soak: steps that do now and then what jobs do for weeks, and what the process holds after them.
 
-What a step does rests on its number alone, so that all ranks do the same. How many steps there are, and what growth
-means, is ``soak``'s part.
+A step depends on its number alone, so that all ranks do the same. ``soak`` sets the number of steps, and judges growth.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class SoakSide:
             self._one(number)
 
     def sample(self) -> Sample:
-        """What this process holds."""
+        """Return the resources that this process holds."""
         return sample()
 
     def _one(self, number: int) -> None:
@@ -97,7 +96,7 @@ class SoakSide:
         return data.cache().with_options(options)
 
     def _train(self) -> tf.Tensor:
-        """The loss of a step. At the end of the data, which is an error in the step, it begins anew."""
+        """Return the loss of a step. At the end of the data, which is an error in the step, start the data again."""
         try:
             return self._step(self._iterator)
         except tf.errors.OutOfRangeError:
@@ -105,7 +104,7 @@ class SoakSide:
             return self._step(self._iterator)
 
     def _function(self) -> Callable[[Any], tf.Tensor]:
-        """A training step that has not been traced yet: a dense and a sparse gradient."""
+        """Return a training step that has not been traced yet: a dense and a sparse gradient."""
 
         @tf.function
         def step(iterator: Any) -> tf.Tensor:
@@ -122,7 +121,7 @@ class SoakSide:
 
     @staticmethod
     def _other_shape(length: int) -> None:
-        """A function that is traced, called once and gone."""
+        """Trace a function, call it once, and drop it."""
 
         @tf.function
         def total(values: tf.Tensor) -> tf.Tensor:
@@ -147,7 +146,7 @@ class SoakSide:
         return all_gather_v(running, rows, group_of(running, "hccl_world_group"))
 
     def _exchange(self, choice: random.Random) -> None:
-        """An all-to-all of other lengths each time."""
+        """Run an all-to-all with other lengths each time."""
         counts = [[choice.randrange(100) for _ in range(self._ranks)] for _ in range(self._ranks)]
         sent, received = counts[self._rank], [row[self._rank] for row in counts]
         starts = [[sum(lengths[:rank]) for rank in range(self._ranks)] for lengths in (sent, received)]

@@ -38,7 +38,7 @@ def test_without_estimators_a_call_names_the_version_and_the_ways_out(name: str,
     with pytest.raises(NotImplementedError) as caught:
         call()
     text = str(caught.value)
-    assert text.startswith(f"{name} rests on tf.estimator")
+    assert text.startswith(f"{name} depends on tf.estimator")
     assert f"this is TensorFlow {tf.__version__}" in text
     assert "tensorflow==2.15.*" in text
     assert "MonitoredTrainingSession" in text

@@ -1,4 +1,4 @@
-"""What a cluster's launcher says about a process: its place among the others, and where they meet."""
+"""A process as a cluster's launcher describes it: its place among the others, and where they meet."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Launched:
 
 
 class Place(NamedTuple):
-    """Where the ranks meet.
+    """The address at which the ranks meet.
 
     Attributes:
         hosts: addresses and names of rank 0's host, in the order in which they are tried.

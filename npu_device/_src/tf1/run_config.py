@@ -286,7 +286,7 @@ def require_estimator(name: str) -> None:
     """
     if _estimator is None:
         raise NotImplementedError(
-            f"{name} rests on tf.estimator, which TensorFlow dropped with 2.16; this is TensorFlow "
+            f"{name} depends on tf.estimator, which TensorFlow dropped with 2.16; this is TensorFlow "
             f"{compat.tensorflow_version()}.\n"
             "What to do: run the script with TensorFlow 2.15 (pip install 'tensorflow==2.15.*', Python 3.9 to 3.11), "
             "or train with tf.compat.v1.train.MonitoredTrainingSession or with Keras."

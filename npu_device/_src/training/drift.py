@@ -33,7 +33,7 @@ _ADVICE = (
 
 
 class Drift:
-    """What the audits of one optimizer have seen.
+    """The findings of one optimizer's audits.
 
     Args:
         world: the ranks.

@@ -1,4 +1,4 @@
-"""What each rank has of its own: iterators, generators, random state, and values in which it differs from rank 0."""
+"""The part of a checkpoint that each rank has of its own: iterators, generators, random state, and differing values."""
 
 from __future__ import annotations
 

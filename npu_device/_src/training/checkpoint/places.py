@@ -21,7 +21,7 @@ _PIECE = 1 << 26  # bytes that are sent at a time
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank's files are.
+    """The directory of this rank's files, and the ranks that share it.
 
     Attributes:
         token: a random text, the same on all ranks.

@@ -1,4 +1,4 @@
-"""What all ranks of a job share: the trackables of a ``JobCheckpoint``, their variables, and their files."""
+"""The part of a checkpoint that all ranks share: the trackables of a ``JobCheckpoint``, their variables and files."""
 
 from __future__ import annotations
 
