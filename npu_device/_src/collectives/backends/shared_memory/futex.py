@@ -1,7 +1,7 @@
 """Counters in shared memory that other processes can sleep on: Linux's futex, through the C library.
 
 A waiting thread spins briefly first, since a peer on another core often comes within microseconds, and then
-sleeps in the kernel, where it uses no core and wakes within tens of microseconds (measured, docs/benchmarks.md). The
+sleeps in the kernel, where it uses no core and wakes within tens of microseconds (measured, docs/notes.md). The
 sleep is cut into slices, so that the waiting rank can check the others in between.
 """
 

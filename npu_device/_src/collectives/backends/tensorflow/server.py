@@ -73,7 +73,7 @@ def start(runtime: Runtime) -> None:
     )
     config = context.config
     # By default TensorFlow cuts received data into strings of 4096 bytes, which costs processor time
-    # (docs/benchmarks.md). Its own DTensor sets the same.
+    # (docs/notes.md). Its own DTensor sets the same.
     config.experimental.recv_buf_max_chunk = -1
     context.enable_collective_ops(compat.server_def({_JOB: addresses}, _JOB, cluster.rank, reserved.number, config))
     try:
