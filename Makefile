@@ -8,15 +8,15 @@ DIGITS := build/digits
 .PHONY: help example test test-quick test-full test-matrix lint check docs clean
 
 help:
-	@echo "make example   train ResNet-50 on real images with two workers (sets up $(VENV) first)"
-	@echo "make test      run the whole test suite (sets up $(VENV) first)"
-	@echo "make test-quick  a representative part of it"
-	@echo "make test-full  the suite with every combination of ranks, Keras and backend"
-	@echo "make test-matrix  the suite on the default, the oldest and the newest TensorFlow (each in its own .venv-…)"
-	@echo "make lint      style and types"
-	@echo "make check     build the wheel, install it into a fresh environment, and test that outside the repository"
-	@echo "make docs      write the generated pages of docs/ anew"
-	@echo "make clean     remove $(VENV), .venv-oldest, .venv-newest and build/"
+	@echo "make example      train ResNet-50 on real images with two workers (sets up $(VENV) first)"
+	@echo "make test         run the whole test suite (sets up $(VENV) first)"
+	@echo "make test-quick   run a representative part of it"
+	@echo "make test-full    run the suite with every combination of ranks, Keras and backend"
+	@echo "make test-matrix  run the suite on the default, the oldest and the newest TensorFlow (each in its own .venv-…)"
+	@echo "make lint         check style and types"
+	@echo "make check        build the wheel, install it into a fresh environment, and test it outside the repository"
+	@echo "make docs         regenerate the generated pages of docs/"
+	@echo "make clean        remove $(VENV), .venv-oldest, .venv-newest and build/"
 
 example: $(STAMP)
 	$(BIN)/python examples/resnet_ctl/make_digits_imagenet.py --data_dir $(DIGITS)
@@ -31,8 +31,8 @@ test-quick: $(STAMP)
 test-full: $(STAMP)
 	$(BIN)/python -m pytest --full
 
-# The oldest TensorFlow that the package works with (Python 3.9 to 3.11), and the newest that the registry has. The
-# model garden's example is skipped there: the garden wants a TensorFlow of its own.
+# The oldest TensorFlow that the package works with (Python 3.9 to 3.11), and the newest in the registry. The model
+# garden's example is skipped there, because the garden pins its own TensorFlow.
 test-matrix: test .venv-oldest/.installed .venv-newest/.installed
 	.venv-oldest/bin/python -m pytest
 	.venv-newest/bin/python -m pytest
@@ -49,8 +49,8 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# What users get: the wheel and what it depends on, from the registry. The tests are copied, since pytest would find the
-# package of the repository beside them.
+# Test what users get: the wheel, with its dependencies from the registry. The tests are copied, since pytest would find
+# the repository's package next to them.
 check:
 	@set -e; directory=$$(mktemp -d); trap 'rm -rf "$$directory"' EXIT; set -x; \
 	$(PYTHON) -m venv $$directory/venv; \
@@ -67,8 +67,8 @@ docs: $(STAMP)
 clean:
 	rm -rf $(VENV) .venv-oldest .venv-newest build
 
-# Both MPIs have a mpiexec, for the tests, and so each has a folder of its own.
-# The stamp is written last, so that an interrupted set-up is begun anew.
+# For the tests. Each MPI has its own folder, since both have an mpiexec.
+# The stamp is written last, so that an interrupted set-up starts over.
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 9) <= v <= (3, 13) else "TensorFlow has no packages for Python %d.%d; run make PYTHON=python3.11 (3.9 to 3.13)" % v)'
 	@echo "Setting up $(VENV): TensorFlow and the model garden, about 3.3 GB, a few minutes the first time."
