@@ -178,3 +178,30 @@ print("warned in time:", said.is_set(), flush=True)
         assert ended.code == 0, ended.output
         assert "warned in time: True" in ended.output
         assert ended.output.count(f"rank {rank}: SGD made ") == 1
+
+
+def body_looking_for_optimizers() -> tuple[list[str], int]:
+    """Look for optimizers in a thread while this one fills tuples."""
+    import threading
+    import time
+
+    import tensorflow as tf
+
+    from npu_device._src.training.unreduced import trained_optimizers
+
+    variable, optimizer, unused = tf.Variable(1.0), tf.keras.optimizers.SGD(), tf.keras.optimizers.Adam()
+    optimizer.apply_gradients([(tf.constant(1.0), variable)])
+    looks: list[list[Any]] = []
+    thread = threading.Thread(target=lambda: looks.extend(trained_optimizers() for _ in range(5)))
+    thread.start()
+    deadline = time.monotonic() + 60
+    while thread.is_alive() and time.monotonic() < deadline:
+        tuple(sum(range(50)) for _ in range(100))
+    thread.join()
+    del unused
+    return [type(found).__name__ for found, _ in looks[-1] if found is optimizer], len(looks)
+
+
+def test_looking_for_optimizers_harms_no_thread(keras_two_ranks: Pool) -> None:
+    # A tuple that something else refers to can't be finished: "SystemError: bad argument to internal function".
+    assert keras_two_ranks.run(body_looking_for_optimizers) == [(["SGD"], 5)] * 2

@@ -187,7 +187,9 @@ def _parser() -> argparse.ArgumentParser:
     default = environment.NPU_DEVICE_PREEMPT_SIGNAL.raw() or "TERM"
     _add(again, "--preempt-signal", type=_signal, default=default, metavar="SIG", help=preempt)
     limit = environment.NPU_DEVICE_PREEMPT_TIMEOUT.raw() or "25"
-    _add(again, "--preempt-timeout", type=_seconds, default=limit, metavar="S", help="... within S seconds (default 25)")
+    _add(
+        again, "--preempt-timeout", type=_seconds, default=limit, metavar="S", help="... within S seconds (default 25)"
+    )
     # One positional for both: argparse would swallow a "--" between a script and its arguments.
     parser.add_argument(
         "script", nargs=argparse.REMAINDER, help="a .py file, a program, or with -m a module; and its arguments"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from npu_device._src.cluster.runtime import Runtime
@@ -63,15 +66,30 @@ def _warn_if_trained_alone(runtime: Runtime, told: threading.Event, steps: int) 
 
 def trained_optimizers() -> list[tuple[Any, int]]:
     """Return the Keras optimizers in this process that have made steps, with how many."""
-    kinds = []
+    kinds: list[type] = []
     for name in ("keras", "tf_keras"):
         optimizers: Any = getattr(sys.modules.get(name), "optimizers", None)
         kinds += [optimizers.Optimizer] if optimizers is not None else []
         kinds += [optimizers.legacy.Optimizer] if hasattr(optimizers, "legacy") else []
+    for kind in kinds:  # which grows
+        kinds += kind.__subclasses__()
     found = []
-    for thing in gc.get_objects() if kinds else []:
-        with contextlib.suppress(Exception):  # they may be any objects, even half-destroyed ones
-            optimizer: Any = thing
-            if issubclass(type(thing), tuple(kinds)) and int(optimizer.iterations) > 0:
+    for optimizer in _instances(kinds) if kinds else []:
+        with contextlib.suppress(Exception):  # it may be half-destroyed
+            if int(optimizer.iterations) > 0:
                 found.append((optimizer, int(optimizer.iterations)))
     return found
+
+
+def _instances(kinds: Sequence[type]) -> list[Any]:
+    """Return the living objects of these very classes.
+
+    While a list of all objects exists, no other thread may run: it may be filling a tuple, and Python refuses to finish
+    one that something else refers to ("SystemError: bad argument to internal function"). Therefore all of it happens in
+    one call of ``list``, in C, which keeps the interpreter's lock.
+    """
+    wanted = {id(kind) for kind in kinds}.__contains__
+    twice = itertools.chain.from_iterable(map(itertools.repeat, map(gc.get_objects, [None]), [2]))
+    ids_of_types = map(partial(map, id), map(partial(map, type), twice))
+    chosen = map(itertools.compress, twice, map(partial(map, wanted), ids_of_types))
+    return list(itertools.chain.from_iterable(chosen))
