@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,25 @@ def test_rank_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert world_size_from_environment() == 4
     assert membership(monkeypatch, RANK_ID="0").is_chief
     assert membership(monkeypatch, HCCL_IF_IP="10.0.0.9").host == "10.0.0.9"
+
+
+OTHERS = ",".join(name for _, name in socket.if_nameindex() if name != "lo")
+
+
+@pytest.mark.parametrize("names", ["lo", "=lo", "eth9,lo", f"^{OTHERS}", f"^={OTHERS}", "=eth9,lo"])
+def test_interface_that_a_rank_announces(names: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    variables = table(tmp_path, HCCL_SOCKET_IFNAME=names)
+    found = membership(monkeypatch, **variables).host
+    assert found == "127.0.0.1"
+    assert membership(monkeypatch, HCCL_IF_IP="10.0.0.9", **variables).host == "10.0.0.9"
+
+
+@pytest.mark.parametrize("names", ["=l", "eth9", f"^lo,{OTHERS}"])
+def test_interface_that_is_not_there(
+    names: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert membership(monkeypatch, **table(tmp_path, HCCL_SOCKET_IFNAME=names)).host is None
+    assert f"HCCL_SOCKET_IFNAME is {names!r}" in caplog.text and "lo (127.0.0.1)" in caplog.text
 
 
 def test_ranks_on_one_server_meet_on_loopback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

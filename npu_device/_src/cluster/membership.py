@@ -16,6 +16,7 @@ from pathlib import Path
 from npu_device._src import environment
 from npu_device._src.cluster import launchers, rank_table, table_fields, table_free, tf_config
 from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.interfaces import announced_address
 from npu_device._src.cluster.launched import Launched
 from npu_device._src.cluster.rank_table import Entry, RankTable
 
@@ -213,7 +214,7 @@ def _from_rank_table(size: int, device_id: int | None) -> Membership:
         scheme="rank table",
         world_size=size,
         rank=mine.rank,
-        host=environment.HCCL_IF_IP.get(),
+        host=announced_address(),
         host_key=mine.server,
         device_id=device_id,
         is_chief=mine.rank == 0,
@@ -278,7 +279,7 @@ def _find_in_pod(table: RankTable, variable: str, pod: str, device_id: int | Non
 
 def _from_table_free(size: int, device_id: int) -> Membership:
     found = table_free.read(device_id)
-    host = environment.HCCL_IF_IP.get() or found.worker_ip
+    host = announced_address() or found.worker_ip
     return Membership(
         scheme="CM_*",
         world_size=size,
@@ -318,7 +319,7 @@ def _from_tf_config(size: int, device_id: int | None) -> Membership:
         scheme="TF_CONFIG",
         world_size=size,
         rank=config.rank,
-        host=environment.HCCL_IF_IP.get(),
+        host=announced_address(),
         host_key=host,
         device_id=device_id,
         is_chief=config.rank == 0,
@@ -344,7 +345,7 @@ def _from_launcher(launched: Launched, device_id: int | None) -> Membership:
         scheme=launched.launcher,
         world_size=launched.size,
         rank=launched.rank,
-        host=environment.HCCL_IF_IP.get(),
+        host=announced_address(),
         host_key=launched.node or socket.gethostname(),
         device_id=device_id,
         is_chief=launched.rank == 0,

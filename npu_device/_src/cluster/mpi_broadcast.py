@@ -9,6 +9,7 @@ from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.interfaces import announced_address
 from npu_device._src.cluster.launched import Launched, Place
 from npu_device._src.cluster.ports import ReservedPort, addresses_of_this_host
 
@@ -40,6 +41,6 @@ def agree(launched: Launched) -> Place:
 def _choose() -> Place:
     port = ReservedPort(environment.NPU_DEVICE_PORT_RANGE.get() or (0, 0))
     port.leave_to_tensorflow()
-    given = environment.HCCL_IF_IP.get()
+    given = announced_address()
     hosts = [given] if given else [socket.gethostname(), *addresses_of_this_host()]
     return Place(tuple(hosts), port.number, secrets.token_hex(32).encode())

@@ -79,6 +79,18 @@ def listen(hosts: Sequence[str], ports: Sequence[int]) -> socket.socket:
         ) from error
 
 
+def listen_anywhere(ports: Sequence[int] = (0, 0)) -> socket.socket:
+    """Return a socket that listens on all interfaces.
+
+    Args:
+        ports: first and last usable port; 0 for any.
+
+    Raises:
+        OSError: all of them are taken.
+    """
+    return _listening(_all_interfaces(), ports)
+
+
 class ReservedPort:
     """A port of this host reserved for TensorFlow's server: the system gives it to no other process.
 
@@ -94,7 +106,7 @@ class ReservedPort:
     """
 
     def __init__(self, ports: Sequence[int] = (0, 0)) -> None:
-        self._socket = _listening(_all_interfaces(), ports)
+        self._socket = listen_anywhere(ports)
         self.number = int(self._socket.getsockname()[1])
 
     def leave_to_tensorflow(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import tensorflow as tf
 
-from npu_device._src import compat
+from npu_device._src import compat, environment
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends import two_level
 from npu_device._src.collectives.backends.contract import Backend, ReducingBackend
@@ -44,6 +44,21 @@ def reducing_backend_of(runtime: Runtime, group: Group, dtype: tf.DType) -> Redu
     if chosen is tensorflow_backend and not on_gpu and two_level.has_levels(runtime, group):
         return two_level
     return chosen
+
+
+def explained(runtime: Runtime, group: Group) -> str:
+    """Return in words which backend reduces a group's gradients, and why."""
+    hosts, backend = hosts_of(runtime), reducing_backend_of(runtime, group, tf.float32)
+    if backend is shared_memory:
+        return "shared memory: all ranks share that of one host"
+    if backend is two_level:
+        return "shared memory within each host, and TensorFlow's ring between them: hosts have several ranks"
+    if hosts.has_gpus:
+        return "TensorFlow's collectives with NCCL: ranks have GPUs"
+    if environment.NPU_DEVICE_BACKEND.get() == "tensorflow":
+        return "TensorFlow's ring over gRPC: NPU_DEVICE_BACKEND is tensorflow"
+    why = "ranks of one host can't share memory" if any(hosts.problems) else "each rank has a host to itself"
+    return f"TensorFlow's ring over gRPC: {why}"
 
 
 def packs(runtime: Runtime, group: Group, dtype: tf.DType) -> bool:

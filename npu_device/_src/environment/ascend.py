@@ -102,6 +102,16 @@ HCCL_IF_IP: Variable[str | None] = Variable(
     "address that the other ranks use to reach this one; default: the address from which it connects.",
     "Ascend",
 )
+HCCL_SOCKET_IFNAME: Variable[str | None] = Variable(
+    "HCCL_SOCKET_IFNAME",
+    forms.TEXT,
+    None,
+    "",
+    "network interfaces of this host, the first address of which the other ranks use to reach this rank: `eth,ib` for "
+    "those whose names begin so, `=eth0` for exactly that one, `^eth` and `^=eth0` for all others. HCCL_IF_IP takes "
+    "precedence.",
+    "Ascend",
+)
 HCCL_IF_BASE_PORT: Variable[int | None] = Variable(
     "HCCL_IF_BASE_PORT",
     forms.integer(1024, 65520),

@@ -36,11 +36,13 @@ class Hosts:
         leaders: for each rank the lowest rank with which it shares memory; the rank itself when there is none.
         has_gpus: whether a rank has a GPU, whose tensors aren't in shared memory.
         late: ranks on which TensorFlow has already made its devices.
+        problems: for each rank why it can't share memory with the lowest rank of its host; "" if it can.
     """
 
     leaders: tuple[int, ...]
     has_gpus: bool
     late: tuple[int, ...]
+    problems: tuple[str, ...]
 
     @property
     def share_everything(self) -> bool:
@@ -89,7 +91,8 @@ def detect_hosts(runtime: Runtime) -> Hosts:
         leaders = tuple(
             rank if problem else first[host] for rank, (problem, host) in enumerate(zip(problems, cluster.hosts))
         )
-    hosts = _hosts[runtime] = Hosts(leaders, any(gpus), tuple(rank for rank, is_late in enumerate(late) if is_late))
+    late_ranks = tuple(rank for rank, is_late in enumerate(late) if is_late)
+    hosts = _hosts[runtime] = Hosts(leaders, any(gpus), late_ranks, tuple(problems))
     return hosts
 
 

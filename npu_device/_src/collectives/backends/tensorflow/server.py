@@ -6,6 +6,7 @@ before TensorFlow has made its devices. TensorFlow's coordination service isn't 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -18,6 +19,13 @@ from npu_device._src.cluster.runtime import Runtime
 
 _JOB = "worker"
 _LEADER = f"/job:{_JOB}/replica:0/task:0"
+
+_addresses: weakref.WeakKeyDictionary[Runtime, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
+def addresses_of(runtime: Runtime) -> tuple[str, ...]:
+    """Return each rank's ``host:port`` of TensorFlow's server; empty if this job has none."""
+    return _addresses.get(runtime, ())
 
 
 def require_in_time(runtime: Runtime, late: Sequence[int]) -> None:
@@ -85,6 +93,7 @@ def start(runtime: Runtime) -> None:
             "Likely cause: another program took the port in the meantime.\n"
             "What to do: start the job again."
         ) from error
+    _addresses[runtime] = tuple(addresses)
     runtime.task = f"/job:{_JOB}/replica:0/task:{cluster.rank}"
     # Rank 0 leads TensorFlow's collectives, and each rank's server still sends the last one's data to the others when
     # this rank already has its result.

@@ -1,0 +1,186 @@
+"""Judge what the ranks have found: problems, with which training would fail, and warnings, each with its remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from npu_device._src.check.facts import Facts
+from npu_device._src.check.links import Link
+from npu_device._src.cluster.frames import ranges
+from npu_device._src.cluster.ports import is_loopback
+
+_CLOCK_SECONDS = 1.0
+_LEAST_MEMORY = 1 << 30  # bytes a rank; TensorFlow itself takes about half of that
+_SLOW_LINK = 0.5  # of the speed that the interface claims
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What all ranks have found out together.
+
+    Attributes:
+        facts: of each rank.
+        engine: how gradients will travel, and why.
+        sharing: for each rank why it can't share memory with the lowest rank of its host; "" if it can.
+        unreachable: for each rank, by rank, the address and what happened for those that it can't connect to.
+        links: from each host to the next one, by host; why not where it could not be measured. Empty for one host.
+        within: seconds of an all_reduce by size among the ranks of a host, the slowest host's; empty if there is none.
+        between: the same among hosts.
+        right: False if a sum over all ranks was wrong.
+    """
+
+    facts: Sequence[Facts]
+    engine: str = ""
+    sharing: Sequence[str] = ()
+    unreachable: Sequence[dict[int, str]] = ()
+    links: dict[str, Link | str] = field(default_factory=dict)
+    within: Sequence[float] = ()
+    between: Sequence[float] = ()
+    right: bool = True
+
+    @property
+    def hosts(self) -> dict[str, list[int]]:
+        """Return the ranks of each host."""
+        found: dict[str, list[int]] = {}
+        for rank, facts in enumerate(self.facts):
+            found.setdefault(facts.host, []).append(rank)
+        return found
+
+    def name(self, rank: int) -> str:
+        """Return a rank's name for messages."""
+        facts = self.facts[rank]
+        return f"rank {rank} on host {facts.host} ({facts.machine})"
+
+
+def problems(found: Findings) -> list[str]:
+    """Return what would make training fail, each with its remedy."""
+    return [*_blocked(found), *_loopback(found), *_versions(found, ("Keras", "tf-keras")), *_wrong_sum(found)]
+
+
+def warnings(found: Findings) -> list[str]:
+    """Return what training works with, but worse than it could; each with its remedy."""
+    parts = _versions(found, ("Python", "NumPy")), _clocks(found), _not_shared(found), _same_machine(found)
+    return [text for part in (*parts, _cores(found), _memory(found), _slow_links(found)) for text in part]
+
+
+def _blocked(found: Findings) -> Iterator[str]:
+    """Report failed connections, one text for each pair of hosts."""
+    told: set[tuple[str, str]] = set()
+    for rank, failed in enumerate(found.unreachable):
+        for other, what in failed.items():
+            here, there = found.facts[rank].host, found.facts[other].host
+            if (here, there) in told:
+                continue
+            told.add((here, there))
+            back = (found.facts[target].host for source in found.hosts[there] for target in found.unreachable[source])
+            direction = "nor the other way" if here in back else f"host {there} can connect to host {here}"
+            yield (
+                f"{found.name(rank)} can't connect to {found.name(other)} at {what}; {direction}.\n"
+                f"Likely cause: a firewall on host {there}, or between the two, or an address of an internal network.\n"
+                "What to do: let the hosts connect to each other's ports, or only to those of NPU_DEVICE_PORT_RANGE, "
+                "set on all ranks; HCCL_SOCKET_IFNAME chooses another interface."
+            )
+
+
+def _loopback(found: Findings) -> Iterator[str]:
+    for rank, facts in enumerate(found.facts):
+        others = [other for other in found.facts if other.kernel != facts.kernel]
+        if others and is_loopback(facts.address):
+            yield (
+                f"{found.name(rank)} is known to the others as {facts.address}, its own loopback.\n"
+                "What to do: let HCCL_SOCKET_IFNAME name its interface to the network, or HCCL_IF_IP its address "
+                "there, and check that the hosts' names don't resolve to the loopback (/etc/hosts)."
+            )
+
+
+def _versions(found: Findings, names: Sequence[str]) -> Iterator[str]:
+    for name in names:
+        ranks: dict[str, list[int]] = {}
+        for rank, facts in enumerate(found.facts):
+            ranks.setdefault(facts.versions.get(name, "none"), []).append(rank)
+        if len(ranks) > 1:
+            lines = "\n".join(f"  {version}: rank(s) {ranges(those)}" for version, those in ranks.items())
+            yield f"the ranks have different versions of {name}:\n{lines}\nWhat to do: install the same one everywhere."
+
+
+def _wrong_sum(found: Findings) -> Iterator[str]:
+    if not found.right:
+        yield (
+            "an all_reduce over all ranks gave a wrong sum.\n"
+            "What to do: set NPU_DEVICE_BACKEND=tensorflow on all ranks and check again; report it as a bug."
+        )
+
+
+def _clocks(found: Findings) -> Iterator[str]:
+    for host, ranks in found.hosts.items():
+        ahead = found.facts[ranks[0]].clock
+        if ahead is not None and abs(ahead) > _CLOCK_SECONDS:
+            yield (
+                f"the clock of host {host} ({found.facts[ranks[0]].machine}) is {abs(ahead):.1f} s "
+                f"{'ahead of' if ahead > 0 else 'behind'} that of rank 0: times in logs and files don't fit together.\n"
+                "What to do: synchronize the hosts' clocks (chrony, NTP)."
+            )
+
+
+def _not_shared(found: Findings) -> Iterator[str]:
+    for rank, why in enumerate(found.sharing):
+        if why and len(found.hosts[found.facts[rank].host]) > 1:
+            yield (
+                f"{found.name(rank)} can't share memory with the others of its host: {why}. It uses TensorFlow's "
+                "collectives, which is slower.\n"
+                "What to do: start all ranks of a host as one user in one container."
+            )
+
+
+def _same_machine(found: Findings) -> Iterator[str]:
+    machines: dict[str, list[str]] = {}
+    for host, ranks in found.hosts.items():
+        machines.setdefault(found.facts[ranks[0]].kernel, []).append(host)
+    for hosts in machines.values():
+        if len(hosts) > 1:
+            yield (
+                f"hosts {', '.join(hosts)} are one machine: their ranks use its network where they could share memory."
+                "\nWhat to do: start all ranks of a machine as one node, in one container."
+            )
+
+
+def _cores(found: Findings) -> Iterator[str]:
+    for host, ranks in found.hosts.items():
+        facts = found.facts[ranks[0]]
+        cores = len({core for rank in ranks for core in found.facts[rank].cores})
+        if facts.quota is not None and facts.quota < 0.9 * cores:
+            yield (
+                f"host {host} has {cores} cores, but its container gets the time of {facts.quota:.3g}: "
+                "TensorFlow starts a thread for each core, and the system halts all of them when the time is used up.\n"
+                "What to do: give the container whole cores (a cpuset), or set TF_NUM_INTRAOP_THREADS."
+            )
+        elif cores < len(ranks):
+            yield (
+                f"host {host} has {cores} core(s) for {len(ranks)} ranks: they wait for each other.\n"
+                "What to do: start at most one rank per core."
+            )
+
+
+def _memory(found: Findings) -> Iterator[str]:
+    for host, ranks in found.hosts.items():
+        free = min(found.facts[rank].free for rank in ranks)
+        if free < _LEAST_MEMORY * len(ranks):
+            yield (
+                f"host {host} has {free / 2**30:.1f} GiB of free memory for {len(ranks)} rank(s).\n"
+                "What to do: end other programs, raise the container's limit, or start fewer ranks."
+            )
+
+
+def _slow_links(found: Findings) -> Iterator[str]:
+    for host, link in found.links.items():
+        facts = found.facts[found.hosts[host][0]]
+        if isinstance(link, str):
+            yield f"the link from host {host} to the next one could not be measured: {link}."
+        elif facts.bits is not None and 8 * link.speed < _SLOW_LINK * facts.bits:
+            yield (
+                f"{facts.interface} of host {host} claims {facts.bits / 1e9:g} Gbit/s, and bare sockets get "
+                f"{8 * link.speed / 1e9:.2g} Gbit/s to the next host.\n"
+                "What to do: look for other traffic, a slower switch or cable between them, and a limit of the "
+                "virtual machine; HCCL_SOCKET_IFNAME chooses another interface."
+            )

@@ -1,0 +1,186 @@
+"""The network between the hosts over bare sockets: which ports can be reached, and how fast a link is."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Callable
+
+from npu_device._src import environment
+from npu_device._src.cluster.ports import listen_anywhere
+from npu_device._src.cluster.runtime import Runtime
+
+_CONNECT_SECONDS = 3.0
+_ANSWER_SECONDS = 10.0
+_AT_ONCE = 16  # connections
+_PINGS = 20
+_WORD = b"word"
+_STREAM_SECONDS = 0.5
+_CHUNK = bytes(1 << 20)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link from one host to another.
+
+    Attributes:
+        round_trip: seconds of a few bytes there and back.
+        speed: bytes per second.
+    """
+
+    round_trip: float
+    speed: float
+
+
+def unreachable(runtime: Runtime, servers: tuple[str, ...]) -> dict[int, str]:
+    """Connect to the server of one rank on each other host, the one with this rank's place among those of its host.
+
+    Args:
+        runtime: the running cluster.
+        servers: each rank's ``host:port``.
+
+    Returns:
+        Where and what happened, by rank, for those that can't be reached.
+    """
+    targets = list(_peers(runtime)) if servers else []
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        outcomes = pool.map(lambda rank: _connect(servers[rank]), targets)
+        return {rank: f"{servers[rank]}: {outcome}" for rank, outcome in zip(targets, outcomes) if outcome}
+
+
+def _peers(runtime: Runtime) -> Iterator[int]:
+    hosts = runtime.cluster.hosts
+    for host in dict.fromkeys(hosts):
+        ranks = [rank for rank, other in enumerate(hosts) if other == host]
+        if host != runtime.cluster.host:
+            yield ranks[min(runtime.cluster.local_rank, len(ranks) - 1)]
+
+
+def _connect(server: str) -> str:
+    host, _, port = server.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS):
+            return ""
+    except socket.timeout:
+        return "no answer: the connection is dropped on its way"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+
+
+def measure(runtime: Runtime, leaders: list[int], timeout: float) -> Link | str:
+    """Measure the link from this host to the next one. All hosts do so at once, as in a ring.
+
+    Args:
+        runtime: the running cluster.
+        leaders: one rank of each host, at least two; each of them calls this.
+        timeout: seconds to wait for the others.
+
+    Returns:
+        The link, or why it could not be measured.
+    """
+    round_trip = _with_next(runtime, leaders, timeout, _answer, _ping)
+    speed = _with_next(runtime, leaders, timeout, _drain, _stream)
+    if isinstance(round_trip, float) and isinstance(speed, float):
+        return Link(round_trip, speed)
+    return round_trip if isinstance(round_trip, str) else str(speed)
+
+
+def _with_next(
+    runtime: Runtime,
+    leaders: list[int],
+    timeout: float,
+    serve: Callable[[socket.socket], None],
+    talk: Callable[[socket.socket], float],
+) -> float | str:
+    """Talk to the next host while the previous one is served. Begins when all leaders have come.
+
+    Returns:
+        The result of ``talk``, or why there is none.
+    """
+    cluster = runtime.cluster
+    following = leaders[(leaders.index(cluster.rank) + 1) % len(leaders)]
+    with _serving(serve) as port:
+        there = runtime.store.gather_from(f"check/{talk.__name__}", port, leaders, timeout).get(following)
+        if there is None:
+            return f"NPU_DEVICE_PORT_RANGE has no free port left on host {cluster.hosts[following]}"
+        try:
+            with socket.create_connection((cluster.addresses[following], there), _ANSWER_SECONDS) as connection:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return talk(connection)
+        except OSError as error:
+            return f"the connection to host {cluster.hosts[following]} failed: {error}"
+
+
+@contextlib.contextmanager
+def _serving(serve: Callable[[socket.socket], None]) -> Iterator[int | None]:
+    """Serve one connection while the block runs; yield the port, or None if all usable ones are taken."""
+    try:
+        listener = listen_anywhere(environment.NPU_DEVICE_PORT_RANGE.get() or (0, 0))
+    except OSError:
+        yield None
+        return
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(_ANSWER_SECONDS)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                serve(connection)
+
+    with listener:
+        listener.settimeout(_ANSWER_SECONDS)
+        thread = threading.Thread(target=accept, name="npu_device-check", daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        thread.join()
+
+
+def _ping(connection: socket.socket) -> float:
+    """Return the seconds of a few bytes there and back."""
+    seconds = []
+    for _ in range(_PINGS):
+        began = time.perf_counter()
+        connection.sendall(_WORD)
+        _receive_word(connection)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def _answer(connection: socket.socket) -> None:
+    for _ in range(_PINGS):
+        _receive_word(connection)
+        connection.sendall(_WORD)
+
+
+def _stream(connection: socket.socket) -> float:
+    """Return the bytes per second that arrive."""
+    sent, began = 0, time.perf_counter()
+    while time.perf_counter() - began < _STREAM_SECONDS:
+        connection.sendall(_CHUNK)
+        sent += len(_CHUNK)
+    connection.shutdown(socket.SHUT_WR)
+    _receive_word(connection)  # all has arrived
+    return sent / (time.perf_counter() - began)
+
+
+def _drain(connection: socket.socket) -> None:
+    space = bytearray(len(_CHUNK))
+    while connection.recv_into(space):
+        pass
+    connection.sendall(_WORD)
+
+
+def _receive_word(connection: socket.socket) -> None:
+    missing = len(_WORD)
+    while missing:
+        data = connection.recv(missing)
+        if not data:
+            raise OSError("the other side closed it")
+        missing -= len(data)

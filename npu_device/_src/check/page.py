@@ -1,0 +1,103 @@
+"""The report of ``npurun --check`` as text."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from npu_device._src.check.judge import Findings
+from npu_device._src.check.links import Link
+from npu_device._src.check.speeds import SIZES
+from npu_device._src.cluster.frames import ranges
+from npu_device._src.tuning.networks import Network, ring
+
+_UNITS = {4: "4 B", 64 << 10: "64 KiB", 1 << 20: "1 MiB", 16 << 20: "16 MiB"}
+
+
+def text(found: Findings, problems: Sequence[str], warnings: Sequence[str]) -> str:
+    """Return the whole report."""
+    parts = [_headline(found, problems), _hosts(found), _settings(found)]
+    if found.within or found.between:
+        parts.append(_speeds(found))
+    parts += [_listed(name, texts) for name, texts in (("problem", problems), ("warning", warnings)) if texts]
+    return "\n\n".join(parts)
+
+
+def verdict(problems: Sequence[str]) -> str:
+    """Return whether training would work, in one line."""
+    if problems:
+        return f"training would not work: {len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    return "training would work"
+
+
+def _headline(found: Findings, problems: Sequence[str]) -> str:
+    return f"{len(found.facts)} rank(s) on {len(found.hosts)} host(s): {verdict(problems)}"
+
+
+def _hosts(found: Findings) -> str:
+    rows = [["host", "machine", "ranks", "address", "interface", "cores per rank", "free memory", "clock"]]
+    for host, ranks in found.hosts.items():
+        facts = found.facts[ranks[0]]
+        interface = facts.interface or "of another host"
+        if facts.bits is not None:
+            interface += f", {facts.bits / 1e9:g} Gbit/s"
+        ahead = "unknown" if facts.clock is None else f"{1e3 * facts.clock:+.1f} ms" if 0 not in ranks else "rank 0's"
+        cores, memory = str(facts.share), f"{facts.free / 2**30:.1f} GiB"
+        rows.append([host, facts.machine, ranges(ranks), facts.address, interface, cores, memory, ahead])
+    return _table(rows)
+
+
+def _settings(found: Findings) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in found.facts[0].versions.items())
+    same = all(facts.versions == found.facts[0].versions for facts in found.facts)
+    lines = [f"{'all ranks run' if same else 'rank 0 runs'} {versions}"]
+    if len(found.hosts) > 1:
+        chosen = dict.fromkeys(facts.chosen for facts in found.facts)
+        lines.append(f"addresses chosen by {' and '.join(chosen)}")
+    if found.engine:
+        lines.append(f"gradients travel through {found.engine}")
+    for host, link in found.links.items():
+        if isinstance(link, Link):
+            speed = f"{8 * link.speed / 1e9:.3g} Gbit/s, {1e6 * link.round_trip:.0f} us there and back"
+            lines.append(f"link from {host} to the next host, over bare sockets: {speed}")
+    return "\n".join(lines)
+
+
+def _speeds(found: Findings) -> str:
+    """Return the table of measured times. The limit within a host is a single copy of the bytes, between hosts a ring
+    over bare sockets at the speed of the slowest link.
+    """
+    columns: list[list[str]] = [["all_reduce of", *(_UNITS[size] for size in SIZES)]]
+    if found.within:
+        copy = statistics.median(facts.copy for facts in found.facts)
+        columns += _columns(
+            "within a host", found.within, [size / copy if size > 4 else None for size in SIZES], "a copy"
+        )
+    if found.between:
+        links = [link for link in found.links.values() if isinstance(link, Link)]
+        limits: list[float | None] = [None] * len(SIZES)
+        if links:
+            network = Network("", max(link.round_trip for link in links) / 2, 1 / min(link.speed for link in links))
+            cost = ring(network, len(found.hosts))
+            limits = [cost.alpha + cost.beta * size for size in SIZES]
+        columns += _columns("between hosts", found.between, limits, "the wire")
+    return _table([list(row) for row in zip(*columns)])
+
+
+def _columns(title: str, seconds: Sequence[float], limits: Sequence[float | None], limit: str) -> list[list[str]]:
+    speeds = [f"{size / each / 1e9:.2f} GB/s" if size > 4 else "" for size, each in zip(SIZES, seconds)]
+    best = ["" if each is None else _milliseconds(each) for each in limits]
+    return [[title, *map(_milliseconds, seconds)], ["", *speeds], [limit, *best]]
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def _listed(name: str, texts: Sequence[str]) -> str:
+    return "\n".join(f"{name} {number}: " + each.replace("\n", "\n  ") for number, each in enumerate(texts, start=1))

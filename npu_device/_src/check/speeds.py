@@ -1,0 +1,66 @@
+"""The time of real collectives by size, within the hosts and between them, and whether a sum is right."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import tensorflow as tf
+
+from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.all_reduce import all_reduce
+from npu_device._src.collectives.group import WORLD_GROUP, Group, create_group, group_of
+
+SIZES = (4, 64 << 10, 1 << 20, 16 << 20)
+"""Bytes."""
+
+_ELEMENTS = 1 << 18
+_WITHIN, _BETWEEN = "check_within", "check_between"
+_SECONDS = 1.0  # for each size, if that is enough for the fewest repeats
+_FEWEST, _MOST = 3, 50
+
+
+def sum_is_right(runtime: Runtime) -> bool:
+    """Return whether a sum over all ranks is what it should be. Every rank calls this."""
+    rank, size = runtime.cluster.rank, runtime.cluster.world_size
+    total = all_reduce(runtime, tf.fill([_ELEMENTS], float(rank + 1)), "sum", group_of(runtime, WORLD_GROUP))
+    return bool(tf.reduce_all(total == size * (size + 1) / 2))
+
+
+def within(runtime: Runtime) -> list[float] | None:
+    """Return the seconds of an all_reduce of the ranks of this host, for each size; None for a single rank."""
+    cluster = runtime.cluster
+    ranks = [rank for rank, host in enumerate(cluster.hosts) if host == cluster.host]
+    return _by_size(runtime, _WITHIN, ranks) if len(ranks) > 1 else None
+
+
+def between(runtime: Runtime, leaders: list[int]) -> list[float]:
+    """Return the seconds of an all_reduce of one rank per host, for each size. The leaders call this."""
+    return _by_size(runtime, _BETWEEN, leaders)
+
+
+def _by_size(runtime: Runtime, name: str, ranks: list[int]) -> list[float]:
+    create_group(name, len(ranks), ranks, runtime.cluster.rank, runtime.cluster.world_size)
+    group = group_of(runtime, name)
+    return [_median_seconds(runtime, group, size) for size in SIZES]
+
+
+def _median_seconds(runtime: Runtime, group: Group, size: int) -> float:
+    """Return the seconds of one of several calls, each of which begins when the one before has ended on all ranks."""
+    value = tf.ones([size // 4])
+
+    @tf.function(autograph=False)
+    def reduce(tensor: tf.Tensor) -> tf.Tensor:
+        return all_reduce(runtime, tensor, "mean", group)
+
+    called = reduce.get_concrete_function(value)
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        called(value)
+        return time.perf_counter() - began
+
+    seconds()  # the first call makes connections
+    slowest = float(all_reduce(runtime, tf.constant(seconds(), tf.float64), "max", group))  # the same on all ranks
+    repeats = min(_MOST, max(_FEWEST, int(_SECONDS / slowest)))
+    return statistics.median(seconds() for _ in range(repeats))
