@@ -162,7 +162,7 @@ def test_the_job_goes_on_with_fewer_nodes_and_takes_one_back(tmp_path: Path) -> 
         for launch in (three[0], three[2]):
             code, stderr = ends(launch)
             assert code == 0, stderr
-            assert "the job goes on without node 1: 2 ranks instead of 3, numbered anew" in stderr
+            assert "the job goes on without node 1: 2 ranks instead of 3, renumbered" in stderr
             assert "the job goes on again with node 1: 3 ranks instead of 2" in stderr
         assert ends(back)[0] == 0
     assert nodes.names("ready.2.*") == ["ready.2.0", "ready.2.1", "ready.2.2"]

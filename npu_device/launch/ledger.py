@@ -201,7 +201,7 @@ def change(before: Sequence[int], after: Sequence[int], nproc_per_node: int) -> 
     ]
     return (
         f"the job goes on {' and '.join(parts)}: {len(after) * nproc_per_node} ranks instead of "
-        f"{len(before) * nproc_per_node}, numbered anew in the order of the nodes ({_nodes(after)}). "
+        f"{len(before) * nproc_per_node}, renumbered in the order of the nodes ({_nodes(after)}). "
         "A global batch that shard_and_rebatch_dataset divides stays the same."
     )
 
