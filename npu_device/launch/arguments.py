@@ -46,6 +46,7 @@ class Options:
         grace: seconds between the request to stop and the kill.
         trace: directory for an iteration trace; None for none.
         tune: run the script several times for a few steps each, and find the best gradient split.
+        check: run the package's own check instead of a script; ``command`` is empty.
         fewest_nodes: number of nodes that is enough to go on; ``nnodes`` unless the user says otherwise.
         max_restarts: how often a failed job is started again.
         restart_backoff: seconds before the first restart; each one without a new checkpoint doubles them.
@@ -66,6 +67,7 @@ class Options:
     grace: float = 5.0
     trace: str | None = None
     tune: bool = False
+    check: bool = False
     fewest_nodes: int = 1
     max_restarts: int = 0
     restart_backoff: float = 1.0
@@ -115,13 +117,15 @@ def parse(argv: Sequence[str]) -> Options:
         parser.error("--tune makes traces of its own: leave --trace out")
     if given.tune and (given.max_restarts or fewest < nnodes):
         parser.error("--tune stops and starts the ranks by itself: leave --max-restarts and MIN:MAX nodes out")
+    if given.check and (given.script or given.tune or given.trace or given.max_restarts or fewest < nnodes):
+        parser.error("--check runs a script of its own, once: leave the script, --tune, --trace and restarts out")
     if given.nproc_per_node == 1 == nnodes:
         _hint_at_options_after_script(given.module, given.script)
     node_rank = given.node_rank or 0
     if not 0 <= node_rank < nnodes:
         parser.error(f"--node-rank {node_rank}: with --nnodes {nnodes} it is 0 to {nnodes - 1}")
     return Options(
-        command=_command(parser, given.module, given.script),
+        command=() if given.check else _command(parser, given.module, given.script),
         nproc_per_node=given.nproc_per_node,
         nnodes=nnodes,
         node_rank=node_rank,
@@ -133,6 +137,7 @@ def parse(argv: Sequence[str]) -> Options:
         grace=given.grace,
         trace=given.trace,
         tune=given.tune,
+        check=given.check,
         fewest_nodes=fewest,
         max_restarts=given.max_restarts,
         restart_backoff=given.restart_backoff,
@@ -170,6 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     _add(parser, "--grace", type=_seconds, default=5.0, metavar="S", help="seconds from asking to killing (default 5)")
     _add(parser, "--trace", metavar="DIR", help="trace the iterations into DIR, with a report (npu-trace)")
     _add(parser, "--tune", action="store_true", help="run the script a few times to find the best gradient split")
+    _add(parser, "--check", action="store_true", help="check hosts and network, without a script: would training work?")
     several = parser.add_argument_group("several nodes (run npurun once on each)")
     several_nodes = "number of nodes (default 1); MIN:MAX goes on with those that are there"
     _add(several, "--nnodes", type=_nodes, default=(1, 1), metavar="N", help=several_nodes)

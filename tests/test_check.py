@@ -1,0 +1,253 @@
+"""npurun --check: real jobs of the package's own check, and what it makes of facts that a test machine can't have."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import job
+import pytest
+from launcher import NPURUN, environment, npurun
+from ranks import free_port
+
+from benchmarks.hosts import address, can_be_made, hosts, on_host
+from npu_device._src.check import judge, page
+from npu_device._src.check.facts import Facts
+from npu_device._src.check.judge import Findings
+from npu_device._src.check.links import Link
+from npu_device._src.cluster.interfaces import interface_of
+
+LIMIT = 100.0
+SIZES = ("4 B", "64 KiB", "1 MiB", "16 MiB")
+ELSEWHERE = "203.0.113.7"  # RFC 5737: an address that no host has
+
+
+def rows(report: str) -> dict[str, list[float]]:
+    """Return the milliseconds in the table of collectives, by size."""
+    found = {}
+    for line in report.splitlines():
+        for size in SIZES:
+            if line.startswith(f"{size} "):
+                found[size] = [float(number) for number in re.findall(r"([0-9.e+-]+) ms", line)]
+    return found
+
+
+def two_nodes(
+    *second: str, ranks: str = "1", node0: str = "127.0.0.1", on: bool = False, **variables: str
+) -> list[tuple[int, str]]:
+    """Check two nodes; return exit code and output of each. ``second`` are variables of node 1 only, ``name=value``."""
+    port = variables.pop("port", None) or str(free_port())
+    own = dict(each.split("=", 1) for each in second)
+    launches = []
+    for node in range(2):
+        where = ("--nnodes", "2", "--node-rank", str(node), "--master-addr", node0, "--master-port", port)
+        command = [*NPURUN, "-n", ranks, "--check", *where]
+        variables_of_node = environment(NPU_DEVICE_SECRET="ours", **variables, **(own if node else {}))
+        launches.append(
+            subprocess.Popen(
+                on_host(node, command) if on else command,
+                env=variables_of_node,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        outputs = [launch.communicate(timeout=LIMIT)[0] for launch in launches]
+    finally:
+        for launch in launches:
+            launch.kill()
+    print(*outputs, sep="\n")
+    return [(launch.returncode, output) for launch, output in zip(launches, outputs)]
+
+
+def test_one_rank() -> None:
+    done = npurun("--check", limit=LIMIT)
+    assert done.returncode == 0, done.stderr
+    report = done.stdout.decode()
+    assert report.startswith("1 rank(s) on 1 host(s): training would work\n")
+    assert f"Python {sys.version.split()[0]}, TensorFlow " in report
+    assert "all_reduce" not in report
+
+
+def test_two_ranks_of_one_host() -> None:
+    done = npurun("-n", "2", "--check", limit=LIMIT)
+    assert done.returncode == 0, done.stderr
+    report = done.stdout.decode()
+    assert report.startswith("2 rank(s) on 1 host(s): training would work\n")
+    assert re.search(rf"^node0 +{re.escape(socket.gethostname())} +0-1 +127\.0\.0\.1 +lo +", report, re.MULTILINE)
+    assert "gradients travel through shared memory: all ranks share that of one host" in report
+    found = rows(report)
+    assert tuple(found) == SIZES
+    assert all(0 < row[0] < 10_000 for row in found.values())
+    assert found["16 MiB"][0] > found["16 MiB"][1] > found["1 MiB"][1], "a collective takes more than one copy"
+    assert "problem" not in report
+
+
+def test_another_launcher(tmp_path: Path) -> None:
+    script = "from npu_device.launch import checking; checking.main()"
+    first, second = job.run(tmp_path, 2, script, LIMIT, NPU_DEVICE_BACKEND="tensorflow")
+    assert (first.code, second.code) == (0, 0), first.output + second.output
+    assert "TensorFlow's ring over gRPC: NPU_DEVICE_BACKEND is tensorflow" in first.output
+    assert tuple(rows(first.output)) == SIZES
+    assert "training would work" not in second.output
+
+
+def test_two_nodes_on_one_machine() -> None:
+    (first, report), (second, other) = two_nodes()
+    assert (first, second) == (0, 0)
+    assert "2 rank(s) on 2 host(s): training would work" in report
+    assert "TensorFlow's ring over gRPC: each rank has a host to itself" in report
+    assert re.search(r"link from node1 to the next host, over bare sockets: [0-9.e+]+ Gbit/s, \d+ us", report)
+    assert tuple(rows(report)) == SIZES
+    assert rows(report)["16 MiB"][0] > rows(report)["16 MiB"][1] > 0, "a collective takes longer than the wire"
+    assert "hosts node0, node1 are one machine" in report
+    assert "is 127.0.0.1 on" in other and "unless node 0 runs here too" in other
+    assert other.splitlines()[-1] == "training would work; node 0 prints the report"
+
+
+def test_an_address_that_others_cannot_reach_fails_in_one_direction() -> None:
+    (first, report), (second, other) = two_nodes(f"HCCL_IF_IP={ELSEWHERE}")
+    assert (first, second) == (1, 1)
+    assert "2 rank(s) on 2 host(s): training would not work: 1 problem" in report
+    assert re.search(
+        rf"problem 1: rank 0 on host node0 \(.*\) can't connect to rank 1 on host node1 \(.*\) at "
+        rf"{re.escape(ELSEWHERE)}:\d+: .+; host node1 can connect to host node0\.",
+        report,
+    )
+    assert "NPU_DEVICE_PORT_RANGE" in report and "addresses chosen by the route to node 0 and HCCL_IF_IP" in report
+    assert other.splitlines()[-1] == "training would not work: 1 problem; node 0 prints the report"
+
+
+def test_ranks_that_cannot_open_end_with_their_own_error() -> None:
+    for code, output in two_nodes("NPU_DEVICE_BACKEND=tensorflow"):
+        assert code not in (0, 2), output
+        assert "rank 1 on host node1: tensorflow" in output and "give every rank the same value" in output
+        assert "the check could not be completed" in output
+
+
+def test_a_taken_port_is_told_before_ranks_start() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        began = time.monotonic()
+        done = npurun("-n", "2", "--check", "--master-port", str(taken.getsockname()[1]))
+    assert done.returncode == 2
+    assert b"another program uses this port" in done.stderr and b"could not be completed" in done.stderr
+    assert time.monotonic() - began < 15
+
+
+def test_a_name_that_does_not_resolve_is_told_at_once() -> None:
+    began = time.monotonic()
+    done = npurun("--check", "--nnodes", "2", "--node-rank", "1", "--master-addr", "no-such-host.invalid")
+    assert done.returncode == 1
+    assert b"--master-addr no-such-host.invalid" in done.stderr
+    assert b"the name can't be resolved" in done.stderr and b"/etc/hosts on every node" in done.stderr
+    assert time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize("also", [["train.py"], ["--tune"], ["--max-restarts", "1"]])
+def test_wrong_usage(also: list[str]) -> None:
+    done = npurun("--check", *also)
+    assert done.returncode == 2
+    assert b"--check runs a script of its own" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_be_made(), reason="needs root, ip and tc to make two hosts")
+def test_two_hosts_and_a_port_blocked_in_one_direction() -> None:
+    ports = str(free_port())
+    block = ["ip", "rule", "add", "to", address(1), "ipproto", "tcp", "sport", "32768-60999", "unreachable"]
+    with hosts(2, gbit=1.0):
+        (first, report), (second, _) = two_nodes(ranks="2", node0=address(0), on=True, port=ports)
+        assert (first, second) == (0, 0)
+        assert "shared memory within each host, and TensorFlow's ring between them" in report
+        speeds = [float(speed) for speed in re.findall(r"bare sockets: ([0-9.]+) Gbit/s", report)]
+        assert len(speeds) == 2 and all(0.6 < speed < 1.1 for speed in speeds)
+        within, _, between, wire = rows(report)["16 MiB"]
+        assert within < between < 1000 and 100 < wire < 1.1 * between
+        # Host 0's own connections leave from these ports; its answers come from those of the range.
+        subprocess.run(on_host(0, block), check=True)
+        (first, report), (second, _) = two_nodes(
+            node0=address(0), on=True, port="29688", NPU_DEVICE_PORT_RANGE="29688-29692"
+        )
+        assert (first, second) == (1, 1)
+        assert f"can't connect to rank 1 on host node1 ({socket.gethostname()}) at {address(1)}:" in report
+        assert "host node1 can connect to host node0" in report
+
+
+# What a test machine can't have
+
+HERE = Facts(
+    host="node0", machine="a", kernel="1", address="10.0.0.1", interface="eth0", bits=10e9, chosen="the route",
+    versions={"Python": "3.11.7", "Keras": "3.9.0"}, cores=list(range(8)), share=8, quota=None, free=8 << 30,
+    copy=1e10, clock=0.0,
+)  # fmt: skip
+THERE = replace(HERE, host="node1", machine="b", kernel="2", address="10.0.0.2")
+LINK = Link(1e-4, 1.1e9)
+WELL = Findings((HERE, THERE), sharing=("", ""), unreachable=({}, {}), links={"node0": LINK, "node1": LINK})
+
+
+def test_nothing_to_report() -> None:
+    assert judge.problems(WELL) == judge.warnings(WELL) == []
+
+
+@pytest.mark.parametrize(
+    ("there", "expected"),
+    [
+        (replace(THERE, versions={"Python": "3.11.7", "Keras": "2.15.0"}), ["versions of Keras", "2.15.0: rank(s) 1"]),
+        (replace(THERE, address="127.0.0.1"), ["rank 1 on host node1 (b) is known to the others as 127.0.0.1"]),
+    ],
+)
+def test_problems_of_a_rank(there: Facts, expected: list[str]) -> None:
+    (text,) = judge.problems(replace(WELL, facts=(HERE, there)))
+    assert all(part in text for part in (*expected, "What to do: "))
+
+
+def test_a_wrong_sum_and_blocked_ports_are_problems() -> None:
+    (text,) = judge.problems(replace(WELL, right=False))
+    assert "wrong sum" in text
+    both = judge.problems(replace(WELL, unreachable=({1: "b:1: no answer"}, {0: "a:1: no answer"})))
+    assert len(both) == 2 and all("nor the other way" in text for text in both)
+    assert "training would not work: 2 problems" in page.text(replace(WELL, right=False), both, [])
+
+
+@pytest.mark.parametrize(
+    ("there", "expected"),
+    [
+        (replace(THERE, versions={"Python": "3.12.1", "Keras": "3.9.0"}), "different versions of Python"),
+        (replace(THERE, clock=-7.25), "host node1 (b) is 7.2 s behind that of rank 0"),
+        (replace(THERE, kernel="1"), "hosts node0, node1 are one machine"),
+        (replace(THERE, quota=2.5), "its container gets the time of 2.5"),
+        (replace(THERE, cores=[]), "0 core(s) for 1 ranks"),
+        (replace(THERE, free=600 << 20), "0.6 GiB of free memory for 1 rank(s)"),
+        (replace(THERE, bits=100e9), "eth0 of host node1 claims 100 Gbit/s, and bare sockets get 8.8 Gbit/s"),
+    ],
+)
+def test_warnings(there: Facts, expected: str) -> None:
+    found = replace(WELL, facts=(HERE, there))
+    assert judge.problems(found) == []
+    (text,) = judge.warnings(found)
+    assert expected in text and "What to do: " in text
+    assert f"warning 1: {text.splitlines()[0]}" in page.text(found, [], [text])
+
+
+def test_a_rank_that_cannot_share_memory_is_a_warning() -> None:
+    found = replace(WELL, facts=(HERE, HERE), sharing=("", "a different kernel"), links={})
+    (text,) = judge.warnings(found)
+    assert "rank 1 on host node0 (a) can't share memory with the others of its host: a different kernel" in text
+
+
+def test_the_interface_of_an_address() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of(ELSEWHERE) is None and interface_of("a name") is None
+    if Path("/proc/net/if_inet6").exists() and socket.has_ipv6:
+        assert interface_of("::1") == "lo"
+
+
+def test_the_launcher_needs_no_tensorflow() -> None:
+    code = "import sys, npu_device.launch.check; sys.exit('tensorflow' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=environment(), check=False).returncode == 0
