@@ -78,7 +78,7 @@ def test_help_is_short() -> None:
         (["--grace", "-1", "good.py"], "not a number of seconds"),
         (["--max-restarts", "-1", "good.py"], "'-1' is not a number from 0 upwards"),
         (["--nnodes", "3:2", "good.py"], "'3:2' is not MIN:MAX"),
-        (["--preempt-signal", "KILL", "good.py"], "none of SIGTERM, SIGUSR1, SIGUSR2"),
+        (["--preempt-signal", "KILL", "good.py"], "is not one of SIGTERM, SIGUSR1, SIGUSR2"),
         (["--tune", "--max-restarts", "1", "good.py"], "leave --max-restarts"),
         (["--no-such-option", "good.py"], "--no-such-option"),
         (["--master-addr", "no-such-host.invalid", "good.py"], "no-such-host.invalid"),

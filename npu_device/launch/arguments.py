@@ -33,26 +33,30 @@ Options of npurun go before the script; everything after it belongs to the scrip
 class Options:
     """The parsed command line.
 
-    Attributes:
-        command: argument vector of every rank, ready to be executed.
-        nproc_per_node: ranks on each node.
-        nnodes: number of nodes; the largest, if the job can go on with fewer.
-        node_rank: number of this node, from 0.
-        master_addr: address of node 0, where the ranks meet.
-        master_port: port where the ranks meet; None on a single node means a free one.
-        log_dir: directory for one file per rank; None means no files.
-        tee: with ``log_dir``, write to the console too.
-        job_id: the job's name; None means ``JOB_ID`` of the environment, or else a new one.
-        grace: seconds between the request to stop and the kill.
-        trace: directory for an iteration trace; None for none.
-        tune: run the script several times for a few steps each, and find the best gradient split.
-        check: run the package's own check instead of a script; ``command`` is empty.
-        fewest_nodes: number of nodes that is enough to go on; ``nnodes`` unless the user says otherwise.
-        max_restarts: how often a failed job is started again.
-        restart_backoff: seconds before the first restart; each one without a new checkpoint doubles them.
-        rejoin_timeout: seconds that nodes wait for each other before an attempt.
-        preempt_signal: number of the signal that asks the ranks for a checkpoint and a resumable end.
-        preempt_timeout: seconds that the ranks have for that.
+        Attributes:
+            command: argument vector of every rank, ready to be executed.
+            nproc_per_node: ranks on each node.
+            nnodes: number of nodes; the largest number, if the job can go on with fewer.
+            node_rank: number of this node, from 0.
+            master_addr: address of node 0, where the ranks meet.
+            master_port: port where the ranks meet; None on a single node means a free one.
+            log_dir: directory for one file per rank; None means no files.
+            tee: with ``log_dir``, write to the console too.
+            job_id: the job's name; None means ``JOB_ID`` of the environment, or else a new one.
+            grace: seconds between the request to stop and the kill.
+            trace: directory for an iteration trace; None for none.
+            tune: run the script several times for a few steps each, and find the best gradient split.
+    <<<<<<< Updated upstream
+            check: run the package's own check instead of a script; ``command`` is empty.
+            fewest_nodes: number of nodes that is enough to go on; ``nnodes`` unless the user says otherwise.
+    =======
+            fewest_nodes: the smallest number of nodes to go on with; ``nnodes`` unless the user says otherwise.
+    >>>>>>> Stashed changes
+            max_restarts: how often a failed job is started again.
+            restart_backoff: seconds before the first restart; each further one without a new checkpoint doubles them.
+            rejoin_timeout: seconds that nodes wait for each other before an attempt.
+            preempt_signal: number of the signal that asks the ranks for a checkpoint and a resumable end.
+            preempt_timeout: seconds that the ranks have for that.
     """
 
     command: tuple[str, ...]
@@ -82,12 +86,12 @@ class Options:
 
     @property
     def is_python(self) -> bool:
-        """Return True if the ranks are Python's processes, without a program around them."""
+        """Return True if each rank is a Python process, not a program that starts one."""
         return self.command[0] == sys.executable
 
     @property
     def nodes_meet(self) -> bool:
-        """Return True if the launchers of several nodes act together, because they start the job again."""
+        """Return True if the launchers of several nodes act together, because they may start the job again."""
         return self.nnodes > 1 and (self.max_restarts > 0 or self.fewest_nodes < self.nnodes)
 
 
@@ -114,7 +118,7 @@ def parse(argv: Sequence[str]) -> Options:
                 f"{nnodes - 1} and everywhere the same address of node 0 as --master-addr"
             )
     if given.trace is not None and given.tune:
-        parser.error("--tune makes traces of its own: leave --trace out")
+        parser.error("--tune writes its own traces: leave --trace out")
     if given.tune and (given.max_restarts or fewest < nnodes):
         parser.error("--tune stops and starts the ranks by itself: leave --max-restarts and MIN:MAX nodes out")
     if given.check and (given.script or given.tune or given.trace or given.max_restarts or fewest < nnodes):
@@ -162,22 +166,23 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="npurun",
         usage="npurun [-n N] [options] [-m] script [argument ...]",
-        description="Start a script as several ranks, stream their output, stop all of them when one fails.",
+        description="Start a script as several ranks, forward their output, and stop all of them when one fails.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # an abbreviation that works today breaks when a second option begins with it
     )
-    _add(parser, "-n", "--nproc-per-node", type=_positive, default=1, metavar="N", help="ranks on a node (default 1)")
+    _add(parser, "-n", "--nproc-per-node", type=_positive, default=1, metavar="N", help="ranks per node (default 1)")
     _add(parser, "-m", "--module", action="store_true", help="the script is the name of a module, as with python -m")
-    _add(parser, "--log-dir", metavar="DIR", help="write to DIR/rank<N>.log instead of the console")
+    _add(parser, "--log-dir", metavar="DIR", help="write to DIR/rank<N>.log, not to the console")
     _add(parser, "--tee", action="store_true", help="with --log-dir: write to the console as well")
     _add(parser, "--job-id", type=_job_id, metavar="ID", help="name of the job (default $JOB_ID, else a new one)")
-    _add(parser, "--grace", type=_seconds, default=5.0, metavar="S", help="seconds from asking to killing (default 5)")
-    _add(parser, "--trace", metavar="DIR", help="trace the iterations into DIR, with a report (npu-trace)")
+    grace = "seconds before ranks that don't stop are killed (default 5)"
+    _add(parser, "--grace", type=_seconds, default=5.0, metavar="S", help=grace)
+    _add(parser, "--trace", metavar="DIR", help="write a trace of the iterations and a report to DIR")
     _add(parser, "--tune", action="store_true", help="run the script a few times to find the best gradient split")
     _add(parser, "--check", action="store_true", help="check hosts and network, without a script: would training work?")
     several = parser.add_argument_group("several nodes (run npurun once on each)")
-    several_nodes = "number of nodes (default 1); MIN:MAX goes on with those that are there"
+    several_nodes = "number of nodes (default 1); MIN:MAX: start with MAX nodes, go on with MIN or more"
     _add(several, "--nnodes", type=_nodes, default=(1, 1), metavar="N", help=several_nodes)
     _add(several, "--node-rank", type=int, metavar="R", help="number of this node, from 0")
     _add(several, "--master-addr", metavar="ADDR", help="address or name of node 0 (one node: 127.0.0.1)")
@@ -189,16 +194,15 @@ def _parser() -> argparse.ArgumentParser:
     _add(again, "--max-restarts", type=_count, default=0, metavar="N", help="start a failed job again (default 0)")
     backoff = "seconds before a restart, doubled each time up to 60 (default 1)"
     _add(again, "--restart-backoff", type=_seconds, default=1.0, metavar="S", help=backoff)
-    preempt = "asks the ranks for a checkpoint and the end (default TERM)"
+    preempt = "signal that asks the ranks to write a checkpoint and stop (default TERM)"
     default = environment.NPU_DEVICE_PREEMPT_SIGNAL.raw() or "TERM"
     _add(again, "--preempt-signal", type=_signal, default=default, metavar="SIG", help=preempt)
     limit = environment.NPU_DEVICE_PREEMPT_TIMEOUT.raw() or "25"
-    _add(
-        again, "--preempt-timeout", type=_seconds, default=limit, metavar="S", help="... within S seconds (default 25)"
-    )
+    within = "seconds that the ranks have to do that (default 25)"
+    _add(again, "--preempt-timeout", type=_seconds, default=limit, metavar="S", help=within)
     # One positional for both: argparse would swallow a "--" between a script and its arguments.
     parser.add_argument(
-        "script", nargs=argparse.REMAINDER, help="a .py file, a program, or with -m a module; and its arguments"
+        "script", nargs=argparse.REMAINDER, help="a .py file, a program, or with -m a module, and its arguments"
     )
     return parser
 
@@ -265,7 +269,7 @@ def _signal(text: str) -> int:
     names = environment.PREEMPT_SIGNALS
     name = "SIG" + text.upper().removeprefix("SIG")
     if name not in names:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(names)}")
     return int(signal.Signals[name])
 
 
