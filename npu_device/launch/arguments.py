@@ -33,30 +33,26 @@ Options of npurun go before the script; everything after it belongs to the scrip
 class Options:
     """The parsed command line.
 
-        Attributes:
-            command: argument vector of every rank, ready to be executed.
-            nproc_per_node: ranks on each node.
-            nnodes: number of nodes; the largest number, if the job can go on with fewer.
-            node_rank: number of this node, from 0.
-            master_addr: address of node 0, where the ranks meet.
-            master_port: port where the ranks meet; None on a single node means a free one.
-            log_dir: directory for one file per rank; None means no files.
-            tee: with ``log_dir``, write to the console too.
-            job_id: the job's name; None means ``JOB_ID`` of the environment, or else a new one.
-            grace: seconds between the request to stop and the kill.
-            trace: directory for an iteration trace; None for none.
-            tune: run the script several times for a few steps each, and find the best gradient split.
-    <<<<<<< Updated upstream
-            check: run the package's own check instead of a script; ``command`` is empty.
-            fewest_nodes: number of nodes that is enough to go on; ``nnodes`` unless the user says otherwise.
-    =======
-            fewest_nodes: the smallest number of nodes to go on with; ``nnodes`` unless the user says otherwise.
-    >>>>>>> Stashed changes
-            max_restarts: how often a failed job is started again.
-            restart_backoff: seconds before the first restart; each further one without a new checkpoint doubles them.
-            rejoin_timeout: seconds that nodes wait for each other before an attempt.
-            preempt_signal: number of the signal that asks the ranks for a checkpoint and a resumable end.
-            preempt_timeout: seconds that the ranks have for that.
+    Attributes:
+        command: argument vector of every rank, ready to be executed.
+        nproc_per_node: ranks on each node.
+        nnodes: number of nodes; the largest number, if the job can go on with fewer.
+        node_rank: number of this node, from 0.
+        master_addr: address of node 0, where the ranks meet.
+        master_port: port where the ranks meet; None on a single node means a free one.
+        log_dir: directory for one file per rank; None means no files.
+        tee: with ``log_dir``, write to the console too.
+        job_id: the job's name; None means ``JOB_ID`` of the environment, or else a new one.
+        grace: seconds between the request to stop and the kill.
+        trace: directory for an iteration trace; None for none.
+        tune: run the script several times for a few steps each, and find the best gradient split.
+        check: run the package's own check instead of a script; ``command`` is empty.
+        fewest_nodes: the smallest number of nodes to go on with; ``nnodes`` unless the user says otherwise.
+        max_restarts: how often a failed job is started again.
+        restart_backoff: seconds before the first restart; each further one without a new checkpoint doubles them.
+        rejoin_timeout: seconds that nodes wait for each other before an attempt.
+        preempt_signal: number of the signal that asks the ranks for a checkpoint and a resumable end.
+        preempt_timeout: seconds that the ranks have for that.
     """
 
     command: tuple[str, ...]
