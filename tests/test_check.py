@@ -106,7 +106,7 @@ def test_two_nodes_on_one_machine() -> None:
     assert re.search(r"link from node1 to the next host, over bare sockets: [0-9.e+]+ Gbit/s, \d+ us", report)
     assert tuple(rows(report)) == SIZES
     assert rows(report)["16 MiB"][0] > rows(report)["16 MiB"][1] > 0, "a collective takes longer than the wire"
-    assert "hosts node0, node1 are one machine" in report
+    assert "hosts node0, node1 are the same machine" in report
     assert "is 127.0.0.1 on" in other and "unless node 0 runs here too" in other
     assert other.splitlines()[-1] == "training would work; node 0 prints the report"
 
@@ -211,7 +211,7 @@ def test_a_wrong_sum_and_blocked_ports_are_problems() -> None:
     (text,) = judge.problems(replace(WELL, right=False))
     assert "wrong sum" in text
     both = judge.problems(replace(WELL, unreachable=({1: "b:1: no answer"}, {0: "a:1: no answer"})))
-    assert len(both) == 2 and all("nor the other way" in text for text in both)
+    assert len(both) == 2 and all("and not in the other direction either" in text for text in both)
     assert "training would not work: 2 problems" in page.text(replace(WELL, right=False), both, [])
 
 
@@ -220,11 +220,11 @@ def test_a_wrong_sum_and_blocked_ports_are_problems() -> None:
     [
         (replace(THERE, versions={"Python": "3.12.1", "Keras": "3.9.0"}), "different versions of Python"),
         (replace(THERE, clock=-7.25), "host node1 (b) is 7.2 s behind that of rank 0"),
-        (replace(THERE, kernel="1"), "hosts node0, node1 are one machine"),
-        (replace(THERE, quota=2.5), "its container gets the time of 2.5"),
+        (replace(THERE, kernel="1"), "hosts node0, node1 are the same machine"),
+        (replace(THERE, quota=2.5), "its container may use the time of only 2.5"),
         (replace(THERE, cores=[]), "0 core(s) for 1 ranks"),
         (replace(THERE, free=600 << 20), "0.6 GiB of free memory for 1 rank(s)"),
-        (replace(THERE, bits=100e9), "eth0 of host node1 claims 100 Gbit/s, and bare sockets get 8.8 Gbit/s"),
+        (replace(THERE, bits=100e9), "eth0 of host node1 is rated at 100 Gbit/s, but bare sockets reach 8.8 Gbit/s"),
     ],
 )
 def test_warnings(there: Facts, expected: str) -> None:

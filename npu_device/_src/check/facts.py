@@ -1,4 +1,4 @@
-"""What one rank knows about itself, without the others: versions, machine, cores, memory, interface."""
+"""The facts that one rank can collect by itself: versions, machine, cores, memory, interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judge what the ranks have found: problems, with which training would fail, and warnings, each with its remedy."""
+"""Judge what the ranks have found: problems that would make training fail, and warnings, each with its remedy."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def _blocked(found: Findings) -> Iterator[str]:
                 continue
             told.add((here, there))
             back = (found.facts[target].host for source in found.hosts[there] for target in found.unreachable[source])
-            direction = "nor the other way" if here in back else f"host {there} can connect to host {here}"
+            direction = (
+                "and not in the other direction either" if here in back else f"host {there} can connect to host {here}"
+            )
             yield (
                 f"{found.name(rank)} can't connect to {found.name(other)} at {what}; {direction}.\n"
                 f"Likely cause: a firewall on host {there}, or between the two, or an address of an internal network.\n"
@@ -101,7 +103,7 @@ def _versions(found: Findings, names: Sequence[str]) -> Iterator[str]:
             ranks.setdefault(facts.versions.get(name, "none"), []).append(rank)
         if len(ranks) > 1:
             lines = "\n".join(f"  {version}: rank(s) {ranges(those)}" for version, those in ranks.items())
-            yield f"the ranks have different versions of {name}:\n{lines}\nWhat to do: install the same one everywhere."
+            yield f"the ranks have different versions of {name}:\n{lines}\nWhat to do: install the same version everywhere."
 
 
 def _wrong_sum(found: Findings) -> Iterator[str]:
@@ -118,7 +120,7 @@ def _clocks(found: Findings) -> Iterator[str]:
         if ahead is not None and abs(ahead) > _CLOCK_SECONDS:
             yield (
                 f"the clock of host {host} ({found.facts[ranks[0]].machine}) is {abs(ahead):.1f} s "
-                f"{'ahead of' if ahead > 0 else 'behind'} that of rank 0: times in logs and files don't fit together.\n"
+                f"{'ahead of' if ahead > 0 else 'behind'} that of rank 0: times in logs and files don't match.\n"
                 "What to do: synchronize the hosts' clocks (chrony, NTP)."
             )
 
@@ -140,7 +142,7 @@ def _same_machine(found: Findings) -> Iterator[str]:
     for hosts in machines.values():
         if len(hosts) > 1:
             yield (
-                f"hosts {', '.join(hosts)} are one machine: their ranks use its network where they could share memory."
+                f"hosts {', '.join(hosts)} are the same machine: their ranks use the network, but could share memory."
                 "\nWhat to do: start all ranks of a machine as one node, in one container."
             )
 
@@ -151,7 +153,7 @@ def _cores(found: Findings) -> Iterator[str]:
         cores = len({core for rank in ranks for core in found.facts[rank].cores})
         if facts.quota is not None and facts.quota < 0.9 * cores:
             yield (
-                f"host {host} has {cores} cores, but its container gets the time of {facts.quota:.3g}: "
+                f"host {host} has {cores} cores, but its container may use the time of only {facts.quota:.3g}: "
                 "TensorFlow starts a thread for each core, and the system halts all of them when the time is used up.\n"
                 "What to do: give the container whole cores (a cpuset), or set TF_NUM_INTRAOP_THREADS."
             )
@@ -179,7 +181,7 @@ def _slow_links(found: Findings) -> Iterator[str]:
             yield f"the link from host {host} to the next one could not be measured: {link}."
         elif facts.bits is not None and 8 * link.speed < _SLOW_LINK * facts.bits:
             yield (
-                f"{facts.interface} of host {host} claims {facts.bits / 1e9:g} Gbit/s, and bare sockets get "
+                f"{facts.interface} of host {host} is rated at {facts.bits / 1e9:g} Gbit/s, but bare sockets reach "
                 f"{8 * link.speed / 1e9:.2g} Gbit/s to the next host.\n"
                 "What to do: look for other traffic, a slower switch or cable between them, and a limit of the "
                 "virtual machine; HCCL_SOCKET_IFNAME chooses another interface."

@@ -30,7 +30,7 @@ class Link:
     """A link from one host to another.
 
     Attributes:
-        round_trip: seconds of a few bytes there and back.
+        round_trip: seconds for a few bytes and the answer.
         speed: bytes per second.
     """
 
@@ -143,7 +143,7 @@ def _serving(serve: Callable[[socket.socket], None]) -> Iterator[int | None]:
 
 
 def _ping(connection: socket.socket) -> float:
-    """Return the seconds of a few bytes there and back."""
+    """Return the seconds for a few bytes and the answer."""
     seconds = []
     for _ in range(_PINGS):
         began = time.perf_counter()

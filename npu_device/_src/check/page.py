@@ -58,7 +58,7 @@ def _settings(found: Findings) -> str:
         lines.append(f"gradients travel through {found.engine}")
     for host, link in found.links.items():
         if isinstance(link, Link):
-            speed = f"{8 * link.speed / 1e9:.3g} Gbit/s, {1e6 * link.round_trip:.0f} us there and back"
+            speed = f"{8 * link.speed / 1e9:.3g} Gbit/s, {1e6 * link.round_trip:.0f} us round trip"
             lines.append(f"link from {host} to the next host, over bare sockets: {speed}")
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""What each rank does for a check, together with the others, from opening to the verdict."""
+"""Run a check on one rank, together with the others, from opening to the verdict."""
 
 from __future__ import annotations
 
