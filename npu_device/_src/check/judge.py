@@ -103,7 +103,7 @@ def _versions(found: Findings, names: Sequence[str]) -> Iterator[str]:
             ranks.setdefault(facts.versions.get(name, "none"), []).append(rank)
         if len(ranks) > 1:
             lines = "\n".join(f"  {version}: rank(s) {ranges(those)}" for version, those in ranks.items())
-            yield f"the ranks have different versions of {name}:\n{lines}\nWhat to do: install the same version everywhere."
+            yield f"the ranks have different versions of {name}:\n{lines}\nWhat to do: install the same one everywhere."
 
 
 def _wrong_sum(found: Findings) -> Iterator[str]:
