@@ -54,6 +54,49 @@ def test_instance_keys_of_tensorflow(tensorflow_ranks: Pool) -> None:
     assert max(tensorflow_ranks.run(body_keys)) < 3 << 20
 
 
+def body_keys_of_a_tag(calls: int) -> tuple[int, list[str]]:
+    """Return how many keys transfers of one tag have taken, and the error of a function with too many of them."""
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device._src.cluster import runtime
+    from npu_device._src.collectives.backends.tensorflow import sequence
+    from npu_device._src.collectives.group import group_of
+    from npu_device._src.collectives.pair import pair_of
+    from npu_device.distribute import hccl_ops
+
+    rank = npu.open().worker_id
+    if rank > 1:
+        return 0, []
+    for number in range(calls):
+        if rank == 0:
+            hccl_ops.send(tf.fill([2], float(number)), 5, 1)
+        else:
+            assert hccl_ops.receive([2], tf.float32, 5, 0).numpy().tolist() == [number, number]
+
+    @tf.function
+    def too_many() -> None:
+        for _ in range(sequence.RING_OF_A_TAG + 1):
+            hccl_ops.send(tf.zeros([2]), 5, 1 - rank)
+
+    said: list[str] = []
+    try:
+        too_many.get_concrete_function()
+    except ValueError as error:
+        said.append(str(error))
+    running = runtime.current()
+    assert running is not None
+    pair = pair_of(group_of(running, "hccl_world_group"), 0, 1, 5)
+    keys = sequence.sequence_of(running, pair)
+    return len({keys._next("signature", pair.tag) for _ in range(calls)}), said
+
+
+def test_keys_of_a_tag(tensorflow_ranks: Pool) -> None:
+    for rank, (keys, said) in enumerate(tensorflow_ranks.run(body_keys_of_a_tag, 100)):
+        assert keys == (32 if rank < 2 else 0)
+        assert ["send with more tags" in text for text in said] == ([True] if rank < 2 else [])
+
+
 def body_signatures(calls: int) -> int:
     """Return how many rings of keys calls of other lengths take after the first half of them."""
     import tensorflow as tf

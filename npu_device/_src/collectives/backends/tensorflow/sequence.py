@@ -25,11 +25,14 @@ from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.ordered_call import Order
 
-RING = 1024
+RING = 512
 """The number of keys for one kind, dtype and shape before they repeat. That many collectives may run at once."""
 
+RING_OF_A_TAG = 32
+"""The same for the transfers of one tag. A job may use any number of tags."""
+
 _LANES = 16
-_TAGS = 1 << 10
+_TAGS = 512
 _KEYS_OF_A_TAG = (1 << 31) // _TAGS
 
 
@@ -57,13 +60,13 @@ class Sequence:
             tag: draws with different tags may come in a different order on each rank. None for those that don't.
 
         Raises:
-            ValueError: one function makes more than ``RING`` collectives of this kind, dtype and shape.
+            ValueError: one function makes more collectives of this kind, dtype, shape and tag than there are keys.
         """
         known = shape.as_list() if isinstance(shape, tf.TensorShape) else None
         if tf.executing_eagerly():
             sizes = known if known is not None else np.asarray(shape).tolist()
             return tf.constant(self._next((kind, dtype.name, tuple(sizes)), tag), tf.int32)
-        self._count((kind, tag, dtype.name, None if known is None else tuple(known)))
+        self._count((kind, tag, dtype.name, None if known is None else tuple(known)), _ring(tag))
 
         def drawn(*shape: Any) -> list[np.int32]:
             sizes = shape[0].tolist() if known is None else known
@@ -80,16 +83,17 @@ class Sequence:
             rings = self._drawn[place]
             ring = rings.setdefault(signature, [1 + place * _KEYS_OF_A_TAG + len(rings) * RING, 0])
             ring[1] += 1
-            return ring[0] + ring[1] % RING
+            return ring[0] + ring[1] % _ring(tag)
 
-    def _count(self, signature: Hashable) -> None:
+    def _count(self, signature: Hashable, most: int) -> None:
         counts = self._in_graph.setdefault(tf.compat.v1.get_default_graph(), Counter())
         counts[signature] += 1
-        if counts[signature] > RING:
+        if counts[signature] > most:
             raise ValueError(
-                f"a tf.function makes more than {RING} collective operations that TensorFlow can't tell apart "
+                f"a tf.function makes more than {most} collective operations that TensorFlow can't tell apart "
                 f"({signature}), and they may all be in progress at once.\n"
-                "What to do: reduce a list of tensors in one call, or make the calls in a loop (tf.range)."
+                "What to do: reduce a list of tensors in one call, send with more tags, or make the calls in a loop "
+                "(tf.range)."
             )
 
     def lane(self, apart: bool, alone: bool) -> tf.Tensor:
@@ -112,6 +116,10 @@ class Sequence:
     def touch(self) -> None:
         """Add an operation that TensorFlow keeps in a graph, in the group's own order."""
         self._lanes[0].assign_add(0, read_value=False)
+
+
+def _ring(tag: int | None) -> int:
+    return RING if tag is None else RING_OF_A_TAG
 
 
 def _place(tag: int | None) -> int:
