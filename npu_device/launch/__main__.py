@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 
 from npu_device._src import environment
-from npu_device.launch import arguments, check, job, tune
+from npu_device.launch import arguments, check, hosts, job, tune
 
 
 def main() -> None:
     """Run the launcher with the command line of this process, and exit with the job's exit code."""
     options = arguments.parse(sys.argv[1:])
+    if options.hosts:
+        sys.exit(hosts.run(options))
     if options.check:
         sys.exit(check.run(options))
     tuning = options.tune or environment.AOE_MODE.raw() == "4"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from npu_device._src import environment
+from npu_device.launch import host_list
 
 DEFAULT_PORT = 29688  # the port that Ascend's own launch scripts use for the chief
 _NUMBERS = ("-n", "-np", "--nproc-per-node", "--nproc_per_node")
@@ -23,8 +24,7 @@ examples:
   npurun -n 2 train.py --batch_size 64             two ranks on this host
   npurun -n 2 -m my_package.train                  a module
   npurun -n 4 --log-dir logs --tee train.py        one log file per rank as well
-  npurun -n 8 --nnodes 2 --node-rank 0 --master-addr hostA train.py     on hostA
-  npurun -n 8 --nnodes 2 --node-rank 1 --master-addr hostA train.py     on hostB
+  npurun --hosts hostA:8,hostB:8 train.py          both hosts from here, over ssh
 
 Options of npurun go before the script; everything after it belongs to the script."""
 
@@ -53,6 +53,7 @@ class Options:
         rejoin_timeout: seconds that nodes wait for each other before an attempt.
         preempt_signal: number of the signal that asks the ranks for a checkpoint and a resumable end.
         preempt_timeout: seconds that the ranks have for that.
+        hosts: the nodes' hosts, reached by ssh; empty if npurun is started on each node.
     """
 
     command: tuple[str, ...]
@@ -74,6 +75,7 @@ class Options:
     rejoin_timeout: float = 300.0
     preempt_signal: int = signal.SIGTERM
     preempt_timeout: float = 25.0
+    hosts: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -102,10 +104,11 @@ def parse(argv: Sequence[str]) -> Options:
     """
     parser = _parser()
     given = parser.parse_args(argv)
+    slots = _hosts(parser, given)
     fewest, nnodes = given.nnodes
     if given.tee and given.log_dir is None:
         parser.error("--tee writes to the console as well as to the files of --log-dir: give --log-dir too")
-    if nnodes > 1:
+    if nnodes > 1 and not slots:
         missing = [name for name in ("node_rank", "master_addr") if getattr(given, name) is None]
         if missing:
             names = " and ".join("--" + name.replace("_", "-") for name in missing)
@@ -119,6 +122,7 @@ def parse(argv: Sequence[str]) -> Options:
         parser.error("--tune stops and starts the ranks by itself: leave --max-restarts and MIN:MAX nodes out")
     if given.check and (given.script or given.tune or given.trace or given.max_restarts or fewest < nnodes):
         parser.error("--check runs a script of its own, once: leave the script, --tune, --trace and restarts out")
+    given.nproc_per_node = given.nproc_per_node or 1
     if given.nproc_per_node == 1 == nnodes:
         _hint_at_options_after_script(given.module, given.script)
     node_rank = given.node_rank or 0
@@ -127,6 +131,7 @@ def parse(argv: Sequence[str]) -> Options:
     return Options(
         command=() if given.check else _command(parser, given.module, given.script),
         nproc_per_node=given.nproc_per_node,
+        hosts=tuple(host for host, _ in slots),
         nnodes=nnodes,
         node_rank=node_rank,
         master_addr=given.master_addr or "127.0.0.1",
@@ -145,6 +150,32 @@ def parse(argv: Sequence[str]) -> Options:
         preempt_signal=given.preempt_signal,
         preempt_timeout=given.preempt_timeout,
     )
+
+
+def _hosts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[tuple[str, int | None]]:
+    """Return the hosts of --hosts or --hostfile, and complete the other arguments from them."""
+    if given.hosts is None and given.hostfile is None:
+        return []
+    if given.hosts is not None and given.hostfile is not None:
+        parser.error("--hosts and --hostfile name the same thing: give one of them")
+    if given.node_rank is not None or given.tune:
+        parser.error("--node-rank and --tune belong to an npurun that is started on each node: leave --hosts out")
+    try:
+        found = host_list.parse(given.hosts) if given.hostfile is None else host_list.read(given.hostfile)
+    except (OSError, ValueError) as error:
+        parser.error(f"{'--hosts' if given.hostfile is None else '--hostfile'}: {error}")
+    numbers = {number for _, number in found if number is not None}
+    if given.nproc_per_node is not None:
+        numbers.add(given.nproc_per_node)
+    if len(numbers) > 1:
+        parser.error(f"npurun starts the same number of ranks on each host; found {sorted(numbers)}")
+    given.nproc_per_node = next(iter(numbers), None)
+    fewest, most = given.nnodes
+    if most not in (1, len(found)):
+        parser.error(f"--nnodes {most}: there are {len(found)} hosts")
+    given.nnodes = (fewest if most > 1 else len(found), len(found))
+    given.master_addr = given.master_addr or (host_list.name(found[0][0]) if len(found) > 1 else None)
+    return found
 
 
 def _hint_at_options_after_script(module: bool, words: Sequence[str]) -> None:
@@ -167,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # an abbreviation that works today breaks when a second option begins with it
     )
-    _add(parser, "-n", "--nproc-per-node", type=_positive, default=1, metavar="N", help="ranks per node (default 1)")
+    _add(parser, "-n", "--nproc-per-node", type=_positive, metavar="N", help="ranks per node (default 1)")
     _add(parser, "-m", "--module", action="store_true", help="the script is the name of a module, as with python -m")
     _add(parser, "--log-dir", metavar="DIR", help="write to DIR/rank<N>.log, not to the console")
     _add(parser, "--tee", action="store_true", help="with --log-dir: write to the console as well")
@@ -177,7 +208,9 @@ def _parser() -> argparse.ArgumentParser:
     _add(parser, "--trace", metavar="DIR", help="write a trace of the iterations and a report to DIR")
     _add(parser, "--tune", action="store_true", help="run the script a few times to find the best gradient split")
     _add(parser, "--check", action="store_true", help="check hosts and network, without a script: would training work?")
-    several = parser.add_argument_group("several nodes (run npurun once on each)")
+    several = parser.add_argument_group("several nodes (run npurun once on each, or give --hosts)")
+    _add(several, "--hosts", metavar="A:N,B:N", help="start all nodes from here, over ssh")
+    _add(several, "--hostfile", metavar="FILE", help="the same, from lines such as: A slots=N")
     several_nodes = "number of nodes (default 1); MIN:MAX: start with MAX nodes, go on with MIN or more"
     _add(several, "--nnodes", type=_nodes, default=(1, 1), metavar="N", help=several_nodes)
     _add(several, "--node-rank", type=int, metavar="R", help="number of this node, from 0")

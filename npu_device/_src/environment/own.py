@@ -40,6 +40,14 @@ NPU_DEVICE_PORT_RANGE: Variable[tuple[int, int] | None] = Variable(
     "(`--master-port`, a rank table, CM_CHIEF_PORT, TF_CONFIG, MASTER_PORT) are used as given.",
     "npu_device",
 )
+NPU_DEVICE_SSH: Variable[str] = Variable(
+    "NPU_DEVICE_SSH",
+    forms.TEXT,
+    "ssh -o BatchMode=yes -o ServerAliveInterval=15",
+    "",
+    "the command with which `npurun --hosts` reaches a host; the host and a shell command are added to it.",
+    "npu_device",
+)
 NPU_DEVICE_HUB: Variable[int | None] = Variable(
     "NPU_DEVICE_HUB",
     forms.integer(1, 65535),

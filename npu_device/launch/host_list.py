@@ -1,0 +1,49 @@
+"""The hosts of ``npurun --hosts`` and ``--hostfile``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_HOST = re.compile(r"(?P<host>[^\s:\[\]]+|([^\s:\[\]]+@)?\[[^\s\]]+\])(:(?P<number>[1-9][0-9]*))?")
+
+
+def parse(text: str) -> list[tuple[str, int | None]]:
+    """Return each host of a list with its number of ranks, None if it has none.
+
+    Raises:
+        ValueError: a host is malformed, or listed twice.
+
+    Examples:
+        >>> parse("a:4,me@b:4,[fd00::1]")
+        [('a', 4), ('me@b', 4), ('fd00::1', None)]
+    """
+    found: list[tuple[str, int | None]] = []
+    for word in text.split(","):
+        match = _HOST.fullmatch(word.strip())
+        if match is None:
+            raise ValueError(f"{word!r} is not HOST, HOST:N or [ADDRESS]:N")
+        host = re.sub(r"[\[\]]", "", match["host"])
+        if host in dict(found):
+            raise ValueError(f"{host} is listed twice; HOST:N starts N ranks there")
+        found.append((host, int(match["number"]) if match["number"] else None))
+    return found
+
+
+def read(path: str) -> list[tuple[str, int | None]]:
+    """Return the hosts of a file: a line for each, as ``parse`` takes it or as ``HOST slots=N``; # begins a comment.
+
+    Raises:
+        OSError: the file can't be read.
+        ValueError: as ``parse``; or it lists no host.
+    """
+    lines = [line.partition("#")[0].strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    hosts = [re.sub(r"\s+slots\s*=\s*", ":", line) for line in lines if line]
+    if not hosts:
+        raise ValueError(f"{path} lists no host")
+    return parse(",".join(hosts))
+
+
+def name(host: str) -> str:
+    """Return a host without the user."""
+    return host.rpartition("@")[2]

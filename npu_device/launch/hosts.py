@@ -1,0 +1,165 @@
+"""``npurun --hosts``: start npurun on every host, over ssh, and stop it there.
+
+Each host runs ``on_node`` with ssh's connection as its standard input: first the order, a line of JSON, then the number
+of each signal that this launcher receives. The end of the input, when this launcher or the connection is gone, stops
+the host's ranks. The secret is part of the order, so it is on no command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import queue
+import secrets
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import IO, Any
+
+from npu_device._src import environment
+from npu_device._src.cluster.errors import RESUMABLE, ClusterError
+from npu_device._src.cluster.membership import secret
+from npu_device.launch.arguments import Options
+from npu_device.launch.console import Console
+
+# When the npurun of one host has ended, those of the others have noticed by themselves, or get this long to do so.
+_NOTICE_SECONDS = 3.0
+_END_SECONDS = 15.0  # for killing ranks, and for reports, after the grace period
+_USAGE = 2
+_SSH_FAILED = 255
+_PREFIXES = ("TF_", "KERAS_", "PYTHON")
+_KEPT_HERE = ("HCCL_IF_IP",)  # differs from host to host
+
+
+def run(options: Options) -> int:
+    """Run the job on all hosts, and wait for its end.
+
+    Returns:
+        0; or 75 if the ranks can be resumed; or the exit code of the first host that failed, 255 if ssh failed.
+    """
+    console = Console()
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    for number in {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, options.preempt_signal}:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda got, _: events.put(got))
+    nodes = []
+    try:
+        given = secret().decode() or secrets.token_hex(32)
+        variables = {**_passed_on(), "NPU_DEVICE_SECRET": given, "NPU_DEVICE_SECRET_FILE": ""}
+        for rank, host in enumerate(options.hosts):
+            ours = dataclasses.replace(options, hosts=(), node_rank=rank)
+            order = {"options": dataclasses.asdict(ours), "variables": variables}
+            nodes.append(_Node(host, json.dumps(order), console, events))
+    except (OSError, ClusterError) as error:  # hosts that were reached stop with this process
+        console.say(str(error))
+        return _USAGE
+    return _wait(options, nodes, console, events)
+
+
+def _wait(options: Options, nodes: list[_Node], console: Console, events: queue.SimpleQueue[Any]) -> int:
+    codes: list[int] = []
+    running, deadline, asked = list(nodes), None, False
+    while running:
+        try:
+            event = events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            for node in running:
+                if asked:
+                    node.disconnect()
+                else:
+                    node.send(signal.SIGINT)
+            asked, deadline = True, time.monotonic() + options.grace + _END_SECONDS
+            continue
+        if isinstance(event, int):
+            asked, deadline = True, None  # a second signal would cut short the time that the first one leaves
+            for node in running:
+                node.send(event)
+            continue
+        running.remove(event)
+        code = event.code
+        codes.append(code)
+        if code == _SSH_FAILED:
+            console.say(f"{event.host}: the connection failed or ended (exit code {code} of {event.command})")
+        may_go_on = code in (0, RESUMABLE) or options.fewest_nodes < options.nnodes
+        if running and not asked and not may_go_on and deadline is None:
+            console.say(f"host {event.host} ended with exit code {code}; stopping the others")
+            deadline = time.monotonic() + _NOTICE_SECONDS
+    failed = [code for code in codes if code not in (0, RESUMABLE)]
+    return next(iter(failed), max(codes))
+
+
+def _passed_on() -> dict[str, str]:
+    """Return the variables of this process that the npurun of every host gets."""
+    names = {variable.name for variable in environment.ALL}.difference(_KEPT_HERE)
+    return {name: value for name, value in os.environ.items() if name in names or name.startswith(_PREFIXES)}
+
+
+class _Node:
+    """A host's npurun.
+
+    Attributes:
+        host: its host, as the user names it.
+        command: the program that connects to it.
+        code: its exit code, when it has ended.
+    """
+
+    def __init__(self, host: str, order: str, console: Console, events: queue.SimpleQueue[Any]) -> None:
+        self.host = host
+        self.code = 0
+        remote = f"{shlex.quote(sys.executable)} -m npu_device.launch.on_node"
+        if os.environ.get("PYTHONPATH"):
+            remote = f"env PYTHONPATH={shlex.quote(os.environ['PYTHONPATH'])} {remote}"
+        remote = f"cd {shlex.quote(os.getcwd())} && exec {remote}"
+        here = host in ("localhost", "127.0.0.1", socket.gethostname())
+        connect = ["sh", "-c"] if here else [*shlex.split(environment.NPU_DEVICE_SSH.get()), host]
+        self.command = connect[0]
+        self._process = subprocess.Popen(
+            [*connect, remote],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # a Ctrl-C goes to the hosts once, as a signal's number
+        )
+        self._tell(order)
+        self._events = events
+        readers = [
+            threading.Thread(target=_copy, args=(pipe, console, fd), daemon=True)
+            for fd, pipe in ((1, self._process.stdout), (2, self._process.stderr))
+        ]
+        for reader in readers:
+            reader.start()
+        threading.Thread(target=self._report_end, args=(readers,), daemon=True).start()
+
+    def send(self, number: int) -> None:
+        """Let the host's npurun receive a signal."""
+        self._tell(str(int(number)))
+
+    def disconnect(self) -> None:
+        """End the connection; the host's ranks are then stopped there."""
+        self._process.kill()
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:  # it has ended
+            pass
+
+    def _report_end(self, readers: list[threading.Thread]) -> None:
+        code = self._process.wait()
+        for reader in readers:
+            reader.join()
+        self.code = code if code >= 0 else 128 - code
+        self._events.put(self)
+
+
+def _copy(pipe: IO[bytes], console: Console, fd: int) -> None:
+    with pipe:
+        for line in pipe:
+            console.lines(fd, line)

@@ -1,0 +1,125 @@
+"""npurun --hosts: all nodes are started and stopped from one place. ssh is a script that runs its command here."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from launcher import is_running, npurun, script, start, wait_for_files, wait_until
+from ranks import free_port
+
+HOSTS = ("--hosts", "one:2,me@two:2", "--master-addr", "127.0.0.1")
+WAITS = """
+    import os, time
+    from pathlib import Path
+    Path("pid" + os.environ["RANK_ID"]).write_text(str(os.getpid()))
+    time.sleep(60)
+    """
+
+
+@pytest.fixture
+def ssh(tmp_path: Path) -> str:
+    """A command in ssh's place, which writes its command lines down; the host "off" can't be reached."""
+    path = tmp_path / "ssh"
+    path.write_text(
+        f'#!/bin/sh\necho "$*" >> {tmp_path}/lines\nif [ "$1" = off ]; then echo no such host >&2; exit 255; fi\n'
+        'shift\nexec sh -c "$*"\n'
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+def port() -> tuple[str, str]:
+    return "--master-port", str(free_port())
+
+
+def test_all_hosts_are_started(tmp_path: Path, ssh: str) -> None:
+    shows = """
+        import os
+        print("of", os.environ["RANK_SIZE"], os.getcwd(), os.environ["NPU_DEVICE_SECRET"], os.environ["TF_MINE"])
+        from npu_device._src.cluster.membership import membership_from_environment
+        from npu_device._src.cluster.rendezvous import meet
+        cluster, channel = meet(membership_from_environment())
+        channel.close()
+        """
+    done = npurun(*HOSTS, *port(), script(tmp_path, shows), cwd=tmp_path, NPU_DEVICE_SSH=ssh, TF_MINE="mine")
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.decode().splitlines())
+    assert [line.split()[0] for line in lines] == ["[0]", "[1]", "[2]", "[3]"]
+    assert len({line[4:] for line in lines}) == 1
+    _, _, size, directory, secret, mine = lines[0].split()
+    assert (size, directory, mine) == ("4", str(tmp_path), "mine")
+    commands = (tmp_path / "lines").read_text()
+    assert [line.split()[0] for line in sorted(commands.splitlines())] == ["me@two", "one"]
+    assert len(secret) == 64 and secret not in commands
+
+
+def test_a_hostfile_and_the_secret_of_the_user(tmp_path: Path, ssh: str) -> None:
+    (tmp_path / "hosts").write_text("one slots=1  # the first\n\nlocalhost:1\n")
+    (tmp_path / "secret").write_text("ours")
+    shows = 'import os; print(os.environ["NPU_DEVICE_SECRET"], os.environ["NPU_DEVICE_SECRET_FILE"] == "")'
+    done = npurun(
+        *("--hostfile", str(tmp_path / "hosts"), *port(), script(tmp_path, shows)),
+        NPU_DEVICE_SSH=ssh,
+        NPU_DEVICE_SECRET_FILE=str(tmp_path / "secret"),
+    )
+    assert sorted(done.stdout.splitlines()) == [b"[0] ours True", b"[1] ours True"], done.stderr
+    assert (tmp_path / "lines").read_text().count("\n") == 1  # this host needs no ssh
+
+
+def test_a_host_that_fails_ends_the_others(tmp_path: Path, ssh: str) -> None:
+    fails = """
+        import os, sys, time
+        if os.environ["RANK_ID"] == "3":
+            sys.exit(7)
+        time.sleep(60)
+        """
+    began = time.monotonic()
+    done = npurun(*HOSTS, *port(), "--grace", "1", script(tmp_path, fails), NPU_DEVICE_SSH=ssh)
+    assert done.returncode == 7, done.stderr
+    assert time.monotonic() - began < 20
+    assert b"npurun: host me@two ended with exit code 7" in done.stderr
+    assert b"rank 3: exit code 7" in done.stderr
+
+
+def test_a_host_that_cannot_be_reached(tmp_path: Path, ssh: str) -> None:
+    done = npurun(
+        "--hosts", "off,one", *port(), "--grace", "1", script(tmp_path, WAITS), cwd=tmp_path, NPU_DEVICE_SSH=ssh
+    )
+    assert done.returncode == 255
+    assert b"no such host" in done.stderr
+    assert b"npurun: off: the connection failed or ended" in done.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_the_end_of_npurun_is_the_end_of_the_ranks(
+    number: int, code: int, tmp_path: Path, ssh: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    process = start(*HOSTS, *port(), "--grace", "1", script(tmp_path, WAITS), NPU_DEVICE_SSH=ssh)
+    pids = wait_for_files(tmp_path, "pid*", 4)
+    process.send_signal(number)
+    output = process.communicate(timeout=30)[1]
+    assert process.returncode == code, output
+    wait_until(lambda: not any(map(is_running, pids)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--hosts", "a:2,b:3"], "the same number of ranks on each host; found [2, 3]"),
+        (["-n", "4", "--hosts", "a:2"], "found [2, 4]"),
+        (["--hosts", "a,a"], "a is listed twice"),
+        (["--hosts", "a:x"], "'a:x' is not HOST"),
+        (["--hosts", "a,b", "--node-rank", "1"], "leave --hosts out"),
+        (["--hosts", "a,b", "--nnodes", "3"], "there are 2 hosts"),
+        (["--hosts", "a", "--hostfile", "b"], "give one of them"),
+        (["--hostfile", "/not/there"], "No such file"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], says: str) -> None:
+    done = npurun(*arguments, "sh", "-c", "true")
+    assert done.returncode == 2
+    assert says in done.stderr.decode()
