@@ -37,9 +37,10 @@ def test_recipe(several_keras_ranks: Pool, keras_single: Pool, name: str, tmp_pa
     compare(several_keras_ranks, keras_single, body_recipe, name, directory=tmp_path)
 
 
-def test_resuming(keras_ranks: Pool) -> None:
+@pytest.mark.parametrize("name", ["resuming", "resuming_fit"])
+def test_resuming(keras_ranks: Pool, name: str) -> None:
     pytest.importorskip("sklearn")
-    assert [rank["equal"] for rank in keras_ranks.run(body_recipe, "resuming", "")] == [1] * keras_ranks.size
+    assert [rank["equal"] for rank in keras_ranks.run(body_recipe, name, "")] == [1] * keras_ranks.size
 
 
 def test_batch_normalisation(keras_ranks: Pool) -> None:

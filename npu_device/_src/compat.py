@@ -254,6 +254,55 @@ def build_optimizer(optimizer: Any, variables: Any) -> None:
         optimizer._create_all_weights(variables)
 
 
+def begin_fit_at(model: Any, epoch: int | None) -> None:
+    """Let the ``fit`` that has called ``on_train_begin`` begin with an epoch; None undoes it, for later ones.
+
+    No Keras has a public way; their own ``BackupAndRestore`` does the same.
+    """
+    if is_keras_3(keras_of(model)):
+        model._initial_epoch = epoch
+    else:
+        model._training_state = None if epoch is None else _Counters(epoch)
+
+
+class _Counters:
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def maybe_load_initial_counters_from_ckpt(self, *_: Any, **__: Any) -> tuple[int, int]:
+        return self._epoch, 0
+
+
+def iterators_made(model: Any, used: int, knows_length: bool) -> list[int]:
+    """Return how many iterators of its data ``fit`` may have made when it has used some, most likely one last.
+
+    Args:
+        model: the model.
+        used: the number of iterators from which it has taken batches.
+        knows_length: ``fit`` knows the number of steps in an epoch.
+    """
+    # From Keras 3.7 on, an epoch ends by making an iterator; the next one uses it only if steps_per_epoch is given.
+    version = str(getattr(keras_of(model), "__version__", "2.0")).split(".")
+    makes_more = knows_length and (int(version[0]), int(version[1])) >= (3, 7)
+    return sorted({used, 2 * used}) if makes_more else [used]
+
+
+def dataset_of(iterator: Any) -> Any:
+    """Return the data set of an eager ``tf.data`` iterator; None for another one. It has no public name."""
+    return getattr(iterator, "_dataset", None)
+
+
+def is_generated(dataset: Any) -> bool:
+    """Return True if the elements of a ``tf.data.Dataset`` come from a Python generator; True for other things."""
+    if not isinstance(dataset, tf.data.Dataset):
+        return True
+    function = getattr(getattr(dataset, "_map_func", None), "function", None)  # from_generator is a flat_map
+    operations = function.graph.get_operations() if function is not None else []
+    return any(operation.type == "GeneratorDataset" for operation in operations) or any(
+        map(is_generated, dataset._inputs())
+    )
+
+
 def optimizer_variables(optimizer: Any, weights: Any) -> list[Any]:
     """Return all variables of an optimizer, including its learning rate and loss scale.
 

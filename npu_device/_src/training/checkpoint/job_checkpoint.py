@@ -81,6 +81,7 @@ class JobCheckpoint:
         self._ranks: World | None = None
         self._place: Place | None = None
         self._last: int | None = None  # the step of the newest checkpoint; None before restore and save
+        self._found: choice.Chosen | None = None  # by peek, for restore
         self._preemption = _watch_for_the_signal() if preemption else None
 
     def __enter__(self) -> JobCheckpoint:
@@ -94,11 +95,12 @@ class JobCheckpoint:
         if self._preemption is not None:
             self._preemption.close()
 
-    def step_done(self, step: int) -> None:
+    def step_done(self, step: int, notes: Mapping[str, Any] | None = None) -> None:
         """Report that a step is over. Write a checkpoint every ``every`` steps; end the process when asked to stop.
 
         Args:
             step: how many steps are over.
+            notes: for that checkpoint; see ``save``.
 
         Raises:
             SystemExit: any rank was sent the signal, and all ranks have written the checkpoint of this step. The code
@@ -110,17 +112,21 @@ class JobCheckpoint:
         it is sent a second one.
         """
         if self._preemption is not None and self._preemption.is_last_step():
-            self.save(step)
+            self.save(step, notes)
             self._preemption.has_saved()
             _log.info("stopped after step %d, as asked", step)
             raise SystemExit(RESUMABLE)
         if self._every is not None and step // self._every > (self._last or 0) // self._every:
-            try:
-                self.save(step)
-            except CheckpointError as error:
-                self._last = step
-                if self._ranks is None or self._ranks.is_main:
-                    _log.warning("%s\nTraining goes on; the newest checkpoint is an older one.", error)
+            self.try_to_save(step, notes)
+
+    def try_to_save(self, step: int, notes: Mapping[str, Any] | None = None) -> None:
+        """Write a checkpoint now, as ``save`` does; if it can't be written, warn instead of raising CheckpointError."""
+        try:
+            self.save(step, notes)
+        except CheckpointError as error:
+            self._last = step
+            if self._ranks is None or self._ranks.is_main:
+                _log.warning("%s\nTraining goes on; the newest checkpoint is an older one.", error)
 
     def save(self, step: int, notes: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint now.
@@ -164,6 +170,15 @@ class JobCheckpoint:
         self._name(ranks, place, step, partial, files, dict(notes or {}))
         self._last = step
 
+    def peek(self) -> dict[str, Any] | None:
+        """Return the notes of the checkpoint that ``restore`` will restore; None if there is none.
+
+        Raises:
+            CheckpointError: there are checkpoints, but none can be used.
+        """
+        self._found = self._find()
+        return None if self._found is None else self._found.notes
+
     def restore(self) -> int:
         """Restore the newest checkpoint that is whole on all ranks.
 
@@ -176,10 +191,8 @@ class JobCheckpoint:
         A damaged checkpoint is left out with a warning that names the file. With another number of ranks, what all
         ranks share is restored, and a warning says what could not be kept.
         """
+        chosen, self._found = self._found or self._find(), None
         ranks, place = self._prepare()
-        if place.is_keeper:
-            _warn_each(folder.remove_partial(self._directory, but=place.token))
-        chosen = choice.newest_whole(ranks, place, self._directory)
         if chosen is None:
             self._last = 0
             return 0
@@ -211,6 +224,12 @@ class JobCheckpoint:
         if lost and place.rank == 0:
             _log.warning("the checkpoint of step %d is restored, except for\n  %s", chosen.step, "\n  ".join(lost))
         return chosen.step
+
+    def _find(self) -> choice.Chosen | None:
+        ranks, place = self._prepare()
+        if place.is_keeper:
+            _warn_each(folder.remove_partial(self._directory, but=place.token))
+        return choice.newest_whole(ranks, place, self._directory)
 
     # Parts of saving
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any, Callable
 
 import tensorflow as tf
 
 from npu_device._src.training import training_state
 from npu_device._src.training.fit import keras_models, start, statement
+from npu_device._src.training.fit.batches import again, pull
 from npu_device._src.training.fit.divided import Divided, with_equal_length
 from npu_device._src.training.fit.files import callbacks_of_rank, counters_from_root, saving
 from npu_device._src.training.fit.optimizers import replicate_optimizer
@@ -72,6 +72,16 @@ class Replica:
     def is_fits(self) -> bool:
         """Return True in a step, and while one is traced only to make its variables."""
         return self._step is not None or self._building
+
+    def build(self, kind: str, batch: Any) -> None:
+        """Make all variables that a step of a kind needs (see ``start.build``), before its first batch."""
+        if kind not in self._built:
+            self._built.add(kind)
+            self._building = True
+            try:
+                start.build(self._model, kind, _content(batch))
+            finally:
+                self._building = False
 
     def start_from(self, root_rank: int) -> None:
         """Let the next training start from the variables of another rank than 0."""
@@ -161,14 +171,9 @@ class Replica:
     def _start(self, kind: str, batches: Any) -> Any:
         """Build the model, make it equal on all ranks, and check that they read the same data."""
         several = isinstance(batches, list)  # what Keras 3 predicts
-        pulled = batches if several else _pull(batches, keras_models.steps_per_call(self._model))
-        if pulled and kind not in self._built:
-            self._built.add(kind)
-            self._building = True
-            try:
-                start.build(self._model, kind, _content(pulled[0]))
-            finally:
-                self._building = False
+        pulled = batches if several else pull(batches, keras_models.steps_per_call(self._model))
+        if pulled:
+            self.build(kind, pulled[0])
         if kind == "train" or not self._depth:
             root, self._root = self._root, 0
             start.synchronise(self._world, self._model, training=kind == "train", root_rank=root)
@@ -182,7 +187,7 @@ class Replica:
             warn_if_all_the_same(self._world, digest)
         else:
             self._send(kind, not same_everywhere(self._world, self._sources.get(kind), digest))
-        return batches if several else _again(batches, pulled)
+        return batches if several else again(batches, pulled)
 
     def _send(self, kind: str, sent: bool) -> None:
         if sent != self._sent[kind]:
@@ -255,26 +260,6 @@ def _steps(callbacks: Any) -> int | None:
     """Return the number of steps per epoch that Keras has told the callbacks."""
     last = callbacks[-1] if isinstance(callbacks, list) else callbacks
     return (getattr(last, "params", None) or {}).get("steps")
-
-
-def _pull(batches: Any, count: int) -> list[Any]:
-    pulled = []
-    for _ in range(count):
-        try:
-            pulled.append(next(batches))
-        except (StopIteration, tf.errors.OutOfRangeError):
-            break
-    return pulled
-
-
-def _again(batches: Any, pulled: list[Any]) -> Iterator[Any]:
-    """Return an iterator of the same kind that begins with what was pulled, so that a function isn't traced again."""
-    if not isinstance(batches, tf.data.Iterator):
-        return iter(pulled)
-    try:
-        return iter(tf.data.Dataset.from_generator(lambda: iter(pulled), output_signature=batches.element_spec))
-    except TypeError:  # optional values, which Keras 3 takes from a list as well
-        return iter(pulled)
 
 
 def replica_of(model: Any) -> Replica | None:

@@ -1,0 +1,205 @@
+"""``npu.train.FitCheckpoint``: ``JobCheckpoint`` as a callback of Keras's ``fit``."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.training import training_state
+from npu_device._src.training.checkpoint.data_place import DataPlace
+from npu_device._src.training.checkpoint.folder import CheckpointError
+from npu_device._src.training.checkpoint.job_checkpoint import JobCheckpoint
+from npu_device._src.training.fit import keras_models, start
+from npu_device._src.training.fit.batches import again, pull
+from npu_device._src.training.fit.replica import replica_of
+from npu_device._src.training.world import world
+
+_log = logging.getLogger("npu_device")
+_NOTES = "fit"
+_INNER = "_npu_inner"
+
+
+class FitCheckpoint(tf.keras.callbacks.Callback):
+    """Save checkpoints of all ranks together while ``fit`` runs, and resume from the newest one when it begins.
+
+    Args:
+        directory: where they are; see ``JobCheckpoint``. One for each ``fit`` of a script.
+        every: steps between checkpoints; None for none within an epoch.
+        each_epoch: save one after each epoch, when the callbacks have been called and the next epoch has begun.
+        keep: how many checkpoints are kept, above 0.
+        preemption: stop all ranks after the same step, with a checkpoint and exit code 75, when any of them is sent
+            the signal that ``NPU_DEVICE_PREEMPT_SIGNAL`` names; see ``JobCheckpoint.step_done``.
+
+    Attributes:
+        not_kept: what could not be restored, one sentence each.
+
+    Raises:
+        ValueError: ``every`` or ``keep`` is not positive; when ``fit`` begins.
+        CheckpointError: there are checkpoints, but none can be used, or it doesn't fit the model, or this ``fit`` has
+            less data; from ``fit``.
+
+    The script calls ``fit`` as if it began anew, with the same arguments. It begins in the epoch of the checkpoint. The
+    steps of that epoch which are over already read their batches, and other callbacks are told of them, but nothing is
+    computed. Weights, optimizers, learning rates, metrics and random states are then those of the checkpoint.
+
+    Data sets that Keras shuffles itself, and those of ``tf.data``, give the same batches in the same order if the
+    script sets a seed before it makes them. The first batch is compared; a warning says if it is another one. What
+    other callbacks remember (the patience of ``EarlyStopping``, ``History``) is not in a checkpoint.
+
+    Every rank has to use it, with a replicated model or another one. On a single device it does the same for one
+    process.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        every: int | None = None,
+        each_epoch: bool = True,
+        keep: int = 3,
+        preemption: bool = True,
+    ) -> None:
+        super().__init__()
+        self.not_kept: tuple[str, ...] = ()
+        self._directory = directory
+        self._each_epoch = each_epoch
+        self._options: dict[str, Any] = {"every": every, "keep": keep, "preemption": preemption}
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Look for a checkpoint, and let ``fit`` begin in its epoch."""
+        optimizers = {f"optimizer{place}": found for place, found in enumerate(training_state.optimizers(self.model))}
+        self._metrics: list[Any] = []
+        self._job = JobCheckpoint(
+            self._directory, model=self.model, metrics=self._metrics, **optimizers, **self._options
+        )
+        self._epoch = self._step = self._total = 0  # steps: of the epoch, and of all epochs
+        self._begins = False
+        self._data = DataPlace(world(), self.model, (self.params or {}).get("steps") is not None)
+        self._resume = self._place_to_resume()
+        if self._resume is None:
+            self._job.restore()  # nothing; from now on it may save
+        else:
+            compat.begin_fit_at(self.model, self._resume["epoch"])
+        self._inner = getattr(self.model.train_function, _INNER, self.model.train_function)
+        self.model.train_function = self._outer()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Remember that the next step is the first of an epoch."""
+        if self._resume is not None and epoch > self._resume["epoch"]:
+            self._must_have_resumed()
+        self._epoch, self._begins = epoch, True
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Save the last checkpoint."""
+        compat.begin_fit_at(self.model, None)
+        self.model.train_function = self._inner
+        self._must_have_resumed()
+        self._job.try_to_save(self._total, self._notes(ended_of=self.params["epochs"]))
+        self._job.close()
+
+    def _outer(self) -> Any:
+        def train_function(iterator: Any) -> Any:
+            return self._call(iterator)
+
+        setattr(train_function, _INNER, self._inner)
+        return train_function
+
+    # In place of the model's train function, since saving and resuming happen at the same point between its steps: no
+    # other callback comes in between, and a model is built by its first batch.
+
+    def _call(self, given: Any) -> Any:
+        count = keras_models.steps_per_call(self.model)
+        pulled = self._begin_epoch(given, count) if self._begins else None
+        iterator = self._data.used(given)
+        if self._resume is not None:
+            return self._pass_over(pull(iterator, count) if pulled is None else pulled)
+        logs = self._inner(iterator if pulled is None else again(iterator, pulled))
+        self._step += count
+        self._total += count
+        self._job.step_done(self._total, self._notes())
+        return logs
+
+    def _begin_epoch(self, given: Any, count: int) -> list[Any]:
+        taken, self._step, self._begins = self._step, 0, False
+        if self._resume is not None:
+            pulled, problem = self._data.resume_epoch(given, count, self._resume["data"])
+            self._warn_of_other_data(problem)
+        else:
+            pulled = self._data.begin_epoch(given, count, taken)
+        if pulled:
+            self._build(pulled[0])
+        if self._resume is not None and self._resume["step"] == 0:
+            self._restore()
+        elif self._resume is None and self._each_epoch and self._total:
+            self._job.try_to_save(self._total, self._notes())
+        return pulled
+
+    def _pass_over(self, batches: list[Any]) -> Any:
+        if not batches:
+            self._must_have_resumed()
+        self._step += len(batches)
+        if self._resume is None or self._step < self._resume["step"]:
+            return {}
+        if self._resume["ended_of"] >= self.params["epochs"]:  # also if it ended early
+            self.model.stop_training = True
+        self._restore()
+        return self.model.get_metrics_result()
+
+    def _build(self, batch: Any) -> None:
+        replica = replica_of(self.model)
+        if replica is not None:
+            replica.build("train", batch)
+        elif keras_models.is_built(self.model) or not self.model.run_eagerly:
+            start.build(self.model, "train", batch)
+        self._metrics[:] = [variable for metric in keras_models.metrics_of(self.model) for variable in metric.variables]
+
+    def _notes(self, ended_of: int = 0) -> dict[str, Any]:
+        """Return the place of this fit, and of how many epochs it is the end."""
+        place = {"epoch": self._epoch, "step": self._step, "data": self._data.notes(), "ended_of": ended_of}
+        return {_NOTES: place}
+
+    def _place_to_resume(self) -> dict[str, Any] | None:
+        notes = self._job.peek()
+        if notes is None:
+            return None
+        place: dict[str, Any] = notes.get(_NOTES, {})
+        epochs = self.params["epochs"]
+        if place.get("epoch", epochs) >= epochs:
+            which = (
+                f"is from epoch {place['epoch'] + 1}, but this fit has {epochs}" if place else "is not that of a fit"
+            )
+            raise CheckpointError(
+                f"the checkpoint in {self._directory} {which}.\nLikely cause: the directory of another fit or loop.\n"
+                "What to do: use a directory for each."
+            )
+        return place
+
+    def _restore(self) -> None:
+        self._resume = None
+        self._total = self._job.restore()
+        self.not_kept += self._job.not_kept
+
+    def _warn_of_other_data(self, problem: str | None) -> None:
+        ranks = world()
+        if problem is None:
+            return
+        self.not_kept = (problem,)
+        if ranks is None or ranks.is_main:
+            _log.warning(
+                "the training is resumed in epoch %d, but may not end with the bits of an uninterrupted one: %s",
+                self._epoch + 1,
+                problem,
+            )
+
+    def _must_have_resumed(self) -> None:
+        if self._resume is not None:
+            raise CheckpointError(
+                f"the checkpoint in {self._directory} is that of step {self._resume['step']} in epoch "
+                f"{self._resume['epoch'] + 1}, and that epoch has ended before.\nLikely cause: fewer data, or larger "
+                "batches, than in the training that wrote it.\nWhat to do: give fit the same data, or use another "
+                "directory."
+            )

@@ -1,0 +1,113 @@
+"""``npu.train.FitCheckpoint``: a ``fit`` that was interrupted goes on to the same bits, or says that it doesn't."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import fit_checkpoint_bodies as bodies
+import job
+import numpy as np
+import pytest
+from launcher import npurun
+from pool import Pool
+from test_job_checkpoint import results_of
+
+SCRIPT = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import fit_checkpoint_bodies
+fit_checkpoint_bodies.main()
+"""
+
+
+def same_bits(one: Any, other: Any) -> None:
+    for first, second in zip(one, other):
+        np.testing.assert_array_equal(first, second)
+    assert len(one) == len(other)
+
+
+def check(results: list[Any], epochs: list[int]) -> None:
+    for rank in results:
+        whole, parts, ended = rank["whole"], rank["parts"], rank["ended"]
+        assert (parts["not_kept"], parts["warnings"]) == ((), [])
+        same_bits(whole["values"], parts["values"])
+        assert list(whole["logs"]) == [0, 1, 2]
+        assert list(parts["logs"]) == epochs
+        assert parts["logs"] == {epoch: whole["logs"][epoch] for epoch in epochs}
+        if ended is not None:
+            same_bits(whole["values"], ended["values"])
+            assert (ended["not_kept"], list(ended["logs"])) == ((), [2])
+
+
+@pytest.mark.parametrize("kind", ["arrays", "dataset", "repeated"])
+def test_fit_goes_on_to_the_same_bits(keras_ranks: Pool, kind: str, tmp_path: Path) -> None:
+    if (keras_ranks.size, kind) in [(2, "dataset"), (2, "repeated"), (3, "arrays"), (3, "repeated")]:
+        pytest.skip("as on one rank: each reads the same data")
+    check(keras_ranks.run(bodies.body_same_bits, str(tmp_path / "fit"), kind), [2] if kind == "dataset" else [1, 2])
+
+
+@pytest.mark.parametrize("kind", ["divided", "own"])
+def test_each_rank_with_data_of_its_own(keras_two_ranks: Pool, kind: str, tmp_path: Path) -> None:
+    if (keras_two_ranks.keras, kind) == ("2", "divided"):
+        pytest.skip("as with Keras 3")
+    check(keras_two_ranks.run(bodies.body_same_bits, str(tmp_path / "fit"), kind), [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed", "says"),
+    [("dataset", None, "rank(s) 0, 1 read another first batch"), ("generator", 3, "its data come from Python")],
+)
+def test_another_order_is_told(two_ranks: Pool, kind: str, seed: int | None, says: str, tmp_path: Path) -> None:
+    results = two_ranks.run(bodies.body_other_data, str(tmp_path / "fit"), kind, seed)
+    for rank in results:
+        [text] = rank["not_kept"]
+        assert says in text and "What to do: " in text
+        assert list(rank["logs"]) == [1, 2]
+    warning = [text for text in results[0]["warnings"] if "resumed in epoch 2" in text]
+    assert len(warning) == 1 and says in warning[0]
+
+
+def test_checkpoints_that_this_fit_can_not_use(single: Pool, tmp_path: Path) -> None:
+    [texts] = single.run(bodies.body_errors, str(tmp_path / "fit"))
+    assert "is not that of a fit" in texts[0]
+    assert "is from epoch 2, but this fit has 1" in texts[1]
+
+
+def run_job(directory: Path, keras: str, *signals: str) -> list[job.Ended]:
+    (directory / "script.py").write_text(SCRIPT)
+    command = [str(directory / "script.py"), str(directory), "arrays", *signals]
+    processes = job.start_command(directory, 2, command, TF_USE_LEGACY_KERAS="1" if keras == "2" else "0")
+    return job.finish(processes, timeout=120)
+
+
+def test_preemption(keras: str, tmp_path: Path) -> None:
+    for name in ("job", "whole"):
+        (tmp_path / name).mkdir()
+    stopped = run_job(tmp_path / "job", keras, "0:0", f"6:{int(signal.SIGTERM)}")
+    assert [ended.code for ended in stopped] == [75, 75], stopped
+    assert not any("Traceback" in ended.output for ended in stopped)
+    assert [ended.code for ended in run_job(tmp_path / "job", keras)] == [0, 0]
+    assert [ended.code for ended in run_job(tmp_path / "whole", keras)] == [0, 0]
+    compare(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_under_npurun(tmp_path: Path) -> None:
+    for name, signals in [("job", ["0:0", f"8:{int(signal.SIGKILL)}"]), ("whole", [])]:
+        (tmp_path / name).mkdir()
+        script = tmp_path / name / "script.py"
+        script.write_text(SCRIPT)
+        restarts = ("--max-restarts", "1", "--restart-backoff", "0.1")
+        done = npurun("-n", "2", *restarts, str(script), str(tmp_path / name), "dataset", *signals, limit=120)
+        assert done.returncode == 0, done.stderr.decode()
+        assert (b"killed by SIGKILL" in done.stderr) == (name == "job")
+    compare(tmp_path)
+
+
+def compare(directory: Path) -> None:
+    for one, other in zip(results_of(directory / "whole", 2), results_of(directory / "job", 2)):
+        assert (list(one["epochs"]), list(other["epochs"])) == ([0, 1, 2], [1, 2])
+        for name in set(one) - {"epochs"}:
+            np.testing.assert_array_equal(one[name], other[name])
