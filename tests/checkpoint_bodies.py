@@ -19,6 +19,8 @@ import tensorflow as tf
 
 import npu_device as npu
 from npu_device._src import compat
+from npu_device._src.cluster import preemption
+from npu_device._src.training.world import world
 
 STEPS = 8
 SAMPLES = 40
@@ -168,6 +170,30 @@ def body_full_disk(directory: str) -> dict[str, Any]:
         latest = npu.train.JobCheckpoint(directory, preemption=False, per_rank={"large": large}, count=count).restore()
         checkpoint.step_done(3)
     return {"warnings": texts, "errors": errors, "there": there, "latest": latest, "end": sorted(os.listdir(directory))}
+
+
+def body_two_ask() -> int:
+    """Have two ask for the last step, of which the first gives up; return the step at which this rank stops."""
+    ranks = world()
+    assert ranks is not None
+    health, everyone = ranks.runtime.health, range(ranks.size)
+    watch = preemption.Preemption(health, ranks.size, signal.SIGUSR2, 20.0)
+    ranks.wait()
+    try:
+        if ranks.is_main:
+            health.ask(preemption._STEP, [watch._name, "first"], everyone, 10.0)
+            answers = health.ask(preemption._STEP, [watch._name, "second"], everyone, 10.0)
+            health.ask(preemption._STOP, [watch._name, "first", preemption._NEVER], everyone, 10.0)
+            time.sleep(0.1)  # enough for the others to go on, if they did
+            health.ask(preemption._STOP, [watch._name, "second", max(answers.values())], everyone, 10.0)
+        deadline = time.monotonic() + 10.0
+        step = 1
+        while not watch.is_last_step():
+            step += 1
+            assert time.monotonic() < deadline, f"step {step}"
+        return step
+    finally:
+        watch.close()
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import secrets
 import select
 import signal
 import socket
@@ -56,6 +57,7 @@ class Preemption:
         self._changed = threading.Condition()
         self._steps = 0
         self._holds_at: int | None = None
+        self._asking: set[str] = set()  # who has asked for a step and not told yet which it is
         self._last: int | None = None
         self._deadline: float | None = None
         self._code = 128 + number
@@ -104,20 +106,26 @@ class Preemption:
 
     # Answers to the other ranks, in the channel's thread
 
-    def _answer_step(self, name: Any) -> int:
+    def _answer_step(self, body: Any) -> int:
+        name, asker = body
         with self._changed:
             if name != self._name or self._is_closed:
                 return _NEVER
+            if self._last is not None:
+                return self._last  # so that all who ask find the same step
+            self._asking.add(asker)
             if self._holds_at is None:
                 self._holds_at = self._steps + 1
             return self._holds_at
 
     def _answer_stop(self, body: Any) -> bool:
-        name, last = body
+        name, asker, last = body
         with self._changed:
+            self._asking.discard(asker)
             if name == self._name and self._last is None:
-                self._holds_at = None
                 self._last = None if last == _NEVER else last
+                if self._last is not None or not self._asking:
+                    self._holds_at = None
                 self._changed.notify_all()
         return True
 
@@ -158,15 +166,16 @@ class Preemption:
             self._say("some ranks don't train any more, so that there is no step at which all could stop")
 
     def _agree(self) -> int:
+        asker = secrets.token_hex(4)
         if self._health is None:
-            last = self._answer_step(self._name)
-            self._answer_stop([self._name, last])
+            last = self._answer_step([self._name, asker])
+            self._answer_stop([self._name, asker, last])
             return last
         ranks, seconds = range(self._size), self._limit / 3
-        answers = self._health.ask(_STEP, self._name, ranks, seconds).values()
+        answers = self._health.ask(_STEP, [self._name, asker], ranks, seconds).values()
         # A rank that has left, or that doesn't answer, will not come to any step.
         last = max(answers) if len(answers) == self._size and _NEVER not in answers else _NEVER
-        self._health.ask(_STOP, [self._name, last], ranks, seconds)
+        self._health.ask(_STOP, [self._name, asker, last], ranks, seconds)
         return last
 
     def _say(self, text: str) -> None:
