@@ -390,7 +390,7 @@ def test_a_wrong_proof_and_a_replayed_one_are_refused_without_an_answer(start: A
 
 def test_another_secret(start: Any, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("the secret\n")
-    chief = start(by_table(tmp_path, 2, 0, NPU_DEVICE_SECRET_FILE=str(tmp_path / "secret")))
+    chief = start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="6", NPU_DEVICE_SECRET_FILE=str(tmp_path / "secret")))
     stray = start(by_table(tmp_path, 2, 1, NPU_DEVICE_SECRET="another"))
     text = stray.report()["error"]
     assert "this rank's proof of the job's secret was refused" in text
