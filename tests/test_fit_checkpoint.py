@@ -48,6 +48,7 @@ def test_fit_goes_on_to_the_same_bits(keras_ranks: Pool, kind: str, tmp_path: Pa
     check(keras_ranks.run(bodies.body_same_bits, str(tmp_path / "fit"), kind), [2] if kind == "dataset" else [1, 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["divided", "own"])
 def test_each_rank_with_data_of_its_own(keras_two_ranks: Pool, kind: str, tmp_path: Path) -> None:
     if (keras_two_ranks.keras, kind) == ("2", "divided"):
