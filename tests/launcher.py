@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Callable
 
-from npu_device._src import environment as variables
+from ranks import clean_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 NPURUN = (sys.executable, "-m", "npu_device.launch")
@@ -26,9 +25,7 @@ def script(directory: Path, text: str, name: str = "script.py") -> str:
 
 def environment(**extra: str) -> dict[str, str]:
     """The environment for a launcher: this process's own, without what describes a job."""
-    ours = {variable.name for variable in variables.ALL}
-    clean = {name: value for name, value in os.environ.items() if name not in ours}
-    return {**clean, "PYTHONPATH": str(ROOT), **extra}
+    return {**clean_environment(), "PYTHONPATH": str(ROOT), **extra}
 
 
 def npurun(

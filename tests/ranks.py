@@ -41,6 +41,6 @@ def clean_environment() -> dict[str, str]:
     """This process's environment without anything that describes a cluster. ``NPU_DEVICE_BACKEND`` stays: with it the
     whole suite can be run on one backend.
     """
-    kept = ("NPU_DEVICE_BACKEND",)
+    kept = ("NPU_DEVICE_BACKEND", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
     ours = {variable.name for variable in environment.ALL}.difference(kept)
     return {name: value for name, value in os.environ.items() if name not in ours}

@@ -193,4 +193,4 @@ def test_two_ranks_on_the_same_images_do_what_one_device_does_with_half_the_batc
         assert all(rank.code == 0 for rank in ended)
         digests += re.findall(r"weights sha256 ([0-9a-f]{64})$", ended[0].output, re.MULTILINE)
     assert len(digests) == 3
-    assert len(set(digests)) == 1
+    assert len(set(digests)) == 1, digests
