@@ -15,10 +15,7 @@ import contextlib
 import functools
 import hashlib
 import json
-import re
 import sys
-import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +29,7 @@ from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.shared_memory import operations as shared_memory
 from npu_device._src.collectives.backends.tensorflow import operations as tensorflow_backend
+from npu_device._src.collectives.calling_thread import calling_thread, in_call
 from npu_device._src.collectives.choice import uses_shared_memory
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.python_call import python_call
@@ -45,8 +43,6 @@ _OTHERS = ("tensorflow", "keras", "tf_keras")
 _UNKNOWN_LINE = "an unknown line"
 _SHOWN_TENSORS = 3
 _MAX_DIMENSIONS = 16
-_COUNTED_NAME = re.compile(r"^(Thread|ThreadPoolExecutor|asyncio)[-_]\d+(?:_\d+)?")
-"""The names that Python gives to threads: numbers of a process, which differ among the ranks."""
 
 
 class MismatchError(PeerError):
@@ -118,70 +114,9 @@ def describe(operation: str, values: Sequence[Any], ragged: bool = False, **deta
         tuple(_name(value) for value in values),
         tuple((key, str(value)) for key, value in details.items()),
         _user_line(),
-        _thread(),
+        calling_thread(),
         ragged,
     )
-
-
-def _thread() -> str:
-    """Return the name of the calling thread as far as it is the same on all ranks."""
-    thread = threading.current_thread()
-    return "a thread of TensorFlow" if isinstance(thread, threading._DummyThread) else _own_name(thread)
-
-
-def _own_name(thread: threading.Thread) -> str:
-    """Return a thread's name without the number that Python gives to threads without a name."""
-    return _COUNTED_NAME.sub(r"\1", thread.name)
-
-
-_calling: dict[tuple[int, Group, int | None], int] = {}
-"""By runtime, group and tag: the thread that is in an eager call."""
-
-_alike: weakref.WeakKeyDictionary[threading.Thread, dict[tuple[int, int], bool]] = weakref.WeakKeyDictionary()
-"""By thread: the runtimes and groups in which it has called, and whether another living thread of its name has, too."""
-_alike_lock = threading.Lock()
-
-
-def _mixed_up(runtime: Runtime, group: Group) -> bool:
-    """Return whether another living thread that calls in the group has this thread's name, or had it once: the ranks
-    cannot tell the two apart.
-    """
-    me, key = threading.current_thread(), (id(runtime), group.key)
-    if me is threading.main_thread() or isinstance(me, threading._DummyThread) or _is_replica_of_a_strategy():
-        return False
-    with _alike_lock:
-        _alike.setdefault(me, {}).setdefault(key, False)
-        found = [
-            groups
-            for one, groups in _alike.items()
-            if key in groups and one.is_alive() and _own_name(one) == _own_name(me)
-        ]
-        if len(found) > 1:
-            for groups in found:
-                groups[key] = True
-        return _alike[me][key]
-
-
-def _is_replica_of_a_strategy() -> bool:
-    """Return whether the thread belongs to a ``tf.distribute.Strategy``, which lets them take turns."""
-    return tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None
-
-
-@contextlib.contextmanager
-def _in_call(runtime: Runtime, group: Group) -> Iterator[bool]:
-    """Note that this thread is in a call of the group, and yield whether it can be mixed up with another thread's."""
-    key, me = (id(runtime), group, group.tag), threading.get_ident()
-    if group.tag is None and _mixed_up(runtime, group):
-        yield True
-    elif not tf.executing_eagerly():
-        yield False
-    elif _calling.setdefault(key, me) != me:
-        yield True
-    else:
-        try:
-            yield False
-        finally:
-            del _calling[key]
 
 
 @contextlib.contextmanager
@@ -204,7 +139,7 @@ def agreed(runtime: Runtime, group: Group, call: Call, values: Sequence[Any]) ->
         return
     if group.tag is not None:
         call = replace(call, thread="")  # each tag keeps its own order, whichever threads send and receive
-    with _in_call(runtime, group) as overlaps:
+    with in_call(runtime, group) as overlaps:
         dtypes = [value.dtype for value in values if value is not None]
         if uses_shared_memory(runtime, group, dtypes):
             terms = _terms(runtime, group, call, overlaps)

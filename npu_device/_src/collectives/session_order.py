@@ -24,6 +24,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.agreement import Call, agreed
+from npu_device._src.collectives.calling_thread import calling_thread
 from npu_device._src.collectives.choice import reducing_backend_of
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.stall import held_back
@@ -129,9 +130,7 @@ class SessionOrder:
             return [[number] for number in first]
         mine = np.full([2, _SENT_AT_ONCE], _NOTHING, np.int32)
         mine[:, : len(first)] = [list(first), [queued.key for queued in first.values()]]
-        call = Call(
-            "session.run", (), (), (), (), next(iter(first.values())).call.line, threading.current_thread().name
-        )
+        call = Call("session.run", (), (), (), (), next(iter(first.values())).call.line, calling_thread())
         with agreed(self._runtime, self._group, call, []) as agreement:
             backend = reducing_backend_of(self._runtime, self._group, tf.int32)
             [sent] = backend.broadcast(agreement, [tf.constant(mine)], 0, self._group)
