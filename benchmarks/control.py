@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Callable
 
 from npu_device._src.cluster.channel import Channel
+from npu_device._src.cluster.description import Membership
 from npu_device._src.cluster.hub_process import HubProcess
-from npu_device._src.cluster.membership import Membership
 from npu_device._src.cluster.rendezvous import meet
 
 _RANKS_PER_PROCESS = 128

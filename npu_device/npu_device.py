@@ -1,7 +1,7 @@
 """Ascend's import path of the adapter's module (``npu_device.npu_device``); the names live elsewhere."""
 
 from npu_device import gen_npu_ops
-from npu_device._src.cluster.membership import world_size_from_environment as get_ranksize
+from npu_device._src.membership.schemes import world_size_from_environment as get_ranksize
 from npu_device._src.no_effect.repeat import stupid_repeat
 from npu_device._src.options import global_options
 from npu_device._src.tf1.v1 import enable_v1

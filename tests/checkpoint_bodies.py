@@ -19,7 +19,7 @@ import tensorflow as tf
 
 import npu_device as npu
 from npu_device._src import compat
-from npu_device._src.cluster import preemption
+from npu_device._src.training.checkpoint import preemption
 from npu_device._src.training.world import world
 
 STEPS = 8

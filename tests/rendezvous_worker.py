@@ -10,8 +10,8 @@ import threading
 import time
 
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.cluster.membership import membership_from_environment
 from npu_device._src.cluster.rendezvous import meet
+from npu_device._src.membership.schemes import membership_from_environment
 
 
 def open_sockets() -> int:

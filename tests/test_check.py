@@ -20,7 +20,7 @@ from npu_device._src.check import judge, page
 from npu_device._src.check.facts import Facts
 from npu_device._src.check.judge import Findings
 from npu_device._src.check.links import Link
-from npu_device._src.cluster.interfaces import interface_of
+from npu_device._src.membership.interfaces import interface_of
 
 LIMIT = 100.0
 SIZES = ("4 B", "64 KiB", "1 MiB", "16 MiB")

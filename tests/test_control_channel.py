@@ -167,7 +167,7 @@ def test_two_programs_one_after_the_other_in_one_launch(tmp_path: Path) -> None:
     """The hub serves the next job of the same ranks; one that is early waits for the end of the last."""
     program = """
 import sys, time
-from npu_device._src.cluster.membership import membership_from_environment
+from npu_device._src.membership.schemes import membership_from_environment
 from npu_device._src.cluster.rendezvous import meet
 cluster, channel = meet(membership_from_environment())
 print(sys.argv[1], "rank", cluster.rank, flush=True)

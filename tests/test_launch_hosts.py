@@ -39,7 +39,7 @@ def test_all_hosts_are_started(tmp_path: Path, ssh: str) -> None:
     shows = """
         import os
         print("of", os.environ["RANK_SIZE"], os.getcwd(), os.environ["NPU_DEVICE_SECRET"], os.environ["TF_MINE"])
-        from npu_device._src.cluster.membership import membership_from_environment
+        from npu_device._src.membership.schemes import membership_from_environment
         from npu_device._src.cluster.rendezvous import meet
         cluster, channel = meet(membership_from_environment())
         channel.close()

@@ -104,7 +104,7 @@ def test_npurun_in_a_step_starts_a_job_of_its_own(tmp_path: Path) -> None:
     script = launcher.script(
         tmp_path,
         """
-        from npu_device._src.cluster.membership import membership_from_environment
+        from npu_device._src.membership.schemes import membership_from_environment
         print(membership_from_environment().scheme)
         """,
     )

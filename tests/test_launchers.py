@@ -13,8 +13,8 @@ from test_membership import CM, given, membership, refused, table, tf_config
 
 from npu_device._src import environment
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.cluster.membership import membership_from_environment, world_size_from_environment
-from npu_device._src.cluster.slurm import first_node
+from npu_device._src.membership.schemes import membership_from_environment, world_size_from_environment
+from npu_device._src.membership.slurm import first_node
 
 SLURM = {
     "SLURM_JOB_ID": "4711",
@@ -208,7 +208,7 @@ for rank in "01":
 
 def test_the_process_that_started_the_ranks_names_the_job(tmp_path: Path) -> None:
     job = tmp_path / "job.py"
-    job.write_text("from npu_device._src.cluster import mpiexec\nprint(mpiexec.read().job)\n")
+    job.write_text("from npu_device._src.membership import mpiexec\nprint(mpiexec.read().job)\n")
     jobs = [_printed([sys.executable, "-c", STARTS_TWO_RANKS, str(job)]).split() for _ in range(2)]
     assert [len(set(names)) for names in jobs] == [1, 1], jobs
     assert jobs[0] != jobs[1]
@@ -220,7 +220,7 @@ def test_ranks_that_share_nothing_are_told_what_to_set(monkeypatch: pytest.Monke
         pytest.skip("needs unshare")
     given(monkeypatch, **MPICH)
     script = (
-        "from npu_device._src.cluster.membership import membership_from_environment\n"
+        "from npu_device._src.membership.schemes import membership_from_environment\n"
         "try: membership_from_environment()\n"
         "except RuntimeError as error: print(error)"
     )

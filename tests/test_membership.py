@@ -11,8 +11,9 @@ import pytest
 from test_rank_table import PODS, VERSION_1_0, write
 
 from npu_device._src import environment
+from npu_device._src.cluster.description import Membership
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.cluster.membership import Membership, membership_from_environment, world_size_from_environment
+from npu_device._src.membership.schemes import membership_from_environment, world_size_from_environment
 
 CM = {
     "CM_CHIEF_IP": "127.0.0.1",

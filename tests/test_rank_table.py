@@ -11,8 +11,8 @@ from typing import Any, Callable
 
 import pytest
 
-from npu_device._src.cluster import rank_table
 from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.membership import rank_table
 
 VERSION_1_0: dict[str, Any] = {
     "version": "1.0",

@@ -615,7 +615,7 @@ def test_two_jobs_one_after_the_other(start: Any, tmp_path: Path) -> None:
     """The next job's ranks wait for the hub of the last one."""
     channels = """
 import sys, time
-from npu_device._src.cluster.membership import membership_from_environment
+from npu_device._src.membership.schemes import membership_from_environment
 from npu_device._src.cluster.rendezvous import meet
 for number in range(3):
     cluster, channel = meet(membership_from_environment())

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from npu_device._src import environment
 from npu_device._src.cluster.errors import RESUMABLE, ClusterError
-from npu_device._src.cluster.membership import secret
+from npu_device._src.membership.schemes import secret
 from npu_device.launch.arguments import Options
 from npu_device.launch.console import Console
 

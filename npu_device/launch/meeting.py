@@ -11,8 +11,9 @@ from types import TracebackType
 from typing import Callable
 
 from npu_device._src import environment
+from npu_device._src.cluster.handshake import NO_SECRET
 from npu_device._src.cluster.hub_process import HubProcess
-from npu_device._src.cluster.membership import NO_SECRET, secret
+from npu_device._src.membership.schemes import secret
 from npu_device.launch.arguments import DEFAULT_PORT, Options
 
 

@@ -6,7 +6,8 @@ import queue
 import time
 
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.cluster.membership import NO_SECRET, secret
+from npu_device._src.cluster.handshake import NO_SECRET
+from npu_device._src.membership.schemes import secret
 from npu_device.launch import ledger, meeting
 from npu_device.launch.attempt import Attempt, Launch
 from npu_device.launch.leader import Leader

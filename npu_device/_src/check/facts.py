@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from npu_device._src import environment
-from npu_device._src.cluster.interfaces import interface_of, speed_of
 from npu_device._src.cluster.rendezvous import installed_versions
 from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.membership.interfaces import interface_of, speed_of
 from npu_device._src.trace import clock
 
 _COPIED = 16 << 20  # bytes

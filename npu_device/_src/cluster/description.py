@@ -1,9 +1,51 @@
-"""The immutable description of the job on which all ranks have agreed. ``rendezvous`` makes it."""
+"""What a process knows of its job: its membership before the rendezvous, the cluster after it. Both are immutable."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from npu_device._src import environment
+
+
+@dataclass(frozen=True)
+class Membership:
+    """This process's place in the job, as far as the environment says it.
+
+    Attributes:
+        scheme: "rank table", "CM_*", "TF_CONFIG" or the launcher's name.
+        world_size: number of ranks, 2 or more.
+        rank: this process's rank; None if the chief numbers the ranks (CM_*).
+        host: address at which the other ranks reach this one; None for the local end of its connection to the chief.
+        host_key: name of this process's host, by which ranks are grouped; "" for the address that the chief sees.
+        device_id: number of this process's device on its host.
+        is_chief: True for the rank on whose host the others meet.
+        chief_hosts: addresses or names of the chief's host, in the order in which they are tried.
+        chief_port: port on which the hub listens there.
+        job_id: name of the job.
+        connect_timeout: seconds the ranks wait for each other.
+        expected_hosts: host of each rank if the scheme says it, else empty; for messages.
+        secret: the job's secret; empty if there is none.
+    """
+
+    scheme: str
+    world_size: int
+    rank: int | None
+    host: str | None
+    host_key: str
+    device_id: int
+    is_chief: bool
+    chief_hosts: tuple[str, ...]
+    chief_port: int
+    job_id: str
+    connect_timeout: float
+    expected_hosts: tuple[str, ...] = ()
+    secret: bytes = field(default=b"", repr=False)
+
+    @property
+    def starts_hub(self) -> bool:
+        """Return True if this rank starts the hub; under npurun it is already running."""
+        return self.is_chief and environment.NPU_DEVICE_HUB.get() != self.chief_port
 
 
 @dataclass(frozen=True)
@@ -47,8 +89,3 @@ class Cluster:
             addresses=tuple(addresses),
             job_id=job_id,
         )
-
-
-def join_address(host: str, port: int) -> str:
-    """Return ``host:port``, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

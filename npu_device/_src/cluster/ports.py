@@ -1,4 +1,4 @@
-"""Listening ports: the hub's, and those reserved for TensorFlow's servers."""
+"""Addresses and listening ports: the hub's, and those reserved for TensorFlow's servers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import os
 import socket
 from collections.abc import Sequence
 
-from npu_device._src.cluster.description import join_address
 from npu_device._src.cluster.errors import PortTakenError, RendezvousError
 
 _BACKLOG = 1024
@@ -44,6 +43,11 @@ def addresses_of_this_host() -> list[str]:
         infos = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
         found += [str(address[0]) for *_, address in infos]
     return [address for address in dict.fromkeys(found) if not is_loopback(address)]
+
+
+def join_address(host: str, port: int) -> str:
+    """Return ``host:port``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def listen(hosts: Sequence[str], ports: Sequence[int]) -> socket.socket:

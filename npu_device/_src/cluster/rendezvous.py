@@ -17,19 +17,19 @@ from typing import Any, Callable
 
 from npu_device._src.cluster import frames
 from npu_device._src.cluster.channel import Channel
-from npu_device._src.cluster.description import Cluster, join_address
+from npu_device._src.cluster.description import Cluster, Membership
 from npu_device._src.cluster.errors import PortTakenError, RendezvousError
 from npu_device._src.cluster.handshake import (
     ANOTHER_PROGRAM,
     ANSWER_SECONDS,
+    NO_SECRET,
     AttemptFailedError,
     TimedConnection,
     authenticate,
     resolve,
 )
 from npu_device._src.cluster.hub_process import HubProcess
-from npu_device._src.cluster.membership import NO_SECRET, Membership
-from npu_device._src.cluster.ports import is_loopback
+from npu_device._src.cluster.ports import is_loopback, join_address
 from npu_device._src.cluster.roster import Hello
 from npu_device._src.version import __version__
 

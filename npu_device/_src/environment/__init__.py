@@ -3,7 +3,7 @@
 Each is a constant with its default, unit, expected form and meaning (``variable``, ``forms``), declared once in
 ``ascend``, ``tensorflow``, ``launchers`` or ``own``. ``python -m npu_device._src.environment`` prints
 ``docs/environment.md`` from them. Their combined meaning (which scheme describes the job) is left to
-``cluster.membership``. Variables that the launcher passes to its ranks are left to ``npu_device.launch``.
+``membership.schemes``. Variables that the launcher passes to its ranks are left to ``npu_device.launch``.
 """
 
 from npu_device._src.environment.ascend import *  # noqa: F403

@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.cluster import membership, rendezvous, runtime
+from npu_device._src.cluster import rendezvous, runtime
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives import resources
@@ -24,6 +24,7 @@ from npu_device._src.collectives.backends.shared_memory.host import detect_hosts
 from npu_device._src.collectives.backends.tensorflow import server
 from npu_device._src.collectives.stall import watch_for_stalls
 from npu_device._src.gradients.split_choice import share
+from npu_device._src.membership import schemes
 from npu_device._src.options import global_options
 from npu_device._src.report.output import write_report
 from npu_device._src.trace import trace
@@ -98,7 +99,7 @@ def open(device_id: int | None = None) -> NpuDeviceHandle:
                 "What to do: start one process per device, for instance with npurun."
             )
         return _handle
-    mine = membership.membership_from_environment(device_id)
+    mine = schemes.membership_from_environment(device_id)
     if mine is None:
         _handle = NpuDeviceHandle(_single_device_id(device_id), 1, 0)
     else:
@@ -171,7 +172,7 @@ def cluster_runtime() -> Runtime | None:
     running = runtime.current()
     if running is not None:
         return running
-    if membership.world_size_from_environment() == 1:
+    if schemes.world_size_from_environment() == 1:
         return None
     _log.warning(
         "npu.distribute or hccl is used before npu.open(): opening now, since the environment names several workers"

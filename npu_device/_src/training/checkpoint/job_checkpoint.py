@@ -15,11 +15,11 @@ import tensorflow as tf
 
 from npu_device._src import environment
 from npu_device._src.cluster.errors import RESUMABLE
-from npu_device._src.cluster.preemption import Preemption
 from npu_device._src.training.checkpoint import choice, folder, places
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.checkpoint.own import Own
 from npu_device._src.training.checkpoint.places import Place, everybody, raise_together
+from npu_device._src.training.checkpoint.preemption import Preemption
 from npu_device._src.training.checkpoint.shared import Digests, Shared, with_hidden_random_state
 from npu_device._src.training.world import World, world
 from npu_device._src.version import __version__

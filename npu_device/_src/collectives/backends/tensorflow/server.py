@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.cluster.description import join_address
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.cluster.ports import ReservedPort
+from npu_device._src.cluster.ports import ReservedPort, join_address
 from npu_device._src.cluster.runtime import Runtime
 
 _JOB = "worker"

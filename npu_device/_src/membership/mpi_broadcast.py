@@ -9,9 +9,9 @@ from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.cluster.interfaces import announced_address
-from npu_device._src.cluster.launched import Launched, Place
 from npu_device._src.cluster.ports import ReservedPort, addresses_of_this_host
+from npu_device._src.membership.interfaces import announced_address
+from npu_device._src.membership.launched import Launched, Place
 
 
 def agree(launched: Launched) -> Place:

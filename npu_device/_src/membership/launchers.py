@@ -1,14 +1,14 @@
 """The launchers of clusters: which of them started this process, whether they contradict each other, where ranks meet.
 
-The readers are ``slurm``, ``mpiexec`` and ``torchrun``; ``membership`` makes a job of what they find.
+The readers are ``slurm``, ``mpiexec`` and ``torchrun``; ``schemes`` makes a job of what they find.
 """
 
 from __future__ import annotations
 
 from npu_device._src import environment
-from npu_device._src.cluster import mpi_broadcast, mpiexec, slurm, torchrun
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.cluster.launched import Launched, Place
+from npu_device._src.membership import mpi_broadcast, mpiexec, slurm, torchrun
+from npu_device._src.membership.launched import Launched, Place
 
 _REMEDY = (
     "What to do: unset the variables that don't belong to this job, or set NPU_DEVICE_LAUNCHER to the launcher that "

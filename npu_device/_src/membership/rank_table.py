@@ -1,7 +1,7 @@
 """Ascend's rank tables, in all four forms: the ranks of the job according to the file ``RANK_TABLE_FILE``.
 
 Versions 1.0 and 1.2 (``server_list``), and the older cloud and lab forms (``group_list``). Which of the ranks this
-process is, and where the ranks meet, is left to ``membership``.
+process is, and where the ranks meet, is left to ``schemes``.
 
 Source: Ascend HCCL user guide, cluster information configuration (rank table).
 """
@@ -14,9 +14,9 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from npu_device._src.cluster import table_fields
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.cluster.table_fields import Fields
+from npu_device._src.membership import table_fields
+from npu_device._src.membership.table_fields import Fields
 
 _POLL_SECONDS = 0.5
 

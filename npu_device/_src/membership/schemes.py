@@ -10,66 +10,20 @@ import logging
 import re
 import socket
 import zlib
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from npu_device._src import environment
-from npu_device._src.cluster import launchers, rank_table, table_fields, table_free, tf_config
+from npu_device._src.cluster.description import Membership
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.cluster.interfaces import announced_address
-from npu_device._src.cluster.launched import Launched
-from npu_device._src.cluster.rank_table import Entry, RankTable
+from npu_device._src.membership import launchers, rank_table, table_fields, table_free, tf_config
+from npu_device._src.membership.interfaces import announced_address
+from npu_device._src.membership.launched import Launched
+from npu_device._src.membership.rank_table import Entry, RankTable
 
 # Above the range of ports that Linux uses for outgoing connections (32768 to 60999).
 _PORTS = (61000, 64999)
 
-NO_SECRET = (
-    "this job of several hosts has no secret: anyone who can reach the port where its ranks meet can join it, read "
-    "the ranks' messages, and end it.\n"
-    "What to do: set NPU_DEVICE_SECRET_FILE on every host to a file with the same random text (openssl rand -hex 32)."
-)
-
 _log = logging.getLogger("npu_device")
-
-
-@dataclass(frozen=True)
-class Membership:
-    """This process's place in the job, as far as the environment says it.
-
-    Attributes:
-        scheme: "rank table", "CM_*", "TF_CONFIG" or the launcher's name.
-        world_size: number of ranks, 2 or more.
-        rank: this process's rank; None if the chief numbers the ranks (CM_*).
-        host: address at which the other ranks reach this one; None for the local end of its connection to the chief.
-        host_key: name of this process's host, by which ranks are grouped; "" for the address that the chief sees.
-        device_id: number of this process's device on its host.
-        is_chief: True for the rank on whose host the others meet.
-        chief_hosts: addresses or names of the chief's host, in the order in which they are tried.
-        chief_port: port on which the hub listens there.
-        job_id: name of the job.
-        connect_timeout: seconds the ranks wait for each other.
-        expected_hosts: host of each rank if the scheme says it, else empty; for messages.
-        secret: the job's secret; empty if there is none.
-    """
-
-    scheme: str
-    world_size: int
-    rank: int | None
-    host: str | None
-    host_key: str
-    device_id: int
-    is_chief: bool
-    chief_hosts: tuple[str, ...]
-    chief_port: int
-    job_id: str
-    connect_timeout: float
-    expected_hosts: tuple[str, ...] = ()
-    secret: bytes = field(default=b"", repr=False)
-
-    @property
-    def starts_hub(self) -> bool:
-        """Return True if this rank starts the hub; under npurun it is already running."""
-        return self.is_chief and environment.NPU_DEVICE_HUB.get() != self.chief_port
 
 
 def world_size_from_environment() -> int:

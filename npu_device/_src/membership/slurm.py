@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from npu_device._src import environment
-from npu_device._src.cluster.launched import Launched
+from npu_device._src.membership.launched import Launched
 
 
 def read() -> Launched | None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple, Optional
 
 from npu_device._src import environment
-from npu_device._src.cluster.launched import Launched
 from npu_device._src.environment import Variable
+from npu_device._src.membership.launched import Launched
 
 _PARENT, _START_TIME = 1, 19  # in /proc/PID/stat, behind the program's name
 

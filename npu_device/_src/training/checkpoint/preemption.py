@@ -16,7 +16,6 @@ import os
 import secrets
 import select
 import signal
-import socket
 import sys
 import threading
 import time
@@ -68,9 +67,9 @@ class Preemption:
             _current.close()
         self._previous = signal.signal(number, _nothing)  # raises in other threads
         _current = self
-        self._reader, self._writer = socket.socketpair()
-        self._writer.setblocking(False)
-        self._previous_descriptor = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._previous_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         if health is not None:
             health.on_question(_STEP, self._answer_step)
             health.on_question(_STOP, self._answer_stop)
@@ -100,9 +99,11 @@ class Preemption:
         with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(self._previous_descriptor)
             signal.signal(self._signal, self._previous or signal.SIG_DFL)
-        self._writer.close()  # ends the thread
+        os.close(self._writer)  # ends the thread
         if os.getpid() == self._pid:
             self._thread.join(_JOIN_SECONDS)
+        else:
+            os.close(self._reader)  # a forked child has no such thread
 
     # Answers to the other ranks, in the channel's thread
 
@@ -137,9 +138,9 @@ class Preemption:
             left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
             if not select.select([self._reader], [], [], left)[0]:
                 self._end(f"the step and its checkpoint were not finished within {self._limit:g} s")
-            numbers = self._reader.recv(4096)
+            numbers = os.read(self._reader, 4096)
             if not numbers:
-                self._reader.close()
+                os.close(self._reader)
                 return
             if self._previous_descriptor >= 0:  # asyncio's, for instance
                 with contextlib.suppress(OSError):

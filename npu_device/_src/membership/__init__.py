@@ -1,0 +1,4 @@
+"""Read from the environment which rank this process is, and where the ranks meet.
+
+``schemes`` chooses among Ascend's variables, ``TF_CONFIG`` and the variables of launchers. It contacts no other rank.
+"""
