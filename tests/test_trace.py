@@ -14,7 +14,7 @@ import pytest
 from launcher import npurun, script
 from pool import Pool
 
-from npu_device._src.trace.plan import Plan
+from npu_device._src.trace.point_schema import PointSchema
 from npu_device._src.trace.recorder import Recorder
 from npu_device._src.trace.records import FILE, Gradient, RankTrace, read
 from npu_device._src.trace.schedule import Schedule
@@ -85,13 +85,13 @@ def test_a_long_run_leaves_few_iterations() -> None:
 HEAD = RankTrace(1, 2, "there", 7, 500.0, 20.0, "", "", "", (), ())
 
 
-def _plan(sizes: tuple[int, ...], segments: tuple[tuple[int, int], ...]) -> Plan:
+def _schema(sizes: tuple[int, ...], segments: tuple[tuple[int, int], ...]) -> PointSchema:
     gradients = tuple(Gradient(f"g{number}", "float32", size) for number, size in enumerate(sizes))
     shapes = tuple(f"({size // 4},)" for size in sizes)
-    return Plan(gradients, shapes, segments, "hccl_world_group", "tensorflow", has_end=True)
+    return PointSchema(gradients, shapes, segments, "hccl_world_group", "tensorflow", has_end=True)
 
 
-TWO = _plan((40, 4), ((0, 0), (1, 1)))
+TWO = _schema((40, 4), ((0, 0), (1, 1)))
 
 
 def _points(begin: float) -> list[float]:
@@ -133,7 +133,7 @@ def test_a_line_that_was_being_written_is_left_out(tmp_path: Path) -> None:
 
 
 def test_metrics_give_way_to_gradients(tmp_path: Path) -> None:
-    metric = _plan((4,), ((0, 0),))
+    metric = _schema((4,), ((0, 0),))
     recorder = Recorder(tmp_path, HEAD, Schedule(), None)
     for _ in range(3):
         recorder.add(metric, [100.0, 100.1, 100.2, 100.3])
@@ -145,7 +145,7 @@ def test_metrics_give_way_to_gradients(tmp_path: Path) -> None:
 
 
 def test_another_cut_begins_another_part(tmp_path: Path) -> None:
-    other = _plan((40, 4), ((0, 1),))
+    other = _schema((40, 4), ((0, 1),))
     recorder = Recorder(tmp_path, HEAD, Schedule(), None)
     recorder.add(TWO, _points(100.0))
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""``npurun --tune`` on several nodes: they run the same jobs, and end when the leader is gone."""
+"""``npurun --tune`` on several nodes: they run the same runs, and end when the leader is gone."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ import pytest
 from launcher import NPURUN, environment
 from ranks import free_port
 
-from npu_device.launch.tune_nodes import Follower, Job, Leader
+from npu_device.launch.tune_nodes import Follower, Leader, TuningRun
 
 
 def test_nodes_run_the_same_jobs_whatever_an_earlier_tuning_has_left(tmp_path: Path) -> None:
     for old in ("node1", "session.json", "job_old_0.json"):
         (tmp_path / old).write_text('{"session": "old", "tokens": ["old"]}' if old == "session.json" else '"old"')
-    jobs = [Job("first", None, None, 5), Job("collectives", ["file", "100"], None, 0), Job("run2", None, [3, 7], 4)]
-    done: dict[int, list[Job]] = {}
+    runs = [
+        TuningRun("first", None, None, 5),
+        TuningRun("collectives", ["file", "100"], None, 0),
+        TuningRun("run2", None, [3, 7], 4),
+    ]
+    done: dict[int, list[TuningRun]] = {}
 
     def follow(node: int) -> None:
         done[node] = list(Follower(tmp_path, node))
@@ -27,11 +31,11 @@ def test_nodes_run_the_same_jobs_whatever_an_earlier_tuning_has_left(tmp_path: P
     for other in others:
         other.start()
     with Leader(tmp_path, 3) as leader:
-        for job in jobs:
-            leader.announce(job)
+        for tuning_run in runs:
+            leader.announce(tuning_run)
     for other in others:
         other.join(20)
-    assert done == {1: jobs, 2: jobs}
+    assert done == {1: runs, 2: runs}
 
 
 KILLS_THE_LEADER = """
@@ -50,7 +54,7 @@ place.mkdir(parents=True)
 
 @pytest.mark.slow
 def test_a_node_ends_when_the_leader_is_killed(tmp_path: Path) -> None:
-    """After 30 s of silence. The first job is done by then, and the leader's launch of it ends by itself."""
+    """After 30 s of silence. The first run is done by then, and the leader's launch of it ends by itself."""
     (tmp_path / "train.py").write_text(KILLS_THE_LEADER)
     launch = [*NPURUN, "-n", "1", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     nodes = [

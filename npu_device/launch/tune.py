@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from npu_device.launch.arguments import Options
 from npu_device.launch.console import Console
-from npu_device.launch.tune_nodes import Follower, Job, Leader
+from npu_device.launch.tune_nodes import Follower, Leader, TuningRun
 
 if TYPE_CHECKING:
     from npu_device._src.tuning.trials import Budget
@@ -59,8 +59,8 @@ def run(options: Options, budget: Budget | None = None) -> int:
         if options.node_rank == 0:
             print(_lead(options, budget, directory, console))
         else:
-            for job in Follower(directory, options.node_rank):
-                _carry_out(job, options, directory, console)
+            for tuning_run in Follower(directory, options.node_rank):
+                _carry_out(tuning_run, options, directory, console)
     except (RunError, ValueError, OSError) as error:
         console.say(f"tuning failed: {error}")
         return _FAILED
@@ -86,15 +86,15 @@ def _lead(options: Options, budget: Budget | None, directory: Path, console: Con
     with Leader(directory, options.nnodes) as leader:
 
         def script(name: str, ends: Sequence[int] | None, steps: int) -> Traced:
-            job = Job(name, None, list(ends) if ends else None, WARM_UP + steps)
-            leader.announce(job)
-            _carry_out(job, options, directory, console)
+            tuning_run = TuningRun(name, None, list(ends) if ends else None, WARM_UP + steps)
+            leader.announce(tuning_run)
+            _carry_out(tuning_run, options, directory, console)
             return traced(read(directory / name), WARM_UP)
 
         def measure(largest: int) -> CostModel:
-            job = Job("collectives", [str(directory / MEASURED_FILE), str(largest)], None, 0)
-            leader.announce(job)
-            _carry_out(job, options, directory, console)
+            tuning_run = TuningRun("collectives", [str(directory / MEASURED_FILE), str(largest)], None, 0)
+            leader.announce(tuning_run)
+            _carry_out(tuning_run, options, directory, console)
             return CostModel.read(directory / MEASURED_FILE)
 
         result = tune(script, measure, console.say, budget or Budget())
@@ -109,8 +109,8 @@ def _lead(options: Options, budget: Budget | None, directory: Path, console: Con
 class _Silence:
     """Tells the user that a run continues without making steps; otherwise a run that never will would go unnoticed."""
 
-    def __init__(self, console: Console, job: Job, log: Path) -> None:
-        self._console, self._job, self._log = console, job, log
+    def __init__(self, console: Console, tuning_run: TuningRun, log: Path) -> None:
+        self._console, self._tuning_run, self._log = console, tuning_run, log
         self._steps = 0
         self._since = time.monotonic()
         self._patience = _SILENT_SECONDS
@@ -122,31 +122,35 @@ class _Silence:
             self._steps, self._since, self._patience = steps, time.monotonic(), _SILENT_SECONDS
         elif silent > self._patience:
             self._patience *= 2
-            what = f"{self._job.name}: nothing for {silent:.0f} s"
-            if self._job.measuring is None:
+            what = f"{self._tuning_run.name}: nothing for {silent:.0f} s"
+            if self._tuning_run.measuring is None:
                 what += (
-                    f", {self._steps} of {self._job.iterations} steps traced so far. Either a step takes that long, or "
-                    "the script doesn't reduce gradients, or does so in a step that XLA compiles"
+                    f", {self._steps} of {self._tuning_run.iterations} steps traced so far. Either a step takes that "
+                    "long, or the script doesn't reduce gradients, or does so in a step that XLA compiles"
                 )
             self._console.say(f"{what}. Its output is in {self._log}; Ctrl-C ends the tuning.")
 
 
-def _carry_out(job: Job, options: Options, directory: Path, console: Console) -> None:
-    """Run a job's ranks on this node until it has ended, or has made enough iterations.
+def _carry_out(tuning_run: TuningRun, options: Options, directory: Path, console: Console) -> None:
+    """Run its ranks on this node until it has ended, or has made enough iterations.
 
     Raises:
         RunError: it ended with an error, or too early.
     """
-    log = directory / f"{job.name}.log"
-    traces = directory / job.name
-    command = _command(job, options)
+    log = directory / f"{tuning_run.name}.log"
+    traces = directory / tuning_run.name
+    command = _command(tuning_run, options)
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, env=_environment(job, traces), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+            command,
+            env=_environment(tuning_run, traces),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
         )
-        silence = _Silence(console, job, log)
+        silence = _Silence(console, tuning_run, log)
         try:
-            while process.poll() is None and not _is_enough(job, traces, options.world_size):
+            while process.poll() is None and not _is_enough(tuning_run, traces, options.world_size):
                 silence.progressed(min(_iterations(traces, rank) for rank in range(options.world_size)))
                 time.sleep(_POLL_SECONDS)
         finally:
@@ -154,45 +158,58 @@ def _carry_out(job: Job, options: Options, directory: Path, console: Console) ->
                 process.terminate()
             process.wait()
     # A stopped run ends with an error, and so does one whose ranks another node stopped first.
-    done = process.returncode == 0 if job.measuring is not None else _is_enough(job, traces, options.world_size)
+    done = (
+        process.returncode == 0
+        if tuning_run.measuring is not None
+        else _is_enough(tuning_run, traces, options.world_size)
+    )
     if not done:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
         counts = ", ".join(str(_iterations(traces, rank)) for rank in range(options.world_size))
-        what = f"{job.name} ended with exit code {process.returncode}"
-        if job.measuring is None:
-            what += f" after {counts} traced iterations (by rank); expected {job.iterations} on every rank"
+        what = f"{tuning_run.name} ended with exit code {process.returncode}"
+        if tuning_run.measuring is None:
+            what += f" after {counts} traced iterations (by rank); expected {tuning_run.iterations} on every rank"
         raise RunError(
             f"{what}.\nLikely cause: the script failed, is too short, doesn't reduce gradients, or sets its own "
             f"profiling options.\nThe end of its output ({log}):\n{tail}"
         )
 
 
-def _command(job: Job, options: Options) -> list[str]:
+def _command(tuning_run: TuningRun, options: Options) -> list[str]:
     launcher = [sys.executable, "-m", "npu_device.launch", "-n", str(options.nproc_per_node)]
-    launcher += ["--job-id", f"tune-{job.key}", "--grace", str(options.grace), "--preempt-timeout", str(options.grace)]
+    launcher += [
+        "--job-id",
+        f"tune-{tuning_run.key}",
+        "--grace",
+        str(options.grace),
+        "--preempt-timeout",
+        str(options.grace),
+    ]
     if options.nnodes > 1:
         launcher += ["--nnodes", str(options.nnodes), "--node-rank", str(options.node_rank)]
         launcher += ["--master-addr", options.master_addr]
     if options.master_port is not None:
         launcher += ["--master-port", str(options.master_port)]
-    if job.measuring is not None:
-        return [*launcher, "-m", "npu_device.launch.measuring", *job.measuring]
+    if tuning_run.measuring is not None:
+        return [*launcher, "-m", "npu_device.launch.measuring", *tuning_run.measuring]
     return [*launcher, "--", *options.command]
 
 
-def _environment(job: Job, traces: Path) -> dict[str, str]:
+def _environment(tuning_run: TuningRun, traces: Path) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in _OURS}
-    if job.ends is not None:
-        environment["NPU_DEVICE_SPLIT"] = ",".join(map(str, job.ends))
-    if job.measuring is None:
+    if tuning_run.ends is not None:
+        environment["NPU_DEVICE_SPLIT"] = ",".join(map(str, tuning_run.ends))
+    if tuning_run.measuring is None:
         environment["PROFILING_MODE"] = "true"
         environment["PROFILING_OPTIONS"] = json.dumps({"output": str(traces), "training_trace": "on"})
-        environment["NPU_DEVICE_TRACE_ITERATIONS"] = f"1-{job.iterations}"
+        environment["NPU_DEVICE_TRACE_ITERATIONS"] = f"1-{tuning_run.iterations}"
     return environment
 
 
-def _is_enough(job: Job, traces: Path, world_size: int) -> bool:
-    return job.measuring is None and all(_iterations(traces, rank) >= job.iterations for rank in range(world_size))
+def _is_enough(tuning_run: TuningRun, traces: Path, world_size: int) -> bool:
+    return tuning_run.measuring is None and all(
+        _iterations(traces, rank) >= tuning_run.iterations for rank in range(world_size)
+    )
 
 
 def _iterations(traces: Path, rank: int) -> int:

@@ -25,11 +25,11 @@ _BEAT_SECONDS = 2.0
 _SILENT_SECONDS = 30.0  # a leader silent for this long has been killed, or can't write any more
 _SESSION = "session.json"
 _BEAT = "heartbeat.json"
-_OVER: dict[str, Any] = {}  # instead of a job
+_OVER: dict[str, Any] = {}  # instead of a run
 
 
 @dataclass(frozen=True)
-class Job:
+class TuningRun:
     """The next run of every node.
 
     Attributes:
@@ -37,7 +37,7 @@ class Job:
         measuring: arguments of ``launch.measuring``; None for the script.
         ends: the split to try; None for the script's own.
         iterations: traced iterations after which the script is stopped.
-        key: the same on all nodes, and different for every job.
+        key: the same on all nodes, and different for every run.
     """
 
     name: str
@@ -86,10 +86,10 @@ class Leader:
         self._beating.start()
         return self
 
-    def announce(self, job: Job) -> None:
-        """Tell the other nodes to run a job as well."""
+    def announce(self, tuning_run: TuningRun) -> None:
+        """Tell the other nodes about the next run."""
         if self._others:
-            _write(self._path(), asdict(job))
+            _write(self._path(), asdict(tuning_run))
             self._number += 1
 
     def __exit__(
@@ -112,7 +112,7 @@ class Leader:
 
 
 class Follower:
-    """Another node's side: iterates over the jobs of the leader.
+    """Another node's side: iterates over the runs of the leader.
 
     Raises:
         OSError: on iterating, if the leader doesn't come, or falls silent.
@@ -122,7 +122,7 @@ class Follower:
         self._directory = directory
         self._node_rank = node_rank
 
-    def __iter__(self) -> Iterator[Job]:
+    def __iter__(self) -> Iterator[TuningRun]:
         session = self._meet()
         number = 0
         heartbeat, seen = None, time.monotonic()
@@ -138,7 +138,7 @@ class Follower:
             if values == _OVER:
                 return
             if values is not None:
-                yield Job(**values)
+                yield TuningRun(**values)
                 number += 1
                 seen = time.monotonic()
             time.sleep(_POLL_SECONDS)

@@ -63,7 +63,7 @@ def all_to_all_v(
     sent, expected = everybody[:, :size], tf.transpose(everybody[:, size:])
     with tf.control_dependencies(_require_equal(sent, expected)):
         longest = row_length(agreement.runtime, group, data.dtype, tf.reduce_max(sent))
-    rows = moving.exchange(agreement, blocks.cut(data, outgoing, longest), group)
+    rows = moving.exchange(agreement, blocks.pad_blocks(data, outgoing, longest), group)
     return blocks.join(rows, incoming)
 
 

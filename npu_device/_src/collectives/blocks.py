@@ -79,7 +79,7 @@ def whole_numbers(name: str, values: Any, shape: list[int]) -> tf.Tensor:
     return tf.ensure_shape(tensor, shape)
 
 
-def cut(data: tf.Tensor, blocks: Blocks, longest: tf.Tensor) -> tf.Tensor:
+def pad_blocks(data: tf.Tensor, blocks: Blocks, longest: tf.Tensor) -> tf.Tensor:
     """Return the blocks of a buffer as rows of equal length, padded with zeros: shape [number of blocks, longest]."""
     rows = []
     for rank in range(blocks.counts.shape[0]):

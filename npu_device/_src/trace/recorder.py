@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from npu_device._src.trace.plan import Plan
+from npu_device._src.trace.point_schema import PointSchema
 from npu_device._src.trace.records import FILE, RankTrace
 from npu_device._src.trace.schedule import Schedule
 
@@ -36,25 +36,25 @@ class Recorder:
         self._schedule = schedule
         self._limit = limit
         self._lock = threading.Lock()
-        self._plan: Plan | None = None
+        self._schema: PointSchema | None = None
         self._iteration = 0
         self._previous_end: float | None = None
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file: TextIO | None = self._path.open("w", encoding="utf-8")
 
-    def add(self, plan: Plan, points: Sequence[float]) -> None:
+    def add(self, schema: PointSchema, points: Sequence[float]) -> None:
         """Record an iteration.
 
         Args:
-            plan: what the points are. A list of gradients with fewer bytes than another one is not recorded: metrics,
+            schema: what the points are. A list of gradients with fewer bytes than another one is not recorded: metrics,
                 or the smaller one of two models.
             points: its points in seconds, on this rank's clock.
         """
         with self._lock:
-            if self._file is None or not self._accepts(plan):
+            if self._file is None or not self._accepts(schema):
                 return
             self._iteration += 1
-            iteration = plan.iteration(self._iteration, points, self._head.clock_offset_us, self._previous_end)
+            iteration = schema.iteration(self._iteration, points, self._head.clock_offset_us, self._previous_end)
             self._previous_end = iteration.iteration_end
             if self._schedule.wants(self._iteration):
                 self._write(iteration.__dict__)
@@ -66,33 +66,33 @@ class Recorder:
                 self._file.close()
                 self._file = None
 
-    def _accepts(self, plan: Plan) -> bool:
-        """Accept the plan if it is the first, another cut of the same model, or has more bytes."""
-        old = self._plan
-        if plan is old:
+    def _accepts(self, schema: PointSchema) -> bool:
+        """Accept the schema if it is the first, another cut of the same model, or has more bytes."""
+        old = self._schema
+        if schema is old:
             return True
-        if old is not None and old.model != plan.model:
-            if plan.bytes <= old.bytes:
+        if old is not None and old.model != schema.model:
+            if schema.bytes <= old.bytes:
                 return False
             assert self._file is not None
             self._file.seek(0)
             self._file.truncate()
             self._iteration, self._previous_end = 0, None
-        self._plan = plan
-        if old is None or (old.model, old.segments) != (plan.model, plan.segments):
+        self._schema = schema
+        if old is None or (old.model, old.segments) != (schema.model, schema.segments):
             self._write(self._header())
         return True
 
     def _header(self) -> dict[str, object]:
-        assert self._plan is not None
-        plan = self._plan
+        assert self._schema is not None
+        schema = self._schema
         return replace(
             self._head,
-            model=plan.model,
-            backend=plan.backend,
-            group=plan.group,
-            gradients=plan.gradients,
-            segments=plan.segments,
+            model=schema.model,
+            backend=schema.backend,
+            group=schema.group,
+            gradients=schema.gradients,
+            segments=schema.segments,
         ).header()
 
     def _write(self, line: dict[str, object]) -> None:

@@ -15,11 +15,11 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.trace import points, trace
-from npu_device._src.trace.plan import Plan
+from npu_device._src.trace.point_schema import PointSchema
 from npu_device._src.trace.records import Gradient
 
 
-class Reduction:
+class TracedReduction:
     """The reduction of one iteration's gradients; without a trace, or inside another one, nothing."""
 
     def __init__(self, tracer: trace.Tracer | None = None) -> None:
@@ -27,7 +27,7 @@ class Reduction:
         self._recorded: tf.Operation | None = None
         self.begun: list[Any] = []
         self.ends: list[Any] = []
-        self.plan: Plan | None = None
+        self.schema: PointSchema | None = None
 
     def segment(self, results: Sequence[Any]) -> None:
         """Note that a segment has been reduced to these tensors; in the order of the segments."""
@@ -36,10 +36,10 @@ class Reduction:
 
     def hand_over(self, end: Any = None) -> None:
         """Record the iteration; its end is a point of its own or the end of the last segment."""
-        assert self._tracer is not None and self.plan is not None
-        plan = self.plan if end is None else replace(self.plan, has_end=True)
+        assert self._tracer is not None and self.schema is not None
+        schema = self.schema if end is None else replace(self.schema, has_end=True)
         found = [*self.begun, *self.ends, *([] if end is None else [end])]
-        self._recorded = self._tracer.hand_over(plan, found)
+        self._recorded = self._tracer.hand_over(schema, found)
 
     def recorded_with(self, results: Sequence[Any]) -> list[Any]:
         """Return the results, bound to the recording: a session that fetches any of them records the iteration."""
@@ -54,7 +54,7 @@ class _Iteration:
 
     def __init__(self) -> None:
         self.graph = _graph()
-        self.reduction: Reduction | None = None
+        self.reduction: TracedReduction | None = None
 
 
 class _Current(threading.local):
@@ -90,7 +90,7 @@ def iteration() -> Iterator[None]:
 @contextlib.contextmanager
 def traced_reduction(
     values: Sequence[Any], segments: Sequence[Sequence[int]], kind: str, group: str, backend: str, overlap: bool
-) -> Iterator[Reduction]:
+) -> Iterator[TracedReduction]:
     """Mark the block as the reduction of an iteration's gradients.
 
     Args:
@@ -113,14 +113,14 @@ def traced_reduction(
         parts = [[values[position] for position in positions] for positions in (*segments, *rest)]
         flat = [value for part in parts for value in part]
     if tracer is None or not flat:
-        yield Reduction()
+        yield TracedReduction()
         return
     start = points.forward_start(flat, tracer.settings.fp_point)
     end = points.backward_end(flat, tracer.settings.bp_point)
-    seen = Reduction(tracer)
+    seen = TracedReduction(tracer)
     seen.begun = [*([start] if start is not None else []), *([end] if end is not None else [])]
     seen.begun += [points.when([value]) for value in flat]
-    seen.plan = Plan(
+    seen.schema = PointSchema(
         gradients=tuple(map(_gradient, flat)),
         shapes=tuple(str(value.shape) for value in flat),
         segments=_ranges(parts),

@@ -18,7 +18,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.trace import clock
-from npu_device._src.trace.plan import Plan
+from npu_device._src.trace.point_schema import PointSchema
 from npu_device._src.trace.recorder import Recorder
 from npu_device._src.trace.records import FILE, RankTrace
 from npu_device._src.trace.settings import Settings
@@ -60,26 +60,26 @@ class Tracer:
         self._recorder = Recorder(settings.output, head, settings.schedule, settings.storage_limit)
         if cluster.rank == 0:
             _remove_others(settings.output, cluster.world_size)
-        self._plans: list[Plan] = []
+        self._schemas: list[PointSchema] = []
         with compat.eager_mode():
             self._queue = tf.queue.FIFOQueue(_WAITING, [tf.int32, tf.float64])
         self._thread = threading.Thread(target=self._take, name="npu_device-trace", daemon=True)
         self._thread.start()
 
-    def hand_over(self, plan: Plan, points: Sequence[Any]) -> tf.Operation | None:
+    def hand_over(self, schema: PointSchema, points: Sequence[Any]) -> tf.Operation | None:
         """Record an iteration: now in eager mode; in a graph, whenever it runs.
 
         Returns:
             In a session's graph, the operation that does it; otherwise nothing needs to be run.
         """
         if tf.executing_eagerly():
-            self._recorder.add(plan, points)
+            self._recorder.add(schema, points)
             return None
         together = tf.stack(points)
         if compat.in_session_graph():
-            return tf.numpy_function(lambda values: self._recorder.add(plan, values.tolist()), [together], [])
-        self._plans.append(plan)
-        number = tf.constant(len(self._plans) - 1)
+            return tf.numpy_function(lambda values: self._recorder.add(schema, values.tolist()), [together], [])
+        self._schemas.append(schema)
+        number = tf.constant(len(self._schemas) - 1)
         compat.run_independently(tf.raw_ops.QueueEnqueueV2(handle=self._queue.queue_ref, components=[number, together]))
         return None
 
@@ -98,7 +98,7 @@ class Tracer:
                 except tf.errors.OpError:
                     return  # closed
                 try:
-                    self._recorder.add(self._plans[int(number)], points.numpy().tolist())
+                    self._recorder.add(self._schemas[int(number)], points.numpy().tolist())
                 except Exception:  # training must not wait for a queue that nobody empties
                     _log.exception("rank %d: tracing ends here", self.rank)
                     self._recorder.close()

@@ -288,7 +288,7 @@ def all_to_all_v(
     if joined is None:
         outgoing = _blocks.checked("send", send_counts, send_displacements, 1, data.shape[0])
         incoming = _blocks.checked("recv", recv_counts, recv_displacements, 1)
-        return _blocks.join(_blocks.cut(data, outgoing, incoming.counts[0]), incoming)
+        return _blocks.join(_blocks.pad_blocks(data, outgoing, incoming.counts[0]), incoming)
     runtime, members = joined
     return _all_to_all_v.all_to_all_v(
         runtime, data, send_counts, send_displacements, recv_counts, recv_displacements, members
@@ -330,7 +330,7 @@ def all_to_all_v_c(
         raise ValueError(f"all_to_all_v_c: rank is the caller's own in group {group!r}; found {rank!r}, expected {own}")
     if joined is None:
         outgoing = _blocks.packed(_blocks.whole_numbers("send_count_matrix", send_count_matrix, [1, 1])[0])
-        return _blocks.join(_blocks.cut(data, outgoing, outgoing.counts[0]), outgoing)
+        return _blocks.join(_blocks.pad_blocks(data, outgoing, outgoing.counts[0]), outgoing)
     runtime, members = joined
     return _all_to_all_vc.all_to_all_vc(runtime, data, send_count_matrix, members)
 

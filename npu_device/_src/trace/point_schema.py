@@ -1,6 +1,6 @@
 """The points of an iteration, known when its function is traced, and how they become a record.
 
-Imports no TensorFlow: ``steps`` creates the plans.
+Imports no TensorFlow: ``steps`` creates the schemas.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from npu_device._src.trace.records import Gradient, Iteration
 
 
 @dataclass(frozen=True)
-class Plan:
+class PointSchema:
     """The points of an iteration, in this order: fp_start (with ``has_start``), bp_end (with ``has_bp_end``), when each
     gradient was there, the end of each segment, iteration_end (with ``has_end``).
 
