@@ -31,6 +31,14 @@ TF_NUM_INTEROP_THREADS: Variable[str | None] = Variable(
     _THREADS,
     "TensorFlow",
 )
+GRPC_MAX_RETRIES: Variable[int] = Variable(
+    "GRPC_MAX_RETRIES",
+    forms.integer(0),
+    10,
+    "attempts",
+    "how often TensorFlow's backend repeats a transfer whose connection broke, as it does while a rank is stopped.",
+    "TensorFlow",
+)
 
 
 def user_sets_threads() -> bool:

@@ -68,6 +68,10 @@ class Variable(Generic[Value_co]):
                 f"What to do: correct or unset {self.name}. It means: {self.meaning}"
             ) from None
 
+    def pass_on(self) -> None:
+        """Give the default to TensorFlow, which reads the variable itself, unless the user has set it."""
+        os.environ.setdefault(self.name, str(self.default))
+
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
         """Hide the variable from this process, including TensorFlow, while the block runs."""
