@@ -39,6 +39,14 @@ GRPC_MAX_RETRIES: Variable[int] = Variable(
     "how often TensorFlow's backend repeats a transfer whose connection broke, as it does while a rank is stopped.",
     "TensorFlow",
 )
+TF_GRPC_DEFAULT_OPTIONS: Variable[str] = Variable(
+    "TF_GRPC_DEFAULT_OPTIONS",
+    forms.TEXT,
+    "grpc.min_reconnect_backoff_ms=86400000",
+    "",
+    "options of TensorFlow's connections to other ranks, here that a connection may take until a stopped rank goes on.",
+    "TensorFlow",
+)
 
 
 def user_sets_threads() -> bool:
