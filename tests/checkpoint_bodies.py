@@ -172,25 +172,42 @@ def body_full_disk(directory: str) -> dict[str, Any]:
     return {"warnings": texts, "errors": errors, "there": there, "latest": latest, "end": sorted(os.listdir(directory))}
 
 
-def body_two_ask() -> int:
-    """Have two ask for the last step, of which the first gives up; return the step at which this rank stops."""
+def body_two_ask(gives_up: bool) -> int:
+    """Have two ask for the last step, one after the other; return the step at which this rank stops.
+
+    Args:
+        gives_up: the first never tells the step, and the second is still asking when it gives up.
+    """
     ranks = world()
     assert ranks is not None
     health, everyone = ranks.runtime.health, range(ranks.size)
     watch = preemption.Preemption(health, ranks.size, signal.SIGUSR2, 20.0)
     ranks.wait()
+
+    def ask(name: str) -> int:
+        return max(health.ask(preemption._STEP, [watch._name, name], everyone, 10.0).values())
+
+    def tell(name: str, step: int) -> None:
+        health.ask(preemption._STOP, [watch._name, name, step], everyone, 10.0)
+
     try:
         if ranks.is_main:
-            health.ask(preemption._STEP, [watch._name, "first"], everyone, 10.0)
-            answers = health.ask(preemption._STEP, [watch._name, "second"], everyone, 10.0)
-            health.ask(preemption._STOP, [watch._name, "first", preemption._NEVER], everyone, 10.0)
-            time.sleep(0.1)  # enough for the others to go on, if they did
-            health.ask(preemption._STOP, [watch._name, "second", max(answers.values())], everyone, 10.0)
+            first = ask("first")
+            if gives_up:
+                second = ask("second")
+                tell("first", preemption._NEVER)
+                time.sleep(0.1)  # enough for the others to go on, if they did
+            else:
+                tell("first", first)
+                second = ask("second")
+                assert second == first, "all who ask find the same step"
+            tell("second", second)
         deadline = time.monotonic() + 10.0
         step = 1
         while not watch.is_last_step():
             step += 1
             assert time.monotonic() < deadline, f"step {step}"
+        ranks.wait()
         return step
     finally:
         watch.close()

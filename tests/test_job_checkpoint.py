@@ -222,8 +222,10 @@ def test_preemption(size: int, keras: str, everyone: bool, tmp_path: Path) -> No
             np.testing.assert_array_equal(one[name], other[name])
 
 
-def test_a_rank_that_gives_up_asking_does_not_let_the_others_go_on(several_ranks: Pool) -> None:
-    assert len(set(several_ranks.run(bodies.body_two_ask, timeout=30))) == 1
+@pytest.mark.parametrize("gives_up", [True, False], ids=["the first gives up", "the first has told"])
+def test_two_that_ask_for_the_last_step(several_ranks: Pool, gives_up: bool) -> None:
+    """If one gives up, nobody goes on whom the other still holds; if one has told, the other finds the same step."""
+    assert len(set(several_ranks.run(bodies.body_two_ask, gives_up, timeout=30))) == 1
 
 
 def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path, size: int = 2) -> None:
