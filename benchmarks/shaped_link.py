@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from benchmarks.hosts import address, hosts, on_host
 from npu_device._src.trace.records import read
 from npu_device._src.tuning.cost_model import CALIBRATED_FILE, MEASURED_FILE, CostModel
 from npu_device._src.tuning.networks import link_of, ring
@@ -33,6 +32,7 @@ from npu_device._src.tuning.planner import best_plans, equal_plan, predict
 from npu_device._src.tuning.simulate import simulate
 from npu_device._src.tuning.traced import Traced, traced
 from npu_device._src.tuning.trials import FIRST, WARM_UP
+from npu_device.testing.hosts import address, hosts, on_host
 
 _ROOT = Path(__file__).parents[1]
 _PORTS = {"npu": 29688, "mirrored": 29700}

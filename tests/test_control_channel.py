@@ -18,7 +18,7 @@ from forked import Process
 from launcher import NPURUN, ROOT, environment, is_running, script, start, wait_until
 from ranks import clean_environment, table_environment
 
-from benchmarks.hosts import address, can_be_made, cut_off, hosts, on_host
+from npu_device.testing.hosts import address, can_be_made, cut_off, hosts, on_host
 
 BEGIN = """
 import os, sys, time

@@ -13,7 +13,7 @@ import pytest
 from launcher import script, start, wait_until
 from ranks import free_port
 
-from benchmarks import hosts
+from npu_device.testing import hosts
 
 LIMIT = 120.0
 

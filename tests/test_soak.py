@@ -1,13 +1,16 @@
-"""``python -m npu_device.testing.soak``: a job that is killed and stopped again and again has the same result."""
+"""``python -m npu_device.testing.soak``: a job that is disturbed again and again has the same result."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from launcher import environment, script
+
+from npu_device.testing.hosts import can_be_made
 
 SOAK = (sys.executable, "-m", "npu_device.testing.soak")
 
@@ -26,6 +29,24 @@ COUNTING = """
     print("total", total, flush=True)
 """
 
+# Two ranks that need each other for each step, on the control channel alone, so that they start without TensorFlow.
+GATHERING = """
+    import os, sys, time
+    from npu_device._src.cluster import rendezvous, runtime
+    from npu_device._src.membership.schemes import membership_from_environment
+
+    path = f"{sys.argv[1]}/step{os.environ['RANK_ID']}"
+    job = runtime.start(*rendezvous.meet(membership_from_environment()), serves_others=False)
+    step = min(job.store.gather("begin", int(open(path).read()) if os.path.exists(path) else 0, 60))
+    while step < 40:
+        time.sleep(0.05)
+        step = sum(job.store.gather(f"after {step}", step, 60)) // 2 + 1
+        with open(path + ".part", "w") as file:
+            file.write(str(step))
+        os.replace(path + ".part", path)
+    print("step", step, flush=True)
+"""
+
 
 def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -34,16 +55,40 @@ def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_job_that_resumes_has_the_same_result(tmp_path: Path) -> None:
-    faults = ("--mtbf", "0.3", "--for", "4", "--longest-stop", "0.3", "--dir", str(tmp_path / "soak"))
+    faults = ("--mtbf", "0.3", "--for", "4", "--longest", "0.3", "--dir", str(tmp_path / "soak"))
     job = ("-n", "2", "--restart-backoff", "0.05", script(tmp_path, COUNTING), "{dir}", "whole")
     done = soak(*faults, "--", *job)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the results are the same" in done.stdout
-    assert " fault(s); " in done.stdout and " 0 fault(s)" not in done.stdout
+    assert " fault(s), " in done.stdout and " 0 fault(s)" not in done.stdout
     output = (tmp_path / "soak" / "disturbed" / "output").read_text()
     assert ("killed by SIGKILL" in output) is ("kill rank" in done.stdout)
     again = soak(*faults, "--", *job)
     assert (again.returncode, "is not empty" in again.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        "proxies",
+        pytest.param(
+            "namespaces",
+            marks=[pytest.mark.slow, pytest.mark.skipif(not can_be_made(), reason="needs root, ip and tc")],
+        ),
+    ],
+)
+def test_a_disturbed_network(tmp_path: Path, network: str) -> None:
+    """The seed's faults: a half-closed and a reset network end an attempt, a short loss of all packets doesn't."""
+    faults = ("--faults", "drop,delay,reset,half-close", "--mtbf", "0.2", "--for", "10", "--longest", "0.8")
+    nodes = ("--hosts", "2", "--network", network, "--seed", "1088", "--dir", str(tmp_path / "soak"))
+    done = soak(*faults, *nodes, "--", "--restart-backoff", "0.05", script(tmp_path, GATHERING), "{dir}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the results are the same" in done.stdout
+    for row in ("half-close +[1-9]", "reset +[1-9]", "drop +0 +[1-9]"):
+        assert re.search(row, done.stdout), done.stdout
+    for node in ("", "1"):
+        output = (tmp_path / "soak" / "disturbed" / f"output{node}").read_text()
+        assert "node 1 is gone" in output and "ended well" in output
 
 
 @pytest.mark.parametrize("result", [(), ("--result", "{dir}/state0")], ids=["last line", "file"])
@@ -57,4 +102,5 @@ def test_another_result_is_told(tmp_path: Path, result: tuple[str, ...]) -> None
 
 def test_wrong_usage() -> None:
     assert soak().returncode == 2
-    assert "expected kill, stop or kill,stop" in soak("--faults", "burn", "--", "train.py").stderr
+    assert "drop: the network of this host can't be disturbed" in soak("--faults", "drop", "--", "train.py").stderr
+    assert "expected some of kill,stop,drop" in soak("--faults", "burn", "--", "train.py").stderr

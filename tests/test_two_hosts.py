@@ -9,7 +9,7 @@ from pathlib import Path
 import job
 import pytest
 
-from benchmarks.hosts import address, can_be_made, hosts, on_host
+from npu_device.testing.hosts import address, can_be_made, hosts, on_host
 
 pytestmark = [
     pytest.mark.slow,

@@ -1,7 +1,7 @@
 """A training that resumes after any end, for ``python -m npu_device.testing.soak``: a small one, or ResNet-50.
 
     python -m npu_device.testing.soak --mtbf 30 --for 900 --result {dir}/weights.npy -- \\
-        -n 2 examples/soak/train.py --directory {dir} --model resnet50 --steps 2000 --every 20
+        -n 2 examples/soak/train.py --directory {dir} --model resnet50 --image 32 --steps 1000 --every 10
 """
 
 import argparse
@@ -17,12 +17,12 @@ import tensorflow as tf  # noqa: E402
 keras = tf.keras
 
 
-def make_model(name):
+def make_model(name, image):
     if name == "resnet50":
-        return keras.applications.ResNet50(weights=None, input_shape=(96, 96, 3), classes=10)
+        return keras.applications.ResNet50(weights=None, input_shape=(image, image, 3), classes=10)
     return keras.Sequential(
         [
-            keras.Input([96, 96, 3]),
+            keras.Input([image, image, 3]),
             keras.layers.AveragePooling2D(8),
             keras.layers.Flatten(),
             keras.layers.Dense(32, activation="relu"),
@@ -36,15 +36,16 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--directory", required=True)
     parser.add_argument("--model", choices=["small", "resnet50"], default="small")
+    parser.add_argument("--image", type=int, default=96, help="width and height of the images in pixels")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=10)
     given = parser.parse_args()
     keras.utils.set_random_seed(1)
-    model, batch = make_model(given.model), 4
+    model, batch = make_model(given.model, given.image), 4
     optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(keras.optimizers.SGD(0.01, momentum=0.9))
     optimizer.build(model.trainable_variables)
     random = np.random.default_rng(npu.distribute.rank())
-    images, labels = random.random([256, 96, 96, 3], np.float32), random.integers(0, 10, 256)
+    images, labels = random.random([256, given.image, given.image, 3], np.float32), random.integers(0, 10, 256)
     dataset = tf.data.Dataset.from_tensor_slices((images, labels)).shuffle(64, seed=3).repeat().batch(batch)
     iterator = iter(dataset)
     npu.distribute.broadcast(model.variables)

@@ -37,7 +37,10 @@ class Link:
             self._connection.sendall(frames.encode(message))
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Iterate over the messages until the other side has closed the connection, or breaks the protocol."""
+        """Iterate over the messages until the other side has closed the connection, or breaks the protocol.
+
+        Then this side closes it, too: only half of it may be lost.
+        """
         with contextlib.suppress(OSError, frames.FrameError):
             while True:
                 message = self._reader.next()
@@ -49,6 +52,7 @@ class Link:
                     break
                 self._reader.add(data)
         self.is_lost = True
+        self.close()
 
     def end(self) -> None:
         """Announce that no message follows."""

@@ -1,6 +1,6 @@
-"""Faults of ranks: kills, stops and continues the ranks that a launcher has on this machine, at random.
+"""Faults at random: kills, stops and continues the ranks that launchers have here, and disturbs their network.
 
-Nothing here knows what the ranks do. They are found as the launcher's children with a rank's environment.
+Nothing here knows what the ranks do.
 """
 
 from __future__ import annotations
@@ -13,152 +13,168 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Callable
 
+from npu_device.testing.network import Here
+from npu_device.testing.running import Rank, children_of, ranks_of
+
+PROCESS_KINDS = ("kill", "stop")
+_LASTING = ("stop", "drop", "delay")
 _POLL_SECONDS = 0.05
 _RECOVERY_SECONDS = 300.0
-
-
-@dataclass(frozen=True)
-class Rank:
-    """A running rank.
-
-    Attributes:
-        pid: its process.
-        rank: its number.
-        attempt: how often the job has been started again.
-    """
-
-    pid: int
-    rank: int
-    attempt: int
+_SETTLING_SECONDS = 3.0  # until a disturbed connection has ended an attempt, if it does
 
 
 @dataclass
 class Fault:
-    """Something that was done to a rank.
+    """Something that was done to a rank, or to a node's network.
 
     Attributes:
         after: seconds since the first start of the ranks.
-        kind: ``"kill"`` or ``"stop"``.
-        rank: the rank.
+        kind: one of ``PROCESS_KINDS``, or of the network's.
+        where: ``"rank 1"`` or ``"node 1"``.
         attempt: how often the job had been started again.
-        stopped: seconds until a stopped rank was continued; 0 for a killed one.
-        recovered: seconds until all ranks ran again; None if the job ended before.
+        seconds: until it was taken back; 0 for a fault that can't be.
+        ended: the attempt ended before the next fault; if not, the ranks rode it out.
+        recovered: seconds until all ranks ran again in another attempt; None if there was none.
     """
 
     after: float
     kind: str
-    rank: int
+    where: str
     attempt: int
-    stopped: float = 0.0
+    seconds: float = 0.0
+    ended: bool = False
     recovered: float | None = None
 
 
-def ranks_of(launcher: int) -> list[Rank]:
-    """Return the running ranks of a launcher, by rank; Linux only."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdecimal() and _parent(int(entry)) == launcher:
-            with contextlib.suppress(OSError, KeyError, ValueError):
-                environment = _environment(int(entry))
-                rank, attempt = int(environment["RANK_ID"]), int(environment.get("NPU_DEVICE_RESTART_COUNT") or 0)
-                found.append(Rank(int(entry), rank, attempt))
-    return sorted(found, key=lambda rank: rank.rank)
-
-
-def _parent(pid: int) -> int | None:
-    """Return the parent of a process that hasn't ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[1])
-
-
-def _environment(pid: int) -> dict[str, str]:
-    entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
-
-
 class Faults:
-    """Faults at random times; the intervals, kinds and ranks follow from the seed.
+    """Faults at random times; the intervals, kinds and places follow from the seed.
 
     Args:
-        launcher: process of the launcher.
+        launchers: process of each node's launcher; a node of the network has the same index.
+        network: what is between the nodes.
         mtbf: mean time between faults, in seconds.
         seed: of the random numbers.
-        kinds: which faults: ``"kill"``, ``"stop"``.
-        longest_stop: seconds after which a stopped rank is continued at the latest.
+        kinds: which faults.
+        longest: seconds after which a fault is taken back at the latest.
         say: prints a line.
+
+    Attributes:
+        done: the faults so far.
+        attempt: how often the job has been started again, as far as seen.
     """
 
     def __init__(
         self,
-        launcher: int,
+        launchers: Sequence[int],
+        network: Here,
         mtbf: float,
         seed: int,
         kinds: Sequence[str],
-        longest_stop: float,
+        longest: float,
         say: Callable[[str], None],
     ) -> None:
         self.done: list[Fault] = []
-        self._launcher = launcher
+        self.attempt = 0
+        self._launchers = launchers
+        self._network = network
         self._mtbf = mtbf
         self._random = random.Random(seed)
-        self._kinds = kinds
-        self._longest_stop = longest_stop
+        self._kinds = list(kinds)
+        self._longest = longest
         self._say = say
+        self._began = 0.0
+        self._settled = 0.0
+        self._size = 1
 
     def run(self, seconds: float, over: threading.Event) -> None:
-        """Make faults for some seconds from the start of the ranks, or until the job is over."""
-        while not ranks_of(self._launcher) and not over.wait(_POLL_SECONDS):
+        """Make faults for some seconds from the start of the ranks; watch the ranks until the job is over."""
+        while not self._ranks() and not over.wait(_POLL_SECONDS):
             pass
-        began = due = time.monotonic()
-        size = 0
-        while not over.is_set():
+        self._began = due = time.monotonic()
+        while self._kinds and not over.is_set():
             due = max(due + self._random.expovariate(1 / self._mtbf), time.monotonic())
-            kind = self._random.choice(list(self._kinds))
-            place, stopped = self._random.random(), self._random.uniform(0.1, self._longest_stop)
-            if due - began > seconds or over.wait(due - time.monotonic()):
-                return
-            ranks = ranks_of(self._launcher)
-            size = max(size, len(ranks))
-            if not ranks:  # between two attempts
-                continue
-            victim = ranks[int(place * len(ranks))]
-            fault = Fault(time.monotonic() - began, kind, victim.rank, victim.attempt)
+            if due - self._began > seconds:
+                break
+            kind, place = self._random.choice(self._kinds), self._random.random()
+            lasts = self._random.uniform(0.1, self._longest)
+            self._watch(due, over)
+            ranks = self._all_ranks(over)
+            if not over.is_set() and ranks:
+                self._make(kind, place, lasts, ranks, over)
+        self._watch(float("inf"), over)
+
+    def _make(self, kind: str, place: float, lasts: float, ranks: Sequence[Rank], over: threading.Event) -> None:
+        nodes = self._network.nodes
+        victim, node = ranks[int(place * len(ranks))], nodes[int(place * len(nodes))]
+        where = f"rank {victim.rank}" if kind in PROCESS_KINDS else f"node {node}"
+        fault = Fault(time.monotonic() - self._began, kind, where, self.attempt, lasts if kind in _LASTING else 0.0)
+        try:
             if kind == "kill":
-                if not _signal(victim.pid, signal.SIGKILL):
-                    continue
+                os.kill(victim.pid, signal.SIGKILL)
+            elif kind == "stop":
+                os.kill(victim.pid, signal.SIGSTOP)
             else:
-                fault.stopped = stopped
-                if not _signal(victim.pid, signal.SIGSTOP):
-                    continue
-            self.done.append(fault)
-            self._say(f"{fault.after:7.1f} s: {kind} rank {victim.rank} (process {victim.pid})")
-            if kind == "stop":
-                over.wait(stopped)
-                _signal(victim.pid, signal.SIGCONT)
-            self._watch_recovery(fault, victim, size, over)
+                launcher = self._launchers[node]
+                self._network.begin(kind, node, [launcher, *children_of(launcher)])
+        except ProcessLookupError:  # it has just ended
+            return
+        except OSError as error:
+            self._say(f"{kind} is not possible here, and left out from now on: {error}")
+            self._kinds.remove(kind)
+            return
+        fault.ended = kind == "kill"
+        self.done.append(fault)
+        self._say(f"{fault.after:7.1f} s: {kind} {where}" + (f" for {lasts:.1f} s" if fault.seconds else ""))
+        self._watch(time.monotonic() + fault.seconds, over)
+        if kind == "stop":
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim.pid, signal.SIGCONT)
+        elif kind != "kill":
+            self._network.end(kind, node)
+            self._settled = time.monotonic() + _SETTLING_SECONDS
 
-    def _watch_recovery(self, fault: Fault, victim: Rank, size: int, over: threading.Event) -> None:
-        """Wait until all ranks run again; later faults may come before they have opened npu_device."""
-        began = time.monotonic()
-        while not over.is_set() and time.monotonic() < began + _RECOVERY_SECONDS:
-            ranks = ranks_of(self._launcher)
-            again = fault.kind == "stop" or all(rank.attempt > victim.attempt for rank in ranks)
-            if len(ranks) == size and again:
-                fault.recovered = time.monotonic() - began + fault.stopped
-                return
-            over.wait(_POLL_SECONDS)
+    def _is_settled(self) -> bool:
+        """Return True if the outcome of the last fault is certain."""
+        return time.monotonic() >= self._settled or self.done[-1].recovered is not None
+
+    def _all_ranks(self, over: threading.Event) -> list[Rank]:
+        """Return the ranks when all run and what came of the last fault is known; if some don't come, the others."""
+        deadline = time.monotonic() + _RECOVERY_SECONDS
+        while True:
+            ranks = self._look()
+            if (
+                (_is_whole(ranks, self._size) and self._is_settled())
+                or time.monotonic() >= deadline
+                or over.wait(_POLL_SECONDS)
+            ):
+                return ranks
+
+    def _watch(self, until: float, over: threading.Event) -> None:
+        """Watch what comes of the last fault."""
+        while not over.is_set() and (left := until - time.monotonic()) > 0:
+            self._look()
+            over.wait(min(_POLL_SECONDS, left))
+
+    def _look(self) -> list[Rank]:
+        """Return the ranks that run now, and note what came of the last fault."""
+        ranks = self._ranks()
+        if ranks:
+            self._size = max(self._size, len(ranks))
+            self.attempt = max(self.attempt, ranks[-1].attempt)
+        if self.done and self.attempt > self.done[-1].attempt:
+            fault = self.done[-1]
+            fault.ended = True
+            if fault.recovered is None and _is_whole(ranks, self._size):
+                fault.recovered = time.monotonic() - self._began - fault.after
+        return ranks
+
+    def _ranks(self) -> list[Rank]:
+        ranks = [rank for launcher in self._launchers for rank in ranks_of(launcher)]
+        self._network.follow(ranks)
+        return ranks
 
 
-def _signal(pid: int, number: int) -> bool:
-    """Signal a process; return False if it has ended."""
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return False
-    return True
+def _is_whole(ranks: Sequence[Rank], size: int) -> bool:
+    return len(ranks) == size and len({rank.attempt for rank in ranks}) == 1

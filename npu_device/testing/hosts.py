@@ -71,15 +71,26 @@ def connect_again(host: int) -> None:
     _do("ip", "-n", _SWITCH, "link", "set", f"port{host}", "master", "switch")
 
 
+def slow_down(host: int) -> None:
+    """Let a host send 500 bytes a second: packets wait, the smallest for some 0.1 s, and none is lost."""
+    rate = ("rate", "4kbit", "burst", "2000", "limit", "100mb")
+    _do("tc", "-n", _name(host), "qdisc", "change", "dev", "eth0", "root", "tbf", *rate)
+
+
+def speed_up(host: int, gbit: float) -> None:
+    """Let a host that was slowed down send at most ``gbit`` Gbit/s again, beginning with the packets that wait."""
+    _shape(_name(host), gbit, "change")
+
+
 def _name(host: int) -> str:
     return f"npu_host{host}"
 
 
-def _shape(name: str, gbit: float) -> None:
+def _shape(name: str, gbit: float, how: str = "replace") -> None:
     # The burst has to hold what the kernel sends at once: at 10 Gbit/s and 250 ticks a second 5 MB.
     burst = max(262_144, int(gbit * 1e9 / 8 / 250))
     rate = ("rate", f"{gbit * 1000:.0f}mbit", "burst", str(burst), "latency", "20ms")
-    _do("tc", "-n", name, "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate)
+    _do("tc", "-n", name, "qdisc", how, "dev", "eth0", "root", "tbf", *rate)
 
 
 def _remove() -> None:

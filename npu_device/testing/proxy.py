@@ -22,15 +22,16 @@ class Proxy:
     Args:
         host: host to forward to.
         port: port to forward to.
+        listen: address and port to listen on; a free port by default.
 
     Attributes:
-        port: the port on the loopback interface that it listens on.
+        port: the port that it listens on.
         delay: seconds by which data that arrive from now on are delayed, in both directions.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, listen: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         self._target = host, port
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(listen)
         self.port: int = self._listener.getsockname()[1]
         self.delay = 0.0
         self._open = threading.Event()

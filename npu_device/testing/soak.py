@@ -1,4 +1,4 @@
-"""``python -m npu_device.testing.soak``: does a job end with the same result if its ranks are killed and stopped?
+"""``python -m npu_device.testing.soak``: does a job end with the same result if its ranks and its network fail?
 
 Runs a training twice with ``npurun --max-restarts``: undisturbed, and with faults at random times. Then compares the
 results. The script has to continue from its checkpoints (``npu.train.JobCheckpoint``).
@@ -7,7 +7,10 @@ results. The script has to continue from its checkpoints (``npu.train.JobCheckpo
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,51 +19,63 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from npu_device.testing.faults import Fault, Faults
+from npu_device.testing import hosts, network, outcome
+from npu_device.testing.faults import PROCESS_KINDS, Faults
 
 _RESTARTS = 10_000
+_RUNS = ("undisturbed", "disturbed")
+_KINDS = (*PROCESS_KINDS, *network.KINDS)
+_NPURUN = (sys.executable, "-m", "npu_device.launch", "--max-restarts", str(_RESTARTS))
 _EPILOG = """\
-example:
+examples:
   python -m npu_device.testing.soak --mtbf 30 --for 900 --result {dir}/weights.npy -- \\
       -n 2 train.py --checkpoints {dir}/checkpoints --save {dir}/weights.npy
+  python -m npu_device.testing.soak --hosts 2 --faults kill,stop,drop,delay,reset,half-close -- \\
+      -n 1 train.py --checkpoints {dir}/checkpoints
 
 {dir} stands for a directory of its own for each of the two runs. Without --result the last lines that rank 0 prints are
-compared. On several nodes, run it on each with npurun's options, and with --no-reference on all but node 0."""
+compared. On a cluster, run it on each node with npurun's options, and with --no-reference on all but node 0."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the soak; return 0 if the results are the same, 1 if not, 2 for wrong usage."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
     if not options.command:
-        _parser().error("expected npurun's options and a script after --")
+        parser.error("expected npurun's options and a script after --")
+    missing = sorted(set(options.faults) - {*PROCESS_KINDS, *_network(options).kinds})
+    if missing:
+        parser.error(f"{', '.join(missing)}: the network of this host can't be disturbed in this way; give --hosts 2")
     base = Path(options.dir or tempfile.mkdtemp(prefix="npu_soak_"))
     print(f"soak: outputs and results are in {base}", flush=True)
-    seconds = {}
-    for name in ("undisturbed", "disturbed"):
-        if name == "undisturbed" and options.no_reference:
-            continue
+    seconds, faults = {}, None
+    for name in _RUNS[1 if options.no_reference else 0 :]:
         directory = base / name
         if directory.exists() and any(directory.iterdir()):
             print(f"soak: {directory} is not empty: give --dir another directory", file=sys.stderr)
             return 2
         directory.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
-        code, faults = _run(options, directory, disturbed=name == "disturbed")
+        code, faults = _run(options, directory, options.seconds if name == "disturbed" else 0.0)
         seconds[name] = time.monotonic() - began
         if code != 0:
+            print(outcome.table(faults.done))
             print(f"soak: the {name} run ended with exit code {code}; its output is {directory / 'output'}")
-            print(_table(faults))
             return 1
-    print(_table(faults))
+    assert faults is not None
+    print(outcome.table(faults.done))
+    print(outcome.by_kind(faults.done))
     for name, taken in seconds.items():
         print(f"soak: {name:11} {taken:7.1f} s")
+    told = f"soak: {len(faults.done)} fault(s), {faults.attempt} restart(s)"
     if options.no_reference:
+        print(told)
         return 0
-    results = [_result(options, base / name) for name in ("undisturbed", "disturbed")]
+    results = [_result(options, base / name) for name in _RUNS]
     same = results[0] == results[1] and results[0] is not None
-    print(f"soak: {len(faults)} fault(s); the results are {'the same' if same else 'DIFFERENT'}")
+    print(f"{told}; the results are {'the same' if same else 'DIFFERENT'}")
     if not same:
-        for name, result in zip(("undisturbed", "disturbed"), results):
+        for name, result in zip(_RUNS, results):
             print(f"soak:   {name}: {_shown(result)}")
     return 0 if same else 1
 
@@ -68,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m npu_device.testing.soak",
-        description="Train twice, undisturbed and with ranks that are killed and stopped, and compare the results.",
+        description="Train twice, undisturbed and with faults of ranks and network, and compare the results.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -76,10 +91,14 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--mtbf", type=float, default=30.0, metavar="S", help="mean time between faults in seconds (default 30)")
     add("--for", type=float, default=900.0, dest="seconds", metavar="S", help="make faults for S seconds (default 900)")
-    add("--seed", type=int, default=1, help="of the faults' times, kinds and ranks (default 1)")
-    add("--faults", default="kill,stop", metavar="KINDS", type=_kinds, help="kill, stop or both (default kill,stop)")
-    longest = "continue a stopped rank after at most S seconds (default 5)"
-    add("--longest-stop", type=float, default=5.0, metavar="S", help=longest)
+    add("--seed", type=int, default=1, help="of the faults' times, kinds and places (default 1)")
+    kinds = f"of {', '.join(_KINDS)} (default kill,stop)"
+    add("--faults", default=list(PROCESS_KINDS), metavar="KINDS", type=_kinds, help=kinds)
+    longest = "take back a stop, drop or delay after at most S seconds (default 5)"
+    add("--longest", type=float, default=5.0, metavar="S", help=longest)
+    add("--hosts", type=int, default=1, metavar="N", help="run N nodes on this machine, with a network between them")
+    between = "between --hosts: namespaces (needs root) or proxies (default: namespaces if they can be made)"
+    add("--network", choices=["namespaces", "proxies"], default=None, help=between)
     add("--result", metavar="PATH", help="file that the script writes; compared byte for byte")
     add("--dir", metavar="DIR", help="directory for results and output (default a new one)")
     add("--no-reference", action="store_true", help="don't run undisturbed, and compare nothing")
@@ -89,49 +108,54 @@ def _parser() -> argparse.ArgumentParser:
 
 def _kinds(text: str) -> list[str]:
     kinds = text.split(",")
-    if not set(kinds) <= {"kill", "stop"}:
-        raise argparse.ArgumentTypeError(f"{text!r}; expected kill, stop or kill,stop")
+    if not set(kinds) <= set(_KINDS):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected some of {','.join(_KINDS)}")
     return kinds
 
 
-def _run(options: argparse.Namespace, directory: Path, disturbed: bool) -> tuple[int, list[Fault]]:
-    """Run the job once; return its exit code and the faults."""
+def _network(options: argparse.Namespace) -> type[network.Here]:
+    if options.hosts == 1:
+        return network.Here
+    kind = options.network or ("namespaces" if hosts.can_be_made() else "proxies")
+    return network.Namespaces if kind == "namespaces" else network.Proxies
+
+
+def _run(options: argparse.Namespace, directory: Path, seconds: float) -> tuple[int, Faults]:
+    """Run the job once, with faults for some seconds; return its exit code, of the first node that failed."""
     words = [word.replace("{dir}", str(directory)) for word in options.command]
-    command = [sys.executable, "-m", "npu_device.launch", "--max-restarts", str(_RESTARTS), *words]
+    environment = dict(os.environ)
+    if options.hosts > 1:
+        environment.setdefault("NPU_DEVICE_SECRET", secrets.token_hex(32))
     over = threading.Event()
-    with (
-        open(directory / "output", "wb") as output,
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT) as launcher,
-    ):
-        faults = Faults(launcher.pid, options.mtbf, options.seed, options.faults, options.longest_stop, _say)
-        thread = threading.Thread(target=faults.run, args=(options.seconds, over))
-        if disturbed:
-            thread.start()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that what was made is removed
+    with contextlib.ExitStack() as stack:
+        between = stack.enter_context(_network(options)(options.hosts))
+        launchers = []
+        for node in range(options.hosts):
+            output = stack.enter_context(open(directory / f"output{node or ''}", "wb"))
+            command = between.command(node, _NPURUN, words)
+            launcher = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
+            launchers.append(stack.enter_context(launcher))
+        pids = [launcher.pid for launcher in launchers]
+        faults = Faults(pids, between, options.mtbf, options.seed, options.faults, options.longest, _say)
+        thread = threading.Thread(target=faults.run, args=(seconds, over))
+        thread.start()
         try:
-            code = launcher.wait()
+            codes = [launcher.wait() for launcher in launchers]
         except BaseException:
-            launcher.terminate()
+            for launcher in launchers:
+                launcher.terminate()
             raise
         finally:
             over.set()
-            if disturbed:
-                thread.join()
-    return code, faults.done
+            thread.join()
+    return next(filter(None, codes), 0), faults
 
 
 def _say(text: str) -> None:
     print(f"soak: {text}", flush=True)
-
-
-def _table(faults: Sequence[Fault]) -> str:
-    """Return one line for each fault."""
-    rows = ["soak:   after  fault  rank  attempt  stopped  all ranks run again"]
-    for fault in faults:
-        stopped = f"{fault.stopped:5.1f} s" if fault.stopped else "      –"
-        again = "the job ended" if fault.recovered is None else f"after {fault.recovered:.1f} s"
-        row = f"{fault.after:6.1f} s  {fault.kind:5}  {fault.rank:4}  {fault.attempt:7}  {stopped}  {again}"
-        rows.append(f"soak: {row}")
-    return "\n".join(rows)
 
 
 def _result(options: argparse.Namespace, directory: Path) -> bytes | None:

@@ -1,0 +1,91 @@
+"""TCP connections of other processes to other hosts: resets and half-closes them, as a network or a firewall may.
+
+Needs Linux 5.6, and the right to trace the processes (your own, where the system allows that; or root).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import socket
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+_PIDFD_GETFD = 438  # the same number on all architectures but Alpha
+_ESTABLISHED = "01"
+_UNSPECIFIED = ctypes.create_string_buffer(16)  # an address of the family AF_UNSPEC
+_LOOPBACK = re.compile(r"(0{16}FFFF0{4})?.{6}7F|0{24}01000000")
+
+
+def reset(pids: Iterable[int]) -> int:
+    """Reset the processes' connections to other hosts, on both sides; return how many.
+
+    Raises:
+        OSError: the system doesn't allow it.
+    """
+    return sum(_disconnect(connection) for connection in _to_other_hosts(pids))
+
+
+def half_close(pids: Iterable[int]) -> int:
+    """Announce to other hosts, on each connection of the processes, that nothing more will come; return how many.
+
+    Raises:
+        OSError: the system doesn't allow it.
+    """
+    count = 0
+    for connection in _to_other_hosts(pids):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            connection.shutdown(socket.SHUT_WR)
+            count += 1
+    return count
+
+
+def _disconnect(connection: socket.socket) -> bool:
+    libc = ctypes.CDLL(None, use_errno=True)
+    return libc.connect(connection.fileno(), _UNSPECIFIED, len(_UNSPECIFIED)) == 0
+
+
+def _to_other_hosts(pids: Iterable[int]) -> Iterator[socket.socket]:
+    """Yield copies of the processes' connected sockets whose other end isn't on this host."""
+    seen = set()
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
+            remote = _remote_inodes(pid)
+            for descriptor in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(FileNotFoundError):  # the connection has ended
+                    inode = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+                    if inode in remote and inode not in seen:
+                        seen.add(inode)
+                        with _copy(pid, int(descriptor)) as connection:
+                            yield connection
+
+
+def _remote_inodes(pid: int) -> set[str]:
+    """Return the names in ``/proc/PID/fd`` of TCP connections to other hosts, in the process's network namespace."""
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+            _, local, remote, state, *others = line.split()
+            here, there = (address.partition(":")[0] for address in (local, remote))
+            if state == _ESTABLISHED and here != there and not _LOOPBACK.fullmatch(there):
+                found.add(f"socket:[{others[5]}]")
+    return found
+
+
+def _copy(pid: int, descriptor: int) -> socket.socket:
+    """Return a socket of this process for another process's connection."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    process = os.pidfd_open(pid)
+    try:
+        copy = libc.syscall(_PIDFD_GETFD, process, descriptor, 0)
+        if copy < 0:
+            number = ctypes.get_errno()
+            if number == errno.EBADF:
+                raise FileNotFoundError
+            raise OSError(number, f"can't get at a connection of process {pid}: {os.strerror(number)}")
+    finally:
+        os.close(process)
+    return socket.socket(fileno=copy)

@@ -1,0 +1,165 @@
+"""The network between the hosts of a soak: hosts that are namespaces, nodes behind proxies, or this host as it is."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+
+from npu_device.testing import connections, hosts
+from npu_device.testing.proxy import Proxy
+from npu_device.testing.running import Rank
+
+KINDS = ("drop", "delay", "reset", "half-close")
+_GBIT = 10.0
+_PROXY_DELAY_SECONDS = 0.5
+
+
+class Here:
+    """This host as a node of a cluster: connections of its processes to other hosts can be reset and half-closed.
+
+    Args:
+        count: number of nodes on this host.
+
+    Attributes:
+        kinds: the faults that ``begin`` can make.
+        nodes: the nodes that they can be made on.
+    """
+
+    kinds: Sequence[str] = ("reset", "half-close")
+
+    def __init__(self, count: int) -> None:
+        self.nodes: Sequence[int] = range(count)
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def command(self, node: int, npurun: Sequence[str], arguments: Sequence[str]) -> list[str]:
+        """Return the command line of a node's npurun."""
+        del node
+        return [*npurun, *arguments]
+
+    def begin(self, kind: str, node: int, pids: Iterable[int]) -> None:
+        """Begin a fault of the network.
+
+        Args:
+            kind: one of ``kinds``.
+            node: one of ``nodes``.
+            pids: the node's processes.
+
+        Raises:
+            OSError: the system doesn't allow it.
+        """
+        del node
+        (connections.reset if kind == "reset" else connections.half_close)(pids)
+
+    def end(self, kind: str, node: int) -> None:
+        """End a fault; one that has no duration has ended."""
+
+    def follow(self, ranks: Iterable[Rank]) -> None:
+        """Note the ranks that run now; called often."""
+
+
+class Namespaces(Here):
+    """Network namespaces of this machine, one for each node: all traffic between them feels the faults."""
+
+    kinds = KINDS
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self._hosts = hosts.hosts(count, _GBIT)
+
+    def __enter__(self) -> Namespaces:
+        self._hosts.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hosts.__exit__(kind, error, trace)
+
+    def command(self, node: int, npurun: Sequence[str], arguments: Sequence[str]) -> list[str]:
+        place = _place(len(self.nodes), node, hosts.address(0))
+        return hosts.on_host(node, [*npurun, *place, *arguments])
+
+    def begin(self, kind: str, node: int, pids: Iterable[int]) -> None:
+        if kind == "drop":
+            hosts.cut_off(node)
+        elif kind == "delay":
+            hosts.slow_down(node)
+        else:
+            super().begin(kind, node, pids)
+
+    def end(self, kind: str, node: int) -> None:
+        if kind == "drop":
+            hosts.connect_again(node)
+        elif kind == "delay":
+            hosts.speed_up(node, _GBIT)
+
+
+class Proxies(Here):
+    """Nodes on the loopback interface, where all but node 0 reach node 0 through proxies, without root.
+
+    The connections of npurun, and the ranks' control channel, feel the faults; tensors don't.
+    """
+
+    kinds = KINDS
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.nodes = range(1, count)
+        self._proxies: dict[int, list[Proxy]] = {node: [] for node in self.nodes}
+        self._known: set[int] = set()
+        self._lock = threading.Lock()
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self._port: int = probe.getsockname()[1]
+        self._forward(self._port)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for proxies in self._proxies.values():
+            for proxy in proxies:
+                proxy.close()
+
+    def command(self, node: int, npurun: Sequence[str], arguments: Sequence[str]) -> list[str]:
+        place = _place(len(self._proxies) + 1, node, _address(node))
+        return [*npurun, *place, "--master-port", str(self._port), *arguments]
+
+    def begin(self, kind: str, node: int, pids: Iterable[int]) -> None:
+        for proxy in self._proxies[node]:
+            if kind == "drop":
+                proxy.drop()
+            elif kind == "delay":
+                proxy.delay = _PROXY_DELAY_SECONDS
+            else:
+                (proxy.reset if kind == "reset" else proxy.half_close)()
+
+    def end(self, kind: str, node: int) -> None:
+        for proxy in self._proxies[node]:
+            proxy.delay = 0.0
+            proxy.resume()
+
+    def follow(self, ranks: Iterable[Rank]) -> None:
+        """Forward the connections to the hub of each attempt."""
+        for port in {rank.hub for rank in ranks} - self._known:
+            self._forward(port)
+
+    def _forward(self, port: int) -> None:
+        self._known.add(port)
+        for node, proxies in self._proxies.items():
+            proxies.append(Proxy(_address(0), port, (_address(node), port)))
+
+
+def _address(node: int) -> str:
+    return f"127.0.0.{node + 1}"
+
+
+def _place(count: int, node: int, address: str) -> list[str]:
+    return ["--nnodes", str(count), "--node-rank", str(node), "--master-addr", address]
