@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# As many processes as there are cores, as far as the memory reaches; WORKERS=0 runs all tests in one.
+WORKERS ?= auto
+PARALLEL := -n $(WORKERS) --dist loadgroup
 DIGITS := build/digits
 
 .PHONY: help example test test-quick test-full test-matrix lint check docs clean
@@ -23,19 +26,19 @@ example: $(STAMP)
 	$(BIN)/npurun -n 2 examples/resnet_ctl/resnet_ctl.py --data_dir $(DIGITS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest --quick
+	$(BIN)/python -m pytest $(PARALLEL) --quick
 
 test-full: $(STAMP)
-	$(BIN)/python -m pytest --full
+	$(BIN)/python -m pytest $(PARALLEL) --full
 
 # The oldest TensorFlow that the package works with (Python 3.9 to 3.11), and the newest in the registry. The model
 # garden's example is skipped there, because the garden pins its own TensorFlow.
 test-matrix: test .venv-oldest/.installed .venv-newest/.installed
-	.venv-oldest/bin/python -m pytest
-	.venv-newest/bin/python -m pytest
+	.venv-oldest/bin/python -m pytest $(PARALLEL)
+	.venv-newest/bin/python -m pytest $(PARALLEL)
 
 .venv-oldest/.installed: TENSORFLOW := "tensorflow==2.15.*" "tf-keras==2.15.*"
 .venv-newest/.installed: TENSORFLOW := --upgrade tensorflow tf-keras

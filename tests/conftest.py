@@ -28,18 +28,31 @@ KERAS = ("2", "3")
 CHOSEN_BACKEND = os.environ.get("NPU_DEVICE_BACKEND")  # for all tests
 BACKENDS = (CHOSEN_BACKEND,) if CHOSEN_BACKEND else ("shared_memory", "tensorflow")
 
-_pools: dict[tuple[int, str, str | None], Pool] = {}
+_MOST_RANKS = 6
+"""Ranks of pools that are alive at once: each takes some 500 MB. Tests of one pool run one after another."""
+
+_WORKER_BYTES = 8 << 30  # with its ranks, and the processes that fork them
+
+_pools: dict[tuple[int, str, str | None], Pool] = {}  # the last used one is the last
+
+
+def _kind(size: int, keras: str, backend: str | None = None) -> tuple[int, str, str | None]:
+    if size == 1 or (backend == "shared_memory" and not CHOSEN_BACKEND):
+        backend = None  # ranks of one host share memory by themselves
+    return size, keras, backend
 
 
 def _pool(size: int, keras: str, backend: str | None = None) -> Pool:
-    if size == 1 or (backend == "shared_memory" and not CHOSEN_BACKEND):
-        backend = None  # ranks of one host share memory by themselves
-    pool = _pools.get((size, keras, backend))
+    kind = _kind(size, keras, backend)
+    pool = _pools.pop(kind, None)
     if pool is None or not pool.alive:
         if pool is not None:
             pool.close()
-        extra = {"NPU_DEVICE_BACKEND": backend} if backend else {}
-        pool = _pools[size, keras, backend] = Pool(size, keras, **extra)
+        while _pools and sum(other.size for other in _pools.values()) + size > _MOST_RANKS:
+            _pools.pop(next(iter(_pools))).close()
+        extra = {"NPU_DEVICE_BACKEND": kind[2]} if kind[2] else {}
+        pool = Pool(size, keras, **extra)
+    _pools[kind] = pool
     return pool
 
 
@@ -47,7 +60,7 @@ _QUICK = {"size": 2, "several_ranks": 2, "several_keras_ranks": 2, "keras": "3",
 """The parameters, besides a test's own, that ``--quick`` runs a test with."""
 
 
-_PAIRS = {(2, "3"), (3, "2"), (2, "tensorflow"), (3, "shared_memory")}
+_PAIRS = {(1, "3"), (2, "3"), (3, "2"), (1, BACKENDS[0]), (2, "tensorflow"), (3, "shared_memory")}
 """Numbers of ranks with the Keras or the backend that they are tested with, unless all combinations are wanted: each
 number, each Keras and each backend has its turn in every test.
 """
@@ -58,17 +71,46 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="every number of ranks with each Keras and each backend")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return how many processes run tests side by side with ``-n auto``: one a core, as far as the memory reaches."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(len(os.sched_getaffinity(0)), memory // _WORKER_BYTES))
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     is_chosen = (
         _is_quick if config.getoption("--quick") else _is_no_repetition if config.getoption("--full") else _is_pair
     )
     chosen = [item for item in items if is_chosen(item)]
     config.hook.pytest_deselected(items=[item for item in items if not is_chosen(item)])
-    items[:] = chosen
+    for item in chosen:
+        if group := _group(item):
+            item.add_marker(pytest.mark.xdist_group(group))
+    # Those of the pools first, which come in large groups, and the longest of the others next, so that no worker is
+    # left with much in the end.
+    items[:] = sorted(chosen, key=lambda item: (_group(item) or "~", item.get_closest_marker("slow") is None))
 
 
 def _parameters(item: pytest.Item) -> dict[str, Any]:
     return getattr(getattr(item, "callspec", None), "params", {})
+
+
+_SIZES = {"single": 1, "keras_single": 1, "two_ranks": 2, "keras_two_ranks": 2, "four_ranks": 4}
+_POOLS = (*_SIZES, "ranks", "several_ranks", "tensorflow_ranks", "keras_ranks", "several_keras_ranks")
+
+
+def _group(item: pytest.Item) -> str | None:
+    """Return which tests one worker of pytest-xdist runs together with this one: those of the same, largest pool."""
+    parameters = _parameters(item)
+    kinds = []
+    for fixture in set(_POOLS).intersection(getattr(item, "fixturenames", ())):
+        size = _SIZES.get(fixture) or parameters.get(fixture) or parameters["size"]
+        keras = parameters["keras"] if "keras" in fixture else "3"
+        backend = "tensorflow" if fixture == "tensorflow_ranks" else parameters.get("backend")
+        kinds.append("-".join(str(part) for part in _kind(size, keras, backend) if part))
+    return max(kinds, default=None)
 
 
 def _is_quick(item: pytest.Item) -> bool:
@@ -87,7 +129,7 @@ def _is_no_repetition(item: pytest.Item) -> bool:
 def _is_pair(item: pytest.Item) -> bool:
     parameters = _parameters(item)
     size = parameters.get("size", parameters.get("several_ranks", parameters.get("several_keras_ranks")))
-    if size not in (2, 3) or item.get_closest_marker("every_combination"):
+    if size is None or item.get_closest_marker("every_combination"):
         return _is_no_repetition(item)
     others = [parameters[name] for name in ("keras", "backend") if name in parameters]
     return all((size, other) in _PAIRS for other in others if other in KERAS or len(BACKENDS) > 1)

@@ -12,12 +12,16 @@ import json
 import os
 import select
 import sys
+import tempfile
 import types
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow  # noqa: F401
+
+_LEAN = str(Path(__file__).parent / "lean")
+sys.path[:] = [path for path in sys.path if path != _LEAN]  # scripts may import the packages that it hides
 
 _TICK = 0.01  # seconds between two looks at who has ended
 
@@ -67,6 +71,7 @@ def become(order: dict[str, Any]) -> types.ModuleType:
     script = order["arguments"][0]
     sys.argv = order["arguments"]
     sys.path[0] = os.path.dirname(script)
+    tempfile.tempdir = None  # the import of TensorFlow has looked it up
     np.random.seed()  # else every process would draw the same numbers
     module = types.ModuleType("__main__")
     module.__file__ = script

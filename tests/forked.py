@@ -6,6 +6,7 @@ milliseconds instead of seconds. Everything else about them is as if Python had 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -20,9 +21,14 @@ _SERVER = Path(__file__).parent / "fork_server.py"
 _READ_BY_IMPORT = ("TF_USE_LEGACY_KERAS", "TF_CPP_MIN_LOG_LEVEL")  # a server for each combination of these
 
 _servers: dict[tuple[str | None, ...], subprocess.Popen[str]] = {}
-_directory = tempfile.TemporaryDirectory(prefix="npu_forked_")
 _numbers = itertools.count()
 _running: dict[int, Process] = {}  # by process number, those whose end nobody has seen
+
+
+@functools.cache
+def _directory() -> tempfile.TemporaryDirectory[str]:
+    """Return the folder of outputs and exit codes, made when first needed: ranks import this file, too."""
+    return tempfile.TemporaryDirectory(prefix="npu_forked_")
 
 
 class Process:
@@ -30,12 +36,12 @@ class Process:
 
     def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
         number = next(_numbers)
-        self._output = Path(_directory.name) / f"{number}.log"
-        self._status = Path(_directory.name) / f"{number}.status"
+        self._output = Path(_directory().name) / f"{number}.log"
+        self._status = Path(_directory().name) / f"{number}.status"
         self.name = " ".join(arguments)
         order = {
             "arguments": arguments,
-            "environment": environment,
+            "environment": {**environment, "TMPDIR": _directory().name},  # ranks that are killed leave files there
             "output": str(self._output),
             "status": str(self._status),
         }
@@ -110,4 +116,5 @@ def close() -> None:
     for server in _servers.values():
         server.communicate()
     _servers.clear()
-    _directory.cleanup()
+    _directory().cleanup()
+    _directory.cache_clear()

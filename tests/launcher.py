@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Callable
 
-from ranks import clean_environment
+from ranks import LEAN, clean_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 NPURUN = (sys.executable, "-m", "npu_device.launch")
@@ -25,7 +26,7 @@ def script(directory: Path, text: str, name: str = "script.py") -> str:
 
 def environment(**extra: str) -> dict[str, str]:
     """The environment for a launcher: this process's own, without what describes a job."""
-    return {**clean_environment(), "PYTHONPATH": str(ROOT), **extra}
+    return {**clean_environment(), "PYTHONPATH": f"{LEAN}{os.pathsep}{ROOT}", **extra}
 
 
 def npurun(

@@ -9,6 +9,11 @@ from pathlib import Path
 
 from npu_device._src import environment
 
+LEAN = str(Path(__file__).parent / "lean")
+"""Modules that hide installed packages of the same names, which TensorFlow and Keras import only because they are
+there: pandas, scikit-learn, matplotlib and others. The import of TensorFlow takes 3 s instead of 5.3 s without them.
+"""
+
 
 def free_port() -> int:
     """A TCP port that nobody uses now."""
@@ -39,8 +44,9 @@ def table_environment(directory: Path, size: int, rank: int) -> dict[str, str]:
 
 def clean_environment() -> dict[str, str]:
     """This process's environment without anything that describes a cluster. ``NPU_DEVICE_BACKEND`` stays: with it the
-    whole suite can be run on one backend.
+    whole suite can be run on one backend. Python finds ``LEAN``.
     """
     kept = ("NPU_DEVICE_BACKEND", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
     ours = {variable.name for variable in environment.ALL}.difference(kept)
-    return {name: value for name, value in os.environ.items() if name not in ours}
+    inherited = {name: value for name, value in os.environ.items() if name not in ours}
+    return {**inherited, "PYTHONPATH": os.pathsep.join(filter(None, (LEAN, os.environ.get("PYTHONPATH"))))}

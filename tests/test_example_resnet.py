@@ -14,11 +14,11 @@ from pathlib import Path
 
 import job
 import pytest
-from launcher import environment
+from launcher import ROOT, environment
 
 pytest.importorskip("official", reason="needs the extra 'examples' (tf-models-official)")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("resnet")]  # which share the digits
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "resnet_ctl"
 MAKER = EXAMPLE / "make_digits_imagenet.py"
@@ -56,7 +56,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     """Runs a command of this Python with Keras 2; its output is shown when the test fails."""
-    keras_2 = environment(TF_USE_LEGACY_KERAS="1", TF_CPP_MIN_LOG_LEVEL="2")
+    keras_2 = environment(TF_USE_LEGACY_KERAS="1", TF_CPP_MIN_LOG_LEVEL="2", PYTHONPATH=str(ROOT))
     started = time.monotonic()
     done = subprocess.run(
         [sys.executable, *map(str, command)],

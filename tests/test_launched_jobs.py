@@ -18,7 +18,7 @@ from typing import Any
 import job
 import launcher
 import pytest
-from ranks import clean_environment, free_port
+from ranks import LEAN, clean_environment, free_port
 
 HERE = Path(__file__).parent
 WORKER = [sys.executable, str(HERE / "rendezvous_worker.py")]
@@ -60,7 +60,7 @@ def run(command: Sequence[str], **variables: str) -> subprocess.CompletedProcess
     environment = {**clean_environment(), **as_root, "HCCL_CONNECT_TIMEOUT": "30", "TF_CPP_MIN_LOG_LEVEL": "2"}
     return subprocess.run(
         command,
-        env={**environment, "PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path[1:]]), **variables},
+        env={**environment, "PYTHONPATH": os.pathsep.join([LEAN, str(HERE.parent), *sys.path[1:]]), **variables},
         capture_output=True,
         text=True,
         timeout=LIMIT,

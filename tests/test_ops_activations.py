@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import numpy as np
-import pytest
 from pool import Pool
 
 X = np.array([[-30.0, -3.0, -0.7, -0.1], [0.2, 0.9, 2.5, 40.0]])
@@ -79,9 +78,8 @@ def body_npu_ops_gelu() -> dict[str, Any]:
     return {**found, "model": np.array(model(sample)), "names": [layer.name for layer in model.layers]}
 
 
-@pytest.mark.parametrize("size", [1], indirect=True)
-def test_npu_ops_gelu(keras_ranks: Pool) -> None:
-    (found,) = keras_ranks.run(body_npu_ops_gelu)
+def test_npu_ops_gelu(keras_single: Pool) -> None:
+    (found,) = keras_single.run(body_npu_ops_gelu)
     fast = X * sigmoid(1.702 * X)
     np.testing.assert_allclose(found["eager"], erf_gelu(X), atol=1e-8)
     np.testing.assert_allclose(found["function"], fast, atol=1e-12)

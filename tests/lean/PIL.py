@@ -1,0 +1,1 @@
+raise ModuleNotFoundError("hidden: see tests/ranks.py", name="PIL")
