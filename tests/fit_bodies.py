@@ -124,6 +124,12 @@ def body_compiled(kind: str, directory: str) -> Any:
         model = keras.Model(inputs, keras.layers.Dense(3)(keras.layers.SimpleRNN(4, return_sequences=True)(masked)))
         x = np.where(np.random.default_rng(2).random(x.shape) < 0.4, 0, x).astype(np.float32)
         y = np.repeat(y[:, None], 6, axis=1)
+    elif kind == "words":  # the same word several times in a batch, whose rows Keras 3's Adam squares one by one
+        compiled["optimizer"] = make_optimizer("adam")
+        x = np.random.default_rng(2).integers(0, 9, x.shape)
+        inputs = keras.Input([6], dtype="int32")
+        embedded = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(12, 4)(inputs))
+        model = keras.Model(inputs, keras.layers.Dense(3)(embedded))
     elif kind == "weighted mean":
         compiled["loss"] = keras.losses.SparseCategoricalCrossentropy(
             from_logits=True, reduction="mean_with_sample_weight"

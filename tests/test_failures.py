@@ -248,3 +248,11 @@ npu.distribute.all_reduce(tf.constant(1.0), "sum")
     for result in job.run(tmp_path, 2, script, NPU_DEVICE_BACKEND="tensorflow"):
         assert result.code == 1
         assert "npu.open().as_default()" in result.output
+
+
+def test_a_job_that_tf_config_describes_in_part_is_refused(tmp_path: Path) -> None:
+    config = {"sparseCluster": {"worker": {"1": "b:1"}}, "task": {"type": "worker", "index": 1}}
+    variables = {"TF_CONFIG": json.dumps(config)}
+    [result] = job.finish(job.start_each(tmp_path, "import npu_device as npu\nnpu.open()\n", [variables]))
+    assert result.code == 1
+    assert "has a sparseCluster and no cluster" in result.output

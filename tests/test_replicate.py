@@ -92,6 +92,7 @@ KERAS_2_ONLY = ("loss scale",)
         "weighted mean",
         "masked",
         "synchronised",
+        "words",
     ],
 )
 def test_what_is_compiled(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from npu_device._src.collectives.terms import Agreement
 from npu_device._src.gradients import later_calls
 from npu_device._src.gradients.fusion import check_fusion
 from npu_device._src.gradients.segments import cut
-from npu_device._src.gradients.sparse import reduce_slices, require_sparse_reduction
+from npu_device._src.gradients.sparse import gather_slices, reduce_slices, require_sparse_reduction
 from npu_device._src.gradients.split_strategy import MAX_SEGMENTS
 from npu_device._src.trace.steps import traced_reduction
 
@@ -56,6 +56,7 @@ class Reduction:
         overlap: let the first segments travel while backward still makes the others.
         compression: ``"fp16"`` or ``"bf16"`` sends float32 and float64 in 16 bits and adds them up in their own dtype;
             ``None`` sends them as they are.
+        adds_rows: add up the rows of ``tf.IndexedSlices`` that have the same index; else keep those of all ranks.
 
     Raises:
         ValueError: an unknown kind, combination of fusion and fusion_id, or compression.
@@ -66,6 +67,7 @@ class Reduction:
     fusion_id: int = -1
     overlap: bool = True
     compression: str | None = None
+    adds_rows: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in REDUCTIONS:
@@ -193,7 +195,8 @@ def _reduce(
             results[position] = tensor
     for position, value in enumerate(values):
         if isinstance(value, tf.IndexedSlices):
-            results[position] = reduce_slices(agreement, value, reduction.kind, group)
+            reduce_rows = reduce_slices if reduction.adds_rows else gather_slices
+            results[position] = reduce_rows(agreement, value, reduction.kind, group)
     return results
 
 

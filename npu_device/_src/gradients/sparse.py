@@ -58,6 +58,17 @@ def reduce_slices(agreement: Agreement, slices: tf.IndexedSlices, reduction: str
     return tf.IndexedSlices(rows, row_indices, slices.dense_shape)
 
 
+def gather_slices(agreement: Agreement, slices: tf.IndexedSlices, reduction: str, group: Group) -> tf.IndexedSlices:
+    """Return the rows of all ranks in the order of the ranks, also those of the same index; see ``reduce_slices``.
+
+    An optimizer that squares each row, as Keras 3's Adam does, then computes what it does for the rows of one process.
+    """
+    rows = gather_ragged(agreement, slices.values, group)
+    if reduction == "mean":
+        rows = tf.cast(rows / group.size, reduced_dtype(rows.dtype, reduction))
+    return tf.IndexedSlices(rows, gather_ragged(agreement, slices.indices, group), slices.dense_shape)
+
+
 def require_sparse_reduction(reduction: str) -> None:
     """Check how sparse gradients are to be reduced.
 

@@ -82,6 +82,8 @@ def replicate_optimizer(optimizer: Any, world: World, step: StepNow) -> None:
         return
     how = Reduction("mean", overlap=global_options().hcom_parallel.typed) if before is None else before.options
     keras = compat.keras_of(optimizer)
+    # tf-keras adds up rows of the same index itself; optimizers of Keras 3 may square each.
+    how = replace(how, adds_rows=not compat.is_keras_3(keras))
     keras_hooks.install(carrier, keras, WeightedReduction(world, how, step))
     name, hook = ("scale_loss", _scale_loss) if compat.is_keras_3(keras) else ("minimize", _minimize)
     setattr(optimizer, name, MethodType(hook, optimizer))

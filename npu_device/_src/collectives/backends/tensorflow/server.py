@@ -82,13 +82,12 @@ def start(runtime: Runtime) -> None:
     # By default TensorFlow cuts received data into strings of 4096 bytes, which costs processor time
     # (docs/notes.md). Its own DTensor sets the same.
     config.experimental.recv_buf_max_chunk = -1
-    # What else would end the job when a rank is stopped for a while (TensorFlow 2.20):
-    # gRPC's server closes a connection that accepts no data for 20 s, or acknowledges no ping for 60 s. The receiver
-    # then asks again, and the sender still has what it sent. With many more attempts than these, TensorFlow couldn't
-    # abort a transfer from a rank that is gone.
+    # What else would end the job when a rank is stopped for a while (TensorFlow 2.20, docs/notes.md): gRPC closes a
+    # connection on which a ping isn't acknowledged for 60 s. The receiver then asks again, and the sender still has
+    # what it sent. With many more attempts than these, TensorFlow couldn't abort a transfer from a rank that is gone.
     environment.GRPC_MAX_RETRIES.pass_on()
     config.rpc_options.cache_rpc_response = True
-    # gRPC's client gives up a new connection that the other side doesn't answer for 20 s.
+    # And gRPC's client gives up a new connection that the other side doesn't answer for 20 s.
     environment.TF_GRPC_DEFAULT_OPTIONS.pass_on()
     context.enable_collective_ops(compat.server_def({_JOB: addresses}, _JOB, cluster.rank, reserved.number, config))
     try:
