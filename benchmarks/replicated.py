@@ -82,7 +82,8 @@ def main() -> None:
     if npu.distribute.is_main():
         for kind, seconds in found.items():
             print(f"{kind}: {1000 * statistics.median(seconds):.1f} ms, fastest round {1000 * min(seconds):.1f} ms")
-        print(f"replicated / wrapped: {statistics.mean(ratios):.4f} ± {error:.4f} (standard error of {len(ratios)} pairs)")
+        mean = statistics.mean(ratios)
+        print(f"replicated / wrapped: {mean:.4f}, standard error {error:.4f} ({len(ratios)} pairs of rounds)")
 
 
 if __name__ == "__main__":
