@@ -18,12 +18,12 @@ npu.open().as_default()
 
 import tensorflow as tf  # noqa: E402
 
-keras = tf.keras
+keras: Any = tf.keras
 
 BATCH, PIXELS = 4, 96  # of a rank
 
 
-class Clock(keras.callbacks.Callback):  # type: ignore[misc]
+class Clock(keras.callbacks.Callback):
     """Measures the steps of a ``fit``, from the end of one to the end of the next; the first one has no beginning."""
 
     def __init__(self) -> None:
