@@ -29,17 +29,32 @@ def _stamp(output: str, word: str) -> float:
     return float(found.group(1))
 
 
+OUT_OF_MEMORY = """
+    import numpy, resource
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (100 << 20), resource.RLIM_INFINITY))
+    numpy.ones(1 << 30)
+"""
+
+
 @pytest.mark.parametrize(
-    ("failing", "pending"), [(0, True), (1, False)], ids=["rank 0, in a collective", "rank 1, before one"]
+    ("failing", "pending", "act", "error"),
+    [
+        (0, True, 'raise ValueError("the data of shard 7 is broken")', "ValueError: the data of shard 7 is broken"),
+        (1, False, OUT_OF_MEMORY, "MemoryError: Unable to allocate 8.00 GiB"),
+    ],
+    ids=["rank 0, in a collective", "rank 1 is out of memory, before one"],
 )
-def test_an_exception_reaches_the_others_within_five_seconds(tmp_path: Path, failing: int, pending: bool) -> None:
+def test_an_exception_reaches_the_others_within_five_seconds(
+    tmp_path: Path, failing: int, pending: bool, act: str, error: str
+) -> None:
     script = (
         BEGIN
         + f"""
 if rank == {failing}:
     time.sleep(1)
     print("failed at", time.time(), flush=True)
-    raise ValueError("the data of shard 7 is broken")
+    {act.strip()}
 if not {pending}:
     time.sleep(2)
 try:
@@ -54,11 +69,11 @@ finally:
     for rank, result in enumerate(results):
         assert result.code == 1, result.output
         if rank == failing:
-            assert "ValueError: the data of shard 7 is broken" in result.output
+            assert error in result.output
             continue
         assert _stamp(result.output, "raised") - _stamp(results[failing].output, "failed") < 5
         assert f"rank {failing} on host" in result.output
-        assert "ValueError: the data of shard 7 is broken" in result.output
+        assert error in result.output
         assert "What to do" in result.output or "Fix the error" in result.output
 
 
