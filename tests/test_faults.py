@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -61,3 +62,12 @@ def test_a_rank_killed_after_the_last_step(tmp_path: Path) -> None:
     script = BEGIN + "import signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(1)\n"
     results = job.run(tmp_path, 3, script)
     assert [result.code for result in results] == [0, -signal.SIGKILL, 0], results
+
+
+def test_the_page_names_tests_that_exist() -> None:
+    tests = Path(__file__).parent
+    page = (tests.parent / "docs" / "reliability.md").read_text()
+    named = re.findall(r"`(test_\w+\.py)(?:::(test_\w+))?`", page)
+    assert len(named) > 20
+    missing = [(file, name) for file, name in named if f"def {name}" not in (tests / file).read_text()]
+    assert not missing
