@@ -44,9 +44,10 @@ def table_environment(directory: Path, size: int, rank: int) -> dict[str, str]:
 
 def clean_environment() -> dict[str, str]:
     """This process's environment without anything that describes a cluster. ``NPU_DEVICE_BACKEND`` stays: with it the
-    whole suite can be run on one backend. Python finds ``LEAN``.
+    whole suite can be run on one backend. Python finds ``LEAN``. GPUs are hidden: ``tests/gpu`` shows them to its ranks.
     """
     kept = ("NPU_DEVICE_BACKEND", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
     ours = {variable.name for variable in environment.ALL}.difference(kept)
     inherited = {name: value for name, value in os.environ.items() if name not in ours}
-    return {**inherited, "PYTHONPATH": os.pathsep.join(filter(None, (LEAN, os.environ.get("PYTHONPATH"))))}
+    path = os.pathsep.join(filter(None, (LEAN, os.environ.get("PYTHONPATH"))))
+    return {**inherited, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "-1"}

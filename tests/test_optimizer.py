@@ -373,35 +373,3 @@ def test_refusals_and_copies(keras_ranks: Pool) -> None:
         assert found["around"].startswith("ValueError")
         assert found["scaled twice"].startswith("ValueError")
         assert found["not an optimizer"].startswith("TypeError")
-
-
-def body_jit() -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
-
-    def fit(jit_compile: Any) -> str:
-        model = _model(tf.keras, 0)
-        model.compile(
-            optimizer=npu.distribute.npu_distributed_keras_optimizer_wrapper(tf.keras.optimizers.SGD(0.1)),
-            loss="mse",
-            jit_compile=jit_compile,
-        )
-        x, y = _batch(1, 0)
-        try:
-            model.fit(x, y, verbose=0)
-        except Exception as error:
-            return str(error)
-        return "trained"
-
-    return fit("auto"), fit(True)
-
-
-@needs_keras_3
-def test_keras_3_jit_compile(ranks: Pool) -> None:
-    for auto, forced in ranks.run(body_jit):
-        assert auto == "trained"
-        if ranks.size > 1:
-            assert "jit_compile=False" in forced
-        else:
-            assert forced == "trained"

@@ -184,6 +184,13 @@ def compiled_by_xla() -> bool:
     return bool(_control_flow_util.GraphOrParentsInXlaContext(_ops.get_default_graph()))
 
 
+def has_nccl() -> bool:
+    """Return True if TensorFlow is built with NCCL. It has no public way to ask."""
+    from tensorflow.python.framework import kernels
+
+    return bool(kernels.get_registered_kernels_for_op("NcclAllReduce").kernel)
+
+
 def keras_of(thing: object) -> Any:
     """Return the Keras package that an optimizer, a model or a layer belongs to; tf.keras if it can't be determined."""
     for cls in type(thing).__mro__:

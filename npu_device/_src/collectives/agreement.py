@@ -30,7 +30,7 @@ from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.shared_memory import operations as shared_memory
 from npu_device._src.collectives.backends.tensorflow import operations as tensorflow_backend
 from npu_device._src.collectives.calling_thread import calling_thread, in_call
-from npu_device._src.collectives.choice import uses_shared_memory
+from npu_device._src.collectives.choice import shares_memory, uses_shared_memory
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.python_call import python_call
 from npu_device._src.collectives.stall import GraphWatch, graph_watch_of
@@ -130,17 +130,20 @@ def agreed(runtime: Runtime, group: Group, call: Call, values: Sequence[Any]) ->
         values: the call's tensors.
 
     Raises:
+        RuntimeError: the call is in a function that XLA compiles.
         MismatchError: the ranks' calls differ; in a tf.function it is raised as an error of the function, with the
             same text.
         PeerError: a rank has failed or left.
     """
+    _refuse_xla(runtime, call)
     if group.size == 1:
         yield Agreement(runtime)
         return
+    dtypes = [value.dtype for value in values if value is not None]
     if group.tag is not None:
         call = replace(call, thread="")  # each tag keeps its own order, whichever threads send and receive
+        dtypes = []  # what is sent and received travels as bits, from memory to memory
     with in_call(runtime, group) as overlaps:
-        dtypes = [value.dtype for value in values if value is not None]
         if uses_shared_memory(runtime, group, dtypes):
             terms = _terms(runtime, group, call, overlaps)
             agreement = Agreement(runtime, terms, _shapes_number(values, call.ragged))
@@ -151,8 +154,29 @@ def agreed(runtime: Runtime, group: Group, call: Call, values: Sequence[Any]) ->
             finally:
                 agreement.take()
         else:
-            with tf.control_dependencies(_agree(runtime, group, call, values, overlaps)):
+            if shares_memory(runtime, group):  # and some of the values go through NCCL
+                terms = _terms(runtime, group, call, overlaps)
+                agreement = Agreement(runtime, terms, _shapes_number(values, call.ragged))
+                first = shared_memory.exchange_terms(agreement, group)
+            else:
+                first = _agree(runtime, group, call, values, overlaps)
+            with tf.control_dependencies(first):
                 yield Agreement(runtime)
+
+
+def _refuse_xla(runtime: Runtime, call: Call) -> None:
+    """Refuse a call in a function that XLA compiles: there, the ranks can't agree on it, nor learn of a failure.
+
+    Raises:
+        RuntimeError: XLA compiles the function.
+    """
+    if compat.compiled_by_xla():
+        raise RuntimeError(
+            f"rank {runtime.cluster.rank}: {call.operation} was called at {call.line} in a function that XLA compiles "
+            "(jit_compile=True), where a rank can't wait for the others.\n"
+            "What to do: leave jit_compile out of tf.function; pass jit_compile=False to model.compile (on a GPU, "
+            "Keras 3 turns XLA on by itself); or use npu.distribute.replicate(model), which turns it off."
+        )
 
 
 def _terms(runtime: Runtime, group: Group, call: Call, overlaps: bool) -> Terms:
@@ -170,8 +194,6 @@ def _terms(runtime: Runtime, group: Group, call: Call, overlaps: bool) -> Terms:
 
 
 def _agree(runtime: Runtime, group: Group, call: Call, values: Sequence[Any], overlaps: bool) -> list[tf.Tensor]:
-    if compat.compiled_by_xla():
-        return []  # XLA can't wait for a message
     if tf.executing_eagerly():
         runtime.health.check(group.name, group.ranks)
     watch = graph_watch_of(runtime, group)

@@ -1,7 +1,8 @@
 """Choose the backend for a call; the operations use this module.
 
 A group whose ranks share memory uses that. One that spans hosts, some of which have several of its ranks, reduces and
-spreads on each host in shared memory, and uses TensorFlow between them. All other groups use TensorFlow.
+spreads on each host in shared memory, and uses TensorFlow between them. All other groups use TensorFlow. If each rank
+of the job has a GPU of its own, floating-point tensors go through TensorFlow and NCCL in every group.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable
 
 import tensorflow as tf
 
-from npu_device._src import compat, environment
+from npu_device._src import environment
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends import two_level
 from npu_device._src.collectives.backends.contract import Backend, ReducingBackend
@@ -22,14 +23,17 @@ from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.stall import forget_watches
 
 
+def shares_memory(runtime: Runtime, group: Group) -> bool:
+    """Return whether all ranks of a group share memory; the same on every rank."""
+    leaders = hosts_of(runtime).leaders
+    return len({leaders[rank] for rank in group.ranks}) == 1
+
+
 def uses_shared_memory(runtime: Runtime, group: Group, dtypes: Iterable[tf.DType]) -> bool:
     """Return whether a group's call on tensors of some dtypes goes entirely through shared memory; the same on
     every rank. Other modules ask this function which backend serves a call.
     """
-    hosts = hosts_of(runtime)
-    one_host = len({hosts.leaders[rank] for rank in group.ranks}) == 1
-    on_gpu = hosts.has_gpus and any(_goes_to_gpus(dtype) for dtype in dtypes)
-    return one_host and not on_gpu and not compat.compiled_by_xla()
+    return shares_memory(runtime, group) and not any(map(hosts_of(runtime).uses_nccl, dtypes))
 
 
 def backend_of(runtime: Runtime, group: Group, dtype: tf.DType) -> Backend:
@@ -39,11 +43,9 @@ def backend_of(runtime: Runtime, group: Group, dtype: tf.DType) -> Backend:
 
 def reducing_backend_of(runtime: Runtime, group: Group, dtype: tf.DType) -> ReducingBackend:
     """Return the backend for the calls that a group of several hosts can divide between its hosts."""
-    chosen = backend_of(runtime, group, dtype)
-    on_gpu = hosts_of(runtime).has_gpus and _goes_to_gpus(dtype)
-    if chosen is tensorflow_backend and not on_gpu and two_level.has_levels(runtime, group):
+    if not hosts_of(runtime).uses_nccl(dtype) and two_level.has_levels(runtime, group):
         return two_level
-    return chosen
+    return backend_of(runtime, group, dtype)
 
 
 def explained(runtime: Runtime, group: Group) -> str:
@@ -53,8 +55,8 @@ def explained(runtime: Runtime, group: Group) -> str:
         return "shared memory: all ranks share that of one host"
     if backend is two_level:
         return "shared memory within each host, and TensorFlow's ring between them: hosts have several ranks"
-    if hosts.has_gpus:
-        return "TensorFlow's collectives with NCCL: ranks have GPUs"
+    if not hosts.no_nccl:
+        return "TensorFlow's collectives with NCCL: each rank has a GPU of its own"
     if environment.NPU_DEVICE_BACKEND.get() == "tensorflow":
         return "TensorFlow's ring over gRPC: NPU_DEVICE_BACKEND is tensorflow"
     why = "ranks of one host can't share memory" if any(hosts.problems) else "each rank has a host to itself"
@@ -75,8 +77,3 @@ def release(runtime: Runtime, name: str) -> None:
 def row_length(runtime: Runtime, group: Group, dtype: tf.DType, longest: tf.Tensor) -> tf.Tensor:
     """Return to how many elements rows of different lengths are padded, given the longest; the same on every rank."""
     return longest if backend_of(runtime, group, dtype) is shared_memory else lengths.rounded(longest)
-
-
-def _goes_to_gpus(dtype: tf.DType) -> bool:
-    """Return whether tensors of the dtype are reduced on the ranks' GPUs, where there are any."""
-    return bool(dtype.is_floating)

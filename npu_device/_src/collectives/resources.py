@@ -1,6 +1,4 @@
-"""Limit this rank to its part of the host: its share of the cores, and its own GPU. Applied before TensorFlow makes its
-devices.
-"""
+"""Limit this rank to its share of the host's cores. Applied before TensorFlow makes its devices."""
 
 from __future__ import annotations
 
@@ -13,8 +11,6 @@ from fractions import Fraction
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.cluster.description import Cluster
-from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.shared_memory.host import SECONDS
 
@@ -77,22 +73,3 @@ def divide_cores(running: Runtime) -> None:
         threading.set_intra_op_parallelism_threads(share)
     if threading.get_inter_op_parallelism_threads() == 0:
         threading.set_inter_op_parallelism_threads(max(LEAST_INTER_OP_THREADS, share))
-
-
-def choose_gpu(cluster: Cluster) -> None:
-    """Let this rank see only the GPU of its device id. Do nothing if the host has no GPU.
-
-    Raises:
-        ClusterError: the host has fewer GPUs than the ranks on it need.
-    """
-    gpus = tf.config.get_visible_devices("GPU")
-    if len(gpus) <= 1:  # none, or CUDA_VISIBLE_DEVICES has already chosen
-        return
-    if cluster.device_id >= len(gpus):
-        raise ClusterError(
-            f"rank {cluster.rank} on host {cluster.host} should use GPU {cluster.device_id}, but {len(gpus)} GPUs are "
-            "visible "
-            f"({', '.join(gpu.name for gpu in gpus)}).\n"
-            "What to do: start at most one rank per GPU, or set ASCEND_DEVICE_ID of each rank to a visible GPU."
-        )
-    tf.config.set_visible_devices([gpus[cluster.device_id]], "GPU")

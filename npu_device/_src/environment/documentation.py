@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from npu_device._src.environment import ascend, launchers, own, tensorflow
+from npu_device._src.environment import ascend, launchers, nvidia, own, tensorflow
 from npu_device._src.environment.variable import Variable
 
 ALL: tuple[Variable, ...] = tuple(
     value
-    for module in (ascend, tensorflow, launchers, own)
+    for module in (ascend, tensorflow, nvidia, launchers, own)
     for value in vars(module).values()
     if isinstance(value, Variable)
 )

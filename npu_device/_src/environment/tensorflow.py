@@ -47,6 +47,14 @@ TF_GRPC_DEFAULT_OPTIONS: Variable[str] = Variable(
     "options of TensorFlow's connections to other ranks, here that a connection may take until a stopped rank goes on.",
     "TensorFlow",
 )
+TF_FORCE_GPU_ALLOW_GROWTH: Variable[str | None] = Variable(
+    "TF_FORCE_GPU_ALLOW_GROWTH",
+    forms.TEXT,
+    None,
+    "",
+    "TensorFlow's own setting. If it is set, the package doesn't choose how ranks that share a GPU take its memory.",
+    "TensorFlow",
+)
 
 
 def user_sets_threads() -> bool:

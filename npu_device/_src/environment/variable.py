@@ -1,6 +1,6 @@
 """An environment variable as a constant: its name, form, default, unit and meaning.
 
-Only this module reads the environment. The variables are declared in ``ascend``, ``tensorflow``,
+Only this module reads the environment. The variables are declared in ``ascend``, ``tensorflow``, ``nvidia``,
 ``launchers`` and ``own``.
 """
 
@@ -33,7 +33,7 @@ class Variable(Generic[Value_co]):
         default: the value of ``get`` if the variable is unset or empty.
         unit: unit of the value, or "".
         meaning: one sentence for the documentation.
-        origin: the variable's owner: "Ascend", "TensorFlow", "Slurm", "MPI", "torchrun" or "npu_device".
+        origin: the variable's owner: "Ascend", "TensorFlow", "NVIDIA", "Slurm", "MPI", "torchrun" or "npu_device".
     """
 
     name: str
@@ -46,6 +46,14 @@ class Variable(Generic[Value_co]):
     def raw(self) -> str | None:
         """Return the text in the environment; None if unset or empty."""
         return os.environ.get(self.name) or None
+
+    def text(self) -> str | None:
+        """Return the text in the environment, also if it is empty; None if the variable is unset."""
+        return os.environ.get(self.name)
+
+    def set(self, text: str) -> None:
+        """Set the variable for this process and those that it starts."""
+        os.environ[self.name] = text
 
     def is_set(self) -> bool:
         """Return True if the variable is set and not empty."""

@@ -107,7 +107,7 @@ def traced_reduction(
     """
     tracer = trace.running()
     flat: list[Any] = []
-    if tracer is not None and kind in ("sum", "mean") and not compat.compiled_by_xla():
+    if tracer is not None and kind in ("sum", "mean"):
         used = {position for positions in segments for position in positions}
         rest = [[position] for position, value in enumerate(values) if value is not None and position not in used]
         parts = [[values[position] for position in positions] for positions in (*segments, *rest)]

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.training import device, training_state
+from npu_device._src.training import device, training_state, xla
 from npu_device._src.training.fit.replica import replica_of
 from npu_device._src.training.reduce_values import all_reduce
 from npu_device._src.training.variables import broadcast
@@ -39,7 +39,8 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
 
     State that differs in number or shape between the ranks, as with ``grouping_gradients_apply``, stays each rank's
     own; a warning says so. A replicated model (``npu.distribute.replicate``) makes its variables equal by itself; the
-    callback only chooses the rank. On a single device nothing happens.
+    callback only chooses the rank. The callback also turns ``jit_compile`` off, which Keras 3 turns on by itself on a
+    GPU: XLA can't compile a step that waits for other ranks. On a single device nothing happens.
 
     Source: Ascend TF Adapter 2.x, ``NPUBroadcastGlobalVariablesCallback``, by its documentation: in the released code
         it is never called.
@@ -50,6 +51,11 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         self._root_rank = root_rank
         self._began = False
         self._sent: int | None = None  # fingerprint of the optimizer state that was sent; None before the first step
+
+    def set_model(self, model: Any) -> None:
+        """Take the model, before Keras traces its step."""
+        super().set_model(model)
+        xla.turn_off(model)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Send everything before the first step."""

@@ -19,7 +19,7 @@ from npu_device._src import compat, environment
 from npu_device._src.cluster import rendezvous, runtime
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives import resources
+from npu_device._src.collectives import gpus, resources
 from npu_device._src.collectives.backends.shared_memory.host import detect_hosts
 from npu_device._src.collectives.backends.tensorflow import server
 from npu_device._src.collectives.stall import watch_for_stalls
@@ -122,12 +122,12 @@ def _begin(running: Runtime, traced: Settings | None) -> None:
     """Prepare the first collective together with the other ranks; a rank that fails here tells the others."""
     try:
         watch_for_stalls(running)
-        hosts = detect_hosts(running)
+        hosts = detect_hosts(running, gpus.choose_device(running.cluster))
         if not hosts.share_everything:
             server.require_in_time(running, hosts.late)
         resources.count_cores(running)
         resources.divide_cores(running)
-        resources.choose_gpu(running.cluster)
+        gpus.prepare(running, hosts)
         if not hosts.share_everything:
             server.start(running)
         share(running)

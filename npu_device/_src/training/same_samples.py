@@ -45,7 +45,7 @@ def watch(runtime: Runtime, mine: Sequence[Gradient], reduced: Sequence[Gradient
 
     Comparing one small gradient until the first difference is all that it costs.
     """
-    if runtime.cluster.rank or not can_compare() or compat.compiled_by_xla():
+    if runtime.cluster.rank or not can_compare():
         return
     sizes = {place: size for place, gradient in enumerate(mine) if (size := _size(gradient)) >= _FEWEST_NUMBERS}
     if not sizes:

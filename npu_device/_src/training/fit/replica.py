@@ -7,7 +7,7 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
-from npu_device._src.training import training_state
+from npu_device._src.training import training_state, xla
 from npu_device._src.training.fit import keras_models, start, statement
 from npu_device._src.training.fit.batches import again, pull
 from npu_device._src.training.fit.divided import Divided, with_equal_length
@@ -161,8 +161,7 @@ class Replica:
         self._functions[kind] = getattr(self._model, f"{kind}_function")
 
     def _prepare(self, kind: str) -> None:
-        if getattr(self._model, "jit_compile", False):
-            self._model.jit_compile = False  # XLA can't wait for other ranks
+        xla.turn_off(self._model)
         if kind != "train":
             return
         for optimizer in training_state.optimizers(self._model):

@@ -1,4 +1,4 @@
-"""Find which ranks share memory: those of one host that proved it when the job began.
+"""Find which ranks share memory: those of one host that proved it when the job began. And learn all ranks' devices.
 
 A common host name only means that ranks may try. The lowest rank of each host writes a random text into
 memory, the others must find it there, and every rank learns the outcome, so that all choose the same backend.
@@ -11,7 +11,7 @@ import logging
 import secrets
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -20,6 +20,7 @@ from npu_device._src import compat, environment
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.shared_memory import mapping
+from npu_device._src.collectives.gpu_choice import Device, why_no_nccl
 
 _log = logging.getLogger("npu_device")
 SECONDS = 60.0
@@ -34,20 +35,28 @@ class Hosts:
 
     Attributes:
         leaders: for each rank the lowest rank with which it shares memory; the rank itself when there is none.
-        has_gpus: whether a rank has a GPU, whose tensors aren't in shared memory.
+        devices: of each rank.
+        no_nccl: why floating-point tensors don't go from GPU to GPU; "" if they do.
         late: ranks on which TensorFlow has already made its devices.
         problems: for each rank why it can't share memory with the lowest rank of its host; "" if it can.
     """
 
     leaders: tuple[int, ...]
-    has_gpus: bool
+    devices: tuple[Device, ...]
+    no_nccl: str
     late: tuple[int, ...]
     problems: tuple[str, ...]
 
     @property
     def share_everything(self) -> bool:
         """Return whether all ranks share memory, and need nothing else."""
-        return len(set(self.leaders)) == 1 and not self.has_gpus
+        return len(set(self.leaders)) == 1 and bool(self.no_nccl)
+
+    def uses_nccl(self, dtype: tf.DType) -> bool:
+        """Return whether tensors of a dtype go from GPU to GPU; the same on every rank. All others go through the
+        hosts' memories, wherever they are.
+        """
+        return bool(dtype.is_floating) and not self.no_nccl
 
 
 _hosts: weakref.WeakKeyDictionary[Runtime, Hosts] = weakref.WeakKeyDictionary()
@@ -58,8 +67,12 @@ def hosts_of(runtime: Runtime) -> Hosts:
     return _hosts[runtime]
 
 
-def detect_hosts(runtime: Runtime) -> Hosts:
-    """Find out which ranks share memory. Called once on every rank, when all have met.
+def detect_hosts(runtime: Runtime, device: Device) -> Hosts:
+    """Find out which ranks share memory, and which devices they have. Called once on every rank, when all have met.
+
+    Args:
+        runtime: the running cluster.
+        device: this rank's device.
 
     Raises:
         ClusterError: ``NPU_DEVICE_BACKEND`` differs among the ranks, or is ``shared_memory`` while ranks of one host
@@ -76,9 +89,8 @@ def detect_hosts(runtime: Runtime) -> Hosts:
         problem = card["problem"]
     else:
         problem = card["problem"] or _search(card, json.loads(store.get(key, SECONDS)))
-    has_gpu = bool(tf.config.get_visible_devices("GPU"))
-    found = store.gather("memory", [backend, problem, has_gpu, compat.context_is_initialized()], SECONDS)
-    backends, problems, gpus, late = zip(*found)
+    found = store.gather("memory", [backend, problem, asdict(device), compat.context_is_initialized()], SECONDS)
+    backends, problems, described, late = zip(*found)
     if offer is not None:  # all ranks have looked
         offer.withdraw()
         offer.memory.close()
@@ -92,7 +104,9 @@ def detect_hosts(runtime: Runtime) -> Hosts:
             rank if problem else first[host] for rank, (problem, host) in enumerate(zip(problems, cluster.hosts))
         )
     late_ranks = tuple(rank for rank, is_late in enumerate(late) if is_late)
-    hosts = _hosts[runtime] = Hosts(leaders, any(gpus), late_ranks, tuple(problems))
+    devices = tuple(Device(**each) for each in described)
+    no_nccl = why_no_nccl(devices, cluster.hosts, wanted)
+    hosts = _hosts[runtime] = Hosts(leaders, devices, no_nccl, late_ranks, tuple(problems))
     return hosts
 
 

@@ -36,9 +36,10 @@ _Given = tuple[Operation, Sequence[tf.Tensor]]
 """An operation and its inputs."""
 
 
-def exchange_terms(agreement: Agreement, group: Group) -> None:
-    """Compare only the terms; for a call without a collective."""
-    _run(agreement, group, (Operation([], 0, lambda _: Plan(programs.meet, [])), []))
+def exchange_terms(agreement: Agreement, group: Group) -> list[tf.Tensor]:
+    """Compare only the terms; return a tensor that is ready once all ranks agree."""
+    met = [np.array(True)]
+    return _run(agreement, group, (Operation([tf.TensorSpec([], tf.bool)], 0, lambda _: Plan(programs.meet, met)), []))
 
 
 def start_all_reduce(

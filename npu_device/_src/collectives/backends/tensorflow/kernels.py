@@ -13,9 +13,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src import compat
 from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives.backends.tensorflow.sequence import sequence_of
+from npu_device._src.collectives.backends.shared_memory.host import hosts_of
+from npu_device._src.collectives.backends.tensorflow.sequence import order_of_nccl, sequence_of
 from npu_device._src.collectives.group import Group
 
 MOVE_DTYPES = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
@@ -88,24 +88,15 @@ def _kept(runtime: Runtime, group: Group, result: tf.Tensor) -> tf.Tensor:
 
 
 def _device(runtime: Runtime, dtype: tf.DType) -> tuple[str, str]:
-    """Return the device for a dtype: floating-point tensors travel between GPUs if there are any, all others between
-    the hosts' memories.
+    """Return the device on which tensors of a dtype travel, the same on every rank: from GPU to GPU with NCCL, or
+    between the hosts' memories.
     """
-    kind = "GPU" if dtype.is_floating and tf.config.get_visible_devices("GPU") else "CPU"
-    if kind == "CPU" and compat.compiled_by_xla():
-        raise RuntimeError(
-            f"rank {runtime.cluster.rank}: a collective operation was called in a function that XLA compiles "
-            "(jit_compile=True), and XLA can't talk to other processes on the CPU.\n"
-            "What to do: leave jit_compile out of tf.function, or pass jit_compile=False to model.compile."
-        )
+    kind = "GPU" if hosts_of(runtime).uses_nccl(dtype) else "CPU"
     return runtime.device(kind), kind
 
 
 def _keys(runtime: Runtime, group: Group, kind: str, operation: Hashable, tensor: tf.Tensor) -> dict[str, Any]:
-    if compat.compiled_by_xla():
-        # In a function compiled for the GPU, XLA orders the operations, and ignores the key.
-        instance_key = tf.constant(0)
-    else:
+    with tf.device(runtime.device("CPU")):  # keys are the CPU's work, also for a collective between GPUs
         shape = tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
         instance_key = sequence_of(runtime, group).draw(operation, tensor.dtype, shape, group.tag)
     # TensorFlow's groups consist of devices, so a group has one key for its CPUs and another for its GPUs.
@@ -120,8 +111,10 @@ def _keys(runtime: Runtime, group: Group, kind: str, operation: Hashable, tensor
 def _order(runtime: Runtime, group: Group, kind: str) -> dict[str, Any]:
     """Return the resource that orders a collective: in a tf.function TensorFlow serializes stateful operations without
     a resource, and those on the same resource. On the CPU neighbouring collectives get different resources, so that
-    none waits for another. NCCL needs the same order on every rank, so there all get the same one.
+    none waits for another. NCCL needs the same order on every rank, in all groups, so there all get the same one.
     """
     if tf.executing_eagerly():
         return {"ordering_token": []}
-    return {"ordering_token": [sequence_of(runtime, group).lane(kind == "CPU", group.tag is not None)]}
+    if kind == "GPU":
+        return {"ordering_token": [order_of_nccl(runtime)]}
+    return {"ordering_token": [sequence_of(runtime, group).lane(group.tag is not None)]}

@@ -14,7 +14,6 @@ from typing import Callable
 
 import tensorflow as tf
 
-from npu_device._src import compat
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.tensorflow import kernels, words
 from npu_device._src.collectives.dtypes import mean_dtype, sum_dtype, wire_dtype
@@ -166,11 +165,8 @@ def _all_reduce_one(
     dtype = tensor.dtype
     travels = wire_dtype(dtype, wire)
     if merge in ("sum", "prod") and sum_dtype(travels) != travels:
-        if not compat.compiled_by_xla():
-            return _reduce_narrow(runtime, tensor, travels, reduction, group, counts)
-        # XLA has no kernels for the exchange and the gather (TensorFlow 2.20).
-        reduced = reduce_native(tf.cast(tf.cast(tensor, travels), sum_dtype(dtype)))
-    elif dtype == tf.uint64:
+        return _reduce_narrow(runtime, tensor, travels, reduction, group, counts)
+    if dtype == tf.uint64:
         reduced = _reduce_uint64(reduce_native, tensor, merge)
     else:
         reduced = reduce_native(tf.cast(tensor, _CARRIERS.get(dtype, dtype)))

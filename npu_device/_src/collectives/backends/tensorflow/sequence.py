@@ -96,11 +96,10 @@ class Sequence:
                 "(tf.range)."
             )
 
-    def lane(self, apart: bool, alone: bool) -> tf.Tensor:
-        """Return a resource by which TensorFlow orders the operations of a graph.
+    def lane(self, alone: bool) -> tf.Tensor:
+        """Return a resource by which TensorFlow orders the operations of a graph: not that of the last calls.
 
         Args:
-            apart: a different one than for the last calls, or always the same.
             alone: one that no other operation gets.
         """
         if alone:
@@ -108,8 +107,6 @@ class Sequence:
                 own = compat.plain_variable(tf.constant(0, tf.int32))
             self._own_lanes.setdefault(tf.compat.v1.get_default_graph(), []).append(own)
             return own.handle
-        if not apart:
-            return self._lanes[0].handle
         self._used += 1
         return self._lanes[1 + self._used % (_LANES - 1)].handle
 
@@ -127,8 +124,24 @@ def _place(tag: int | None) -> int:
     return 0 if tag is None else tag % _TAGS
 
 
-_sequences: weakref.WeakKeyDictionary[Runtime, dict[Group, Sequence]] = weakref.WeakKeyDictionary()
 _making = threading.Lock()
+_nccl: weakref.WeakKeyDictionary[Runtime, Any] = weakref.WeakKeyDictionary()
+
+
+def order_of_nccl(runtime: Runtime) -> tf.Tensor:
+    """Return the resource by which TensorFlow orders all collectives that use NCCL.
+
+    It is on the GPU: TensorFlow places an operation where its resources are, whatever device it was given, and a
+    collective that moves to the CPU waits forever for the other ranks' GPUs (TensorFlow 2.20).
+    """
+    with _making:
+        if runtime not in _nccl:
+            with tf.init_scope(), tf.device(runtime.device("GPU")):
+                _nccl[runtime] = compat.plain_variable(tf.constant(0.0))  # not every release has integers there
+        return _nccl[runtime].handle
+
+
+_sequences: weakref.WeakKeyDictionary[Runtime, dict[Group, Sequence]] = weakref.WeakKeyDictionary()
 
 
 def sequence_of(runtime: Runtime, group: Group) -> Sequence:

@@ -15,6 +15,7 @@ from npu_device._src import compat, environment
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.ports import ReservedPort, join_address
 from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.backends.shared_memory.host import hosts_of
 
 _JOB = "worker"
 _LEADER = f"/job:{_JOB}/replica:0/task:0"
@@ -42,7 +43,8 @@ def require_in_time(runtime: Runtime, late: Sequence[int]) -> None:
         raise ClusterError(
             f"TensorFlow has been used before npu.open() on {', '.join(f'rank {r} on host {hosts[r]}' for r in late)}: "
             "its devices exist, and the collective runtime must be set up before that.\n"
-            "The job needs it because not all of its ranks share memory, or NPU_DEVICE_BACKEND is tensorflow.\n"
+            "The job needs it because not all of its ranks share memory, NPU_DEVICE_BACKEND is tensorflow, or its GPUs "
+            "use NCCL.\n"
             "What to do: call `npu.open().as_default()` right after the imports, before the first tensor, variable, "
             "model, data set or tf.config.list_logical_devices() of the script."
         )
@@ -74,7 +76,7 @@ def start(runtime: Runtime) -> None:
     context = compat.eager_context()
     context.configure_collective_ops(
         collective_leader=_LEADER,
-        use_nccl_communication=bool(tf.config.get_visible_devices("GPU")),
+        use_nccl_communication=not hosts_of(runtime).no_nccl,
         # A rank never places operations on another rank's devices.
         device_filters=(f"/job:{_JOB}/task:{cluster.rank}",),
     )

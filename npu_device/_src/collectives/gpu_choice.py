@@ -1,0 +1,159 @@
+"""Choose a rank's GPU, and decide whether the ranks' GPUs can use NCCL. Calls neither TensorFlow nor CUDA: environment
+and devices come in, decisions come out. ``gpus`` applies them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_ENTRY = re.compile(r"\d+|(GPU|MIG)-[0-9A-Za-z/-]+")
+_SHOWN_HOSTS = 8
+
+
+@dataclass(frozen=True)
+class Device:
+    """A rank's device, as it tells the other ranks. Serializable as JSON.
+
+    Attributes:
+        name: ``"GPU 0"``, or the UUID in ``CUDA_VISIBLE_DEVICES``; ``"CPU"``.
+        detail: model of the GPU, such as "NVIDIA H100 80GB HBM3"; for a CPU, why the rank has no GPU; "" if unknown.
+        unit: identifies the GPU or MIG instance among those of the host; "" for a CPU.
+        chip: identifies the GPU to which the unit belongs; the unit itself without MIG.
+        has_nccl: TensorFlow can use NCCL.
+    """
+
+    name: str
+    detail: str = ""
+    unit: str = ""
+    chip: str = ""
+    has_nccl: bool = False
+
+    @property
+    def is_gpu(self) -> bool:
+        """Return True for a GPU or a MIG instance."""
+        return bool(self.unit)
+
+
+def visible_names(cuda: str | None) -> tuple[str, ...] | None:
+    """Return the entries of ``CUDA_VISIBLE_DEVICES`` that count; None if the variable is unset, and CUDA shows all.
+
+    CUDA ignores everything from the first malformed entry on.
+
+    Examples:
+        >>> visible_names("2,GPU-8f"), visible_names("0,-1,1"), visible_names(""), visible_names(None)
+        (('2', 'GPU-8f'), ('0',), (), None)
+    """
+    if cuda is None:
+        return None
+    names: list[str] = []
+    for entry in cuda.split(","):
+        if not _ENTRY.fullmatch(entry.strip()):
+            break
+        names.append(entry.strip())
+    return tuple(names)
+
+
+def own_instance(cuda: str | None, nvidia: str | None, device_id: int) -> str | None:
+    """Return the MIG instance to which ``CUDA_VISIBLE_DEVICES`` has to be set for a rank; None to leave it.
+
+    CUDA shows a process only one MIG instance, the first in the list, so the rank's own has to come first.
+
+    Args:
+        cuda: ``CUDA_VISIBLE_DEVICES``, None if unset.
+        nvidia: ``NVIDIA_VISIBLE_DEVICES``, None if unset; a container has only the instances named there.
+        device_id: number of the rank's device.
+    """
+    names = visible_names(nvidia if cuda is None else cuda) or ()
+    if len(names) < 2 or not all(name.startswith("MIG-") for name in names):
+        return None
+    return names[device_id % len(names)]
+
+
+def own_index(visible: int, device_id: int) -> int | None:
+    """Return which of the GPUs that TensorFlow sees is a rank's; None if there is none.
+
+    Ranks with more devices than GPUs take them in turn.
+    """
+    return device_id % visible if visible else None
+
+
+def name_of(cuda: str | None, index: int) -> str:
+    """Return the name of the GPU that CUDA shows under a number.
+
+    Examples:
+        >>> name_of(None, 1), name_of("6,7", 1), name_of("MIG-0a", 0)
+        ('GPU 1', 'GPU 7', 'MIG-0a')
+    """
+    names = visible_names(cuda) or ()
+    name = names[index] if index < len(names) else str(index)
+    return f"GPU {name}" if name.isdigit() else name
+
+
+def why_none(cuda: str | None, nvidia: str | None) -> str:
+    """Return why TensorFlow sees no GPU."""
+    if cuda is not None and not visible_names(cuda):
+        return f"CUDA_VISIBLE_DEVICES is {cuda!r}"
+    if nvidia in ("none", "void"):
+        return f"NVIDIA_VISIBLE_DEVICES is {nvidia!r}"
+    return "TensorFlow sees no GPU"
+
+
+def sharing(devices: Sequence[Device], hosts: Sequence[str], *, chips: bool = False) -> list[list[int]]:
+    """Return the lists of two or more ranks that use one GPU or MIG instance; with ``chips``, one GPU.
+
+    Args:
+        devices: of all ranks.
+        hosts: host of each rank.
+        chips: also ranks that use different MIG instances of a GPU.
+    """
+    users: dict[tuple[str, str], list[int]] = {}
+    for rank, (device, host) in enumerate(zip(devices, hosts)):
+        if device.is_gpu:
+            users.setdefault((host, device.chip if chips else device.unit), []).append(rank)
+    return [ranks for ranks in users.values() if len(ranks) > 1]
+
+
+def why_no_nccl(devices: Sequence[Device], hosts: Sequence[str], backend: str) -> str:
+    """Return why floating-point tensors don't go through NCCL; "" if they do. The same on all ranks.
+
+    NCCL refuses two ranks on one GPU, also on two MIG instances of it.
+
+    Args:
+        devices: of all ranks.
+        hosts: host of each rank.
+        backend: ``NPU_DEVICE_BACKEND``.
+    """
+    without = [rank for rank, device in enumerate(devices) if not device.is_gpu]
+    if len(without) == len(devices):
+        return "no rank has a GPU"
+    if backend == "shared_memory":
+        return "NPU_DEVICE_BACKEND is shared_memory"
+    if without:
+        return f"rank {without[0]} has no GPU"
+    shared = sharing(devices, hosts, chips=True)
+    if shared:
+        ranks = ", ".join(map(str, shared[0]))
+        return f"ranks {ranks} share a GPU of host {hosts[shared[0][0]]}"
+    lacking = [rank for rank, device in enumerate(devices) if not device.has_nccl]
+    return f"the TensorFlow of rank {lacking[0]} is built without NCCL" if lacking else ""
+
+
+def statement(devices: Sequence[Device], hosts: Sequence[str], no_nccl: str) -> list[str]:
+    """Return the lines that say which rank has which device, one per host; none in a job without GPUs."""
+    if not any(device.is_gpu for device in devices):
+        return []
+    way = f"host memory ({no_nccl})" if no_nccl else "NCCL"
+    lines = [f"npu_device: {len(devices)} ranks; floating-point tensors go through {way}"]
+    shared = {rank for ranks in sharing(devices, hosts) for rank in ranks}
+    by_host: dict[str, list[str]] = {}
+    for rank, (device, host) in enumerate(zip(devices, hosts)):
+        detail = f" ({device.detail})" if device.detail else ""
+        remark = ", shared, memory grows as needed" if rank in shared else ""
+        by_host.setdefault(host, []).append(f"rank {rank}: {device.name}{detail}{remark}")
+    for host, ranks in list(by_host.items())[:_SHOWN_HOSTS]:
+        lines.append(f"  host {host}: {'; '.join(ranks)}")
+    if len(by_host) > _SHOWN_HOSTS:
+        lines.append(f"  and {len(by_host) - _SHOWN_HOSTS} more hosts")
+    return [*lines, "  (NPU_DEVICE_STATEMENT=off leaves this out)"]

@@ -1,0 +1,168 @@
+"""Which GPU a rank takes, and whether the ranks' GPUs use NCCL: the decisions, which need no GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from npu_device._src.collectives import cuda_driver, gpu_choice
+from npu_device._src.collectives.gpu_choice import Device
+
+MIG_A, MIG_B = "MIG-11111111-2222-3333-4444-555555555555", "MIG-66666666-7777-8888-9999-000000000000"
+OLD_MIG = "MIG-GPU-8f6b4f2e-1111-2222-3333-444444444444/1/0"
+
+CPU = Device("CPU", "TensorFlow sees no GPU")
+GPU0 = Device("GPU 0", "NVIDIA H100", "a0", "0000:01", True)
+GPU1 = Device("GPU 1", "NVIDIA H100", "a1", "0000:02", True)
+MIG0 = Device(MIG_A, "NVIDIA H100 MIG 1g.10gb", "b0", "0000:01", True)
+MIG1 = Device(MIG_B, "NVIDIA H100 MIG 1g.10gb", "b1", "0000:01", True)
+NO_NCCL = Device("GPU 1", "", "a1", "0000:02", False)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "names"),
+    [
+        (None, None),
+        ("", ()),
+        ("-1", ()),
+        ("NoDevFiles", ()),  # Slurm, in a step without GPUs
+        ("0", ("0",)),
+        ("3,1", ("3", "1")),
+        (" 3 , 1 ", ("3", "1")),
+        ("0,-1,2", ("0",)),
+        ("0,,2", ("0",)),
+        ("GPU-8f6b4f2e,GPU-11", ("GPU-8f6b4f2e", "GPU-11")),
+        (f"{MIG_A},{MIG_B}", (MIG_A, MIG_B)),
+        (OLD_MIG, (OLD_MIG,)),
+    ],
+)
+def test_cuda_visible_devices(cuda: str | None, names: tuple[str, ...] | None) -> None:
+    assert gpu_choice.visible_names(cuda) == names
+
+
+@pytest.mark.parametrize(
+    ("cuda", "nvidia", "instances"),
+    [
+        (None, None, (None, None, None)),
+        ("0,1", None, (None, None, None)),
+        (MIG_A, None, (None, None, None)),  # the launcher has chosen
+        (f"{MIG_A},{MIG_B}", None, (MIG_A, MIG_B, MIG_A)),
+        (None, f"{MIG_A},{MIG_B}", (MIG_A, MIG_B, MIG_A)),
+        ("0", f"{MIG_A},{MIG_B}", (None, None, None)),  # CUDA's variable counts
+        ("", f"{MIG_A},{MIG_B}", (None, None, None)),
+        (None, "all", (None, None, None)),
+        (None, "void", (None, None, None)),
+        (None, "0:0,0:1", (None, None, None)),  # numbers that CUDA doesn't take
+        (f"{MIG_A},0", None, (None, None, None)),
+    ],
+)
+def test_each_rank_puts_its_own_mig_instance_first(
+    cuda: str | None, nvidia: str | None, instances: tuple[str | None, ...]
+) -> None:
+    assert tuple(gpu_choice.own_instance(cuda, nvidia, device) for device in range(3)) == instances
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices", "indices"),
+    [
+        (0, (0, 1), (None, None)),
+        (1, (0, 1, 2), (0, 0, 0)),  # one each, or one for all
+        (2, (0, 1, 2, 3), (0, 1, 0, 1)),  # more ranks than GPUs
+        (8, (0, 1, 7), (0, 1, 7)),
+        (4, (4, 5, 6, 7), (0, 1, 2, 3)),  # a rank table's device numbers, of which this job sees the second half
+    ],
+)
+def test_own_gpu(visible: int, devices: tuple[int, ...], indices: tuple[int | None, ...]) -> None:
+    assert tuple(gpu_choice.own_index(visible, device) for device in devices) == indices
+
+
+@pytest.mark.parametrize(
+    ("cuda", "index", "name"),
+    [
+        (None, 2, "GPU 2"),
+        ("6,7", 1, "GPU 7"),
+        ("GPU-8f,GPU-11", 1, "GPU-11"),
+        (MIG_A, 0, MIG_A),
+        ("6", 1, "GPU 1"),  # set after CUDA had started
+    ],
+)
+def test_names(cuda: str | None, index: int, name: str) -> None:
+    assert gpu_choice.name_of(cuda, index) == name
+
+
+@pytest.mark.parametrize(
+    ("cuda", "nvidia", "why"),
+    [
+        ("-1", None, "CUDA_VISIBLE_DEVICES is '-1'"),
+        ("", "all", "CUDA_VISIBLE_DEVICES is ''"),
+        (None, "void", "NVIDIA_VISIBLE_DEVICES is 'void'"),
+        ("0", "none", "NVIDIA_VISIBLE_DEVICES is 'none'"),
+        (None, None, "TensorFlow sees no GPU"),
+        ("0", "all", "TensorFlow sees no GPU"),
+    ],
+)
+def test_why_there_is_none(cuda: str | None, nvidia: str | None, why: str) -> None:
+    assert gpu_choice.why_none(cuda, nvidia) == why
+
+
+@pytest.mark.parametrize(
+    ("devices", "hosts", "backend", "why"),
+    [
+        ((GPU0, GPU1), "aa", "auto", ""),
+        ((GPU0, GPU1), "aa", "tensorflow", ""),
+        ((GPU0, GPU0), "ab", "auto", ""),  # GPU 0 of two hosts
+        ((GPU0, GPU1), "aa", "shared_memory", "NPU_DEVICE_BACKEND is shared_memory"),
+        ((CPU, CPU), "aa", "tensorflow", "no rank has a GPU"),
+        ((GPU0, CPU), "aa", "auto", "rank 1 has no GPU"),
+        ((GPU0, GPU1, GPU0), "aaa", "tensorflow", "ranks 0, 2 share a GPU of host a"),
+        ((MIG0, MIG1), "aa", "auto", "ranks 0, 1 share a GPU of host a"),
+        ((MIG0, MIG1), "ab", "auto", ""),
+        ((GPU0, NO_NCCL), "aa", "auto", "the TensorFlow of rank 1 is built without NCCL"),
+    ],
+)
+def test_nccl_needs_a_gpu_for_each_rank(devices: tuple[Device, ...], hosts: str, backend: str, why: str) -> None:
+    assert gpu_choice.why_no_nccl(devices, hosts, backend) == why
+
+
+def test_sharing_is_of_memory_not_of_chips() -> None:
+    devices, hosts = (MIG0, MIG1, MIG0, CPU, CPU, MIG0), "aaaaab"
+    assert gpu_choice.sharing(devices, hosts) == [[0, 2]]
+    assert gpu_choice.sharing(devices, hosts, chips=True) == [[0, 1, 2]]
+
+
+def test_statement() -> None:
+    assert gpu_choice.statement((CPU, CPU), "aa", "no rank has a GPU") == []
+    text = "\n".join(gpu_choice.statement((GPU0, GPU1), "aa", ""))
+    assert "2 ranks; floating-point tensors go through NCCL" in text
+    assert "  host a: rank 0: GPU 0 (NVIDIA H100); rank 1: GPU 1 (NVIDIA H100)\n" in text
+    text = "\n".join(gpu_choice.statement((GPU0, GPU0, CPU), "aab", "rank 2 has no GPU"))
+    assert "go through host memory (rank 2 has no GPU)" in text
+    assert "rank 0: GPU 0 (NVIDIA H100), shared, memory grows as needed; rank 1: GPU 0 (NVIDIA H100), shared" in text
+    assert "host b: rank 2: CPU (TensorFlow sees no GPU)" in text
+    many = gpu_choice.statement((GPU0,) * 100, [str(host) for host in range(100)], "")
+    assert len(many) < 12 and "  and 92 more hosts" in many
+
+
+def test_choosing_a_device_makes_no_devices() -> None:
+    """TensorFlow would take the memory of all GPUs when it makes its devices."""
+    script = """
+from npu_device._src import compat
+from npu_device._src.cluster.description import Cluster
+from npu_device._src.collectives import gpus
+device = gpus.choose_device(Cluster.seen_by(1, 1, ("a", "a"), ("127.0.0.1",) * 2, "test"))
+assert not compat.context_is_initialized()
+print(device.name, device.detail, device.is_gpu)
+"""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    command = [sys.executable, "-c", script]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip() == "CPU CUDA_VISIBLE_DEVICES is '-1' False"
+
+
+@pytest.mark.skipif(cuda_driver.identity(0) is not None, reason="there is a GPU")
+def test_without_a_driver_nothing_is_known() -> None:
+    assert cuda_driver.identity(0) is None

@@ -1,0 +1,121 @@
+"""XLA: a collective in a function that it compiles is refused on every rank, with the remedy, and never hangs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pool import Pool
+
+REMEDY = "jit_compile=False"
+
+
+def body_compiled_functions() -> dict[str, str]:
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device.distribute import hccl_ops
+
+    handle = npu.open()
+    rank, size = handle.worker_id, handle.workers_num
+
+    def add(value: Any) -> Any:
+        return npu.distribute.all_reduce(value, "sum")
+
+    def rows(value: Any) -> Any:
+        return npu.distribute.all_reduce(tf.IndexedSlices(value, tf.constant([0, 1]), tf.constant([4]))).values
+
+    def loop(value: Any) -> Any:
+        return tf.while_loop(lambda i, _: i < 2, lambda i, value: (i + 1, add(value)), [0, value])[1]
+
+    def gradient(value: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(value)
+            result = tf.reduce_sum(add(value) * value)
+        return tape.gradient(result, value)
+
+    def pair(value: Any) -> Any:
+        return hccl_ops.send(value, 0, 1) if rank == 0 else hccl_ops.receive([2], tf.float32, 0, 0)
+
+    traced = tf.function(add)
+    functions = {
+        "all_reduce": add,
+        "a list": lambda value: npu.distribute.all_reduce([value, 2 * value], "mean")[0],
+        "joined calls": lambda value: npu.distribute.all_reduce(value, "sum", fusion=2, fusion_id=1),
+        "sparse": rows,
+        "in a loop": loop,
+        "in a branch": lambda value: tf.cond(value[0] > 0, lambda: add(value), lambda: value),
+        "under a tape": gradient,
+        "broadcast": lambda value: hccl_ops.broadcast([value], 0)[0],
+        "allgather": lambda value: hccl_ops.allgather(value, size),
+    }
+    if size == 2:
+        functions["send and receive"] = pair
+    functions["in a function that has been traced"] = traced
+    found = {}
+    value = tf.constant([1.0, 2.0])
+    traced(value)
+    for name, function in functions.items():
+        try:
+            tf.function(function, jit_compile=True)(value)
+            found[name] = "worked"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    found["afterwards"] = str(add(value).numpy().tolist())
+    return found
+
+
+def test_collectives_in_compiled_functions(ranks: Pool) -> None:
+    for found in ranks.run(body_compiled_functions, timeout=60):
+        assert found.pop("afterwards") == str([1.0 * ranks.size, 2.0 * ranks.size])
+        if ranks.size == 1:
+            assert set(found.values()) == {"worked"}
+            continue
+        # TensorFlow keeps the graph of a traced function, and XLA itself refuses it: it has no kernels for the calls.
+        assert "Detected unsupported operations" in found.pop("in a function that has been traced")
+        for name, text in found.items():
+            assert text.startswith("RuntimeError") and REMEDY in text and "test_xla.py" in text, (name, text)
+
+
+def body_fit(jit_compile: Any, broadcast: bool, replicate: bool) -> tuple[str, str]:
+    import logging
+
+    import numpy as np
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device.distribute.npu_callbacks import NPUBroadcastGlobalVariablesCallback
+
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("npu_device")
+    log.addHandler(handler)
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(3,))])
+    if replicate:
+        npu.distribute.replicate(model)
+    optimizer = tf.keras.optimizers.SGD(0.1)
+    if not replicate:
+        optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(optimizer)
+    model.compile(optimizer=optimizer, loss="mse", jit_compile=jit_compile)
+    callbacks = [NPUBroadcastGlobalVariablesCallback(0)] if broadcast else []
+    try:
+        model.fit(np.ones([4, 3], "float32"), np.ones([4, 1], "float32"), verbose=0, callbacks=callbacks)
+        result = "trained"
+    except Exception as error:
+        result = str(error)
+    log.removeHandler(handler)
+    return result, " ".join(message for message in messages if "jit_compile" in message)
+
+
+def test_fit(keras_ranks: Pool) -> None:
+    """Without a GPU only ``jit_compile=True`` turns XLA on; on a GPU Keras 3 does so by itself."""
+    several = keras_ranks.size > 1
+    default = "auto" if keras_ranks.keras == "3" else None
+    for result, _ in keras_ranks.run(body_fit, default, False, False):
+        assert result == "trained"
+    for result, _ in keras_ranks.run(body_fit, True, False, False):
+        assert (REMEDY in result) if several else result == "trained"
+    for arguments in ((True, True, False), (True, False, True)):
+        found = keras_ranks.run(body_fit, *arguments)
+        assert [result for result, _ in found] == ["trained"] * keras_ranks.size
+        assert ["XLA can't compile" in note for _, note in found] == [several] + [False] * (keras_ranks.size - 1)
