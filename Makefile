@@ -8,13 +8,14 @@ WORKERS ?= auto
 PARALLEL := -n $(WORKERS) --dist loadgroup
 DIGITS := build/digits
 
-.PHONY: help example test test-quick test-full test-matrix lint check docs clean
+.PHONY: help example test test-quick test-full test-gpu test-matrix lint check docs clean
 
 help:
 	@echo "make example      train ResNet-50 on real images with two workers (sets up $(VENV) first)"
 	@echo "make test         run the whole test suite (sets up $(VENV) first)"
 	@echo "make test-quick   run a representative part of it"
 	@echo "make test-full    run the suite with every combination of ranks, Keras and backend"
+	@echo "make test-gpu     run the tests of GPUs, if there is one"
 	@echo "make test-matrix  run the suite on the default, the oldest and the newest TensorFlow (each in its own .venv-…)"
 	@echo "make lint         check style and types"
 	@echo "make check        build the wheel, install it into a fresh environment, and test it outside the repository"
@@ -33,6 +34,10 @@ test-quick: $(STAMP)
 
 test-full: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) --full
+
+# Needs a GPU, and for NCCL two. `pytest tests/gpu --device cpu` runs the same tests on CPUs.
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest tests/gpu --device gpu
 
 # The oldest TensorFlow that the package works with (Python 3.9 to 3.11), and the newest in the registry. The model
 # garden's example is skipped there, because the garden pins its own TensorFlow.

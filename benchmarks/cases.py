@@ -167,6 +167,30 @@ def trace(quick: bool, ranks: int) -> Case:
     return Case("trace", title, PAIRS, 2, tuple(rounds))
 
 
+def on_gpus(quick: bool, ranks: int, model: str, gpus: int) -> Case:
+    """Return the case of a training step on GPUs.
+
+    Args:
+        quick: one step a repetition.
+        ranks: number of ranks.
+        model: see ``trainee``.
+        gpus: the machine's GPUs. With fewer than ranks, what needs one per rank is left out.
+    """
+    rivals = [
+        Rival(ALONE, sides.GPU_HOST_MEMORY, "training", (model, False, None)),
+        Rival("npu_device, host memory", sides.GPU_HOST_MEMORY, "training", (model, True, None)),
+    ]
+    if gpus >= ranks:
+        rivals += [
+            Rival("npu_device, NCCL", sides.GPU_NCCL, "training", (model, True, None)),
+            Rival("MirroredStrategy", sides.GPU_ONE_PROCESS, "training", (model,)),
+            Rival(MIRRORED, sides.GPU_MIRRORED, "training", (model,)),
+        ]
+    one_round = Round("step", _RESNET50_BYTES, 1 if quick else 20, tuple(rivals))
+    title = f"training step of {model}, {ranks} ranks on {min(gpus, ranks)} GPUs"
+    return Case("gpu", title, STEPS, ranks, (one_round,), one_side_at_a_time=True)
+
+
 def _training(model: str, ranks: int) -> tuple[Rival, ...]:
     rivals = [
         Rival(ALONE, sides.SHARED_MEMORY, "training", (model, False, None)),

@@ -1,4 +1,4 @@
-"""The steps of ``tf.distribute.MultiWorkerMirroredStrategy``, used as TensorFlow's guide for custom loops shows it."""
+"""The steps of ``tf.distribute``'s mirrored strategies, used as TensorFlow's guide for custom loops shows it."""
 
 from __future__ import annotations
 
@@ -55,3 +55,51 @@ class MirroredSide:
             return self._strategy.run(replica, args=(inputs, labels))
 
         return lambda: step(trainee.inputs, trainee.labels)
+
+
+class OneProcessSide:
+    """``tf.distribute.MirroredStrategy``: the first process trains on all GPUs, the others have nothing to do.
+
+    Without GPUs, it divides the CPU into as many devices.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._ranks = ranks
+        self._works = rank == 0
+        if not self._works:
+            return
+        if not tf.config.get_visible_devices("GPU"):
+            [cpu] = tf.config.get_visible_devices("CPU")
+            parts = [tf.config.LogicalDeviceConfiguration() for _ in range(ranks)]
+            tf.config.set_logical_device_configuration(cpu, parts)
+        devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
+        self._strategy = tf.distribute.MirroredStrategy([device.name for device in devices[:ranks]])
+
+    def training(self, model: str) -> Callable[[], Any]:
+        """Return a training step on all devices."""
+        if not self._works:
+            return lambda: None
+        with self._strategy.scope():
+            trainee = Trainee(model, 0)
+        devices = self._strategy.extended.worker_devices
+
+        def placed(tensor: tf.Tensor) -> Any:
+            def value(context: Any) -> tf.Tensor:
+                with tf.device(devices[context.replica_id_in_sync_group]):
+                    return tf.identity(tensor)
+
+            return self._strategy.experimental_distribute_values_from_function(value)
+
+        inputs, labels = placed(trainee.inputs), placed(trainee.labels)
+
+        def replica(inputs: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+            loss, gradients = trainee.gradients(inputs, labels, share=1 / self._ranks)
+            trainee.apply(gradients)
+            return loss
+
+        @tf.function
+        def step() -> Any:
+            losses = self._strategy.run(replica, args=(inputs, labels))
+            return self._strategy.reduce(tf.distribute.ReduceOp.SUM, losses, axis=None)
+
+        return step

@@ -60,6 +60,8 @@ class ProcessSet:
                 [sys.executable, "-m", "benchmarks.worker", str(other.fileno()), side, str(rank), str(ranks)]
             )
         environments = kind.environments(ranks, logs)
+        if not kind.uses_gpus:
+            environments = [{**environment, "CUDA_VISIBLE_DEVICES": "-1"} for environment in environments]
         if kind.started_by_mpiexec:
             self._start(_under_mpiexec(commands), environments[0], logs / f"{side}.log", theirs)
         else:

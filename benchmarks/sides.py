@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
+import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,8 @@ TENSORFLOW = "tensorflow"
 MIRRORED = "mirrored"
 GLOO = "gloo"
 MPICH = "mpich"
+GPU_HOST_MEMORY, GPU_NCCL = "gpu_host_memory", "gpu_nccl"
+GPU_MIRRORED, GPU_ONE_PROCESS = "gpu_mirrored", "gpu_one_process"
 SOAK = (SHARED_MEMORY, TENSORFLOW, "none")
 """Backends of the soak; with none each rank is by itself."""
 
@@ -37,6 +40,7 @@ class Side:
         environments: returns each rank's additional environment, given the number of ranks and a directory.
         needs: packages of the extra ``rivals``.
         started_by_mpiexec: rather than one by one.
+        uses_gpus: its processes see the GPUs.
     """
 
     module: str
@@ -44,6 +48,7 @@ class Side:
     environments: Callable[[int, Path], list[dict[str, str]]]
     needs: tuple[str, ...] = ()
     started_by_mpiexec: bool = False
+    uses_gpus: bool = False
 
     def make(self, rank: int, ranks: int) -> Any:
         """Join the other ranks."""
@@ -82,6 +87,15 @@ def _mirrored(ranks: int, _: Path) -> list[dict[str, str]]:
     return [{"TF_CONFIG": json.dumps({"cluster": {"worker": workers}, "task": task})} for task in tasks]
 
 
+def _mirrored_on_gpus(ranks: int, directory: Path) -> list[dict[str, str]]:
+    """Give each worker a GPU of its own: the strategy takes all that it sees."""
+    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(ranks)))).split(",")
+    return [
+        {**environment, "CUDA_VISIBLE_DEVICES": visible[rank % len(visible)]}
+        for rank, environment in enumerate(_mirrored(ranks, directory))
+    ]
+
+
 def _gloo(ranks: int, _: Path) -> list[dict[str, str]]:
     port = str(_free_port())
     return [{"MASTER_ADDR": _HOST, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}] * ranks
@@ -102,6 +116,10 @@ SIDES = {
     MIRRORED: Side("mirrored_side", "MirroredSide", _mirrored),
     GLOO: Side("gloo_side", "GlooSide", _gloo, needs=("torch",)),
     MPICH: Side("mpich_side", "MpichSide", _nothing, needs=("mpi4py", "mpich"), started_by_mpiexec=True),
+    GPU_HOST_MEMORY: Side("npu_side", "NpuSide", partial(_npu, backend="shared_memory"), uses_gpus=True),
+    GPU_NCCL: Side("npu_side", "NpuSide", partial(_npu, backend="tensorflow"), uses_gpus=True),
+    GPU_MIRRORED: Side("mirrored_side", "MirroredSide", _mirrored_on_gpus, uses_gpus=True),
+    GPU_ONE_PROCESS: Side("mirrored_side", "OneProcessSide", _nothing, uses_gpus=True),
     soak_side(SHARED_MEMORY): Side("soak_side", "SoakSide", partial(_npu, backend="shared_memory")),
     soak_side(TENSORFLOW): Side("soak_side", "SoakSide", partial(_npu, backend="tensorflow")),
     soak_side("none"): Side("soak_side", "SoakSide", _nothing),

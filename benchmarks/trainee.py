@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Callable
 
 import tensorflow as tf
 import tf_keras
 
 _IMAGES, _PIXELS, _CLASSES = 4, 96, 1000
+_IMAGES_OF_A_GPU, _PIXELS_OF_A_GPU = 64, 224
 _SEQUENCES, _TOKENS = 2, 32
 _LAYERS, _WIDTH, _INNER, _HEADS, _VOCABULARY, _POSITIONS = 12, 768, 3072, 12, 30522, 512
 
@@ -16,7 +18,7 @@ class Trainee:
     """A model, its optimizer and one batch.
 
     Args:
-        name: ``"resnet50"``, ``"bert"`` or ``"chain"``.
+        name: ``"resnet50"``, ``"resnet50_224"``, ``"bert"`` or ``"chain"``.
         rank: seed of the batch; the ranks train on different data.
     """
 
@@ -45,8 +47,8 @@ class Trainee:
         self._optimizer.apply_gradients(zip(gradients, self.model.trainable_variables))
 
 
-def _resnet50() -> Any:
-    return tf_keras.applications.ResNet50(weights=None, input_shape=(_PIXELS, _PIXELS, 3), classes=_CLASSES)
+def _resnet50(pixels: int) -> Any:
+    return tf_keras.applications.ResNet50(weights=None, input_shape=(pixels, pixels, 3), classes=_CLASSES)
 
 
 def _bert() -> Any:
@@ -74,9 +76,9 @@ def _chain() -> Any:
     return tf_keras.Model(inputs, layers.Dense(1, activation="sigmoid", use_bias=False)(hidden))
 
 
-def _images(generator: tf.random.Generator) -> tuple[tf.Tensor, tf.Tensor]:
-    images = generator.uniform([_IMAGES, _PIXELS, _PIXELS, 3])
-    return images, generator.uniform([_IMAGES], maxval=_CLASSES, dtype=tf.int32)
+def _images(count: int, pixels: int, generator: tf.random.Generator) -> tuple[tf.Tensor, tf.Tensor]:
+    images = generator.uniform([count, pixels, pixels, 3])
+    return images, generator.uniform([count], maxval=_CLASSES, dtype=tf.int32)
 
 
 def _sentences(generator: tf.random.Generator) -> tuple[tf.Tensor, tf.Tensor]:
@@ -88,9 +90,15 @@ def _number(generator: tf.random.Generator) -> tuple[tf.Tensor, tf.Tensor]:
     return generator.uniform([1, 1]), tf.zeros([1], tf.int32)
 
 
-_MODELS: dict[str, Callable[[], Any]] = {"resnet50": _resnet50, "bert": _bert, "chain": _chain}
+_MODELS: dict[str, Callable[[], Any]] = {
+    "resnet50": partial(_resnet50, _PIXELS),
+    "resnet50_224": partial(_resnet50, _PIXELS_OF_A_GPU),
+    "bert": _bert,
+    "chain": _chain,
+}
 _BATCHES: dict[str, Callable[[tf.random.Generator], tuple[tf.Tensor, tf.Tensor]]] = {
-    "resnet50": _images,
+    "resnet50": partial(_images, _IMAGES, _PIXELS),
+    "resnet50_224": partial(_images, _IMAGES_OF_A_GPU, _PIXELS_OF_A_GPU),
     "bert": _sentences,
     "chain": _number,
 }

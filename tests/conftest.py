@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Callable
 
 import allowed_warnings
 import forked
@@ -33,25 +33,30 @@ _MOST_RANKS = 6
 
 _WORKER_BYTES = 8 << 30  # with its ranks, and the processes that fork them
 
-_pools: dict[tuple[int, str, str | None], Pool] = {}  # the last used one is the last
+_Kind = tuple[int, str, tuple[tuple[str, str], ...]]
+
+_pools: dict[_Kind, Pool] = {}  # the last used one is the last
 
 
-def _kind(size: int, keras: str, backend: str | None = None) -> tuple[int, str, str | None]:
+def _kind(size: int, keras: str, backend: str | None = None) -> _Kind:
     if size == 1 or (backend == "shared_memory" and not CHOSEN_BACKEND):
         backend = None  # ranks of one host share memory by themselves
-    return size, keras, backend
+    return size, keras, (("NPU_DEVICE_BACKEND", backend),) if backend else ()
 
 
 def _pool(size: int, keras: str, backend: str | None = None) -> Pool:
-    kind = _kind(size, keras, backend)
+    return _pool_of(_kind(size, keras, backend))
+
+
+def _pool_of(kind: _Kind) -> Pool:
+    size, keras, environment = kind
     pool = _pools.pop(kind, None)
     if pool is None or not pool.alive:
         if pool is not None:
             pool.close()
         while _pools and sum(other.size for other in _pools.values()) + size > _MOST_RANKS:
             _pools.pop(next(iter(_pools))).close()
-        extra = {"NPU_DEVICE_BACKEND": kind[2]} if kind[2] else {}
-        pool = Pool(size, keras, **extra)
+        pool = Pool(size, keras, **dict(environment))
     _pools[kind] = pool
     return pool
 
@@ -68,6 +73,9 @@ number, each Keras and each backend has its turn in every test.
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="2 ranks, Keras 3, one backend, and no slow tests")
+    parser.addoption(
+        "--device", choices=("gpu", "cpu"), help="run tests/gpu on GPUs, or on CPUs to check the tests themselves"
+    )
     parser.addoption("--full", action="store_true", help="every number of ranks with each Keras and each backend")
 
 
@@ -191,6 +199,12 @@ def four_ranks() -> Pool:
 def two_ranks(backend: str | None) -> Pool:
     """2 ranks, under Keras 3: for what is too large for more."""
     return _pool(2, "3", backend)
+
+
+@pytest.fixture
+def pool_with() -> Callable[..., Pool]:
+    """Return a function that returns the ranks of a size, a Keras, and variables of the environment."""
+    return lambda size, keras, **environment: _pool_of((size, keras, tuple(sorted(environment.items()))))
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Tests on GPUs: ``make test-gpu``. ``pytest tests/gpu --device cpu`` runs the same tests on CPUs, to check them."""

@@ -1,0 +1,84 @@
+"""Mismatches, killed and stopped ranks: the others raise in seconds, wherever their tensors are."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import job
+import pytest
+
+from gpu.conftest import Way
+
+BEGIN = """
+import os, signal, time
+import tensorflow as tf
+import npu_device as npu
+handle = npu.open().as_default()
+rank = handle.worker_id
+with handle.scope():
+    value = tf.Variable(tf.ones([300_000]))
+@tf.function
+def step(value):
+    return npu.distribute.all_reduce([value, 2 * value], "mean")
+print("sum", float(step(value)[0][0]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "function"])
+def test_calls_that_differ(way: Way, tmp_path: Path, graph: bool) -> None:
+    """The ranks compare their calls before NCCL gets anything, or it would wait forever or add up other tensors."""
+    call = "step(other)" if graph else 'npu.distribute.all_reduce(other, "sum")'
+    script = BEGIN + f"other = tf.ones([4 + rank])\nprint(npu.distribute.all_reduce(tf.constant(1)))\n{call}\n"
+    for result in job.run(tmp_path, 2, script, timeout=60, **way.environment):
+        assert result.code == 1
+        assert "different collective operations" in result.output
+        assert "float32 [4]" in result.output and "float32 [5]" in result.output
+
+
+def test_a_killed_rank(way: Way, tmp_path: Path) -> None:
+    script = (
+        BEGIN
+        + """
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+began = time.time()
+try:
+    for _ in range(100_000):
+        step(value)
+finally:
+    print("seconds", time.time() - began, flush=True)
+"""
+    )
+    found, killed = job.run(tmp_path, 2, script, timeout=60, **way.environment)
+    assert killed.code == -signal.SIGKILL
+    assert found.code == 1
+    assert "rank 1 on host" in found.output or "task:1" in found.output
+    assert float(found.output.rsplit("seconds ", 1)[1].split()[0]) < 15
+
+
+def test_a_stopped_rank(way: Way, tmp_path: Path) -> None:
+    script = (
+        BEGIN
+        + """
+while True:
+    step(value)
+    print("step", flush=True)
+"""
+    )
+    environment = {**way.environment, "NPU_DEVICE_STALL_WARNING": "1", "NPU_DEVICE_STALL_TIMEOUT": "4"}
+    ranks = job.start(tmp_path, 2, script, **environment)
+    deadline = time.monotonic() + 60
+    while "step" not in ranks[0].output and time.monotonic() < deadline:
+        time.sleep(0.05)
+    ranks[1].send_signal(signal.SIGSTOP)
+    try:
+        code = ranks[0].wait(40)
+    finally:
+        ranks[1].send_signal(signal.SIGCONT)
+        ranks[1].kill()
+        ranks[1].wait()
+        ranks[0].kill()
+    assert code == 1, ranks[0].output
+    assert "rank 1 on host" in ranks[0].output
