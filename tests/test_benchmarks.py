@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -122,3 +123,11 @@ def test_the_page_has_a_place_for_the_results() -> None:
     assert docs_page.replace_results(once, "two") == docs_page.replace_results(page, "two")
     with pytest.raises(ValueError, match="end of results"):
         docs_page.replace_results("another page", "one")
+
+
+def test_without_a_gpu_the_benchmark_of_gpus_says_so(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "--gpu", "--output", str(tmp_path)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 2
+    assert "sees no GPU" in run.stderr and "--on-cpu" in run.stderr

@@ -156,9 +156,10 @@ def traced_loop(directory: str) -> None:
     assert running is not None
     set_split_strategy_by_size([25] * 4)
     trace.start(running, Settings(Path(directory)))
-    weights = [tf.Variable(tf.random.stateless_normal([768, 768], (1, i)) / 40) for i in range(12)]
+    width = 4096 if tf.config.get_visible_devices("GPU") else 512  # backward has to take a while
+    weights = [tf.Variable(tf.random.stateless_normal([width, width], (1, i)) / width) for i in range(12)]
     npu.distribute.broadcast(weights)
-    x = tf.ones([256, 768])
+    x = tf.ones([64, width])
 
     @tf.function
     def step() -> None:
