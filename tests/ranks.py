@@ -44,7 +44,8 @@ def table_environment(directory: Path, size: int, rank: int) -> dict[str, str]:
 
 def clean_environment() -> dict[str, str]:
     """This process's environment without anything that describes a cluster. ``NPU_DEVICE_BACKEND`` stays: with it the
-    whole suite can be run on one backend. Python finds ``LEAN``. GPUs are hidden: ``tests/gpu`` shows them to its ranks.
+    whole suite can be run on one backend. Python finds ``LEAN``. GPUs are hidden;
+    ``tests/gpu`` shows them to its ranks.
     """
     kept = ("NPU_DEVICE_BACKEND", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
     ours = {variable.name for variable in environment.ALL}.difference(kept)
