@@ -14,11 +14,11 @@ from typing import Any, Callable
 import numpy as np
 import tensorflow as tf
 
+from npu_device._src.collectives.backends.arrays.buffers import BufferPool
+from npu_device._src.collectives.backends.arrays.engine import Engine
+from npu_device._src.collectives.backends.arrays.stream import Stream
 from npu_device._src.collectives.backends.shared_memory import programs
-from npu_device._src.collectives.backends.shared_memory.buffers import BufferPool
-from npu_device._src.collectives.backends.shared_memory.engine import Engine
 from npu_device._src.collectives.backends.shared_memory.futex import Counter
-from npu_device._src.collectives.backends.shared_memory.stream import Stream
 
 BACKGROUND = "background thread"
 CALLERS = "TensorFlow's threads"
@@ -51,8 +51,8 @@ class Clocks:
             (Engine, "finish", FINISH),
         ):
             setattr(owner, name, self._timed(part, getattr(owner, name)))
-        make_fold = programs._folding
-        programs._folding = lambda *arguments: self._timed(ADD, make_fold(*arguments))
+        make_fold = programs.folding
+        programs.folding = lambda *arguments: self._timed(ADD, make_fold(*arguments))
 
     def around(self, step: Callable[[], tf.Tensor]) -> Callable[[], tf.Tensor]:
         """Return the step with clocks on its parts."""

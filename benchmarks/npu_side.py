@@ -17,11 +17,11 @@ from benchmarks.trainee import Trainee
 from hccl.split.api import set_split_strategy_by_size
 from npu_device._src.cluster import runtime
 from npu_device._src.collectives.agreement import agreed, describe
+from npu_device._src.collectives.backends.arrays.buffers import BufferPool
+from npu_device._src.collectives.backends.arrays.engine import Engine, Job
+from npu_device._src.collectives.backends.arrays.stream import Stream
 from npu_device._src.collectives.backends.shared_memory import programs
-from npu_device._src.collectives.backends.shared_memory.buffers import BufferPool
-from npu_device._src.collectives.backends.shared_memory.engine import Engine, Job
-from npu_device._src.collectives.backends.shared_memory.lines import channel_of
-from npu_device._src.collectives.backends.shared_memory.stream import Stream
+from npu_device._src.collectives.backends.shared_memory.backend import channel_of
 from npu_device._src.collectives.group import Group
 from npu_device._src.gradients import split_strategy
 from npu_device._src.trace import trace

@@ -35,15 +35,15 @@ class Pool:
         self._directory = tempfile.TemporaryDirectory(prefix="npu_pool_")
         directory = Path(self._directory.name)
         address = str(directory / "socket")
-        self._processes: list[Process] = []
         with Listener(address, family="AF_UNIX", backlog=size) as listener:
-            for rank in range(size):
-                environment = table_environment(directory, size, rank) if size > 1 else {}
-                environment.update(
-                    TF_USE_LEGACY_KERAS="1" if keras == "2" else "0", TF_CPP_MIN_LOG_LEVEL="2", **extra_environment
-                )
-                self._processes.append(Process([_WORKER, address, str(rank)], {**clean_environment(), **environment}))
+            common = {"TF_USE_LEGACY_KERAS": "1" if keras == "2" else "0", "TF_CPP_MIN_LOG_LEVEL": "2"}
+            self._processes = self._start([_WORKER, address], {**clean_environment(), **common, **extra_environment})
             self._connections = self._accept(listener)
+
+    def _start(self, arguments: list[str], environment: dict[str, str]) -> list[Any]:
+        directory = Path(self._directory.name)
+        tables = [table_environment(directory, self.size, rank) if self.size > 1 else {} for rank in range(self.size)]
+        return [Process(arguments, {**environment, **table}) for table in tables]
 
     def _accept(self, listener: Listener) -> list[Connection]:
         connections: dict[int, Connection] = {}

@@ -28,10 +28,8 @@ def _call(module: str, name: str, arguments: tuple[Any, ...]) -> Answer:
 
 
 def main() -> None:
-    address, rank = sys.argv[1], int(sys.argv[2])
-    with Client(address, family="AF_UNIX") as connection:
-        npu.open().as_default()
-        connection.send(rank)
+    with Client(sys.argv[1], family="AF_UNIX") as connection:
+        connection.send(npu.open().as_default().worker_id)
         while True:
             try:
                 module, name, arguments = connection.recv()

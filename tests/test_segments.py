@@ -87,7 +87,7 @@ def body_times(overlap: bool) -> Any:
 
     import npu_device as npu
     from hccl.split.api import set_split_strategy_by_idx
-    from npu_device._src.collectives.backends.shared_memory.lines import end_of
+    from npu_device._src.collectives.backends.arrays.lines import end_of
     from npu_device._src.gradients import split_strategy
 
     weights = [tf.Variable(tf.eye(WIDTH)) for _ in range(12)]

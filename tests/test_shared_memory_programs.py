@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from npu_device._src.collectives.backends.arrays.buffers import ALIGNMENT, BufferPool
+from npu_device._src.collectives.backends.arrays.engine import Engine, Job
+from npu_device._src.collectives.backends.arrays.folding import FOLDS
+from npu_device._src.collectives.backends.arrays.stream import Stream
 from npu_device._src.collectives.backends.shared_memory import futex, programs
-from npu_device._src.collectives.backends.shared_memory.buffers import ALIGNMENT, BufferPool
 from npu_device._src.collectives.backends.shared_memory.channel import Channel, Layout
-from npu_device._src.collectives.backends.shared_memory.engine import Engine, Job
-from npu_device._src.collectives.backends.shared_memory.stream import Stream
 
 pytestmark = pytest.mark.skipif(not futex.is_supported(), reason="needs Linux on x86-64")
 
@@ -93,7 +94,7 @@ def test_a_slot_gets_every_array_that_reaches_into_it() -> None:
 def test_reductions_of_any_length(size: int, length: int) -> None:
     members = Members(size)
     values = [np.random.default_rng(rank).standard_normal(length).astype(np.float32) for rank in range(size)]
-    for reduction, combine in programs._FOLDS.items():
+    for reduction, combine in FOLDS.items():
         expected = values[0].copy()
         for other in values[1:]:
             expected = combine(expected, other)
@@ -124,7 +125,7 @@ def numpys(values: list[np.ndarray], reduction: str, wire: Any, result: Any) -> 
     wide = np.float32 if np.dtype(result).itemsize == 2 and np.dtype(result).kind not in "iu" else result
     total = values[0].astype(wire).astype(wide)
     for other in values[1:]:
-        total = programs._FOLDS[reduction](total, other.astype(wire).astype(wide))
+        total = FOLDS[reduction](total, other.astype(wire).astype(wide))
     return np.asarray(total / wide(len(values)) if reduction == "mean" else total).astype(result)
 
 

@@ -120,6 +120,11 @@ class Health:
         """Return True when this rank is closing or its collectives have been stopped."""
         return self._closing or self._failure is not None
 
+    @property
+    def has_failed(self) -> bool:
+        """Return True when this rank or another one has failed."""
+        return self._failure is not None
+
     # What happened to the others
 
     def _on_push(self, message: dict[str, Any]) -> None:

@@ -81,7 +81,7 @@ def start(cluster: Cluster, channel: Channel, serves_others: bool) -> Runtime:
     """Start the runtime of a job; see ``Runtime`` for the arguments."""
     global _runtime
     _runtime = Runtime(cluster, channel, serves_others)
-    atexit.register(close)
+    atexit.register(_exit)
     _log.info("rank %d of %d on host %s is ready", cluster.rank, cluster.world_size, cluster.host)
     return _runtime
 
@@ -96,7 +96,6 @@ def abandon(error: BaseException) -> PeerError | None:
     runtime, _runtime = _runtime, None
     assert runtime is not None
     _closed_by = os.getpid()
-    atexit.unregister(close)
     return runtime.health.give_up(error)
 
 
@@ -110,10 +109,24 @@ def close() -> None:
     if runtime is None or runtime.is_parents:
         _runtime = None
         return
-    atexit.unregister(close)
     try:
         for act in runtime.before_leaving:
             act(runtime)
     finally:
         _runtime, _closed_by = None, os.getpid()
         runtime.health.leave(runtime.serves_others)
+
+
+_at_exit: list[Callable[[], None]] = []
+
+
+def on_exit(act: Callable[[], None]) -> None:
+    """Call a function when this process exits, after it has left the job; not in a forked child."""
+    pid = os.getpid()
+    _at_exit.append(lambda: act() if os.getpid() == pid else None)
+
+
+def _exit() -> None:
+    close()
+    for act in _at_exit:
+        act()

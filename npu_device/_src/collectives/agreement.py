@@ -1,8 +1,8 @@
 """Make the ranks agree on their next call before data moves; calls that don't match raise on all ranks.
 
-Every rank sends a fingerprint of its call (operation, positions, dtypes, shapes, reduction, root): in shared memory,
-with the first data; through TensorFlow, in a gather of four integers that has the same form for every call, so
-that it matches even if the calls don't. Only if the fingerprints differ do the ranks exchange the details,
+Every rank sends a fingerprint of its call (operation, positions, dtypes, shapes, reduction, root): in shared memory and
+through MPI, with the first data; through TensorFlow, in a gather of four integers that has the same form for every
+call, so that it matches even if the calls don't. Only if the fingerprints differ do the ranks exchange the details,
 through the hub. A list of gradients takes one agreement; TensorFlow's depends on no gradient and ends
 long before backward produces the first one.
 
@@ -27,10 +27,10 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives.backends.shared_memory import operations as shared_memory
 from npu_device._src.collectives.backends.tensorflow import operations as tensorflow_backend
+from npu_device._src.collectives.backends.two_level import has_levels
 from npu_device._src.collectives.calling_thread import calling_thread, in_call
-from npu_device._src.collectives.choice import shares_memory, uses_shared_memory
+from npu_device._src.collectives.choice import array_backend_of, memory_backend_of
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.python_call import python_call
 from npu_device._src.collectives.stall import GraphWatch, graph_watch_of
@@ -144,24 +144,24 @@ def agreed(runtime: Runtime, group: Group, call: Call, values: Sequence[Any]) ->
         call = replace(call, thread="")  # each tag keeps its own order, whichever threads send and receive
         dtypes = []  # what is sent and received travels as bits, from memory to memory
     with in_call(runtime, group) as overlaps:
-        if uses_shared_memory(runtime, group, dtypes):
-            terms = _terms(runtime, group, call, overlaps)
-            agreement = Agreement(runtime, terms, _shapes_number(values, call.ragged))
-            try:
-                yield agreement
-                if agreement.is_open:
-                    shared_memory.exchange_terms(agreement, group)
-            finally:
-                agreement.take()
-        else:
-            if shares_memory(runtime, group):  # and some of the values go through NCCL
-                terms = _terms(runtime, group, call, overlaps)
-                agreement = Agreement(runtime, terms, _shapes_number(values, call.ragged))
-                first = shared_memory.exchange_terms(agreement, group)
-            else:
-                first = _agree(runtime, group, call, values, overlaps)
-            with tf.control_dependencies(first):
+        memory = memory_backend_of(runtime, group)
+        if memory is None:
+            with tf.control_dependencies(_agree(runtime, group, call, values, overlaps)):
                 yield Agreement(runtime)
+            return
+        terms = _terms(runtime, group, call, overlaps)
+        agreement = Agreement(runtime, terms, _shapes_number(values, call.ragged))
+        if array_backend_of(runtime, group, dtypes) is None or has_levels(runtime, group):
+            # Some of the values go through NCCL, or each collective of the call is only for some of the ranks.
+            with tf.control_dependencies(memory.exchange_terms(agreement, group)):
+                yield Agreement(runtime)
+            return
+        try:
+            yield agreement
+            if agreement.is_open:
+                memory.exchange_terms(agreement, group)
+        finally:
+            agreement.take()
 
 
 def _refuse_xla(runtime: Runtime, call: Call) -> None:

@@ -1,8 +1,9 @@
 """Choose the backend for a call; the operations use this module.
 
 A group whose ranks share memory uses that. One that spans hosts, some of which have several of its ranks, reduces and
-spreads on each host in shared memory, and uses TensorFlow between them. All other groups use TensorFlow. If each rank
-of the job has a GPU of its own, floating-point tensors go through TensorFlow and NCCL in every group.
+spreads on each host in shared memory, and uses another backend between them. That one, which all other groups use as
+well, is MPI if it connects all ranks of the job (``mpi.opening``), or else TensorFlow. If each rank of the job has a
+GPU of its own, floating-point tensors go through TensorFlow and NCCL in every group.
 """
 
 from __future__ import annotations
@@ -13,54 +14,77 @@ import tensorflow as tf
 
 from npu_device._src import environment
 from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives.backends import two_level
+from npu_device._src.collectives.backends.arrays.operations import ArrayBackend
 from npu_device._src.collectives.backends.contract import Backend, ReducingBackend
-from npu_device._src.collectives.backends.shared_memory import operations as shared_memory
+from npu_device._src.collectives.backends.mpi.backend import mpi
+from npu_device._src.collectives.backends.mpi.world import reason_against, world_of
+from npu_device._src.collectives.backends.shared_memory.backend import shared_memory
 from npu_device._src.collectives.backends.shared_memory.host import hosts_of
 from npu_device._src.collectives.backends.tensorflow import lengths
 from npu_device._src.collectives.backends.tensorflow import operations as tensorflow_backend
+from npu_device._src.collectives.backends.two_level import TwoLevelBackend, has_levels
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.stall import forget_watches
 
-
-def shares_memory(runtime: Runtime, group: Group) -> bool:
-    """Return whether all ranks of a group share memory; the same on every rank."""
-    leaders = hosts_of(runtime).leaders
-    return len({leaders[rank] for rank in group.ranks}) == 1
+_between_hosts = {True: TwoLevelBackend(mpi), False: TwoLevelBackend(tensorflow_backend)}
 
 
-def uses_shared_memory(runtime: Runtime, group: Group, dtypes: Iterable[tf.DType]) -> bool:
-    """Return whether a group's call on tensors of some dtypes goes entirely through shared memory; the same on
-    every rank. Other modules ask this function which backend serves a call.
+def memory_backend_of(runtime: Runtime, group: Group) -> ArrayBackend | None:
+    """Return the backend of a group for data in the hosts' memories; the same on every rank. None if that is
+    TensorFlow, which doesn't compare calls with their data.
     """
-    return shares_memory(runtime, group) and not any(map(hosts_of(runtime).uses_nccl, dtypes))
+    leaders = hosts_of(runtime).leaders
+    if len({leaders[rank] for rank in group.ranks}) == 1:
+        return shared_memory
+    return mpi if world_of(runtime) is not None else None
+
+
+def array_backend_of(runtime: Runtime, group: Group, dtypes: Iterable[tf.DType]) -> ArrayBackend | None:
+    """Return the backend that serves all of a group's call on tensors of some dtypes; the same on every rank. None if
+    some of them go through TensorFlow. Other modules ask this function which backend serves a call.
+    """
+    return None if any(map(hosts_of(runtime).uses_nccl, dtypes)) else memory_backend_of(runtime, group)
 
 
 def backend_of(runtime: Runtime, group: Group, dtype: tf.DType) -> Backend:
     """Return the backend that moves a group's tensors of a dtype; the same on every rank."""
-    return shared_memory if uses_shared_memory(runtime, group, [dtype]) else tensorflow_backend
+    return array_backend_of(runtime, group, [dtype]) or tensorflow_backend
 
 
 def reducing_backend_of(runtime: Runtime, group: Group, dtype: tf.DType) -> ReducingBackend:
     """Return the backend for the calls that a group of several hosts can divide between its hosts."""
-    if not hosts_of(runtime).uses_nccl(dtype) and two_level.has_levels(runtime, group):
-        return two_level
-    return backend_of(runtime, group, dtype)
+    chosen = backend_of(runtime, group, dtype)
+    if not hosts_of(runtime).uses_nccl(dtype) and has_levels(runtime, group):
+        return _between_hosts[chosen is mpi]
+    return chosen
+
+
+def name_of(runtime: Runtime, group: Group, dtypes: Iterable[tf.DType]) -> str:
+    """Return the name, as in ``NPU_DEVICE_BACKEND``, of the backend that serves a group's call between its hosts."""
+    chosen = array_backend_of(runtime, group, dtypes)
+    return "tensorflow" if chosen is None else "mpi" if chosen is mpi else "shared_memory"
 
 
 def explained(runtime: Runtime, group: Group) -> str:
     """Return in words which backend reduces a group's gradients, and why."""
-    hosts, backend = hosts_of(runtime), reducing_backend_of(runtime, group, tf.float32)
-    if backend is shared_memory:
+    hosts, name = hosts_of(runtime), name_of(runtime, group, [tf.float32])
+    if name == "shared_memory":
         return "shared memory: all ranks share that of one host"
-    if backend is two_level:
-        return "shared memory within each host, and TensorFlow's ring between them: hosts have several ranks"
-    if not hosts.no_nccl:
-        return "TensorFlow's collectives with NCCL: each rank has a GPU of its own"
-    if environment.NPU_DEVICE_BACKEND.get() == "tensorflow":
-        return "TensorFlow's ring over gRPC: NPU_DEVICE_BACKEND is tensorflow"
-    why = "ranks of one host can't share memory" if any(hosts.problems) else "each rank has a host to itself"
-    return f"TensorFlow's ring over gRPC: {why}"
+    world, wanted = world_of(runtime), environment.NPU_DEVICE_BACKEND.get()
+    between = "TensorFlow's ring over gRPC"
+    if name == "mpi":
+        assert world is not None
+        between = f"MPI ({world.library})"
+    if isinstance(reducing_backend_of(runtime, group, tf.float32), TwoLevelBackend):
+        why = "hosts have several ranks"
+        text = f"shared memory within each host, and {between} between them"
+    elif not hosts.no_nccl:
+        text, why = "TensorFlow's collectives with NCCL", "each rank has a GPU of its own"
+    else:
+        why = "ranks of one host can't share memory" if any(hosts.problems) else "each rank has a host to itself"
+        text, why = between, f"NPU_DEVICE_BACKEND is {wanted}" if wanted == name else why
+    against = reason_against(runtime)
+    return f"{text}: {why}" + (f". Not MPI: {against}" if against else "")
 
 
 def packs(runtime: Runtime, group: Group, dtype: tf.DType) -> bool:
@@ -71,9 +95,10 @@ def packs(runtime: Runtime, group: Group, dtype: tf.DType) -> bool:
 def release(runtime: Runtime, name: str) -> None:
     """Free what is held for a group that is destroyed."""
     shared_memory.release(runtime, name)
+    mpi.release(runtime, name)
     forget_watches(runtime, name)
 
 
 def row_length(runtime: Runtime, group: Group, dtype: tf.DType, longest: tf.Tensor) -> tf.Tensor:
     """Return to how many elements rows of different lengths are padded, given the longest; the same on every rank."""
-    return longest if backend_of(runtime, group, dtype) is shared_memory else lengths.rounded(longest)
+    return lengths.rounded(longest) if backend_of(runtime, group, dtype) is tensorflow_backend else longest

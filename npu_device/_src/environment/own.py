@@ -58,12 +58,13 @@ NPU_DEVICE_HUB: Variable[int | None] = Variable(
 )
 NPU_DEVICE_BACKEND: Variable[str] = Variable(
     "NPU_DEVICE_BACKEND",
-    forms.one_of("auto", "tensorflow", "shared_memory"),
+    forms.one_of("auto", "tensorflow", "shared_memory", "mpi"),
     "auto",
     "",
     "how tensors are sent: `tensorflow` uses TensorFlow's collective operations; `shared_memory` uses memory that the "
-    "ranks of a host share, and TensorFlow between hosts; `auto` is `shared_memory` where possible. Must be the same "
-    "on all ranks.",
+    "ranks of a host share, and TensorFlow between hosts; `mpi` uses MPI through mpi4py, also within a host, and needs "
+    "ranks that one `mpiexec` started. `auto` is `shared_memory` where possible, and between hosts MPI where an "
+    "`mpiexec` started the ranks and mpi4py is installed. Must be the same on all ranks.",
     "npu_device",
 )
 NPU_DEVICE_STALL_WARNING: Variable[float] = Variable(

@@ -23,7 +23,7 @@ from npu_device._src.collectives.all_reduce import (
     require_differentiable,
     require_reduction,
 )
-from npu_device._src.collectives.choice import uses_shared_memory
+from npu_device._src.collectives.choice import name_of
 from npu_device._src.collectives.dtypes import reduced_dtype
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.operation import Declaration, collective
@@ -135,7 +135,7 @@ def _reduce_list(runtime: Runtime, values: Sequence[Gradient], reduction: Reduct
     segments = cut(values, reduction.kind, reduction.fusion, group.name)
     parts = [*segments, *([i] for i, value in enumerate(values) if isinstance(value, tf.IndexedSlices))]
     dtypes = [value.dtype for value in values if value is not None]
-    backend = "shared_memory" if uses_shared_memory(runtime, group, dtypes) else "tensorflow"
+    backend = name_of(runtime, group, dtypes)
     results: list[Gradient] = [None] * len(values)
     seen = traced_reduction(values, segments, reduction.kind, group.name, backend, reduction.overlap)
     with seen as trace, _all_first(values, reduction):

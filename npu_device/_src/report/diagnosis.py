@@ -127,10 +127,10 @@ def _cost(traces: Sequence[RankTrace], directory: Path) -> tuple[CostModel, str]
 def _samples(traces: Sequence[RankTrace]) -> dict[int, list[float]]:
     """Return, by bytes, the seconds that segments took once every rank had them and the network was theirs alone.
 
-    In shared memory, a segment begins when the one before it is over. Elsewhere, segments in flight at the same time
-    share the network, and only their total counts.
+    In shared memory and through MPI, a segment begins when the one before it is over. Elsewhere, segments in flight at
+    the same time share the network, and only their total counts.
     """
-    queued = traces[0].backend == "shared_memory"
+    queued = traces[0].backend != "tensorflow"
     samples: dict[int, list[float]] = {}
     for ones in zip(*(trace.iterations for trace in traces)):
         size, begun, over = 0, 0.0, 0.0

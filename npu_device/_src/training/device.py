@@ -20,6 +20,8 @@ from npu_device._src.cluster import rendezvous, runtime
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives import gpus, resources
+from npu_device._src.collectives.backends.mpi.opening import open_world
+from npu_device._src.collectives.backends.mpi.world import world_of
 from npu_device._src.collectives.backends.shared_memory.host import detect_hosts
 from npu_device._src.collectives.backends.tensorflow import server
 from npu_device._src.collectives.stall import watch_for_stalls
@@ -123,12 +125,14 @@ def _begin(running: Runtime, traced: Settings | None) -> None:
     try:
         watch_for_stalls(running)
         hosts = detect_hosts(running, gpus.choose_device(running.cluster))
-        if not hosts.share_everything:
+        open_world(running, hosts)
+        needs_server = not hosts.share_everything and (world_of(running) is None or not hosts.no_nccl)
+        if needs_server:
             server.require_in_time(running, hosts.late)
         resources.count_cores(running)
         resources.divide_cores(running)
         gpus.prepare(running, hosts)
-        if not hosts.share_everything:
+        if needs_server:
             server.start(running)
         share(running)
         _start_trace(running, traced)

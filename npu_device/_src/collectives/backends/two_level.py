@@ -6,14 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Callable
+from types import ModuleType
+from typing import Any, Callable
 
 import tensorflow as tf
 
 from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives.backends.shared_memory import operations as shared_memory
+from npu_device._src.collectives.backends.arrays.operations import ArrayBackend
+from npu_device._src.collectives.backends.shared_memory.backend import shared_memory
 from npu_device._src.collectives.backends.shared_memory.host import hosts_of
-from npu_device._src.collectives.backends.tensorflow import operations as tensorflow_backend
 from npu_device._src.collectives.dtypes import mean_dtype, sum_dtype, wire_dtype
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.terms import Agreement
@@ -25,48 +26,62 @@ def has_levels(runtime: Runtime, group: Group) -> bool:
     return 1 < hosts < group.size
 
 
-def start_all_reduce(
-    agreement: Agreement, segments: Sequence[Sequence[tf.Tensor]], reduction: str, group: Group, wire: tf.DType | None
-) -> list[Callable[[], list[tf.Tensor]]]:
-    """Start to reduce segments, as ``contract`` says. The ranks between the hosts take the mean, of whole sums."""
-    return [partial(_all_reduce, agreement, segment, reduction, group, wire) for segment in segments]
+class TwoLevelBackend:
+    """The backend for calls that hosts can divide.
 
+    Args:
+        between: the backend of the lowest ranks of all hosts.
+    """
 
-def _all_reduce(
-    agreement: Agreement, segment: Sequence[tf.Tensor], reduction: str, group: Group, wire: tf.DType | None
-) -> list[tf.Tensor]:
-    host, between, counts = _levels(agreement.runtime, group)
-    dtype = mean_dtype(segment[0].dtype) if reduction == "mean" else segment[0].dtype
-    # A host's sum keeps the precision and range of the dtype it is added in; it is sent as narrow as one rank's values.
-    values = [tf.cast(value, sum_dtype(dtype)) for value in segment]
-    values = shared_memory.reduce(agreement, values, "sum" if reduction == "mean" else reduction, 0, host)
-    if between is not None:
-        travels = wire_dtype(dtype, wire) if reduction in ("sum", "mean") else None
-        [finish] = tensorflow_backend.start_all_reduce(agreement, [values], reduction, between, travels, counts)
-        values = finish()
-    return shared_memory.broadcast(agreement, [tf.cast(value, dtype) for value in values], 0, host)
+    def __init__(self, between: ArrayBackend | ModuleType) -> None:
+        self._between: Any = between
 
+    def start_all_reduce(
+        self,
+        agreement: Agreement,
+        segments: Sequence[Sequence[tf.Tensor]],
+        reduction: str,
+        group: Group,
+        wire: tf.DType | None,
+    ) -> list[Callable[[], list[tf.Tensor]]]:
+        """Start to reduce segments, as ``contract`` says. The ranks between the hosts take the mean, of whole sums."""
+        return [partial(self._all_reduce, agreement, segment, reduction, group, wire) for segment in segments]
 
-def reduce(
-    agreement: Agreement, tensors: Sequence[tf.Tensor], reduction: str, root: int, group: Group
-) -> list[tf.Tensor]:
-    """Reduce tensors, as ``shared_memory.operations.reduce`` does, but to all ranks: TensorFlow has nothing else."""
-    del root
-    return _all_reduce(agreement, tensors, reduction, group, None)
+    def _all_reduce(
+        self, agreement: Agreement, segment: Sequence[tf.Tensor], reduction: str, group: Group, wire: tf.DType | None
+    ) -> list[tf.Tensor]:
+        host, between, counts = _levels(agreement.runtime, group)
+        dtype = mean_dtype(segment[0].dtype) if reduction == "mean" else segment[0].dtype
+        # A host's sum keeps the precision and range of the dtype it is added in; it is sent as narrow as one rank's
+        # values.
+        values = [tf.cast(value, sum_dtype(dtype)) for value in segment]
+        values = shared_memory.reduce(agreement, values, "sum" if reduction == "mean" else reduction, 0, host)
+        if between is not None:
+            travels = wire_dtype(dtype, wire) if reduction in ("sum", "mean") else None
+            travels = None if travels == values[0].dtype else travels
+            [finish] = self._between.start_all_reduce(agreement, [values], reduction, between, travels, counts)
+            values = finish()
+        return shared_memory.broadcast(agreement, [tf.cast(value, dtype) for value in values], 0, host)
 
+    def reduce(
+        self, agreement: Agreement, tensors: Sequence[tf.Tensor], reduction: str, root: int, group: Group
+    ) -> list[tf.Tensor]:
+        """Reduce tensors, as ``contract`` says, but to all ranks."""
+        del root
+        return self._all_reduce(agreement, tensors, reduction, group, None)
 
-def broadcast(agreement: Agreement, tensors: Sequence[tf.Tensor], root: int, group: Group) -> list[tf.Tensor]:
-    """Broadcast the root's tensors: to the lowest rank of the root's host, between hosts, and on every host."""
-    leaders = hosts_of(agreement.runtime).leaders
-    host, between, _ = _levels(agreement.runtime, group)
-    source = group.ranks[root]
-    values = list(tensors)
-    if leaders[source] == leaders[group.ranks[group.rank]] and source != host.ranks[0]:
-        values = shared_memory.broadcast(agreement, values, host.ranks.index(source), host)
-    if between is not None:
-        first = next(rank for rank in between.ranks if leaders[rank] == leaders[source])
-        values = tensorflow_backend.broadcast(agreement, values, between.ranks.index(first), between)
-    return shared_memory.broadcast(agreement, values, 0, host)
+    def broadcast(self, agreement: Agreement, tensors: Sequence[tf.Tensor], root: int, group: Group) -> list[tf.Tensor]:
+        """Broadcast the root's tensors: to the lowest rank of the root's host, between hosts, and on every host."""
+        leaders = hosts_of(agreement.runtime).leaders
+        host, between, _ = _levels(agreement.runtime, group)
+        source = group.ranks[root]
+        values = list(tensors)
+        if leaders[source] == leaders[group.ranks[group.rank]] and source != host.ranks[0]:
+            values = shared_memory.broadcast(agreement, values, host.ranks.index(source), host)
+        if between is not None:
+            first = next(rank for rank in between.ranks if leaders[rank] == leaders[source])
+            values = self._between.broadcast(agreement, values, between.ranks.index(first), between)
+        return shared_memory.broadcast(agreement, values, 0, host)
 
 
 def _levels(runtime: Runtime, group: Group) -> tuple[Group, Group | None, list[int]]:

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import environment
-from npu_device._src.collectives.choice import uses_shared_memory
+from npu_device._src.collectives.choice import explained
 from npu_device._src.training import training_state
 from npu_device._src.training.world import World
 
@@ -38,9 +38,7 @@ def lines(world: World, model: Any, rows: int | None, steps: int | None) -> list
         batch = f"{rows} samples, {most if least == most else f'{least} or {most}'} per rank"
     rates = ", ".join(_rate(optimizer) for optimizer in training_state.optimizers(model)) or "none"
     threads = tf.config.threading.get_intra_op_parallelism_threads() or "TensorFlow's default number of"
-    backend = (
-        "shared memory" if uses_shared_memory(world.runtime, world.group, [tf.float32]) else "TensorFlow's collectives"
-    )
+    backend = explained(world.runtime, world.group)
     return [
         f"npu_device: {type(model).__name__} {model.name!r} trains on {world.size} ranks ({where})",
         f"  global batch   {batch}; {'unknown' if steps is None else steps} steps per epoch",

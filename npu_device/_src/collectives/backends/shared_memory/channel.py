@@ -14,10 +14,8 @@ from typing import Callable
 
 import numpy as np
 
+from npu_device._src.collectives.backends.arrays.heads import HEAD_WORDS
 from npu_device._src.collectives.backends.shared_memory.futex import Counter
-
-HEAD_WORDS = 4
-"""32-bit words of a member beside each of its slots: its description of the job that begins there."""
 
 _PAGE = 4096
 _COUNTER_BYTES = 64
@@ -116,6 +114,10 @@ class Channel:
     def done(self, step: int) -> None:
         """Let the others reuse the slots of the step."""
         self._read[self.rank].advance_to(step + 1)
+
+    def close(self) -> None:
+        """Give up the channel; its memory goes with its last reader."""
+        self.settle()
 
     def advance(self, program: Waiting, block: bool) -> bool:
         """Run a program to its end, or as far as it goes without blocking; return whether it has ended.

@@ -95,7 +95,7 @@ def detect_hosts(runtime: Runtime, device: Device) -> Hosts:
         offer.withdraw()
         offer.memory.close()
     wanted = _one_backend(backends, cluster.hosts)
-    if wanted == "tensorflow":
+    if wanted in ("tensorflow", "mpi"):
         leaders = tuple(range(cluster.world_size))
     else:
         _report(wanted, problems, cluster.hosts, cluster.rank)

@@ -12,13 +12,13 @@ from typing import Any, Callable, Optional
 
 import numpy as np
 
+from npu_device._src.collectives.backends.arrays.folding import Rows, folding
+from npu_device._src.collectives.backends.arrays.heads import Mismatch, require_same
+from npu_device._src.collectives.backends.arrays.stream import Stream
 from npu_device._src.collectives.backends.shared_memory.channel import Channel, Waiting
-from npu_device._src.collectives.backends.shared_memory.stream import Stream
 
 Head = Optional[Sequence[int]]
-"""A member's description of a job; the first rounds of a job carry it, and it must be the same on all members."""
-
-_FOLDS: dict[str, Any] = {"sum": np.add, "mean": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+"""A member's description of a job; None where the rounds of the job that carry it are over."""
 
 # How many slots a member publishes before it reads. More slots let the ranks drift further apart; but what it published
 # itself should still be in its core's cache when it reads it.
@@ -32,19 +32,11 @@ _SHARED_FROM_BYTES = 64 << 10
 _SHARED_SLOTS = 8
 
 
-OVERLAPS = 2
-"""The last number of the head of a member that is in two calls at once, which all members refuse."""
-
-
-class Mismatch(Exception):
-    """The members' heads of a job differ. All members detect it in the same step, before any data is read."""
-
-
 def all_reduce(
     channel: Channel, stream: Stream, arrays: Sequence[np.ndarray], result: np.ndarray, reduction: str, head: Head
 ) -> Waiting:
     """Reduce a stream; ``result`` is as long as the stream, and may be of another dtype."""
-    fold = _folding(reduction, channel.size)
+    fold = folding(reduction, channel.size)
     length = stream.length
     if channel.size == 2 or length * stream.dtype.itemsize <= _SHARED_FROM_BYTES:
         yield from _reduce_all(channel, stream, arrays, result, fold, head)
@@ -64,10 +56,12 @@ def reduce(
     arrays: Sequence[np.ndarray],
     result: np.ndarray | None,
     reduction: str,
+    root: int,
     head: Head,
 ) -> Waiting:
-    """Reduce a stream to one member, the only one with a ``result``."""
-    fold = _folding(reduction, channel.size)
+    """Reduce a stream to the root, the only one with a ``result``."""
+    del root
+    fold = folding(reduction, channel.size)
     yield from _reduce_all(channel, stream, arrays, result, fold, head)
 
 
@@ -131,7 +125,7 @@ def _reduce_all(
     stream: Stream,
     arrays: Sequence[np.ndarray],
     result: np.ndarray | None,
-    fold: Callable[[np.ndarray, np.ndarray], None],
+    fold: Callable[[Rows, np.ndarray], None],
     head: Head,
 ) -> Waiting:
     """Reduce with each member that wants the result doing all of the work."""
@@ -154,7 +148,7 @@ def _reduce_shared(
     stream: Stream,
     arrays: Sequence[np.ndarray],
     result: np.ndarray,
-    fold: Callable[[np.ndarray, np.ndarray], None],
+    fold: Callable[[Rows, np.ndarray], None],
     block: tuple[int, int, int],
     head: Head,
 ) -> Waiting:
@@ -232,39 +226,13 @@ def _rounds(
         yield from channel.published(step, range(channel.size) if meets else publishers)
         channel.step = step + 1
         if meets:
-            heads = channel.heads(step)
-            if (heads != heads[0]).any() or (heads[:, -1] == OVERLAPS).any():
+            try:
+                require_same(channel.heads(step))
+            except Mismatch:
                 channel.done(step)
-                raise Mismatch
+                raise
         read(number, rings[:, step % channel.slots])
         channel.done(step)
-
-
-def _folding(reduction: str, size: int) -> Callable[[np.ndarray, np.ndarray], None]:
-    """Return a function that reduces an array's rows, in order, into another array, and divides a mean by their number.
-
-    It works in the result's dtype; 16-bit floats are combined in float32 and rounded once at the end.
-    """
-    combine = _FOLDS[reduction]
-
-    def fold(rows: np.ndarray, result: np.ndarray) -> None:
-        narrow = result.dtype.itemsize == 2 and result.dtype.kind not in "iu"  # numpy sees bfloat16 as bytes
-        total = np.empty(result.shape, np.float32) if narrow else result
-        with np.errstate(all="ignore"):  # infinite gradients are left to the loss scale; TensorFlow doesn't warn either
-            if size == 1:
-                total[:] = rows[0]
-            else:
-                combine(rows[0], rows[1], out=total, dtype=total.dtype, casting="unsafe")
-            for row in rows[2:]:
-                combine(total, row, out=total, dtype=total.dtype, casting="unsafe")
-            if reduction == "mean" and size & (size - 1) == 0:
-                np.multiply(total, total.dtype.type(1.0 / size), out=total)  # the same bits as division, but faster
-            elif reduction == "mean":
-                np.divide(total, size, out=total)
-            if narrow:
-                result[:] = total
-
-    return fold
 
 
 def _count(length: int, chunk: int) -> int:

@@ -70,7 +70,7 @@ def all_to_all(agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor
 def reduce(
     agreement: Agreement, tensors: Sequence[tf.Tensor], reduction: str, root: int, group: Group
 ) -> list[tf.Tensor]:
-    """Reduce tensors, as ``shared_memory.operations.reduce`` does, but to all ranks: TensorFlow has nothing else."""
+    """Reduce tensors, as ``contract`` says, but to all ranks: TensorFlow has nothing else."""
     del root
     return _all_reduce_segment(agreement.runtime, tensors, reduction, group, None, [1] * group.size)
 

@@ -10,11 +10,27 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from typing import Any, Callable
+from collections.abc import Iterator
+from typing import Any, Callable, Protocol
 
 from npu_device._src.cluster.errors import PeerError
-from npu_device._src.collectives.backends.shared_memory.channel import Channel, Waiting
-from npu_device._src.collectives.backends.shared_memory.programs import Mismatch
+from npu_device._src.collectives.backends.arrays.heads import Mismatch
+
+Program = Iterator[Any]
+"""One operation, which pauses where it would have to wait."""
+
+
+class Channel(Protocol):
+    """What carries the members' data."""
+
+    def advance(self, program: Any, block: bool) -> bool:
+        """Run a program to its end, or as far as it goes without blocking; return whether it has ended."""
+
+    def settle(self) -> None:
+        """Note that a job has ended, and so all members have come; or that the group is destroyed."""
+
+    def close(self) -> None:
+        """Give up the channel."""
 
 
 class Job:
@@ -26,11 +42,11 @@ class Job:
         refuse: makes the error for members whose heads differ.
     """
 
-    def __init__(self, make: Callable[[Channel], Waiting], results: Any, refuse: Callable[[], Exception]) -> None:
+    def __init__(self, make: Callable[[Any], Program], results: Any, refuse: Callable[[], Exception]) -> None:
         self.make = make
         self.results = results
         self.refuse = refuse
-        self.program: Waiting | None = None
+        self.program: Program | None = None
         self.error: BaseException | None = None
         self.ended_at = 0.0  # seconds since the epoch
         self.ended = threading.Event()
@@ -89,7 +105,7 @@ class Engine:
         self._work.set()  # the background thread ends, too
         with self._driving:
             if self._channel is not None:
-                self._channel.settle()
+                self._channel.close()
             self._channel = None
             self._broken = RuntimeError("its group was destroyed on this rank")
             while self._queue:
@@ -147,7 +163,7 @@ def _broken_by(error: BaseException) -> Exception:
     if isinstance(error, PeerError):
         return PeerError(str(error))
     return RuntimeError(
-        f"the shared memory of this group can't be used any more, since a collective operation has ended in "
+        f"the connection of this group can't be used any more, since a collective operation has ended in "
         f"{type(error).__name__}: {error}\n"
         "What to do: start the job again; if the group was destroyed, make it again and retrace its functions."
     )

@@ -1,35 +1,27 @@
-"""Send and receive between two ranks: one channel for all tags and both directions.
+"""Send and receive between two ranks: one stream of messages in each direction, for all tags.
 
-Each side has a ring of slots that it fills and the other empties, and in it one stream of messages: data with its
-tag, and answers. Data for which there is no receive yet is kept until there is one, so that
-transfers with different tags may be called in any order on either side. A send ends when the other side has found
-its receive and answers.
+A message is data with its tag, or an answer; it travels in slots (``Slots``). Data for which there is no receive yet is
+kept until there is one, so that transfers with different tags may be called in any order on either side. A send ends
+when the other side has found its receive and answers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import struct
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Callable, Optional, TypeVar
+from typing import Callable, Optional, Protocol, TypeVar
 
 import numpy as np
 
-from npu_device._src.collectives.backends.shared_memory.futex import Counter
+SLOTS = 8
+"""How many slots each side has."""
 
-_SLOTS = 8
-_SLOT_BYTES = 256 << 10
-_COUNTER_BYTES = 64
-_RINGS_AT = 4096
-_LOOKS = 200  # about 40 µs
-
-BYTES = _RINGS_AT + 2 * _SLOTS * _SLOT_BYTES
-"""Size of a mailbox's memory."""
+SLOT_BYTES = 256 << 10
 
 # A message begins in a new slot: its kind, its number, its tag, its content (three numbers), and its length.
 _HEADER = struct.Struct("<iqqiiiq")
@@ -86,33 +78,53 @@ class _Message:
     filled: int = 0
 
 
+class Slots(Protocol):
+    """How slots get from one side to the other."""
+
+    def look(self) -> None:
+        """Note what there is now; ``wait`` returns when there is more."""
+
+    def arrived(self) -> np.ndarray | None:
+        """Return the next slot that has come from the other side, or None; it is this side's until ``emptied``."""
+
+    def emptied(self) -> None:
+        """Give back the slot that has arrived."""
+
+    def free(self) -> np.ndarray | None:
+        """Return a free slot of this side to be filled, or None."""
+
+    def filled(self, size: int) -> None:
+        """Send the first bytes of the free slot."""
+
+    def tell(self) -> None:
+        """Wake the other side: there is something new."""
+
+    def wake(self) -> None:
+        """Wake this side's waiting thread."""
+
+    def wait(self, first: bool) -> bool:
+        """Wait for something new, but not for long; return False if nothing came.
+
+        Args:
+            first: nothing has been waited for since the last news, which therefore may be close.
+        """
+
+    def close(self) -> None:
+        """Give up the slots."""
+
+
 class Mailbox:
     """One side's end.
 
     Args:
-        memory: a mapping with ``BYTES`` bytes from ``first`` on, zeros when the first side comes.
-        first: where in the mapping the mailbox begins, in bytes.
-        side: 0 or 1.
+        slots: carries slots to the other side and back.
         check: called between two slices of a long wait; raises when waiting is pointless.
-        settle: called after each transfer, when both sides have come.
+        settle: called after each transfer, when both sides have come, and at the end.
     """
 
-    def __init__(
-        self, memory: mmap.mmap, first: int, side: int, check: Callable[[], None], settle: Callable[[], None]
-    ) -> None:
-        self._check, self._settle = check, settle
-        other = 1 - side
-
-        def counter(place: int) -> Counter:
-            return Counter(memory, first + place * _COUNTER_BYTES)
-
-        self._filled, self._others_filled = counter(side), counter(other)
-        self._emptied, self._others_emptied = counter(2 + side), counter(2 + other)
-        self._news, self._others_news = counter(4 + side), counter(4 + other)
-        rings = np.frombuffer(memory, np.uint8, 2 * _SLOTS * _SLOT_BYTES, first + _RINGS_AT)
-        rings = rings.reshape(2, _SLOTS, _SLOT_BYTES)
-        self._ring, self._others_ring = rings[side], rings[other]
-        self._slots_filled = self._slots_emptied = self._news_told = self._news_seen = self._numbers = 0
+    def __init__(self, slots: Slots, check: Callable[[], None], settle: Callable[[], None]) -> None:
+        self._slots, self._check, self._settle = slots, check, settle
+        self._numbers = 0
         self._outgoing: deque[tuple[bytes, np.ndarray, int]] = deque()  # header, data, how much of it has been sent
         self._incoming: _Message | None = None
         self._unanswered: dict[int, Transfer] = {}
@@ -140,7 +152,7 @@ class Mailbox:
             with self._driving():
                 self._advance()
         else:
-            self._others_news.wake()  # the driving thread has something new to do
+            self._slots.wake()  # the driving thread has something new to do
 
     def finish(self, transfer: Transfer) -> None:
         """Wait for a transfer.
@@ -165,6 +177,7 @@ class Mailbox:
         """Give up the mailbox; transfers in progress and later ones fail."""
         self._break(RuntimeError("a send or receive was in progress when its group was destroyed on this rank"))
         self._settle()
+        self._slots.close()
 
     @contextlib.contextmanager
     def _driving(self) -> Iterator[None]:
@@ -178,14 +191,14 @@ class Mailbox:
 
     def _drive(self, transfer: Transfer) -> None:
         """Advance all transfers until one has ended."""
-        looks = _LOOKS
+        first = True
         while not transfer.ended:
             if self._advance():
-                looks = _LOOKS
+                first = True
                 with self._changed:
                     self._changed.notify_all()
-            elif not self._others_news.wait_for(self._news_seen + 1, looks):
-                looks = 0
+            elif not self._slots.wait(first):
+                first = False
                 try:
                     self._check()
                 except BaseException as error:
@@ -213,35 +226,33 @@ class Mailbox:
         """Receive and send what is possible without waiting; return whether there was anything."""
         if self._broken is not None:
             return False
-        self._news_seen = self._others_news.read()  # before looking, so that no news is missed
-        begin = self._slots_filled, self._slots_emptied
-        while self._others_filled.has_reached(self._slots_emptied + 1):
-            self._read_slot(self._others_ring[self._slots_emptied % _SLOTS])
-            self._slots_emptied += 1
-            self._emptied.advance_to(self._slots_emptied)
+        self._slots.look()  # before looking, so that no news is missed
+        anything = False
+        while (slot := self._slots.arrived()) is not None:
+            self._read_slot(slot)
+            self._slots.emptied()
+            anything = True
         with self._queue:
             self._match()
-            while self._outgoing and self._others_emptied.has_reached(self._slots_filled + 1 - _SLOTS):
-                self._send_off(self._ring[self._slots_filled % _SLOTS])
-                self._slots_filled += 1
-                self._filled.advance_to(self._slots_filled)
-        if begin == (self._slots_filled, self._slots_emptied):
-            return False
-        self._news_told += 1
-        self._news.advance_to(self._news_told)
-        return True
+            while self._outgoing and (slot := self._slots.free()) is not None:
+                self._slots.filled(self._send_off(slot))
+                anything = True
+        if anything:
+            self._slots.tell()
+        return anything
 
-    def _send_off(self, slot: np.ndarray) -> None:
-        """Fill a slot with the next piece of the first message."""
+    def _send_off(self, slot: np.ndarray) -> int:
+        """Fill a slot with the next piece of the first message; return how many bytes it has."""
         header, data, gone = self._outgoing.popleft()
         first = 0
         if header:
             slot[:_HEADER_BYTES] = np.frombuffer(header, np.uint8)
             first = _HEADER_BYTES
-        piece = data[gone : gone + _SLOT_BYTES - first]
+        piece = data[gone : gone + SLOT_BYTES - first]
         slot[first : first + piece.nbytes] = piece
         if gone + piece.nbytes < data.nbytes:
             self._outgoing.appendleft((b"", data, gone + piece.nbytes))
+        return first + piece.nbytes
 
     def _read_slot(self, slot: np.ndarray) -> None:
         """Read a slot of the other side."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from npu_device._src.collectives.backends.shared_memory.buffers import ALIGNMENT, BufferPool
+from npu_device._src.collectives.backends.arrays.buffers import ALIGNMENT, BufferPool
 
 
 class Stream:

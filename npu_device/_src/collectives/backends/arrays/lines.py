@@ -1,5 +1,7 @@
 """Run a group's operations: the engine or the mailbox behind them, and the functions that a graph calls.
 
+A backend says how the members of a group connect (``Lines``).
+
 An operation says which arrays go in, which come out, and what to do with them once they are ready. It references no
 part of the graph in which it was made: what a graph calls lives as long as the graph.
 """
@@ -19,21 +21,14 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives.backends.shared_memory import mailbox
-from npu_device._src.collectives.backends.shared_memory.channel import HEAD_WORDS, Channel, Layout
-from npu_device._src.collectives.backends.shared_memory.connection import FIRST_BYTE, connect
-from npu_device._src.collectives.backends.shared_memory.engine import Engine, Job
-from npu_device._src.collectives.backends.shared_memory.mailbox import Mailbox, Transfer
-from npu_device._src.collectives.backends.shared_memory.programs import OVERLAPS
+from npu_device._src.collectives.backends.arrays.engine import Channel, Engine, Job
+from npu_device._src.collectives.backends.arrays.heads import head_of
+from npu_device._src.collectives.backends.arrays.mailbox import Mailbox, Transfer
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.ordered_call import Order
 from npu_device._src.collectives.stall import local_watch_of
 from npu_device._src.collectives.step_data import step_data
 from npu_device._src.collectives.terms import Shapes, Terms
-
-# The size in bytes from which one of several jobs goes to the background thread, so that it proceeds while TensorFlow
-# computes.
-BACKGROUND_FROM_BYTES = 256 << 10
 
 
 @dataclass(frozen=True)
@@ -65,12 +60,26 @@ class Operation:
 
 
 class Line(Protocol):
-    """The operations of one group on this rank."""
+    """The operations of one group on this rank.
+
+    Attributes:
+        in_order: each operation begins when the one before it has ended.
+    """
+
+    in_order: bool
 
     def start(
-        self, operation: Operation, terms: Terms | None, shapes: int, arrays: list[np.ndarray], long: bool
+        self, operation: Operation, terms: Terms | None, shapes: int, arrays: list[np.ndarray], overlaps: bool
     ) -> Any:
-        """Start an operation without waiting for others; return what ``finish`` takes."""
+        """Start an operation without waiting for others; return what ``finish`` takes.
+
+        Args:
+            operation: the operation.
+            terms: what the ranks compare with it, if they haven't agreed yet.
+            shapes: belongs to the terms.
+            arrays: the inputs.
+            overlaps: TensorFlow computes between start and finish.
+        """
 
     def finish(self, job: Any) -> tuple[float, list[np.ndarray]]:
         """Wait for an operation; return when it ended, in seconds since the epoch, and its results."""
@@ -80,21 +89,32 @@ class Line(Protocol):
 
 
 class GroupLine:
-    """The operations of a group in which all members take part."""
+    """The operations of a group in which all members take part.
 
-    def __init__(self, runtime: Runtime, group: Group) -> None:
-        self._engine = Engine(lambda: channel_of(runtime, group))
+    Args:
+        runtime: the running cluster.
+        group: the group.
+        connect: makes the members' channel.
+        background_from: the size in bytes from which an operation goes to the background thread if TensorFlow computes
+            between its start and its finish.
+    """
+
+    in_order = True
+
+    def __init__(self, runtime: Runtime, group: Group, connect: Callable[[], Channel], background_from: int) -> None:
+        self._engine = Engine(connect)
         self._watch = local_watch_of(runtime, group)
+        self._background_from = background_from
 
     def start(
-        self, operation: Operation, terms: Terms | None, shapes: int, arrays: list[np.ndarray], long: bool
+        self, operation: Operation, terms: Terms | None, shapes: int, arrays: list[np.ndarray], overlaps: bool
     ) -> Job:
         """Start an operation; a long one continues in the background."""
         plan = operation.plan(arrays)
         position = self._watch.begin(terms.call if terms else None)
-        head = (0,) * HEAD_WORDS if terms is None else (*terms.head, shapes, OVERLAPS if terms.overlaps else 1)
+        head = head_of(terms, shapes)
         job = Job(lambda channel: plan.act(channel, head=head), plan.results, partial(_refusal, terms, position))
-        self._engine.start(job, long)
+        self._engine.start(job, overlaps and operation.size > self._background_from)
         return job
 
     def finish(self, job: Job) -> tuple[float, list[np.ndarray]]:
@@ -111,19 +131,21 @@ class GroupLine:
 
 
 class PairLine:
-    """Sends and receives of two ranks."""
+    """Sends and receives of two ranks; ``connect`` makes their mailbox."""
 
-    def __init__(self, runtime: Runtime, group: Group) -> None:
-        self._connect = functools.cache(partial(_mailbox, runtime, group))
+    in_order = False
+
+    def __init__(self, runtime: Runtime, group: Group, connect: Callable[[], Mailbox]) -> None:
+        self._connect = functools.cache(connect)
         self._connecting = threading.Lock()
         self._watch = local_watch_of(runtime, group)
 
     def start(
-        self, operation: Operation, terms: Terms | None, shapes: int, arrays: list[np.ndarray], long: bool
+        self, operation: Operation, terms: Terms | None, shapes: int, arrays: list[np.ndarray], overlaps: bool
     ) -> tuple[Transfer, list[np.ndarray]]:
         """Start a transfer without waiting for the other rank."""
         assert terms is not None
-        del long
+        del overlaps
         plan = operation.plan(arrays)
         position = self._watch.begin(terms.call)
         transfer = plan.act((*terms.head, shapes), partial(_refusal, terms, position))
@@ -153,37 +175,33 @@ def _refusal(terms: Terms | None, position: int) -> Exception:
     return terms.refuse(position)
 
 
-def channel_of(runtime: Runtime, group: Group) -> Channel:
-    """Connect to the other members of a group, and return this rank's end of their channel."""
-    segment = connect(runtime, group, Layout(group.size).bytes)
-    return Channel(segment.memory, group.size, group.rank, segment.check, FIRST_BYTE, segment.settle)
+class Lines:
+    """The lines of all groups on one backend.
 
+    Args:
+        make: makes the line of a group.
+    """
 
-def _mailbox(runtime: Runtime, group: Group) -> Mailbox:
-    segment = connect(runtime, group, mailbox.BYTES)
-    return Mailbox(segment.memory, FIRST_BYTE, group.rank, segment.check, segment.settle)
+    def __init__(self, make: Callable[[Runtime, Group], Line]) -> None:
+        self._make = make
+        self._lines: weakref.WeakKeyDictionary[Runtime, dict[Group, Line]] = weakref.WeakKeyDictionary()
+        self._making = threading.Lock()
 
+    def of(self, runtime: Runtime, group: Group) -> Line:
+        """Return the line of a group, made at its first use."""
+        with self._making:
+            lines = self._lines.setdefault(runtime, {})
+            if group not in lines:
+                lines[group] = self._make(runtime, group)
+            return lines[group]
 
-_lines: weakref.WeakKeyDictionary[Runtime, dict[Group, Line]] = weakref.WeakKeyDictionary()
-_making = threading.Lock()
-
-
-def line_of(runtime: Runtime, group: Group) -> Line:
-    """Return the line of a group, made at its first use."""
-    with _making:
-        lines = _lines.setdefault(runtime, {})
-        if group not in lines:
-            lines[group] = GroupLine(runtime, group) if group.tag is None else PairLine(runtime, group)
-        return lines[group]
-
-
-def close_lines(runtime: Runtime, name: str) -> None:
-    """Close the line of a group that is destroyed, and those of groups made for its operations."""
-    with _making:
-        lines = _lines.get(runtime, {})
-        closed = [lines.pop(group) for group in list(lines) if name in (group.name, group.parent)]
-    for line in closed:
-        line.close()
+    def close(self, runtime: Runtime, name: str) -> None:
+        """Close the line of a group that is destroyed, and those of groups made for its operations."""
+        with self._making:
+            lines = self._lines.get(runtime, {})
+            closed = [lines.pop(group) for group in list(lines) if name in (group.name, group.parent)]
+        for line in closed:
+            line.close()
 
 
 @dataclass(frozen=True)
@@ -195,6 +213,7 @@ class _Orders:
 
 
 _orders: weakref.WeakKeyDictionary[Runtime, _Orders] = weakref.WeakKeyDictionary()
+_making = threading.Lock()
 
 
 def _orders_of(runtime: Runtime) -> _Orders:
@@ -207,7 +226,7 @@ def _orders_of(runtime: Runtime) -> _Orders:
 
 def begin(
     runtime: Runtime,
-    group: Group,
+    line: Line,
     operations: Sequence[tuple[Operation, Sequence[tf.Tensor]]],
     terms: Terms | None,
     shapes: Shapes,
@@ -216,7 +235,7 @@ def begin(
 
     Args:
         runtime: the running cluster.
-        group: the ranks that take part.
+        line: the group's.
         operations: each with its inputs.
         terms: what the ranks agree on with the first operation, if they haven't yet.
         shapes: belongs to the terms.
@@ -224,7 +243,6 @@ def begin(
     Returns:
         For each operation a function that finishes it and returns the results. To be called once, in this order.
     """
-    line = line_of(runtime, group)
     all_terms = [terms] + [None] * (len(operations) - 1)
     if tf.executing_eagerly():
         return [
@@ -232,7 +250,7 @@ def begin(
             for (operation, inputs), terms in zip(operations, all_terms)
         ]
     orders, device = _orders_of(runtime), runtime.device("CPU")
-    if len(operations) == 1 and group.tag is None:
+    if len(operations) == 1 and line.in_order:
         return [partial(_call, line, orders, device, *operations[0], terms, shapes)]
     with tf.device(device), tf.control_dependencies(step_data()):
         tickets = [
@@ -298,11 +316,10 @@ def _start(
     shapes: Shapes,
 ) -> tf.Tensor:
     """Add the starting operation; return a number that carries the job to its finish in the graph, int64, shape []."""
-    long = operation.size > BACKGROUND_FROM_BYTES
 
     def start(shapes: Any, *arrays: np.ndarray) -> list[np.int64]:
         ticket = next(_tickets)
-        _jobs[ticket] = line, line.start(operation, terms, int(shapes), list(arrays), long)
+        _jobs[ticket] = line, line.start(operation, terms, int(shapes), list(arrays), True)
         return [np.int64(ticket)]
 
     return orders.starts.call(start, [tf.convert_to_tensor(shapes), *inputs], [tf.int64])[0]

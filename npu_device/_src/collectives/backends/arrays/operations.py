@@ -1,0 +1,248 @@
+"""A backend's calls on tensors, for backends whose operations Python runs on arrays: programs behind two TensorFlow
+operations.
+
+In a tf.function each collective is a start, which passes the tensors' memory and never waits for other ranks, and a
+finish, which waits. Starts run in the order of the program, also in loops, and so do finishes. Every rank starts in the
+same order, so any number of threads suffices: the first operation that some rank hasn't started yet can't
+be blocked by a finish. A list of segments is started as backward produces it and finished when all of it is started.
+
+In eager mode both happen at once, without a TensorFlow operation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Callable, Optional, Protocol, Union
+
+import numpy as np
+import tensorflow as tf
+
+from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.backends.arrays import lines
+from npu_device._src.collectives.backends.arrays.buffers import BufferPool
+from npu_device._src.collectives.backends.arrays.engine import Program
+from npu_device._src.collectives.backends.arrays.lines import Lines, Operation, Plan
+from npu_device._src.collectives.backends.arrays.mailbox import Transfer
+from npu_device._src.collectives.backends.arrays.stream import Stream
+from npu_device._src.collectives.dtypes import mean_dtype
+from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.terms import Agreement
+
+_Given = tuple[Operation, Sequence[tf.Tensor]]
+"""An operation and its inputs."""
+
+_LARGE = 1 << 30
+
+
+class Programs(Protocol):
+    """The operations as programs on a channel of a backend; ``head`` is what the members compare before data moves."""
+
+    def all_reduce(
+        self,
+        channel: Any,
+        stream: Stream,
+        arrays: Sequence[np.ndarray],
+        result: np.ndarray,
+        reduction: str,
+        head: Sequence[int],
+    ) -> Program:
+        """Reduce a stream; ``result`` is as long as the stream, and may be of another dtype."""
+
+    def reduce(
+        self,
+        channel: Any,
+        stream: Stream,
+        arrays: Sequence[np.ndarray],
+        result: Optional[np.ndarray],
+        reduction: str,
+        root: int,
+        head: Sequence[int],
+    ) -> Program:
+        """Reduce a stream to the root, the only one with a ``result``."""
+
+    def broadcast(
+        self,
+        channel: Any,
+        stream: Stream,
+        arrays: Sequence[np.ndarray],
+        result: Optional[np.ndarray],
+        root: int,
+        head: Sequence[int],
+    ) -> Program:
+        """Send the root's stream into the ``result`` of all other members."""
+
+    def all_gather(self, channel: Any, row: np.ndarray, result: np.ndarray, head: Sequence[int]) -> Program:
+        """Gather all members' rows, shape [n], into ``result``, shape [size, n]."""
+
+    def all_to_all(self, channel: Any, rows: np.ndarray, result: np.ndarray, head: Sequence[int]) -> Program:
+        """Send row i of ``rows`` to member i, and receive row i of ``result`` from member i: both [size, n]."""
+
+    def meet(self, channel: Any, head: Sequence[int]) -> Program:
+        """Exchange only the heads."""
+
+
+class ArrayBackend:
+    """A backend, as ``contract.Backend`` describes it, that compares calls with their first data.
+
+    Args:
+        programs: its programs.
+        lines: how they run.
+    """
+
+    def __init__(self, programs: Programs, lines: Lines) -> None:
+        self._programs = programs
+        self._lines = lines
+
+    def exchange_terms(self, agreement: Agreement, group: Group) -> list[tf.Tensor]:
+        """Compare only the terms; return a tensor that is ready once all ranks agree."""
+        plan = Plan(self._programs.meet, [np.array(True)])
+        return self._run(agreement, group, (Operation([tf.TensorSpec([], tf.bool)], 0, lambda _: plan), []))
+
+    def start_all_reduce(
+        self,
+        agreement: Agreement,
+        segments: Sequence[Sequence[tf.Tensor]],
+        reduction: str,
+        group: Group,
+        wire: tf.DType | None,
+        counts: Sequence[int] | None = None,
+    ) -> list[Callable[[], list[tf.Tensor]]]:
+        """Start to reduce segments; see ``contract.ReducingBackend``.
+
+        Args:
+            counts: between hosts, how many ranks' sum each member of the group contributes.
+        """
+        program: Any = self._programs.all_reduce
+        if counts is not None:
+            program = partial(program, counts=counts)
+        return self._begin(
+            agreement, group, [_reduction(program, segment, reduction, wire, gets=True) for segment in segments]
+        )
+
+    def reduce(
+        self, agreement: Agreement, tensors: Sequence[tf.Tensor], reduction: str, root: int, group: Group
+    ) -> list[tf.Tensor]:
+        """Reduce tensors of one dtype to the root; see ``contract.ReducingBackend``."""
+        program = partial(self._programs.reduce, root=root)
+        results = self._run(agreement, group, _reduction(program, tensors, reduction, None, gets=group.rank == root))
+        return results or [tf.cast(tensor, _result_dtype(tensor.dtype, reduction)) for tensor in tensors]
+
+    def broadcast(self, agreement: Agreement, tensors: Sequence[tf.Tensor], root: int, group: Group) -> list[tf.Tensor]:
+        """Return the root's tensors on every rank."""
+        program = partial(self._programs.broadcast, root=root)
+        received = self._run(agreement, group, _broadcast(program, tensors, sends=group.rank == root))
+        return received if group.rank != root else [tf.identity(tensor) for tensor in tensors]
+
+    def send(self, agreement: Agreement, tensor: tf.Tensor, pair: Group) -> tf.Tensor:
+        """Send to the other rank of a pair; return a tensor that is ready once the other rank has received."""
+
+        def plan(arrays: list[np.ndarray]) -> Plan:
+            flat = np.ascontiguousarray(arrays[0]).reshape(-1).view(np.uint8)
+            return Plan(partial(Transfer, pair.tag or 0, flat, True), [np.array(0, np.int32)])
+
+        operation = Operation([tf.TensorSpec([], tf.int32)], _bytes([tensor]), plan)
+        [sent] = self._run(agreement, pair, (operation, [tensor]))
+        return sent
+
+    def receive(self, agreement: Agreement, like: tf.TensorSpec, pair: Group) -> tf.Tensor:
+        """Return the tensor that the other rank of a pair sends."""
+
+        def plan(arrays: list[np.ndarray]) -> Plan:
+            result = _array(tuple(like.shape.as_list()), np.dtype(like.dtype.as_numpy_dtype))
+            return Plan(partial(Transfer, pair.tag or 0, result.reshape(-1).view(np.uint8), False), [result])
+
+        [received] = self._run(agreement, pair, (Operation([like], _bytes([like]), plan), []))
+        return received
+
+    def all_gather(self, agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
+        """Return all ranks' rows on every rank: [n] in, [group.size, n] out."""
+
+        def plan(arrays: list[np.ndarray]) -> Plan:
+            result = _array((group.size, len(arrays[0])), arrays[0].dtype)
+            return Plan(partial(self._programs.all_gather, row=arrays[0], result=result), [result])
+
+        output = tf.TensorSpec([group.size, *row.shape], row.dtype)
+        [gathered] = self._run(agreement, group, (Operation([output], _bytes([row]), plan), [row]))
+        return gathered
+
+    def all_to_all(self, agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor:
+        """Send row i to rank i, and return the row from rank i as row i: [group.size, n] in and out."""
+
+        def plan(arrays: list[np.ndarray]) -> Plan:
+            result = _array(arrays[0].shape, arrays[0].dtype)
+            return Plan(partial(self._programs.all_to_all, rows=arrays[0], result=result), [result])
+
+        output = tf.TensorSpec(rows.shape, rows.dtype)
+        [exchanged] = self._run(agreement, group, (Operation([output], _bytes([rows]), plan), [rows]))
+        return exchanged
+
+    def release(self, runtime: Runtime, name: str) -> None:
+        """Free what is held for a group that is destroyed."""
+        self._lines.close(runtime, name)
+
+    def _run(self, agreement: Agreement, group: Group, given: _Given) -> list[tf.Tensor]:
+        """Run one operation of a group, and return its results."""
+        [finish] = self._begin(agreement, group, [given])
+        return finish()
+
+    def _begin(
+        self, agreement: Agreement, group: Group, given: Sequence[_Given]
+    ) -> list[Callable[[], list[tf.Tensor]]]:
+        """Start operations of a group; the first one carries the terms."""
+        return lines.begin(agreement.runtime, self._lines.of(agreement.runtime, group), given, *agreement.take())
+
+
+# The parts of the calls: inputs, outputs, and how arrays become a program.
+
+
+def _reduction(
+    program: Callable[..., Program], tensors: Sequence[tf.Tensor], reduction: str, wire: tf.DType | None, gets: bool
+) -> _Given:
+    dtype = _result_dtype(tensors[0].dtype, reduction)
+    travels = np.dtype((wire or tensors[0].dtype).as_numpy_dtype)
+
+    def plan(arrays: list[np.ndarray]) -> Plan:
+        stream = Stream([array.shape for array in arrays], travels)
+        flat, results = stream.results(_pool, np.dtype(dtype.as_numpy_dtype)) if gets else (None, [])
+        flats = [array.reshape(-1) for array in arrays]
+        return Plan(partial(program, stream=stream, arrays=flats, result=flat, reduction=reduction), results)
+
+    outputs = [tf.TensorSpec(tensor.shape, dtype) for tensor in tensors] if gets else []
+    return Operation(outputs, _bytes(tensors), plan), tensors
+
+
+def _broadcast(program: Callable[..., Program], tensors: Sequence[tf.Tensor], sends: bool) -> _Given:
+    """Pack all dtypes into one stream of bytes. Unknown shapes are those of the rank's own tensors."""
+    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+    known = all(spec.shape.is_fully_defined() for spec in specs)
+    dtypes = [np.dtype(spec.dtype.as_numpy_dtype) for spec in specs]
+
+    def plan(arrays: list[np.ndarray]) -> Plan:
+        shapes = [array.shape for array in arrays] if arrays else [tuple(spec.shape.as_list()) for spec in specs]
+        sizes = [(math.prod(shape) * dtype.itemsize,) for shape, dtype in zip(shapes, dtypes)]
+        stream = Stream(sizes, np.dtype(np.uint8))
+        flats = [array.reshape(-1).view(np.uint8) for array in arrays] if sends else []
+        flat, parts = (None, []) if sends else stream.results(_pool, stream.dtype)
+        results = [part.view(dtype).reshape(shape) for part, dtype, shape in zip(parts, dtypes, shapes)]
+        return Plan(partial(program, stream=stream, arrays=flats, result=flat), results)
+
+    return Operation([] if sends else specs, _bytes(specs), plan), tensors if sends or not known else []
+
+
+def _result_dtype(dtype: tf.DType, reduction: str) -> tf.DType:
+    return mean_dtype(dtype) if reduction == "mean" else dtype
+
+
+def _bytes(tensors: Sequence[Union[tf.Tensor, tf.TensorSpec]]) -> int:
+    """Return the bytes of the tensors; one of unknown size counts as large."""
+    sizes = (tensor.shape.num_elements() for tensor in tensors)
+    return sum(_LARGE if size is None else size * tensor.dtype.size for size, tensor in zip(sizes, tensors))
+
+
+_pool = BufferPool()
+
+
+def _array(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    return _pool.take(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)

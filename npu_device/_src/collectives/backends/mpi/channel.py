@@ -1,0 +1,166 @@
+"""The connection of a group's members: a communicator of their own, and waiting that doesn't occupy a core.
+
+MPI's blocking calls spin until they end. Here every operation is started, and then tested: for a moment without a
+pause, then with sleeps in between, so that TensorFlow computes meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from npu_device._src.cluster.errors import ClusterError, PeerError
+from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.backends.mpi.world import World
+from npu_device._src.collectives.group import Group
+
+Waiting = Iterator[Any]
+"""A program that pauses where it would have to wait, and yields MPI's request."""
+
+_SPIN_SECONDS = 100e-6
+_LONGEST_SLEEP_SECONDS = 500e-6
+_BURST = 8  # tests between two sleeps: each moves only part of what has arrived
+_CHECK_SECONDS = 0.1
+_NEWS_SECONDS = 5.0
+_ROOM_OF_ALL_BYTES = 64 << 10
+_LEAST_ROOM_BYTES, _MOST_ROOM_BYTES = 64, 4096
+
+_abandoned: list[Any] = []  # MPI may still write to the memory of operations that have failed
+
+
+class Channel:
+    """One member's end.
+
+    Args:
+        world: the job's MPI.
+        runtime: the running cluster.
+        group: the members; at the first operation they meet, and get a communicator.
+
+    Attributes:
+        mpi: mpi4py's module.
+        size: number of members.
+        rank: this member's number.
+        room: the largest size in bytes of a member's data that travels beside its head.
+    """
+
+    def __init__(self, world: World, runtime: Runtime, group: Group) -> None:
+        self.mpi = world.mpi
+        self.size, self.rank = group.size, group.rank
+        self.room = min(_MOST_ROOM_BYTES, max(_LEAST_ROOM_BYTES, _ROOM_OF_ALL_BYTES // group.size))
+        self._check = runtime.health.require_running
+        self._world, self._group = world, group
+        self._comm: Any = None
+        self._meeting = self._meet()
+
+    @property
+    def comm(self) -> Any:
+        """Return the members' communicator."""
+        assert self._comm is not None
+        return self._comm
+
+    def advance(self, program: Waiting, block: bool) -> bool:
+        """Run a program to its end, or as far as it goes without blocking; return whether it has ended.
+
+        The next call resumes a paused program.
+
+        Raises:
+            PeerError: a rank of the job has failed or ended.
+            ClusterError: MPI reports an error.
+        """
+        with self.errors_explained():
+            return self._advance(self._meeting, block) and self._advance(program, block)
+
+    def _advance(self, program: Waiting, block: bool) -> bool:
+        last: Any = None
+        tests = 0
+        begun = checked = 0.0
+        for request in program:
+            if not block:
+                return False
+            tests += 1
+            now = time.perf_counter()
+            if request is not last:
+                last, begun, checked, tests = request, now, now, 0
+            if tests > _BURST:
+                tests = 0
+                pause(now - begun)
+            if now - checked > _CHECK_SECONDS:
+                checked = now
+                try:
+                    self._check()
+                except PeerError:
+                    _abandoned.append(program)
+                    raise
+        return True
+
+    def settle(self) -> None:
+        """Do nothing: what the members share is no secret to be withdrawn."""
+
+    def close(self) -> None:
+        """Free the communicator."""
+        comm, self._comm = self._comm, None
+        if comm is not None:
+            comm.Free()
+
+    def _meet(self) -> Waiting:
+        """Wait until all members have come, and make their communicator, which would block until then."""
+        comm, ranks = self._world.comm, self._group.ranks
+        name = hashlib.blake2b(repr((self._group.name, ranks)).encode(errors="surrogatepass"), digest_size=8).digest()
+        tag = int.from_bytes(name, "little") % self._world.tags
+        mine, found = np.frombuffer(name, np.uint8), np.empty(8, np.uint8)
+        distance = 1
+        while distance < self.size:  # after each round, a member knows of twice as many
+            to, source = ((self.rank + step) % self.size for step in (distance, -distance))
+            for request in (comm.Irecv(found, ranks[source], tag), comm.Isend(mine, ranks[to], tag)):
+                yield from done(request)
+            if (mine != found).any():
+                raise ClusterError(
+                    f"group {self._group.name!r} and another group use the same tag of MPI.\n"
+                    "What to do: give one of them another name."
+                )
+            distance *= 2
+        everybody = comm.Get_group()
+        members = everybody.Incl(list(ranks))
+        self._comm = comm.Create_group(members, tag)
+        members.Free()
+        everybody.Free()
+
+    @contextlib.contextmanager
+    def errors_explained(self) -> Iterator[None]:
+        """Return a context in which MPI's errors become errors that say which rank has ended."""
+        try:
+            yield
+        except self.mpi.Exception as error:
+            raise self._cause(error) from error
+
+    def _cause(self, error: Exception) -> Exception:
+        """Return the error to be raised for one of MPI's: usually a rank has ended, of which the hub tells soon."""
+        end = time.monotonic() + _NEWS_SECONDS
+        while time.monotonic() < end:
+            try:
+                self._check()
+            except PeerError as known:
+                return known
+            time.sleep(_CHECK_SECONDS)
+        return ClusterError(
+            f"MPI reports an error in group {self._group.name!r}: {error}\n"
+            "Likely cause: the network between the hosts, or a rank that has just ended.\n"
+            "What to do: look at the output of the other ranks, and of mpiexec."
+        )
+
+
+def pause(waited: float) -> None:
+    """Sleep between two tests, the longer the more seconds a thread has waited; at first not at all."""
+    if waited > _SPIN_SECONDS:
+        time.sleep(min(_LONGEST_SLEEP_SECONDS, waited / 4))
+
+
+def done(request: Any) -> Waiting:
+    """Wait for one of MPI's requests."""
+    while not request.Test():
+        yield request

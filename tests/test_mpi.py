@@ -1,0 +1,130 @@
+"""MPI as an engine: all kinds of calls under MPICH's and Open MPI's mpiexec, and ranks that end or stop."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import job
+import launcher
+import pytest
+import test_agreement
+import test_all_reduce
+import test_collective_gradients
+import test_collective_numbers
+import test_collective_sizes
+import test_collectives
+import test_groups
+import test_segments
+import test_send_receive
+import test_sessions_collectives
+from mpi_ranks import MpiPool, mpiexec, run_under
+from pool import Pool
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py")
+
+
+@pytest.fixture(
+    scope="module", params=[("MPICH", 2), ("Open MPI", 3)], ids=lambda param: f"{param[0]}, {param[1]} ranks"
+)
+def ranks(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    kind, size = request.param
+    pool = MpiPool(size, kind)
+    yield pool
+    pool.close()
+
+
+def test_moves(ranks: Pool) -> None:
+    test_collectives.test_moves(ranks, "mpi", "world", "eager")
+    test_collectives.test_moves(ranks, "mpi", "sub", "eager")
+    test_collectives.test_moved_bits_stay_as_they_are(ranks)
+    test_collectives.test_in_a_loop(ranks)
+    test_collectives.test_barrier(ranks)
+
+
+def test_reductions(ranks: Pool) -> None:
+    test_collectives.test_reductions(ranks, "mpi", "world", "eager")
+    test_collectives.test_reductions(ranks, "mpi", "sub", "graph")
+    test_all_reduce.test_every_rank_gets_the_same_bits(ranks)
+    test_collective_numbers.test_no_sum_is_infinite_that_has_a_number(ranks)
+    test_collective_numbers.test_the_mean_of_equal_values_is_that_value(ranks)
+    test_collective_numbers.test_reduce_scatter_gives_the_bits_of_all_reduce(ranks, "mpi")
+
+
+def test_sizes(ranks: Pool) -> None:
+    test_collective_sizes.test_without_elements(ranks, "eager")
+    test_collective_sizes.test_without_elements(ranks, "unknown shapes")
+    test_collective_sizes.test_unknown_static_shapes(ranks)
+    test_collective_sizes.test_one_byte_and_scalars(ranks)
+
+
+def test_transfers(ranks: Pool) -> None:
+    test_send_receive.test_everybody_sends_first_in_a_graph(ranks)
+    test_send_receive.test_tags_are_not_mixed_up(ranks)
+    test_send_receive.test_refusals(ranks)
+
+
+def test_gradients(ranks: Pool) -> None:
+    test_segments.test_the_strategy_cuts_the_list(ranks)
+    test_segments.test_results_come_back_in_the_callers_order(ranks, False)
+    test_segments.test_compression_of_the_wire(ranks, "fp16")
+    test_segments.test_sparse_gradients_both_ways(ranks, 5, "mean")
+    test_collective_gradients.test_gradients(ranks, "graph")
+
+
+def test_groups_come_and_go(ranks: Pool) -> None:
+    test_groups.test_overlapping_groups_and_groups_of_one(ranks)
+    test_groups.test_destroyed_and_made_again(ranks)
+
+
+def test_sessions(ranks: Pool) -> None:
+    test_sessions_collectives.test_operators(ranks)
+    test_sessions_collectives.test_opposite_orders_with_one_thread(ranks)
+    test_sessions_collectives.test_a_mismatch_is_an_error_of_run_and_the_session_goes_on(ranks)
+
+
+@pytest.mark.parametrize("case", sorted(test_agreement.EXPECTED)[:4])
+def test_calls_that_do_not_match(ranks: Pool, case: str) -> None:
+    test_agreement.test_calls_that_do_not_match(ranks, case)
+
+
+# Rank 1 stops or dies while the others wait for it.
+ENDING = """
+import os, signal, sys
+import tensorflow as tf
+import npu_device as npu
+rank = npu.open().worker_id
+big = tf.ones([1_000_000])
+npu.distribute.all_reduce(big, "sum")
+if rank == 1:
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+tf.function(lambda: npu.distribute.all_reduce(big, "sum"))()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "how", "expected"),
+    [
+        ("MPICH", "SIGSTOP", r"rank 1 on host \S+: does not answer"),
+        ("Open MPI", "SIGKILL", r"rank 1 on host \S+ is gone"),  # MPICH's mpiexec then kills the others at once
+    ],
+)
+def test_a_rank_that_ends_or_stops_is_named_and_ends_the_job(
+    kind: str, how: str, expected: str, tmp_path: Path
+) -> None:
+    limits = {"NPU_DEVICE_STALL_WARNING": "2", "NPU_DEVICE_STALL_TIMEOUT": "4", "NPU_DEVICE_BACKEND": "mpi"}
+    command = [*mpiexec(kind), "-n", "2", sys.executable, launcher.script(tmp_path, ENDING), how]
+    result = run_under(command, **limits)
+    assert result.returncode != 0
+    assert re.search(expected, result.stdout), result.stdout
+
+
+def test_without_an_mpiexec_every_rank_says_what_to_do(tmp_path: Path) -> None:
+    for result in job.run(tmp_path, 2, "import npu_device as npu\nnpu.open()", NPU_DEVICE_BACKEND="mpi"):
+        assert result.code == 1
+        assert "NPU_DEVICE_BACKEND is mpi, but MPI can't be used:\n  rank 0 on host here: " in result.output
+        assert "start all ranks with one mpiexec" in result.output
