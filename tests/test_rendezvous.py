@@ -295,6 +295,7 @@ def test_another_scheme(start: Any, tmp_path: Path) -> None:
 
 def test_another_job(start: Any, tmp_path: Path) -> None:
     chief = start(by_table(tmp_path, 2, 0))
+    wait_until_connected(tmp_path, 1)
     stray = start(by_table(tmp_path, 2, 1, JOB_ID="other", HCCL_CONNECT_TIMEOUT="30"))
     text = stray.report()["error"]
     assert text.startswith("rank 1 of job 'other' came to the meeting point of another job, 'tests'")
