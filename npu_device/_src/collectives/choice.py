@@ -71,18 +71,16 @@ def explained(runtime: Runtime, group: Group) -> str:
     if name == "shared_memory":
         return "shared memory: all ranks share that of one host"
     world, wanted = world_of(runtime), environment.NPU_DEVICE_BACKEND.get()
-    between = "TensorFlow's ring over gRPC"
-    if name == "mpi":
-        assert world is not None
-        between = f"MPI ({world.library})"
+    between = "TensorFlow's ring" if name == "tensorflow" or world is None else f"MPI ({world.library})"
     if isinstance(reducing_backend_of(runtime, group, tf.float32), TwoLevelBackend):
-        why = "hosts have several ranks"
-        text = f"shared memory within each host, and {between} between them"
+        text, why = f"shared memory within each host, and {between} between them", "hosts have several ranks"
     elif not hosts.no_nccl:
         text, why = "TensorFlow's collectives with NCCL", "each rank has a GPU of its own"
     else:
+        text = between if name == "mpi" else f"{between} over gRPC"
         why = "ranks of one host can't share memory" if any(hosts.problems) else "each rank has a host to itself"
-        text, why = between, f"NPU_DEVICE_BACKEND is {wanted}" if wanted == name else why
+        if wanted == name:
+            why = f"NPU_DEVICE_BACKEND is {wanted}"
     against = reason_against(runtime)
     return f"{text}: {why}" + (f". Not MPI: {against}" if against else "")
 
