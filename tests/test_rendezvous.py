@@ -24,6 +24,7 @@ from npu_device._src.cluster.ports import ReservedPort
 
 WORKER = Path(__file__).with_name("rendezvous_worker.py")
 TIMEOUT = "2"
+PATIENT = {"HCCL_CONNECT_TIMEOUT": "12"}  # where all ranks come, on a machine that is busy
 # What a test of a failure may take: the time-out, starting Python, and a machine that is busy.
 LIMIT = 15.0
 
@@ -132,7 +133,7 @@ def test_they_find_each_other(scheme: str, size: int, chief_first: bool, start: 
     ]
     ranks: list[Rank | None] = [None] * size
     for rank in range(size) if chief_first else reversed(range(size)):
-        ranks[rank] = start(environments[rank])
+        ranks[rank] = start({**environments[rank], **PATIENT})
         if not chief_first:
             time.sleep(0.3)
     clusters = [rank.report()["cluster"] for rank in ranks if rank is not None]
@@ -163,7 +164,7 @@ def test_ranks_are_numbered_by_address_and_device(start: Any) -> None:
 
 def test_no_worker_ip(start: Any) -> None:
     port = free_port()
-    ranks = [start({**without_table(port, 2, device), "CM_WORKER_IP": ""}) for device in range(2)]
+    ranks = [start({**without_table(port, 2, device), "CM_WORKER_IP": "", **PATIENT}) for device in range(2)]
     assert [rank.report()["cluster"]["hosts"] for rank in ranks] == [["127.0.0.1"] * 2] * 2
 
 
@@ -180,7 +181,8 @@ def test_a_table_of_two_servers(start: Any, tmp_path: Path) -> None:
     ]
     path = tmp_path / "table.json"
     path.write_text(json.dumps({"version": "1.0", "status": "completed", "server_list": servers}))
-    ranks = [start({"RANK_TABLE_FILE": str(path), "RANK_SIZE": "2", "RANK_ID": str(rank)}) for rank in range(2)]
+    table = {"RANK_TABLE_FILE": str(path), "RANK_SIZE": "2", **PATIENT}
+    ranks = [start({**table, "RANK_ID": str(rank)}) for rank in range(2)]
     clusters = [rank.report()["cluster"] for rank in ranks]
     assert clusters[1]["hosts"] == ["127.0.0.1", "nodeB"]
     assert [cluster["local_size"] for cluster in clusters] == [1, 1]
