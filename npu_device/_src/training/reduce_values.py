@@ -9,7 +9,7 @@ import tensorflow as tf
 from npu_device._src.collectives.group import WORLD_GROUP, group_of
 from npu_device._src.gradients.reduction import Reduction, reduce_list
 from npu_device._src.options import global_options
-from npu_device._src.training import device, same_samples, same_variables
+from npu_device._src.training import device, replica_audit, same_samples, same_variables
 from npu_device._src.training.world import World
 
 
@@ -67,9 +67,12 @@ def all_reduce(
     several = isinstance(values, (list, tuple))
     tensors = [_to_tensor(value) for value in (values if several else [values])]
     members = group_of(runtime, group)
+    world, behind = World(runtime, members), []
     if several and reduction in ("mean", "sum"):
-        same_variables.make_equal_behind(World(runtime, members), tensors)
-    reduced = reduce_list(runtime, tensors, how, members)
+        behind = same_variables.make_equal_behind(world, tensors)
+    # With fusion=2 values of later calls may join this one, and must not wait for it.
+    with replica_audit.step_behind(world, [] if how.waits_for_later_calls else behind):
+        reduced = reduce_list(runtime, tensors, how, members)
     if several and reduction == "mean" and group == WORLD_GROUP and not how.waits_for_later_calls:
         same_samples.watch(runtime, tensors, reduced)
     return reduced if several else reduced[0]

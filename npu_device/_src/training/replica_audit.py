@@ -1,4 +1,5 @@
-"""The replica audit: every so many steps the ranks compare digests of what an optimizer trains, and of its own state.
+"""The replica audit: every so many steps the ranks compare digests of what an optimizer trains, and of its own state;
+or of the variables whose gradients a ``tf.function`` reduces itself.
 
 The graph of a step counts, and does nothing else until an audit is due. The audit itself runs in Python. What the ranks
 send each other are collectives of the graph, so that they keep their place among the step's other collectives. An audit
@@ -26,7 +27,7 @@ from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.all_reduce import all_reduce
 from npu_device._src.collectives.step_data import step_data
 from npu_device._src.training.drift import Drift, call_now
-from npu_device._src.training.same_variables import digest_of, name_of, warn_if_different
+from npu_device._src.training.same_variables import can_compare, digest_of, name_of, warn_if_different
 from npu_device._src.training.world import World
 
 _FIRST = 10  # steps to the first audit, and to the second, from which the time of a step is known
@@ -37,6 +38,8 @@ _END_SECONDS = 3.0
 
 _numbers = itertools.count()
 _audits: weakref.WeakValueDictionary[int, Audit] = weakref.WeakValueDictionary()
+_by_hand: weakref.WeakValueDictionary[tuple[int, ...], Audit] = weakref.WeakValueDictionary()
+_COLLECTION = "npu_device_audits"
 
 
 class Audit:
@@ -44,7 +47,7 @@ class Audit:
 
     Args:
         world: the ranks.
-        optimizer: the optimizer.
+        optimizer: the optimizer; None if it isn't known.
 
     Attributes:
         world: the ranks.
@@ -124,7 +127,7 @@ class Audit:
         with compat.eager_mode():
             audited = [*variables, *sorted(self._own(variables), key=name_of)]
             digests = [digest_of(variable) for variable in audited]
-            made = int(tf.convert_to_tensor(self._optimizer.iterations))
+            made = count - 1 if self._optimizer is None else int(tf.convert_to_tensor(self._optimizer.iterations))
         self._drift.note(audited, digests, made)
         if self._last is not None:
             self._step_seconds = (began - self._last[1]) / max(1, count - self._last[0])
@@ -149,9 +152,32 @@ class Audit:
 
     def _own(self, variables: Sequence[Any]) -> list[Any]:
         """Return the optimizer's own variables that exist now."""
+        if self._optimizer is None:
+            return []
         known = {id(variable) for variable in variables}
         own = compat.optimizer_variables(self._optimizer, variables)
         return list({id(variable): variable for variable in own if id(variable) not in known}.values())
+
+
+def step_behind(world: World, variables: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+    """Audit the variables whose gradients a ``tf.function`` is about to reduce, if it is time.
+
+    Args:
+        world: the ranks.
+        variables: from ``same_variables.make_equal_behind``; none if they aren't known.
+
+    Returns:
+        A context manager; reductions in its block come after the audit.
+    """
+    if not variables or world.size == 1 or not can_compare() or environment.NPU_DEVICE_AUDIT.get() == "off":
+        return contextlib.nullcontext()
+    key = tuple(map(id, variables))
+    audit = _by_hand.get(key)
+    if audit is None:
+        audit = _by_hand[key] = Audit(world, None)
+    # Functions that are traced again go on with the same counts; the audit lives as long as one of them.
+    tf.compat.v1.get_default_graph().get_collection_ref(_COLLECTION).append(audit)
+    return audit.step(variables)
 
 
 def _alive(reference: weakref.ref[Audit]) -> Audit:

@@ -82,12 +82,15 @@ def make_equal(world: World, variables: Sequence[Any]) -> None:
 _compared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
 
 
-def make_equal_behind(world: World, gradients: Sequence[Any]) -> None:
+def make_equal_behind(world: World, gradients: Sequence[Any]) -> list[Any]:
     """Do as ``make_equal`` does with the variables of gradients that a ``tf.function`` reduces itself.
 
     Args:
         world: the ranks.
         gradients: a list that is about to be reduced; nothing happens unless a tape computed it in this graph.
+
+    Returns:
+        The variables; none if they aren't known.
 
     The graph knows which trainable variables it has read. Those of one shape and dtype are compared, once, if there are
     as many of them as gradients; otherwise some may belong to this rank alone.
@@ -95,13 +98,14 @@ def make_equal_behind(world: World, gradients: Sequence[Any]) -> None:
     read = [variable for variable in compat.variables_read() if variable.trainable]
     present = [gradient for gradient in gradients if gradient is not None]
     if not read or not any(_is_of_a_tape(gradient) for gradient in present):
-        return
+        return []
     wanted, there = (collections.Counter(map(_shape_and_dtype, values)) for values in (present, read))
     behind = [variable for variable in read if there[_shape_and_dtype(variable)] == wanted[_shape_and_dtype(variable)]]
     new = [variable for variable in behind if _compared.get(id(variable)) is not variable]
     if new:
         _compared.update({id(variable): variable for variable in new})
         make_equal(world, new)
+    return behind
 
 
 def _is_of_a_tape(gradient: Any) -> bool:
