@@ -9,6 +9,7 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Sequence
@@ -118,9 +119,9 @@ class Faults:
             else:
                 launcher = self._launchers[node]
                 self._network.begin(kind, node, [launcher, *children_of(launcher)])
-        except ProcessLookupError:  # it has just ended
+        except ProcessLookupError:  # it has just ended, or isn't connected yet
             return
-        except OSError as error:
+        except (OSError, subprocess.CalledProcessError) as error:
             self._say(f"{kind} is not possible here, and left out from now on: {error}")
             self._kinds.remove(kind)
             return

@@ -54,10 +54,12 @@ class Here:
             pids: the node's processes.
 
         Raises:
+            ProcessLookupError: the processes have no connections to other hosts.
             OSError: the system doesn't allow it.
         """
         del node
-        (connections.reset if kind == "reset" else connections.half_close)(pids)
+        if not (connections.reset if kind == "reset" else connections.half_close)(pids):
+            raise ProcessLookupError
 
     def end(self, kind: str, node: int) -> None:
         """End a fault; one that has no duration has ended."""

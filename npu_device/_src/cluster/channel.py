@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import Any, Callable
 
 from npu_device._src.cluster import frames
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.errors import ClusterError, PeerError
 
 _MARGIN_SECONDS = 5.0  # the hub enforces the timeout; a later answer will never come
 _SHORT_SECONDS = 10.0  # for requests that the hub answers at once
@@ -184,7 +184,7 @@ class Channel:
             if self._problem is None:
                 self._send({"id": number, "do": do, "seconds": seconds, **fields}, seconds + _MARGIN_SECONDS)
             if self._problem is not None or not waiter.event.wait(seconds + _MARGIN_SECONDS):
-                raise ClusterError(
+                raise PeerError(
                     self._problem
                     or f"the job's hub has not answered for {seconds + _MARGIN_SECONDS:g} s ({do}): its process is "
                     "stopped or overloaded.\nWhat to do: look at the host of rank 0, where it runs."
@@ -193,9 +193,10 @@ class Channel:
             self._waiting.pop(number, None)
         answer = waiter.answer
         if answer is None:
-            raise ClusterError(self._problem or "the job's hub is gone")
+            raise PeerError(self._problem or "the job's hub is gone")
         if "error" in answer:
-            raise {"exists": KeyError, "late": TimeoutError}.get(answer["error"], ClusterError)(answer["text"])
+            kinds = {"exists": KeyError, "late": TimeoutError, "gone": PeerError}
+            raise kinds.get(answer["error"], ClusterError)(answer["text"])
         return answer["value"]
 
     def _send(self, message: dict[str, Any], seconds: float) -> None:

@@ -24,4 +24,4 @@ class PortTakenError(RendezvousError):
 
 
 class PeerError(ClusterError):
-    """Another rank has failed or left, and this one can't continue without it."""
+    """Another rank, or the hub, has failed or left or can't be reached, and this rank can't continue without it."""

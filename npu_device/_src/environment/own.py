@@ -132,8 +132,9 @@ NPU_DEVICE_AUDIT: Variable[int | str] = Variable(
     Form(forms.audit, "auto, off, or a number of steps"),
     "auto",
     "steps",
-    "how often the ranks compare digests of the variables that a wrapped optimizer trains, and of its own state: every "
-    "so many steps; `auto`: as often as costs about 0.05 % of the time; `off`: never. Must be the same on all ranks.",
+    "how often the ranks compare digests of the variables that a wrapped optimizer trains, and of its own state, or of "
+    "those whose gradients a tf.function reduces itself: every so many steps; `auto`: as often as "
+    "costs about 0.05 % of the time; `off`: never. Must be the same on all ranks.",
     "npu_device",
 )
 NPU_DEVICE_DRIFT: Variable[str] = Variable(
