@@ -31,7 +31,7 @@ BACKENDS = (CHOSEN_BACKEND,) if CHOSEN_BACKEND else ("shared_memory", "tensorflo
 _MOST_RANKS = 6
 """Ranks of pools that are alive at once: each takes some 500 MB. Tests of one pool run one after another."""
 
-_WORKER_BYTES = 8 << 30  # with its ranks, and the processes that fork them
+_WORKER_BYTES = 6 << 30  # with its ranks, and the processes that fork them
 
 _Kind = tuple[int, str, tuple[tuple[str, str], ...]]
 
@@ -72,7 +72,8 @@ number, each Keras and each backend has its turn in every test.
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="2 ranks, Keras 3, one backend, and no slow tests")
+    quick = "each test once, with 2 ranks, Keras 3 and one backend, and no slow tests"
+    parser.addoption("--quick", action="store_true", help=quick)
     parser.addoption(
         "--device", choices=("gpu", "cpu"), help="run tests/gpu on GPUs, or on CPUs to check the tests themselves"
     )
@@ -92,7 +93,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _is_quick if config.getoption("--quick") else _is_no_repetition if config.getoption("--full") else _is_pair
     )
     chosen = [item for item in items if is_chosen(item)]
-    config.hook.pytest_deselected(items=[item for item in items if not is_chosen(item)])
+    if config.getoption("--quick"):
+        chosen = _first_of_each(chosen)
+    kept = set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     for item in chosen:
         if group := _group(item):
             item.add_marker(pytest.mark.xdist_group(group))
@@ -126,6 +130,14 @@ def _is_quick(item: pytest.Item) -> bool:
     return item.get_closest_marker("slow") is None and all(
         parameters.get(name, chosen) == chosen for name, chosen in _QUICK.items()
     )
+
+
+def _first_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the first of each test's variants."""
+    first: dict[str, pytest.Item] = {}
+    for item in items:
+        first.setdefault(item.nodeid.partition("[")[0], item)
+    return list(first.values())
 
 
 def _is_no_repetition(item: pytest.Item) -> bool:

@@ -7,6 +7,7 @@ the process ended into the file that the order names. Ends when its input ends.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import tensorflow  # noqa: F401
 
+atexit.unregister(gc.freeze)  # of lean/sitecustomize.py: only what is here now is frozen, below
 _LEAN = str(Path(__file__).parent / "lean")
 sys.path[:] = [path for path in sys.path if path != _LEAN]  # scripts may import the packages that it hides
 

@@ -11,7 +11,8 @@ from npu_device._src import environment
 
 LEAN = str(Path(__file__).parent / "lean")
 """Modules that hide installed packages of the same names, which TensorFlow and Keras import only because they are
-there: pandas, scikit-learn, matplotlib and others. The import of TensorFlow takes 3 s instead of 5.3 s without them.
+there: pandas, scikit-learn, matplotlib and others. From start to exit, a process with TensorFlow takes 2.3 s of CPU
+time instead of 5.3 s.
 """
 
 
