@@ -121,7 +121,8 @@ def _group(item: pytest.Item) -> str | None:
         size = _SIZES.get(fixture) or parameters.get(fixture) or parameters["size"]
         keras = parameters["keras"] if "keras" in fixture else "3"
         backend = "tensorflow" if fixture == "tensorflow_ranks" else parameters.get("backend")
-        kinds.append("-".join(str(part) for part in _kind(size, keras, backend) if part))
+        size, keras, environment = _kind(size, keras, backend)
+        kinds.append("-".join([str(size), keras, *dict(environment).values()]))
     return max(kinds, default=None)
 
 
