@@ -271,3 +271,35 @@ def test_a_job_that_tf_config_describes_in_part_is_refused(tmp_path: Path) -> No
     [result] = job.finish(job.start_each(tmp_path, "import npu_device as npu\nnpu.open()\n", [variables]))
     assert result.code == 1
     assert "has a sparseCluster and no cluster" in result.output
+
+
+def test_a_rank_that_stops_while_its_data_are_sent(tmp_path: Path) -> None:
+    """TensorFlow's own transfers have no limit: the stall watch ends them, as it ends agreements."""
+    script = (
+        BEGIN
+        + """
+import signal, threading
+value = tf.ones([8_000_000])  # sending it takes most of a step
+step = tf.function(lambda: npu.distribute.all_reduce(value, "sum"))
+step()
+if rank == 1:
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+began = time.time()
+try:
+    while True:
+        step()
+except Exception as error:
+    print("after", time.time() - began, error, flush=True)
+    os._exit(3)
+"""
+    )
+    limits = {"NPU_DEVICE_STALL_WARNING": "1", "NPU_DEVICE_STALL_TIMEOUT": "2"}
+    ranks = job.start(tmp_path, 2, script, NPU_DEVICE_BACKEND="tensorflow", **limits)
+    try:
+        code = ranks[0].wait(45)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert code == 3, ranks[0].output
+    assert "rank 1 on host here: does not answer: stopped" in ranks[0].output

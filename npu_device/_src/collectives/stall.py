@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Callable, Protocol, cast
 
 import tensorflow as tf
@@ -28,6 +28,7 @@ _POLL_SECONDS = 0.5
 _ANSWER_SECONDS = 2.0
 _MOST_LINES = 32
 _LARGEST = 0x7FFFFFFF
+_TRANSFER = {"operation": "a transfer of data", "line": "TensorFlow's backend"}
 _MOST_CALLS = 1000  # calls that a watch describes; functions that are retraced repeatedly add new ones
 
 
@@ -80,6 +81,36 @@ class GraphWatch:
         return {"begun": begun, "waiting": begun > ended, "call": self._calls.get(current)}
 
 
+class TransferWatch:
+    """A watch of TensorFlow's transfers: the ranks have agreed on a call, and one of them may stop before its data have
+    come.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._device = runtime.device("CPU")
+        with tf.init_scope(), tf.device(self._device):
+            self._begun = compat.plain_variable(tf.constant(0, tf.int32))
+            self._ended = compat.plain_variable(tf.constant(0, tf.int32))
+
+    def begin(self, tensor: tf.Tensor) -> None:
+        """Note that a tensor which is to be sent is ready. Nothing waits for the note."""
+        self._count(self._begun, tensor)
+
+    def end(self, result: tf.Tensor) -> None:
+        """Note that a transfer's result is there."""
+        self._count(self._ended, result)
+
+    def _count(self, variable: Any, after: tf.Tensor) -> None:
+        with tf.control_dependencies([after]), tf.device(self._device):
+            tf.raw_ops.ResourceCountUpTo(resource=variable.handle, limit=_LARGEST, T=tf.int32)
+
+    def position(self) -> dict[str, Any]:
+        """Return this rank's position."""
+        with compat.eager_mode():
+            ended, begun = int(self._ended), int(self._begun)
+        return {"begun": begun, "waiting": begun > ended, "call": _TRANSFER}
+
+
 class LocalWatch:
     """A watch with counters in Python, for collectives that Python runs."""
 
@@ -125,12 +156,13 @@ class StallWatch:
         runtime.health.on_question("where", self._answer)
         threading.Thread(target=self._run, name="npu_device-stall", daemon=True).start()
 
-    def watch(self, runtime: Runtime, group: Group, make: Callable[[], Watch]) -> Watch:
-        """Return the watch of a group, made at its first use."""
+    def watch(self, runtime: Runtime, group: Group, make: Callable[[], Watch], counts: bool = True) -> Watch:
+        """Return the watch of a group, made at its first use; ``counts`` if it counts the rank's collectives."""
         with self._making:
             if group not in self._watches:
                 watch = self._watches[group] = make()
-                runtime.health.count_collectives_with(group.name, group.ranks, lambda: watch.position()["begun"])
+                if counts:
+                    runtime.health.count_collectives_with(group.name, group.ranks, lambda: watch.position()["begun"])
             return self._watches[group]
 
     def forget(self, name: str) -> None:
@@ -273,6 +305,13 @@ def graph_watch_of(runtime: Runtime, group: Group) -> GraphWatch:
 def local_watch_of(runtime: Runtime, group: Group) -> LocalWatch:
     """Return the watch of a group that shares memory."""
     return cast(LocalWatch, _watches[runtime].watch(runtime, group, LocalWatch))
+
+
+def transfer_watch_of(runtime: Runtime, group: Group) -> TransferWatch:
+    """Return the watch of a group's transfers through TensorFlow."""
+    transfers = replace(group, name=f"{group.name}/transfers", parent=group.parent or group.name)
+    watch = _watches[runtime].watch(runtime, transfers, lambda: TransferWatch(runtime), counts=False)
+    return cast(TransferWatch, watch)
 
 
 def forget_watches(runtime: Runtime, name: str) -> None:

@@ -9,7 +9,7 @@ Each execution of an operation gets a fresh instance key from ``sequence``.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, Callable
 
 import tensorflow as tf
 
@@ -17,6 +17,7 @@ from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.shared_memory.host import hosts_of
 from npu_device._src.collectives.backends.tensorflow.sequence import order_of_nccl, sequence_of
 from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.stall import transfer_watch_of
 
 MOVE_DTYPES = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 """The dtypes that TensorFlow's gather, all-to-all and broadcast kernels all support on the CPU."""
@@ -32,7 +33,8 @@ _MERGE_OPS = {"sum": "Add", "prod": "Mul", "min": "Min", "max": "Max"}
 def all_reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
     """Reduce one tensor over the group: sum, prod, min or max."""
     device, kind = _device(runtime, tensor.dtype)
-    with tf.device(device):
+
+    def reduce() -> tf.Tensor:
         return tf.raw_ops.CollectiveReduceV2(
             input=tensor,
             merge_op=_MERGE_OPS[reduction],
@@ -42,38 +44,59 @@ def all_reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str, group: Group
             **_order(runtime, group, kind),
         )
 
-
-def all_gather(runtime: Runtime, tensor: tf.Tensor, group: Group) -> tf.Tensor:
-    """Concatenate the tensors of all ranks of the group along the first dimension."""
-    device, kind = _device(runtime, tensor.dtype)
     with tf.device(device):
+        return _watched(runtime, group, tensor, reduce)
+
+
+def all_gather(runtime: Runtime, tensor: tf.Tensor, group: Group, watched: bool) -> tf.Tensor:
+    """Concatenate the tensors of all ranks of the group along the first dimension. ``watched``: see ``_watched``."""
+    device, kind = _device(runtime, tensor.dtype)
+
+    def gather() -> tf.Tensor:
         keys = {**_keys(runtime, group, kind, "all_gather", tensor), **_order(runtime, group, kind)}
         return tf.raw_ops.CollectiveGatherV2(input=tensor, **keys)
+
+    with tf.device(device):
+        return _watched(runtime, group, tensor, gather) if watched else gather()
 
 
 def all_to_all(runtime: Runtime, tensor: tf.Tensor, group: Group) -> tf.Tensor:
     """Send row i of the tensor to rank i, and return the row from rank i as row i. Shape [group.size, …]."""
     device, kind = _device(runtime, tensor.dtype)
-    with tf.device(device):
+
+    def exchange() -> tf.Tensor:
         keys = {**_keys(runtime, group, kind, "all_to_all", tensor), **_order(runtime, group, kind)}
         return tf.raw_ops.CollectiveAllToAllV2(input=tensor, **keys)
+
+    with tf.device(device):
+        return _watched(runtime, group, tensor, exchange)
 
 
 def broadcast(runtime: Runtime, tensor: tf.Tensor, root_rank: int, group: Group) -> tf.Tensor:
     """Return the root's tensor on every rank; the others pass one of the same shape and dtype."""
-    if group.rank != root_rank:
-        return _receive(runtime, tensor, root_rank, group)
     device, kind = _device(runtime, tensor.dtype)
-    with tf.device(device):
+
+    def spread() -> tf.Tensor:
         keys = _keys(runtime, group, kind, ("broadcast", root_rank), tensor)
-        return _kept(runtime, group, tf.raw_ops.CollectiveBcastSendV2(input=tensor, **keys))
+        if group.rank == root_rank:
+            return tf.raw_ops.CollectiveBcastSendV2(input=tensor, **keys)
+        return tf.raw_ops.CollectiveBcastRecvV2(shape=tf.shape(tensor), T=tensor.dtype, **keys)
 
-
-def _receive(runtime: Runtime, like: tf.Tensor, root_rank: int, group: Group) -> tf.Tensor:
-    device, kind = _device(runtime, like.dtype)
     with tf.device(device):
-        keys = _keys(runtime, group, kind, ("broadcast", root_rank), like)
-        return _kept(runtime, group, tf.raw_ops.CollectiveBcastRecvV2(shape=tf.shape(like), T=like.dtype, **keys))
+        if group.tag is None:
+            return _kept(runtime, group, _watched(runtime, group, tensor, spread))
+        return _kept(runtime, group, spread())
+
+
+def _watched(runtime: Runtime, group: Group, tensor: tf.Tensor, transfer: Callable[[], tf.Tensor]) -> tf.Tensor:
+    """Return a transfer's result, and let the stall watch know from when to when it runs: a rank that stops in it would
+    not be missed before the next agreement, which the others never reach. The agreement has a watch of its own.
+    """
+    watch = transfer_watch_of(runtime, group)
+    watch.begin(tensor)
+    result = transfer()
+    watch.end(result)
+    return result
 
 
 def _kept(runtime: Runtime, group: Group, result: tf.Tensor) -> tf.Tensor:

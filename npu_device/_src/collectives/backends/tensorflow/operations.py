@@ -59,7 +59,7 @@ def start_all_reduce(
 
 def all_gather(agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
     """Return all ranks' rows on every rank: [n] in, [group.size, n] out; n is the same on all ranks."""
-    return gather_rows(agreement.runtime, row, group)
+    return gather_rows(agreement.runtime, row, group, watched=True)
 
 
 def all_to_all(agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor:
@@ -100,9 +100,9 @@ def receive(agreement: Agreement, like: tf.TensorSpec, pair: Group) -> tf.Tensor
     return tf.reshape(words.from_words(vector[tf.newaxis], like.dtype, elements), like.shape)
 
 
-def gather_rows(runtime: Runtime, row: tf.Tensor, group: Group) -> tf.Tensor:
-    """Do what ``all_gather`` does, without an agreement."""
-    return _carried(row[tf.newaxis], lambda carrier: kernels.all_gather(runtime, carrier, group), group.size)
+def gather_rows(runtime: Runtime, row: tf.Tensor, group: Group, watched: bool = False) -> tf.Tensor:
+    """Do what ``all_gather`` does, without an agreement. ``watched``: the stall watch watches the transfer."""
+    return _carried(row[tf.newaxis], lambda carrier: kernels.all_gather(runtime, carrier, group, watched), group.size)
 
 
 def _exchange_rows(runtime: Runtime, rows: tf.Tensor, group: Group) -> tf.Tensor:
@@ -202,7 +202,7 @@ def _reduce_narrow(
     received = tf.unstack(_exchange_rows(runtime, tf.reshape(mine, [size, -1]), group), num=size)
     rows = [widen(row, share) for row, share in zip(received, shares)]
     block = narrow(fold(rows, "prod" if reduction == "prod" else "sum"), divisor)
-    gathered = tf.reshape(gather_rows(runtime, block, group), [-1])[:elements]
+    gathered = tf.reshape(gather_rows(runtime, block, group, watched=True), [-1])[:elements]
     return tf.reshape(tf.cast(widen(gathered, scale), tensor.dtype), _shape(tensor))
 
 
