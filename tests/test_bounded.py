@@ -49,6 +49,7 @@ def body_keys() -> int:
     return _memory() - before
 
 
+@pytest.mark.slow
 def test_instance_keys_of_tensorflow(tensorflow_ranks: Pool) -> None:
     # 3000 calls, each an agreement and a sum: with a key of its own for each they took 9 MB.
     assert max(tensorflow_ranks.run(body_keys)) < 3 << 20
@@ -128,6 +129,7 @@ def body_signatures(calls: int) -> int:
     return rings[-1] - rings[calls // 2]
 
 
+@pytest.mark.slow
 def test_lengths_that_vary(tensorflow_ranks: Pool) -> None:
     # Each length took keys of its own: 60 more, forever.
     assert max(tensorflow_ranks.run(body_signatures, 60)) <= 3

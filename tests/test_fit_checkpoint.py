@@ -83,6 +83,7 @@ def run_job(directory: Path, keras: str, *signals: str) -> list[job.Ended]:
     return job.finish(processes, timeout=120)
 
 
+@pytest.mark.slow
 def test_preemption(keras: str, tmp_path: Path) -> None:
     for name in ("job", "whole"):
         (tmp_path / name).mkdir()

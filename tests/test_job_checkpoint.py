@@ -202,6 +202,7 @@ def results_of(directory: Path, size: int) -> list[Any]:
     return [np.load(directory / f"{rank}.npz") for rank in range(size)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("everyone", [False, True], ids=["one", "all"])
 def test_preemption(size: int, keras: str, everyone: bool, tmp_path: Path) -> None:
     if (size == 1 and everyone) or (size != 2 and keras == "2" and not everyone):
