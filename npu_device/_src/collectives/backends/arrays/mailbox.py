@@ -3,6 +3,9 @@
 A message is data with its tag, or an answer; it travels in slots (``Slots``). Data for which there is no receive yet is
 kept until there is one, so that transfers with different tags may be called in any order on either side. A send ends
 when the other side has found its receive and answers.
+
+A thread that waits for a transfer also advances the transfers with other ranks that have been started. In a ring of
+ranks that all send first, each would otherwise wait for one that doesn't receive yet.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import contextlib
 import struct
 import threading
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -102,15 +106,20 @@ class Slots(Protocol):
     def wake(self) -> None:
         """Wake this side's waiting thread."""
 
-    def wait(self, first: bool) -> bool:
+    def wait(self, first: bool, briefly: bool) -> bool:
         """Wait for something new, but not for long; return False if nothing came.
 
         Args:
             first: nothing has been waited for since the last news, which therefore may be close.
+            briefly: for a millisecond at most.
         """
 
     def close(self) -> None:
         """Give up the slots."""
+
+
+_mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
+_adding = threading.Lock()
 
 
 class Mailbox:
@@ -134,6 +143,8 @@ class Mailbox:
         self._changed = threading.Condition()  # a transfer has ended, or no thread is driving
         self._driven = False
         self._broken: BaseException | None = None
+        with _adding:
+            _mailboxes.add(self)
 
     def start(self, transfer: Transfer) -> None:
         """Start a transfer, without waiting for the other side."""
@@ -190,19 +201,42 @@ class Mailbox:
                 self._changed.notify_all()
 
     def _drive(self, transfer: Transfer) -> None:
-        """Advance all transfers until one has ended."""
+        """Advance all transfers until one has ended, and those with other ranks."""
         first = True
         while not transfer.ended:
             if self._advance():
                 first = True
                 with self._changed:
                     self._changed.notify_all()
-            elif not self._slots.wait(first):
+            elif not self._slots.wait(first, briefly=self._advance_others()):
                 first = False
                 try:
                     self._check()
                 except BaseException as error:
                     self._break(error)
+
+    def _advance_others(self) -> bool:
+        """Advance the transfers in other mailboxes; return whether there are any."""
+        with _adding:
+            others = [one for one in _mailboxes if one is not self and one._is_busy()]
+        for other in others:
+            other._advance_unless_driven()
+        return bool(others)
+
+    def _is_busy(self) -> bool:
+        """Return whether a transfer has been started and has not ended."""
+        return bool(self._posted or self._unanswered or self._outgoing or self._incoming)
+
+    def _advance_unless_driven(self) -> None:
+        with self._changed:
+            if self._driven:
+                return
+            self._driven = True
+        with self._driving():
+            try:
+                self._advance()
+            except BaseException as error:  # of this mailbox; the caller waits for another one
+                self._break(error)
 
     def _break(self, error: BaseException) -> None:
         with self._queue:

@@ -65,8 +65,9 @@ class MessageSlots:
     def wake(self) -> None:
         """Do nothing: a waiting thread sleeps only briefly."""
 
-    def wait(self, first: bool) -> bool:
-        """Wait a moment; there may be something new."""
+    def wait(self, first: bool, briefly: bool) -> bool:
+        """Wait a moment, always briefly; there may be something new."""
+        del briefly
         now = time.perf_counter()
         if first:
             self._since = now

@@ -15,6 +15,7 @@ import sys
 SLICE_SECONDS = 0.1
 """The longest that a rank sleeps before it checks whether the others are still alive."""
 
+_BRIEF_SECONDS = 0.001
 _WAIT, _WAKE = 0, 1
 _ALL = 0x7FFFFFFF
 _HALF = 1 << 31
@@ -29,13 +30,13 @@ class _Timespec(ctypes.Structure):
     _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
 
 
-_slice = _Timespec(int(SLICE_SECONDS), int(SLICE_SECONDS % 1 * 1e9))
+_slice, _brief_slice = (_Timespec(0, int(seconds * 1e9)) for seconds in (SLICE_SECONDS, _BRIEF_SECONDS))
 _number = _SYSTEM_CALLS.get(platform.machine(), 0) if sys.platform == "linux" else 0
 _system_call = getattr(ctypes.CDLL(None), "syscall", None) if _number else None
 if _system_call is not None:
     _system_call.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p]
     _system_call.restype = ctypes.c_long
-_slice_address = ctypes.addressof(_slice)
+_slice_address, _brief_address = ctypes.addressof(_slice), ctypes.addressof(_brief_slice)
 
 
 def is_supported() -> bool:
@@ -72,14 +73,15 @@ class Counter:
         """Return whether the counter has reached the number."""
         return (self._word.value - number) & _MASK < _HALF
 
-    def wait_for(self, number: int, looks: int) -> bool:
-        """Spin ``looks`` times, then sleep until the counter reaches a number, for at most ``SLICE_SECONDS``. Return
-        whether it has reached the number.
+    def wait_for(self, number: int, looks: int, briefly: bool = False) -> bool:
+        """Spin ``looks`` times, then sleep until the counter reaches a number, for at most ``SLICE_SECONDS``, or a
+        millisecond if ``briefly``. Return whether it has reached the number.
         """
         for _ in range(looks):
             if self.has_reached(number):
                 return True
         seen = self._word.value
         if (seen - number) & _MASK >= _HALF:
-            _system_call(_number, self._address, _WAIT, seen, _slice_address)  # type: ignore[misc]
+            limit = _brief_address if briefly else _slice_address
+            _system_call(_number, self._address, _WAIT, seen, limit)  # type: ignore[misc]
         return self.has_reached(number)

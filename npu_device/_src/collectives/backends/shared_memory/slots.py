@@ -76,9 +76,9 @@ class MemorySlots:
         """Wake this side's waiting thread."""
         self._others_news.wake()
 
-    def wait(self, first: bool) -> bool:
+    def wait(self, first: bool, briefly: bool) -> bool:
         """Spin briefly if it is the first wait, then sleep until there is news, for at most a slice of time."""
-        return self._others_news.wait_for(self._news_seen + 1, _LOOKS if first else 0)
+        return self._others_news.wait_for(self._news_seen + 1, _LOOKS if first else 0, briefly)
 
     def close(self) -> None:
         """Do nothing: the memory goes with its last reader."""
