@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tensorflow as tf
 
 REDUCED = (
@@ -40,6 +42,26 @@ def sum_dtype(dtype: tf.DType) -> tf.DType:
 def wire_dtype(dtype: tf.DType, compressed: tf.DType | None) -> tf.DType:
     """Return the dtype in which values are sent; compression to ``compressed`` applies to float32 and float64."""
     return dtype if compressed is None or not dtype.is_floating or dtype.size <= compressed.size else compressed
+
+
+def wire_scales(reduction: str, counts: Sequence[int]) -> tuple[list[int], int]:
+    """Return by what each member's values are divided before they are sent in 16 bits, and by what the total is.
+
+    Then no sum overflows the 16 bits unless a rank's own values do: a mean's shares are divided by the ranks that they
+    come from, and a sum's by a power of two, which rounds only the smallest numbers.
+
+    Args:
+        reduction: ``mean``, whose total the fold has divided already, or another.
+        counts: how many ranks' values each member brings.
+    """
+    if reduction == "mean":
+        return list(counts), 1
+    return [_power_of_two(max(counts))] * len(counts), _power_of_two(sum(counts))
+
+
+def _power_of_two(number: int) -> int:
+    """Return the smallest power of two that is not below a number."""
+    return 1 << (number - 1).bit_length()
 
 
 def require_bits(dtype: tf.DType) -> None:

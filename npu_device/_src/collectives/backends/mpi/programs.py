@@ -308,15 +308,8 @@ def _reduce_compressed(
     reduction: str,
     counts: Sequence[int],
 ) -> Waiting:
-    """Reduce float32 or float64 values that are sent in 16 bits, in both directions, and added in their own dtype.
-
-    No sum overflows the 16 bits unless a rank's own values do: a sum over several ranks is sent divided by their
-    number, or for a sum by a power of two, which rounds only the smallest numbers.
-    """
-    if reduction == "mean":
-        shares, scale = list(counts), 1
-    else:
-        shares, scale = [_power_of_two(max(counts))] * channel.size, _power_of_two(sum(counts))
+    """Reduce float32 or float64 values that are sent in 16 bits, in both directions, and added in their own dtype."""
+    shares, scale = dtypes.wire_scales(reduction, counts)
     if shares[channel.rank] != 1:
         arrays = [array / array.dtype.type(shares[channel.rank]) for array in arrays]
     fold = folding(reduction, sum(counts))
@@ -364,11 +357,6 @@ def _in_bytes(bounds: Sequence[int], item: int) -> tuple[list[int], list[int]]:
 def _bytes(array: np.ndarray) -> np.ndarray:
     """Return a contiguous array as bytes: uint8, the last dimension longer."""
     return array.view(np.uint8)
-
-
-def _power_of_two(number: int) -> int:
-    """Return the smallest power of two that is not below a number."""
-    return 1 << (number - 1).bit_length()
 
 
 def _nothing(*_: Any) -> None:

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.tensorflow import kernels, words
-from npu_device._src.collectives.dtypes import mean_dtype, sum_dtype, wire_dtype
+from npu_device._src.collectives.dtypes import mean_dtype, sum_dtype, wire_dtype, wire_scales
 from npu_device._src.collectives.folding import fold
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.terms import Agreement
@@ -176,17 +176,12 @@ def _all_reduce_one(
 def _reduce_narrow(
     runtime: Runtime, tensor: tf.Tensor, wire: tf.DType, reduction: str, group: Group, counts: Sequence[int]
 ) -> tf.Tensor:
-    """Return the sum, mean or product of values sent in 16 bits and combined in float32 (float64 stays float64).
-
-    No sum overflows the wire dtype unless a rank's own values do: a sum over several ranks is sent divided by their
-    number, or for a sum by a power of two, which rounds only the smallest numbers.
-    """
+    """Return the sum, mean or product of values sent in 16 bits and combined in float32 (float64 stays float64)."""
     wide, size = sum_dtype(tensor.dtype), group.size
-    if reduction == "mean":
-        shares, divisor, scale = list(counts), sum(counts), 1
-    else:
-        shares = [_power_of_two(max(counts))] * size
-        divisor = scale = _power_of_two(sum(counts)) if tensor.dtype == wide else 1
+    shares, scale = wire_scales(reduction, counts)
+    if tensor.dtype != wide:
+        scale = 1  # the result has 16 bits, too
+    divisor = sum(counts) if reduction == "mean" else scale
 
     def narrow(values: tf.Tensor, divisor: int) -> tf.Tensor:
         divided = values if divisor == 1 else values / divisor
@@ -204,11 +199,6 @@ def _reduce_narrow(
     block = narrow(fold(rows, "prod" if reduction == "prod" else "sum"), divisor)
     gathered = tf.reshape(gather_rows(runtime, block, group, watched=True), [-1])[:elements]
     return tf.reshape(tf.cast(widen(gathered, scale), tensor.dtype), _shape(tensor))
-
-
-def _power_of_two(number: int) -> int:
-    """Return the smallest power of two that is not below a number."""
-    return 1 << (number - 1).bit_length()
 
 
 def _reduce_uint64(reduce_native: _Move, tensor: tf.Tensor, merge: str) -> tf.Tensor:
