@@ -47,6 +47,7 @@ if rank == "0":
     npurun = os.getppid()
     leader = int(Path(f"/proc/{npurun}/stat").read_text().rpartition(") ")[2].split()[1])
     os.kill(leader, signal.SIGKILL)
+    time.sleep(0.5)  # the other rank ends first
 place.mkdir(parents=True)
 (place / "iterations.jsonl").write_text("{}\\n" * 100)  # as if it had made the steps
 """

@@ -29,6 +29,7 @@ DIRECTORY = "npu_tune"
 
 _POLL_SECONDS = 0.1
 _SILENT_SECONDS = 60.0  # the user is told after this long without a step, then after twice as long each time
+_OTHERS_SECONDS = 5.0  # the ranks of other nodes may end this much later than those of this one
 _TAIL_LINES = 20
 _FAILED = 1
 # Variables that would interfere: another way to ask for tuning, and the split to be found.
@@ -158,11 +159,7 @@ def _carry_out(tuning_run: TuningRun, options: Options, directory: Path, console
                 process.terminate()
             process.wait()
     # A stopped run ends with an error, and so does one whose ranks another node stopped first.
-    done = (
-        process.returncode == 0
-        if tuning_run.measuring is not None
-        else _is_enough(tuning_run, traces, options.world_size)
-    )
+    done = process.returncode == 0 if tuning_run.measuring is not None else _has_enough(tuning_run, traces, options)
     if not done:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
         counts = ", ".join(str(_iterations(traces, rank)) for rank in range(options.world_size))
@@ -173,6 +170,16 @@ def _carry_out(tuning_run: TuningRun, options: Options, directory: Path, console
             f"{what}.\nLikely cause: the script failed, is too short, doesn't reduce gradients, or sets its own "
             f"profiling options.\nThe end of its output ({log}):\n{tail}"
         )
+
+
+def _has_enough(tuning_run: TuningRun, traces: Path, options: Options) -> bool:
+    """Return whether a run that has ended here made enough iterations. On several nodes, wait for what the ranks of the
+    others write last.
+    """
+    deadline = time.monotonic() + (_OTHERS_SECONDS if options.nnodes > 1 else 0)
+    while not (enough := _is_enough(tuning_run, traces, options.world_size)) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return enough
 
 
 def _command(tuning_run: TuningRun, options: Options) -> list[str]:

@@ -8,14 +8,18 @@ from __future__ import annotations
 import tensorflow as tf
 
 _LARGEST = 1 << 62
+_SHORT = 1 << 12
+"""Elements. The time of a transfer hardly depends on the length of a shorter row."""
 
 
 def _lengths() -> list[int]:
-    """Return eight lengths for each power of two: a row grows by an eighth at most."""
-    found, step = [0], 1
+    """Return the powers of two for short rows. For longer ones, return eight lengths for each power of two: such a row
+    grows by an eighth at most.
+    """
+    found = [0, *(1 << power for power in range(_SHORT.bit_length()))]
     while found[-1] < _LARGEST:
-        found.extend(range(found[-1] + step, 16 * step + 1, step))
-        step *= 2
+        step = found[-1] // 8
+        found.extend(range(found[-1] + step, 2 * found[-1] + 1, step))
     return found
 
 
