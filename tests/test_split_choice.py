@@ -63,17 +63,18 @@ def auto(directory: str) -> dict[str, Any]:
     assert running is not None
     os.environ["NPU_DEVICE_SPLIT_DIR"] = directory if running.cluster.rank == 0 else "/nowhere"
     os.environ["NPU_DEVICE_SPLIT"] = "auto"
-    place = place_of(running.cluster.hosts)
+    place = place_of(running.cluster.hosts, os.environ.get("NPU_DEVICE_BACKEND", "shared_memory"))
     if running.cluster.rank == 0:
         mine = SavedSplit(fingerprint("float32", [32] * 6), "hccl_world_group", place, (1, 5), True, {})
         elsewhere = replace(mine, model=fingerprint("float32", [32] * 7), place=replace(place, world_size=64))
-        save(mine)
-        save(elsewhere)
+        other_backend = replace(mine, model=fingerprint("float32", [32] * 8), place=replace(place, backend="mpi"))
+        for split in (mine, elsewhere, other_backend):
+            save(split)
     try:
         split_choice.share(running)
         return {
             name: cut_with("auto", [8] * count)
-            for name, count in (("mine", 6), ("moved", 7), ("changed", 9), ("few", 3))
+            for name, count in (("mine", 6), ("moved", 7), ("other backend", 8), ("changed", 9), ("few", 3))
         }
     finally:
         del os.environ["NPU_DEVICE_SPLIT_DIR"]
@@ -87,5 +88,6 @@ def test_auto_takes_what_was_found_here_for_this_model(two_ranks: Pool, tmp_path
         assert [len(segment) for segment in segments] == [len(segments[0]), 7 - len(segments[0])][: len(segments)]
         assert "world_size 2 (was 64)" in warning
         assert "npurun --tune" in warning
+        assert "(was mpi)" in found["other backend"][1][0]
         assert "the model has changed since" in found["changed"][1][0]
         assert found["few"][1] == []

@@ -30,7 +30,7 @@ class Place:
         world_size: number of ranks.
         ranks_per_host: number of ranks on each host, ascending.
         processor: the processor of rank 0's host, and its number of cores.
-        backend: ``NPU_DEVICE_BACKEND``.
+        backend: the one that reduces the gradients: ``"shared_memory"``, ``"mpi"`` or ``"tensorflow"``.
     """
 
     world_size: int
@@ -97,14 +97,16 @@ def fingerprint(dtype: str, sizes: Iterable[int]) -> str:
     return hashlib.sha256(repr((dtype, [int(size) for size in sizes])).encode()).hexdigest()[:16]
 
 
-def place_of(hosts: Sequence[str]) -> Place:
-    """Return the place of a job whose rank 0 runs on this host.
+def place_of(hosts: Sequence[str], backend: str, processor: str | None = None) -> Place:
+    """Return the place of a job.
 
     Args:
         hosts: name of each rank's host, by rank.
+        backend: as in ``Place``.
+        processor: ``processor_of_this_host()`` of rank 0's host; None if that is this host.
     """
     counts = tuple(sorted(hosts.count(host) for host in set(hosts)))
-    return Place(len(hosts), counts, f"{_processor()}, {os.cpu_count()} cores", environment.NPU_DEVICE_BACKEND.get())
+    return Place(len(hosts), counts, processor_of_this_host() if processor is None else processor, backend)
 
 
 def directory() -> Path:
@@ -142,7 +144,12 @@ def load_all() -> list[SavedSplit]:
     return found
 
 
-def _processor() -> str:
+def processor_of_this_host() -> str:
+    """Return the processor's name and the number of cores."""
+    return f"{_processor_name()}, {os.cpu_count()} cores"
+
+
+def _processor_name() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             for line in file:

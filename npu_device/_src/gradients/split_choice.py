@@ -13,10 +13,21 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import tensorflow as tf
+
 from npu_device._src import environment
 from npu_device._src.cluster import runtime as cluster_runtime
 from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.gradients.saved_splits import Place, SavedSplit, directory, fingerprint, load_all, place_of
+from npu_device._src.collectives.choice import name_of
+from npu_device._src.collectives.group import group_of
+from npu_device._src.gradients.saved_splits import (
+    SavedSplit,
+    directory,
+    fingerprint,
+    load_all,
+    place_of,
+    processor_of_this_host,
+)
 
 _KEY = "saved_splits"
 # Shorter lists are metrics and the like, not a model's gradients; they need no message.
@@ -29,8 +40,8 @@ _said: set[str] = set()
 class _Shared:
     """The splits that rank 0 has sent to all ranks."""
 
-    def __init__(self, place: Place, splits: Sequence[SavedSplit], where: str) -> None:
-        self.place = place
+    def __init__(self, processor: str, splits: Sequence[SavedSplit], where: str) -> None:
+        self.processor = processor
         self.splits = splits
         self.where = where
 
@@ -54,12 +65,12 @@ def share(runtime: Runtime) -> None:
     shared: dict[str, Any]
     if runtime.cluster.rank == 0:
         found = [asdict(split) for split in load_all()]
-        shared = {"place": asdict(place_of(runtime.cluster.hosts)), "splits": found, "where": str(directory())}
+        shared = {"processor": processor_of_this_host(), "splits": found, "where": str(directory())}
         runtime.store.set(_KEY, json.dumps(shared))
     else:
         shared = json.loads(runtime.store.get(_KEY, environment.HCCL_CONNECT_TIMEOUT.get()))
     splits = [SavedSplit.from_dict(split) for split in shared["splits"]]
-    _shared = runtime, _Shared(Place.from_dict(shared["place"]), splits, shared["where"])
+    _shared = runtime, _Shared(shared["processor"], splits, shared["where"])
 
 
 def ends_for(sizes: Sequence[int], dtype: str, group: str) -> list[int] | None:
@@ -87,18 +98,20 @@ def ends_for(sizes: Sequence[int], dtype: str, group: str) -> list[int] | None:
         return None
     if _shared is None or _shared[0] is not cluster_runtime.current():
         return None
-    return _found(_shared[1], sizes, dtype, group)
+    return _found(*_shared, sizes, dtype, group)
 
 
-def _found(shared: _Shared, sizes: Sequence[int], dtype: str, group: str) -> list[int] | None:
+def _found(runtime: Runtime, shared: _Shared, sizes: Sequence[int], dtype: str, group: str) -> list[int] | None:
     model = fingerprint(dtype, sizes)
+    backend = name_of(runtime, group_of(runtime, group), [tf.as_dtype(dtype)])
+    place = place_of(runtime.cluster.hosts, backend, shared.processor)
     same_model = [split for split in shared.splits if (split.model, split.group) == (model, group)]
     for split in same_model:
-        if split.place == shared.place:
+        if split.place == place:
             return list(split.ends)
     what = f"NPU_DEVICE_SPLIT=auto: no split is known for {len(sizes)} {dtype} gradients of group {group!r}"
     if same_model:
-        differences = "; ".join(same_model[0].place.differences(shared.place))
+        differences = "; ".join(same_model[0].place.differences(place))
         why = f"this model's was found elsewhere, and may be wrong here: {differences}"
     elif shared.splits:
         why = f"those in {shared.where} are for other gradients: the model has changed since, or was never tuned"

@@ -45,7 +45,7 @@ def _keep(
     split = SavedSplit(
         model=model,
         group=found.group,
-        place=place_of(found.hosts),
+        place=place_of(found.hosts, found.backend),
         ends=ends,
         checked=checked,
         found={**figures, "cost": cost.as_dict()},
