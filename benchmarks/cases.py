@@ -23,8 +23,9 @@ AGREEMENT = "agreement"
 TRACED = "npu_device, traced"
 
 BY_SIZE, STEPS, SHARES, PARTS, PAIRS = "by size", "steps", "shares", "parts", "pairs"
+LINK_SIZES, LINK_STEPS = "by size and link", "steps by link"
 """What a case's table shows: bandwidths; steps one below the other; the share of one in another; parts of a step; by
-how much two steps differ.
+how much two steps differ; sizes over links of several speeds, and steps.
 """
 
 _SEGMENTS = (1, 2, 4, 8)
@@ -33,8 +34,8 @@ _SIZES = (4, _KIB, 64 * _KIB, _MIB, 16 * _MIB, 100 * _MIB, 256 * _MIB)
 _QUICK_SIZES = (4, _MIB)
 _LARGEST_IN_NUMPY = _KIB  # beyond this, the code around the engine no longer matters
 _LARGEST_OF_MANY = 100 * _MIB  # from three ranks on
-_RESNET50_BYTES = 102_334_368
-_BERT_BYTES = 437_928_968
+RESNET50_BYTES = 102_334_368
+BERT_BYTES = 437_928_968
 _CHAIN_BYTES = 161 * 4
 
 
@@ -64,6 +65,7 @@ class Round:
         steps: steps that are timed in one go.
         rivals: the participants, in the order of the table.
         turns: how often each is timed in a repetition. Small differences need more.
+        gbit: Gbit/s that each of the hosts may send, 0 for no limit; None if all ranks are on this machine.
     """
 
     label: str
@@ -71,6 +73,7 @@ class Round:
     steps: int
     rivals: tuple[Rival, ...]
     turns: int = 1
+    gbit: float | None = None
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,7 @@ def all_reduce(quick: bool, ranks: int) -> Case:
         ]
         if size <= _LARGEST_IN_NUMPY:
             rivals.insert(2, Rival(NUMPY, sides.SHARED_MEMORY, "all_reduce_in_numpy", (size,)))
-        steps = 1 if quick else max(2, min(200, 64 * _MIB // size))
-        rounds.append(Round(_size_text(size), size, steps, tuple(rivals)))
+        rounds.append(Round(size_text(size), size, steps_for(size, quick), tuple(rivals)))
     return Case("all_reduce", "all_reduce of float32", BY_SIZE, 4, tuple(rounds))
 
 
@@ -118,14 +120,14 @@ def resnet50(quick: bool, ranks: int) -> Case:
     """Return the case of a training step whose gradients are 102 MB."""
     title = "training step of ResNet-50, 96×96, batch 4 per rank"
     steps = 1 if quick else 5 if ranks == 2 else 2
-    one_round = Round("step", _RESNET50_BYTES, steps, _training("resnet50", ranks))
+    one_round = Round("step", RESNET50_BYTES, steps, _training("resnet50", ranks))
     return Case("resnet50", title, STEPS, 4, (one_round,))
 
 
 def bert(quick: bool, ranks: int) -> Case:
     """Return the case of a training step whose gradients are 438 MB: communication outweighs everything else."""
     title = "training step of a BERT-base-sized stack, 2×32 tokens per rank"
-    one_round = Round("step", _BERT_BYTES, 1 if quick else 2, _training("bert", ranks))
+    one_round = Round("step", BERT_BYTES, 1 if quick else 2, _training("bert", ranks))
     return Case("bert", title, STEPS, 2, (one_round,), one_side_at_a_time=True)
 
 
@@ -135,7 +137,7 @@ def profile(quick: bool, ranks: int) -> Case:
         Rival(ALONE, sides.SHARED_MEMORY, "training", ("resnet50", False, None)),
         Rival(DEFAULT_SPLIT, sides.SHARED_MEMORY, "profiled_training", ("resnet50",)),
     )
-    one_round = Round("step", _RESNET50_BYTES, 1 if quick else 5, rivals)
+    one_round = Round("step", RESNET50_BYTES, 1 if quick else 5, rivals)
     return Case("profile", "where the time of ResNet-50's step goes", PARTS, 2, (one_round,))
 
 
@@ -147,7 +149,7 @@ def agreement(quick: bool, ranks: int) -> Case:
             Rival(DEFAULT_SPLIT, side, "training", ("resnet50", True, None)),
             Rival(AGREEMENT, side, "agreement", ("resnet50",)),
         )
-        rounds.append(Round(label, _RESNET50_BYTES, 1 if quick else 5, rivals))
+        rounds.append(Round(label, RESNET50_BYTES, 1 if quick else 5, rivals))
     return Case("agreement", "agreement beside ResNet-50's step", SHARES, 2, tuple(rounds))
 
 
@@ -156,7 +158,7 @@ def trace(quick: bool, ranks: int) -> Case:
     else, so that fractions of a millisecond show.
     """
     rounds = []
-    for model, size, steps in (("resnet50", _RESNET50_BYTES, 3), ("chain", _CHAIN_BYTES, 50)):
+    for model, size, steps in (("resnet50", RESNET50_BYTES, 3), ("chain", _CHAIN_BYTES, 50)):
         for label, side in ((FUNCTION, sides.SHARED_MEMORY), (RING, sides.TENSORFLOW)):
             rivals = (
                 Rival(DEFAULT_SPLIT, side, "untraced_training", (model,)),
@@ -186,7 +188,7 @@ def on_gpus(quick: bool, ranks: int, model: str, gpus: int) -> Case:
             Rival("MirroredStrategy", sides.GPU_ONE_PROCESS, "training", (model,)),
             Rival(MIRRORED, sides.GPU_MIRRORED, "training", (model,)),
         ]
-    one_round = Round("step", _RESNET50_BYTES, 1 if quick else 20, tuple(rivals))
+    one_round = Round("step", RESNET50_BYTES, 1 if quick else 20, tuple(rivals))
     title = f"training step of {model}, {ranks} ranks on {min(gpus, ranks)} GPUs"
     return Case("gpu", title, STEPS, ranks, (one_round,), one_side_at_a_time=True)
 
@@ -204,7 +206,13 @@ def _training(model: str, ranks: int) -> tuple[Rival, ...]:
     return tuple(rivals)
 
 
-def _size_text(size: int) -> str:
+def steps_for(size: int, quick: bool) -> int:
+    """Return how many all_reduces of some bytes are timed in one go."""
+    return 1 if quick else max(2, min(200, 64 * _MIB // size))
+
+
+def size_text(size: int) -> str:
+    """Return a number of bytes as a text."""
     for unit, name in ((_MIB, "MiB"), (_KIB, "KiB")):
         if size >= unit:
             return f"{size // unit} {name}"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.cases import PARTS, Case, Rival, Round
 from benchmarks.process_set import ProcessSet, RivalError
 from benchmarks.results import NOT_INSTALLED, CaseResult, Part, RoundResult, Timing
 from benchmarks.sides import SIDES
+from npu_device.testing import hosts
 
 
 def run_case(case: Case, ranks: int, repeats: int, logs: Path) -> CaseResult:
@@ -36,10 +38,13 @@ def run_case(case: Case, ranks: int, repeats: int, logs: Path) -> CaseResult:
     for together in [[side] for side in present] if case.one_side_at_a_time else [present]:
         progress(f"{name}: starting the processes ({', '.join(together)})")
         sets = {side: ProcessSet(side, ranks, logs / f"{case.name}_{ranks}") for side in together}
+        prepared: dict[tuple[str, str], Rival] = {}
         try:
             for one_round in case.rounds:
                 here = {rival: timings[one_round, rival] for rival in one_round.rivals if rival.side in sets}
-                _run_round(one_round, here, sets, repeats, f"{name}, {one_round.label}")
+                for host in range(ranks if one_round.gbit is not None else 0):
+                    hosts.set_speed(host, one_round.gbit or 0.0)
+                _run_round(one_round, here, sets, prepared, repeats, f"{name}, {one_round.label}")
                 if case.shows == PARTS:
                     parts[one_round] += _parts(one_round, sets)
         finally:
@@ -62,9 +67,16 @@ def _missing(rival: Rival) -> str | None:
 
 
 def _run_round(
-    one_round: Round, timings: dict[Rival, Timing], sets: dict[str, ProcessSet], repeats: int, name: str
+    one_round: Round,
+    timings: dict[Rival, Timing],
+    sets: dict[str, ProcessSet],
+    prepared: dict[tuple[str, str], Rival],
+    repeats: int,
+    name: str,
 ) -> None:
-    def ask(rival: Rival, *message: object) -> list[float]:
+    """Time a round's rivals; steps that an earlier round has made are ``prepared``, by side and label."""
+
+    def ask(rival: Rival, *message: object) -> list[Any]:
         try:
             return sets[rival.side].ask(*message)
         except RivalError as error:
@@ -74,8 +86,10 @@ def _run_round(
 
     rivals = list(timings)
     for rival in rivals:
-        progress(f"{name}: preparing {rival.label}")
-        ask(rival, "prepare", rival.label, rival.method, rival.arguments)
+        if prepared.get((rival.side, rival.label)) != rival:
+            progress(f"{name}: preparing {rival.label}")
+            if ask(rival, "prepare", rival.label, rival.method, rival.arguments):
+                prepared[rival.side, rival.label] = rival
     for repetition in range(repeats * one_round.turns):
         progress(f"{name}: repetition {repetition + 1} of {repeats * one_round.turns}")
         # A different rival begins each time, so that none always runs after the same neighbour's leftovers in the
@@ -83,9 +97,11 @@ def _run_round(
         shift = repetition % max(1, len(rivals))
         for rival in rivals[shift:] + rivals[:shift]:
             if timings[rival].error is None:
-                seconds = ask(rival, "measure", rival.label, one_round.steps)
-                if seconds:
+                measured = ask(rival, "measure", rival.label, one_round.steps)
+                if measured:
+                    seconds, core_seconds = zip(*measured)
                     timings[rival].seconds.append(max(seconds))
+                    timings[rival].core_seconds.append(sum(core_seconds) / len(core_seconds))
 
 
 def _parts(one_round: Round, sets: dict[str, ProcessSet]) -> Sequence[Part]:

@@ -74,9 +74,17 @@ class NpuSide:
         require_sum(reduce(), self._ranks)
         return step
 
-    def training(self, model: str, communicate: bool, segments: int | None) -> Callable[[], tf.Tensor]:
+    def training(
+        self, model: str, communicate: bool, segments: int | None, compression: str | None = None
+    ) -> Callable[[], tf.Tensor]:
         """Return a training step with ``segments`` of equal size, or the default split. The split takes effect when the
         step is traced, so the caller has to run it before asking for another one.
+
+        Args:
+            model: see ``trainee``.
+            communicate: reduce the gradients.
+            segments: number of segments; None for the default split.
+            compression: as in ``npu.distribute.all_reduce``.
         """
         trainee = self._trainee(model)
         split_strategy.clear()
@@ -86,7 +94,9 @@ class NpuSide:
         @tf.function
         def step(inputs: tf.Tensor, labels: tf.Tensor) -> Any:
             loss, gradients = trainee.gradients(inputs, labels)
-            trainee.apply(npu.distribute.all_reduce(gradients, "mean") if communicate else gradients)
+            if communicate:
+                gradients = npu.distribute.all_reduce(gradients, "mean", compression=compression)
+            trainee.apply(gradients)
             return loss
 
         return lambda: step(trainee.inputs, trainee.labels)

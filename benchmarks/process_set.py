@@ -15,7 +15,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from benchmarks import mpiexecs
 from benchmarks.sides import SIDES
+from npu_device.testing import hosts
 
 _ROOT = Path(__file__).parents[1]
 _ANSWER_SECONDS = 600.0
@@ -24,8 +26,8 @@ _ENDING_SECONDS = 5.0
 _TERMINATION_SECONDS = 2.0
 _TAIL_LINES = 15
 _CLUSTER_PREFIXES = (
-    *("RANK_", "CM_", "HCCL_", "NPU_", "ASCEND_", "DEVICE_ID", "JOB_ID"),
-    *("TF_CONFIG", "TF_NUM_", "MASTER_", "GLOO_", "OMP_", "MPI", "PMI_", "HYDRA_"),
+    *("RANK", "LOCAL_", "WORLD_SIZE", "CM_", "HCCL_", "NPU_", "ASCEND_", "DEVICE_ID", "JOB_ID"),
+    *("TF_CONFIG", "TF_NUM_", "MASTER_", "GLOO_", "OMP_", "OMPI_", "MPI", "PMI", "HYDRA_", "UCX_"),
 )
 
 
@@ -62,9 +64,16 @@ class ProcessSet:
         environments = kind.environments(ranks, logs)
         if not kind.uses_gpus:
             environments = [{**environment, "CUDA_VISIBLE_DEVICES": "-1"} for environment in environments]
+        if kind.on_hosts:
+            cores = sorted(os.sched_getaffinity(0))
+            pinned = [str(cores[rank % len(cores)]) for rank in range(ranks)]
+            commands = [["taskset", "-c", core, *command] for core, command in zip(pinned, commands)]
         if kind.started_by_mpiexec:
-            self._start(_under_mpiexec(commands), environments[0], logs / f"{side}.log", theirs)
+            command, library = _under_mpiexec(commands, kind.on_hosts)
+            self._start(command, {**environments[0], "LD_LIBRARY_PATH": library}, logs / f"{side}.log", theirs)
         else:
+            if kind.on_hosts:
+                commands = [hosts.on_host(rank, command) for rank, command in enumerate(commands)]
             for rank, (command, environment) in enumerate(zip(commands, environments)):
                 self._start(command, environment, logs / f"{side}_rank{rank}.log", [theirs[rank]])
         for other in theirs:
@@ -170,12 +179,17 @@ class ProcessSet:
         return "\n".join(parts)
 
 
-def _under_mpiexec(commands: list[list[str]]) -> list[str]:
-    """Return one command that starts all of them; each rank has its own arguments."""
-    line = [str(Path(sys.prefix) / "bin" / "mpiexec")]
-    for command in commands:
-        line += ([":"] if len(line) > 1 else []) + ["-n", "1", *command]
-    return line
+def _under_mpiexec(commands: list[list[str]], on_hosts: bool) -> tuple[list[str], str]:
+    """Return one command that starts all of them, and the directory of its MPI. Each rank has its own arguments."""
+    found = mpiexecs.mpiexec("MPICH")
+    assert found is not None
+    line = [word for command in commands for word in (":", "-n", "1", *command)][1:]
+    if not on_hosts:
+        return [found, *line], mpiexecs.library_of(found)
+    names = ",".join(map(hosts.name, range(len(commands))))
+    launcher = ["-launcher", "ssh", "-launcher-exec", str(_ROOT / "benchmarks" / "ssh_to_host")]
+    launcher += ["-localhost", hosts.address(0), "-hosts", names]
+    return hosts.on_host(0, [found, *launcher, *line]), mpiexecs.library_of(found)
 
 
 def _clean_environment() -> dict[str, str]:

@@ -27,11 +27,13 @@ class Timing:
         rival: its label.
         seconds: a step's time on the slowest rank, one entry per repetition.
         error: the reason if there are no times.
+        core_seconds: of processor time that a rank spends on a step, the mean of the ranks.
     """
 
     rival: str
     seconds: list[float] = field(default_factory=list)
     error: str | None = None
+    core_seconds: list[float] = field(default_factory=list)
 
     @property
     def median(self) -> float | None:

@@ -9,19 +9,24 @@ import importlib
 import importlib.metadata
 import json
 import os
+import secrets
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable
 
+from benchmarks import mpiexecs
 from npu_device._src.cluster.ports import ReservedPort
 from npu_device.launch import local_rank_table
+from npu_device.testing.hosts import address
 
 SHARED_MEMORY = "shared_memory"
 TENSORFLOW = "tensorflow"
 MIRRORED = "mirrored"
 GLOO = "gloo"
 MPICH = "mpich"
+RING_OF_HOSTS, MPI_OF_HOSTS = "tensorflow_of_hosts", "mpi_of_hosts"
+GLOO_OF_HOSTS, MPICH_OF_HOSTS = "gloo_of_hosts", "mpich_of_hosts"
 GPU_HOST_MEMORY, GPU_NCCL = "gpu_host_memory", "gpu_nccl"
 GPU_MIRRORED, GPU_ONE_PROCESS = "gpu_mirrored", "gpu_one_process"
 SOAK = (SHARED_MEMORY, TENSORFLOW, "none")
@@ -39,7 +44,8 @@ class Side:
         name: the class; it is made with the rank and the number of ranks, and its methods make steps.
         environments: returns each rank's additional environment, given the number of ranks and a directory.
         needs: packages of the extra ``rivals``.
-        started_by_mpiexec: rather than one by one.
+        started_by_mpiexec: rather than one by one; by MPICH's.
+        on_hosts: each rank has one of ``npu_device.testing.hosts`` to itself, and a core.
         uses_gpus: its processes see the GPUs.
     """
 
@@ -48,6 +54,7 @@ class Side:
     environments: Callable[[int, Path], list[dict[str, str]]]
     needs: tuple[str, ...] = ()
     started_by_mpiexec: bool = False
+    on_hosts: bool = False
     uses_gpus: bool = False
 
     def make(self, rank: int, ranks: int) -> Any:
@@ -56,7 +63,8 @@ class Side:
 
     def missing(self) -> list[str]:
         """Return the required packages that aren't installed."""
-        return [name for name in self.needs if version(name) is None]
+        missing = [name for name in self.needs if version(name) is None]
+        return [*missing, "mpich"] if self.started_by_mpiexec and mpiexecs.mpiexec("MPICH") is None else missing
 
 
 def version(package: str) -> str | None:
@@ -101,6 +109,19 @@ def _gloo(ranks: int, _: Path) -> list[dict[str, str]]:
     return [{"MASTER_ADDR": _HOST, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}] * ranks
 
 
+def _on_hosts(ranks: int, _: Path, **settings: str) -> list[dict[str, str]]:
+    """Return torchrun's variables, which this package understands, too."""
+    meeting = {"MASTER_ADDR": address(0), "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
+    common = {**meeting, **settings, "NPU_DEVICE_SECRET": secrets.token_hex(32), "GLOO_SOCKET_IFNAME": "eth0"}
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": "0", "HCCL_IF_IP": address(rank)} for rank in range(ranks)]
+
+
+def _mpi_on_hosts(ranks: int, _: Path, **settings: str) -> list[dict[str, str]]:
+    """Return what keeps MPICH from using the memory that these hosts share after all."""
+    common = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0", "HCCL_SOCKET_IFNAME": "eth0"}
+    return [{**common, **settings}] * ranks
+
+
 def _nothing(ranks: int, _: Path) -> list[dict[str, str]]:
     return [{}] * ranks
 
@@ -115,7 +136,20 @@ SIDES = {
     TENSORFLOW: Side("npu_side", "NpuSide", partial(_npu, backend="tensorflow")),
     MIRRORED: Side("mirrored_side", "MirroredSide", _mirrored),
     GLOO: Side("gloo_side", "GlooSide", _gloo, needs=("torch",)),
-    MPICH: Side("mpich_side", "MpichSide", _nothing, needs=("mpi4py", "mpich"), started_by_mpiexec=True),
+    MPICH: Side("mpich_side", "MpichSide", _nothing, needs=("mpi4py",), started_by_mpiexec=True),
+    RING_OF_HOSTS: Side("npu_side", "NpuSide", partial(_on_hosts, NPU_DEVICE_BACKEND="tensorflow"), on_hosts=True),
+    MPI_OF_HOSTS: Side(
+        "npu_side",
+        "NpuSide",
+        partial(_mpi_on_hosts, NPU_DEVICE_BACKEND="mpi"),
+        needs=("mpi4py",),
+        started_by_mpiexec=True,
+        on_hosts=True,
+    ),
+    GLOO_OF_HOSTS: Side("gloo_side", "GlooSide", _on_hosts, needs=("torch",), on_hosts=True),
+    MPICH_OF_HOSTS: Side(
+        "mpich_side", "MpichSide", _mpi_on_hosts, needs=("mpi4py",), started_by_mpiexec=True, on_hosts=True
+    ),
     GPU_HOST_MEMORY: Side("npu_side", "NpuSide", partial(_npu, backend="shared_memory"), uses_gpus=True),
     GPU_NCCL: Side("npu_side", "NpuSide", partial(_npu, backend="tensorflow"), uses_gpus=True),
     GPU_MIRRORED: Side("mirrored_side", "MirroredSide", _mirrored_on_gpus, uses_gpus=True),

@@ -15,6 +15,8 @@ from benchmarks.cases import (
     EAGER,
     FUNCTION,
     GLOO,
+    LINK_SIZES,
+    LINK_STEPS,
     MIRRORED,
     MPICH,
     PAIRS,
@@ -22,6 +24,7 @@ from benchmarks.cases import (
     SHARES,
     STEPS,
     TRACED,
+    size_text,
 )
 from benchmarks.results import NOT_INSTALLED, CaseResult, Results, RoundResult, Timing
 
@@ -122,7 +125,37 @@ def _pairs(case: CaseResult) -> list[str]:
     ]
 
 
-_SHOWN = {BY_SIZE: _by_size, STEPS: _steps, SHARES: _shares, PARTS: _parts, PAIRS: _pairs}
+def _link_sizes(case: CaseResult) -> list[str]:
+    """Return a table for each link; with the times of large sizes, the processor's."""
+    parts = ["ms; in brackets the processor seconds that a rank spends for a GB."]
+    for link in dict.fromkeys(one_round.label for one_round in case.rounds):
+        columns = [one_round for one_round in case.rounds if one_round.label == link]
+        rows = [[link, *(size_text(one_round.size) for one_round in columns)]]
+        for label in case.rivals():
+            rows.append([label, *(_with_core_seconds(one_round, label) for one_round in columns)])
+        parts.append(_markdown(rows))
+    return parts
+
+
+def _with_core_seconds(one_round: RoundResult, label: str) -> str:
+    timing = one_round.timing(label)
+    if timing is None or timing.median is None or one_round.size < _SMALLEST_BANDWIDTH:
+        return _milliseconds(timing)
+    return f"{_milliseconds(timing)} ({statistics.median(timing.core_seconds) / one_round.size * 1e9:.1f})"
+
+
+def _link_steps(case: CaseResult) -> list[str]:
+    """Return a row for each rival and a column for each link."""
+    rows = [["ms per step", *(one_round.label for one_round in case.rounds)]]
+    for label in case.rivals():
+        rows.append([label, *(_milliseconds(one_round.timing(label)) for one_round in case.rounds)])
+    return [_markdown(rows)]
+
+
+_SHOWN = {
+    **{BY_SIZE: _by_size, STEPS: _steps, SHARES: _shares, PARTS: _parts, PAIRS: _pairs},
+    **{LINK_SIZES: _link_sizes, LINK_STEPS: _link_steps},
+}
 
 
 def _differences(before: Timing | None, after: Timing | None) -> tuple[str, str]:

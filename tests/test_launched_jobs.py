@@ -17,8 +17,10 @@ from typing import Any
 import job
 import launcher
 import pytest
-from mpi_ranks import AS_ROOT, MPIEXECS, library_of, mpiexec
+from mpi_ranks import AS_ROOT, mpiexec
 from ranks import LEAN, clean_environment, free_port
+
+from benchmarks import mpiexecs
 
 HERE = Path(__file__).parent
 WORKER = [sys.executable, str(HERE / "rendezvous_worker.py")]
@@ -96,14 +98,14 @@ def test_npurun_in_a_step_starts_a_job_of_its_own(tmp_path: Path) -> None:
     assert result.stdout.count("rank table") == 6
 
 
-@pytest.mark.parametrize("kind", MPIEXECS)
+@pytest.mark.parametrize("kind", mpiexecs.KINDS)
 def test_mpiexec(kind: str) -> None:
     found = clusters([*mpiexec(kind), "-n", "4", *WORKER])
     assert [(one["rank"], one["local_rank"], one["device_id"]) for one in found] == [(i, i, i) for i in range(4)]
     assert found[0]["addresses"] == ["127.0.0.1"] * 4
 
 
-@pytest.mark.parametrize("kind", MPIEXECS)
+@pytest.mark.parametrize("kind", mpiexecs.KINDS)
 def test_mpi4py_tells_the_ranks_of_several_hosts_where_they_meet(kind: str) -> None:
     command = mpiexec(kind)
     if importlib.util.find_spec("mpi4py") is None:
@@ -111,14 +113,14 @@ def test_mpi4py_tells_the_ranks_of_several_hosts_where_they_meet(kind: str) -> N
     # Two hosts that are this machine. Open MPI can't be told so, but its ranks can.
     command += ["-launcher", "fork", "-hosts", "one,two"] if kind == "MPICH" else []
     worker = WORKER if kind == "MPICH" else ["env", "OMPI_COMM_WORLD_LOCAL_SIZE=1", *WORKER]
-    library = library_of(command)
+    library = mpiexecs.library_of(command[0])
     found = clusters([*command, "-n", "2", *worker], LD_LIBRARY_PATH=library)
     assert [one["rank"] for one in found] == [0, 1]
     assert all(one["has_secret"] for one in found)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MPIEXECS)
+@pytest.mark.parametrize("kind", mpiexecs.KINDS)
 def test_a_rank_that_is_killed_under_mpiexec_ends_the_job(kind: str, tmp_path: Path) -> None:
     script = launcher.script(tmp_path, KILLED)
     result = run([*mpiexec(kind), "-n", "2", sys.executable, script])

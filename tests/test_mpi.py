@@ -20,8 +20,10 @@ import test_groups
 import test_segments
 import test_send_receive
 import test_sessions_collectives
-from mpi_ranks import MPIEXECS, MpiPool, mpiexec, run_under
+from mpi_ranks import MpiPool, mpiexec, run_under
 from pool import Pool
+
+from benchmarks import mpiexecs
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py"),
@@ -121,7 +123,7 @@ tf.function(lambda: npu.distribute.all_reduce(big, "sum"))()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MPIEXECS)
+@pytest.mark.parametrize("kind", mpiexecs.KINDS)
 def test_a_rank_that_stops_is_named_and_ends_the_job(kind: str, tmp_path: Path) -> None:
     limits = {"NPU_DEVICE_STALL_WARNING": "2", "NPU_DEVICE_STALL_TIMEOUT": "4", "NPU_DEVICE_BACKEND": "mpi"}
     result = run_under([*mpiexec(kind), "-n", "2", sys.executable, launcher.script(tmp_path, STOPPING)], **limits)

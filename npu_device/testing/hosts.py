@@ -22,7 +22,7 @@ def can_be_made() -> bool:
 
 @contextmanager
 def hosts(count: int, gbit: float) -> Iterator[None]:
-    """Create hosts for the duration of the block; each sends at most ``gbit`` Gbit/s.
+    """Create hosts for the duration of the block; each sends at most ``gbit`` Gbit/s, or without a limit if that is 0.
 
     The machine has a single set of them: other processes that need them wait.
     """
@@ -38,14 +38,14 @@ def _made(count: int, gbit: float) -> Iterator[None]:
         _do("ip", "-n", _SWITCH, "link", "add", "switch", "type", "bridge")
         _do("ip", "-n", _SWITCH, "link", "set", "switch", "up")
         for host in range(count):
-            name, port = _name(host), f"port{host}"
-            _do("ip", "netns", "add", name)
-            _do("ip", "link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", port, "netns", _SWITCH)
+            this, port = name(host), f"port{host}"
+            _do("ip", "netns", "add", this)
+            _do("ip", "link", "add", "eth0", "netns", this, "type", "veth", "peer", "name", port, "netns", _SWITCH)
             _do("ip", "-n", _SWITCH, "link", "set", port, "master", "switch", "up")
-            _do("ip", "-n", name, "address", "add", f"{address(host)}/24", "dev", "eth0")
-            _do("ip", "-n", name, "link", "set", "eth0", "up")
-            _do("ip", "-n", name, "link", "set", "lo", "up")
-            _shape(name, gbit)
+            _do("ip", "-n", this, "address", "add", f"{address(host)}/24", "dev", "eth0")
+            _do("ip", "-n", this, "link", "set", "eth0", "up")
+            _do("ip", "-n", this, "link", "set", "lo", "up")
+            set_speed(host, gbit)
         yield
     finally:
         _remove()
@@ -58,7 +58,7 @@ def address(host: int) -> str:
 
 def on_host(host: int, command: list[str]) -> list[str]:
     """Return the command line that runs a command on one of the hosts."""
-    return ["ip", "netns", "exec", _name(host), *command]
+    return ["ip", "netns", "exec", name(host), *command]
 
 
 def cut_off(host: int) -> None:
@@ -74,28 +74,27 @@ def connect_again(host: int) -> None:
 def slow_down(host: int) -> None:
     """Let a host send 500 bytes a second: packets wait, the smallest for some 0.1 s, and none is lost."""
     rate = ("rate", "4kbit", "burst", "2000", "limit", "100mb")
-    _do("tc", "-n", _name(host), "qdisc", "change", "dev", "eth0", "root", "tbf", *rate)
+    _do("tc", "-n", name(host), "qdisc", "change", "dev", "eth0", "root", "tbf", *rate)
 
 
-def speed_up(host: int, gbit: float) -> None:
-    """Let a host that was slowed down send at most ``gbit`` Gbit/s again, beginning with the packets that wait."""
-    _shape(_name(host), gbit, "change")
+def set_speed(host: int, gbit: float) -> None:
+    """Let a host send at most ``gbit`` Gbit/s from now on, beginning with the packets that wait; 0 is no limit."""
+    how: tuple[str, ...] = ("noqueue",)
+    if gbit:
+        # The burst has to hold what the kernel sends at once: at 10 Gbit/s and 250 ticks a second 5 MB.
+        burst = max(262_144, int(gbit * 1e9 / 8 / 250))
+        how = ("tbf", "rate", f"{gbit * 1000:.0f}mbit", "burst", str(burst), "latency", "20ms")
+    _do("tc", "-n", name(host), "qdisc", "replace", "dev", "eth0", "root", *how)
 
 
-def _name(host: int) -> str:
+def name(host: int) -> str:
+    """Return the name of a host's network namespace."""
     return f"npu_host{host}"
 
 
-def _shape(name: str, gbit: float, how: str = "replace") -> None:
-    # The burst has to hold what the kernel sends at once: at 10 Gbit/s and 250 ticks a second 5 MB.
-    burst = max(262_144, int(gbit * 1e9 / 8 / 250))
-    rate = ("rate", f"{gbit * 1000:.0f}mbit", "burst", str(burst), "latency", "20ms")
-    _do("tc", "-n", name, "qdisc", how, "dev", "eth0", "root", "tbf", *rate)
-
-
 def _remove() -> None:
-    for name in (*map(_name, range(_MOST)), _SWITCH):
-        subprocess.run(["ip", "netns", "delete", name], check=False, stderr=subprocess.DEVNULL)
+    for each in (*map(name, range(_MOST)), _SWITCH):
+        subprocess.run(["ip", "netns", "delete", each], check=False, stderr=subprocess.DEVNULL)
 
 
 def _do(*command: str) -> None:

@@ -102,7 +102,7 @@ class Namespaces(Here):
         if kind == "drop":
             hosts.connect_again(node)
         elif kind == "delay":
-            hosts.speed_up(node, _GBIT)
+            hosts.set_speed(node, _GBIT)
 
 
 class Proxies(Here):
