@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from npu_device._src.environment import forms
 from npu_device._src.environment.variable import Form, Variable
 
@@ -31,6 +33,24 @@ TF_NUM_INTEROP_THREADS: Variable[str | None] = Variable(
     _THREADS,
     "TensorFlow",
 )
+_A_DAY = "86400s"
+_SERVICE_CONFIG = json.dumps(
+    {
+        "methodConfig": [
+            {
+                "name": [{"service": "tensorflow.WorkerService", "method": "MarkRecvFinished"}],
+                "retryPolicy": {
+                    "maxAttempts": 2,
+                    "initialBackoff": _A_DAY,
+                    "maxBackoff": _A_DAY,
+                    "backoffMultiplier": 1,
+                    "retryableStatusCodes": ["UNAVAILABLE"],
+                },
+            }
+        ]
+    },
+    separators=(r"\054", ":"),  # a comma, which would end the option
+).replace('"', r"\"")
 GRPC_MAX_RETRIES: Variable[int] = Variable(
     "GRPC_MAX_RETRIES",
     forms.integer(0),
@@ -42,9 +62,10 @@ GRPC_MAX_RETRIES: Variable[int] = Variable(
 TF_GRPC_DEFAULT_OPTIONS: Variable[str] = Variable(
     "TF_GRPC_DEFAULT_OPTIONS",
     forms.TEXT,
-    "grpc.min_reconnect_backoff_ms=86400000",
+    f'grpc.min_reconnect_backoff_ms=86400000,grpc.service_config="{_SERVICE_CONFIG}"',
     "",
-    "options of TensorFlow's connections to other ranks, here that a connection may take until a stopped rank goes on.",
+    "options of TensorFlow's connections to other ranks: how long one may take (until a stopped rank goes on), and "
+    "that gRPC holds a failed `MarkRecvFinished`, which TensorFlow must not repeat.",
     "TensorFlow",
 )
 TF_FORCE_GPU_ALLOW_GROWTH: Variable[str | None] = Variable(

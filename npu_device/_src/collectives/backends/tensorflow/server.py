@@ -89,7 +89,9 @@ def start(runtime: Runtime) -> None:
     # what it sent. With many more attempts than these, TensorFlow couldn't abort a transfer from a rank that is gone.
     environment.GRPC_MAX_RETRIES.pass_on()
     config.rpc_options.cache_rpc_response = True
-    # And gRPC's client gives up a new connection that the other side doesn't answer for 20 s.
+    # And gRPC's client gives up a new connection that the other side doesn't answer for 20 s. The message by which the
+    # sender learns that it can forget a transfer must not fail: TensorFlow would repeat it with memory that it has
+    # freed, and crash. So gRPC keeps it.
     environment.TF_GRPC_DEFAULT_OPTIONS.pass_on()
     context.enable_collective_ops(compat.server_def({_JOB: addresses}, _JOB, cluster.rank, reserved.number, config))
     try:
