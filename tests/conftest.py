@@ -92,9 +92,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     is_chosen = (
         _is_quick if config.getoption("--quick") else _is_no_repetition if config.getoption("--full") else _is_pair
     )
-    chosen = [item for item in items if is_chosen(item)]
+    chosen = [item for item in items if is_chosen(item) and _has_its_keras(item)]
     if config.getoption("--quick"):
         chosen = _first_of_each(chosen)
+    elif not config.getoption("--full"):
+        chosen = _alternate(chosen)
     kept = set(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     for item in chosen:
@@ -139,6 +141,37 @@ def _first_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
     for item in items:
         first.setdefault(item.nodeid.partition("[")[0], item)
     return list(first.values())
+
+
+def _has_its_keras(item: pytest.Item) -> bool:
+    """Return False for what is marked to exist in the other Keras only."""
+    marker = item.get_closest_marker("only_keras")
+    return marker is None or _parameters(item)["keras"] in marker.args
+
+
+_COMBINED = {"size", "keras", "backend", "several_ranks", "several_keras_ranks"}
+
+
+def _alternate(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the items without those that another kind of the same test stands for: of tests, or kinds, that are
+    marked ``alternating``, the first kind keeps its first combination of ranks, Keras and backend, the next kind the
+    next one, and so on.
+    """
+    kinds_of: dict[str, dict[Any, list[pytest.Item]]] = {}
+    for item in items:
+        if item.get_closest_marker("alternating"):
+            own = str([(name, value) for name, value in _parameters(item).items() if name not in _COMBINED])
+            kinds_of.setdefault(item.nodeid.partition("[")[0], {}).setdefault(own, []).append(item)
+    left_out: set[pytest.Item] = set()
+    for kinds in kinds_of.values():
+        most = max(map(len, kinds.values()))
+        if len(kinds) < most:  # not all combinations would have their turn
+            continue
+        for number, combinations in enumerate(kinds.values()):
+            # A step aside after each round, or a parameter of as many values would always meet the same combination.
+            kept = combinations[(number + number // most) % len(combinations)]
+            left_out.update(item for item in combinations if item is not kept)
+    return [item for item in items if item not in left_out]
 
 
 def _is_no_repetition(item: pytest.Item) -> bool:

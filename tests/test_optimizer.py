@@ -91,11 +91,13 @@ def _custom_loop_alone(kind: str, size: int) -> Any:
     return model.get_weights()
 
 
+LEGACY = pytest.param("legacy", marks=pytest.mark.only_keras("2"))
+
+
+@pytest.mark.alternating
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("kind", ["sgd clipped by global norm", "value", "adam", "legacy"])
+@pytest.mark.parametrize("kind", ["sgd clipped by global norm", "value", "adam", LEGACY])
 def test_custom_loop_equals_one_process(keras_ranks: Pool, kind: str, graph: bool) -> None:
-    if kind == "legacy" and keras_ranks.keras == "3":
-        pytest.skip("Keras 3 has no legacy optimizers")
     results = keras_ranks.run(body_custom_loop, kind, graph)
     for same, weights, difference in results:
         assert same
@@ -133,6 +135,7 @@ def _fit_alone(size: int) -> Any:
     return model.get_weights()
 
 
+@pytest.mark.alternating
 @pytest.mark.parametrize(("steps_per_execution", "eagerly"), [(1, False), (2, False), (4, False), (1, True)])
 def test_fit_equals_one_process(keras_ranks: Pool, steps_per_execution: int, eagerly: bool) -> None:
     results = keras_ranks.run(body_fit, steps_per_execution, eagerly)
@@ -238,12 +241,11 @@ def body_loss_scale(place: str, kind: str, bad_rank: int, graph: bool) -> Any:
     return trail, mean
 
 
+@pytest.mark.alternating
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("place", ["inner", "outer"])
-@pytest.mark.parametrize("kind", ["value", "legacy"])
+@pytest.mark.parametrize("kind", ["value", LEGACY])
 def test_loss_scale_optimizers_agree_on_finite(keras_ranks: Pool, place: str, kind: str, graph: bool) -> None:
-    if kind == "legacy" and keras_ranks.keras == "3":
-        pytest.skip("Keras 3 has no legacy optimizers")
     results = keras_ranks.run(body_loss_scale, place, kind, keras_ranks.size - 1, graph)
     first = results[0][0]
     for trail, _ in results:

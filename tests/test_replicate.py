@@ -52,11 +52,16 @@ def compare(
     return ranks
 
 
-@pytest.mark.parametrize("kind", ["functional", "subclassed", "unbuilt", "loaded", "own step"])
+def _alternating(*kinds: str) -> list[Any]:
+    return [pytest.param(kind, marks=pytest.mark.alternating) for kind in kinds]
+
+
+@pytest.mark.parametrize("kind", ["functional", "own step", *_alternating("subclassed", "unbuilt", "loaded")])
 def test_arrays(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path) -> None:
     compare(several_keras_ranks, keras_single, fit_bodies.body_arrays, kind, directory=tmp_path)
 
 
+@pytest.mark.alternating
 @pytest.mark.parametrize(
     "kind",
     [
@@ -74,30 +79,18 @@ def test_kinds_of_data(several_keras_ranks: Pool, keras_single: Pool, kind: str,
     compare(several_keras_ranks, keras_single, fit_bodies.body_data, kind, directory=tmp_path)
 
 
-KERAS_3_ONLY = ("accumulation", "weighted mean")
-KERAS_2_ONLY = ("loss scale",)
-
-
 @pytest.mark.parametrize(
     "kind",
     [
         "steps per execution",
-        "clipping",
-        "eagerly",
-        "schedule",
-        "average",
-        "accumulation",
-        "loss scale",
-        "sum",
-        "weighted mean",
-        "masked",
         "synchronised",
-        "words",
+        pytest.param("accumulation", marks=pytest.mark.only_keras("3")),
+        pytest.param("weighted mean", marks=pytest.mark.only_keras("3")),
+        pytest.param("loss scale", marks=pytest.mark.only_keras("2")),
+        *_alternating("clipping", "eagerly", "schedule", "average", "sum", "masked", "words"),
     ],
 )
 def test_what_is_compiled(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path) -> None:
-    if kind in (KERAS_3_ONLY if keras_single.keras == "2" else KERAS_2_ONLY):
-        pytest.skip("the other Keras only")
     compare(several_keras_ranks, keras_single, fit_bodies.body_compiled, kind, directory=tmp_path)
 
 
@@ -113,6 +106,7 @@ def test_files_are_written_once(several_keras_ranks: Pool, keras_single: Pool, t
     compare(several_keras_ranks, keras_single, fit_bodies.body_files, directory=tmp_path)
 
 
+@pytest.mark.alternating
 @pytest.mark.parametrize("kind", ["functional", "unbuilt", "subclassed"])
 def test_ascends_callback_and_wrapper(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path) -> None:
     compare(several_keras_ranks, keras_single, fit_call_bodies.body_with_the_callback, kind, directory=tmp_path)
