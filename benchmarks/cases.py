@@ -169,7 +169,7 @@ def trace(quick: bool, ranks: int) -> Case:
     return Case("trace", title, PAIRS, 2, tuple(rounds))
 
 
-def on_gpus(quick: bool, ranks: int, model: str, gpus: int) -> Case:
+def on_gpus(quick: bool, ranks: int, model: str, gpus: int, device: str) -> Case:
     """Return the case of a training step on GPUs.
 
     Args:
@@ -177,6 +177,7 @@ def on_gpus(quick: bool, ranks: int, model: str, gpus: int) -> Case:
         ranks: number of ranks.
         model: see ``trainee``.
         gpus: the machine's GPUs. With fewer than ranks, what needs one per rank is left out.
+        device: what stands in the title: ``GPU``, or ``CPU`` where CPUs take their place.
     """
     rivals = [
         Rival(ALONE, sides.GPU_HOST_MEMORY, "training", (model, False, None)),
@@ -189,7 +190,7 @@ def on_gpus(quick: bool, ranks: int, model: str, gpus: int) -> Case:
             Rival(MIRRORED, sides.GPU_MIRRORED, "training", (model,)),
         ]
     one_round = Round("step", RESNET50_BYTES, 1 if quick else 20, tuple(rivals))
-    title = f"training step of {model}, {ranks} ranks on {min(gpus, ranks)} GPUs"
+    title = f"training step of {model} on {min(gpus, ranks)} {device}s"
     return Case("gpu", title, STEPS, ranks, (one_round,), one_side_at_a_time=True)
 
 
