@@ -69,7 +69,9 @@ def all_reduce(quick: bool, rates: Sequence[float]) -> Case:
     for size in _QUICK_SIZES if quick else _SIZES:
         rivals = (
             Rival(RING, sides.RING_OF_HOSTS, "all_reduce", (size, False)),
+            Rival(f"{RING}, eager", sides.RING_OF_HOSTS, "all_reduce", (size, True)),
             Rival(MPI, sides.MPI_OF_HOSTS, "all_reduce", (size, False)),
+            Rival(f"{MPI}, eager", sides.MPI_OF_HOSTS, "all_reduce", (size, True)),
             Rival(GLOO, sides.GLOO_OF_HOSTS, "all_reduce", (size,)),
             Rival(MPICH, sides.MPICH_OF_HOSTS, "all_reduce", (size,)),
         )
