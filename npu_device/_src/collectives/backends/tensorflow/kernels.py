@@ -23,9 +23,9 @@ MOVE_DTYPES = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 """The dtypes that TensorFlow's gather, all-to-all and broadcast kernels all support on the CPU."""
 
 # The most pieces into which a rank's part of the ring is cut, so that sending one overlaps with adding another.
-# Measured on two ranks of one host (docs/notes.md): against TensorFlow's default 1.3 times the bandwidth at 17
-# MB, 2.2 times at 105 MB; 16 pieces are no better.
-_SUBDIVISIONS = 8
+# TensorFlow itself makes pieces of at most 4 MiB, as far as this allows. Measured on two ranks (docs/notes.md): with
+# larger pieces, 400 MiB take twice as long.
+_SUBDIVISIONS = 32
 
 _MERGE_OPS = {"sum": "Add", "prod": "Mul", "min": "Min", "max": "Max"}
 
