@@ -48,6 +48,13 @@ def in_graph(function: Any, **options: Any) -> Any:
     return tf.function(function, autograph=False, **options)
 
 
+def as_they_are(*functions: Any) -> Any:
+    """The package's functions for a ``tf.function`` that rewrites its own loops, but not them: see ``in_graph``."""
+    import tensorflow as tf
+
+    return map(tf.autograph.experimental.do_not_convert, functions)
+
+
 def plain(value: Any) -> Any:
     """A tensor as a numpy array that every process can read."""
     import tensorflow as tf

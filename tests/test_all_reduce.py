@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import CHOSEN_BACKEND
 from pool import Pool
 
 pytestmark = [pytest.mark.both_backends, pytest.mark.every_combination]
@@ -50,7 +51,9 @@ def body_dtypes(mode: str) -> dict[Any, Any]:
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_every_dtype_and_reduction(ranks: Pool, mode: str) -> None:
+def test_every_dtype_and_reduction(ranks: Pool, backend: str, mode: str) -> None:
+    if (ranks.size, backend, mode) == (3, "tensorflow", "graph") and not CHOSEN_BACKEND:
+        pytest.skip("run with two ranks; with three where NPU_DEVICE_BACKEND=tensorflow chooses it for all tests")
     mean_dtypes = {"int8": "float32", "int16": "float32", "uint8": "float32", "uint16": "float32"}
     for results in ranks.run(body_dtypes, mode):
         for (dtype, reduction), (found_dtype, found) in results.items():

@@ -116,6 +116,7 @@ def test_a_rival_that_is_not_installed_says_so(tmp_path: Path, monkeypatch: pyte
     assert "* the rival: not installed: no-such-package; pip install" in text
 
 
+@pytest.mark.slow
 def test_an_error_is_reported_and_the_processes_go_on(tmp_path: Path) -> None:
     processes = ProcessSet("shared_memory", 2, tmp_path)
     try:
@@ -145,6 +146,7 @@ def test_the_page_has_a_place_for_the_results() -> None:
         docs_page.replace_results("another page", "one")
 
 
+@pytest.mark.slow
 def test_without_a_gpu_the_benchmark_of_gpus_says_so(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "--gpu", "--output", str(tmp_path)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}

@@ -9,6 +9,7 @@ import weakref
 from typing import Any
 
 import pytest
+from collective_bodies import in_graph
 from pool import Pool
 
 
@@ -91,6 +92,7 @@ def body_keys_of_a_tag(calls: int) -> tuple[int, list[str]]:
     return len({keys._next("signature", pair.tag) for _ in range(calls)}), said
 
 
+@pytest.mark.slow
 def test_keys_of_a_tag(tensorflow_ranks: Pool) -> None:
     for rank, (keys, said) in enumerate(tensorflow_ranks.run(body_keys_of_a_tag, 100)):
         assert keys == (32 if rank < 2 else 0)
@@ -112,7 +114,7 @@ def body_signatures(calls: int) -> int:
     running = runtime.current()
     assert running is not None
     world = group_of(running, "hccl_world_group")
-    gather = tf.function(lambda rows: all_gather_v(running, rows, world), input_signature=[tf.TensorSpec([None, 3])])
+    gather = in_graph(lambda rows: all_gather_v(running, rows, world), input_signature=[tf.TensorSpec([None, 3])])
     rings = []
     for number in range(calls):
         lengths = [1000 + 7 * (number + other) for other in range(size)]

@@ -98,6 +98,7 @@ def test_another_launcher(tmp_path: Path) -> None:
     assert "training would work" not in second.output
 
 
+@pytest.mark.slow
 def test_two_nodes_on_one_machine_from_one_command() -> None:
     where = ("--hosts", "localhost:1,127.0.0.1:1", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
     done = npurun(*where, "--check", limit=LIMIT)
@@ -113,6 +114,7 @@ def test_two_nodes_on_one_machine_from_one_command() -> None:
     assert b"is 127.0.0.1 on" in done.stderr and b"unless node 0 runs here too" in done.stderr
 
 
+@pytest.mark.slow
 def test_an_address_that_others_cannot_reach_fails_in_one_direction() -> None:
     (first, report), (second, other) = two_nodes(f"HCCL_IF_IP={ELSEWHERE}")
     assert (first, second) == (1, 1)
@@ -126,6 +128,7 @@ def test_an_address_that_others_cannot_reach_fails_in_one_direction() -> None:
     assert other.splitlines()[-1] == "training would not work: 1 problem; node 0 prints the report"
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_open_end_with_their_own_error() -> None:
     for code, output in two_nodes("NPU_DEVICE_BACKEND=tensorflow"):
         assert code not in (0, 2), output

@@ -79,7 +79,6 @@ def body_unknown() -> dict[str, Any]:
     size = mine.size
 
     def check(signature: Any, dtype: str) -> list[Any]:
-        @tf.function(input_signature=[tf.TensorSpec(signature, dtype), tf.TensorSpec([None], tf.int32)])
         def operations(tensor: tf.Tensor, counts: tf.Tensor) -> list[tf.Tensor]:
             packed = tf.cumsum(counts, exclusive=True)
             flat = tf.reshape(tensor, [-1])
@@ -91,21 +90,22 @@ def body_unknown() -> dict[str, Any]:
                 all_to_all_v(runtime, flat, counts, packed, counts, packed, mine),
             ]
 
+        call = in_graph(operations, input_signature=[tf.TensorSpec(signature, dtype), tf.TensorSpec([None], tf.int32)])
         tensor = tf.cast(tf.reshape(tf.range(size * 3), [size, 3]) + mine.rank, dtype)
-        return [value.numpy() for value in operations(tensor, tf.fill([size], 3))]
+        return [value.numpy() for value in call(tensor, tf.fill([size], 3))]
 
-    @tf.function(input_signature=[tf.TensorSpec([None])])
     def not_divisible(tensor: tf.Tensor) -> tf.Tensor:
         return reduce_scatter(runtime, tensor, "sum", mine)
 
     try:
-        not_divisible(tf.zeros([size + 1]))
+        in_graph(not_divisible, input_signature=[tf.TensorSpec([None])])(tf.zeros([size + 1]))
         refusal = "accepted"
     except tf.errors.InvalidArgumentError as error:
         refusal = error.message
     return {"rows": check([None, 3], "float32"), "nothing": check(None, "int8"), "refusal": refusal}
 
 
+@pytest.mark.slow
 def test_unknown_static_shapes(several_ranks: Pool) -> None:
     n = several_ranks.size
     tensors = [np.arange(n * 3).reshape(n, 3) + rank for rank in range(n)]

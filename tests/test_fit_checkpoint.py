@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +43,21 @@ def check(results: list[Any], epochs: list[int]) -> None:
             assert (ended["not_kept"], list(ended["logs"])) == ((), [2])
 
 
-@pytest.mark.parametrize("kind", ["arrays", "dataset", "repeated"])
+@pytest.mark.slow
+@pytest.mark.alternating
+@pytest.mark.parametrize("kind", ["arrays", "repeated", "dataset"])
 def test_fit_goes_on_to_the_same_bits(keras_ranks: Pool, kind: str, tmp_path: Path) -> None:
-    if (keras_ranks.size, kind) in [(2, "dataset"), (2, "repeated"), (3, "arrays"), (3, "repeated")]:
-        pytest.skip("as on one rank: each reads the same data")
     check(keras_ranks.run(bodies.body_same_bits, str(tmp_path / "fit"), kind), [2] if kind == "dataset" else [1, 2])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["divided", "own"])
+@pytest.mark.alternating
+@pytest.mark.parametrize("kind", ["own", "divided"])
 def test_each_rank_with_data_of_its_own(keras_two_ranks: Pool, kind: str, tmp_path: Path) -> None:
-    if (keras_two_ranks.keras, kind) == ("2", "divided"):
-        pytest.skip("as with Keras 3")
     check(keras_two_ranks.run(bodies.body_same_bits, str(tmp_path / "fit"), kind), [1, 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "seed", "says"),
     [("dataset", None, "rank(s) 0, 1 read another first batch"), ("generator", 3, "its data come from Python")],
@@ -76,6 +78,19 @@ def test_checkpoints_that_this_fit_can_not_use(single: Pool, tmp_path: Path) -> 
     assert "is from epoch 2, but this fit has 1" in texts[1]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
+    """Return a function that returns the results of a job that nothing interrupts; it runs once for a Keras."""
+
+    @functools.cache
+    def results(keras: str) -> list[Any]:
+        directory = tmp_path_factory.mktemp("whole")
+        assert [ended.code for ended in run_job(directory, keras)] == [0, 0]
+        return results_of(directory, 2)
+
+    return results
+
+
 def run_job(directory: Path, keras: str, *signals: str) -> list[job.Ended]:
     (directory / "script.py").write_text(SCRIPT)
     command = [str(directory / "script.py"), str(directory), "arrays", *signals]
@@ -84,32 +99,30 @@ def run_job(directory: Path, keras: str, *signals: str) -> list[job.Ended]:
 
 
 @pytest.mark.slow
-def test_preemption(keras: str, tmp_path: Path) -> None:
-    for name in ("job", "whole"):
-        (tmp_path / name).mkdir()
-    stopped = run_job(tmp_path / "job", keras, "0:0", f"6:{int(signal.SIGTERM)}")
+@pytest.mark.xdist_group("jobs of fit")
+def test_preemption(keras: str, undisturbed: Callable[[str], list[Any]], tmp_path: Path) -> None:
+    stopped = run_job(tmp_path, keras, "0:0", f"6:{int(signal.SIGTERM)}")
     assert [ended.code for ended in stopped] == [75, 75], stopped
     assert not any("Traceback" in ended.output for ended in stopped)
-    assert [ended.code for ended in run_job(tmp_path / "job", keras)] == [0, 0]
-    assert [ended.code for ended in run_job(tmp_path / "whole", keras)] == [0, 0]
-    compare(tmp_path)
+    assert [ended.code for ended in run_job(tmp_path, keras)] == [0, 0]
+    compare(undisturbed(keras), results_of(tmp_path, 2))
 
 
 @pytest.mark.slow
-def test_a_killed_rank_under_npurun(tmp_path: Path) -> None:
-    for name, signals in [("job", ["0:0", f"8:{int(signal.SIGKILL)}"]), ("whole", [])]:
-        (tmp_path / name).mkdir()
-        script = tmp_path / name / "script.py"
-        script.write_text(SCRIPT)
-        restarts = ("--max-restarts", "1", "--restart-backoff", "0.1")
-        done = npurun("-n", "2", *restarts, str(script), str(tmp_path / name), "dataset", *signals, limit=120)
-        assert done.returncode == 0, done.stderr.decode()
-        assert (b"killed by SIGKILL" in done.stderr) == (name == "job")
-    compare(tmp_path)
+@pytest.mark.xdist_group("jobs of fit")
+def test_a_killed_rank_under_npurun(undisturbed: Callable[[str], list[Any]], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    restarts = ("--max-restarts", "1", "--restart-backoff", "0.1")
+    signals = ("0:0", f"8:{int(signal.SIGKILL)}")
+    done = npurun("-n", "2", *restarts, str(script), str(tmp_path), "arrays", *signals, limit=120)
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"killed by SIGKILL" in done.stderr
+    compare(undisturbed("3"), results_of(tmp_path, 2))
 
 
-def compare(directory: Path) -> None:
-    for one, other in zip(results_of(directory / "whole", 2), results_of(directory / "job", 2)):
+def compare(whole: list[Any], interrupted: list[Any]) -> None:
+    for one, other in zip(whole, interrupted):
         assert (list(one["epochs"]), list(other["epochs"])) == ([0, 1, 2], [1, 2])
         for name in set(one) - {"epochs"}:
             np.testing.assert_array_equal(one[name], other[name])

@@ -248,6 +248,7 @@ def test_a_process_that_escaped_with_the_pipe_is_not_waited_for(tmp_path: Path) 
     os.kill(int(pid.read_text()), 9)
 
 
+@pytest.mark.slow
 def test_ranks_that_never_opened_the_device_are_told(tmp_path: Path) -> None:
     done = npurun("-n", "2", script(tmp_path, "print('alone')"))
     assert done.returncode == 0

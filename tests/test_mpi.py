@@ -47,22 +47,25 @@ def other_ranks() -> Iterator[Pool]:
     pool.close()
 
 
+@pytest.mark.slow
 def test_moves(mpi_ranks: Pool) -> None:
-    test_collectives.test_moves(mpi_ranks, "mpi", "world", "eager")
+    test_collectives.test_moves(mpi_ranks, "mpi", "world", "eager", test_collectives.EVERY_DTYPE)
     test_collectives.test_moved_bits_stay_as_they_are(mpi_ranks)
     test_collectives.test_in_a_loop(mpi_ranks)
     test_collectives.test_barrier(mpi_ranks)
 
 
+@pytest.mark.slow
 def test_reductions(mpi_ranks: Pool) -> None:
-    test_collectives.test_reductions(mpi_ranks, "mpi", "world", "eager")
-    test_collectives.test_reductions(mpi_ranks, "mpi", "sub", "graph")
+    test_collectives.test_reductions(mpi_ranks, "mpi", "world", "eager", test_collectives.EVERY_DTYPE)
+    test_collectives.test_reductions(mpi_ranks, "mpi", "sub", "graph", test_collectives.FEW_DTYPES)
     test_all_reduce.test_every_rank_gets_the_same_bits(mpi_ranks)
     test_collective_numbers.test_no_sum_is_infinite_that_has_a_number(mpi_ranks)
     test_collective_numbers.test_the_mean_of_equal_values_is_that_value(mpi_ranks)
     test_collective_numbers.test_reduce_scatter_gives_the_bits_of_all_reduce(mpi_ranks, "mpi")
 
 
+@pytest.mark.slow
 def test_sizes(mpi_ranks: Pool) -> None:
     test_collective_sizes.test_without_elements(mpi_ranks, "eager")
     test_collective_sizes.test_without_elements(mpi_ranks, "unknown shapes")
@@ -88,6 +91,7 @@ def test_groups_come_and_go(mpi_ranks: Pool) -> None:
     test_groups.test_destroyed_and_made_again(mpi_ranks)
 
 
+@pytest.mark.slow
 def test_sessions(mpi_ranks: Pool) -> None:
     test_sessions_collectives.test_operators(mpi_ranks)
     test_sessions_collectives.test_opposite_orders_with_one_thread(mpi_ranks)
@@ -99,9 +103,10 @@ def test_calls_that_do_not_match(mpi_ranks: Pool) -> None:
         test_agreement.test_calls_that_do_not_match(mpi_ranks, case)
 
 
+@pytest.mark.slow
 def test_open_mpi(other_ranks: Pool) -> None:
-    test_collectives.test_moves(other_ranks, "mpi", "world", "eager")
-    test_collectives.test_reductions(other_ranks, "mpi", "world", "eager")
+    test_collectives.test_moves(other_ranks, "mpi", "world", "eager", test_collectives.EVERY_DTYPE)
+    test_collectives.test_reductions(other_ranks, "mpi", "world", "eager", test_collectives.EVERY_DTYPE)
     test_collectives.test_in_a_loop(other_ranks)
     test_send_receive.test_tags_are_not_mixed_up(other_ranks)
     test_segments.test_compression_of_the_wire(other_ranks, "bf16")

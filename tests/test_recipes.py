@@ -29,6 +29,7 @@ def body_recipe(name: str, directory: str) -> Any:
     return body_example(f"recipes/{name}.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["data", "custom_loop", "gan"])
 def test_recipe(several_keras_ranks: Pool, keras_single: Pool, name: str, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
@@ -37,6 +38,7 @@ def test_recipe(several_keras_ranks: Pool, keras_single: Pool, name: str, tmp_pa
     compare(several_keras_ranks, keras_single, body_recipe, name, directory=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resuming", "resuming_fit"])
 def test_resuming(keras_ranks: Pool, name: str) -> None:
     pytest.importorskip("sklearn")
@@ -60,6 +62,7 @@ def body_keras_fit(directory: str) -> Any:
     return {**resumed, "stopped": stopped}
 
 
+@pytest.mark.slow
 def test_keras_fit(several_keras_ranks: Pool, keras_single: Pool, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     # Some three hundred steps let rounding grow.

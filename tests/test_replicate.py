@@ -94,14 +94,17 @@ def test_what_is_compiled(several_keras_ranks: Pool, keras_single: Pool, kind: s
     compare(several_keras_ranks, keras_single, fit_bodies.body_compiled, kind, directory=tmp_path)
 
 
+@pytest.mark.slow
 def test_metrics(several_keras_ranks: Pool, keras_single: Pool, tmp_path: Path) -> None:
     compare(several_keras_ranks, keras_single, fit_bodies.body_metrics, directory=tmp_path)
 
 
+@pytest.mark.slow
 def test_callbacks_decide_alike(several_keras_ranks: Pool, keras_single: Pool, tmp_path: Path) -> None:
     compare(several_keras_ranks, keras_single, fit_bodies.body_decisions, directory=tmp_path)
 
 
+@pytest.mark.slow
 def test_files_are_written_once(several_keras_ranks: Pool, keras_single: Pool, tmp_path: Path) -> None:
     compare(several_keras_ranks, keras_single, fit_bodies.body_files, directory=tmp_path)
 

@@ -65,6 +65,7 @@ def test_keras_fit(run: Run) -> None:
     assert [rank["epochs"] for rank in ranks] == [alone["epochs"]] * 2
 
 
+@pytest.mark.slow
 def test_gan(run: Run) -> None:
     run("gan.py")
 
@@ -77,6 +78,7 @@ def test_bert_pretraining(run: Run, scale: str) -> None:
         assert found["loss_scale"] == (128.0 if scale == "128" else 2.0**14)
 
 
+@pytest.mark.slow
 def test_transformer(run: Run) -> None:
     alone, ranks = run("transformer.py")
     for rank in ranks:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_bodies import group
+from collective_bodies import as_they_are, group, in_graph
 from pool import Pool
 
 pytestmark = pytest.mark.both_backends
@@ -20,14 +20,15 @@ def body_ring(length: int) -> Any:
     from npu_device._src.collectives.send import send
 
     runtime, mine = group("world")
+    send_as_it_is, receive_as_it_is = as_they_are(send, receive)
     following, before = (mine.rank + 1) % mine.size, (mine.rank - 1) % mine.size
 
     @tf.function
     def ring(steps: tf.Tensor) -> tf.Tensor:
         value = tf.fill([length], tf.cast(mine.rank, tf.int16))
         for _ in tf.range(steps):
-            send(runtime, value, 3, following, mine)  # everybody sends before anybody receives
-            value = receive(runtime, [length], tf.int16, 3, before, mine)
+            send_as_it_is(runtime, value, 3, following, mine)  # everybody sends before anybody receives
+            value = receive_as_it_is(runtime, [length], tf.int16, 3, before, mine)
         return value
 
     return ring(tf.constant(1)).numpy(), ring(tf.constant(mine.size)).numpy()
@@ -52,7 +53,6 @@ def body_tags() -> Any:
     runtime, mine = group("world")
     last = mine.size - 1
 
-    @tf.function
     def crossed() -> list[tf.Tensor]:
         if mine.rank == 0:
             for tag in (1, 2, 3):
@@ -61,7 +61,7 @@ def body_tags() -> Any:
             return [receive(runtime, [4], tf.float32, tag, 0, mine) for tag in (3, 1, 2)]
         return []
 
-    found = [value.numpy().tolist() for value in crossed()]
+    found = [value.numpy().tolist() for value in in_graph(crossed)()]
     for call in range(3):  # the same tag again and again is a queue
         if mine.rank == 0:
             send(runtime, tf.constant([call, call]), 1, last, mine)

@@ -182,6 +182,7 @@ def test_decorator_gives_sessions_the_configuration() -> None:
     assert [names_of(config) for config in seen] == [["NpuOptimizer"]] * 2
 
 
+@pytest.mark.slow
 def test_keras_2_trains_in_the_session_with_the_configuration() -> None:
     # Switches TensorFlow to version 1 and needs Keras 2: a process of its own.
     program = """
