@@ -203,7 +203,11 @@ def run_job(
 
 
 def results_of(directory: Path, size: int) -> list[Any]:
-    return [np.load(directory / f"{rank}.npz") for rank in range(size)]
+    results = []
+    for rank in range(size):
+        with np.load(directory / f"{rank}.npz") as arrays:
+            results.append(dict(arrays))
+    return results
 
 
 @pytest.fixture(scope="module")
