@@ -21,6 +21,16 @@ handle = npu.open().as_default()
 total = npu.distribute.all_reduce(np.float32(handle.worker_id + 1), "sum")
 print("rank", handle.worker_id, "of", handle.workers_num, "sum", float(total), handle.name(), flush=True)
 """
+# Then another job comes to the same process, as to Spark's.
+ANOTHER_JOB = """
+import json, os
+task = {"type": "worker", "index": 2}
+os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": ["a:1", "b:1", "c:1"]}, "task": task})
+try:
+    print("same" if npu.open() is handle else "another")
+except RuntimeError as error:
+    print(error)
+"""
 
 
 def _cm(directory: Path, rank: int, port: int) -> dict[str, str]:
@@ -86,10 +96,15 @@ def _lab_table(directory: Path, rank: int, port: int) -> dict[str, str]:
 def test_two_ranks_by_every_scheme(tmp_path: Path, scheme: Any) -> None:
     port = free_port()
     environments = [scheme(tmp_path, rank, port) for rank in range(2)]
-    results = job.finish(job.start_each(tmp_path, SCRIPT, environments))
+    results = job.finish(job.start_each(tmp_path, SCRIPT + ANOTHER_JOB, environments))
     for rank, result in enumerate(results):
         assert result.code == 0, result.output
         assert f"rank {rank} of 2 sum 3.0 /job:localhost/replica:0/task:0/device:NPU:" in result.output
+        if scheme is _tf_config:
+            assert f"rank 2 of 3, but npu.open() has made it rank {rank} of 2 of another job" in result.output
+            assert "spark.python.worker.reuse=false" in result.output
+        else:  # these take precedence over TF_CONFIG
+            assert "same\n" in result.output
 
 
 def body_handle() -> Any:

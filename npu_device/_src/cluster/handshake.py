@@ -21,7 +21,7 @@ ANSWER_SECONDS = 3.0
 ANOTHER_PROGRAM = "another program answers there: it doesn't talk npu_device's protocol"
 
 NO_SECRET = (
-    "this job of several hosts has no secret: anyone who can reach the port where its ranks meet can join it, read "
+    "this job has no secret, and other hosts can reach the port where its ranks meet: anyone there can join it, read "
     "the ranks' messages, and end it.\n"
     "What to do: set NPU_DEVICE_SECRET_FILE on every host to a file with the same random text (openssl rand -hex 32)."
 )

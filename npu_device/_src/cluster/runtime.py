@@ -12,6 +12,10 @@ from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.health import Health
 
+NEW_PROCESS = (
+    "What to do if a cluster starts one job after another: let it start new processes for each. With Spark, set "
+    "spark.python.worker.reuse=false."
+)
 _LOCAL = "/job:localhost/replica:0/task:0"
 
 _log = logging.getLogger("npu_device")
@@ -73,7 +77,8 @@ def require_unclosed() -> None:
     if _closed_by == os.getpid():
         raise ClusterError(
             "npu_device has been closed in this process, and a process can join its job only once.\n"
-            "What to do: call npu.close() only at the end of the script, or not at all: it also runs at exit."
+            "What to do in a script: call npu.close() only at its end, or not at all: it also runs at exit.\n"
+            f"{NEW_PROCESS}"
         )
 
 

@@ -70,6 +70,8 @@ class NpuDeviceHandle:
 
 
 _handle: NpuDeviceHandle | None = None
+_tf_config: str | None = None
+"""``TF_CONFIG`` when the device was opened."""
 
 
 def open(device_id: int | None = None) -> NpuDeviceHandle:
@@ -84,15 +86,15 @@ def open(device_id: int | None = None) -> NpuDeviceHandle:
 
     Raises:
         ValueError: a malformed environment variable, or both ``RANK_SIZE`` and ``CM_WORKER_SIZE``.
-        RuntimeError: another device is open in this process; the environment is contradictory or incomplete; the ranks
-            did not find each other; TensorFlow was used before. The text begins with "Failed open npu device" when the
-            ranks could not be joined.
+        RuntimeError: another device is open in this process, or ``TF_CONFIG`` has changed; the environment is
+            contradictory or incomplete; the ranks did not find each other; TensorFlow was used before. The text begins
+            with "Failed open npu device" when the ranks could not be joined.
 
     Every rank waits here until all have arrived, at most ``HCCL_CONNECT_TIMEOUT`` seconds.
 
     Source: Ascend TF Adapter 2.x, ``npu.open``.
     """
-    global _handle
+    global _handle, _tf_config
     if _handle is not None:
         if device_id is not None and device_id != _handle._device_id:
             raise RuntimeError(
@@ -100,6 +102,7 @@ def open(device_id: int | None = None) -> NpuDeviceHandle:
                 "process has one device.\n"
                 "What to do: start one process per device, for instance with npurun."
             )
+        _require_same_job(_handle, device_id)
         return _handle
     mine = schemes.membership_from_environment(device_id)
     if mine is None:
@@ -116,8 +119,22 @@ def open(device_id: int | None = None) -> NpuDeviceHandle:
             raise type(error)(f"Failed open npu device {mine.device_id}: {error}") from error
         _handle = NpuDeviceHandle(cluster.device_id, cluster.world_size, cluster.rank)
         _notify_launcher()
+    _tf_config = environment.TF_CONFIG.raw()
     global_options().freeze()
     return _handle
+
+
+def _require_same_job(opened: NpuDeviceHandle, device_id: int | None) -> None:
+    """Refuse a second job in this process, which Spark may give to a process that it uses again."""
+    if environment.TF_CONFIG.raw() in (None, _tf_config):
+        return
+    wanted = schemes.membership_from_environment(device_id)
+    if wanted is not None and wanted.scheme == "TF_CONFIG":
+        raise RuntimeError(
+            f"TF_CONFIG has changed: it makes this process rank {wanted.rank} of {wanted.world_size}, but npu.open() "
+            f"has made it rank {opened.worker_id} of {opened.workers_num} of another job, and a process can join only "
+            f"one.\n{runtime.NEW_PROCESS}"
+        )
 
 
 def _begin(running: Runtime, traced: Settings | None) -> None:
