@@ -1,5 +1,7 @@
 """Two Ray workers that train one model: Ray's ``TensorflowTrainer`` sets ``TF_CONFIG``, and ``npu.open()`` reads it.
 
+Install Ray and run it on this machine:
+
     pip install "ray[train]"
     python examples/ray/train.py --workers 2
 """

@@ -1,5 +1,7 @@
 """Two Spark tasks that train one model: the distributor sets ``TF_CONFIG``, and ``npu.open()`` reads it.
 
+Install Spark and run it on this machine:
+
     pip install pyspark spark-tensorflow-distributor    # and Java 17
     python examples/spark/train.py --workers 2
 """
