@@ -237,7 +237,7 @@ def test_preemption(
     assert [ended.code for ended in stopped] == [75] * size, stopped
     assert not any("Traceback" in ended.output for ended in stopped)
     step = int(progress.read_text())
-    assert 4 <= step <= 5
+    assert 4 <= step < 8  # 4 or 5; later where the ranks are slow to tell each other of the signal
     assert json.loads((tmp_path / "job" / "checkpoints" / "latest.json").read_text()) == {"step": step}
     assert [ended.code for ended in run_job(tmp_path / "job", size, keras, "8")] == [0] * size
     for one, other in zip(undisturbed(size, keras), results_of(tmp_path / "job", size)):
