@@ -197,6 +197,24 @@ def test_a_measurement_of_the_collectives_is_used(tmp_path: Path, run: str) -> N
     assert "According to the measured collectives" in diagnosis.expectation
 
 
+@pytest.mark.parametrize(
+    ("takes", "hosts", "dtype", "advised"),
+    [
+        (8.0, "ab", "float32", True),
+        (3.0, "ab", "float32", False),
+        (8.0, "aa", "float32", False),
+        (8.0, "ab", "bfloat16", False),
+    ],
+    ids=["1 Gbit/s", "faster", "one host", "16 bits"],
+)
+def test_16_bits_are_advised_where_the_network_is_the_limit(
+    tmp_path: Path, takes: float, hosts: str, dtype: str, advised: bool
+) -> None:
+    ranks = [trace(rank, takes=takes, dtypes=(dtype,) * GRADIENTS, hosts=tuple(hosts)) for rank in range(2)]
+    said = found(tmp_path, *ranks).diagnosis.expectation
+    assert ("Each host sends 1.0 Gbit/s" in said) == ('compression="bf16"' in said) == advised
+
+
 def test_missing_ranks_are_named(tmp_path: Path) -> None:
     text = summary(found(tmp_path, trace(0)))
     assert "no trace of rank(s) 1. What to do: bring the directories rank<N> of all hosts together" in text

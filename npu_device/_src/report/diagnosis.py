@@ -22,6 +22,10 @@ from npu_device._src.tuning.traced import traced
 _LITTLE = 0.02  # of a step: not worth a change
 _MOST = 0.9  # of the bytes
 _ASSUMED_ALPHA = 1e-3
+_NETWORK = 0.2e9
+"""Bytes a second between hosts. A core can send at least twice as much on each backend (docs/benchmarks.md), so what is
+slower is bound by the network.
+"""
 
 
 @dataclass(frozen=True)
@@ -101,11 +105,24 @@ def _advice(traces: Sequence[RankTrace], directory: Path) -> tuple[str | None, s
     cost, source = _cost(traces, directory)
     backward = found.without_collectives(cost).backward
     plan, now = best_plan(backward, cost), predict(backward, cost, found.ends)
-    gain = now.finish - plan.finish
+    gain, check = now.finish - plan.finish, check + _send_less(traces, cost)
     if gain < _LITTLE * found.median:
         return None, f"According to {source}, no other split is expected to be faster. {check}"
     text = f"According to {source}, it saves {_ms(gain * 1e6)} of a step's {_ms(found.median * 1e6)}. {check}"
     return _call(traces[0], backward.sizes, plan.ends), text
+
+
+def _send_less(traces: Sequence[RankTrace], cost: CostModel) -> str:
+    """Return advice to send less if the network between hosts is the limit, and not a core."""
+    hosts = len({trace.host for trace in traces})
+    wide = any(gradient.dtype in ("float32", "float64") for gradient in traces[0].gradients)
+    sent = 2 * (hosts - 1) / hosts  # bytes that each host sends for a byte of gradients
+    if hosts == 1 or not wide or sent >= _NETWORK * cost.beta:
+        return ""
+    return (
+        f" Each host sends {sent / cost.beta * 8e-9:.1f} Gbit/s, which a core could exceed: the network is the limit. "
+        'compression="bf16" halves the bytes, if you don\'t use it yet.'
+    )
 
 
 def _cost(traces: Sequence[RankTrace], directory: Path) -> tuple[CostModel, str]:
