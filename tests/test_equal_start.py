@@ -136,12 +136,27 @@ def main():
 
 main()
 """
+# What the watching thread sees of an optimizer that a checkpoint has set to step 40, without a reduction.
+RESTORED = """
+import threading
+from npu_device._src.cluster import runtime
+from npu_device._src.training.unreduced import _warn_if_trained_alone
+optimizer, told, seen = tf.keras.optimizers.SGD(), threading.Event(), dict()
+for steps in (40, 49, 50):
+    optimizer.iterations.assign(steps)
+    _warn_if_trained_alone(runtime.current(), told, 10, seen)
+    print("at step", steps, "told", told.is_set())
+del optimizer
+"""
 
 
 def test_ranks_that_train_alone_are_told(tmp_path: Path, keras: str) -> None:
     legacy = "1" if keras == "2" else "0"
-    for rank, ended in enumerate(job.run(tmp_path, 2, FORGOTTEN.format(line=""), TF_USE_LEGACY_KERAS=legacy)):
+    alone = FORGOTTEN.format(line="") + RESTORED
+    for rank, ended in enumerate(job.run(tmp_path, 2, alone, TF_USE_LEGACY_KERAS=legacy)):
         assert ended.code == 0, ended.output
+        assert "at step 40 told False\nat step 49 told False\n" in ended.output
+        assert "at step 50 told True" in ended.output
         assert f"rank {rank}: SGD made 1 step(s), but no gradient was reduced among the 2 ranks" in ended.output
         assert "npu.distribute.replicate(model)" in ended.output
     line = "model = npu.distribute.replicate(model)"

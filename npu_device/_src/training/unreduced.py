@@ -35,20 +35,31 @@ def watch_for_training_alone(runtime: Runtime) -> None:
 
 def _watch(reference: weakref.ref[Runtime], told: threading.Event) -> None:
     seconds = _FIRST_LOOK_SECONDS
+    seen: dict[int, int] = {}
     while not wait_for_reduction(seconds):
         runtime = reference()
         if runtime is None or runtime.health.is_over or told.is_set():
             return
-        _warn_if_trained_alone(runtime, told, _STEPS)
+        _warn_if_trained_alone(runtime, told, _STEPS, seen)
         del runtime
         seconds *= 2
 
 
-def _warn_if_trained_alone(runtime: Runtime, told: threading.Event, steps: int) -> None:
-    """Warn once if this process has reduced no list of tensors, while a Keras optimizer in it has made some steps."""
+def _warn_if_trained_alone(
+    runtime: Runtime, told: threading.Event, steps: int, seen: dict[int, int] | None = None
+) -> None:
+    """Warn once if this process has reduced no list of tensors, while a Keras optimizer in it has made some steps.
+
+    ``seen`` has the steps that each optimizer had made when it was first seen, by the object's id. They don't count:
+    they may come from a checkpoint.
+    """
     if told.is_set() or wait_for_reduction(0):
         return
-    trained = [(optimizer, made) for optimizer, made in trained_optimizers() if made >= steps]
+    trained = [
+        (optimizer, made)
+        for optimizer, made in trained_optimizers()
+        if made - (0 if seen is None else seen.setdefault(id(optimizer), made)) >= steps
+    ]
     if trained:
         told.set()
         rank = runtime.cluster.rank
