@@ -30,7 +30,8 @@ def body_recipe(name: str, directory: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["data", "custom_loop", "gan"])
+@pytest.mark.alternating
+@pytest.mark.parametrize("name", ["custom_loop", "data", "gan"])
 def test_recipe(several_keras_ranks: Pool, keras_single: Pool, name: str, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     if name == "data" and several_keras_ranks.size == 3:
