@@ -137,6 +137,7 @@ def test_shapes_that_do_not_match_in_a_graph(tmp_path: Path, case: str) -> None:
             assert text in result.output
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_late_is_named_and_waited_for(tmp_path: Path) -> None:
     script = BEGIN.replace("CALL", "time.sleep(5 if rank == 1 else 0); print(npu.distribute.all_reduce(three, 'sum'))")
     results = job.run(tmp_path, 3, script, NPU_DEVICE_STALL_WARNING="1")
@@ -151,6 +152,7 @@ def test_a_rank_that_comes_late_is_named_and_waited_for(tmp_path: Path) -> None:
             assert "is there (all_reduce called at" in result.output
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_an_error_after_the_limit(tmp_path: Path) -> None:
     script = BEGIN.replace("CALL", "time.sleep(7) if rank == 1 else npu.distribute.all_reduce(three)")
     results = job.run(tmp_path, 2, script, NPU_DEVICE_STALL_WARNING="1", NPU_DEVICE_STALL_TIMEOUT="3")
@@ -160,6 +162,7 @@ def test_a_rank_that_never_comes_is_an_error_after_the_limit(tmp_path: Path) -> 
     assert "has not come" in output and "NPU_DEVICE_STALL_TIMEOUT" in output
 
 
+@pytest.mark.slow
 def test_groups_made_of_other_ranks_are_named(tmp_path: Path) -> None:
     script = BEGIN.replace(
         "CALL",
@@ -171,6 +174,7 @@ def test_groups_made_of_other_ranks_are_named(tmp_path: Path) -> None:
     assert results[0].code == results[1].code == 1
 
 
+@pytest.mark.slow
 def test_a_group_that_is_made_again_begins_to_wait_anew(tmp_path: Path) -> None:
     # Waits in groups of one name were taken for one, which was longer than any limit after a while.
     script = BEGIN.replace(

@@ -75,6 +75,7 @@ def test_one_rank() -> None:
     assert "all_reduce" not in report
 
 
+@pytest.mark.slow
 def test_two_ranks_of_one_host() -> None:
     done = npurun("-n", "2", "--check", limit=LIMIT)
     assert done.returncode == 0, done.stderr

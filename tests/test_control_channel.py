@@ -128,6 +128,7 @@ def test_a_frozen_hub_is_an_error_that_says_so(tmp_path: Path) -> None:
 # Killed
 
 
+@pytest.mark.slow
 def test_a_killed_hub_is_an_error_of_every_rank(tmp_path: Path) -> None:
     source = READY + "if rank == 0: time.sleep(1)\nstep()\ntime.sleep(1)\nstep()\n"
     source = source.replace('print("ready"', 'time.sleep(0.5); print("ready"')

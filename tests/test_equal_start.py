@@ -170,6 +170,7 @@ def test_ranks_that_train_alone_are_told(tmp_path: Path, keras: str) -> None:
     assert "global batch" not in second.output
 
 
+@pytest.mark.slow
 def test_ranks_that_train_alone_are_told_after_the_first_steps(tmp_path: Path) -> None:
     """Not only at the end, which may be days away. Rank 0 trains until the warning is there."""
     script = """

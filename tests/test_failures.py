@@ -125,6 +125,7 @@ finally:
     assert "same number of steps" in results[other].output
 
 
+@pytest.mark.slow
 def test_a_rank_whose_server_the_others_may_still_read_from_waits_for_them(tmp_path: Path) -> None:
     # Between hosts, a rank that had ended right after its last collective cut off those that were still receiving.
     script = BEGIN + "time.sleep(0 if rank == 1 else 6)"
@@ -273,6 +274,7 @@ def test_a_job_that_tf_config_describes_in_part_is_refused(tmp_path: Path) -> No
     assert "has a sparseCluster and no cluster" in result.output
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_while_its_data_are_sent(tmp_path: Path) -> None:
     """TensorFlow's own transfers have no limit: the stall watch ends them, as it ends agreements."""
     script = (

@@ -146,6 +146,7 @@ def test_statement() -> None:
     assert len(many) < 12 and "  and 92 more hosts" in many
 
 
+@pytest.mark.slow
 def test_choosing_a_device_makes_no_devices() -> None:
     """TensorFlow would take the memory of all GPUs when it makes its devices."""
     script = """

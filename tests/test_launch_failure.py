@@ -162,6 +162,7 @@ def test_where_the_log_of_the_failure_is(tmp_path: Path) -> None:
     assert done.stderr.endswith(b"ValueError: x\n")
 
 
+@pytest.mark.slow
 def test_nothing_is_left_running(tmp_path: Path) -> None:
     """Ranks and their children that don't hear SIGTERM are killed after the grace period."""
     source = script(

@@ -69,6 +69,7 @@ def test_a_hostfile_and_the_secret_of_the_user(tmp_path: Path, ssh: str) -> None
     assert (tmp_path / "lines").read_text().count("\n") == 1  # this host needs no ssh
 
 
+@pytest.mark.slow
 def test_a_host_that_fails_ends_the_others(tmp_path: Path, ssh: str) -> None:
     fails = """
         import os, sys, time

@@ -73,12 +73,14 @@ def test_sizes(mpi_ranks: Pool) -> None:
     test_collective_sizes.test_one_byte_and_scalars(mpi_ranks)
 
 
+@pytest.mark.slow
 def test_transfers(mpi_ranks: Pool) -> None:
     test_send_receive.test_everybody_sends_first_in_a_graph(mpi_ranks)
     test_send_receive.test_tags_are_not_mixed_up(mpi_ranks)
     test_send_receive.test_refusals(mpi_ranks)
 
 
+@pytest.mark.slow
 def test_gradients(mpi_ranks: Pool) -> None:
     test_segments.test_the_strategy_cuts_the_list(mpi_ranks)
     test_segments.test_results_come_back_in_the_callers_order(mpi_ranks, False)

@@ -66,6 +66,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[int], tuple[Proxy, list[Process]
         proxy.close()
 
 
+@pytest.mark.slow
 def test_a_slow_control_channel_is_only_slow(start: Callable[..., tuple[Proxy, list[Process]]]) -> None:
     proxy, processes = start(30)
     proxy.delay = 0.3

@@ -349,6 +349,7 @@ def test_unknown_clients_are_ignored(start: Any, tmp_path: Path) -> None:
     slow.close()
 
 
+@pytest.mark.slow
 def test_an_unknown_client_that_sends_nothing_has_five_seconds(start: Any, tmp_path: Path) -> None:
     start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="20"))
     began = time.monotonic()
@@ -391,6 +392,7 @@ def test_a_wrong_proof_and_a_replayed_one_are_refused_without_an_answer(start: A
     assert "cluster" in other.report()
 
 
+@pytest.mark.slow
 def test_another_secret(start: Any, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("the secret\n")
     chief = start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="6", NPU_DEVICE_SECRET_FILE=str(tmp_path / "secret")))

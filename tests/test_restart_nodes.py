@@ -99,6 +99,7 @@ def test_a_failed_rank_of_one_node_restarts_all_nodes(tmp_path: Path) -> None:
     assert first.split()[0] != second.split()[0] and first.split()[1] != second.split()[1]
 
 
+@pytest.mark.slow
 def test_nothing_is_restarted_for_a_bug_on_another_node(tmp_path: Path) -> None:
     text = """
     if rank == 1:
@@ -133,6 +134,7 @@ def test_a_killed_launcher_that_is_started_again_joins_again(tmp_path: Path, kil
     assert nodes.names("ready.1.*") == ["ready.1.0", "ready.1.1"]
 
 
+@pytest.mark.slow
 def test_the_job_goes_on_with_fewer_nodes_and_takes_one_back(tmp_path: Path) -> None:
     """Node 1 of three is lost; two go on; it comes back and joins when a rank fails."""
     text = """

@@ -54,6 +54,7 @@ def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_job_that_resumes_has_the_same_result(tmp_path: Path) -> None:
     faults = ("--mtbf", "0.3", "--for", "4", "--longest", "0.3", "--dir", str(tmp_path / "soak"))
     job = ("-n", "2", "--restart-backoff", "0.05", script(tmp_path, COUNTING), "{dir}", "whole")
@@ -67,6 +68,7 @@ def test_a_job_that_resumes_has_the_same_result(tmp_path: Path) -> None:
     assert (again.returncode, "is not empty" in again.stderr) == (2, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "network",
     [
