@@ -65,8 +65,8 @@ TF_GRPC_DEFAULT_OPTIONS: Variable[str] = Variable(
     f'grpc.min_reconnect_backoff_ms=86400000,grpc.service_config="{_SERVICE_CONFIG}"',
     "",
     "options of TensorFlow's connections to other ranks: how long one may take (until a stopped rank goes on), and "
-    "that gRPC holds a failed `MarkRecvFinished`: TensorFlow may crash if it repeats that. Your own value replaces this "
-    "one, so keep these options in it.",
+    "that gRPC holds a failed `MarkRecvFinished`: TensorFlow may crash if it repeats that. Your own value replaces "
+    "this one, so keep these options in it.",
     "TensorFlow",
 )
 TF_FORCE_GPU_ALLOW_GROWTH: Variable[str | None] = Variable(
