@@ -30,7 +30,7 @@ from npu_device._src.tuning.cost_model import CALIBRATED_FILE, MEASURED_FILE, Co
 from npu_device._src.tuning.networks import link_of, ring
 from npu_device._src.tuning.planner import best_plans, equal_plan, predict
 from npu_device._src.tuning.simulate import simulate
-from npu_device._src.tuning.traced import Traced, traced
+from npu_device._src.tuning.traced_run import TracedRun, summarise
 from npu_device._src.tuning.trials import FIRST, WARM_UP
 from npu_device.testing.hosts import address, hosts, on_host
 
@@ -84,7 +84,7 @@ def _nothing(rivals: Rivals) -> dict[str, Measured]:
 class Tuning:
     """The tuner's results: its first trace, the collectives as measured and as its runs show them, and its split."""
 
-    first: Traced
+    first: TracedRun
     cost: CostModel
     calibrated: CostModel
     ends: list[int]
@@ -115,7 +115,7 @@ class Job:
         work = self.directory / "npu_tune"
         measured, calibrated = (CostModel.read(work / name) for name in (MEASURED_FILE, CALIBRATED_FILE))
         ends = json.loads(saved.read_text(encoding="utf-8"))["ends"]
-        return Tuning(traced(read(work / FIRST), WARM_UP), measured, calibrated, ends)
+        return Tuning(summarise(read(work / FIRST), WARM_UP), measured, calibrated, ends)
 
     def run(self, name: str, ends: Sequence[int] | None, steps: int, measured: Measured) -> None:
         """Train for some steps with a split, or with MultiWorkerMirroredStrategy where there is none."""
@@ -126,7 +126,7 @@ class Job:
             for old in trace.glob("rank*/*"):
                 old.unlink()
             output = self._npu(steps, ["--trace", str(trace)], {"NPU_DEVICE_SPLIT": ",".join(map(str, ends))})
-            measured.exposed.append(traced(read(trace), WARM_UP).exposed)
+            measured.exposed.append(summarise(read(trace), WARM_UP).exposed)
         line = next(line for line in reversed(output.splitlines()) if '{"seconds"' in line)
         measured.seconds.append(float(json.loads(line[line.index("{") :])["seconds"]))
 
@@ -227,7 +227,7 @@ def _compare(model: str, gbit: float, rounds: int, steps: int, directory: Path) 
     }
 
 
-def _predicted(first: Traced, cost: CostModel, ends: Sequence[int]) -> dict[str, float]:
+def _predicted(first: TracedRun, cost: CostModel, ends: Sequence[int]) -> dict[str, float]:
     """Return the predicted seconds per step and exposed seconds."""
     step = first.without_collectives(cost)
     plan = predict(step.backward, cost, ends)

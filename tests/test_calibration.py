@@ -10,20 +10,20 @@ import pytest
 from npu_device._src.tuning.calibration import calibrated
 from npu_device._src.tuning.cost_model import CostModel
 from npu_device._src.tuning.planner import Backward, predict
-from npu_device._src.tuning.simulate import Step
-from npu_device._src.tuning.traced import Traced
+from npu_device._src.tuning.simulate import TracedStep
+from npu_device._src.tuning.traced_run import TracedRun
 
 COST = CostModel(1e-3, 4e-9, busy=5e-4, load=0.9, pace=0.8)
 ALONE = Backward((5_000_000,) * 20, tuple(0.015 * number for number in range(1, 21)), 0.3)
 SPLITS = ([19], [14, 19], [4, 9, 14, 19])
 
 
-def run(cost: CostModel, ends: Sequence[int]) -> Traced:
+def run(cost: CostModel, ends: Sequence[int]) -> TracedRun:
     """What a trace of a step shows whose collectives are such."""
     plan = predict(ALONE, cost, ends)
     backward = Backward(ALONE.sizes, ALONE.ready, ALONE.end + plan.late)
     hosts, seconds = ("a", "b"), (backward.end + plan.exposed,) * 5
-    return Traced(Step(backward, 0.0), "float32", "g", hosts, "tensorflow", tuple(ends), seconds, plan.exposed)
+    return TracedRun(TracedStep(backward, 0.0), "float32", "g", hosts, "tensorflow", tuple(ends), seconds, plan.exposed)
 
 
 @pytest.mark.parametrize(("factor", "pace"), [(1.0, 0.8), (1.2, 0.8), (1.0, 0.6), (0.85, 0.65), (1.3, 0.9)])

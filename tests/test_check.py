@@ -18,7 +18,7 @@ from ranks import free_port
 from npu_device._src.check import judge, page
 from npu_device._src.check.facts import Facts
 from npu_device._src.check.judge import Findings
-from npu_device._src.check.links import Link
+from npu_device._src.check.links import LinkSpeed
 from npu_device._src.membership.interfaces import interface_of
 from npu_device.testing.hosts import address, can_be_made, hosts, on_host
 
@@ -193,7 +193,7 @@ HERE = Facts(
     copy=1e10, clock=0.0,
 )  # fmt: skip
 THERE = replace(HERE, host="node1", machine="b", kernel="2", address="10.0.0.2")
-LINK = Link(1e-4, 1.1e9)
+LINK = LinkSpeed(1e-4, 1.1e9)
 WELL = Findings((HERE, THERE), sharing=("", ""), unreachable=({}, {}), links={"node0": LINK, "node1": LINK})
 
 

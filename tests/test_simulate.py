@@ -9,10 +9,10 @@ import pytest
 from npu_device._src.tuning.networks import PRESETS, Network, ring
 from npu_device._src.tuning.planner import Backward, predict
 from npu_device._src.tuning.plot import svg
-from npu_device._src.tuning.simulate import Expected, Step, simulate, table
+from npu_device._src.tuning.simulate import Expected, TracedStep, simulate, table
 
 GRADIENTS = 50
-STEP = Step(
+STEP = TracedStep(
     Backward((2_000_000,) * GRADIENTS, tuple(0.1 + 0.004 * number for number in range(1, GRADIENTS + 1)), 0.3), 0.02
 )
 
@@ -33,7 +33,7 @@ def test_a_network_without_cost_is_perfect() -> None:
 
 def test_a_step_that_is_all_communication() -> None:
     """Nothing to hide behind: 100 MB over two ranks at 1 GB/s are 0.1 s, and a message each way."""
-    step = Step(Backward((100_000_000,), (0.0,), 0.0), 0.0)
+    step = TracedStep(Backward((100_000_000,), (0.0,), 0.0), 0.0)
     found = row(simulate(step, Network("slow", 1e-3, 1e-9), [2]), 2)
     assert found.tuned == found.default == pytest.approx(0.1 + 2e-3)
 

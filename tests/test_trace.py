@@ -16,7 +16,7 @@ from pool import Pool
 
 from npu_device._src.trace.point_schema import PointSchema
 from npu_device._src.trace.recorder import Recorder
-from npu_device._src.trace.records import FILE, Gradient, RankTrace, read
+from npu_device._src.trace.records import FILE, GradientRecord, RankTrace, read
 from npu_device._src.trace.schedule import Schedule
 from npu_device._src.trace.settings import read_options, settings
 
@@ -86,7 +86,7 @@ HEAD = RankTrace(1, 2, "there", 7, 500.0, 20.0, "", "", "", (), ())
 
 
 def _schema(sizes: tuple[int, ...], segments: tuple[tuple[int, int], ...]) -> PointSchema:
-    gradients = tuple(Gradient(f"g{number}", "float32", size) for number, size in enumerate(sizes))
+    gradients = tuple(GradientRecord(f"g{number}", "float32", size) for number, size in enumerate(sizes))
     shapes = tuple(f"({size // 4},)" for size in sizes)
     return PointSchema(gradients, shapes, segments, "hccl_world_group", "tensorflow", has_end=True)
 

@@ -22,7 +22,7 @@ from npu_device._src.report.analysis import Analysis, analyse
 from npu_device._src.report.drawing import COLOURS
 from npu_device._src.report.output import write_all
 from npu_device._src.report.summary import summary
-from npu_device._src.trace.records import FILE, Gradient, Iteration, RankTrace
+from npu_device._src.trace.records import FILE, GradientRecord, Iteration, RankTrace
 
 GRADIENTS = 10
 MB = 1_000_000
@@ -54,7 +54,7 @@ def trace(
         done = over + 10 * MS
         before = previous if number > 1 else None
         iterations.append(Iteration(number, start, ready[-1], done, tuple(reductions), ready, before))
-    gradients = tuple(Gradient(f"g{place}", dtypes[place], MB) for place in range(GRADIENTS))
+    gradients = tuple(GradientRecord(f"g{place}", dtypes[place], MB) for place in range(GRADIENTS))
     error = None if len(set(hosts)) > 1 and rank else 0.0
     return RankTrace(
         rank, 2, hosts[rank], 1, 0.0, error, "m", backend, "hccl_world_group", gradients, tuple(segments),
@@ -233,7 +233,7 @@ def test_the_table_has_the_columns_of_ascend(tmp_path: Path) -> None:
     """The example of the profiling guide's kind: two segments, the numbers worked out by hand."""
     one = Iteration(2, 1000.0, 9000.0, 9800.0, ((6500.0, 8000.0), (9010.0, 9310.0)), (6500.0, 9000.0), 900.0)
     first = Iteration(1, 100.0, 500.0, 900.0, ((300.0, 400.0), (500.0, 600.0)), (300.0, 500.0))
-    gradients = (Gradient("a", "float32", 4), Gradient("b", "float32", 4))
+    gradients = (GradientRecord("a", "float32", 4), GradientRecord("b", "float32", 4))
     two = RankTrace(0, 2, "a", 1, 0, 0, "m", "t", "g", gradients, ((0, 0), (1, 1)), (first, one))
     single = RankTrace(1, 2, "a", 1, 0, 0, "m", "t", "g", gradients, ((0, 1),), (
         Iteration(1, 100.0, 500.0, 900.0, ((500.0, 600.0),), (300.0, 500.0)),

@@ -17,12 +17,12 @@ from pool import Pool
 
 from npu_device._src.gradients.saved_splits import fingerprint, load_all
 from npu_device._src.gradients.split_strategy import cut_by_default
-from npu_device._src.trace.records import FILE, Gradient, Iteration, RankTrace
+from npu_device._src.trace.records import FILE, GradientRecord, Iteration, RankTrace
 from npu_device._src.tuning import __main__ as npu_tune
 from npu_device._src.tuning.cost_model import CALIBRATED_FILE, MEASURED_FILE, CostModel, best_known
 from npu_device._src.tuning.keeping import keep
 from npu_device._src.tuning.planner import best_plan, predict
-from npu_device._src.tuning.traced import Traced, traced
+from npu_device._src.tuning.traced_run import TracedRun, summarise
 from npu_device._src.tuning.trials import FIRST, Budget, Tried, tune
 from npu_device.launch import arguments
 from npu_device.launch import tune as launch_tune
@@ -43,7 +43,7 @@ def trace(rank: int, slower: float = 1.0, steps: int = 8) -> RankTrace:
         reductions = ((ready[17], ready[17] + 20_000), (ready[-1], over))
         previous = iterations[-1].iteration_end if iterations else None
         iterations.append(Iteration(number, begin, ready[-1], over + 10_000, reductions, ready, previous))
-    gradients = tuple(Gradient(f"gradient{number}", "float32", BYTES) for number in range(GRADIENTS))
+    gradients = tuple(GradientRecord(f"gradient{number}", "float32", BYTES) for number in range(GRADIENTS))
     return RankTrace(
         rank, 2, "here", 1, 0.0, 0.0, "model", "tensorflow", "hccl_world_group", gradients, ((0, 17), (18, 19)),
         tuple(iterations),
@@ -59,7 +59,7 @@ def write_trace(directory: Path) -> None:
 
 
 def test_what_a_trace_says() -> None:
-    found = traced([trace(0), trace(1)], skip=2)
+    found = summarise([trace(0), trace(1)], skip=2)
     assert found.step.backward.sizes == (BYTES,) * GRADIENTS
     assert found.step.backward.ready == pytest.approx([0.1 + 0.005 * number for number in range(1, GRADIENTS + 1)])
     assert found.step.backward.end == pytest.approx(0.2)
@@ -81,7 +81,7 @@ def test_backward_ends_with_a_gradient_whichever_it_is() -> None:
         ]
         return replace(one, iterations=tuple(turned))
 
-    backward = traced([with_turns(trace(0)), with_turns(trace(1))]).step.backward
+    backward = summarise([with_turns(trace(0)), with_turns(trace(1))]).step.backward
     assert max(backward.ready) == pytest.approx(backward.end)
 
 
@@ -89,7 +89,7 @@ def test_the_slowest_rank_counts() -> None:
     quick, slow = trace(0), trace(1, slower=1.5)
     # The collectives end on both at once: 80 ms after the quick one's backward, 30 ms after the slow one's.
     waiting = tuple(replace(one, allreduce=other.allreduce) for one, other in zip(quick.iterations, slow.iterations))
-    found = traced([replace(quick, iterations=waiting), slow])
+    found = summarise([replace(quick, iterations=waiting), slow])
     assert found.step.backward.end == pytest.approx(0.25)
     assert found.exposed == pytest.approx(0.03), "waiting for the other rank is not communication"
 
@@ -102,7 +102,7 @@ def test_the_slowest_rank_may_be_another_one_in_each_iteration() -> None:
         ))
         for rank in range(2)
     ]  # fmt: skip
-    assert traced(alternating).step.backward.end == pytest.approx(0.25)
+    assert summarise(alternating).step.backward.end == pytest.approx(0.25)
 
 
 def test_ranks_may_have_recorded_other_iterations() -> None:
@@ -111,7 +111,7 @@ def test_ranks_may_have_recorded_other_iterations() -> None:
     slow_at_odd = tuple(ranks[number % 2].iterations[number] for number in range(8))
     whole, late = replace(ranks[0], iterations=slow_at_odd), replace(ranks[0], rank=1, iterations=slow_at_odd[3:])
     # Two of 200 ms and two of 250 ms; matched by their places all would seem to take 250 ms.
-    assert traced([whole, late], skip=1).step.backward.end == pytest.approx(0.225)
+    assert summarise([whole, late], skip=1).step.backward.end == pytest.approx(0.225)
 
 
 def test_the_dtype_with_the_most_bytes_is_tuned() -> None:
@@ -120,7 +120,7 @@ def test_the_dtype_with_the_most_bytes_is_tuned() -> None:
         one = trace(rank)
         gradients = tuple(replace(gradient, dtype="float16") for gradient in one.gradients[:18]) + one.gradients[18:]
         mixed.append(replace(one, gradients=gradients, segments=((0, 10), (11, 17), (18, 19))))
-    found = traced(mixed)
+    found = summarise(mixed)
     assert (found.dtype, len(found.step.backward.sizes), found.ends) == ("float16", 18, (10, 17))
 
 
@@ -135,20 +135,20 @@ def test_the_dtype_with_the_most_bytes_is_tuned() -> None:
 )
 def test_traces_of_no_use(traces: list[RankTrace], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        traced(traces, skip=2)
+        summarise(traces, skip=2)
 
 
 class World:
     """A script whose steps take what the cost model says, times what ``slowdown`` has for the split."""
 
     def __init__(self, own: Sequence[int] | None = None) -> None:
-        self.first = traced([trace(0), trace(1)])
+        self.first = summarise([trace(0), trace(1)])
         self.ends: list[tuple[int, ...] | None] = []
         self.counted = 0
         self.slowdown: dict[tuple[int, ...], float] = {}
         self._own = tuple(own) if own else None
 
-    def run(self, name: str, ends: Sequence[int] | None, steps: int) -> Traced:
+    def run(self, name: str, ends: Sequence[int] | None, steps: int) -> TracedRun:
         self.ends.append(None if ends is None else tuple(ends))
         self.counted += steps
         actual = self._own or tuple(ends or self.first.ends)
@@ -188,7 +188,7 @@ def test_a_prediction_that_turns_out_slower_is_not_kept() -> None:
 
 
 def one_of(runs: list[list[float]]) -> Tried:
-    first = traced([trace(0), trace(1)])
+    first = summarise([trace(0), trace(1)])
     plan = best_plan(first.step.backward, COST)
     return Tried("", plan, [replace(first, seconds=tuple(seconds)) for seconds in runs])
 
@@ -244,7 +244,7 @@ def test_npu_tune_prints_the_line_to_paste(tmp_path: Path, capsys: pytest.Captur
     COST.write(tmp_path / MEASURED_FILE)
     npu_tune.main([str(tmp_path)])
     text = capsys.readouterr().out
-    best = best_plan(traced([trace(0), trace(1)]).step.backward, COST)
+    best = best_plan(summarise([trace(0), trace(1)]).step.backward, COST)
     assert f"set_split_strategy_by_idx({list(best.ends)})" in text
     assert "20 float32 gradients, 20.0 MB; 2 ranks on 1 host" in text
     for name in ("as it is now", "default", "one segment", "one per gradient", "best", "(traced"):

@@ -11,7 +11,7 @@ import pytest
 from launcher import NPURUN, environment
 from ranks import free_port
 
-from npu_device.launch.tune_nodes import Follower, Leader, TuningRun
+from npu_device.launch.tune_nodes import TuningFollower, TuningLeader, TuningRun
 
 
 def test_nodes_run_the_same_jobs_whatever_an_earlier_tuning_has_left(tmp_path: Path) -> None:
@@ -25,12 +25,12 @@ def test_nodes_run_the_same_jobs_whatever_an_earlier_tuning_has_left(tmp_path: P
     done: dict[int, list[TuningRun]] = {}
 
     def follow(node: int) -> None:
-        done[node] = list(Follower(tmp_path, node))
+        done[node] = list(TuningFollower(tmp_path, node))
 
     others = [threading.Thread(target=follow, args=[node]) for node in (1, 2)]
     for other in others:
         other.start()
-    with Leader(tmp_path, 3) as leader:
+    with TuningLeader(tmp_path, 3) as leader:
         for tuning_run in runs:
             leader.announce(tuning_run)
     for other in others:

@@ -54,13 +54,6 @@ def eager_mode() -> Any:
     return _context.eager_mode()
 
 
-def in_session_graph() -> bool:
-    """Return True while building a graph for a session, also in its functions, branches and loops; False in eager mode
-    and in a ``tf.function`` that eager code calls.
-    """
-    return not tf.compat.v1.executing_eagerly_outside_functions()
-
-
 def variables_read() -> list[Any]:
     """Return the variables that the ``tf.function`` in the making has read so far, in that order; [] elsewhere."""
     graph: Any = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()

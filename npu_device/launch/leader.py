@@ -23,7 +23,7 @@ from npu_device._src.version import __version__
 from npu_device.launch import meeting, node_links
 from npu_device.launch.attempt import Launch, Outcome
 from npu_device.launch.causes import Cause
-from npu_device.launch.ledger import Ended, Ledger, Verdict
+from npu_device.launch.ledger import Decision, Ended, Ledger
 from npu_device.launch.node_links import Link
 
 _MOST_UNPROVED = 64
@@ -113,10 +113,10 @@ class Leader:
 
     def _run(self) -> None:
         try:
-            verdict = self._lead()
+            decision = self._lead()
         except Exception:
-            verdict = Verdict(_FAILED, None, f"npurun failed on node 0:\n{traceback.format_exc()}")
-        over = {"code": verdict.code, "text": verdict.text, "attempts": self._history()}
+            decision = Decision(_FAILED, None, f"npurun failed on node 0:\n{traceback.format_exc()}")
+        over = {"code": decision.code, "text": decision.text, "attempts": self._history()}
         self._send(list(self._nodes), over=over)
         for link in self._nodes.values():
             link.end()
@@ -126,28 +126,30 @@ class Leader:
                 self._events.get(timeout=0.05)
         self._listener.close()
 
-    def _lead(self) -> Verdict:
+    def _lead(self) -> Decision:
         wait = 0.0
         while True:
             nodes = self._gather(wait)
             if self._signal is not None:
-                return Verdict(128 + self._signal, None, "")
+                return Decision(128 + self._signal, None, "")
             if self._ledger.count > self._options.max_restarts:
-                return Verdict(_FAILED, None, f"no restart: all {self._options.max_restarts} restart(s) have been used")
+                return Decision(
+                    _FAILED, None, f"no restart: all {self._options.max_restarts} restart(s) have been used"
+                )
             if nodes is None:
-                return Verdict(_FAILED, None, self._complaint())
+                return Decision(_FAILED, None, self._complaint())
             try:
                 place = meeting.prepare(self._options, lambda _: None, self._ledger.count, nodes)
             except (OSError, ClusterError, ValueError) as error:
-                return Verdict(_USAGE, None, str(error))
+                return Decision(_USAGE, None, str(error))
             with place:
-                verdict = self._attempt(place)
-            if verdict.wait is None:
-                return verdict
+                decision = self._attempt(place)
+            if decision.wait is None:
+                return decision
             place.end()
             self._expected = set(nodes)
-            self._send(list(self._nodes), say=verdict.text)
-            wait = verdict.wait
+            self._send(list(self._nodes), say=decision.text)
+            wait = decision.wait
 
     def _gather(self, wait: float) -> tuple[int, ...] | None:
         """Wait for the nodes of the next attempt; None if too few came in time."""
@@ -181,7 +183,7 @@ class Leader:
             f"allow fewer nodes (--nnodes MIN:{self._options.nnodes})."
         )
 
-    def _attempt(self, place: meeting.Meeting) -> Verdict:
+    def _attempt(self, place: meeting.Meeting) -> Decision:
         began = time.time()
         self._running, self._outcomes, self._lost = set(place.nodes), {}, None
         self._is_stopping, self._deadline = False, None

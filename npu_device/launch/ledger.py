@@ -66,7 +66,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Decision:
     """The decision after an attempt.
 
     Attributes:
@@ -99,7 +99,7 @@ class Ledger:
         outcomes: Iterable[Outcome],
         step: str | None,
         lost: str | None = None,
-    ) -> Verdict:
+    ) -> Decision:
         """Add an attempt that has ended.
 
         Args:
@@ -139,16 +139,16 @@ class Ledger:
                 step=step,
             )
         )
-        return self._verdict()
+        return self._decide()
 
-    def _verdict(self) -> Verdict:
+    def _decide(self) -> Decision:
         last, most = self.attempts[-1], self._options.max_restarts
         if last.code in (0, RESUMABLE) or last.interrupted or most == 0:
-            return Verdict(last.code, None, "")
+            return Decision(last.code, None, "")
         if last.hopeless is not None:
-            return Verdict(last.code, None, f"no restart: {last.hopeless}. It would end in the same way again.")
+            return Decision(last.code, None, f"no restart: {last.hopeless}. It would end in the same way again.")
         if self._is_stuck():
-            return Verdict(
+            return Decision(
                 last.code,
                 None,
                 f"no restart: two attempts in a row failed at the same place, {last.place}, and wrote no checkpoint in "
@@ -157,9 +157,9 @@ class Ledger:
                 "npu.train.JobCheckpoint or to the file NPU_DEVICE_PROGRESS_FILE.",
             )
         if self.count > most:
-            return Verdict(last.code, None, f"no restart: all {most} restart(s) have been used")
+            return Decision(last.code, None, f"no restart: all {most} restart(s) have been used")
         wait = min(self._options.restart_backoff * 2 ** self._fruitless(), _LONGEST_BACKOFF_SECONDS)
-        return Verdict(last.code, wait, f"restart {self.count} of {most} in {wait:g} s: {last.why}")
+        return Decision(last.code, wait, f"restart {self.count} of {most} in {wait:g} s: {last.why}")
 
     def _is_stuck(self) -> bool:
         if len(self.attempts) < 2 or self.attempts[-1].place is None:

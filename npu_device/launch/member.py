@@ -22,7 +22,7 @@ _USAGE = 2
 
 
 @dataclass(frozen=True)
-class _Order:
+class _LeaderMessage:
     """An event: a message of the leader."""
 
     message: dict[str, Any]
@@ -76,7 +76,7 @@ class Member:
             event = self._launch.events.get()
             if isinstance(event, int):
                 self._on_signal(event)
-            if not isinstance(event, _Order):
+            if not isinstance(event, _LeaderMessage):
                 continue
             message = event.message
             if "plan" in message:
@@ -180,7 +180,7 @@ class Member:
             if "stop" in message:
                 self._launch.events.put(Stop(str(message["stop"]), self._running))
             else:
-                self._launch.events.put(_Order(message))
+                self._launch.events.put(_LeaderMessage(message))
                 if "refused" in message:
                     self._launch.events.put(Stop(str(message["refused"]), self._running))
         self._launch.events.put(Stop("lost the connection to node 0", self._running))

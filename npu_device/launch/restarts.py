@@ -50,14 +50,14 @@ def _alone(launch: Launch) -> int:
         began = time.time()
         with place:
             outcome = Attempt(launch, place, lambda _: None).run()
-        verdict = attempts.add(began, place.nodes, [outcome], launch.step())
-        if verdict.text:
-            say(verdict.text)
+        decision = attempts.add(began, place.nodes, [outcome], launch.step())
+        if decision.text:
+            say(decision.text)
         interrupted = None
-        if verdict.wait is not None:
+        if decision.wait is not None:
             place.end()
-            interrupted = _pause(launch, verdict.wait)
-        if verdict.wait is None or interrupted is not None:
+            interrupted = _pause(launch, decision.wait)
+        if decision.wait is None or interrupted is not None:
             if len(attempts.attempts) > 1:
                 say(ledger.summary(attempts.attempts))
             return outcome.code if interrupted is None else 128 + interrupted

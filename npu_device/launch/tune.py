@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from npu_device.launch.arguments import Options
 from npu_device.launch.console import Console
-from npu_device.launch.tune_nodes import Follower, Leader, TuningRun
+from npu_device.launch.tune_nodes import TuningFollower, TuningLeader, TuningRun
 
 if TYPE_CHECKING:
     from npu_device._src.tuning.trials import Budget
@@ -60,7 +60,7 @@ def run(options: Options, budget: Budget | None = None) -> int:
         if options.node_rank == 0:
             print(_lead(options, budget, directory, console))
         else:
-            for tuning_run in Follower(directory, options.node_rank):
+            for tuning_run in TuningFollower(directory, options.node_rank):
                 _carry_out(tuning_run, options, directory, console)
     except (RunError, ValueError, OSError) as error:
         console.say(f"tuning failed: {error}")
@@ -77,20 +77,20 @@ def _lead(options: Options, budget: Budget | None, directory: Path, console: Con
     from npu_device._src.tuning import messages
     from npu_device._src.tuning.cost_model import CALIBRATED_FILE, MEASURED_FILE, CostModel
     from npu_device._src.tuning.keeping import keep
-    from npu_device._src.tuning.traced import Traced, traced
+    from npu_device._src.tuning.traced_run import TracedRun, summarise
     from npu_device._src.tuning.trials import FIRST, WARM_UP, Budget, tune
 
     files = directory / MEASURED_FILE, directory / CALIBRATED_FILE
     for old in (*directory.glob("run*"), *directory.glob(f"{FIRST}*"), *files):
         shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
     console.say(f"tuning: traces and output of all runs go to {directory}")
-    with Leader(directory, options.nnodes) as leader:
+    with TuningLeader(directory, options.nnodes) as leader:
 
-        def script(name: str, ends: Sequence[int] | None, steps: int) -> Traced:
+        def script(name: str, ends: Sequence[int] | None, steps: int) -> TracedRun:
             tuning_run = TuningRun(name, None, list(ends) if ends else None, WARM_UP + steps)
             leader.announce(tuning_run)
             _carry_out(tuning_run, options, directory, console)
-            return traced(read(directory / name), WARM_UP)
+            return summarise(read(directory / name), WARM_UP)
 
         def measure(largest: int) -> CostModel:
             tuning_run = TuningRun("collectives", [str(directory / MEASURED_FILE), str(largest)], None, 0)

@@ -47,7 +47,7 @@ class TuningRun:
     key: str = field(default_factory=lambda: secrets.token_hex(6))
 
 
-class Leader:
+class TuningLeader:
     """Node 0's side; a context manager that tells the others when the tuning is over. On a single node it does nothing.
 
     Raises:
@@ -62,7 +62,7 @@ class Leader:
         self._over = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="npurun-heartbeat", daemon=True)
 
-    def __enter__(self) -> Leader:
+    def __enter__(self) -> TuningLeader:
         if not self._others:
             return self
         left = [self._directory / name for name in (_SESSION, _BEAT)]
@@ -111,7 +111,7 @@ class Leader:
         return self._directory / f"job_{self._session}_{self._number}.json"
 
 
-class Follower:
+class TuningFollower:
     """Another node's side: iterates over the runs of the leader.
 
     Raises:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from npu_device._src.check.facts import Facts
-from npu_device._src.check.links import Link
+from npu_device._src.check.links import LinkSpeed
 from npu_device._src.cluster.frames import ranges
 from npu_device._src.cluster.ports import is_loopback
 
@@ -34,7 +34,7 @@ class Findings:
     engine: str = ""
     sharing: Sequence[str] = ()
     unreachable: Sequence[dict[int, str]] = ()
-    links: dict[str, Link | str] = field(default_factory=dict)
+    links: dict[str, LinkSpeed | str] = field(default_factory=dict)
     within: Sequence[float] = ()
     between: Sequence[float] = ()
     right: bool = True

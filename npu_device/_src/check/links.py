@@ -26,7 +26,7 @@ _CHUNK = bytes(1 << 20)
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     """A link from one host to another.
 
     Attributes:
@@ -73,7 +73,7 @@ def _connect(server: str) -> str:
         return (error.strerror or str(error)).lower()
 
 
-def measure(runtime: Runtime, leaders: list[int], timeout: float) -> Link | str:
+def measure(runtime: Runtime, leaders: list[int], timeout: float) -> LinkSpeed | str:
     """Measure the link from this host to the next one. All hosts do so at once, as in a ring.
 
     Args:
@@ -87,7 +87,7 @@ def measure(runtime: Runtime, leaders: list[int], timeout: float) -> Link | str:
     round_trip = _with_next(runtime, leaders, timeout, _answer, _ping)
     speed = _with_next(runtime, leaders, timeout, _drain, _stream)
     if isinstance(round_trip, float) and isinstance(speed, float):
-        return Link(round_trip, speed)
+        return LinkSpeed(round_trip, speed)
     return round_trip if isinstance(round_trip, str) else str(speed)
 
 

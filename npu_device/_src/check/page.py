@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from npu_device._src.check.judge import Findings
-from npu_device._src.check.links import Link
+from npu_device._src.check.links import LinkSpeed
 from npu_device._src.check.speeds import SIZES
 from npu_device._src.cluster.frames import ranges
 from npu_device._src.tuning.networks import Network, ring
@@ -57,7 +57,7 @@ def _settings(found: Findings) -> str:
     if found.engine:
         lines.append(f"gradients travel through {found.engine}")
     for host, link in found.links.items():
-        if isinstance(link, Link):
+        if isinstance(link, LinkSpeed):
             speed = f"{8 * link.speed / 1e9:.3g} Gbit/s, {1e6 * link.round_trip:.0f} us round trip"
             lines.append(f"link from {host} to the next host, over bare sockets: {speed}")
     return "\n".join(lines)
@@ -74,7 +74,7 @@ def _speeds(found: Findings) -> str:
             "within a host", found.within, [size / copy if size > 4 else None for size in SIZES], "a copy"
         )
     if found.between:
-        links = [link for link in found.links.values() if isinstance(link, Link)]
+        links = [link for link in found.links.values() if isinstance(link, LinkSpeed)]
         limits: list[float | None] = [None] * len(SIZES)
         if links:
             network = Network("", max(link.round_trip for link in links) / 2, 1 / min(link.speed for link in links))

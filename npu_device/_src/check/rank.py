@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from npu_device._src.check import judge, links, page, speeds
 from npu_device._src.check.facts import Facts, collect
-from npu_device._src.check.links import Link
+from npu_device._src.check.links import LinkSpeed
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.shared_memory.host import hosts_of
 from npu_device._src.collectives.backends.tensorflow.server import addresses_of
@@ -19,7 +19,7 @@ _SECONDS = 120.0  # the longest wait for another rank, which measures meanwhile
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckResult:
     """The result on one rank.
 
     Attributes:
@@ -35,7 +35,7 @@ class Outcome:
     leads: bool
 
 
-def check() -> Outcome:
+def check() -> CheckResult:
     """Open this rank's device, and check. Every rank of the job calls this."""
     device.open()
     runtime = device.cluster_runtime()
@@ -43,7 +43,7 @@ def check() -> Outcome:
     problems = judge.problems(found)
     is_main = runtime is None or runtime.cluster.rank == 0
     report = page.text(found, problems, judge.warnings(found)) if is_main else ""
-    return Outcome(not problems, page.verdict(problems), report, runtime is None or runtime.cluster.local_rank == 0)
+    return CheckResult(not problems, page.verdict(problems), report, runtime is None or runtime.cluster.local_rank == 0)
 
 
 def _found(runtime: Runtime) -> judge.Findings:
@@ -65,10 +65,10 @@ def _found(runtime: Runtime) -> judge.Findings:
     within = speeds.within(runtime)
     store.barrier("check/within", _SECONDS)
     between = speeds.between(runtime, leaders) if leads and several else None
-    mine = [asdict(link) if isinstance(link, Link) else link, right, within, between]
+    mine = [asdict(link) if isinstance(link, LinkSpeed) else link, right, within, between]
     measured = store.gather("check/speeds", mine, _SECONDS)
     found_links = {
-        host: link if isinstance(link, str) else Link(**link)
+        host: link if isinstance(link, str) else LinkSpeed(**link)
         for host, (link, *_) in zip(hosts, (measured[rank] for rank in leaders))
         if link is not None
     }

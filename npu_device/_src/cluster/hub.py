@@ -23,7 +23,7 @@ from typing import Any, Callable
 
 from npu_device._src.cluster import frames, ports
 from npu_device._src.cluster.errors import PortTakenError, RendezvousError
-from npu_device._src.cluster.roster import Hello, Member, Roster
+from npu_device._src.cluster.roster import Arrival, Hello, Roster
 from npu_device._src.cluster.services import Services
 
 _PROOF_SECONDS = 5.0  # a client that hasn't proved the secret and sent its hello by then is not a rank
@@ -50,7 +50,7 @@ class _Connection:
         self.client_nonce: str | None = None
         self.hub_nonce = ""
         self.proved = False
-        self.member: Member | None = None
+        self.arrival: Arrival | None = None
         self.rank: int | None = None
         self.is_ending = False  # closed as soon as everything has been sent
 
@@ -107,12 +107,12 @@ class Hub:
         except BaseException:
             text = f"the job's hub (pid {os.getpid()}) failed:\n{traceback.format_exc()}"
             for connection in list(self._connections.values()):
-                if connection.member is not None:
+                if connection.arrival is not None:
                     self._send(connection, frames.encode({"push": "end", "text": text}))
             raise
 
     def _is_done(self) -> bool:
-        if any(connection.member is not None for connection in self._connections.values()):
+        if any(connection.arrival is not None for connection in self._connections.values()):
             return False
         return self._parent is None or (self._is_over and not self._settings["stays"])
 
@@ -185,8 +185,8 @@ class Hub:
         if connection.rank is not None:
             assert self._services is not None
             self._services.handle(connection.rank, message)
-        elif connection.member is not None:
-            if "stopping" in message and connection.member.hello.is_chief:
+        elif connection.arrival is not None:
+            if "stopping" in message and connection.arrival.hello.is_chief:
                 self._refuse_all(str(message["stopping"]))
         elif connection.proved:
             self._handle_hello(connection, message)
@@ -247,9 +247,9 @@ class Hub:
             self._services.closed(connection.rank)
             if not any(self._by_rank):
                 self._end()
-        elif connection.member is not None:
+        elif connection.arrival is not None:
             if not connection.is_ending and self._services is None:
-                self._roster.remove(connection.member)
+                self._roster.remove(connection.arrival)
         elif problem is not None and not connection.is_ending:
             self._roster.note_unknown_client(connection.address, problem)
 
@@ -278,17 +278,17 @@ class Hub:
             self._address = ports.plain(connection.socket.getsockname()[0])
         on_this_host = ports.is_loopback(connection.address)
         before = self._roster.reference
-        connection.member = self._roster.add(hello, None if on_this_host else connection.address)
+        connection.arrival = self._roster.add(hello, None if on_this_host else connection.address)
         if self._began is None:
             self._began = time.monotonic()
             self._next_progress = self._began + _FIRST_PROGRESS_SECONDS
         changed = before is not self._roster.reference
-        for other in self._members() if changed else [connection]:
+        for other in self._arrivals() if changed else [connection]:
             self._send(other, frames.encode({"wait": max(0.0, self._end_of_waiting() - time.monotonic())}))
 
-    def _members(self) -> list[_Connection]:
+    def _arrivals(self) -> list[_Connection]:
         """Return the connections of all ranks that have come to this rendezvous."""
-        return [c for c in self._connections.values() if c.member is not None and not c.is_ending]
+        return [c for c in self._connections.values() if c.arrival is not None and not c.is_ending]
 
     def _end_of_waiting(self) -> float:
         assert self._began is not None and self._roster.reference is not None
@@ -317,26 +317,26 @@ class Hub:
             self._refuse_all(self._roster.complaint(reference.seconds))
         elif now >= self._next_progress:
             self._next_progress = now + _NEXT_PROGRESS_SECONDS
-            for connection in self._members():
-                if connection.member is not None and connection.member.hello.is_chief:
+            for connection in self._arrivals():
+                if connection.arrival is not None and connection.arrival.hello.is_chief:
                     self._send(connection, frames.encode({"waits_for": self._roster.missing()}))
 
     def _complete_rendezvous(self) -> None:
         """Send every rank the same roster."""
         order = self._roster.in_order()
-        rank_of = {id(member): rank for rank, member in enumerate(order)}
-        hosts = [member.host for member in order]
+        rank_of = {id(arrival): rank for rank, arrival in enumerate(order)}
+        hosts = [arrival.host for arrival in order]
         roster = {"hosts": hosts, "addresses": self._roster.addresses(self._address)}
         shared = frames.encode({"roster": roster})
         self._by_rank = [None] * len(order)
         self._services = Services(hosts, self._send_to_rank, self._later)
-        for connection in self._members():
-            connection.rank = rank_of[id(connection.member)]
+        for connection in self._arrivals():
+            connection.rank = rank_of[id(connection.arrival)]
             self._by_rank[connection.rank] = connection
             self._send(connection, frames.encode({"rank": connection.rank}) + shared)
 
     def _refuse_all(self, text: str) -> None:
-        for connection in self._members():
+        for connection in self._arrivals():
             self._send_last(connection, {"refused": text})
         self._end()
 

@@ -92,7 +92,7 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class Member:
+class Arrival:
     """A rank that has come.
 
     Attributes:
@@ -128,8 +128,8 @@ class Roster:
         self._job_id = job_id
         self._expected_hosts = expected_hosts
         self._host_key = host_key
-        self._present: dict[_Key, list[Member]] = {}
-        self._left: dict[_Key, Member] = {}
+        self._present: dict[_Key, list[Arrival]] = {}
+        self._left: dict[_Key, Arrival] = {}
         self._signatures: Counter[tuple[Any, ...]] = Counter()
         self._others: dict[str, None] = {}
         self._unknown_clients: dict[str, str] = {}
@@ -156,31 +156,31 @@ class Roster:
             "What to do: give each job its own port, and all ranks of a job the same JOB_ID."
         )
 
-    def add(self, hello: Hello, seen_at: str | None) -> Member:
+    def add(self, hello: Hello, seen_at: str | None) -> Arrival:
         """Add a rank of this job."""
         if not self._present:
             self._first = self._chief = None
         self._first = self._first or hello
         if hello.is_chief:
             self._chief = self._chief or hello
-        member = Member(hello, hello.host_key or seen_at or self._host_key, seen_at)
-        self._present.setdefault(member.key, []).append(member)
+        arrival = Arrival(hello, hello.host_key or seen_at or self._host_key, seen_at)
+        self._present.setdefault(arrival.key, []).append(arrival)
         self._signatures[hello.signature] += 1
         self._count += 1
-        return member
+        return arrival
 
-    def remove(self, member: Member) -> None:
+    def remove(self, arrival: Arrival) -> None:
         """Remove a rank that disconnected early: its process has ended, or it will reconnect."""
-        same = self._present[member.key]
-        same.remove(member)
+        same = self._present[arrival.key]
+        same.remove(arrival)
         if not same:
-            del self._present[member.key]
-        self._signatures -= Counter([member.hello.signature])
+            del self._present[arrival.key]
+        self._signatures -= Counter([arrival.hello.signature])
         self._count -= 1
-        self._left[member.key] = member
-        hellos = [other.hello for other in self._members()] or [member.hello]
-        self._first = hellos[0] if member.hello is self._first else self._first
-        if member.hello is self._chief:
+        self._left[arrival.key] = arrival
+        hellos = [other.hello for other in self._arrivals()] or [arrival.hello]
+        self._first = hellos[0] if arrival.hello is self._first else self._first
+        if arrival.hello is self._chief:
             self._chief = next((hello for hello in hellos if hello.is_chief), None)
 
     def note_unknown_client(self, address: str, what: str) -> None:
@@ -210,11 +210,11 @@ class Roster:
         """Return True if the hub numbers the ranks."""
         return self.reference is not None and self.reference.rank is None
 
-    def _members(self) -> list[Member]:
-        return [member for same in self._present.values() for member in same]
+    def _arrivals(self) -> list[Arrival]:
+        return [arrival for same in self._present.values() for arrival in same]
 
-    def in_order(self) -> list[Member]:
-        """Return the members by rank. Without a rank table, they get their numbers here."""
+    def in_order(self) -> list[Arrival]:
+        """Return the arrivals by rank. Without a rank table, they get their numbers here."""
         return sorted((same[0] for same in self._present.values()), key=_order)
 
     def missing(self) -> str:
@@ -251,10 +251,10 @@ class Roster:
         names += sorted({*self._present, *self._left}.difference(names), key=str)
         lines = []
         for key in names:
-            for member in self._present.get(key, []):
+            for arrival in self._present.get(key, []):
                 states = ["doubled"] if len(self._present[key]) > 1 else []
-                states += self._differences(member.hello)
-                lines.append(f"{_name(member)}: {'; '.join(states) or 'came'} ({member.identity()})")
+                states += self._differences(arrival.hello)
+                lines.append(f"{_name(arrival)}: {'; '.join(states) or 'came'} ({arrival.identity()})")
             if key not in self._present and key in self._left:
                 gone = self._left[key]
                 lines.append(f"{_name(gone)}: missing; it came, but left before the end ({gone.identity()})")
@@ -269,7 +269,7 @@ class Roster:
 
     def _kinds(self) -> list[str]:
         """Return the kinds of errors, most important first."""
-        hellos, chief, found = [member.hello for member in self._members()], self.reference, []
+        hellos, chief, found = [arrival.hello for arrival in self._arrivals()], self.reference, []
         assert chief is not None
         if any(len(same) > 1 for same in self._present.values()):
             found.append("doubled rank")
@@ -313,7 +313,7 @@ class Roster:
         Args:
             hub_address: address the others use to reach the hub's host.
         """
-        return [member.hello.host or member.seen_at or hub_address for member in self.in_order()]
+        return [arrival.hello.host or arrival.seen_at or hub_address for arrival in self.in_order()]
 
 
 _REMEDIES = {
@@ -336,16 +336,16 @@ _REMEDIES = {
 }
 
 
-def _name(member: Member) -> str:
-    return f"{member.hello.name} on host {member.host}"
+def _name(arrival: Arrival) -> str:
+    return f"{arrival.hello.name} on host {arrival.host}"
 
 
-def _order(member: Member) -> tuple[int, int, str, int]:
+def _order(arrival: Arrival) -> tuple[int, int, str, int]:
     """Return the sort key: the rank; without one, the numeric host address and then the device."""
-    if member.hello.rank is not None:
-        return member.hello.rank, 0, "", 0
+    if arrival.hello.rank is not None:
+        return arrival.hello.rank, 0, "", 0
     try:
-        number = int(ipaddress.ip_address(member.host))
+        number = int(ipaddress.ip_address(arrival.host))
     except ValueError:
         number = -1
-    return 0, number, member.host, member.hello.device_id
+    return 0, number, arrival.host, arrival.hello.device_id

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, cast
 
 import tensorflow as tf
 
-from npu_device._src import compat
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives import session_graph
 from npu_device._src.collectives.agreement import Call, agreed, describe
@@ -87,18 +86,15 @@ def collective(
             declared = declare(**arguments)
             if declared is None:
                 return function(Agreement(runtime), **arguments)
-            if not compat.in_session_graph():
-                return run(runtime, declared, declared.call(), arguments)
-            return place(runtime, declared, arguments)
+            return session_graph.way(run, place)(runtime, declared, declared.call(), arguments)
 
         def run(runtime: Runtime, declared: Declaration, described: Call, arguments: dict[str, Any]) -> Any:
             with agreed(runtime, declared.group, described, declared.values) as agreement:
                 return function(agreement, **arguments)
 
-        def place(runtime: Runtime, declared: Declaration, arguments: dict[str, Any]) -> Any:
+        def place(runtime: Runtime, declared: Declaration, described: Call, arguments: dict[str, Any]) -> Any:
             given = {name: arguments[name] for name in inputs}
             given = tf.nest.map_structure(tf.convert_to_tensor, given, expand_composites=True)
-            described = declared.call()
 
             def eagerly(*values: tf.Tensor) -> Any:
                 # Joined calls have one parameter, a list.

@@ -32,14 +32,14 @@ class _Functions:
 
 
 @dataclass(frozen=True)
-class _Shared:
+class _SharedFunction:
     """A function of a graph's library that calls any of several Python functions. The graph keeps both alive."""
 
     name: str
     functions: weakref.ref[_Functions]
 
 
-_shared: weakref.WeakKeyDictionary[tf.Graph, dict[Any, _Shared]] = weakref.WeakKeyDictionary()
+_shared: weakref.WeakKeyDictionary[tf.Graph, dict[Any, _SharedFunction]] = weakref.WeakKeyDictionary()
 
 
 @tf.autograph.experimental.do_not_convert
@@ -77,7 +77,7 @@ def call_python(
     return list(tf.raw_ops.DatasetToSingleElement(dataset=mapped, output_types=dtypes, output_shapes=shapes))
 
 
-def _shared_function(inputs: Sequence[tf.DType], outputs: Sequence[tf.DType]) -> _Shared:
+def _shared_function(inputs: Sequence[tf.DType], outputs: Sequence[tf.DType]) -> _SharedFunction:
     """Return the default graph's function for values and results of some dtypes, made at its first use: a separate
     function for each would cost a graph's first run more than the rest of the operation.
     """
@@ -97,7 +97,7 @@ def _shared_function(inputs: Sequence[tf.DType], outputs: Sequence[tf.DType]) ->
         with _outermost(graph).as_default():
             concrete = tf.function(body, autograph=False).get_concrete_function(*specs)
         concrete.add_to_graph(graph)
-        made[key] = _Shared(tf.compat.as_str(concrete.name), weakref.ref(functions))
+        made[key] = _SharedFunction(tf.compat.as_str(concrete.name), weakref.ref(functions))
     return made[key]
 
 

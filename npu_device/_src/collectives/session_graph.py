@@ -1,4 +1,4 @@
-"""Collectives in a graph that a session runs, and what else differs in such a graph.
+"""Collectives in a graph that a session runs, and what else differs in such a graph. Only this module asks for one.
 
 A session of TensorFlow 1 is local: operations in its graph can't see the other ranks. A collective is therefore an
 operation that calls Python (``session_call``), which runs the collective eagerly in the order on which the ranks agree
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import tensorflow as tf
 
-from npu_device._src import compat
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.agreement import Call
 from npu_device._src.collectives.group import Group
@@ -27,6 +26,20 @@ if TYPE_CHECKING:
     from npu_device._src.collectives.operation import Declaration
 
 _Part = TypeVar("_Part")
+_Way = TypeVar("_Way", bound=Callable[..., Any])
+
+
+def runs_if_fetched() -> bool:
+    """Return True while a graph for a session is built, also in its functions, branches and loops. Its operations run
+    if a session fetches them, apart from the eager runtime; False where operations run in any case, in eager mode and
+    in a ``tf.function`` that eager code calls.
+    """
+    return not tf.compat.v1.executing_eagerly_outside_functions()
+
+
+def way(now: _Way, placed: _Way) -> _Way:
+    """Return the way to run a collective: ``now``, also in a ``tf.function``, or ``placed`` in a session's graph."""
+    return placed if runs_if_fetched() else now
 
 
 def place(
@@ -74,17 +87,17 @@ def apart(parts: Sequence[_Part], whole: _Part) -> Sequence[_Part]:
     """Return the parts that are one collective each: in a session's graph the parts, so that each can start when its
     inputs are ready; elsewhere the whole, whose parts start on their own.
     """
-    return parts if compat.in_session_graph() else [whole]
+    return parts if runs_if_fetched() else [whole]
 
 
 def after(operation: Any) -> contextlib.AbstractContextManager[Any]:
     """Return a context whose operations run after another one. Only a session's graph needs this."""
-    return tf.control_dependencies([operation]) if compat.in_session_graph() else contextlib.nullcontext()
+    return tf.control_dependencies([operation]) if runs_if_fetched() else contextlib.nullcontext()
 
 
 def fetchable(operations: Sequence[Any]) -> tf.Operation | None:
     """Return one operation for a session to fetch; None if operations run without being fetched."""
-    return tf.group(*operations) if compat.in_session_graph() else None
+    return tf.group(*operations) if runs_if_fetched() else None
 
 
 def overwriting(value: Any, result: tf.Tensor) -> tf.Tensor:
@@ -95,7 +108,7 @@ def overwriting(value: Any, result: tf.Tensor) -> tf.Tensor:
         value: the value that was passed, a variable or not.
         result: its new value.
     """
-    if not compat.in_session_graph() or not hasattr(value, "assign"):
+    if not runs_if_fetched() or not hasattr(value, "assign"):
         return result
     with tf.control_dependencies([tf.compat.v1.assign(value, result)]):
         return tf.identity(result)

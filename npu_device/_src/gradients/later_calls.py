@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.collectives.differentiable import differentiable
+from npu_device._src.collectives.session_graph import runs_if_fetched
 from npu_device._src.gradients.order import producers
 
 
@@ -76,7 +77,7 @@ _open: weakref.WeakKeyDictionary[tf.Graph, dict[Any, _OpenCollective]] = weakref
 
 def possible() -> bool:
     """Return True when calls can become parts of one graph, which runs once all of them are made."""
-    return not (tf.executing_eagerly() or compat.in_session_graph() or compat.compiled_by_xla())
+    return not (tf.executing_eagerly() or runs_if_fetched() or compat.compiled_by_xla())
 
 
 def reduce_with_earlier_calls(values: Sequence[Any], key: Hashable, reduce: Reduce) -> list[Any]:

@@ -45,7 +45,7 @@ _WIRE_DTYPES = {"fp16": tf.float16, "bf16": tf.bfloat16}
 
 
 @dataclass(frozen=True)
-class Reduction:
+class ReductionOptions:
     """The settings of a list's reduction.
 
     Attributes:
@@ -101,14 +101,16 @@ def wait_for_reduction(seconds: float) -> bool:
     return _reduced.wait(seconds)
 
 
-def reduce_list(runtime: Runtime, values: Sequence[Gradient], reduction: Reduction, group: Group) -> list[Gradient]:
+def reduce_list(
+    runtime: Runtime, values: Sequence[Gradient], options: ReductionOptions, group: Group
+) -> list[Gradient]:
     """Reduce a list of tensors over a group.
 
     Args:
         runtime: the running cluster.
         values: dense tensors, ``tf.IndexedSlices`` and ``None``, of the same kinds, shapes and dtypes on every rank;
             ``tf.IndexedSlices`` may have a different number of rows on each.
-        reduction: the settings.
+        options: the settings.
         group: the group, of which this rank is a member.
 
     Returns:
@@ -121,26 +123,28 @@ def reduce_list(runtime: Runtime, values: Sequence[Gradient], reduction: Reducti
         MismatchError: the ranks' calls differ.
     """
     _reduced.set()
-    if not reduction.waits_for_later_calls:
-        return _reduce_list(runtime, values, reduction, group)
+    if not options.waits_for_later_calls:
+        return _reduce_list(runtime, values, options, group)
 
     def reduce(values: Sequence[Gradient], alone: bool) -> list[Gradient]:
-        how = replace(reduction, fusion=0) if alone else reduction
+        how = replace(options, fusion=0) if alone else options
         return _reduce_list(runtime, values, how, group)
 
-    return later_calls.reduce_with_earlier_calls(values, (group, reduction), reduce)
+    return later_calls.reduce_with_earlier_calls(values, (group, options), reduce)
 
 
-def _reduce_list(runtime: Runtime, values: Sequence[Gradient], reduction: Reduction, group: Group) -> list[Gradient]:
-    segments = cut(values, reduction.kind, reduction.fusion, group.name)
+def _reduce_list(
+    runtime: Runtime, values: Sequence[Gradient], options: ReductionOptions, group: Group
+) -> list[Gradient]:
+    segments = cut(values, options.kind, options.fusion, group.name)
     parts = [*segments, *([i] for i, value in enumerate(values) if isinstance(value, tf.IndexedSlices))]
     dtypes = [value.dtype for value in values if value is not None]
     backend = name_of(runtime, group, dtypes)
     results: list[Gradient] = [None] * len(values)
-    seen = traced_reduction(values, segments, reduction.kind, group.name, backend, reduction.overlap)
-    with seen as trace, _all_first(values, reduction):
+    seen = traced_reduction(values, segments, options.kind, group.name, backend, options.overlap)
+    with seen as trace, _all_first(values, options):
         for positions, within in apart([(part, None) for part in parts], (range(len(values)), segments)):
-            reduced = _reduce(runtime, [values[position] for position in positions], within, reduction, group)
+            reduced = _reduce(runtime, [values[position] for position in positions], within, options, group)
             for position, result in zip(positions, reduced):
                 results[position] = _of_the_shape_of(values[position], result)
         for part in parts:
@@ -148,19 +152,19 @@ def _reduce_list(runtime: Runtime, values: Sequence[Gradient], reduction: Reduct
     return trace.recorded_with(results)
 
 
-def _declare(values: Sequence[Gradient], segments: _Segments, reduction: Reduction, group: Group) -> Declaration:
+def _declare(values: Sequence[Gradient], segments: _Segments, options: ReductionOptions, group: Group) -> Declaration:
     for value in values:
         if isinstance(value, tf.IndexedSlices):
-            require_sparse_reduction(reduction.kind)
+            require_sparse_reduction(options.kind)
         if value is not None:
-            require_reduction("all_reduce", value.dtype, reduction.kind)
+            require_reduction("all_reduce", value.dtype, options.kind)
 
     def results() -> list[tf.TypeSpec | None]:
-        return [_spec_of_result(value, reduction.kind) for value in values]
+        return [_spec_of_result(value, options.kind) for value in values]
 
     def gradient(runtime: Runtime, upstream: Sequence[tf.Tensor]) -> list[Gradient]:
-        require_differentiable("all_reduce", reduction.kind)
-        return _reduce(runtime, upstream, segments, reduction, group)
+        require_differentiable("all_reduce", options.kind)
+        return _reduce(runtime, upstream, segments, options, group)
 
     # In a session's graph, a list has a single part: a segment or a sparse gradient.
     dense = values[0] if segments is None and isinstance(values[0], tf.Tensor) else None
@@ -170,33 +174,31 @@ def _declare(values: Sequence[Gradient], segments: _Segments, reduction: Reducti
         values,
         results,
         {
-            "reduction": reduction.kind,
+            "reduction": options.kind,
             "segments": "1" if segments is None else _summary(segments),
-            "compression": reduction.compression or "none",
+            "compression": options.compression or "none",
         },
         gradient=None if dense is None else gradient,
-        key=None if dense is None or not reduction.joins_calls else f"{reduction} {dense.dtype.name}",
+        key=None if dense is None or not options.joins_calls else f"{options} {dense.dtype.name}",
     )
 
 
 @collective(_declare, "values")
 def _reduce(
-    agreement: Agreement, values: Sequence[Gradient], segments: _Segments, reduction: Reduction, group: Group
+    agreement: Agreement, values: Sequence[Gradient], segments: _Segments, options: ReductionOptions, group: Group
 ) -> list[Gradient]:
     """Reduce a list whose segments are known: positions of dense tensors. None is one segment of all of them."""
     results: list[Gradient] = [None] * len(values)
     if segments is None:
         segments = [range(len(values))] if isinstance(values[0], tf.Tensor) else []
     lists = [[values[position] for position in positions] for positions in segments]
-    for positions, tensors in zip(
-        segments, all_reduce_segments(agreement, lists, reduction.kind, group, reduction.wire)
-    ):
+    for positions, tensors in zip(segments, all_reduce_segments(agreement, lists, options.kind, group, options.wire)):
         for position, tensor in zip(positions, tensors):
             results[position] = tensor
     for position, value in enumerate(values):
         if isinstance(value, tf.IndexedSlices):
-            reduce_rows = reduce_slices if reduction.adds_rows else gather_slices
-            results[position] = reduce_rows(agreement, value, reduction.kind, group)
+            reduce_rows = reduce_slices if options.adds_rows else gather_slices
+            results[position] = reduce_rows(agreement, value, options.kind, group)
     return results
 
 
@@ -226,8 +228,8 @@ def _summary(segments: Sequence[Sequence[int]]) -> str:
     return f"{len(segments)} ({lengths}{more}, order {zlib.crc32(repr(segments).encode()):08x})"
 
 
-def _all_first(values: Sequence[Gradient], reduction: Reduction) -> Any:
+def _all_first(values: Sequence[Gradient], options: ReductionOptions) -> Any:
     """Make every tensor wait for all of them: without overlap, nothing is sent before everything is there."""
-    if reduction.overlap:
+    if options.overlap:
         return contextlib.nullcontext()
     return tf.control_dependencies([value for value in values if isinstance(value, tf.Tensor)])

@@ -23,7 +23,7 @@ _log = logging.getLogger("npu_device")
 
 
 @dataclass(frozen=True)
-class Place:
+class JobPlace:
     """The parts of a job's environment that the best split depends on.
 
     Attributes:
@@ -39,11 +39,11 @@ class Place:
     backend: str
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Place:
+    def from_dict(cls, values: dict[str, Any]) -> JobPlace:
         """Return the place from the dict that ``asdict`` gave and JSON carried."""
         return cls(**{**values, "ranks_per_host": tuple(values["ranks_per_host"])})
 
-    def differences(self, other: Place) -> list[str]:
+    def differences(self, other: JobPlace) -> list[str]:
         """Return each difference of ``other`` as a text: ``"world_size 2 (was 4)"``."""
         mine, theirs = asdict(self), asdict(other)
         return [f"{name} {theirs[name]} (was {mine[name]})" for name in mine if mine[name] != theirs[name]]
@@ -64,7 +64,7 @@ class SavedSplit:
 
     model: str
     group: str
-    place: Place
+    place: JobPlace
     ends: tuple[int, ...]
     checked: bool
     found: dict[str, Any]
@@ -81,7 +81,7 @@ class SavedSplit:
         return cls(
             model=str(values["model"]),
             group=str(values["group"]),
-            place=Place.from_dict(values["place"]),
+            place=JobPlace.from_dict(values["place"]),
             ends=tuple(int(end) for end in values["ends"]),
             checked=bool(values["checked"]),
             found=dict(values["found"]),
@@ -97,16 +97,16 @@ def fingerprint(dtype: str, sizes: Iterable[int]) -> str:
     return hashlib.sha256(repr((dtype, [int(size) for size in sizes])).encode()).hexdigest()[:16]
 
 
-def place_of(hosts: Sequence[str], backend: str, processor: str | None = None) -> Place:
+def place_of(hosts: Sequence[str], backend: str, processor: str | None = None) -> JobPlace:
     """Return the place of a job.
 
     Args:
         hosts: name of each rank's host, by rank.
-        backend: as in ``Place``.
+        backend: as in ``JobPlace``.
         processor: ``processor_of_this_host()`` of rank 0's host; None if that is this host.
     """
     counts = tuple(sorted(hosts.count(host) for host in set(hosts)))
-    return Place(len(hosts), counts, processor_of_this_host() if processor is None else processor, backend)
+    return JobPlace(len(hosts), counts, processor_of_this_host() if processor is None else processor, backend)
 
 
 def directory() -> Path:

@@ -37,7 +37,7 @@ _log = logging.getLogger("npu_device")
 _said: set[str] = set()
 
 
-class _Shared:
+class _SharedSplits:
     """The splits that rank 0 has sent to all ranks."""
 
     def __init__(self, processor: str, splits: Sequence[SavedSplit], where: str) -> None:
@@ -46,7 +46,7 @@ class _Shared:
         self.where = where
 
 
-_shared: tuple[Runtime, _Shared] | None = None
+_shared: tuple[Runtime, _SharedSplits] | None = None
 
 
 def share(runtime: Runtime) -> None:
@@ -70,7 +70,7 @@ def share(runtime: Runtime) -> None:
     else:
         shared = json.loads(runtime.store.get(_KEY, environment.HCCL_CONNECT_TIMEOUT.get()))
     splits = [SavedSplit.from_dict(split) for split in shared["splits"]]
-    _shared = runtime, _Shared(shared["processor"], splits, shared["where"])
+    _shared = runtime, _SharedSplits(shared["processor"], splits, shared["where"])
 
 
 def ends_for(sizes: Sequence[int], dtype: str, group: str) -> list[int] | None:
@@ -101,7 +101,7 @@ def ends_for(sizes: Sequence[int], dtype: str, group: str) -> list[int] | None:
     return _found(*_shared, sizes, dtype, group)
 
 
-def _found(runtime: Runtime, shared: _Shared, sizes: Sequence[int], dtype: str, group: str) -> list[int] | None:
+def _found(runtime: Runtime, shared: _SharedSplits, sizes: Sequence[int], dtype: str, group: str) -> list[int] | None:
     model = fingerprint(dtype, sizes)
     backend = name_of(runtime, group_of(runtime, group), [tf.as_dtype(dtype)])
     place = place_of(runtime.cluster.hosts, backend, shared.processor)

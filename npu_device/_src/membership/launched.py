@@ -37,7 +37,7 @@ class Launched:
         return f"rank {self.rank} of {self.size} ({self.launcher}: {self.variable}={self.rank})"
 
 
-class Place(NamedTuple):
+class RendezvousAddress(NamedTuple):
     """The address at which the ranks meet.
 
     Attributes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from npu_device._src import environment
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.membership import mpi_broadcast, mpiexec, slurm, torchrun
-from npu_device._src.membership.launched import Launched, Place
+from npu_device._src.membership.launched import Launched, RendezvousAddress
 
 _REMEDY = (
     "What to do: unset the variables that don't belong to this job, or set NPU_DEVICE_LAUNCHER to the launcher that "
@@ -59,13 +59,13 @@ def require_agreement(who: str, size: int, rank: int | None, launched: Launched)
         raise ClusterError(f"this process is {mine} {who}, but {launched}.\n{_REMEDY}")
 
 
-def meeting_place(launched: Launched) -> Place:
+def rendezvous_address(launched: Launched) -> RendezvousAddress:
     """Return where the ranks meet. Waits for all ranks where only MPI can tell.
 
     Raises:
         ClusterError: nothing says where.
     """
-    address, port = torchrun.meeting_place() or (launched.address, None)
+    address, port = torchrun.rendezvous_address() or (launched.address, None)
     if launched.on_one_host:
         if port is None and not launched.job:
             raise ClusterError(
@@ -73,5 +73,5 @@ def meeting_place(launched: Launched) -> Place:
                 "port they meet: from here, the process that started them can't be seen.\n"
                 "What to do: set MASTER_ADDR=127.0.0.1 and MASTER_PORT to a free port, the same for every rank."
             )
-        return Place(("127.0.0.1",), port)
-    return Place((address,), port) if address else mpi_broadcast.agree(launched)
+        return RendezvousAddress(("127.0.0.1",), port)
+    return RendezvousAddress((address,), port) if address else mpi_broadcast.agree(launched)

@@ -11,10 +11,10 @@ from npu_device._src import environment
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.ports import ReservedPort, addresses_of_this_host
 from npu_device._src.membership.interfaces import announced_address
-from npu_device._src.membership.launched import Launched, Place
+from npu_device._src.membership.launched import Launched, RendezvousAddress
 
 
-def agree(launched: Launched) -> Place:
+def agree(launched: Launched) -> RendezvousAddress:
     """Return rank 0's choice. Every rank waits here for all the others.
 
     Raises:
@@ -35,12 +35,12 @@ def agree(launched: Launched) -> Place:
             f"{what}. mpi4py uses another MPI than the launcher's: there, {launched} is rank {world.Get_rank()} of "
             f"{world.Get_size()}.\n{remedy}"
         )
-    return Place(*world.bcast(tuple(_choose()) if launched.rank == 0 else None))
+    return RendezvousAddress(*world.bcast(tuple(_choose()) if launched.rank == 0 else None))
 
 
-def _choose() -> Place:
+def _choose() -> RendezvousAddress:
     port = ReservedPort(environment.NPU_DEVICE_PORT_RANGE.get() or (0, 0))
     port.leave_to_tensorflow()
     given = announced_address()
     hosts = [given] if given else [socket.gethostname(), *addresses_of_this_host()]
-    return Place(tuple(hosts), port.number, secrets.token_hex(32).encode())
+    return RendezvousAddress(tuple(hosts), port.number, secrets.token_hex(32).encode())

@@ -290,7 +290,7 @@ def _from_tf_config(size: int, device_id: int | None) -> Membership:
 
 
 def _from_launcher(launched: Launched, device_id: int | None) -> Membership:
-    place = launchers.meeting_place(launched)
+    place = launchers.rendezvous_address(launched)
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{launched.launcher} {launched.job}".strip())
     job_id = environment.JOB_ID.get() if environment.JOB_ID.is_set() else name
     if device_id is None:

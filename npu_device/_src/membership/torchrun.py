@@ -38,7 +38,7 @@ def read() -> Launched | None:
     )
 
 
-def meeting_place() -> tuple[str, int | None] | None:
+def rendezvous_address() -> tuple[str, int | None] | None:
     """Return MASTER_ADDR and MASTER_PORT; None unless both are set.
 
     The port is None where torchrun's own store listens.

@@ -15,7 +15,7 @@ from npu_device._src.options.table import GLOBAL_OPTIONS
 _log = logging.getLogger("npu_device")
 
 
-class _Shared:
+class _TreeState:
     """The state that a tree of groups shares."""
 
     def __init__(self, root: Section) -> None:
@@ -39,10 +39,10 @@ class OptionGroup:
     # Declared for the type checker; they are in __dict__, bypassing __setattr__, which only handles options.
     _members: dict[str, Option | OptionGroup]
     _prefix: str
-    _shared: _Shared
+    _shared: _TreeState
 
-    def __init__(self, section: Section, *, prefix: str = "", shared: _Shared | None = None) -> None:
-        shared = shared or _Shared(section)
+    def __init__(self, section: Section, *, prefix: str = "", shared: _TreeState | None = None) -> None:
+        shared = shared or _TreeState(section)
         members: dict[str, Option | OptionGroup] = {
             member.name: Option(member)
             if isinstance(member, Rule)

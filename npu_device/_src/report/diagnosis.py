@@ -17,7 +17,7 @@ from npu_device._src.trace.records import Iteration, RankTrace
 from npu_device._src.tuning.cost_model import CostModel, best_known, fit
 from npu_device._src.tuning.messages import line_to_paste
 from npu_device._src.tuning.planner import best_plan, predict
-from npu_device._src.tuning.traced import traced
+from npu_device._src.tuning.traced_run import summarise
 
 _LITTLE = 0.02  # of a step: not worth a change
 _MOST = 0.9  # of the bytes
@@ -99,7 +99,7 @@ def _advice(traces: Sequence[RankTrace], directory: Path) -> tuple[str | None, s
     """Return the call to make, and its expected gain."""
     check = "npurun --tune measures the collectives, and tries the splits that it finds."
     try:
-        found = traced(traces)
+        found = summarise(traces)
     except ValueError as error:
         return None, f"No split is proposed: {error}"
     cost, source = _cost(traces, directory)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from npu_device._src.trace.records import Gradient, Iteration
+from npu_device._src.trace.records import GradientRecord, Iteration
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class PointSchema:
         waits_for_all: no segment starts before all gradients are there.
     """
 
-    gradients: tuple[Gradient, ...]
+    gradients: tuple[GradientRecord, ...]
     shapes: tuple[str, ...]
     segments: tuple[tuple[int, int], ...]
     group: str

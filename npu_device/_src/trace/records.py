@@ -18,7 +18,7 @@ FILE = "iterations.jsonl"
 
 
 @dataclass(frozen=True)
-class Gradient:
+class GradientRecord:
     """One gradient: name of the tensor, dtype ("sparse float32" for rows) and bytes (0 when not known beforehand)."""
 
     name: str
@@ -115,7 +115,7 @@ class RankTrace:
     model: str
     backend: str
     group: str
-    gradients: tuple[Gradient, ...]
+    gradients: tuple[GradientRecord, ...]
     segments: tuple[tuple[int, int], ...]
     iterations: tuple[Iteration, ...] = field(default=())
 
@@ -180,7 +180,7 @@ def _trace(header: dict[str, Any], iterations: list[Iteration]) -> RankTrace:
     version = values.pop("version")
     if version != VERSION:
         raise ValueError(f"a trace of version {version}; this package reads version {VERSION}")
-    values["gradients"] = tuple(Gradient(**gradient) for gradient in values["gradients"])
+    values["gradients"] = tuple(GradientRecord(**gradient) for gradient in values["gradients"])
     values["segments"] = tuple((first, last) for first, last in values["segments"])
     return RankTrace(**values, iterations=tuple(sorted(iterations, key=lambda one: one.iteration)))
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src import compat
+from npu_device._src.collectives.session_graph import runs_if_fetched
 from npu_device._src.trace import points, trace
 from npu_device._src.trace.point_schema import PointSchema
-from npu_device._src.trace.records import Gradient
+from npu_device._src.trace.records import GradientRecord
 
 
 class TracedReduction:
@@ -49,7 +49,7 @@ class TracedReduction:
             return [None if result is None else _identity(result) for result in results]
 
 
-class _Iteration:
+class _OpenIteration:
     """An iteration whose end comes later than the reduction of its gradients."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class _Current(threading.local):
     """The state of this thread."""
 
     def __init__(self) -> None:
-        self.iteration: _Iteration | None = None
+        self.iteration: _OpenIteration | None = None
 
 
 _current = _Current()
@@ -73,10 +73,10 @@ def iteration() -> Iterator[None]:
 
     A reduction without this block around it, or in a session's graph, is an iteration by itself and ends it.
     """
-    if trace.running() is None or _current.iteration is not None or compat.in_session_graph():
+    if trace.running() is None or _current.iteration is not None or runs_if_fetched():
         yield
         return
-    mine = _current.iteration = _Iteration()
+    mine = _current.iteration = _OpenIteration()
     known = 0 if mine.graph is None else len(mine.graph.get_operations())
     try:
         yield
@@ -157,13 +157,13 @@ def _ranges(parts: Sequence[Sequence[Any]]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _gradient(value: Any) -> Gradient:
+def _gradient(value: Any) -> GradientRecord:
     sparse = isinstance(value, tf.IndexedSlices)
     dense = value.values if sparse else value
     # TensorFlow prefixes what a tape makes; the rest of the name is the forward operation's.
     name = "" if tf.executing_eagerly() else dense.name.removeprefix("gradient_tape/").partition(":")[0]
     count = dense.shape.num_elements() or 0
-    return Gradient(name, f"sparse {dense.dtype.name}" if sparse else dense.dtype.name, count * dense.dtype.size)
+    return GradientRecord(name, f"sparse {dense.dtype.name}" if sparse else dense.dtype.name, count * dense.dtype.size)
 
 
 def _identity(value: Any) -> Any:

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.session_graph import runs_if_fetched
 from npu_device._src.trace import clock
 from npu_device._src.trace.point_schema import PointSchema
 from npu_device._src.trace.recorder import Recorder
@@ -76,7 +77,7 @@ class Tracer:
             self._recorder.add(schema, points)
             return None
         together = tf.stack(points)
-        if compat.in_session_graph():
+        if runs_if_fetched():  # it can't use the eager runtime's queue
             return tf.numpy_function(lambda values: self._recorder.add(schema, values.tolist()), [together], [])
         self._schemas.append(schema)
         number = tf.constant(len(self._schemas) - 1)

@@ -32,7 +32,7 @@ from npu_device._src.collectives import send as _send
 from npu_device._src.collectives.group import WORLD_GROUP, Group, group_of
 from npu_device._src.collectives.session_graph import overwriting
 from npu_device._src.gradients.fusion import check_fusion, check_fusion_0_or_2
-from npu_device._src.gradients.reduction import Reduction, reduce_list
+from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
 from npu_device._src.training import device
 from npu_device._src.training.remote_ops import (
     gather_all_to_all_v,
@@ -91,7 +91,7 @@ def allreduce(tensor: Any, reduction: str, fusion: int = 1, fusion_id: int = -1,
         return tensor
     runtime, members = joined
     if fusion == 2:
-        together = Reduction(reduction, fusion, fusion_id)
+        together = ReductionOptions(reduction, fusion, fusion_id)
         return reduce_list(runtime, [tf.convert_to_tensor(tensor)], together, members)[0]
     return _all_reduce.all_reduce(runtime, tf.convert_to_tensor(tensor), reduction, members)
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.group import WORLD_GROUP, Group, group_of
-from npu_device._src.gradients.reduction import Gradient, Reduction, reduce_list
+from npu_device._src.gradients.reduction import Gradient, ReductionOptions, reduce_list
 from npu_device._src.options import global_options
 from npu_device._src.training import device, keras_hooks, same_samples
 from npu_device._src.training.finite_gradients import checked, is_wanted
@@ -71,7 +71,7 @@ def npu_distributed_keras_optimizer_wrapper(
 
     Source: Ascend TF Adapter 2.x, ``npu.distribute.npu_distributed_keras_optimizer_wrapper``.
     """
-    how = Reduction(
+    how = ReductionOptions(
         reduce_reduction, fusion, fusion_id, overlap=global_options().hcom_parallel.typed, compression=compression
     )
     if isinstance(optimizer, (str, dict)):
@@ -101,7 +101,7 @@ class GradientReduction:
         options: the settings.
     """
 
-    def __init__(self, runtime: Runtime, reduction: Reduction, group: Group) -> None:
+    def __init__(self, runtime: Runtime, reduction: ReductionOptions, group: Group) -> None:
         self.options = reduction
         self._runtime = runtime
         self._group = group
@@ -179,5 +179,5 @@ class GradientReduction:
 
     def finite_everywhere(self, finite: tf.Tensor) -> tf.Tensor:
         """Return whether the gradients are finite on every rank, given whether they are on this one."""
-        [least] = reduce_list(self._runtime, [tf.cast(finite, tf.int32)], Reduction("min"), self._group)
+        [least] = reduce_list(self._runtime, [tf.cast(finite, tf.int32)], ReductionOptions("min"), self._group)
         return tf.cast(least, tf.bool)

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.gradients.reduction import Gradient, Reduction, reduce_list
+from npu_device._src.gradients.reduction import Gradient, ReductionOptions, reduce_list
 from npu_device._src.options import global_options
 from npu_device._src.training.world import world
 
@@ -144,7 +144,7 @@ def weighted_mean(values: Any, weight: Any) -> Any:
     part = tf.math.divide_no_nan(mine, ranks.add_up(mine))
 
     weighted = [_weighted(value, part) for value in tf.nest.flatten(values)]
-    how = Reduction("sum", overlap=global_options().hcom_parallel.typed)
+    how = ReductionOptions("sum", overlap=global_options().hcom_parallel.typed)
     return tf.nest.pack_sequence_as(values, reduce_list(ranks.runtime, weighted, how, ranks.group))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src.collectives.group import WORLD_GROUP, group_of
-from npu_device._src.gradients.reduction import Reduction, reduce_list
+from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
 from npu_device._src.options import global_options
 from npu_device._src.training import device, replica_audit, same_samples, same_variables
 from npu_device._src.training.world import World
@@ -60,7 +60,9 @@ def all_reduce(
 
     Source: Ascend TF Adapter 2.x, ``npu.distribute.all_reduce``.
     """
-    how = Reduction(reduction, fusion, fusion_id, overlap=global_options().hcom_parallel.typed, compression=compression)
+    how = ReductionOptions(
+        reduction, fusion, fusion_id, overlap=global_options().hcom_parallel.typed, compression=compression
+    )
     runtime = device.cluster_runtime()
     if runtime is None:
         return values

@@ -53,7 +53,7 @@ def watch(runtime: Runtime, mine: Sequence[Gradient], reduced: Sequence[Gradient
     place = min(sizes, key=lambda place: sizes[place])
     one, mean = (tf.convert_to_tensor(gradients[place]) for gradients in (mine, reduced))
     with tf.init_scope():
-        if not tf.executing_eagerly() or int(_count()) == _OVER:
+        if int(_count()) == _OVER:
             return
     count = _count()
 

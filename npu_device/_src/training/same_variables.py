@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
+from npu_device._src.collectives.session_graph import runs_if_fetched
 from npu_device._src.training.world import World
 
 _log = logging.getLogger("npu_device")
@@ -41,7 +42,7 @@ def can_compare() -> bool:
     """Return whether the ranks can compare what belongs to a step: not in a session's graph, and not while a step is
     only traced to make variables.
     """
-    return not (getattr(_not_yet, "holds", False) or compat.in_session_graph())
+    return not (getattr(_not_yet, "holds", False) or runs_if_fetched())
 
 
 def make_equal(world: World, variables: Sequence[Any]) -> None:
@@ -61,8 +62,6 @@ def make_equal(world: World, variables: Sequence[Any]) -> None:
     if mode == "ignore" or not can_compare():
         return
     with tf.init_scope():
-        if not tf.executing_eagerly():
-            return
         found = _differences(world, variables, world.objects)
         if found is None:
             return

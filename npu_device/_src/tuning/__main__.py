@@ -17,7 +17,7 @@ from npu_device._src.tuning.networks import PRESETS, Network
 from npu_device._src.tuning.planner import best_plan
 from npu_device._src.tuning.plot import svg
 from npu_device._src.tuning.simulate import ASSUMPTIONS, RANKS, simulate, table
-from npu_device._src.tuning.traced import Traced, traced
+from npu_device._src.tuning.traced_run import TracedRun, summarise
 from npu_device._src.tuning.trials import FIRST, WARM_UP
 
 CHART = "simulated.svg"
@@ -59,12 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"npu-tune: {error}")
 
 
-def _traced(directory: Path) -> Traced:
+def _traced(directory: Path) -> TracedRun:
     first = directory / FIRST
-    return traced(read(first if first.is_dir() else directory), WARM_UP)
+    return summarise(read(first if first.is_dir() else directory), WARM_UP)
 
 
-def _planned(found: Traced, options: argparse.Namespace) -> str:
+def _planned(found: TracedRun, options: argparse.Namespace) -> str:
     cost = _cost(options)
     best = best_plan(found.without_collectives(cost).backward, cost)
     return (
@@ -73,7 +73,7 @@ def _planned(found: Traced, options: argparse.Namespace) -> str:
     )
 
 
-def _simulated(found: Traced, options: argparse.Namespace) -> str:
+def _simulated(found: TracedRun, options: argparse.Namespace) -> str:
     step = found.step
     if options.alpha is not None:
         network = Network("given", options.alpha, options.beta)

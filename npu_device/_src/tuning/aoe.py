@@ -20,7 +20,7 @@ from npu_device._src.tuning.cost_model import MEASURED_FILE, CostModel
 from npu_device._src.tuning.keeping import keep_prediction
 from npu_device._src.tuning.measure import measure
 from npu_device._src.tuning.planner import best_plan, predict
-from npu_device._src.tuning.traced import traced
+from npu_device._src.tuning.traced_run import summarise
 from npu_device._src.tuning.trials import FIRST, WARM_UP
 
 _DIRECTORY = "npu_tune"
@@ -60,7 +60,7 @@ def finish(directory: Path, cost: CostModel) -> None:
         cost: the measured collectives.
     """
     try:
-        found = traced(read(directory / FIRST), WARM_UP)
+        found = summarise(read(directory / FIRST), WARM_UP)
         backward = found.without_collectives(cost).backward
         best = best_plan(backward, cost)
         # A split that may be slower, given the uncertainty of the figures, is not used without a trial.

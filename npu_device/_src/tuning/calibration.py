@@ -12,7 +12,7 @@ import numpy as np
 
 from npu_device._src.tuning.cost_model import CostModel
 from npu_device._src.tuning.planner import predict
-from npu_device._src.tuning.traced import Traced
+from npu_device._src.tuning.traced_run import TracedRun
 
 # Standard deviations of the measurement and of a run. Values that the runs don't cover keep their measured figures.
 _FACTOR_SPREAD = 0.07  # of the logarithm
@@ -23,7 +23,7 @@ _POINTS = 13
 _ROUNDS = 3  # of looking, each a third as wide as the one before
 
 
-def calibrated(first: Traced, cost: CostModel, runs: Sequence[Traced]) -> CostModel:
+def calibrated(first: TracedRun, cost: CostModel, runs: Sequence[TracedRun]) -> CostModel:
     """Return the cost model that agrees best with the runs: the most likely factor for its times, and its pace.
 
     Args:

@@ -8,11 +8,11 @@ from npu_device._src.gradients import saved_splits
 from npu_device._src.gradients.saved_splits import SavedSplit, fingerprint, place_of
 from npu_device._src.tuning import fusion_file
 from npu_device._src.tuning.cost_model import CostModel
-from npu_device._src.tuning.traced import Traced
-from npu_device._src.tuning.trials import Outcome
+from npu_device._src.tuning.traced_run import TracedRun
+from npu_device._src.tuning.trials import TuningResult
 
 
-def keep(result: Outcome, work_path: Path) -> list[Path]:
+def keep(result: TuningResult, work_path: Path) -> list[Path]:
     """Write the split that won the trials, which may be the present one.
 
     Args:
@@ -33,13 +33,13 @@ def keep(result: Outcome, work_path: Path) -> list[Path]:
     return _keep(result.traced, result.calibrated, result.chosen.plan.ends, True, figures, work_path)
 
 
-def keep_prediction(found: Traced, cost: CostModel, ends: tuple[int, ...], work_path: Path) -> list[Path]:
+def keep_prediction(found: TracedRun, cost: CostModel, ends: tuple[int, ...], work_path: Path) -> list[Path]:
     """Write a split that no run has checked, otherwise as ``keep``."""
     return _keep(found, cost, ends, False, {"gradients": len(found.step.backward.sizes)}, work_path)
 
 
 def _keep(
-    found: Traced, cost: CostModel, ends: tuple[int, ...], checked: bool, figures: dict[str, float], work_path: Path
+    found: TracedRun, cost: CostModel, ends: tuple[int, ...], checked: bool, figures: dict[str, float], work_path: Path
 ) -> list[Path]:
     model = fingerprint(found.dtype, found.step.backward.sizes)
     split = SavedSplit(

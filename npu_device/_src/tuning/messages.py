@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from npu_device._src.collectives.group_name import WORLD_GROUP
 from npu_device._src.tuning.cost_model import CostModel
 from npu_device._src.tuning.planner import Plan, best_plan, default_plan, per_gradient_plan, predict
-from npu_device._src.tuning.simulate import Step
-from npu_device._src.tuning.traced import Traced
-from npu_device._src.tuning.trials import Outcome
+from npu_device._src.tuning.simulate import TracedStep
+from npu_device._src.tuning.traced_run import TracedRun
+from npu_device._src.tuning.trials import TuningResult
 
 
 def line_to_paste(ends: Sequence[int], group: str) -> str:
@@ -22,7 +22,7 @@ def line_to_paste(ends: Sequence[int], group: str) -> str:
     return f"set_split_strategy_by_idx({list(ends)}{where})"
 
 
-def prediction(found: Traced, cost: CostModel) -> str:
+def prediction(found: TracedRun, cost: CostModel) -> str:
     """Return the gradients, the collectives, and the exposed time expected of each split."""
     step = found.without_collectives(cost)
     backward = step.backward
@@ -47,7 +47,7 @@ def prediction(found: Traced, cost: CostModel) -> str:
     return "\n".join(lines)
 
 
-def outcome(result: Outcome) -> str:
+def outcome(result: TuningResult) -> str:
     """Return predicted against measured times for the splits that were tried."""
     step = result.traced.without_collectives(result.cost)
     lines = [
@@ -74,7 +74,7 @@ def outcome(result: Outcome) -> str:
     return "\n".join(lines)
 
 
-def _gradients(found: Traced) -> str:
+def _gradients(found: TracedRun) -> str:
     sizes = found.step.backward.sizes
     hosts = len(set(found.hosts))
     return (
@@ -95,7 +95,7 @@ def _collectives(cost: CostModel) -> str:
     )
 
 
-def _row(name: str, plan: Plan, step: Step, cost: CostModel) -> str:
+def _row(name: str, plan: Plan, step: TracedStep, cost: CostModel) -> str:
     spread = predict(step.backward, cost.slower(), plan.ends).exposed - plan.exposed
     exposed = f"{plan.exposed * 1e3:.1f} ± {spread * 1e3:.1f}"
     return f"{name:30}{len(plan.ends):>9}{exposed:>18}{(step.alone + plan.added) * 1e3:>13.1f}"

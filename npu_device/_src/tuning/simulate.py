@@ -22,7 +22,7 @@ after the other. No rank is late. Real runs are slower, the more so with more ra
 
 
 @dataclass(frozen=True)
-class Step:
+class TracedStep:
     """A traced step, in seconds.
 
     Attributes:
@@ -70,7 +70,7 @@ class Expected:
         return self.alone / self.default
 
 
-def simulate(step: Step, network: Network, ranks: Sequence[int] = RANKS) -> list[Expected]:
+def simulate(step: TracedStep, network: Network, ranks: Sequence[int] = RANKS) -> list[Expected]:
     """Return the expected step times of a model.
 
     Args:

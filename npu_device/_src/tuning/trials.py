@@ -14,7 +14,7 @@ from typing import Callable, Optional
 from npu_device._src.tuning.calibration import calibrated
 from npu_device._src.tuning.cost_model import CostModel
 from npu_device._src.tuning.planner import Plan, contenders, predict
-from npu_device._src.tuning.traced import Traced
+from npu_device._src.tuning.traced_run import TracedRun
 
 WARM_UP = 2
 """Traced iterations at the start of each run that don't count."""
@@ -46,7 +46,7 @@ class Tried:
 
     label: str
     plan: Plan
-    runs: list[Traced] = field(default_factory=list)
+    runs: list[TracedRun] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -69,7 +69,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TuningResult:
     """The result of tuning.
 
     Attributes:
@@ -80,7 +80,7 @@ class Outcome:
         chosen: the fastest of those that were faster than the present split, else the present one.
     """
 
-    traced: Traced
+    traced: TracedRun
     cost: CostModel
     calibrated: CostModel
     tried: tuple[Tried, ...]
@@ -92,11 +92,11 @@ class Outcome:
         return self.chosen is not self.tried[0]
 
 
-Run = Callable[[str, Optional[Sequence[int]], int], Traced]
+Run = Callable[[str, Optional[Sequence[int]], int], TracedRun]
 """Runs the script: name of the run, the split (None: as the script is), steps that count."""
 
 
-def tune(run: Run, measure: Callable[[int], CostModel], report: Callable[[str], None], budget: Budget) -> Outcome:
+def tune(run: Run, measure: Callable[[int], CostModel], report: Callable[[str], None], budget: Budget) -> TuningResult:
     """Find the best split of a script.
 
     Args:
@@ -132,10 +132,10 @@ def tune(run: Run, measure: Callable[[int], CostModel], report: Callable[[str], 
         present.runs.append(first)
     faster = [one for one in tried[1:] if one.faster_than(present)]
     learned = calibrated(first, cost, [result for one in tried for result in one.runs])
-    return Outcome(first, cost, learned, tried, min(faster, key=lambda one: one.seconds, default=present))
+    return TuningResult(first, cost, learned, tried, min(faster, key=lambda one: one.seconds, default=present))
 
 
-def _require_split(wanted: Tried, result: Traced) -> None:
+def _require_split(wanted: Tried, result: TracedRun) -> None:
     if result.ends != wanted.plan.ends:
         raise ValueError(
             f"the run should have cut the gradients at {list(wanted.plan.ends)}, but cut them at {list(result.ends)}.\n"

@@ -42,7 +42,7 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class _Verdict:
+class _RankView:
     """One rank's view of one checkpoint; problems are None if there are none."""
 
     shared: str | None
@@ -64,15 +64,15 @@ def newest_whole(world: World | None, place: Place, directory: Path) -> Chosen |
     problems: list[str] = []
     partly: Chosen | None = None
     for step in steps:
-        verdicts = everybody(world, _judge(directory, step, place))
-        damaged = _problems(world, place, verdicts)
-        holders = [rank for rank in sorted(set(place.keepers)) if verdicts[rank].shared is None]
+        views = everybody(world, _judge(directory, step, place))
+        damaged = _problems(world, place, views)
+        holders = [rank for rank in sorted(set(place.keepers)) if views[rank].shared is None]
         if not holders:
             problems += damaged
             continue
-        saved = verdicts[holders[0]].world_size
-        if saved != len(verdicts):
-            return _chosen(world, directory, step, place, holders[0], [_other_size(saved, len(verdicts))])
+        saved = views[holders[0]].world_size
+        if saved != len(views):
+            return _chosen(world, directory, step, place, holders[0], [_other_size(saved, len(views))])
         if not damaged:
             _warn(place, problems, step)
             return _chosen(world, directory, step, place, holders[0], None)
@@ -98,23 +98,23 @@ def _other_size(saved: int, now: int) -> str:
     )
 
 
-def _judge(directory: Path, step: int, place: Place) -> _Verdict:
+def _judge(directory: Path, step: int, place: Place) -> _RankView:
     try:
         manifest = folder.manifest_of(directory, step)
     except CheckpointError as error:
-        return _Verdict(str(error), str(error), 0)
+        return _RankView(str(error), str(error), 0)
     files, size = manifest["files"], int(manifest["world_size"])
     shared = folder.damage(directory, step, files, folder.SHARED) if place.is_keeper else None
     own = None
     if size == len(place.keepers):
         own = folder.damage(directory, step, files, folder.own_prefix(place.rank))
-    return _Verdict(shared, own, size)
+    return _RankView(shared, own, size)
 
 
-def _problems(world: World | None, place: Place, verdicts: Sequence[_Verdict]) -> list[str]:
+def _problems(world: World | None, place: Place, views: Sequence[_RankView]) -> list[str]:
     found: dict[str, int] = {}
-    for rank, verdict in enumerate(verdicts):
-        for text in (verdict.shared, verdict.own):
+    for rank, view in enumerate(views):
+        for text in (view.shared, view.own):
             if text is not None:
                 found.setdefault(text, rank)
     if world is None or len(set(place.keepers)) == 1:

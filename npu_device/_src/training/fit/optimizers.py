@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.gradients.reduction import Gradient, Reduction, reduce_list
+from npu_device._src.gradients.reduction import Gradient, ReductionOptions, reduce_list
 from npu_device._src.options import global_options
 from npu_device._src.training import keras_hooks
 from npu_device._src.training.fit.share import Share
@@ -35,7 +35,7 @@ class WeightedReduction(GradientReduction):
     optimizer.
     """
 
-    def __init__(self, world: World, reduction: Reduction, step: StepNow) -> None:
+    def __init__(self, world: World, reduction: ReductionOptions, step: StepNow) -> None:
         super().__init__(world.runtime, reduction, world.group)
         self._step = step
         self._loss_is_weighted = False
@@ -80,7 +80,7 @@ def replicate_optimizer(optimizer: Any, world: World, step: StepNow) -> None:
     before = keras_hooks.reduction_of(carrier)
     if isinstance(before, WeightedReduction):
         return
-    how = Reduction("mean", overlap=global_options().hcom_parallel.typed) if before is None else before.options
+    how = ReductionOptions("mean", overlap=global_options().hcom_parallel.typed) if before is None else before.options
     keras = compat.keras_of(optimizer)
     # tf-keras adds up rows of the same index itself; optimizers of Keras 3 may square each.
     how = replace(how, adds_rows=not compat.is_keras_3(keras))

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from npu_device._src.trace.records import Iteration, RankTrace, on_all_ranks
 from npu_device._src.tuning.cost_model import CostModel
 from npu_device._src.tuning.planner import Backward, without_collectives
-from npu_device._src.tuning.simulate import Step
+from npu_device._src.tuning.simulate import TracedStep
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedRun:
     """A traced run.
 
     Attributes:
@@ -31,7 +31,7 @@ class Traced:
         exposed: seconds from the end of the slowest rank's backward to the end of the last collective.
     """
 
-    step: Step
+    step: TracedStep
     dtype: str
     group: str
     hosts: tuple[str, ...]
@@ -45,12 +45,12 @@ class Traced:
         """Return the seconds of a step."""
         return statistics.median(self.seconds)
 
-    def without_collectives(self, cost: CostModel) -> Step:
+    def without_collectives(self, cost: CostModel) -> TracedStep:
         """Return the step as it would have been if no collective had taken processor time from backward."""
-        return Step(without_collectives(self.step.backward, cost, self.ends), self.step.rest)
+        return TracedStep(without_collectives(self.step.backward, cost, self.ends), self.step.rest)
 
 
-def traced(traces: Sequence[RankTrace], skip: int = 0) -> Traced:
+def summarise(traces: Sequence[RankTrace], skip: int = 0) -> TracedRun:
     """Summarise a trace.
 
     Args:
@@ -78,8 +78,8 @@ def traced(traces: Sequence[RankTrace], skip: int = 0) -> Traced:
     over = _median(min(one.exposed for one in each) for each in iterations)
     places = {position: place for place, position in enumerate(mine)}
     backward = Backward(tuple(first.gradients[position].bytes for position in mine), tuple(ready), end)
-    return Traced(
-        step=Step(backward, max(0.0, step - end - over)),
+    return TracedRun(
+        step=TracedStep(backward, max(0.0, step - end - over)),
         dtype=dtype,
         group=first.group,
         hosts=tuple(trace.host for trace in sorted(traces, key=lambda trace: trace.rank)),
