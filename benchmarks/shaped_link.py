@@ -28,7 +28,7 @@ from typing import Any, Optional
 from npu_device._src.trace.records import read
 from npu_device._src.tuning.cost_model import CALIBRATED_FILE, MEASURED_FILE, CostModel
 from npu_device._src.tuning.networks import link_of, ring
-from npu_device._src.tuning.planner import best_plans, equal_plan, predict
+from npu_device._src.tuning.planner import best_plan, equal_plan, predict
 from npu_device._src.tuning.simulate import simulate
 from npu_device._src.tuning.traced_run import TracedRun, summarise
 from npu_device._src.tuning.trials import FIRST, WARM_UP
@@ -236,10 +236,12 @@ def _predicted(first: TracedRun, cost: CostModel, ends: Sequence[int]) -> dict[s
 
 def _splits(tuning: Tuning) -> dict[str, list[int]]:
     backward = tuning.first.without_collectives(tuning.calibrated).backward
-    plans = best_plans(backward, tuning.calibrated)
     one = [len(backward.sizes) - 1]
     candidates = {"default": list(tuning.first.ends), "tuned": tuning.ends, "one segment": one}
-    candidates |= {f"sweep: best {count}": list(plans[count - 1].ends) for count in (2, 4)}
+    candidates |= {
+        f"sweep: best {count}": list(best_plan(backward, tuning.calibrated, count, fewest=count).ends)
+        for count in (2, 4)
+    }
     candidates["sweep: 4 of equal bytes"] = list(equal_plan(backward, tuning.calibrated).ends)
     splits: dict[str, list[int]] = {}
     for name, ends in candidates.items():

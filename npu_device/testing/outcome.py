@@ -1,4 +1,4 @@
-"""What came of a soak's faults, as text: one line each, and which kinds end an attempt or are ridden out."""
+"""The outcome of a soak's faults, as text: one line each, and which kinds ended an attempt or were ridden out."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _SLOW_LINK = 0.5  # of the speed that the interface claims
 
 @dataclass(frozen=True)
 class Findings:
-    """What all ranks have found out together.
+    """The findings of all ranks together.
 
     Attributes:
         facts: of each rank.

@@ -1,4 +1,4 @@
-"""What a process knows of its job: its membership before the rendezvous, the cluster after it. Both are immutable."""
+"""A process's view of its job: its membership before the rendezvous, the cluster after it. Both are immutable."""
 
 from __future__ import annotations
 

@@ -128,29 +128,18 @@ def without_collectives(backward: Backward, cost: CostModel, ends: Sequence[int]
     return Backward(backward.sizes, tuple(map(alone, backward.ready)), alone(backward.end))
 
 
-def best_plans(backward: Backward, cost: CostModel, most: int = MAX_SEGMENTS) -> list[Plan]:
-    """Return the best split into each of 1, 2, … ``most`` segments.
+def best_plan(backward: Backward, cost: CostModel, most: int = MAX_SEGMENTS, fewest: int = 1) -> Plan:
+    """Return the best split, the exact optimum; of equals, the one with fewer segments.
 
     Args:
         backward: the gradients.
         cost: the collectives.
-        most: the largest number of segments.
-
-    Returns:
-        One plan for each number of segments up to ``most`` or the number of gradients.
+        most: the largest number of segments; limited to the number of gradients.
+        fewest: the smallest number of segments, at most the number of gradients.
     """
-    return [_best(backward, cost, number, number) for number in range(1, min(most, len(backward.sizes)) + 1)]
-
-
-def best_plan(backward: Backward, cost: CostModel, most: int = MAX_SEGMENTS) -> Plan:
-    """Return the best of ``best_plans``; of equals, the one with fewer segments."""
-    return _best(backward, cost, 1, min(most, len(backward.sizes)))
-
-
-def _best(backward: Backward, cost: CostModel, fewest: int, most: int) -> Plan:
-    """Return the exact optimum: as long as there is a better plan, look for one that is better still."""
+    most = min(most, len(backward.sizes))
     limit, best = math.inf, None
-    while True:
+    while True:  # as long as there is a better plan, look for one that is better still
         cuts = _soonest(backward, cost, most, limit)[fewest - 1 :]
         plans = [predict(backward, cost, ends) for ends in cuts if ends is not None]
         if not plans and best is not None:
