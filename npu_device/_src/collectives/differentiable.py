@@ -1,7 +1,8 @@
 """Functions with a gradient of their own, in any graph.
 
 ``tf.custom_gradient`` does the same; in a graph it keeps the graph forever (TensorFlow 2.20: each call registers a
-gradient under a name of its own, which nothing removes), so that each retracing would cost memory.
+gradient under a name of its own, which nothing removes), so that each retracing would cost memory. Can go when
+TensorFlow removes such a gradient with its graph.
 """
 
 from __future__ import annotations

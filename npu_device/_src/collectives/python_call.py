@@ -4,7 +4,8 @@
 the outermost graph, which for a ``tf.function`` is the process's default graph (TensorFlow 2.20,
 ``script_ops._internal_py_func``). A script that retraces would grow forever. Here all calls share one such function,
 which finds the one to run by a number, and the number is an eager tensor that the graph captures: whatever can run the
-graph holds the tensor, and when the tensor goes, so does the function.
+graph holds the tensor, and when the tensor goes, so does the function. Can go when ``tf.numpy_function`` releases the
+function with the graph that calls it.
 """
 
 from __future__ import annotations

@@ -93,7 +93,8 @@ def _shared_function(inputs: Sequence[tf.DType], outputs: Sequence[tf.DType]) ->
         specs = [tf.TensorSpec([], tf.int64), *(tf.TensorSpec(None, dtype) for dtype in inputs)]
         # Enter it again, so that TensorFlow finds the session's graph around the function. It would find eager mode
         # if anything ran before that was switched off, and place the function on the device of the job's task,
-        # which no session has (``tf.numpy_function`` names the device of the eager context, TensorFlow 2.20).
+        # which no session has (``tf.numpy_function`` names the device of the eager context, TensorFlow 2.20). Can
+        # go when it names none in a graph.
         with _outermost(graph).as_default():
             concrete = tf.function(body, autograph=False).get_concrete_function(*specs)
         concrete.add_to_graph(graph)

@@ -31,7 +31,8 @@ class Shared:
     def checkpoint(self) -> Any:
         """Return a ``tf.train.Checkpoint`` of all variables that exist now.
 
-        tf.train.Checkpoint misses the random states of layers (Keras 3.15, tf-keras 2.20).
+        tf.train.Checkpoint misses the random states of layers (Keras 3.15, tf-keras 2.20); they are added here
+        until both track them.
         """
         named = {name: trackable(thing, name) for name, thing in self._trackables.items()}
         tracked = {id(variable) for variable in _variables(tf.train.Checkpoint(**named)).values()}
