@@ -33,7 +33,7 @@ examples:
   python -m npu_device.testing.soak --hosts 2 --faults kill,stop,drop,delay,reset,half-close -- \\
       -n 1 train.py --checkpoints {dir}/checkpoints
 
-{dir} stands for a directory of its own for each of the two runs. Without --result the last lines that rank 0 prints are
+{dir} stands for a separate directory for each of the two runs. Without --result the last lines that rank 0 prints are
 compared. On a cluster, run it on each node with npurun's options, and with --no-reference on all but node 0."""
 
 
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=1, help="of the faults' times, kinds and places (default 1)")
     kinds = f"of {', '.join(_KINDS)} (default kill,stop)"
     add("--faults", default=list(PROCESS_KINDS), metavar="KINDS", type=_kinds, help=kinds)
-    longest = "take back a stop, drop or delay after at most S seconds (default 5)"
+    longest = "end a stop, drop or delay after at most S seconds (default 5)"
     add("--longest", type=float, default=5.0, metavar="S", help=longest)
     add("--hosts", type=int, default=1, metavar="N", help="run N nodes on this machine, with a network between them")
     between = "between --hosts: namespaces (needs root) or proxies (default: namespaces if they can be made)"

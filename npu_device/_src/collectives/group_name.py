@@ -16,7 +16,7 @@ def check_group_name(name: Any) -> None:
     Raises:
         ValueError: not a text, empty, or longer than 127 bytes in UTF-8.
     """
-    expected = f"expected a text (str) of 1 to {_MAX_BYTES} bytes"
+    expected = f"expected a str of 1 to {_MAX_BYTES} bytes"
     if not isinstance(name, str) or not name:
         raise ValueError(f"group {name!r} is not a group's name; {expected}")
     size = len(name.encode(errors="surrogatepass"))

@@ -76,7 +76,7 @@ class ReductionOptions:
         if self.compression is not None and self.compression not in _WIRE_DTYPES:
             raise ValueError(f"compression {self.compression!r} is unknown; expected 'fp16', 'bf16' or None")
         if self.compression is not None and self.kind not in ("sum", "mean"):
-            raise ValueError(f"compression goes with sum and mean; found reduction {self.kind!r}")
+            raise ValueError(f"compression works with sum and mean only; found reduction {self.kind!r}")
 
     @property
     def joins_calls(self) -> bool:

@@ -140,7 +140,7 @@ def load_all() -> list[SavedSplit]:
                 raise ValueError(f"version {values['version']!r}; expected {_VERSION}")
             found.append(SavedSplit.from_dict(values))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            _log.warning("the split in %s is left out: %s: %s", path, type(error).__name__, error)
+            _log.warning("the split in %s is ignored: %s: %s", path, type(error).__name__, error)
     return found
 
 

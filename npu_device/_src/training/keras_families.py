@@ -60,7 +60,7 @@ class Keras3Family(KerasFamily):
         if hasattr(inner_optimizer, "inner_optimizer"):
             raise TypeError("the inner optimizer of a loss-scale optimizer is a loss-scale optimizer itself")
         if not dynamic and initial_scale is None:
-            raise ValueError("dynamic=False needs an initial_scale, which the scale then stays; found None")
+            raise ValueError("dynamic=False needs an initial_scale, which the scale then keeps; found None")
         if not dynamic and dynamic_growth_steps is not None:
             raise ValueError(f"dynamic_growth_steps goes with dynamic=True only; found {dynamic_growth_steps}")
         super().__init__(

@@ -183,7 +183,10 @@ def step_behind(world: World, variables: Sequence[Any]) -> contextlib.AbstractCo
 def _alive(reference: weakref.ref[Audit]) -> Audit:
     audit = reference()
     if audit is None:
-        raise RuntimeError("a function makes a step of an optimizer that is gone.\nWhat to do: keep the optimizer.")
+        raise RuntimeError(
+            "a function makes a step with an optimizer that no longer exists.\nWhat to do: keep a reference to the "
+            "optimizer."
+        )
     return audit
 
 

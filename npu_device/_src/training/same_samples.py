@@ -22,7 +22,7 @@ from npu_device._src.training.same_variables import can_compare
 
 _log = logging.getLogger("npu_device")
 
-_STEPS = 3  # in a row with the same gradients, before it is said
+_STEPS = 3  # in a row with the same gradients before the warning
 _FEWEST_NUMBERS = 8  # of a gradient; fewer could be the same by chance
 _ROUNDING = 1e-5  # of a gradient's largest number: the sum of more than two ranks is rounded
 _OVER = -1

@@ -92,7 +92,7 @@ def shares(variables: Sequence[Any], count: int) -> list[range]:
     """
     if len(variables) < count:
         raise ValueError(
-            f"the update of {len(variables)} variable(s) can't be shared by {count} ranks; expected at least one "
+            f"the update of {len(variables)} variable(s) can't be divided among {count} ranks; expected at least one "
             "variable per rank.\n"
             "What to do: apply the gradients on every rank with the optimizer itself."
         )

@@ -39,7 +39,9 @@ class Computing:
 
 def _backward() -> Any:
     inputs, weight = tf.ones([_WIDTH, _WIDTH]), tf.fill([_WIDTH, _WIDTH], 1 / _WIDTH)
-    losses = [tf.fill([_WIDTH, _WIDTH], float(branch)) for branch in range(_BRANCHES)]  # alike they would be one
+    losses = [
+        tf.fill([_WIDTH, _WIDTH], float(branch)) for branch in range(_BRANCHES)
+    ]  # TensorFlow would merge equal ones
 
     @tf.function
     def backward() -> list[tf.Tensor]:

@@ -92,11 +92,11 @@ _GENERATED = (
     "again.\nWhat to do: give fit arrays or a tf.data.Dataset."
 )
 _UNKNOWN_LENGTH = (
-    "the data don't know their length, so that Keras tries a step after their end, which optimizers count.\n"
+    "the length of the data is unknown, so Keras tries a step after their end, and optimizers count it.\n"
     "What to do: dataset.apply(tf.data.experimental.assert_cardinality(batches))."
 )
 _OTHER_DATA = (
-    "rank(s) {ranks} read another first batch than before.\nLikely cause: data that are shuffled without a seed, or "
+    "rank(s) {ranks} read a different first batch than before.\nLikely cause: data that are shuffled without a seed or "
     "in Python; or other data.\nWhat to do: call keras.utils.set_random_seed before the data set is made, and shuffle "
     "with tf.data."
 )

@@ -68,7 +68,7 @@ def with_equal_length(world: World, data: Divided) -> tf.data.Dataset:
         raise ValueError(
             "a rank has no data at all: batches by rank "
             + ", ".join(f"{rank}: {count}" for rank, count in enumerate(lengths))
-            + ".\nWhat to do: divide the data so that each rank has one sample at least, or start fewer ranks."
+            + ".\nWhat to do: divide the data so that each rank has at least one sample, or start fewer ranks."
         )
     filling = dataset.take(1).map(_counting(0)).repeat(max(lengths) - length)
     return counted.concatenate(filling).apply(tf.data.experimental.assert_cardinality(max(lengths)))

@@ -56,7 +56,9 @@ def _times(value: tf.Tensor, factor: Any) -> tf.Tensor:
         return value
     if value.dtype.is_floating:
         return value * tf.cast(factor, value.dtype)
-    return tf.where(tf.cast(factor, tf.float32) > 0, value, tf.zeros_like(value))  # counts are counted or not
+    return tf.where(
+        tf.cast(factor, tf.float32) > 0, value, tf.zeros_like(value)
+    )  # an integer counts in full or not at all
 
 
 def mean_of_logs(values: Sequence[Any], weight: Any, add_up: Add) -> list[Any]:
