@@ -50,7 +50,7 @@ def test_equal_to_the_plain_update(keras_ranks: Pool, graph: bool) -> None:
         assert all(same)
         if keras_ranks.size > 1:
             assert state < plain_state, "the optimizer's state is sharded"
-            assert "can't be shared by" in refused
+            assert "can't be divided among" in refused
     assert sum(state for _, state, _, _ in results) == results[0][2], "each rank holds its own share of the state"
 
 
