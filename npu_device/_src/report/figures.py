@@ -6,7 +6,7 @@ Medians over the iterations, in microseconds. Imports no TensorFlow.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from npu_device._src.trace.records import RankTrace, on_all_ranks
@@ -77,16 +77,16 @@ def steady(traces: Sequence[RankTrace]) -> list[RankTrace]:
 def figures(trace: RankTrace) -> RankFigures:
     """Return the medians of a rank."""
     ones = trace.iterations
-    hidden = _median(one.hidden for one in ones)
+    hidden = statistics.median(one.hidden for one in ones)
     return RankFigures(
         rank=trace.rank,
         host=trace.host,
-        step=_median(one.time for one in ones),
-        input_wait=_median(one.input_wait or 0.0 for one in ones),
-        alone=_median(one.bp_end - one.fp_start - one.hidden for one in ones),
+        step=statistics.median(one.time for one in ones),
+        input_wait=statistics.median(one.input_wait or 0.0 for one in ones),
+        alone=statistics.median(one.bp_end - one.fp_start - one.hidden for one in ones),
         hidden=hidden,
-        exposed=_median(one.exposed for one in ones),
-        update=_median(one.iteration_end - max(one.bp_end, one.last_reduced) for one in ones),
+        exposed=statistics.median(one.exposed for one in ones),
+        update=statistics.median(one.iteration_end - max(one.bp_end, one.last_reduced) for one in ones),
     )
 
 
@@ -96,10 +96,10 @@ def slowest(ranks: Sequence[RankFigures]) -> Slowest | None:
     others = [rank for rank in ranks if rank is not last]
     if not others:
         return None
-    late = last.busy - _median(rank.busy for rank in others)
+    late = last.busy - statistics.median(rank.busy for rank in others)
     if late < _EVEN * last.step:
         return None
-    waits = last.input_wait - _median(rank.input_wait for rank in others)
+    waits = last.input_wait - statistics.median(rank.input_wait for rank in others)
     cause = "waiting for input" if waits > late / 2 else "forward and backward"
     return Slowest(last.rank, last.host, late, cause)
 
@@ -110,7 +110,3 @@ def median_iteration(traces: Sequence[RankTrace]) -> int:
     longest = [max(each) for each in zip(*times)]
     ordered = sorted(range(len(longest)), key=longest.__getitem__)
     return traces[0].iterations[ordered[len(ordered) // 2]].iteration
-
-
-def _median(values: Iterable[float]) -> float:
-    return statistics.median(values)

@@ -46,7 +46,10 @@ class TracedReduction:
         if self._recorded is None:
             return list(results)
         with tf.control_dependencies([self._recorded]):
-            return [None if result is None else _identity(result) for result in results]
+            return [
+                None if result is None else tf.nest.map_structure(tf.identity, result, expand_composites=True)
+                for result in results
+            ]
 
 
 class _OpenIteration:
@@ -164,9 +167,3 @@ def _gradient(value: Any) -> GradientRecord:
     name = "" if tf.executing_eagerly() else dense.name.removeprefix("gradient_tape/").partition(":")[0]
     count = dense.shape.num_elements() or 0
     return GradientRecord(name, f"sparse {dense.dtype.name}" if sparse else dense.dtype.name, count * dense.dtype.size)
-
-
-def _identity(value: Any) -> Any:
-    if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(tf.identity(value.values), tf.identity(value.indices), value.dense_shape)
-    return tf.identity(value)

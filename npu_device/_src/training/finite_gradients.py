@@ -58,7 +58,9 @@ def checked(
 
     good = tf.cond(all_finite(reduced), lambda: tf.constant(0, tf.int64), report)
     with tf.control_dependencies([good]):  # or variables would be updated before the error
-        return [_identity(gradient) for gradient in reduced]
+        return [
+            None if one is None else tf.nest.map_structure(tf.identity, one, expand_composites=True) for one in reduced
+        ]
 
 
 def _kind(gradient: Any) -> tf.Tensor:
@@ -66,14 +68,6 @@ def _kind(gradient: Any) -> tf.Tensor:
     values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
     nan = tf.reduce_any(tf.math.is_nan(values))
     return tf.where(nan, 2, tf.where(tf.reduce_all(tf.math.is_finite(values)), 0, 1))
-
-
-def _identity(gradient: Gradient) -> Gradient:
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(tf.identity(gradient.values), gradient.indices, gradient.dense_shape)
-    return tf.identity(gradient)
 
 
 def _text(world: World, steps: int, names: Sequence[str], kinds: np.ndarray) -> str:
