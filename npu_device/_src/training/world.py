@@ -12,6 +12,7 @@ import tensorflow as tf
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.all_gather_v import all_gather_v
 from npu_device._src.collectives.all_reduce import all_reduce
+from npu_device._src.collectives.barrier import barrier
 from npu_device._src.collectives.broadcast import broadcast
 from npu_device._src.collectives.group import WORLD_GROUP, Group, group_of
 from npu_device._src.training import device
@@ -75,7 +76,7 @@ class World:
 
     def wait(self) -> None:
         """Wait until all ranks have made this call."""
-        self.add_up(tf.constant(1))
+        barrier(self.runtime, self.group)
 
 
 def world() -> World | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from npu_device._src import compat
@@ -10,8 +9,6 @@ from npu_device._src.training.checkpoint.places import everybody
 from npu_device._src.training.fit.batches import pull
 from npu_device._src.training.fit.start import digest
 from npu_device._src.training.world import World
-
-_log = logging.getLogger("npu_device")
 
 
 class DataPlace:
