@@ -55,7 +55,7 @@ def eager_mode() -> Any:
 
 
 def variables_read() -> list[Any]:
-    """Return the variables that the ``tf.function`` in the making has read so far, in that order; [] elsewhere."""
+    """Return the variables that the ``tf.function`` being traced has read so far, in that order; [] elsewhere."""
     graph: Any = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     watched = getattr(graph, "_watched_variables", ())  # ``FuncGraph.variables`` is filled at the end only
     places = {id(outer): place for place, (outer, _) in enumerate(graph.captures)} if watched else {}

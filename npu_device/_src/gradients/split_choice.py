@@ -1,8 +1,9 @@
 """``NPU_DEVICE_SPLIT``: the split that a list of gradients gets from the environment, if any.
 
 Either numbers, to try a split, or ``auto``: a split that was found for these gradients on this cluster
-(``saved_splits``). Rank 0 reads the files and sends them through the store, so that all ranks cut alike on hosts with
-different home directories. The script's own ``set_split_strategy_by_…`` takes precedence; the caller sees to that.
+(``saved_splits``). Rank 0 reads the files and sends them through the store, so that all ranks cut in the same way,
+also on hosts with different home directories. The script's own ``set_split_strategy_by_…`` takes precedence; the
+caller sees to that.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class JobCheckpoint:
         per_rank: by name, what each rank has of its own: tf.data iterators, ``tf.random.Generator``,
             ``keras.random.SeedGenerator``, ``numpy.random.Generator`` and ``random.Random`` objects; optimizers whose
             state is sharded.
-        shared: by name, what all ranks have alike: models, optimizers, loss scales, variables.
+        shared: by name, what is the same on all ranks: models, optimizers, loss scales, variables.
 
     Attributes:
         notes: the notes of the checkpoint that was restored.

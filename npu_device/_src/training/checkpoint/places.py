@@ -60,7 +60,7 @@ def _line(world: World | None, rank: int, text: str) -> str:
 
 
 def find_place(world: World | None, directory: Path) -> Place:
-    """Create the directory, and find out who else sees it; every rank has to make the call.
+    """Create the directory, and find out which ranks see it; every rank has to make the call.
 
     Raises:
         CheckpointError: a rank can't write there.

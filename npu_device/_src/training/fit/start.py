@@ -19,7 +19,7 @@ from npu_device._src.training.world import World
 def share_random_state(world: World) -> None:
     """Set every rank's random states to those of rank 0: Python's, numpy's and TensorFlow's.
 
-    If TensorFlow has no seed, one is set, so that Keras shuffles alike on all ranks.
+    If TensorFlow has no seed, one is set, so that Keras shuffles in the same order on all ranks.
     """
     if world.is_main and compat.random_state()[0] is None:
         tf.random.set_seed(random.SystemRandom().randrange(1 << 31))
