@@ -14,7 +14,7 @@ from npu_device._src import compat, environment
 from npu_device._src.collectives.all_gather import all_gather
 from npu_device._src.collectives.broadcast import broadcast
 from npu_device._src.collectives.python_call import python_call
-from npu_device._src.training.same_variables import name_of
+from npu_device._src.training.same_variables import variable_name
 from npu_device._src.training.world import World
 
 _log = logging.getLogger("npu_device")
@@ -104,7 +104,7 @@ class Drift:
 
     def _text(self, distances: np.ndarray) -> str:
         ranks, hosts = self._world.group.ranks, self._world.runtime.cluster.hosts
-        names = [name_of(self._variables[place]) for place in self._shown]
+        names = [variable_name(self._variables[place]) for place in self._shown]
         more = ", …" if len(self._different) > len(names) else ""
         before = "" if self._equal_after is None else f" (after step {self._equal_after} they were equal)"
         far = [place for place in range(len(ranks)) if self._differs[place].any()]

@@ -17,7 +17,7 @@ from npu_device._src.collectives.all_gather import all_gather
 from npu_device._src.gradients.reduction import Gradient
 from npu_device._src.training.drift import call_now
 from npu_device._src.training.loss_scale_step import all_finite
-from npu_device._src.training.same_variables import name_of
+from npu_device._src.training.same_variables import variable_name
 from npu_device._src.training.world import World
 
 _VARIABLES = 4  # that a text names for each rank
@@ -45,7 +45,7 @@ def checked(
         RuntimeError: they aren't, on every rank; it says whose gradients and of which variables were the cause.
     """
     present = [place for place, gradient in enumerate(mine) if gradient is not None]
-    names = [name_of(variables[place]) for place in present]
+    names = [variable_name(variables[place]) for place in present]
 
     def report() -> tf.Tensor:
         kinds = tf.stack([_kind(mine[place]) for place in present])

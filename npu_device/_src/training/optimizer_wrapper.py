@@ -21,7 +21,7 @@ from npu_device._src.options import global_options
 from npu_device._src.training import device, keras_hooks, same_samples
 from npu_device._src.training.finite_gradients import checked, is_wanted
 from npu_device._src.training.replica_audit import Audit
-from npu_device._src.training.same_variables import can_compare, make_equal, name_of
+from npu_device._src.training.same_variables import can_compare, make_equal, variable_name
 from npu_device._src.training.world import World
 
 
@@ -119,7 +119,7 @@ class GradientReduction:
             self._begun = True
             own = optimizer.variables
             # Slots stand in the order in which they were made, which loading a checkpoint may change.
-            own = sorted(own() if callable(own) else own, key=name_of)
+            own = sorted(own() if callable(own) else own, key=variable_name)
             world = World(self._runtime, self._group)
             make_equal(world, list(variables))
             make_equal(world, own)

@@ -27,7 +27,7 @@ from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.all_reduce import all_reduce
 from npu_device._src.collectives.step_data import step_data
 from npu_device._src.training.drift import Drift, call_now
-from npu_device._src.training.same_variables import can_compare, digest_of, name_of, warn_if_different
+from npu_device._src.training.same_variables import can_compare, digest_of, variable_name, warn_if_different
 from npu_device._src.training.world import World
 
 _FIRST = 10  # steps to the first audit, and to the second, from which the time of a step is known
@@ -125,7 +125,7 @@ class Audit:
         """Return this rank's digest, negated too, and minus its times: the ranks take the maxima."""
         began = time.perf_counter()
         with compat.eager_mode():
-            audited = [*variables, *sorted(self._own(variables), key=name_of)]
+            audited = [*variables, *sorted(self._own(variables), key=variable_name)]
             digests = [digest_of(variable) for variable in audited]
             made = count - 1 if self._optimizer is None else int(tf.convert_to_tensor(self._optimizer.iterations))
         self._drift.note(audited, digests, made)

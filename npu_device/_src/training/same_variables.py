@@ -146,7 +146,7 @@ def _differences(world: World, variables: Sequence[Any], exchange: _Exchange) ->
     places = [place for place in range(len(mine)) if len({digests[place][2] for digests in everybody}) > 1]
     if not places:
         return None
-    names = [name_of(variables[place]) for place in places]
+    names = [variable_name(variables[place]) for place in places]
     rows = [
         f"  rank {rank} on host {world.runtime.cluster.hosts[rank]}: digest {digests[places[0]][2]:08x} of {names[0]}"
         for rank, digests in zip(world.group.ranks, everybody)
@@ -162,6 +162,6 @@ def digest_of(variable: Any) -> tuple[tuple[int, ...], str, int]:
     return tuple(np.shape(variable)), str(value.dtype), zlib.crc32(value.reshape(-1).view(np.uint8).data)
 
 
-def name_of(variable: Any) -> str:
+def variable_name(variable: Any) -> str:
     """Return a variable's name with that of its model or layer."""
     return str(getattr(variable, "path", None) or variable.name)
