@@ -1,20 +1,18 @@
 """The example `examples/resnet_ctl`: its data set as the official parser reads it, and three steps on 1 and 2 ranks.
 
-The collectives and the launcher have their own tests.
+The collectives and the launcher have their own tests. Its processes are forked where TensorFlow is imported already.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
+import shutil
 import time
 from pathlib import Path
 
 import job
 import pytest
-from launcher import ROOT, environment
 
 pytest.importorskip("official", reason="needs the extra 'examples' (tf-models-official)")
 
@@ -25,6 +23,7 @@ MAKER = EXAMPLE / "make_digits_imagenet.py"
 SCRIPT = EXAMPLE / "resnet_ctl.py"
 IMAGE_SIZE = 32
 LIMIT = 240.0
+VALIDATION_IMAGES = 360
 # Reads all validation records and one file of the training records with the official parser, in Keras 2.
 PARSE = """
 import sys, tensorflow as tf
@@ -54,24 +53,14 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    """Runs a command of this Python with Keras 2; its output is shown when the test fails."""
-    keras_2 = environment(TF_USE_LEGACY_KERAS="1", TF_CPP_MIN_LOG_LEVEL="2", PYTHONPATH=str(ROOT))
-    started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        capture_output=True,
-        text=True,
-        env=keras_2,
-        timeout=LIMIT,
-        check=False,
-    )
-    print(done.stdout[-6000:], done.stderr[-6000:], f"{time.monotonic() - started:.1f} s", sep="\n")
-    return done
+def run(directory: Path, *command: str | Path) -> job.Ended:
+    """Runs a script of one process."""
+    (ended,) = run_ranks(1, directory, *command)
+    return ended
 
 
 def run_ranks(size: int, directory: Path, *command: str | Path) -> list[job.Ended]:
-    """Runs ranks of a script with Keras 2, without the launcher; TensorFlow is imported already."""
+    """Runs ranks of a script with Keras 2, without the launcher; their output is shown when the test fails."""
     started = time.monotonic()
     processes = job.start_command(directory, size, list(map(str, command)), TF_USE_LEGACY_KERAS="1")
     ended = job.finish(processes, LIMIT)
@@ -82,31 +71,32 @@ def run_ranks(size: int, directory: Path, *command: str | Path) -> list[job.Ende
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("digits")
-    done = run(MAKER, "--data_dir", directory, "--image_size", str(IMAGE_SIZE))
-    assert done.returncode == 0
-    assert f"{directory}: written" in done.stdout
+    done = run(directory, MAKER, "--data_dir", directory, "--image_size", str(IMAGE_SIZE))
+    assert done.code == 0
+    assert f"{directory}: written" in done.output
     return directory
 
 
-def test_official_parser_reads_the_digits(digits: Path) -> None:
-    done = run("-c", PARSE, EXAMPLE, digits)
-    assert done.returncode == 0
-    assert "labels 60 360 [0, 1, 2, 3, 4, 5, 6, 7, 8, 9] {'train': 1437, 'validation': 360}" in done.stdout
+def test_official_parser_reads_the_digits(digits: Path, tmp_path: Path) -> None:
+    (tmp_path / "parse.py").write_text(PARSE)
+    done = run(tmp_path, tmp_path / "parse.py", EXAMPLE, digits)
+    assert done.code == 0
+    assert "labels 60 360 [0, 1, 2, 3, 4, 5, 6, 7, 8, 9] {'train': 1437, 'validation': 360}" in done.output
 
 
 def test_making_the_digits_again_changes_nothing(digits: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in digits.iterdir()}
-    done = run(MAKER, "--data_dir", digits, "--image_size", str(IMAGE_SIZE))
-    assert done.returncode == 0
-    assert "there already" in done.stdout
+    done = run(digits, MAKER, "--data_dir", digits, "--image_size", str(IMAGE_SIZE))
+    assert done.code == 0
+    assert "there already" in done.output
     assert {path.name: path.stat().st_mtime_ns for path in digits.iterdir()} == before
 
 
 def test_maker_leaves_other_records_alone(tmp_path: Path) -> None:
     (tmp_path / "train-00000-of-01024").write_bytes(b"not ours")
-    done = run(MAKER, "--data_dir", tmp_path)
-    assert done.returncode == 1
-    assert "holds 1 records of another data set, train-00000-of-01024 for one; give an empty --data_dir" in done.stderr
+    done = run(tmp_path, MAKER, "--data_dir", tmp_path)
+    assert done.code == 1
+    assert "holds 1 records of another data set, train-00000-of-01024 for one; give an empty --data_dir" in done.output
     assert [path.name for path in tmp_path.iterdir()] == ["train-00000-of-01024"]
 
 
@@ -136,16 +126,14 @@ def flags(directory: Path, model: Path) -> list[str | Path]:
     return ["--data_dir", directory, "--model_dir", model, *small]
 
 
-def test_three_steps_on_one_device(digits: Path, tmp_path: Path) -> None:
-    (done,) = run_ranks(1, tmp_path, SCRIPT, *flags(digits, tmp_path))
-    assert done.code == 0
-    check_report(done.output, ranks=1, images=360)
+def test_three_steps_on_one_device(on_one_device: str) -> None:
+    check_report(on_one_device, ranks=1, images=VALIDATION_IMAGES)
 
 
 def test_three_steps_on_two_ranks(digits: Path, tmp_path: Path) -> None:
-    done = run("-m", "npu_device.launch", "-n", "2", SCRIPT, *flags(digits, tmp_path), "--enable_checkpoint_and_export")
-    assert done.returncode == 0
-    check_report(done.stdout, ranks=2, images=360)
+    first, second = run_ranks(2, tmp_path, SCRIPT, *flags(digits, tmp_path), "--enable_checkpoint_and_export")
+    assert first.code == second.code == 0
+    check_report(first.output, ranks=2, images=VALIDATION_IMAGES)
     for rank in ("rank-0", "rank-1"):
         assert (tmp_path / rank / "ckpt-3.index").exists()
 
@@ -166,31 +154,41 @@ def test_missing_records_are_named_with_the_remedy(tmp_path: Path) -> None:
     assert "make_digits_imagenet.py --data_dir" in done.output
 
 
-def same_images_for(ranks: int, digits: Path, directory: Path) -> Path:
-    """A data set with one training file a rank, all alike, and as many images as keep the learning rate the same."""
-    directory.mkdir()
-    content = (digits / "train-00000-of-00024").read_bytes()
+def on_the_same_images(ranks: int, digits: Path, directory: Path, *options: str) -> str:
+    """The output of three steps with known random numbers on one training file a rank, all alike. The number of images
+    keeps the learning rate the same for any number of ranks.
+    """
+    data = directory / "data"
+    data.mkdir()
     for rank in range(ranks):
-        (directory / f"train-{rank:05d}-of-{ranks:05d}").write_bytes(content)
-    images = {"train": 64 * ranks * ranks, "validation": 0}
+        shutil.copy(digits / "train-00000-of-00024", data / f"train-{rank:05d}-of-{ranks:05d}")
+    for path in digits.glob("validation-*"):
+        shutil.copy(path, data)
+    images = {"train": 192 * ranks * ranks, "validation": VALIDATION_IMAGES}
     note = {"image_size": IMAGE_SIZE, "num_classes": 10, "num_images": images}
-    (directory / "dataset.json").write_text(json.dumps(note))
-    return directory
+    (data / "dataset.json").write_text(json.dumps(note))
+    (directory / "seeded.py").write_text(SEEDED)
+    batch = f"--batch_size={24 * ranks}"
+    command = (directory / "seeded.py", SCRIPT, *flags(data, directory), batch, *options)
+    with pytest.MonkeyPatch.context() as patch:
+        # Sums in the same order everywhere.
+        patch.setenv("TF_NUM_INTRAOP_THREADS", "1")
+        ended = run_ranks(ranks, directory, *command)
+    assert all(rank.code == 0 for rank in ended)
+    return ended[0].output
+
+
+@pytest.fixture(scope="module")
+def on_one_device(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return on_the_same_images(1, digits, tmp_path_factory.mktemp("one"))
 
 
 def test_two_ranks_on_the_same_images_do_what_one_device_does_with_half_the_batch(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    digits: Path, on_one_device: str, tmp_path: Path
 ) -> None:
-    # Sums in the same order everywhere; doubling and halving are exact, so that the weights are equal bit by bit.
-    monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "1")
-    seeded = tmp_path / "seeded.py"
-    seeded.write_text(SEEDED)
+    # Doubling and halving are exact, so that the weights are equal bit by bit.
     digests = []
-    for ranks in (1, 2):
-        data = same_images_for(ranks, digits, tmp_path / f"data-{ranks}")
-        command = (seeded, SCRIPT, "--data_dir", data, "--model_dir", tmp_path, "--skip_eval", "--train_steps=3")
-        ended = run_ranks(ranks, tmp_path, *command, f"--batch_size={8 * ranks}", "--steps_per_loop=1")
-        assert all(rank.code == 0 for rank in ended)
-        digests += re.findall(r"weights sha256 ([0-9a-f]{64})$", ended[0].output, re.MULTILINE)
+    for output in (on_one_device, on_the_same_images(2, digits, tmp_path, "--skip_eval")):
+        digests += re.findall(r"weights sha256 ([0-9a-f]{64})$", output, re.MULTILINE)
     assert len(digests) == 3
     assert len(set(digests)) == 1, digests
