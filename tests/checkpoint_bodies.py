@@ -214,7 +214,10 @@ def body_two_ask(gives_up: bool) -> int:
 
 
 def main() -> None:
-    """Run a whole job; arguments: a directory, the last step, and for each rank the step at which it gets SIGTERM."""
+    """Run a whole job, and then a training that nothing interrupts.
+
+    Arguments: a directory, the last step, and for each rank the step at which it gets SIGTERM.
+    """
     directory, end, *signals = sys.argv[1:]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "importing must not install a handler"
     training = Training(f"{directory}/checkpoints", every=3)
@@ -222,7 +225,9 @@ def main() -> None:
     if signals:
         training.signal_at = int(signals[rank])
     result = training.run(int(end))
-    np.savez(f"{directory}/{rank}.npz", *result["weights"], losses=result["losses"], start=result["start"])
+    whole = Training(f"{directory}/whole", preemption=False).run(int(end))
+    for name, one in (("", result), ("whole", whole)):
+        np.savez(f"{directory}/{name}{rank}.npz", *one["weights"], losses=one["losses"], start=one["start"])
 
 
 def main_killed() -> None:

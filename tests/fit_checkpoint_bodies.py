@@ -138,9 +138,21 @@ def fresh(directory: str) -> str:
 
 
 def body_same_bits(directory: str, kind: str) -> dict[str, Any]:
-    """Train without a break; with one within an epoch, and for a data set another after one; and when all is done."""
-    whole = fit(f"{fresh(directory)}/whole", kind, every=3, preemption=False)
-    stopped(f"{directory}/parts", kind, 8, every=3)  # the newest is of step 6, in the second epoch
+    """Train without a break; with one within an epoch, and for a data set another after one; and when all is done.
+
+    After the break the arrays' fit goes on from what an error has left, the others from what the whole one had written
+    by then, as if all ranks had been killed.
+    """
+    place, after = Path(fresh(directory)), 8  # steps; the newest checkpoint is of step 6, in the second epoch
+
+    def keep() -> None:
+        if npu.distribute.is_main():
+            shutil.copytree(place / "whole", place / "parts")
+
+    watch = None if kind == "arrays" else Watch(after, keep)
+    whole = fit(f"{directory}/whole", kind, watch=watch, every=3, preemption=False)
+    if kind == "arrays":
+        stopped(f"{directory}/parts", kind, after, every=3)
     if kind == "dataset":
         stopped(f"{directory}/parts", kind, 6, every=100)  # … of step 10, after it
     parts = fit(f"{directory}/parts", kind, every=3)
@@ -169,8 +181,10 @@ def body_errors(directory: str) -> list[str]:
 
 
 def main() -> None:
-    """Run a whole job; arguments: a directory, the kind of data, and for each rank the steps after which it gets a
-    signal, 0 for none, with the signal's number.
+    """Run a whole job, and then a training that nothing interrupts.
+
+    Arguments: a directory, the kind of data, and for each rank the steps after which it gets a signal, 0 for none, with
+    the signal's number.
     """
     directory, kind, *signals = sys.argv[1:]
     npu.open().as_default()
@@ -181,5 +195,7 @@ def main() -> None:
     watch = Watch(after, lambda: os.kill(os.getpid(), signal.Signals(number)))
     result = fit(f"{directory}/checkpoints", kind, watch=watch, every=3)
     assert not result["not_kept"]
-    with Path(directory, f"{rank}.npz").open("wb") as file:
-        np.savez(file, *result["values"], epochs=list(result["logs"]))
+    whole = fit(f"{directory}/whole", kind, preemption=False)
+    for name, one in (("", result), ("whole", whole)):
+        with Path(directory, f"{name}{rank}.npz").open("wb") as file:
+            np.savez(file, *one["values"], epochs=list(one["logs"]))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 from launcher import npurun
 from pool import Pool
 from test_job_checkpoint import results_of
+from test_restarts import attempts
 
 SCRIPT = f"""
 import sys
@@ -78,19 +77,6 @@ def test_checkpoints_that_this_fit_can_not_use(single: Pool, tmp_path: Path) -> 
     assert "is from epoch 2, but this fit has 1" in texts[1]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
-    """Return a function that returns the results of a job that nothing interrupts; it runs once for a Keras."""
-
-    @functools.cache
-    def results(keras: str) -> list[Any]:
-        directory = tmp_path_factory.mktemp("whole")
-        assert [ended.code for ended in run_job(directory, keras)] == [0, 0]
-        return results_of(directory, 2)
-
-    return results
-
-
 def run_job(directory: Path, keras: str, *signals: str) -> list[job.Ended]:
     (directory / "script.py").write_text(SCRIPT)
     command = [str(directory / "script.py"), str(directory), "arrays", *signals]
@@ -99,30 +85,31 @@ def run_job(directory: Path, keras: str, *signals: str) -> list[job.Ended]:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("jobs of fit")
-def test_preemption(keras: str, undisturbed: Callable[[str], list[Any]], tmp_path: Path) -> None:
+def test_preemption(keras: str, tmp_path: Path) -> None:
     stopped = run_job(tmp_path, keras, "0:0", f"6:{int(signal.SIGTERM)}")
     assert [ended.code for ended in stopped] == [75, 75], stopped
     assert not any("Traceback" in ended.output for ended in stopped)
     assert [ended.code for ended in run_job(tmp_path, keras)] == [0, 0]
-    compare(undisturbed(keras), results_of(tmp_path, 2))
+    compare(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("jobs of fit")
-def test_a_killed_rank_under_npurun(undisturbed: Callable[[str], list[Any]], tmp_path: Path) -> None:
+def test_a_killed_rank_under_npurun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     restarts = ("--max-restarts", "1", "--restart-backoff", "0.1")
     signals = ("0:0", f"8:{int(signal.SIGKILL)}")
     done = npurun("-n", "2", *restarts, str(script), str(tmp_path), "arrays", *signals, limit=120)
     assert done.returncode == 0, done.stderr.decode()
-    assert b"killed by SIGKILL" in done.stderr
-    compare(undisturbed("3"), results_of(tmp_path, 2))
+    failed, well = attempts(done.stderr)
+    assert "rank 1 on host" in failed and "killed by SIGKILL" in failed
+    assert well.endswith("2 rank(s): ended well")
+    compare(tmp_path)
 
 
-def compare(whole: list[Any], interrupted: list[Any]) -> None:
-    for one, other in zip(whole, interrupted):
+def compare(directory: Path) -> None:
+    """Compare what the ranks of a job have ended with to their training that nothing interrupted."""
+    for one, other in zip(results_of(directory, 2, "whole"), results_of(directory, 2)):
         assert (list(one["epochs"]), list(other["epochs"])) == ([0, 1, 2], [1, 2])
         for name in set(one) - {"epochs"}:
             np.testing.assert_array_equal(one[name], other[name])

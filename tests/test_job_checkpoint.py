@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +137,7 @@ def test_another_number_of_ranks(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("several_ranks", [3], indirect=True)  # a root, the one whose disk is lost, and another
 def test_each_host_with_a_disk_of_its_own(several_ranks: Pool, tmp_path: Path) -> None:
     size = several_ranks.size
     whole = several_ranks.run(bodies.body_own_disks, str(tmp_path / "whole"), bodies.STEPS)
@@ -202,33 +201,17 @@ def run_job(
     return job.finish(job.start_command(directory, size, command, **environment), timeout=120)
 
 
-def results_of(directory: Path, size: int) -> list[Any]:
+def results_of(directory: Path, size: int, name: str = "") -> list[Any]:
     results = []
     for rank in range(size):
-        with np.load(directory / f"{rank}.npz") as arrays:
+        with np.load(directory / f"{name}{rank}.npz") as arrays:
             results.append(dict(arrays))
     return results
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], list[Any]]:
-    """Return a function that returns the results of a job that nothing interrupts, run once for a size and a Keras."""
-
-    @functools.cache
-    def results(size: int, keras: str) -> list[Any]:
-        directory = tmp_path_factory.mktemp("whole")
-        assert [ended.code for ended in run_job(directory, size, keras, "8")] == [0] * size
-        return results_of(directory, size)
-
-    return results
-
-
 @pytest.mark.slow
-@pytest.mark.xdist_group("jobs of loops")
 @pytest.mark.parametrize("everyone", [False, True], ids=["one", "all"])
-def test_preemption(
-    size: int, keras: str, everyone: bool, undisturbed: Callable[[int, str], list[Any]], tmp_path: Path
-) -> None:
+def test_preemption(size: int, keras: str, everyone: bool, tmp_path: Path) -> None:
     if (size == 1 and everyone) or (size != 2 and keras == "2" and not everyone):
         pytest.skip("as with one signal, and with Keras 3")
     signals = ["4" if everyone or rank == size - 1 else "0" for rank in range(size)]
@@ -240,8 +223,8 @@ def test_preemption(
     assert 4 <= step < 8  # 4 or 5; later where the ranks are slow to tell each other of the signal
     assert json.loads((tmp_path / "job" / "checkpoints" / "latest.json").read_text()) == {"step": step}
     assert [ended.code for ended in run_job(tmp_path / "job", size, keras, "8")] == [0] * size
-    for one, other in zip(undisturbed(size, keras), results_of(tmp_path / "job", size)):
-        assert int(other["start"]) == step
+    for one, other in zip(results_of(tmp_path / "job", size, "whole"), results_of(tmp_path / "job", size)):
+        assert (int(one["start"]), int(other["start"])) == (0, step)
         for name in set(one) - {"start", "losses"}:
             np.testing.assert_array_equal(one[name], other[name])
 
@@ -253,15 +236,12 @@ def test_two_that_ask_for_the_last_step(several_ranks: Pool, gives_up: bool) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("jobs of loops")
-def test_a_rank_that_is_killed_while_it_writes(
-    undisturbed: Callable[[int, str], list[Any]], tmp_path: Path, size: int = 2
-) -> None:
+def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path, size: int = 2) -> None:
     ended = run_job(tmp_path / "job", size, "3", name="main_killed")
     assert ended[-1].code == -signal.SIGKILL
     assert all(other.code == 1 and f"rank {size - 1} on host" in other.output for other in ended[:-1])
     assert [other.code for other in run_job(tmp_path / "job", size, "3", "8")] == [0] * size
-    for one, other in zip(undisturbed(size, "3"), results_of(tmp_path / "job", size)):
+    for one, other in zip(results_of(tmp_path / "job", size, "whole"), results_of(tmp_path / "job", size)):
         assert int(other["start"]) in (3, 6)  # 6 if it was killed after all
         np.testing.assert_array_equal(one["arr_0"], other["arr_0"])
     assert not list((tmp_path / "job" / "checkpoints").glob(".step-*"))

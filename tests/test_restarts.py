@@ -264,37 +264,3 @@ ValueError: in user code:"""
 def test_the_place_of_a_failure(status: int, stderr: str, place: str | None) -> None:
     failure = Failure(2, Exit(status, 0.0), None, False, tuple(stderr.splitlines()))
     assert cause_of(failure, "here").place == place
-
-
-TRAINING = """
-    import os, signal, sys
-    import npu_device as npu
-    npu.open().as_default()
-    import tensorflow as tf
-    count, path = int(os.environ["NPU_DEVICE_RESTART_COUNT"]), sys.argv[1]
-    rank, size = npu.distribute.rank(), npu.distribute.size()
-    variable = tf.Variable(1.0)
-    checkpoint = tf.train.Checkpoint(variable=variable)
-    if count:
-        checkpoint.read(path).assert_consumed()
-    for step in range(count * 3, 6):
-        variable.assign_add(npu.distribute.all_reduce(tf.constant(rank + 1.0), "sum"))
-        if step == 2 and count == 0:
-            if rank == 0:
-                checkpoint.write(path)
-            npu.distribute.barrier()
-            if rank == size - 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-    print("ended with", variable.numpy())
-"""
-
-
-@pytest.mark.slow
-def test_a_training_fails_once_and_ends_with_the_result(tmp_path: Path) -> None:
-    size = 2
-    source = script(tmp_path, TRAINING)
-    done = npurun("-n", str(size), *AGAIN, "1", source, str(tmp_path / "checkpoint"), limit=300)
-    expected = 1.0 + 6 * sum(range(1, size + 1))
-    assert done.returncode == 0, done.stderr.decode()
-    assert sorted(done.stdout.decode().splitlines()) == [f"[{rank}] ended with {expected}" for rank in range(size)]
-    assert f"rank {size - 1} on host" in attempts(done.stderr)[0] and "SIGKILL" in attempts(done.stderr)[0]

@@ -276,7 +276,7 @@ def measured(directory: str) -> str:
     running = runtime.current()
     assert running is not None
     try:
-        return str(aoe.begin(running, Path(directory)).output)
+        return str(aoe.begin(running, Path(directory), largest=4_000_000).output)
     finally:
         atexit.unregister(aoe.finish)
 

@@ -73,31 +73,54 @@ before = sent()
 for _ in range(3):
     assert float(npu.distribute.all_reduce(big, "sum")[0]) == 4.0
 npu.distribute.all_reduce(tf.constant(1.0), "sum")
-print("sent", (sent() - before) / 3 / 16e6, flush=True)
+print("BACKEND sent", (sent() - before) / 3 / 16e6, flush=True)
 """
 
 
-def _run(directory: Path, backend: str) -> list[str]:
-    script = directory / "script.py"
-    script.write_text(SCRIPT)
-    commands = []
-    for host in range(2):
-        launch = [sys.executable, "-m", "npu_device.launch", "-n", "2", "--nnodes", "2", "--node-rank", str(host)]
-        commands.append(on_host(host, [*launch, "--master-addr", address(0), "--master-port", "29700", str(script)]))
-    results = job.run_anew(
-        commands, [{"NPU_DEVICE_BACKEND": backend, "NPU_DEVICE_SECRET": "the same on both"}] * 2, timeout=120
-    )
-    assert [result.code for result in results] == [0, 0], results
-    return [result.output for result in results]
+# The two ranks of a host, for one backend after the other: forks of a process that has imported TensorFlow for all.
+RANKS_OF_A_HOST = """
+import os, sys, traceback
+import tensorflow
+script, port = sys.argv[1:]
+for backend in ("auto", "tensorflow"):
+    ranks = []
+    for device in ("0", "1"):
+        if rank := os.fork():
+            ranks.append(rank)
+            continue
+        os.environ.update(ASCEND_DEVICE_ID=device, CM_CHIEF_PORT=port, NPU_DEVICE_BACKEND=backend)
+        try:
+            exec(compile(open(script).read().replace("BACKEND", backend), script, "exec"), {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        sys.exit()
+    codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+    if any(codes):
+        sys.exit(f"exit codes {codes}")
+    port = str(int(port) + 1)
+"""
 
 
 def test_two_hosts_send_what_one_rank_each_needs(tmp_path: Path) -> None:
-    sent = {}
+    script, ranks = tmp_path / "script.py", tmp_path / "ranks.py"
+    script.write_text(SCRIPT)
+    ranks.write_text(RANKS_OF_A_HOST)
+    common = {"CM_CHIEF_IP": address(0), "CM_CHIEF_DEVICE": "0", "CM_WORKER_SIZE": "4", "NPU_DEVICE_SECRET": "ours"}
     with hosts(2, gbit=1.0):
-        for backend in ("auto", "tensorflow"):
-            outputs = _run(tmp_path, backend)
-            assert sum(output.count("checked") for output in outputs) == 4
-            sent[backend] = max(float(found) for output in outputs for found in re.findall(r"sent ([0-9.]+)", output))
+        command = [sys.executable, str(ranks), str(script), "29700"]
+        results = job.run_anew(
+            [on_host(host, command) for host in range(2)],
+            [{**common, "CM_WORKER_IP": address(host)} for host in range(2)],
+            timeout=120,
+        )
+    assert [result.code for result in results] == [0, 0], results
+    outputs = [result.output for result in results]
+    assert sum(output.count("checked") for output in outputs) == 8
+    sent = {
+        backend: max(float(found) for output in outputs for found in re.findall(rf"{backend} sent ([0-9.]+)", output))
+        for backend in ("auto", "tensorflow")
+    }
     # A ring of two hosts sends the tensor once from each; a ring of four ranks one and a half times.
     assert 0.95 < sent["auto"] < 1.15
     assert 1.4 < sent["tensorflow"] < 1.7

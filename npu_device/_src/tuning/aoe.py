@@ -30,12 +30,13 @@ _LARGEST = 32_000_000
 _log = logging.getLogger("npu_device")
 
 
-def begin(runtime: Runtime, work_path: Path) -> Settings:
+def begin(runtime: Runtime, work_path: Path, largest: int = _LARGEST) -> Settings:
     """Measure the collectives, and have rank 0 plan when the script ends.
 
     Args:
         runtime: the running cluster. Every rank calls this.
         work_path: directory for the tuner's files, ``aoe_config.work_path``.
+        largest: bytes of the largest collective that is measured.
 
     Returns:
         The settings of the trace.
@@ -45,7 +46,7 @@ def begin(runtime: Runtime, work_path: Path) -> Settings:
     """
     directory = (work_path / _DIRECTORY).resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    cost = measure(runtime, group_of(runtime, WORLD_GROUP), _LARGEST)
+    cost = measure(runtime, group_of(runtime, WORLD_GROUP), largest)
     if runtime.cluster.rank == 0:
         cost.write(directory / MEASURED_FILE)
         atexit.register(finish, directory, cost)
