@@ -1,4 +1,4 @@
-"""What a rank of a pool answers when it has run a body."""
+"""The answers of a pool's rank that has run a body."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `make check` adds to the tests: the package comes from the environment, complete, and not from a repository.
+"""The tests that `make check` adds: the package comes from the environment, complete, and not from a repository.
 
 Its name keeps it out of the suite, which runs on the repository.
 """

@@ -1,4 +1,4 @@
-"""What the ranks of the collectives' tests have in common: their values, their groups, and numpy's opinion."""
+"""Shared by the collectives' tests: the ranks' values, their groups, and numpy's results."""
 
 from __future__ import annotations
 

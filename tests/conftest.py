@@ -203,7 +203,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def backend(request: pytest.FixtureRequest) -> str | None:
-    """How data travels, in tests that are marked ``both_backends``; else the ranks' own choice."""
+    """The backend in tests that are marked ``both_backends``; else the ranks' own choice."""
     return getattr(request, "param", None)
 
 
@@ -215,7 +215,7 @@ def size(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="session", params=KERAS, ids=lambda keras: f"keras{keras}")
 def keras(request: pytest.FixtureRequest) -> str:
-    """Which Keras tf.keras is."""
+    """The Keras that tf.keras is."""
     return str(request.param)
 
 

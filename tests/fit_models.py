@@ -105,7 +105,7 @@ def compile_model(model: Any, optimizer: str = "sgd", **more: Any) -> None:
 
 
 def outcome(model: Any, history: Any, **more: Any) -> dict[str, Any]:
-    """What came of a training."""
+    """Return the results of a training."""
     return {
         "weights": [np.asarray(value) for value in model.get_weights()],
         "history": {key: [float(value) for value in values] for key, values in history.history.items()},

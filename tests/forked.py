@@ -57,7 +57,7 @@ class Process:
 
     @property
     def output(self) -> str:
-        """What the script has printed so far, errors among it."""
+        """Return what the script has printed so far, with its errors."""
         return self._output.read_text(errors="replace") if self._output.exists() else ""
 
     def poll(self) -> int | None:

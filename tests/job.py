@@ -14,7 +14,7 @@ from ranks import clean_environment, table_environment
 
 
 class Ended(NamedTuple):
-    """How one rank ended."""
+    """The end of one rank."""
 
     code: int
     output: str

@@ -1,4 +1,4 @@
-"""What a process holds: threads, descriptors, child processes. A test that leaves more of it than it found fails."""
+"""List what a process holds: threads, descriptors, child processes. A test that leaves more of it than it found fails."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SETTLING = 2.0  # seconds that what has just been closed may take to go
 
 @dataclass(frozen=True)
 class Held:
-    """What this process holds: threads, descriptors and children by their numbers, with a description each."""
+    """This process's threads, descriptors and children, by their numbers, with a description each."""
 
     threads: dict[int, str]
     descriptors: dict[int, str]

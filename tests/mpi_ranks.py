@@ -65,7 +65,7 @@ class Started:
 
     @property
     def output(self) -> str:
-        """What the ranks have printed so far."""
+        """Return what the ranks have printed so far."""
         return self._log.read_text(errors="replace")
 
     def kill(self) -> None:

@@ -30,7 +30,7 @@ def _weights(result: Any) -> Any:
 
 
 def evaluate(mode: str, function: Callable[..., Any], *arrays: Any) -> list[np.ndarray]:
-    """What ``function`` gives for the arrays, a list of numpy arrays."""
+    """Return the results of ``function`` for the arrays, a list of numpy arrays."""
     if mode == "session":
         with tf.Graph().as_default(), tf.compat.v1.Session() as session:
             inputs = [tf.compat.v1.placeholder(array.dtype, array.shape) for array in arrays]

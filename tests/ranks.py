@@ -1,4 +1,4 @@
-"""What the environment of a rank looks like: rank tables on this machine, with a port that the system chose."""
+"""The environment of a rank: rank tables on this machine, with a port that the system chose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tuner learns of its runs: runs that a model made show that model again."""
+"""The tuner's calibration: from runs that a model made, it finds that model again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPLITS = ([19], [14, 19], [4, 9, 14, 19])
 
 
 def run(cost: CostModel, ends: Sequence[int]) -> TracedRun:
-    """What a trace of a step shows whose collectives are such."""
+    """Return what the trace of a step with such collectives shows."""
     plan = predict(ALONE, cost, ends)
     backward = Backward(ALONE.sizes, ALONE.ready, ALONE.end + plan.late)
     hosts, seconds = ("a", "b"), (backward.end + plan.exposed,) * 5

@@ -42,7 +42,7 @@ def loss_of(value: Any, rank: int) -> Any:
 
 
 def alone(operation: str, tensors: list[Any], rank: int) -> Any:
-    """What ``rank`` gets, computed from everybody's tensors in one process."""
+    """Return what ``rank`` gets, computed from everybody's tensors in one process."""
     import tensorflow as tf
 
     size = len(tensors)

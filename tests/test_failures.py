@@ -255,7 +255,7 @@ print("sum", float(npu.distribute.all_reduce(np.float32(1.0), "sum")))
 
 
 def test_forgotten_open_that_comes_too_late_raises(tmp_path: Path) -> None:
-    """Where the job needs TensorFlow's server."""
+    """In a job that needs TensorFlow's server."""
     script = """
 import tensorflow as tf
 import npu_device as npu

@@ -1,4 +1,4 @@
-"""Which GPU a rank takes, and whether the ranks' GPUs use NCCL: the decisions, which need no GPU."""
+"""The decisions on which GPU a rank takes, and on NCCL. They need no GPU."""
 
 from __future__ import annotations
 

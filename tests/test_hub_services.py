@@ -1,4 +1,4 @@
-"""What the hub answers when ranks are late or gone; the sockets are tested in ``test_rendezvous``."""
+"""The hub's answers when ranks are late or gone; the sockets are tested in ``test_rendezvous``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a rank fails: the others are stopped, nothing is left running, and the first failure in time is told last."""
+"""A rank that fails: the others are stopped, nothing is left running, and the first failure in time is told last."""
 
 from __future__ import annotations
 

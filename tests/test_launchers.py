@@ -1,4 +1,4 @@
-"""What a process makes of the variables of Slurm, MPI and torchrun: its place, where it is alone, contradictions."""
+"""Reading the variables of Slurm, MPI and torchrun: a process's place, single devices, contradictions."""
 
 from __future__ import annotations
 

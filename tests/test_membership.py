@@ -1,4 +1,4 @@
-"""What a process makes of its environment: each scheme, the order between them, contradictions and gaps."""
+"""Reading the environment: each scheme, the order between them, contradictions and gaps."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Rank:
         )
 
     def report(self) -> dict[str, Any]:
-        """What came of it; nothing may be left open, and nothing takes longer than the limit."""
+        """Return the outcome; nothing may be left open, and nothing takes longer than the limit."""
         output, errors = self.process.communicate(timeout=LIMIT + 10)
         assert self.process.returncode == 0, errors
         assert "Traceback" not in errors, errors

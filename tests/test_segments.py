@@ -94,7 +94,7 @@ def body_times(overlap: bool) -> Any:
     times: dict[str, list[float]] = {"first reduced": [], "last made": []}
 
     def over(tensor: Any) -> Any:
-        """When the reduction of a tensor was over; in shared memory that is before its result is asked for."""
+        """Return when the reduction of a tensor was over; in shared memory that is before its result is asked for."""
         operation = tensor.op
         while operation.type in ("Identity", "IdentityN"):
             operation = operation.inputs[int(tensor.name.rpartition(":")[2])].op

@@ -197,7 +197,7 @@ def test_a_mismatch_is_an_error_of_run_and_the_session_goes_on(several_ranks: Po
 
 
 def refused() -> list[str]:
-    """What can be seen while the graph is built is refused then."""
+    """Errors that can be seen while the graph is built are raised then."""
     import tensorflow as tf
 
     from npu_device.distribute import hccl_ops

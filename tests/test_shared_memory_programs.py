@@ -121,7 +121,7 @@ def lengths(size: int, item: int, wire: int) -> list[int]:
 
 
 def numpys(values: list[np.ndarray], reduction: str, wire: Any, result: Any) -> np.ndarray:
-    """What has to come out: the values as they travel, combined in the order of the ranks, and rounded once."""
+    """Return the expected result: the values as they travel, combined in the order of the ranks, and rounded once."""
     wide = np.float32 if np.dtype(result).itemsize == 2 and np.dtype(result).kind not in "iu" else result
     total = values[0].astype(wire).astype(wide)
     for other in values[1:]:

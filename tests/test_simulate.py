@@ -1,4 +1,4 @@
-"""What a model would do on N ranks: figures that can be worked out by hand, the table and the picture."""
+"""The simulation of a model on N ranks: figures that can be worked out by hand, the table and the picture."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def _in_threads(call: Callable[[int], Any], named: bool = True) -> list[Any]:
 
 
 def _sums(group: str, number: int, elements: int) -> int:
-    """How many of some sums are wrong."""
+    """Return how many of some sums are wrong."""
     import numpy as np
     import tensorflow as tf
 

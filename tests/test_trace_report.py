@@ -1,4 +1,4 @@
-"""What is made out of a trace: figures, diagnosis, table, Perfetto's file, page. From traces whose truth is known."""
+"""The report of a trace: figures, diagnosis, table, Perfetto's file, page, from traces whose truth is known."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_the_situations_of_the_guide(
 
 
 def test_the_call_can_be_pasted_and_helps(tmp_path: Path) -> None:
-    """What it proposes is better than what there was, in the world that the trace comes from."""
+    """The proposed split is better than the present one, in the world that the trace comes from."""
     before = found(tmp_path, trace(0, ((0, 9),)), trace(1, ((0, 9),)))
     call = before.diagnosis.call
     assert call is not None

@@ -267,7 +267,7 @@ def test_npu_tune_without_a_measurement(tmp_path: Path) -> None:
 
 
 def measured(directory: str) -> str:
-    """What ``aoe_mode`` 4 does when the device is opened."""
+    """Do what ``aoe_mode`` 4 does when the device is opened."""
     import atexit
 
     from npu_device._src.cluster import runtime

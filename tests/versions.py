@@ -1,4 +1,4 @@
-"""What the installed TensorFlow comes with, for tests that need it. Imports no TensorFlow."""
+"""The versions that the installed TensorFlow comes with, for tests that need them. Imports no TensorFlow."""
 
 from __future__ import annotations
 

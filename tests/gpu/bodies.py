@@ -1,4 +1,4 @@
-"""What the ranks of the GPU tests do. Each body also runs on CPUs, on any number of ranks, and on a single device."""
+"""The bodies of the GPU tests. Each one also runs on CPUs, on any number of ranks, and on a single device."""
 
 from __future__ import annotations
 

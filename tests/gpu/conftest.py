@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @dataclass(frozen=True)
 class Way:
-    """How floating-point tensors go from rank to rank.
+    """The way of floating-point tensors from rank to rank.
 
     Attributes:
         name: "host memory" or "NCCL".
