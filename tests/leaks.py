@@ -1,4 +1,4 @@
-"""List what a process holds: threads, descriptors, child processes. A test that leaves more of it than it found fails."""
+"""List what a process holds: threads, descriptors, child processes. A test that leaves more than it found fails."""
 
 from __future__ import annotations
 

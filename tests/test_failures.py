@@ -1,4 +1,4 @@
-"""What the others see when a rank fails, leaves early or is killed, and how a process ends."""
+"""Ranks that fail, leave early or are killed: what the others see, and how a process ends."""
 
 from __future__ import annotations
 

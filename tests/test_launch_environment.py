@@ -1,4 +1,4 @@
-"""The environment of npurun's ranks: the variables of Ascend's launch scripts and a rank table, the same on all nodes."""
+"""The environment of npurun's ranks: Ascend's variables and a rank table, the same on all nodes."""
 
 from __future__ import annotations
 
