@@ -32,12 +32,12 @@ def body_keys() -> int:
 
     import npu_device as npu
 
-    value = tf.ones([4])
+    value = tf.ones([1024])  # small ones travel as messages
     npu.open()
 
     @tf.function
     def many(calls: tf.Tensor) -> tf.Tensor:
-        total = tf.zeros([4])
+        total = tf.zeros([1024])
         for _ in tf.range(calls):
             total += npu.distribute.all_reduce(value, "sum")
         return total
@@ -51,12 +51,12 @@ def body_keys() -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("tensorflow_ranks", [2], indirect=True)
 def test_instance_keys_of_tensorflow(tensorflow_ranks: Pool) -> None:
-    # 1000 calls, each an agreement and a sum: with a key of its own for each they took 1.8 MB.
+    # 1000 sums: with a key of its own for each they took 1.5 MB.
     assert max(tensorflow_ranks.run(body_keys)) < 1 << 20
 
 
-def body_keys_of_a_tag(calls: int) -> tuple[int, list[str]]:
-    """Return how many keys transfers of one tag have taken, and the error of a function with too many of them."""
+def body_keys_of_tags(calls: int) -> tuple[int, list[str]]:
+    """Return how many keys sends with many tags have taken, and the error of a function with too many of them."""
     import tensorflow as tf
 
     import npu_device as npu
@@ -69,15 +69,20 @@ def body_keys_of_a_tag(calls: int) -> tuple[int, list[str]]:
     rank = npu.open().worker_id
     if rank > 1:
         return 0, []
+    running = runtime.current()
+    assert running is not None
+    pair = pair_of(group_of(running, "hccl_world_group"), 0, 1, 5)
+    rings = sequence.sequence_of(running, pair)._drawn
+    before = len(rings)
     for number in range(calls):
         if rank == 0:
-            hccl_ops.send(tf.fill([2], float(number)), 5, 1)
+            hccl_ops.send(tf.fill([77], float(number)), number, 1)
         else:
-            assert hccl_ops.receive([2], tf.float32, 5, 0).numpy().tolist() == [number, number]
+            assert hccl_ops.receive([77], tf.float32, number, 0).numpy().tolist() == [number] * 77
 
     @tf.function
     def too_many() -> None:
-        for _ in range(sequence.RING_OF_A_TAG + 1):
+        for _ in range(sequence.RING + 1):
             hccl_ops.send(tf.zeros([2]), 5, 1 - rank)
 
     said: list[str] = []
@@ -85,18 +90,14 @@ def body_keys_of_a_tag(calls: int) -> tuple[int, list[str]]:
         too_many.get_concrete_function()
     except ValueError as error:
         said.append(str(error))
-    running = runtime.current()
-    assert running is not None
-    pair = pair_of(group_of(running, "hccl_world_group"), 0, 1, 5)
-    keys = sequence.sequence_of(running, pair)
-    return len({keys._next("signature", pair.tag) for _ in range(calls)}), said
+    return sequence.RING * (len(rings) - before), said
 
 
 @pytest.mark.slow
-def test_keys_of_a_tag(tensorflow_ranks: Pool) -> None:
-    for rank, (keys, said) in enumerate(tensorflow_ranks.run(body_keys_of_a_tag, 100)):
-        assert keys == (32 if rank < 2 else 0)
-        assert ["send with more tags" in text for text in said] == ([True] if rank < 2 else [])
+def test_keys_of_tags(tensorflow_ranks: Pool) -> None:
+    for rank, (keys, said) in enumerate(tensorflow_ranks.run(body_keys_of_tags, 100)):
+        assert keys == (512 if rank == 0 else 0)
+        assert ["more than 512 collective operations" in text for text in said] == ([True] if rank < 2 else [])
 
 
 def body_signatures(calls: int) -> int:
@@ -126,7 +127,7 @@ def body_signatures(calls: int) -> int:
         matrix = [[number + 500 + other] * size for other in range(size)]
         exchanged = hccl_ops.alltoallvc(tf.fill([sum(matrix[rank])], rank), matrix, rank)
         assert exchanged.shape == [sum(row[rank] for row in matrix)]
-        rings.append(len(sequence_of(running, world)._drawn[0]))
+        rings.append(len(sequence_of(running, world)._drawn))
     return rings[-1] - rings[calls // 2]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_bodies import FLOATS, INTEGERS, group
+from collective_bodies import FLOATS, INTEGERS, group, in_graph
 from pool import Pool
 
 pytestmark = pytest.mark.both_backends
@@ -35,7 +35,7 @@ def _expected(size: int, length: int, dtype: Any, reduction: str) -> np.ndarray:
     return (total / total.dtype.type(size) if reduction == "mean" else total).astype(found.as_numpy_dtype)
 
 
-def body_operations(slots: bool) -> tuple[list[Any], int, int]:
+def body_operations(slots: bool, edge_bytes: int = SLOT) -> tuple[list[Any], int, int]:
     """Return what came out wrong, how much was tried, and a checksum of what is the same on all ranks.
 
     Without slots one length is as good as another.
@@ -64,8 +64,8 @@ def body_operations(slots: bool) -> tuple[list[Any], int, int]:
 
     for name in FLOATS + INTEGERS:
         dtype = tf.as_dtype(name).as_numpy_dtype
-        edge = SLOT // np.dtype(dtype).itemsize
-        for length in (edge - 1, edge + 1)[not slots :]:
+        edge = edge_bytes // np.dtype(dtype).itemsize
+        for length in (edge - 1, edge + 1)[not slots and edge_bytes == SLOT :]:
             tensor = tf.constant(_mine(rank, length, dtype))
             for how in COMBINE:
                 expected = _expected(size, length, dtype, how)
@@ -84,7 +84,7 @@ def body_operations(slots: bool) -> tuple[list[Any], int, int]:
             check(broadcast(runtime, [tensor], 1, mine)[0], everybody[1], "broadcast", name, length)
             blocks = [other[rank * rows : (rank + 1) * rows] for other in everybody]
             check(all_to_all(runtime, tensor[: rows * size], mine), np.concatenate(blocks), "all_to_all", name, length)
-    edges = (SLOT // 2, (1 << 20) // 2, RING // 2) if slots else ((1 << 20) // 2,)
+    edges = (SLOT // 2, (1 << 20) // 2, RING // 2) if slots else (max(edge_bytes // 4, 3), (1 << 20) // 2)
     for name, compression in (("float32", "fp16"), ("float64", "fp16"), ("float32", "bf16")):
         for edge in edges:
             for length in (edge - 1, edge + 1)[edge == RING // 2 :]:
@@ -107,6 +107,76 @@ def test_every_operation_on_both_sides_of_a_slot(several_ranks: Pool, backend: s
         assert wrong == []
         assert tried > 150
     assert len({checksum for *_, checksum in results}) == 1, "the bits differ among the ranks"
+
+
+def body_messages() -> tuple[tuple[list[Any], int, int], int, int]:
+    """``body_operations`` with lengths on both sides of what a message carries; and how many messages and calls of
+    TensorFlow's kernels a small and a larger sum take.
+    """
+    import tensorflow as tf
+
+    from npu_device._src.collectives.all_reduce import all_reduce
+    from npu_device._src.collectives.backends.arrays import small
+    from npu_device._src.collectives.backends.tensorflow.sequence import sequence_of
+
+    runtime, mine = group("world")
+
+    def keys() -> int:
+        return sum(count for _, count in sequence_of(runtime, mine)._drawn.values())
+
+    usual, small.MOST_ROOM_BYTES = small.MOST_ROOM_BYTES, 1024
+    try:
+        found = body_operations(False, small.MOST_ROOM_BYTES)
+        taken = []
+        for length in (256, 257):
+            before = keys()
+            all_reduce(runtime, tf.zeros([length]), "sum", mine)
+            taken.append(keys() - before)
+    finally:
+        small.MOST_ROOM_BYTES = usual
+    return found, taken[0], taken[1]
+
+
+def test_every_operation_on_both_sides_of_a_message(tensorflow_ranks: Pool) -> None:
+    results = tensorflow_ranks.run(body_messages)
+    for (wrong, tried, _), of_small, of_larger in results:
+        assert wrong == []
+        assert tried > 300
+        assert (of_small, of_larger) == (0, 1)
+    assert len({checksum for (*_, checksum), *_ in results}) == 1, "the bits differ among the ranks"
+
+
+def body_mixed() -> list[list[float]]:
+    """Sums, with gradients, of lengths that only the graph of the first rank doesn't know before it runs."""
+    import tensorflow as tf
+
+    from npu_device._src.collectives.all_reduce import all_reduce
+    from npu_device._src.collectives.backends.arrays import small
+
+    runtime, mine = group("world")
+
+    def total(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        with tf.GradientTape() as tape:
+            tape.watch(value)
+            reduced = all_reduce(runtime, value, "sum", mine)
+        return reduced, tape.gradient(reduced, value, tf.cast(mine.rank, tf.float32) * reduced)
+
+    usual, small.MOST_ROOM_BYTES = small.MOST_ROOM_BYTES, 1024
+    try:
+        results = []
+        for length in (3, 3000):
+            known = None if mine.rank == 0 else length
+            found = in_graph(total, input_signature=[tf.TensorSpec([known])])(tf.ones([length]))
+            results.append([float(one[-1]) for one in found])
+    finally:
+        small.MOST_ROOM_BYTES = usual
+    return results
+
+
+def test_small_sums_of_lengths_that_some_graphs_do_not_know(tensorflow_ranks: Pool) -> None:
+    n = tensorflow_ranks.size
+    for found in tensorflow_ranks.run(body_mixed):
+        assert found == [[n, n * sum(range(n))]] * 2
 
 
 def body_range() -> dict[str, Any]:

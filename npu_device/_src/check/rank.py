@@ -52,7 +52,10 @@ def _found(runtime: Runtime) -> judge.Findings:
     facts = [Facts(**each) for each in store.gather("check/facts", asdict(collect(runtime)), _SECONDS)]
     hosts = list(dict.fromkeys(cluster.hosts))
     leaders = [cluster.hosts.index(host) for host in hosts]
-    failed = links.unreachable(runtime, addresses_of(runtime))
+    failed = {
+        **links.unreachable(runtime, runtime.peers.addresses),
+        **links.unreachable(runtime, addresses_of(runtime)),
+    }
     unreachable = [
         {int(rank): what for rank, what in each.items()} for each in store.gather("check/unreachable", failed, _SECONDS)
     ]

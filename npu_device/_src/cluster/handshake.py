@@ -1,5 +1,5 @@
-"""The first exchange with the hub: its address, frames with time limits, and the proof that both sides know the job's
-secret.
+"""The first exchange with the hub, or with another rank: its address, frames with time limits, and the proof that both
+sides know the job's secret.
 
 An attempt that fails raises ``AttemptFailedError``, whose text says what happened at that address.
 """
@@ -34,9 +34,9 @@ class AttemptFailedError(Exception):
 class TimedConnection:
     """Sends and receives frames, each with a time limit."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, limit: int = frames.LIMIT) -> None:
         self.connection = connection
-        self.reader = frames.Reader(frames.LIMIT)
+        self.reader = frames.Reader(limit)
 
     def send(self, message: dict[str, Any]) -> None:
         try:
@@ -81,14 +81,19 @@ class TimedConnection:
             self.reader.add(data)
 
 
-def authenticate(line: TimedConnection, secret: bytes) -> None:
+def authenticate(line: TimedConnection, secret: bytes, **said: Any) -> None:
     """Prove that this rank knows the secret, and have the hub prove it.
+
+    Args:
+        line: the connection.
+        secret: the job's secret.
+        said: what else to say in the first frame.
 
     Raises:
         AttemptFailedError: it isn't the hub of this job.
     """
     mine = frames.nonce()
-    line.send({"npu_device": frames.PROTOCOL, "nonce": mine})
+    line.send({"npu_device": frames.PROTOCOL, "nonce": mine, **said})
     theirs = line.receive(
         ANSWER_SECONDS,
         silent="no answer: another program, or a hub that is stopped",
@@ -105,6 +110,25 @@ def authenticate(line: TimedConnection, secret: bytes) -> None:
     )
     if not frames.is_proof(answer.get("proof"), frames.proof(secret, "hub", mine, theirs)):
         raise AttemptFailedError("another program answers there: it can't prove that it knows the job's secret")
+
+
+def admit(line: TimedConnection, secret: bytes) -> dict[str, Any]:
+    """Do the other side's part of ``authenticate``; return the first frame.
+
+    Raises:
+        AttemptFailedError: whoever connects doesn't know the secret.
+    """
+    silent, closed = "no answer", "the connection was closed"
+    said = line.receive(ANSWER_SECONDS, silent=silent, closed=closed)
+    theirs, mine = said.get("nonce"), frames.nonce()
+    if not isinstance(theirs, str):
+        raise AttemptFailedError("another program, which doesn't talk npu_device's protocol")
+    line.send({"nonce": mine})
+    proof = line.receive(ANSWER_SECONDS, silent=silent, closed=closed).get("proof")
+    if not frames.is_proof(proof, frames.proof(secret, "client", theirs, mine)):
+        raise AttemptFailedError("no proof that it knows the job's secret")
+    line.send({"proof": frames.proof(secret, "hub", theirs, mine)})
+    return said
 
 
 def resolve(host: str, port: int, seconds: float) -> list[tuple[int, tuple[Any, ...]]]:

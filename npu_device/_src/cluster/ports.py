@@ -1,4 +1,4 @@
-"""Addresses and listening ports: the hub's, and those reserved for TensorFlow's servers."""
+"""Addresses and listening ports: the hub's, the ranks', and those reserved for TensorFlow's servers."""
 
 from __future__ import annotations
 
@@ -62,10 +62,7 @@ def listen(hosts: Sequence[str], ports: Sequence[int]) -> socket.socket:
         PortTakenError: other programs use the ports (Ascend's EI0019).
         RendezvousError: this process can't listen there for some other reason.
     """
-    if all(is_loopback(host) for host in hosts):
-        host = "127.0.0.1" if hosts[0] == "localhost" else hosts[0]
-    else:
-        host = _all_interfaces()
+    host = _interface(hosts)
     where = f"{join_address(host, ports[0])} on {socket.gethostname()}"
     try:
         return _listening(host, ports)
@@ -93,6 +90,19 @@ def listen_anywhere(ports: Sequence[int] = (0, 0)) -> socket.socket:
         OSError: all of them are taken.
     """
     return _listening(_all_interfaces(), ports)
+
+
+def listen_for_ranks(addresses: Sequence[str], ports: Sequence[int]) -> socket.socket:
+    """Return a socket that listens on the loopback interface if all ranks are there, else on all interfaces.
+
+    Args:
+        addresses: of all ranks.
+        ports: first and last usable port; 0 for any.
+
+    Raises:
+        OSError: all of them are taken.
+    """
+    return _listening(_interface(addresses), ports)
 
 
 class ReservedPort:
@@ -131,6 +141,12 @@ class ReservedPort:
     def close(self) -> None:
         """Free the port."""
         self._socket.close()
+
+
+def _interface(hosts: Sequence[str]) -> str:
+    if not all(is_loopback(host) for host in hosts):
+        return _all_interfaces()
+    return "127.0.0.1" if hosts[0] == "localhost" else hosts[0]
 
 
 def _all_interfaces() -> str:

@@ -11,6 +11,7 @@ from npu_device._src.cluster.channel import Channel
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.health import Health
+from npu_device._src.cluster.peers import Peers
 
 NEW_PROCESS = (
     "What to do if a cluster starts one job after another: let it start new processes for each. With Spark, set "
@@ -28,21 +29,24 @@ class Runtime:
         cluster: the ranks, their hosts and addresses.
         channel: the control channel.
         serves_others: the others need this process until they have finished, because the hub is its child.
+        secret: the job's secret.
 
     Attributes:
         cluster: the ranks, their hosts and addresses.
         store: key-value store, gathers and barrier.
         health: failures of the ranks, events and questions.
+        peers: direct connections to the other ranks; they have to be opened.
         task: TensorFlow's name of this process; changes when TensorFlow's server starts.
         cores: this rank's share of its host's cores, 1 or more; set when TensorFlow's threads are divided.
         serves_others: the others need this process until they have finished; it waits for them at its end.
         before_leaving: called with the runtime before this process leaves the job; not in a forked child.
     """
 
-    def __init__(self, cluster: Cluster, channel: Channel, serves_others: bool) -> None:
+    def __init__(self, cluster: Cluster, channel: Channel, serves_others: bool, secret: bytes) -> None:
         self.cluster = cluster
         self.store = channel
         self.health = Health(cluster, channel)
+        self.peers = Peers(cluster, self.health, secret)
         self.task = _LOCAL
         self.cores = 1
         self._pid = os.getpid()
@@ -82,10 +86,10 @@ def require_unclosed() -> None:
         )
 
 
-def start(cluster: Cluster, channel: Channel, serves_others: bool) -> Runtime:
+def start(cluster: Cluster, channel: Channel, serves_others: bool, secret: bytes = b"") -> Runtime:
     """Start the runtime of a job; see ``Runtime`` for the arguments."""
     global _runtime
-    _runtime = Runtime(cluster, channel, serves_others)
+    _runtime = Runtime(cluster, channel, serves_others, secret)
     atexit.register(_exit)
     _log.info("rank %d of %d on host %s is ready", cluster.rank, cluster.world_size, cluster.host)
     return _runtime
@@ -101,6 +105,7 @@ def abandon(error: BaseException) -> PeerError | None:
     runtime, _runtime = _runtime, None
     assert runtime is not None
     _closed_by = os.getpid()
+    runtime.peers.close()
     return runtime.health.give_up(error)
 
 
@@ -120,6 +125,7 @@ def close() -> None:
     finally:
         _runtime, _closed_by = None, os.getpid()
         runtime.health.leave(runtime.serves_others)
+        runtime.peers.close()
 
 
 _at_exit: list[Callable[[], None]] = []

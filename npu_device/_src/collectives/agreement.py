@@ -1,10 +1,10 @@
 """Make the ranks agree on their next call before data moves; calls that don't match raise on all ranks.
 
 Every rank sends a fingerprint of its call (operation, positions, dtypes, shapes, reduction, root): in shared memory and
-through MPI, with the first data; through TensorFlow, in a gather of four integers that has the same form for every
-call, so that it matches even if the calls don't. Only if the fingerprints differ do the ranks exchange the details,
-through the hub. A list of gradients takes one agreement; TensorFlow's depends on no gradient and ends
-long before backward produces the first one.
+through MPI, with the first data; before TensorFlow moves data, in a message that has the same form for every call, so
+that it matches even if the calls don't. Only if the fingerprints differ do the ranks exchange the details, through the
+hub. A list of gradients takes one agreement; the one in a message depends on no gradient and ends long before backward
+produces the first one.
 
 Detecting a rank that waits for one that never comes is left to ``stall``.
 """
@@ -27,14 +27,9 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives.backends.tensorflow import operations as tensorflow_backend
-from npu_device._src.collectives.backends.two_level import has_levels
 from npu_device._src.collectives.calling_thread import calling_thread, in_call
-from npu_device._src.collectives.choice import array_backend_of, memory_backend_of
+from npu_device._src.collectives.choice import compares_with_data, comparing_backend_of
 from npu_device._src.collectives.group import Group
-from npu_device._src.collectives.python_call import python_call
-from npu_device._src.collectives.stall import GraphWatch, graph_watch_of
-from npu_device._src.collectives.step_data import step_data
 from npu_device._src.collectives.terms import Agreement, Terms
 
 _DETAILS_SECONDS = 2.0
@@ -120,7 +115,9 @@ def describe(operation: str, values: Sequence[Any], ragged: bool = False, **deta
 
 
 @contextlib.contextmanager
-def agreed(runtime: Runtime, group: Group, call: Call, values: Sequence[Any]) -> Iterator[Agreement]:
+def agreed(
+    runtime: Runtime, group: Group, call: Call, values: Sequence[Any], carries: bool | tf.Tensor = False
+) -> Iterator[Agreement]:
     """Agree on a call with the group, then run the block, with the agreement for the backend.
 
     Args:
@@ -128,6 +125,7 @@ def agreed(runtime: Runtime, group: Group, call: Call, values: Sequence[Any]) ->
         group: the ranks that take part.
         call: this rank's call.
         values: the call's tensors.
+        carries: what ``choice.carries`` says of the data that the call moves first.
 
     Raises:
         RuntimeError: the call is in a function that XLA compiles.
@@ -142,24 +140,18 @@ def agreed(runtime: Runtime, group: Group, call: Call, values: Sequence[Any]) ->
     dtypes = [value.dtype for value in values if value is not None]
     if group.tag is not None:
         call = replace(call, thread="")  # each tag keeps its own order, whichever threads send and receive
-        dtypes = []  # what is sent and received travels as bits, from memory to memory
     with in_call(runtime, group) as overlaps:
-        memory = memory_backend_of(runtime, group)
-        if memory is None:
-            with tf.control_dependencies(_agree(runtime, group, call, values, overlaps)):
-                yield Agreement(runtime)
-            return
+        comparing = comparing_backend_of(runtime, group)
         terms = _terms(runtime, group, call, overlaps)
-        agreement = Agreement(runtime, terms, _shapes_number(values, call.ragged))
-        if array_backend_of(runtime, group, dtypes) is None or has_levels(runtime, group):
-            # Some of the values go through NCCL, or each collective of the call is only for some of the ranks.
-            with tf.control_dependencies(memory.exchange_terms(agreement, group)):
+        agreement = Agreement(runtime, terms, _shapes_number(values, call.ragged), carries)
+        if carries is False and not compares_with_data(runtime, group, dtypes):
+            with tf.control_dependencies(comparing.exchange_terms(agreement, group)):
                 yield Agreement(runtime)
             return
         try:
             yield agreement
             if agreement.is_open:
-                memory.exchange_terms(agreement, group)
+                comparing.exchange_terms(agreement, group)
         finally:
             agreement.take()
 
@@ -191,45 +183,6 @@ def _terms(runtime: Runtime, group: Group, call: Call, overlaps: bool) -> Terms:
         return MismatchError(text)
 
     return Terms(call.fingerprint, call.row(), overlaps, refuse)
-
-
-def _agree(runtime: Runtime, group: Group, call: Call, values: Sequence[Any], overlaps: bool) -> list[tf.Tensor]:
-    if tf.executing_eagerly():
-        runtime.health.check(group.name, group.ranks)
-    watch = graph_watch_of(runtime, group)
-    # Eager threads take turns, so that a call's position is the same on all ranks; each tag has its own order.
-    takes_turns = tf.executing_eagerly() and group.tag is None
-    with watch.turn if takes_turns else contextlib.nullcontext():
-        same = _same(runtime, group, call, values, overlaps, watch)
-        position = watch.end() if tf.executing_eagerly() else None
-    if position is not None:
-        if not bool(same):
-            raise MismatchError(_report(runtime, group, call, int(position), overlaps))
-        return []
-
-    def refuse(position: Any) -> np.ndarray:
-        text = _report(runtime, group, call, int(position), overlaps)
-        # The rest of the graph may already have started other collectives, which the other ranks will never join.
-        runtime.health.stop(text)
-        raise MismatchError(text)
-
-    # Both branches use the watch's variable, or TensorFlow would run this after all other stateful operations without a
-    # resource; two ranks that send to each other in opposite orders would then wait forever.
-    refused = tf.cond(same, watch.end, lambda: python_call(refuse, [watch.end()], [tf.int32], stateful=True)[0])
-    return [refused]
-
-
-def _same(
-    runtime: Runtime, group: Group, call: Call, values: Sequence[Any], overlaps: bool, watch: GraphWatch
-) -> tf.Tensor:
-    """Begin the call, and return whether the ranks' calls match: bool, scalar."""
-    first, second = call.fingerprint
-    with tf.control_dependencies(step_data()):
-        begun = watch.begin(call.row())
-    with tf.control_dependencies([begun]):
-        mine = tf.stack([tf.constant(first), tf.constant(second), _shapes_number(values, call.ragged), int(overlaps)])
-        everybody = tensorflow_backend.gather_rows(runtime, mine, group)
-    return tf.reduce_all(tf.equal(everybody, everybody[0])) & tf.reduce_all(tf.equal(everybody[:, -1], 0))
 
 
 def _report(runtime: Runtime, group: Group, call: Call, position: int, overlaps: bool) -> str:

@@ -122,7 +122,7 @@ def _reduce(
     agreement: Agreement, segments: Sequence[Sequence[tf.Tensor]], reduction: str, group: Group, wire: tf.DType | None
 ) -> list[list[tf.Tensor]]:
     """Reduce segments that are either all of floating-point dtypes, or all of others."""
-    backend = reducing_backend_of(agreement.runtime, group, segments[0][0].dtype)
+    backend = reducing_backend_of(agreement, group, segments[0][0].dtype)
     finishes = backend.start_all_reduce(agreement, segments, reduction, group, wire)
     if not segments[0][0].dtype.is_floating or not compat.may_be_differentiated():
         return [finish() for finish in finishes]
@@ -130,7 +130,7 @@ def _reduce(
     def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
         require_differentiable("all_reduce", reduction)
         # Through the same function, so that second derivatives work.
-        return _reduce(agreement, [upstream], reduction, group, wire)[0]
+        return _reduce(Agreement(agreement.runtime), [upstream], reduction, group, wire)[0]
 
     def forward(finish: Callable[[], list[tf.Tensor]]) -> Callable[..., list[tf.Tensor]]:
         return lambda *_: finish()

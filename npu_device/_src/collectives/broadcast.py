@@ -60,6 +60,6 @@ def broadcast(agreement: Agreement, tensors: Sequence[tf.Tensor], root_rank: int
     def forward(*values: tf.Tensor) -> list[tf.Tensor]:
         return backend.broadcast(agreement, values, root_rank, group)
 
-    backend = reducing_backend_of(agreement.runtime, group, tf.int32)
+    backend = reducing_backend_of(agreement, group, tf.int32)
     floats = [tensor.dtype.is_floating for tensor in tensors]
     return differentiable(forward, backward, tensors)

@@ -3,19 +3,24 @@
 A group whose ranks share memory uses that. One that spans hosts, some of which have several of its ranks, reduces and
 spreads on each host in shared memory, and uses another backend between them. That one, which all other groups use as
 well, is MPI if it connects all ranks of the job (``mpi.opening``), or else TensorFlow. If each rank of the job has a
-GPU of its own, floating-point tensors go through TensorFlow and NCCL in every group.
+GPU of its own, floating-point tensors go through TensorFlow and NCCL in every group. Where the ranks have to compare a
+call before its data moves, small data travel with the comparison: among all ranks at once, whichever host they are on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from npu_device._src import environment
 from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.backends.arrays import small
 from npu_device._src.collectives.backends.arrays.operations import ArrayBackend
 from npu_device._src.collectives.backends.contract import Backend, ReducingBackend
+from npu_device._src.collectives.backends.messages.calls import messages
+from npu_device._src.collectives.backends.messages.either import EitherBackend
 from npu_device._src.collectives.backends.mpi.backend import mpi
 from npu_device._src.collectives.backends.mpi.world import reason_against, world_of
 from npu_device._src.collectives.backends.shared_memory.backend import shared_memory
@@ -25,35 +30,70 @@ from npu_device._src.collectives.backends.tensorflow import operations as tensor
 from npu_device._src.collectives.backends.two_level import TwoLevelBackend, has_levels
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.stall import forget_watches
+from npu_device._src.collectives.terms import Agreement
 
 _between_hosts = {True: TwoLevelBackend(mpi), False: TwoLevelBackend(tensorflow_backend)}
 
 
-def memory_backend_of(runtime: Runtime, group: Group) -> ArrayBackend | None:
-    """Return the backend of a group for data in the hosts' memories; the same on every rank. None if that is
-    TensorFlow, which doesn't compare calls with their data.
-    """
+def comparing_backend_of(runtime: Runtime, group: Group) -> ArrayBackend:
+    """Return the backend through which a group's ranks compare their calls; the same on every rank."""
     leaders = hosts_of(runtime).leaders
     if len({leaders[rank] for rank in group.ranks}) == 1:
         return shared_memory
-    return mpi if world_of(runtime) is not None else None
+    return messages if world_of(runtime) is None else mpi
+
+
+def compares_with_data(runtime: Runtime, group: Group, dtypes: Iterable[tf.DType]) -> bool:
+    """Return whether the ranks can compare a call on tensors of some dtypes with its first data, in one collective of
+    all of them; the same on every rank.
+    """
+    if group.tag is not None:
+        return True
+    return array_backend_of(runtime, group, dtypes) is not None and not has_levels(runtime, group)
+
+
+def carries(runtime: Runtime, group: Group, tensors: Sequence[tf.Tensor | tf.TensorSpec]) -> bool | tf.Tensor:
+    """Return whether tensors are so small that they travel with the comparison, which otherwise precedes them: a bool
+    tensor if only the running graph knows. The same on every rank.
+    """
+    dtypes = [tensor.dtype for tensor in tensors]
+    if group.size == 1 or compares_with_data(runtime, group, dtypes) or any(map(hosts_of(runtime).uses_nccl, dtypes)):
+        return False
+    return small.fits(group.size, tensors)
 
 
 def array_backend_of(runtime: Runtime, group: Group, dtypes: Iterable[tf.DType]) -> ArrayBackend | None:
     """Return the backend that serves all of a group's call on tensors of some dtypes; the same on every rank. None if
     some of them go through TensorFlow. Other modules ask this function which backend serves a call.
     """
-    return None if any(map(hosts_of(runtime).uses_nccl, dtypes)) else memory_backend_of(runtime, group)
+    chosen = comparing_backend_of(runtime, group)
+    return None if chosen is messages or any(map(hosts_of(runtime).uses_nccl, dtypes)) else chosen
 
 
-def backend_of(runtime: Runtime, group: Group, dtype: tf.DType) -> Backend:
-    """Return the backend that moves a group's tensors of a dtype; the same on every rank."""
+def backend_of(agreement: Agreement, group: Group, dtype: tf.DType) -> Backend:
+    """Return the backend that moves a call's tensors of a dtype; the same on every rank."""
+    return _or_carrying(agreement, group, _own_backend_of(agreement.runtime, group, dtype))
+
+
+def reducing_backend_of(agreement: Agreement, group: Group, dtype: tf.DType) -> ReducingBackend:
+    """Return the same for the calls that a group of several hosts can divide between its hosts."""
+    return _or_carrying(agreement, group, _own_reducing_backend_of(agreement.runtime, group, dtype))
+
+
+def _or_carrying(agreement: Agreement, group: Group, own: Any) -> Any:
+    """Return the backend that carries the call's data in messages, if one does; else the group's own."""
+    if agreement.carries is False:
+        return own
+    carrying = comparing_backend_of(agreement.runtime, group)
+    return carrying if agreement.carries is True else EitherBackend(carrying, own, agreement.carries)
+
+
+def _own_backend_of(runtime: Runtime, group: Group, dtype: tf.DType) -> Backend:
     return array_backend_of(runtime, group, [dtype]) or tensorflow_backend
 
 
-def reducing_backend_of(runtime: Runtime, group: Group, dtype: tf.DType) -> ReducingBackend:
-    """Return the backend for the calls that a group of several hosts can divide between its hosts."""
-    chosen = backend_of(runtime, group, dtype)
+def _own_reducing_backend_of(runtime: Runtime, group: Group, dtype: tf.DType) -> ReducingBackend:
+    chosen = _own_backend_of(runtime, group, dtype)
     if not hosts_of(runtime).uses_nccl(dtype) and has_levels(runtime, group):
         return _between_hosts[chosen is mpi]
     return chosen
@@ -72,7 +112,7 @@ def explained(runtime: Runtime, group: Group) -> str:
         return "shared memory: all ranks share that of one host"
     world, wanted = world_of(runtime), environment.NPU_DEVICE_BACKEND.get()
     between = "TensorFlow's ring" if name == "tensorflow" or world is None else f"MPI ({world.library})"
-    if isinstance(reducing_backend_of(runtime, group, tf.float32), TwoLevelBackend):
+    if isinstance(_own_reducing_backend_of(runtime, group, tf.float32), TwoLevelBackend):
         text, why = f"shared memory within each host, and {between} between them", "hosts have several ranks"
     elif not hosts.no_nccl:
         text, why = "TensorFlow's collectives with NCCL", "each rank has a GPU of its own"
@@ -87,16 +127,17 @@ def explained(runtime: Runtime, group: Group) -> str:
 
 def packs(runtime: Runtime, group: Group, dtype: tf.DType) -> bool:
     """Return whether a segment's tensors are packed into one buffer before they are sent."""
-    return reducing_backend_of(runtime, group, dtype) is tensorflow_backend
+    return _own_reducing_backend_of(runtime, group, dtype) is tensorflow_backend
 
 
 def release(runtime: Runtime, name: str) -> None:
     """Free what is held for a group that is destroyed."""
     shared_memory.release(runtime, name)
     mpi.release(runtime, name)
+    messages.release(runtime, name)
     forget_watches(runtime, name)
 
 
 def row_length(runtime: Runtime, group: Group, dtype: tf.DType, longest: tf.Tensor) -> tf.Tensor:
     """Return to how many elements rows of different lengths are padded, given the longest; the same on every rank."""
-    return lengths.rounded(longest) if backend_of(runtime, group, dtype) is tensorflow_backend else longest
+    return lengths.rounded(longest) if _own_backend_of(runtime, group, dtype) is tensorflow_backend else longest

@@ -20,13 +20,13 @@ Move = Callable[[tf.Tensor], tf.Tensor]
 
 def gather(agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
     """Return all ranks' rows on every rank: [1, n] in, [group.size, n] out; n is the same on all ranks."""
-    backend = backend_of(agreement.runtime, group, row.dtype)
+    backend = backend_of(agreement, group, row.dtype)
 
     def forward(value: tf.Tensor) -> tf.Tensor:
         return backend.all_gather(agreement, value[0], group)
 
     def backward(upstream: tf.Tensor) -> tf.Tensor:
-        return tf.reduce_sum(exchange(agreement, upstream, group), axis=0, keepdims=True)
+        return tf.reduce_sum(exchange(Agreement(agreement.runtime), upstream, group), axis=0, keepdims=True)
 
     return differentiable_move(forward, backward, row)
 
@@ -35,12 +35,12 @@ def exchange(agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor:
     """Send row i to rank i, and return the row from rank i as row i: [group.size, n] in and out; n is the same on
     all ranks.
     """
-    backend = backend_of(agreement.runtime, group, rows.dtype)
+    backend = backend_of(agreement, group, rows.dtype)
 
     def forward(value: tf.Tensor) -> tf.Tensor:
         return backend.all_to_all(agreement, value, group)
 
-    return differentiable_move(forward, lambda upstream: exchange(agreement, upstream, group), rows)
+    return differentiable_move(forward, lambda upstream: exchange(Agreement(agreement.runtime), upstream, group), rows)
 
 
 def differentiable_move(forward: Move, backward: Move, tensor: tf.Tensor) -> tf.Tensor:

@@ -18,6 +18,7 @@ import tensorflow as tf
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives import session_graph
 from npu_device._src.collectives.agreement import Call, agreed, describe
+from npu_device._src.collectives.choice import carries
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.terms import Agreement
 
@@ -56,6 +57,11 @@ class Declaration:
     gradient: Optional[Callable[[Runtime, Sequence[tf.Tensor]], Sequence[tf.Tensor]]] = None
     key: Optional[str] = None
 
+    def is_carried(self, runtime: Runtime) -> bool | tf.Tensor:
+        """Return what ``choice.carries`` says of the call's data: False if the ranks' data may differ in size."""
+        dense = [value for value in self.values if isinstance(value, (tf.Tensor, tf.TensorSpec))]
+        return len(dense) == len(self.values) and not self.ragged and carries(runtime, self.group, dense)
+
     def call(self) -> Call:
         """Return the description on which the ranks agree."""
         return describe(self.operation, self.values, self.ragged, **self.same)
@@ -89,7 +95,8 @@ def collective(
             return session_graph.way(run, place)(runtime, declared, declared.call(), arguments)
 
         def run(runtime: Runtime, declared: Declaration, described: Call, arguments: dict[str, Any]) -> Any:
-            with agreed(runtime, declared.group, described, declared.values) as agreement:
+            carried = declared.is_carried(runtime)
+            with agreed(runtime, declared.group, described, declared.values, carried) as agreement:
                 return function(agreement, **arguments)
 
         def place(runtime: Runtime, declared: Declaration, described: Call, arguments: dict[str, Any]) -> Any:

@@ -42,4 +42,4 @@ def receive(agreement: Agreement, shape: Any, dtype: tf.DType, tag: int, source:
         TypeError: a dtype that has no bits to send.
     """
     pair = pair_of(group, source, group.rank, tag)
-    return backend_of(agreement.runtime, pair, tf.int32).receive(agreement, tf.TensorSpec(shape, dtype), pair)
+    return backend_of(agreement, pair, tf.int32).receive(agreement, tf.TensorSpec(shape, dtype), pair)

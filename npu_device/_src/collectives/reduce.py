@@ -48,7 +48,7 @@ def reduce(agreement: Agreement, tensor: tf.Tensor, reduction: str, root_rank: i
     TensorFlow can't reduce to one rank only: between hosts this moves as many bytes as ``all_reduce``.
     """
 
-    backend = reducing_backend_of(agreement.runtime, group, tensor.dtype)
+    backend = reducing_backend_of(agreement, group, tensor.dtype)
 
     def forward(value: tf.Tensor) -> tf.Tensor:
         [reduced] = backend.reduce(agreement, [value], reduction, root_rank, group)

@@ -42,5 +42,5 @@ def send(agreement: Agreement, tensor: tf.Tensor, tag: int, destination: int, gr
     is no gradient: nothing of a send comes back to this rank.
     """
     pair = pair_of(group, group.rank, destination, tag)
-    sent = backend_of(agreement.runtime, pair, tf.int32).send(agreement, tensor, pair)
+    sent = backend_of(agreement, pair, tf.int32).send(agreement, tensor, pair)
     return None if tf.executing_eagerly() else sent.op

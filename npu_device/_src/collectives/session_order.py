@@ -25,7 +25,7 @@ from npu_device._src import compat
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.agreement import Call, agreed
 from npu_device._src.collectives.calling_thread import calling_thread
-from npu_device._src.collectives.choice import reducing_backend_of
+from npu_device._src.collectives.choice import carries, reducing_backend_of
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.stall import held_back
 
@@ -130,10 +130,11 @@ class SessionOrder:
             return [[number] for number in first]
         mine = np.full([2, _SENT_AT_ONCE], _NOTHING, np.int32)
         mine[:, : len(first)] = [list(first), [queued.key for queued in first.values()]]
+        values = tf.constant(mine)
         call = Call("session.run", (), (), (), (), next(iter(first.values())).call.line, calling_thread())
-        with agreed(self._runtime, self._group, call, []) as agreement:
-            backend = reducing_backend_of(self._runtime, self._group, tf.int32)
-            [sent] = backend.broadcast(agreement, [tf.constant(mine)], 0, self._group)
+        with agreed(self._runtime, self._group, call, [], carries(self._runtime, self._group, [values])) as agreement:
+            backend = reducing_backend_of(agreement, self._group, tf.int32)
+            [sent] = backend.broadcast(agreement, [values], 0, self._group)
         numbers, keys = sent.numpy()[:, sent.numpy()[0] != _NOTHING].tolist()
         if len(set(keys) - {_ALONE}) < len(keys) - keys.count(_ALONE):
             keys = self._waits_everywhere(numbers, call) * keys
@@ -145,10 +146,10 @@ class SessionOrder:
     def _waits_everywhere(self, numbers: Sequence[int], call: Call) -> np.ndarray:
         """Return 1 for each number that waits on all ranks at this moment, 0 for the others."""
         with self._changed:
-            here = np.array([number in self._queues for number in numbers], np.int32)
-        with agreed(self._runtime, self._group, call, []) as agreement:
-            backend = reducing_backend_of(self._runtime, self._group, tf.int32)
-            [finish] = backend.start_all_reduce(agreement, [[tf.constant(here)]], "min", self._group, None)
+            here = tf.constant([int(number in self._queues) for number in numbers], tf.int32)
+        with agreed(self._runtime, self._group, call, [], carries(self._runtime, self._group, [here])) as agreement:
+            backend = reducing_backend_of(agreement, self._group, tf.int32)
+            [finish] = backend.start_all_reduce(agreement, [[here]], "min", self._group, None)
             return finish()[0].numpy()
 
     def _next(self, number: int) -> _Queued:

@@ -5,7 +5,6 @@ finally gives up.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import threading
 import time
@@ -29,7 +28,6 @@ _ANSWER_SECONDS = 2.0
 _MOST_LINES = 32
 _LARGEST = 0x7FFFFFFF
 _TRANSFER = {"operation": "a transfer of data", "line": "TensorFlow's backend"}
-_MOST_CALLS = 1000  # calls that a watch describes; functions that are retraced repeatedly add new ones
 
 
 class Watch(Protocol):
@@ -37,48 +35,6 @@ class Watch(Protocol):
 
     def position(self) -> dict[str, Any]:
         """Return how many calls this rank has begun, and the last one: what it is, and whether it waits for others."""
-
-
-class GraphWatch:
-    """A watch with counters in TensorFlow, so that the operations of a graph can advance them.
-
-    Attributes:
-        turn: held by the thread whose eager call begins or ends.
-    """
-
-    def __init__(self, runtime: Runtime) -> None:
-        self.turn = threading.Lock()
-        with tf.init_scope(), tf.device(runtime.device("CPU")):
-            self._begun = compat.plain_variable(tf.constant(0, tf.int32))
-            self._ended = compat.plain_variable(tf.constant(0, tf.int32))
-            self._current = compat.plain_variable(tf.constant(0, tf.int32))
-        self._calls: dict[int, dict[str, Any]] = {}
-        self._numbers: dict[str, int] = {}
-        self._next = itertools.count()
-
-    def begin(self, call: dict[str, Any]) -> tf.Tensor:
-        """Return an operation that notes that this rank has come to a call."""
-        text = repr(call)
-        if text not in self._numbers:
-            if len(self._calls) == _MOST_CALLS:
-                oldest = next(iter(self._numbers))
-                del self._calls[self._numbers.pop(oldest)]
-            self._numbers[text] = next(self._next)
-            self._calls[self._numbers[text]] = call
-        number = self._numbers[text]
-        with tf.device("CPU:0"):
-            self._current.assign(number, read_value=False)
-            return tf.raw_ops.ResourceCountUpTo(resource=self._begun.handle, limit=_LARGEST, T=tf.int32)
-
-    def end(self) -> tf.Tensor:
-        """Note that all ranks have come, and return the call's position in the group's sequence of calls."""
-        return tf.raw_ops.ResourceCountUpTo(resource=self._ended.handle, limit=_LARGEST, T=tf.int32)
-
-    def position(self) -> dict[str, Any]:
-        """Return this rank's position."""
-        with compat.eager_mode():
-            begun, ended, current = int(self._begun), int(self._ended), int(self._current)
-        return {"begun": begun, "waiting": begun > ended, "call": self._calls.get(current)}
 
 
 class TransferWatch:
@@ -297,13 +253,8 @@ def held_back(runtime: Runtime, group: Group) -> contextlib.AbstractContextManag
     return _watches[runtime].hold(group)
 
 
-def graph_watch_of(runtime: Runtime, group: Group) -> GraphWatch:
-    """Return the watch of a group that TensorFlow serves."""
-    return cast(GraphWatch, _watches[runtime].watch(runtime, group, lambda: GraphWatch(runtime)))
-
-
 def local_watch_of(runtime: Runtime, group: Group) -> LocalWatch:
-    """Return the watch of a group that shares memory."""
+    """Return the watch of a group's calls."""
     return cast(LocalWatch, _watches[runtime].watch(runtime, group, LocalWatch))
 
 

@@ -1,7 +1,7 @@
 """The agreement on one call, which an operation passes on to its backend.
 
-``agreement`` makes it. The ranks may agree before the call or, in shared memory, with the first data that the call
-sends: then the first collective takes the terms and carries them.
+``agreement`` makes it. The ranks may agree before the call, or with the first data that the call sends: then the first
+collective takes the terms and carries them.
 """
 
 from __future__ import annotations
@@ -45,10 +45,18 @@ class Agreement:
         runtime: the running cluster.
         terms: what the call's first collective has to compare; None if nothing is left to be compared.
         shapes: belongs to the terms.
+        carries: small data travel with the terms, and don't need the group's own backend (``choice.carries``).
+
+    Attributes:
+        runtime: the running cluster.
+        carries: see above.
     """
 
-    def __init__(self, runtime: Runtime, terms: Terms | None = None, shapes: Shapes = 0) -> None:
+    def __init__(
+        self, runtime: Runtime, terms: Terms | None = None, shapes: Shapes = 0, carries: bool | tf.Tensor = False
+    ) -> None:
         self.runtime = runtime
+        self.carries = carries
         self._open: tuple[Terms | None, Shapes] = terms, shapes
 
     @property

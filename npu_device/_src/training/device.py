@@ -114,7 +114,7 @@ def open(device_id: int | None = None) -> NpuDeviceHandle:
             runtime.require_unclosed()
             compat.renew_context_of_graphs()
             cluster, channel = rendezvous.meet(mine)
-            _begin(runtime.start(cluster, channel, mine.starts_hub), traced)
+            _begin(runtime.start(cluster, channel, mine.starts_hub, mine.secret), traced)
         except (ClusterError, TimeoutError) as error:
             raise type(error)(f"Failed open npu device {mine.device_id}: {error}") from error
         _handle = NpuDeviceHandle(cluster.device_id, cluster.world_size, cluster.rank)
@@ -143,12 +143,15 @@ def _begin(running: Runtime, traced: Settings | None) -> None:
         watch_for_stalls(running)
         hosts = detect_hosts(running, gpus.choose_device(running.cluster))
         open_world(running, hosts)
-        needs_server = not hosts.share_everything and (world_of(running) is None or not hosts.no_nccl)
+        needs_messages = not hosts.share_memory and world_of(running) is None
+        needs_server = needs_messages or not hosts.no_nccl
         if needs_server:
             server.require_in_time(running, hosts.late)
         resources.count_cores(running)
         resources.divide_cores(running)
         gpus.prepare(running, hosts)
+        if needs_messages:
+            running.peers.open(running.store, environment.HCCL_CONNECT_TIMEOUT.get())
         if needs_server:
             server.start(running)
         share(running)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,6 @@ _LONGEST_SLEEP_SECONDS = 500e-6
 _BURST = 8  # tests between two sleeps: each moves only part of what has arrived
 _CHECK_SECONDS = 0.1
 _NEWS_SECONDS = 5.0
-_ROOM_OF_ALL_BYTES = 64 << 10
-_LEAST_ROOM_BYTES, _MOST_ROOM_BYTES = 64, 4096
 
 _abandoned: list[Any] = []  # MPI may still write to the memory of operations that have failed
 
@@ -45,13 +43,11 @@ class Channel:
         mpi: mpi4py's module.
         size: number of members.
         rank: this member's number.
-        room: the largest size in bytes of a member's data that travels beside its head.
     """
 
     def __init__(self, world: World, runtime: Runtime, group: Group) -> None:
         self.mpi = world.mpi
         self.size, self.rank = group.size, group.rank
-        self.room = min(_MOST_ROOM_BYTES, max(_LEAST_ROOM_BYTES, _ROOM_OF_ALL_BYTES // group.size))
         self._check = runtime.health.require_running
         self._world, self._group = world, group
         self._comm: Any = None
@@ -62,6 +58,12 @@ class Channel:
         """Return the members' communicator."""
         assert self._comm is not None
         return self._comm
+
+    def gather(self, row: np.ndarray) -> Generator[Any, None, np.ndarray]:
+        """Return all members' rows, uint8, shape [size, n], given this member's, shape [n]; n is the same on all."""
+        found = np.empty((self.size, row.nbytes), np.uint8)
+        yield from done(self.comm.Iallgather(row, found))
+        return found
 
     def advance(self, program: Waiting, block: bool) -> bool:
         """Run a program to its end, or as far as it goes without blocking; return whether it has ended.

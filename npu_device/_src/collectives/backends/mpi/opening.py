@@ -52,7 +52,7 @@ def open_world(runtime: Runtime, hosts: Hosts) -> None:
         TimeoutError: a rank did not come.
     """
     wanted = environment.NPU_DEVICE_BACKEND.get() == "mpi"
-    if not wanted and (environment.NPU_DEVICE_BACKEND.get() != "auto" or hosts.share_everything or not hosts.no_nccl):
+    if not wanted and (environment.NPU_DEVICE_BACKEND.get() != "auto" or hosts.share_memory or not hosts.no_nccl):
         return
     problems = runtime.store.gather("mpi/found", _problem(runtime, wanted), _SECONDS)
     if not any(problems):

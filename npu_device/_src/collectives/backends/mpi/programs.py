@@ -5,8 +5,7 @@ rules of the other backends, every rank gets the same bits, and they don't depen
 reduction moves as many bytes as MPI's own: each member gets its part of all members' data, reduces it, and sends the
 result to all. Chunks are in flight while others are reduced.
 
-The first round of a job that the ranks haven't agreed on always has the same form: a head, and room for a little data.
-Operations on so little data need no other round.
+Operations on little data end with the first round (``arrays.small``).
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src.collectives import dtypes
+from npu_device._src.collectives.backends.arrays import small
 from npu_device._src.collectives.backends.arrays.buffers import BufferPool
 from npu_device._src.collectives.backends.arrays.folding import folding, is_narrow
-from npu_device._src.collectives.backends.arrays.heads import HEAD_WORDS, compares, require_same
 from npu_device._src.collectives.backends.arrays.stream import Stream
 from npu_device._src.collectives.backends.mpi.channel import Channel, Waiting, done
 
@@ -32,7 +31,6 @@ CHUNK_BYTES = 16 << 20
 """Bytes per chunk and member."""
 
 _AHEAD = 2  # chunks that are started before the first is waited for
-_HEAD_BYTES = 4 * HEAD_WORDS
 
 POOL = BufferPool()
 
@@ -57,15 +55,13 @@ def all_reduce(
         head: what the members compare first.
         counts: how many ranks' sum each member's arrays are; a mean is over all of them. Default 1 each.
     """
+    if (yield from small.all_reduce(channel, stream, arrays, result, reduction, head, counts)):
+        return
     counts = counts or [1] * channel.size
-    fold = folding(reduction, sum(counts))
-    rows = yield from _small(channel, stream, arrays, head)
-    if rows is not None:
-        fold(rows, result)
-    elif is_narrow(stream.dtype) and stream.dtype != result.dtype:
+    if is_narrow(stream.dtype) and stream.dtype != result.dtype:
         yield from _reduce_compressed(channel, stream, arrays, result, reduction, counts)
     else:
-        yield from _reduce(channel, stream, arrays, result, fold)
+        yield from _reduce(channel, stream, arrays, result, folding(reduction, sum(counts)))
 
 
 def reduce(
@@ -78,23 +74,18 @@ def reduce(
     head: Head,
 ) -> Waiting:
     """Reduce a stream to the root, the only one with a ``result``."""
-    fold = folding(reduction, channel.size)
+    if (yield from small.reduce(channel, stream, arrays, result, reduction, root, head)):
+        return
     reduced_dtype = np.dtype(dtypes.reduced_dtype(tf.as_dtype(stream.dtype), reduction).as_numpy_dtype)
-    rows = yield from _small(channel, stream, arrays, head)
-    if rows is None:
-        yield from _reduce_to_root(channel, stream, arrays, result, reduced_dtype, root, fold)
-    elif result is not None:
-        fold(rows, result)
+    fold = folding(reduction, channel.size)
+    yield from _reduce_to_root(channel, stream, arrays, result, reduced_dtype, root, fold)
 
 
 def broadcast(
     channel: Channel, stream: Stream, arrays: Sequence[np.ndarray], result: Optional[np.ndarray], root: int, head: Head
 ) -> Waiting:
     """Send the root's stream, of bytes, into the ``result`` of all other members."""
-    rows = yield from _small(channel, stream, arrays, head)
-    if rows is not None:
-        if result is not None:
-            result[:] = rows[root]
+    if (yield from small.broadcast(channel, stream, arrays, result, root, head)):
         return
 
     def start(first: int, last: int) -> tuple[Any, np.ndarray]:
@@ -119,10 +110,7 @@ def all_gather(channel: Channel, row: np.ndarray, result: np.ndarray, head: Head
     def finish(first: int, last: int, parts: np.ndarray) -> None:
         found[:, first:last] = parts
 
-    rows = yield from _first_round(channel, mine if mine.nbytes <= channel.room else None, mine.nbytes, head)
-    if rows is not None:
-        found[:] = rows
-    else:
+    if not (yield from small.all_gather(channel, row, result, head)):
         yield from _pipeline(mine.nbytes, CHUNK_BYTES, start, finish)
 
 
@@ -139,56 +127,12 @@ def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Hea
     def finish(first: int, last: int, parts: np.ndarray) -> None:
         found[:, first:last] = parts
 
-    small = channel.size * length <= channel.room
-    everything = yield from _first_round(channel, mine.reshape(-1) if small else None, mine.size, head)
-    if everything is not None:
-        found[:] = everything.reshape(channel.size, channel.size, length)[:, channel.rank]
-    else:
+    if not (yield from small.all_to_all(channel, rows, result, head)):
         yield from _pipeline(length, max(1, CHUNK_BYTES // channel.size), start, finish)
 
 
-def meet(channel: Channel, head: Head) -> Waiting:
-    """Exchange only the heads."""
-    yield from _first_round(channel, None, 0, head)
-
-
-def _first_round(channel: Channel, mine: Optional[np.ndarray], size: int, head: Head) -> Any:
-    """Compare the heads, if the ranks haven't agreed on the job; return all members' data if it is small.
-
-    Args:
-        channel: the members.
-        mine: this member's bytes, or None if they are too many.
-        size: how many they are.
-        head: this member's head.
-
-    Raises:
-        Mismatch: the heads differ.
-    """
-    room = channel.room if compares(head) else 0
-    if not room and mine is None:
-        return None
-    sent = np.zeros(_HEAD_BYTES + (room or size), np.uint8)
-    sent[:_HEAD_BYTES] = np.array(head, np.int32).view(np.uint8)
-    if mine is not None:
-        sent[_HEAD_BYTES : _HEAD_BYTES + size] = mine
-    found = np.empty((channel.size, sent.nbytes), np.uint8)
-    yield from done(channel.comm.Iallgather(sent, found))
-    require_same(found[:, :_HEAD_BYTES].copy().view(np.int32))
-    return None if mine is None else found[:, _HEAD_BYTES : _HEAD_BYTES + size]
-
-
-def _small(channel: Channel, stream: Stream, arrays: Sequence[np.ndarray], head: Head) -> Any:
-    """Run the first round of an operation on a stream; return all members' streams if they are small."""
-    size = stream.length * stream.dtype.itemsize
-    mine: Optional[np.ndarray] = None
-    if size <= channel.room:
-        packed = np.zeros(stream.length, stream.dtype)
-        if arrays:
-            stream.copy_in(arrays, 0, packed)
-        mine = packed.view(np.uint8)
-    rows = yield from _first_round(channel, mine, size, head)
-    return None if rows is None else np.ascontiguousarray(rows).view(stream.dtype)
-
+meet = small.meet
+"""Exchange only the heads."""
 
 _Request = tuple[Any, Callable[[], None]]
 """A request of MPI, and what to do when it is done."""

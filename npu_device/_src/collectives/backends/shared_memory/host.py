@@ -48,9 +48,9 @@ class Hosts:
     problems: tuple[str, ...]
 
     @property
-    def share_everything(self) -> bool:
-        """Return whether all ranks share memory, and need nothing else."""
-        return len(set(self.leaders)) == 1 and bool(self.no_nccl)
+    def share_memory(self) -> bool:
+        """Return whether all ranks share memory."""
+        return len(set(self.leaders)) == 1
 
     def uses_nccl(self, dtype: tf.DType) -> bool:
         """Return whether tensors of a dtype go from GPU to GPU; the same on every rank. All others go through the

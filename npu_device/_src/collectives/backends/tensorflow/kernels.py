@@ -48,8 +48,8 @@ def all_reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str, group: Group
         return _watched(runtime, group, tensor, reduce)
 
 
-def all_gather(runtime: Runtime, tensor: tf.Tensor, group: Group, watched: bool) -> tf.Tensor:
-    """Concatenate the tensors of all ranks of the group along the first dimension. ``watched``: see ``_watched``."""
+def all_gather(runtime: Runtime, tensor: tf.Tensor, group: Group) -> tf.Tensor:
+    """Concatenate the tensors of all ranks of the group along the first dimension."""
     device, kind = _device(runtime, tensor.dtype)
 
     def gather() -> tf.Tensor:
@@ -57,7 +57,7 @@ def all_gather(runtime: Runtime, tensor: tf.Tensor, group: Group, watched: bool)
         return tf.raw_ops.CollectiveGatherV2(input=tensor, **keys)
 
     with tf.device(device):
-        return _watched(runtime, group, tensor, gather) if watched else gather()
+        return _watched(runtime, group, tensor, gather)
 
 
 def all_to_all(runtime: Runtime, tensor: tf.Tensor, group: Group) -> tf.Tensor:
@@ -72,12 +72,24 @@ def all_to_all(runtime: Runtime, tensor: tf.Tensor, group: Group) -> tf.Tensor:
         return _watched(runtime, group, tensor, exchange)
 
 
-def broadcast(runtime: Runtime, tensor: tf.Tensor, root_rank: int, group: Group) -> tf.Tensor:
-    """Return the root's tensor on every rank; the others pass one of the same shape and dtype."""
+def key_of_send(runtime: Runtime, tensor: tf.Tensor, pair: Group) -> tf.Tensor:
+    """Return a key for ``broadcast`` from this rank to the other one of a pair: int32, shape []."""
+    with tf.device(runtime.device("CPU")):
+        return _draw(runtime, pair, ("broadcast", pair.rank), tensor)
+
+
+def broadcast(
+    runtime: Runtime, tensor: tf.Tensor, root_rank: int, group: Group, key: tf.Tensor | None = None
+) -> tf.Tensor:
+    """Return the root's tensor on every rank; the others pass one of the same shape and dtype.
+
+    Args:
+        key: in a pair, the one that the sender has drawn.
+    """
     device, kind = _device(runtime, tensor.dtype)
 
     def spread() -> tf.Tensor:
-        keys = _keys(runtime, group, kind, ("broadcast", root_rank), tensor)
+        keys = _keys(runtime, group, kind, ("broadcast", root_rank), tensor, key)
         if group.rank == root_rank:
             return tf.raw_ops.CollectiveBcastSendV2(input=tensor, **keys)
         return tf.raw_ops.CollectiveBcastRecvV2(shape=tf.shape(tensor), T=tensor.dtype, **keys)
@@ -118,10 +130,16 @@ def _device(runtime: Runtime, dtype: tf.DType) -> tuple[str, str]:
     return runtime.device(kind), kind
 
 
-def _keys(runtime: Runtime, group: Group, kind: str, operation: Hashable, tensor: tf.Tensor) -> dict[str, Any]:
+def _draw(runtime: Runtime, group: Group, operation: Hashable, tensor: tf.Tensor) -> tf.Tensor:
+    shape = tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
+    return sequence_of(runtime, group).draw(operation, tensor.dtype, shape)
+
+
+def _keys(
+    runtime: Runtime, group: Group, kind: str, operation: Hashable, tensor: tf.Tensor, key: tf.Tensor | None = None
+) -> dict[str, Any]:
     with tf.device(runtime.device("CPU")):  # keys are the CPU's work, also for a collective between GPUs
-        shape = tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
-        instance_key = sequence_of(runtime, group).draw(operation, tensor.dtype, shape, group.tag)
+        instance_key = _draw(runtime, group, operation, tensor) if key is None else key
     # TensorFlow's groups consist of devices, so a group has one key for its CPUs and another for its GPUs.
     return {
         "group_size": group.size,
@@ -140,4 +158,4 @@ def _order(runtime: Runtime, group: Group, kind: str) -> dict[str, Any]:
         return {"ordering_token": []}
     if kind == "GPU":
         return {"ordering_token": [order_of_nccl(runtime)]}
-    return {"ordering_token": [sequence_of(runtime, group).lane(group.tag is not None)]}
+    return {"ordering_token": [sequence_of(runtime, group).lane()]}

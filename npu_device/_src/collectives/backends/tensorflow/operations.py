@@ -15,6 +15,7 @@ from typing import Callable
 import tensorflow as tf
 
 from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.backends.messages.calls import messages
 from npu_device._src.collectives.backends.tensorflow import kernels, words
 from npu_device._src.collectives.dtypes import mean_dtype, sum_dtype, wire_dtype, wire_scales
 from npu_device._src.collectives.folding import fold
@@ -59,7 +60,7 @@ def start_all_reduce(
 
 def all_gather(agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
     """Return all ranks' rows on every rank: [n] in, [group.size, n] out; n is the same on all ranks."""
-    return gather_rows(agreement.runtime, row, group, watched=True)
+    return _gather_rows(agreement.runtime, row, group)
 
 
 def all_to_all(agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor:
@@ -88,21 +89,27 @@ def broadcast(agreement: Agreement, tensors: Sequence[tf.Tensor], root: int, gro
 
 def send(agreement: Agreement, tensor: tf.Tensor, pair: Group) -> tf.Tensor:
     """Send a tensor through a broadcast in a group of two, as ``contract.Backend.send`` requires."""
-    [sent] = broadcast(agreement, [tensor], pair.rank, pair)
-    return sent
+
+    def move(vector: tf.Tensor) -> tf.Tensor:
+        key = kernels.key_of_send(agreement.runtime, vector, pair)
+        with tf.control_dependencies([messages.send(agreement, key, pair)]):
+            return kernels.broadcast(agreement.runtime, vector, pair.rank, pair, key)
+
+    return _with_an_element(move, words.pack([tensor]))
 
 
 def receive(agreement: Agreement, like: tf.TensorSpec, pair: Group) -> tf.Tensor:
     """Return the tensor that the other rank of a pair sends."""
     elements = like.shape.num_elements()
     length = words.words_for(elements, like.dtype)
-    vector = kernels.broadcast(agreement.runtime, tf.zeros([max(length, 1)], tf.int32), 1 - pair.rank, pair)[:length]
+    key = messages.receive(agreement, tf.TensorSpec([], tf.int32), pair)
+    empty = tf.zeros([max(length, 1)], tf.int32)
+    vector = kernels.broadcast(agreement.runtime, empty, 1 - pair.rank, pair, key)[:length]
     return tf.reshape(words.from_words(vector[tf.newaxis], like.dtype, elements), like.shape)
 
 
-def gather_rows(runtime: Runtime, row: tf.Tensor, group: Group, watched: bool = False) -> tf.Tensor:
-    """Do what ``all_gather`` does, without an agreement. ``watched``: the stall watch watches the transfer."""
-    return _carried(row[tf.newaxis], lambda carrier: kernels.all_gather(runtime, carrier, group, watched), group.size)
+def _gather_rows(runtime: Runtime, row: tf.Tensor, group: Group) -> tf.Tensor:
+    return _carried(row[tf.newaxis], lambda carrier: kernels.all_gather(runtime, carrier, group), group.size)
 
 
 def _exchange_rows(runtime: Runtime, rows: tf.Tensor, group: Group) -> tf.Tensor:
@@ -197,7 +204,7 @@ def _reduce_narrow(
     received = tf.unstack(_exchange_rows(runtime, tf.reshape(mine, [size, -1]), group), num=size)
     rows = [widen(row, share) for row, share in zip(received, shares)]
     block = narrow(fold(rows, "prod" if reduction == "prod" else "sum"), divisor)
-    gathered = tf.reshape(gather_rows(runtime, block, group, watched=True), [-1])[:elements]
+    gathered = tf.reshape(_gather_rows(runtime, block, group), [-1])[:elements]
     return tf.reshape(tf.cast(widen(gathered, scale), tensor.dtype), _shape(tensor))
 
 

@@ -5,6 +5,9 @@ A key fixed during tracing would differ as soon as one rank retraces and another
 own way of passing it at each call (``capture_call_time_value``) fails for a function that is called in a loop or a
 branch, as Keras 3 does with ``steps_per_execution`` (seen with TensorFlow 2.20).
 
+Between two ranks, where transfers with different tags come in any order, only the sender draws, and tells the other one
+its key.
+
 TensorFlow keeps 1.5 KB for each key forever, and what the key stands for: kind, dtype and shape. So keys are
 reused, in a ring for each combination.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Hashable
 from typing import Any
 
@@ -28,100 +31,77 @@ from npu_device._src.collectives.ordered_call import Order
 RING = 512
 """The number of keys for one kind, dtype and shape before they repeat. That many collectives may run at once."""
 
-RING_OF_A_TAG = 32
-"""The same for the transfers of one tag. A job may use any number of tags."""
-
 _LANES = 16
-_TAGS = 512
-_KEYS_OF_A_TAG = (1 << 31) // _TAGS
+_KEYS_OF_A_SENDER = 1 << 30
 
 
 class Sequence:
-    """The keys of one group on one of its members."""
+    """The keys of one group on one of its members.
 
-    def __init__(self, runtime: Runtime) -> None:
+    Args:
+        runtime: the running cluster.
+        first: the first key.
+    """
+
+    def __init__(self, runtime: Runtime, first: int) -> None:
         with tf.init_scope(), tf.device(runtime.device("CPU")):
             self._lanes = [compat.plain_variable(tf.constant(0, tf.int32)) for _ in range(_LANES)]
-        self._orders: defaultdict[int, Order] = defaultdict(lambda: Order(runtime.device("CPU")))
+        self._order = Order(runtime.device("CPU"))
         self._used = 0
         self._lock = threading.Lock()
-        # For each tag and signature, the first key of its ring and a count.
-        self._drawn: defaultdict[int, dict[Hashable, list[int]]] = defaultdict(dict)
-        self._own_lanes: weakref.WeakKeyDictionary[tf.Graph, list[Any]] = weakref.WeakKeyDictionary()
+        self._first = first
+        # For each signature, the first key of its ring and a count.
+        self._drawn: dict[Hashable, list[int]] = {}
         self._in_graph: weakref.WeakKeyDictionary[tf.Graph, Counter[Hashable]] = weakref.WeakKeyDictionary()
 
-    def draw(self, kind: Hashable, dtype: tf.DType, shape: tf.TensorShape | tf.Tensor, tag: int | None) -> tf.Tensor:
+    def draw(self, kind: Hashable, dtype: tf.DType, shape: tf.TensorShape | tf.Tensor) -> tf.Tensor:
         """Return the next key: int32, shape []. An operation of the graph in a tf.function, a value in eager mode.
 
         Args:
             kind: the operation, and whatever else TensorFlow remembers with a key, such as the root.
             dtype: dtype of the tensor that is sent.
             shape: shape of the tensor that is sent; a vector if only the running graph knows it.
-            tag: draws with different tags may come in a different order on each rank. None for those that don't.
 
         Raises:
-            ValueError: one function makes more collectives of this kind, dtype, shape and tag than there are keys.
+            ValueError: one function makes more collectives of this kind, dtype and shape than there are keys.
         """
         known = shape.as_list() if isinstance(shape, tf.TensorShape) else None
         if tf.executing_eagerly():
             sizes = known if known is not None else np.asarray(shape).tolist()
-            return tf.constant(self._next((kind, dtype.name, tuple(sizes)), tag), tf.int32)
-        self._count((kind, tag, dtype.name, None if known is None else tuple(known)), _ring(tag))
+            return tf.constant(self._next((kind, dtype.name, tuple(sizes))), tf.int32)
+        self._count((kind, dtype.name, None if known is None else tuple(known)))
 
         def drawn(*shape: Any) -> list[np.int32]:
             sizes = shape[0].tolist() if known is None else known
-            return [np.int32(self._next((kind, dtype.name, tuple(sizes)), tag))]
+            return [np.int32(self._next((kind, dtype.name, tuple(sizes))))]
 
-        with self._lock:
-            order = self._orders[_place(tag)]
         with tf.device("CPU:0"):
-            return order.call(drawn, [shape] if known is None else [], [tf.int32])[0]
+            return self._order.call(drawn, [shape] if known is None else [], [tf.int32])[0]
 
-    def _next(self, signature: Hashable, tag: int | None) -> int:
-        place = _place(tag)
+    def _next(self, signature: Hashable) -> int:
         with self._lock:
-            rings = self._drawn[place]
-            ring = rings.setdefault(signature, [1 + place * _KEYS_OF_A_TAG + len(rings) * RING, 0])
+            ring = self._drawn.setdefault(signature, [self._first + len(self._drawn) * RING, 0])
             ring[1] += 1
-            return ring[0] + ring[1] % _ring(tag)
+            return ring[0] + ring[1] % RING
 
-    def _count(self, signature: Hashable, most: int) -> None:
+    def _count(self, signature: Hashable) -> None:
         counts = self._in_graph.setdefault(tf.compat.v1.get_default_graph(), Counter())
         counts[signature] += 1
-        if counts[signature] > most:
+        if counts[signature] > RING:
             raise ValueError(
-                f"a tf.function makes more than {most} collective operations that TensorFlow can't tell apart "
+                f"a tf.function makes more than {RING} collective operations that TensorFlow can't tell apart "
                 f"({signature}), and they may all be in progress at once.\n"
-                "What to do: reduce a list of tensors in one call, send with more tags, or make the calls in a loop "
-                "(tf.range)."
+                "What to do: reduce a list of tensors in one call, or make the calls in a loop (tf.range)."
             )
 
-    def lane(self, alone: bool) -> tf.Tensor:
-        """Return a resource by which TensorFlow orders the operations of a graph: not that of the last calls.
-
-        Args:
-            alone: one that no other operation gets.
-        """
-        if alone:
-            with tf.init_scope():
-                own = compat.plain_variable(tf.constant(0, tf.int32))
-            self._own_lanes.setdefault(tf.compat.v1.get_default_graph(), []).append(own)
-            return own.handle
+    def lane(self) -> tf.Tensor:
+        """Return a resource by which TensorFlow orders the operations of a graph: not that of the last calls."""
         self._used += 1
         return self._lanes[1 + self._used % (_LANES - 1)].handle
 
     def touch(self) -> None:
         """Add an operation that TensorFlow keeps in a graph, in the group's own order."""
         self._lanes[0].assign_add(0, read_value=False)
-
-
-def _ring(tag: int | None) -> int:
-    return RING if tag is None else RING_OF_A_TAG
-
-
-def _place(tag: int | None) -> int:
-    """Return a tag's slot: nearby tags get different ones, and the ranks agree on the full tag."""
-    return 0 if tag is None else tag % _TAGS
 
 
 _making = threading.Lock()
@@ -147,10 +127,11 @@ _sequences: weakref.WeakKeyDictionary[Runtime, dict[Group, Sequence]] = weakref.
 def sequence_of(runtime: Runtime, group: Group) -> Sequence:
     """Return the sequence of a group, made at its first use.
 
-    It outlives the group: TensorFlow remembers what the group's keys stand for.
+    It outlives the group: TensorFlow remembers what the group's keys stand for. In a pair, each side has keys of its
+    own for what it sends.
     """
     with _making:  # or two threads might each make one
         sequences = _sequences.setdefault(runtime, {})
         if group not in sequences:
-            sequences[group] = Sequence(runtime)
+            sequences[group] = Sequence(runtime, 1 + (0 if group.tag is None else group.rank * _KEYS_OF_A_SENDER))
         return sequences[group]

@@ -65,7 +65,7 @@ def start(runtime: Runtime) -> None:
         raise ClusterError(
             f"rank {cluster.rank} on host {cluster.host} finds no free port for TensorFlow's server: "
             f"{error.strerror}.\n"
-            "What to do: let NPU_DEVICE_PORT_RANGE have a port for each rank of a host, plus one."
+            "What to do: let NPU_DEVICE_PORT_RANGE have two ports for each rank of a host, plus one."
         ) from error
     try:
         ports = runtime.store.gather("server/ports", reserved.number, timeout)

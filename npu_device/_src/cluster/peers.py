@@ -1,0 +1,280 @@
+"""Direct connections between ranks, for short messages that shouldn't take the way through the hub.
+
+Each connection has one direction. A rank connects to another one when it first sends to it, and both prove that they
+belong to the job. A thread for each incoming connection puts its messages into inboxes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+from npu_device._src import environment
+from npu_device._src.cluster import frames
+from npu_device._src.cluster.channel import Channel
+from npu_device._src.cluster.description import Cluster
+from npu_device._src.cluster.errors import ClusterError, PeerError
+from npu_device._src.cluster.handshake import AttemptFailedError, TimedConnection, admit, authenticate, resolve
+from npu_device._src.cluster.health import Health
+from npu_device._src.cluster.ports import join_address, listen_for_ranks
+
+_HEADER = struct.Struct("<QI")  # number of the inbox; length in bytes
+_TOKEN_BYTES = 16
+_CONNECT_SECONDS = 3.0
+_PAUSE_SECONDS = 0.2
+_SEND_SECONDS = 60.0
+_CHECK_SECONDS = 0.1
+_STRANGERS = 256  # connections at once that aren't those of ranks
+_NEWS_SECONDS = 5.0  # by then the hub has told which rank has ended
+
+_log = logging.getLogger("npu_device")
+
+
+class Inbox:
+    """Messages that have arrived on this rank, in the order of each sender."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._messages: defaultdict[int, deque[bytes]] = defaultdict(deque)
+        self.news = 0
+
+    def put(self, rank: int, message: bytes) -> None:
+        """Add a message from a rank."""
+        self._messages[rank].append(message)
+        self.wake()
+
+    def first(self, rank: int) -> bytes | None:
+        """Return the oldest message from a rank; None if there is none."""
+        messages = self._messages[rank]
+        return messages[0] if messages else None
+
+    def take(self, rank: int) -> bytes:
+        """Remove the oldest message from a rank, and return it."""
+        return self._messages[rank].popleft()
+
+    def wake(self) -> None:
+        """Let waiting threads look again."""
+        with self._changed:
+            self.news += 1
+            self._changed.notify_all()
+
+    def wait(self, seen: int, seconds: float) -> bool:
+        """Wait until ``news`` is no longer ``seen``; return False if the time is up."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.news != seen, seconds)
+
+
+class Peers:
+    """This rank's connections to the others.
+
+    Args:
+        cluster: the ranks.
+        health: failures of the ranks.
+        secret: the job's secret.
+    """
+
+    def __init__(self, cluster: Cluster, health: Health, secret: bytes) -> None:
+        self._cluster, self._health, self._secret = cluster, health, secret
+        self._pid = os.getpid()
+        self._listener: socket.socket | None = None
+        self._others: Sequence[tuple[int, str]] = ()  # each rank's port and token
+        self._outgoing: dict[int, socket.socket] = {}
+        self._incoming: list[socket.socket] = []
+        self._sending: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+        self._inboxes: dict[int, Inbox] = {}
+        self._lock = threading.Lock()
+        self._lost: dict[int, str] = {}
+        self._closed = False
+        myself = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _close_in_fork(myself()))
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Return each rank's ``host:port``; empty before ``open``."""
+        return tuple(join_address(host, port) for host, (port, _) in zip(self._cluster.addresses, self._others))
+
+    def open(self, store: Channel, timeout: float) -> None:
+        """Let the other ranks connect. Every rank calls this.
+
+        Args:
+            store: the control channel.
+            timeout: seconds to wait for the other ranks.
+
+        Raises:
+            ClusterError: no port is free, or a rank has gone.
+            TimeoutError: a rank didn't come in time.
+        """
+        try:
+            ports = environment.NPU_DEVICE_PORT_RANGE.get() or (0, 0)
+            self._listener = listen_for_ranks(self._cluster.addresses, ports)
+        except OSError as error:
+            raise ClusterError(
+                f"{self._me()} finds no free port for the other ranks' messages: {error.strerror}.\n"
+                "What to do: let NPU_DEVICE_PORT_RANGE have two ports for each rank of a host, plus one."
+            ) from error
+        mine = self._listener.getsockname()[1], secrets.token_hex(_TOKEN_BYTES)
+        self._others = [(int(port), str(token)) for port, token in store.gather("peers", mine, timeout)]
+        self._health.on_stop(lambda _: self._wake_all())
+        threading.Thread(target=self._accept, args=(self._listener,), name="npu_device-peers", daemon=True).start()
+
+    def inbox(self, number: int) -> Inbox:
+        """Return the inbox of a number of 64 bits, which sender and receiver share; made at its first use."""
+        with self._lock:
+            return self._inboxes.setdefault(number, Inbox())
+
+    def forget(self, number: int) -> None:
+        """Drop an inbox and its messages."""
+        with self._lock:
+            self._inboxes.pop(number, None)
+
+    def send(self, rank: int, number: int, message: bytes) -> None:
+        """Send a message into another rank's inbox.
+
+        Raises:
+            PeerError: the rank has failed or ended.
+            ClusterError: it can't be reached.
+        """
+        with self._sending[rank]:
+            try:
+                if rank not in self._outgoing:
+                    self._outgoing[rank] = self._connected(rank)
+                self._outgoing[rank].sendall(_HEADER.pack(number, len(message)) + message)
+            except OSError as error:
+                self._raise_for(rank, str(error))
+
+    def wait(self, inbox: Inbox, rank: int) -> None:
+        """Wait until a rank's message is in an inbox.
+
+        Raises:
+            PeerError: a rank of the job has failed or ended.
+            ClusterError: the rank can't be reached any more.
+        """
+        while True:
+            seen = inbox.news
+            if inbox.first(rank) is not None:
+                return
+            self.check(rank)
+            inbox.wait(seen, _CHECK_SECONDS)
+
+    def check(self, rank: int) -> None:
+        """Check that a rank's message can still come.
+
+        Raises:
+            PeerError: a rank of the job has failed or ended.
+            ClusterError: the rank can't be reached any more.
+        """
+        self._health.require_running()
+        if rank in self._lost:
+            self._raise_for(rank, self._lost[rank])
+
+    def close(self) -> None:
+        """Close all connections; only this rank's own threads notice at once."""
+        self._closed = True
+        mine = os.getpid() == self._pid
+        for one in [self._listener, *self._incoming, *self._outgoing.values()]:
+            if one is not None and mine:
+                with contextlib.suppress(OSError):  # wakes the thread that reads from it
+                    one.shutdown(socket.SHUT_RDWR)
+            if one is not None:
+                one.close()
+
+    def _connected(self, rank: int) -> socket.socket:
+        """Return a connection to a rank; its threads may be slow to answer, or stopped for a while."""
+        (port, token), host = self._others[rank], self._cluster.addresses[rank]
+        until = time.monotonic() + environment.HCCL_CONNECT_TIMEOUT.get()
+        while True:
+            try:
+                return self._connect(host, port, self._secret + token.encode())
+            except (AttemptFailedError, OSError) as error:
+                self._health.require_running()
+                if time.monotonic() > until:
+                    self._raise_for(rank, f"no connection to {join_address(host, port)}: {error}")
+                time.sleep(_PAUSE_SECONDS)
+
+    def _connect(self, host: str, port: int, secret: bytes) -> socket.socket:
+        family, address = resolve(host, port, _CONNECT_SECONDS)[0]
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(_CONNECT_SECONDS)
+            connection.connect(address)
+            frames.keep_alive(connection)
+            authenticate(TimedConnection(connection), secret, rank=self._cluster.rank)
+            connection.settimeout(_SEND_SECONDS)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            if len(self._incoming) > self._cluster.world_size + _STRANGERS:
+                connection.close()
+                continue
+            self._incoming.append(connection)
+            threading.Thread(target=self._serve, args=(connection,), name="npu_device-peer", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Read what a rank sends, until it closes the connection."""
+        rank, reason = None, "it has closed its connection"
+        try:
+            frames.keep_alive(connection)
+            line = TimedConnection(connection, frames.LIMIT_BEFORE_PROOF)
+            said = admit(line, self._secret + self._others[self._cluster.rank][1].encode())
+            rank = int(said["rank"])
+            connection.settimeout(None)
+            stream = connection.makefile("rb")
+            while header := stream.read(_HEADER.size):
+                number, length = _HEADER.unpack(header)
+                message = stream.read(length)
+                if len(message) == length:
+                    self.inbox(number).put(rank, message)
+        except (AttemptFailedError, OSError, ValueError, KeyError, struct.error) as error:
+            reason = str(error)
+        self._incoming.remove(connection)
+        connection.close()
+        if rank is None:
+            _log.debug("%s refused a connection: %s", self._me(), reason)
+        elif not self._closed:
+            self._lost[rank] = reason
+            self._wake_all()
+
+    def _wake_all(self) -> None:
+        with self._lock:
+            inboxes = list(self._inboxes.values())
+        for inbox in inboxes:
+            inbox.wake()
+
+    def _raise_for(self, rank: int, reason: str) -> None:
+        """Raise the error for a rank that can't be reached. Usually it has ended, and the hub tells so soon."""
+        end = time.monotonic() + _NEWS_SECONDS
+        while time.monotonic() < end:
+            self._health.require_running()
+            time.sleep(_CHECK_SECONDS)
+        raise PeerError(
+            f"{self._me()} has lost its connection to rank {rank} on host {self._cluster.hosts[rank]}: {reason}.\n"
+            "Likely cause: the network between the two, or a rank that has just ended.\n"
+            f"What to do: look at the output of rank {rank}; let the two hosts reach each other's ports "
+            "(NPU_DEVICE_PORT_RANGE)."
+        )
+
+    def _me(self) -> str:
+        return f"rank {self._cluster.rank} on host {self._cluster.host}"
+
+
+def _close_in_fork(peers: Peers | None) -> None:
+    """Close this forked child's copies, or the others would not see the connections close."""
+    if peers is not None:
+        peers.close()

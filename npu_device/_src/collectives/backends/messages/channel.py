@@ -1,0 +1,74 @@
+"""The connection of a group's members: rounds in which each one sends to one other, and knows of twice as many."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator, Iterator
+
+import numpy as np
+
+from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.group import Group
+
+Waiting = Iterator[int]
+"""A program that pauses where it would have to wait, and yields the rank whose message it needs."""
+
+
+def inbox_number(group: Group) -> int:
+    """Return the number of a group's inboxes, the same on all members: 64 bits."""
+    name = repr((group.name, group.ranks)).encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+
+
+class Channel:
+    """One member's end.
+
+    Args:
+        runtime: the running cluster.
+        group: the members.
+
+    Attributes:
+        size: number of members.
+        rank: this member's number.
+    """
+
+    def __init__(self, runtime: Runtime, group: Group) -> None:
+        self.size, self.rank = group.size, group.rank
+        self._peers, self._ranks = runtime.peers, group.ranks
+        self._number = inbox_number(group)
+        self._inbox = self._peers.inbox(self._number)
+
+    def gather(self, row: np.ndarray) -> Generator[int, None, np.ndarray]:
+        """Return all members' rows, uint8, shape [size, n], given this member's, shape [n]; n is the same on all."""
+        known = [row.tobytes()]  # of this member, the one before it, and so on
+        while len(known) < self.size:
+            distance = len(known)
+            to, source = (self._ranks[(self.rank + step) % self.size] for step in (distance, -distance))
+            self._peers.send(to, self._number, b"".join(known[: self.size - distance]))
+            while self._inbox.first(source) is None:
+                yield source
+            message = self._inbox.take(source)
+            known += [message[first : first + row.nbytes] for first in range(0, len(message), row.nbytes)]
+        rows = np.frombuffer(b"".join(known), np.uint8).reshape(self.size, -1)
+        return rows[(self.rank - np.arange(self.size)) % self.size]
+
+    def advance(self, program: Waiting, block: bool) -> bool:
+        """Run a program to its end, or as far as it goes without blocking; return whether it has ended.
+
+        The next call resumes a paused program.
+
+        Raises:
+            PeerError: a rank of the job has failed or ended, or can't be reached any more.
+        """
+        for source in program:
+            if not block:
+                return False
+            self._peers.wait(self._inbox, source)
+        return True
+
+    def settle(self) -> None:
+        """Do nothing: what the members share is no secret to be withdrawn."""
+
+    def close(self) -> None:
+        """Drop what has arrived."""
+        self._peers.forget(self._number)

@@ -1,0 +1,72 @@
+"""The slots of a mailbox as messages between two ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from npu_device._src.cluster.peers import Peers
+from npu_device._src.collectives.backends.arrays.mailbox import SLOT_BYTES
+
+_SLICE_SECONDS = 0.1
+_BRIEFLY_SECONDS = 0.001
+
+
+class MessageSlots:
+    """One side's end, as ``arrays.mailbox.Slots`` describes it.
+
+    Args:
+        peers: the connections to the other ranks.
+        other: the rank of the other side.
+        number: of the inboxes of the two.
+    """
+
+    def __init__(self, peers: Peers, other: int, number: int) -> None:
+        self._peers, self._other, self._number = peers, other, number
+        self._inbox = peers.inbox(number)
+        self._slot = np.empty(SLOT_BYTES, np.uint8)
+        self._seen = 0
+
+    def look(self) -> None:
+        """Note what there is now."""
+        self._seen = self._inbox.news
+
+    def arrived(self) -> np.ndarray | None:
+        """Return the next message of the other side."""
+        message = self._inbox.first(self._other)
+        return None if message is None else np.frombuffer(message, np.uint8)
+
+    def emptied(self) -> None:
+        """Drop the message that has arrived."""
+        self._inbox.take(self._other)
+
+    def free(self) -> np.ndarray | None:
+        """Return memory to be filled."""
+        return self._slot
+
+    def filled(self, size: int) -> None:
+        """Send the message."""
+        self._peers.send(self._other, self._number, self._slot[:size].tobytes())
+
+    def tell(self) -> None:
+        """Do nothing: the message tells."""
+
+    def wake(self) -> None:
+        """Wake this side's waiting thread."""
+        self._inbox.wake()
+
+    def wait(self, first: bool, briefly: bool) -> bool:
+        """Wait for something new, but not for long; return False if nothing came."""
+        del first
+        return self._inbox.wait(self._seen, _BRIEFLY_SECONDS if briefly else _SLICE_SECONDS)
+
+    def check(self) -> None:
+        """Check that the other side's messages can still come.
+
+        Raises:
+            PeerError: a rank of the job has failed or ended, or can't be reached any more.
+        """
+        self._peers.check(self._other)
+
+    def close(self) -> None:
+        """Drop what has arrived."""
+        self._peers.forget(self._number)

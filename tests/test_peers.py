@@ -1,0 +1,71 @@
+"""The ranks' direct connections: who may send, and what happens when one is lost."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+from pool import Pool
+
+
+def body_strangers() -> tuple[list[bool], list[float]]:
+    """Let strangers connect to this rank; return whether each was turned away, and sums after that."""
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device._src.cluster import frames
+    from npu_device._src.cluster.handshake import AttemptFailedError, TimedConnection, authenticate
+    from npu_device._src.cluster.runtime import current
+
+    running = current()
+    assert running is not None
+    host, _, port = running.peers.addresses[running.cluster.rank].rpartition(":")
+    turned_away = []
+    for said in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2{}", frames.encode({"npu_device": 2, "nonce": 7}), None):
+        with socket.create_connection((host, int(port)), 10) as stranger:
+            if said is None:
+                with pytest.raises(AttemptFailedError):
+                    authenticate(TimedConnection(stranger), b"a wrong secret", rank=1 - running.cluster.rank)
+                turned_away.append(True)
+            else:
+                stranger.sendall(said)
+                turned_away.append(stranger.recv(1) == b"")
+    return turned_away, npu.distribute.all_reduce(tf.ones([2]), "sum").numpy().tolist()
+
+
+def test_strangers_are_turned_away(tensorflow_ranks: Pool) -> None:
+    for turned_away, sums in tensorflow_ranks.run(body_strangers):
+        assert turned_away == [True] * 4
+        assert sums == [tensorflow_ranks.size] * 2
+
+
+def body_lost() -> tuple[str, float]:
+    """Close this rank's connections behind its back; return the error of the next sum, and how long it took."""
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device._src.cluster.runtime import current
+
+    running = current()
+    assert running is not None
+    began = time.monotonic()
+    for connection in running.peers._outgoing.values():
+        connection.shutdown(socket.SHUT_RDWR)
+    try:
+        npu.distribute.all_reduce(tf.ones([300]), "sum")
+    except RuntimeError as error:
+        return str(error), time.monotonic() - began
+    return "", 0.0
+
+
+def test_a_lost_connection_is_an_error_on_both_sides() -> None:
+    pool = Pool(2, "3", NPU_DEVICE_BACKEND="tensorflow")
+    try:
+        results = pool.run(body_lost)
+    finally:
+        pool.close()
+    for rank, (error, seconds) in enumerate(results):
+        assert f"has lost its connection to rank {1 - rank} on host" in error
+        assert "NPU_DEVICE_PORT_RANGE" in error
+        assert seconds < 20
