@@ -82,11 +82,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Return how many processes run tests side by side with ``-n auto``: one a core, as far as the memory reaches. With
-    one more, the suite is no faster: what it gains in waiting it loses in processor time.
+    """Return how many processes run tests side by side with ``-n auto``: one a core, and one for the tests that mostly
+    wait (the group "waiting"), as far as the memory reaches.
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(len(os.sched_getaffinity(0)), memory // _WORKER_BYTES))
+    return max(1, min(len(os.sched_getaffinity(0)) + 1, memory // _WORKER_BYTES))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

@@ -21,6 +21,8 @@ from ranks import clean_environment, table_environment
 from npu_device._src.environment import TF_GRPC_DEFAULT_OPTIONS
 from npu_device.testing.hosts import address, can_be_made, cut_off, hosts, on_host
 
+pytestmark = pytest.mark.xdist_group("waiting")
+
 BEGIN = """
 import os, sys, time
 import tensorflow as tf

@@ -12,6 +12,8 @@ import job
 import pytest
 from conftest import CHOSEN_BACKEND
 
+pytestmark = pytest.mark.xdist_group("waiting")
+
 BEGIN = """
 import os, sys, time
 import tensorflow as tf

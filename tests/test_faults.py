@@ -10,6 +10,8 @@ import job
 import pytest
 from test_failures import BEGIN
 
+pytestmark = pytest.mark.xdist_group("waiting")
+
 ALL = """
 npu.distribute.all_reduce(one, "sum")
 """

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from launcher import is_running, npurun, script, wait_for_files, without_hint
 
+pytestmark = pytest.mark.xdist_group("waiting")
+
 # What npu_device leaves for the launcher when a rank raises (npu_device._src.cluster.health).
 RECORD = """
     import json, os, sys, time

@@ -10,6 +10,8 @@ import pytest
 from launcher import is_running, npurun, script, start, wait_for_files, wait_until
 from ranks import free_port
 
+pytestmark = pytest.mark.xdist_group("waiting")
+
 HOSTS = ("--hosts", "one:2,me@two:2", "--master-addr", "127.0.0.1")
 WAITS = """
     import os, time

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from launcher import NPURUN, environment, npurun, script, start, wait_until, without_hint
 
+pytestmark = pytest.mark.xdist_group("waiting")
+
 
 def of_rank(output: bytes, rank: int) -> list[bytes]:
     prefix = b"[%d] " % rank

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from launcher import is_running, npurun, script, start, wait_for_files, wait_until
 
+pytestmark = pytest.mark.xdist_group("waiting")
+
 # Stands for a script with JobCheckpoint: ends its step when asked, writes a checkpoint, and ends with 75.
 SCRIPT = """
     import os, pathlib, signal, subprocess, sys, time

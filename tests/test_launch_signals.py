@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from launcher import is_running, script, start, wait_for_files, wait_until
 
+pytestmark = pytest.mark.xdist_group("waiting")
+
 WAITING = """
     import os, signal, subprocess, sys, time
     here, mode = sys.argv[1:]

@@ -22,6 +22,8 @@ from ranks import LEAN, clean_environment, free_port
 
 from benchmarks import mpiexecs
 
+pytestmark = pytest.mark.xdist_group("waiting")
+
 HERE = Path(__file__).parent
 WORKER = [sys.executable, str(HERE / "rendezvous_worker.py")]
 SRUN = [sys.executable, str(HERE / "fake_srun.py")]

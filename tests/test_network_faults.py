@@ -14,6 +14,8 @@ from ranks import free_port
 
 from npu_device.testing.proxy import Proxy
 
+pytestmark = pytest.mark.xdist_group("waiting")
+
 SCRIPT = """
 import os, sys, time
 import tensorflow as tf

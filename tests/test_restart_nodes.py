@@ -15,6 +15,8 @@ from ranks import free_port
 
 from npu_device.testing import hosts
 
+pytestmark = pytest.mark.xdist_group("waiting")
+
 LIMIT = 120.0
 
 # A job of ranks that wait for each other through files, without npu_device: "ready.<count>.<rank>".

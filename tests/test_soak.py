@@ -12,6 +12,8 @@ from launcher import environment, script
 
 from npu_device.testing.hosts import can_be_made
 
+pytestmark = pytest.mark.xdist_group("waiting")
+
 SOAK = (sys.executable, "-m", "npu_device.testing.soak")
 
 COUNTING = """

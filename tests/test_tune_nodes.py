@@ -13,6 +13,8 @@ from ranks import free_port
 
 from npu_device.launch.tune_nodes import TuningFollower, TuningLeader, TuningRun
 
+pytestmark = pytest.mark.xdist_group("waiting")
+
 
 def test_nodes_run_the_same_jobs_whatever_an_earlier_tuning_has_left(tmp_path: Path) -> None:
     for old in ("node1", "session.json", "job_old_0.json"):

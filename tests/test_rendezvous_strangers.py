@@ -1,0 +1,149 @@
+"""Who comes to the rendezvous and can't prove that it belongs there, or answers in the hub's place."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rendezvous_ranks import (
+    by_table,
+    connect,
+    one_error,
+    started,
+    the_port,
+)
+
+from npu_device._src.cluster import frames
+
+pytestmark = pytest.mark.xdist_group("waiting")
+start = pytest.fixture(started, name="start")
+
+
+def test_unknown_clients_are_ignored(start: Any, tmp_path: Path) -> None:
+    """Nobody who can't prove the secret is answered, and none of them holds anybody up."""
+    chief = start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="20"))
+    address = ("127.0.0.1", the_port(tmp_path))
+    silent = connect(address)
+    for says in (
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\xff\xff\xff\xff" + b"x" * 1000,  # a length of 4 GiB
+        b"\x00\x00\x10\x00" + b"[" * 4096,
+        b"\x00\x00\x00\x0c" + b'{"magic": 1}',
+        b"\x00\x00\x00\x02[]",
+        b"x" * 70000,
+    ):
+        with connect(address) as client:
+            client.settimeout(5)
+            with contextlib.suppress(ConnectionError):
+                client.sendall(says)
+                assert client.recv(100) == b""  # hung up, without an answer
+    slow = connect(address)
+    slow.sendall(b"\x00\x00")
+    began = time.monotonic()
+    other = start(by_table(tmp_path, 2, 1, HCCL_CONNECT_TIMEOUT="20"))
+    assert "cluster" in chief.report()
+    assert "cluster" in other.report()
+    assert time.monotonic() - began < 8
+    silent.close()
+    slow.close()
+
+
+@pytest.mark.slow
+def test_an_unknown_client_that_sends_nothing_has_five_seconds(start: Any, tmp_path: Path) -> None:
+    start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="20"))
+    began = time.monotonic()
+    with connect(("127.0.0.1", the_port(tmp_path))) as client:
+        client.settimeout(10)
+        assert client.recv(100) == b""
+    assert 4 < time.monotonic() - began < 8
+
+
+def _greet(address: tuple[str, int], secret: bytes) -> tuple[socket.socket, list[bytes], bytes]:
+    """Prove a secret; the connection, what was said, and the first bytes of the answer."""
+    connection = connect(address)
+    connection.settimeout(10)
+    said = [frames.encode({"npu_device": frames.PROTOCOL, "nonce": "mine"})]
+    connection.sendall(said[0])
+    nonce = json.loads(connection.recv(1000)[4:])["nonce"]
+    said.append(frames.encode({"proof": frames.proof(secret, "client", "mine", nonce)}))
+    connection.sendall(said[1])
+    return connection, said, connection.recv(1000)
+
+
+def test_a_wrong_proof_and_a_replayed_one_are_refused_without_an_answer(start: Any, tmp_path: Path) -> None:
+    chief = start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="20", NPU_DEVICE_SECRET="the secret"))
+    address = ("127.0.0.1", the_port(tmp_path))
+    wrong, _, answer = _greet(address, b"another secret")
+    assert answer == b""
+    right, said, answer = _greet(address, b"the secret")
+    assert b"proof" in answer
+    with connect(address) as replayed:
+        replayed.settimeout(10)
+        replayed.sendall(said[0])
+        nonce = json.loads(replayed.recv(1000)[4:])["nonce"]
+        replayed.sendall(said[1])
+        assert replayed.recv(1000) == b""
+    assert b"tests" not in nonce.encode() + answer, "the job's name is for those who have proved the secret"
+    wrong.close()
+    right.close()
+    other = start(by_table(tmp_path, 2, 1, HCCL_CONNECT_TIMEOUT="20", NPU_DEVICE_SECRET="the secret"))
+    assert "cluster" in chief.report()
+    assert "cluster" in other.report()
+
+
+@pytest.mark.slow
+def test_another_secret(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("the secret\n")
+    chief = start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="6", NPU_DEVICE_SECRET_FILE=str(tmp_path / "secret")))
+    stray = start(by_table(tmp_path, 2, 1, NPU_DEVICE_SECRET="another"))
+    text = stray.report()["error"]
+    assert "this rank's proof of the job's secret was refused" in text
+    assert "NPU_DEVICE_SECRET_FILE" in text
+    text = one_error([chief])
+    assert "  rank 1 on host here: missing\n" in text
+    assert "  an unknown client at 127.0.0.1 could not prove that it knows the job's secret; not counted" in text
+    assert "the secret" not in text.replace("the job's secret", "")
+
+
+def test_somebody_in_the_hubs_place_who_does_not_know_the_secret(start: Any, tmp_path: Path) -> None:
+    """The rank proves its secret first; what it says about itself comes only after the hub's proof."""
+    environment = by_table(tmp_path, 2, 1, NPU_DEVICE_SECRET="the secret")
+    received = set()
+    with socket.create_server(("127.0.0.1", the_port(tmp_path))) as listener:
+        listener.settimeout(0.5)
+        rank = start(environment)
+        while rank.process.poll() is None:
+            with contextlib.suppress(socket.timeout):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.settimeout(5)
+                    connection.recv(1000)
+                    connection.sendall(frames.encode({"nonce": "theirs"}))
+                    connection.recv(1000)
+                    connection.sendall(frames.encode({"proof": frames.proof(b"a guess", "hub", "x", "theirs")}))
+                    received.add(connection.recv(1000))
+    assert received == {b""}
+    assert "can't prove that it knows the job's secret" in rank.report()["error"]
+
+
+def test_very_many_unknown_clients_at_once(start: Any, tmp_path: Path) -> None:
+    chief = start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="20"))
+    clients = [connect(("127.0.0.1", the_port(tmp_path))) for _ in range(400)]
+    other = start(by_table(tmp_path, 2, 1, HCCL_CONNECT_TIMEOUT="20"))
+    assert "cluster" in chief.report()
+    assert other.report()["seconds"] < 4
+    for client in clients:
+        client.close()
+
+
+def test_unknown_clients_are_named_when_a_rank_is_missing(start: Any, tmp_path: Path) -> None:
+    chief = start(by_table(tmp_path, 2, 0))
+    with connect(("127.0.0.1", the_port(tmp_path))) as client:
+        client.sendall(b"hello?\n")
+        text = one_error([chief])
+    assert "  an unknown client at 127.0.0.1 talks another protocol; not counted" in text
