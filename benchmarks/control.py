@@ -17,7 +17,7 @@ import time
 from multiprocessing.connection import Connection, wait
 from typing import Any, Callable
 
-from npu_device._src.cluster.channel import Channel
+from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Membership
 from npu_device._src.cluster.hub_process import HubProcess
 from npu_device._src.cluster.rendezvous import meet
@@ -35,7 +35,7 @@ class _Rank:
 
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
-        self.channel: Channel | None = None
+        self.channel: ControlChannel | None = None
         self.failed = threading.Event()
         self.failed_at = 0.0
 
@@ -82,7 +82,7 @@ class _Rank:
         self._open.close()
 
     @property
-    def _open(self) -> Channel:
+    def _open(self) -> ControlChannel:
         assert self.channel is not None
         return self.channel
 

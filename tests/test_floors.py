@@ -119,8 +119,8 @@ def test_imports_go_down() -> None:
 @pytest.mark.parametrize(
     ("file", "target", "allowed"),
     [
-        ("npu_device/_src/cluster/channel.py", "npu_device/_src/environment/own.py", True),
-        ("npu_device/_src/cluster/channel.py", "npu_device/_src/collectives/group.py", False),
+        ("npu_device/_src/cluster/control_channel.py", "npu_device/_src/environment/own.py", True),
+        ("npu_device/_src/cluster/control_channel.py", "npu_device/_src/collectives/group.py", False),
         ("npu_device/_src/gradients/order.py", "npu_device/_src/trace/steps.py", True),
         ("npu_device/_src/trace/steps.py", "npu_device/_src/gradients/order.py", False),
         ("npu_device/_src/training/device.py", "npu_device/distribute/hccl.py", False),

@@ -71,7 +71,7 @@ def auto(directory: str) -> dict[str, Any]:
         for split in (mine, elsewhere, other_backend):
             save(split)
     try:
-        split_choice.share(running)
+        split_choice.send_splits(running)
         return {
             name: cut_with("auto", [8] * count)
             for name, count in (("mine", 6), ("moved", 7), ("other backend", 8), ("changed", 9), ("few", 3))

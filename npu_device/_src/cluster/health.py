@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Callable
 
 from npu_device._src import environment
-from npu_device._src.cluster.channel import Channel
+from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.frames import ranges, ranks_of
@@ -35,7 +35,7 @@ _ALIVE_SECONDS = 10.0
 class Health:
     """This rank's view of the others, and its reports to them."""
 
-    def __init__(self, cluster: Cluster, channel: Channel) -> None:
+    def __init__(self, cluster: Cluster, channel: ControlChannel) -> None:
         self._cluster = cluster
         self._channel = channel
         self._pid = os.getpid()

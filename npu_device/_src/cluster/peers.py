@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from npu_device._src import environment
 from npu_device._src.cluster import frames
-from npu_device._src.cluster.channel import Channel
+from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.handshake import AttemptFailedError, TimedConnection, admit, authenticate, resolve
@@ -102,7 +102,7 @@ class Peers:
         """Return each rank's ``host:port``; empty before ``open``."""
         return tuple(join_address(host, port) for host, (port, _) in zip(self._cluster.addresses, self._others))
 
-    def open(self, store: Channel, timeout: float) -> None:
+    def open(self, store: ControlChannel, timeout: float) -> None:
         """Let the other ranks connect. Every rank calls this.
 
         Args:

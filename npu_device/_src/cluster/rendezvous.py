@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Callable
 
 from npu_device._src.cluster import frames
-from npu_device._src.cluster.channel import Channel
+from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster, Membership
 from npu_device._src.cluster.errors import PortTakenError, RendezvousError
 from npu_device._src.cluster.handshake import (
@@ -58,7 +58,7 @@ _NEXT_PROGRESS_SECONDS = 30.0
 _log = logging.getLogger("npu_device")
 
 
-def meet(membership: Membership, versions: Mapping[str, str] | None = None) -> tuple[Cluster, Channel]:
+def meet(membership: Membership, versions: Mapping[str, str] | None = None) -> tuple[Cluster, ControlChannel]:
     """Wait for all ranks of the job, and agree with them on its description.
 
     Args:
@@ -105,7 +105,7 @@ def installed_versions() -> dict[str, str]:
     return {"npu_device": __version__, "tensorflow": tensorflow}
 
 
-_Met = tuple[int, dict[str, Any], Channel]  # rank, roster
+_Met = tuple[int, dict[str, Any], ControlChannel]  # rank, roster
 
 
 def _start_hub(membership: Membership, search: _Search) -> _Met:
@@ -266,7 +266,7 @@ class _Search:
                 rank = int(answer["rank"])
             elif "roster" in answer and rank is not None:
                 roster = answer["roster"]
-                return rank, roster, Channel(line.connection, line.reader)
+                return rank, roster, ControlChannel(line.connection, line.reader)
             else:
                 raise AttemptFailedError(ANOTHER_PROGRAM)
 

@@ -7,7 +7,7 @@ import logging
 import os
 from typing import Callable
 
-from npu_device._src.cluster.channel import Channel
+from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.health import Health
@@ -42,7 +42,7 @@ class Runtime:
         before_leaving: called with the runtime before this process leaves the job; not in a forked child.
     """
 
-    def __init__(self, cluster: Cluster, channel: Channel, serves_others: bool, secret: bytes) -> None:
+    def __init__(self, cluster: Cluster, channel: ControlChannel, serves_others: bool, secret: bytes) -> None:
         self.cluster = cluster
         self.store = channel
         self.health = Health(cluster, channel)
@@ -86,7 +86,7 @@ def require_unclosed() -> None:
         )
 
 
-def start(cluster: Cluster, channel: Channel, serves_others: bool, secret: bytes = b"") -> Runtime:
+def start(cluster: Cluster, channel: ControlChannel, serves_others: bool, secret: bytes = b"") -> Runtime:
     """Start the runtime of a job; see ``Runtime`` for the arguments."""
     global _runtime
     _runtime = Runtime(cluster, channel, serves_others, secret)

@@ -50,7 +50,7 @@ class _SharedSplits:
 _shared: tuple[Runtime, _SharedSplits] | None = None
 
 
-def share(runtime: Runtime) -> None:
+def send_splits(runtime: Runtime) -> None:
     """Send the splits that rank 0 knows to every rank, with ``NPU_DEVICE_SPLIT=auto``; called once the cluster runs.
 
     Args:

@@ -25,7 +25,7 @@ from npu_device._src.collectives.backends.mpi.world import world_of
 from npu_device._src.collectives.backends.shared_memory.host import detect_hosts
 from npu_device._src.collectives.backends.tensorflow import server
 from npu_device._src.collectives.stall import watch_for_stalls
-from npu_device._src.gradients.split_choice import share
+from npu_device._src.gradients.split_choice import send_splits
 from npu_device._src.membership import schemes
 from npu_device._src.options import global_options
 from npu_device._src.report.output import write_report
@@ -109,12 +109,12 @@ def open(device_id: int | None = None) -> NpuDeviceHandle:
         _handle = NpuDeviceHandle(_single_device_id(device_id), 1, 0)
     else:
         profiling = global_options().profiling_config
-        traced = settings(profiling.enable_profiling.typed, profiling.profiling_options.typed)
+        trace_settings = settings(profiling.enable_profiling.typed, profiling.profiling_options.typed)
         try:
             runtime.require_unclosed()
             compat.renew_context_of_graphs()
             cluster, channel = rendezvous.meet(mine)
-            _begin(runtime.start(cluster, channel, mine.starts_hub, mine.secret), traced)
+            _begin(runtime.start(cluster, channel, mine.starts_hub, mine.secret), trace_settings)
         except (ClusterError, TimeoutError) as error:
             raise type(error)(f"Failed open npu device {mine.device_id}: {error}") from error
         _handle = NpuDeviceHandle(cluster.device_id, cluster.world_size, cluster.rank)
@@ -137,7 +137,7 @@ def _require_same_job(opened: NpuDeviceHandle, device_id: int | None) -> None:
         )
 
 
-def _begin(running: Runtime, traced: Settings | None) -> None:
+def _begin(running: Runtime, trace_settings: Settings | None) -> None:
     """Prepare the first collective together with the other ranks; a rank that fails here tells the others."""
     try:
         watch_for_stalls(running)
@@ -154,8 +154,8 @@ def _begin(running: Runtime, traced: Settings | None) -> None:
             running.peers.open(running.store, environment.HCCL_CONNECT_TIMEOUT.get())
         if needs_server:
             server.start(running)
-        share(running)
-        _start_trace(running, traced)
+        send_splits(running)
+        _start_trace(running, trace_settings)
         watch_for_training_alone(running)
     except BaseException as error:
         cause = runtime.abandon(error)

@@ -32,7 +32,7 @@ class _Waiter:
         self.answer: dict[str, Any] | None = None
 
 
-class Channel:
+class ControlChannel:
     """The connection to the hub after the rendezvous.
 
     Args:
@@ -258,7 +258,7 @@ class Channel:
             _log.exception("could not handle a message from the job's hub")
 
 
-def _close_in_fork(channel: Channel | None) -> None:
+def _close_in_fork(channel: ControlChannel | None) -> None:
     """Close this forked child's copy of the connection, or the hub would not see the parent's end close."""
     if channel is not None:
         channel._problem = "this process is a fork of a rank, not a rank itself"
