@@ -39,6 +39,18 @@ def group(kind: str) -> Any:
     return runtime, Group(WORLD_GROUP if kind == "world" else "parity", ranks, ranks.index(rank))
 
 
+def all_to_all(runtime: Any, tensor: Any, mine: Any) -> Any:
+    """``all_to_all_v`` of equal blocks of the first dimension."""
+    import tensorflow as tf
+
+    from npu_device._src.collectives.all_to_all_v import all_to_all_v
+
+    counts = tf.fill([mine.size], tf.size(tensor) // mine.size)
+    places = tf.cumsum(counts, exclusive=True)
+    moved = all_to_all_v(runtime, tf.reshape(tensor, [-1]), counts, places, counts, places, mine)
+    return tf.ensure_shape(tf.reshape(moved, tf.shape(tensor)), tensor.shape)
+
+
 def in_graph(function: Any, **options: Any) -> Any:
     """A ``tf.function`` that doesn't rewrite the package's Python code, as it doesn't behind the public calls: that
     would take most of the time.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_bodies import apart, counts, group, in_graph
+from collective_bodies import all_to_all, apart, counts, group, in_graph
 from pool import Pool
 
 OPERATIONS = (
@@ -79,7 +79,6 @@ def body_gradients(mode: str) -> dict[str, Any]:
 
     from npu_device._src.collectives.all_gather import all_gather
     from npu_device._src.collectives.all_gather_v import all_gather_v
-    from npu_device._src.collectives.all_to_all import all_to_all
     from npu_device._src.collectives.all_to_all_v import all_to_all_v
     from npu_device._src.collectives.all_to_all_vc import all_to_all_vc
     from npu_device._src.collectives.broadcast import broadcast

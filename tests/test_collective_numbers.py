@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_bodies import FLOATS, INTEGERS, group, in_graph
+from collective_bodies import FLOATS, INTEGERS, all_to_all, group, in_graph
 from pool import Pool
 
 pytestmark = pytest.mark.both_backends
@@ -45,7 +45,6 @@ def body_operations(slots: bool, edge_bytes: int = SLOT) -> tuple[list[Any], int
     import npu_device as npu
     from npu_device._src.collectives.all_gather import all_gather
     from npu_device._src.collectives.all_reduce import all_reduce
-    from npu_device._src.collectives.all_to_all import all_to_all
     from npu_device._src.collectives.broadcast import broadcast
     from npu_device._src.collectives.reduce import reduce
     from npu_device._src.collectives.reduce_scatter import reduce_scatter

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_bodies import group, in_graph
+from collective_bodies import all_to_all, group, in_graph
 from pool import Pool
 
 EMPTY_DTYPES = ("float32", "int8", "bfloat16", "uint64", "bool")
@@ -19,7 +19,6 @@ def body_empty(mode: str) -> dict[str, Any]:
     from npu_device._src.collectives.all_gather import all_gather
     from npu_device._src.collectives.all_gather_v import all_gather_v
     from npu_device._src.collectives.all_reduce import all_reduce
-    from npu_device._src.collectives.all_to_all import all_to_all
     from npu_device._src.collectives.all_to_all_vc import all_to_all_vc
     from npu_device._src.collectives.broadcast import broadcast
     from npu_device._src.collectives.reduce import reduce
@@ -70,7 +69,6 @@ def body_unknown() -> dict[str, Any]:
     import tensorflow as tf
 
     from npu_device._src.collectives.all_gather import all_gather
-    from npu_device._src.collectives.all_to_all import all_to_all
     from npu_device._src.collectives.all_to_all_v import all_to_all_v
     from npu_device._src.collectives.broadcast import broadcast
     from npu_device._src.collectives.reduce_scatter import reduce_scatter

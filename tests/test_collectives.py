@@ -11,6 +11,7 @@ from collective_bodies import (
     INTEGERS,
     OTHERS,
     REDUCTIONS,
+    all_to_all,
     apart,
     as_they_are,
     counts,
@@ -51,7 +52,6 @@ def body_moves(kind: str, mode: str, dtypes: tuple[str, ...]) -> dict[str, dict[
 
     from npu_device._src.collectives.all_gather import all_gather
     from npu_device._src.collectives.all_gather_v import all_gather_v
-    from npu_device._src.collectives.all_to_all import all_to_all
     from npu_device._src.collectives.all_to_all_v import all_to_all_v
     from npu_device._src.collectives.all_to_all_vc import all_to_all_vc
     from npu_device._src.collectives.broadcast import broadcast
@@ -222,7 +222,6 @@ def body_loop() -> Any:
     import tensorflow as tf
 
     from npu_device._src.collectives.all_gather_v import all_gather_v
-    from npu_device._src.collectives.all_to_all import all_to_all
     from npu_device._src.collectives.reduce_scatter import reduce_scatter
 
     runtime, mine = group("world")
