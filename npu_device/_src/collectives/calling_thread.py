@@ -1,4 +1,4 @@
-"""Which thread of a rank makes a call: the calls of one group come in one order, and two threads have none.
+"""The thread of a rank that makes a call: the calls of one group come in one order, and two threads have none.
 
 The ranks compare the thread's name with the call. Threads that they could not tell apart are refused on all ranks.
 """
