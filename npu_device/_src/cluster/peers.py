@@ -1,7 +1,8 @@
 """Direct connections between ranks, for short messages that shouldn't take the way through the hub.
 
 Each connection has one direction. A rank connects to another one when it first sends to it, and both prove that they
-belong to the job. A thread for each incoming connection puts its messages into inboxes.
+belong to the job. Whoever waits for a message reads what the sender has sent, and puts what is for others into their
+inboxes: a thread of its own for that would take twice as long.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import logging
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -33,7 +35,7 @@ _CONNECT_SECONDS = 3.0
 _PAUSE_SECONDS = 0.2
 _SEND_SECONDS = 60.0
 _CHECK_SECONDS = 0.1
-_STRANGERS = 256  # connections at once that aren't those of ranks
+_MOST_ARRIVING = 256  # connections at once that haven't proved that they are those of ranks
 _NEWS_SECONDS = 5.0  # by then the hub has told which rank has ended
 
 _log = logging.getLogger("npu_device")
@@ -73,6 +75,43 @@ class Inbox:
             return self._changed.wait_for(lambda: self.news != seen, seconds)
 
 
+class _Incoming:
+    """A connection on which another rank sends.
+
+    Attributes:
+        reading: held by the thread that reads.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.reading = threading.Lock()
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        self._data = bytearray()
+
+    def read(self, seconds: float) -> list[tuple[int, bytes]]:
+        """Return the messages that arrive in so many seconds, or at once those that have arrived: inbox and content.
+
+        Raises:
+            OSError: the connection has ended.
+        """
+        if not self._poll.poll(1000 * seconds):
+            return []
+        data = self.connection.recv(1 << 18)
+        if not data:
+            raise ConnectionError("it has closed its connection")
+        self._data += data
+        messages = []
+        while len(self._data) >= _HEADER.size:
+            number, length = _HEADER.unpack_from(self._data)
+            end = _HEADER.size + length
+            if len(self._data) < end:
+                break
+            messages.append((number, bytes(self._data[_HEADER.size : end])))
+            del self._data[:end]
+        return messages
+
+
 class Peers:
     """This rank's connections to the others.
 
@@ -88,12 +127,13 @@ class Peers:
         self._listener: socket.socket | None = None
         self._others: Sequence[tuple[int, str]] = ()  # each rank's port and token
         self._outgoing: dict[int, socket.socket] = {}
-        self._incoming: list[socket.socket] = []
+        self._incoming: dict[int, _Incoming] = {}
+        self._arriving: set[socket.socket] = set()
+        self._followers = 0
         self._sending: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
         self._inboxes: dict[int, Inbox] = {}
         self._lock = threading.Lock()
         self._lost: dict[int, str] = {}
-        self._closed = False
         myself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _close_in_fork(myself()))
 
@@ -140,8 +180,7 @@ class Peers:
         """Send a message into another rank's inbox.
 
         Raises:
-            PeerError: the rank has failed or ended.
-            ClusterError: it can't be reached.
+            PeerError: a rank of the job has failed or ended, or can't be reached.
         """
         with self._sending[rank]:
             try:
@@ -155,32 +194,50 @@ class Peers:
         """Wait until a rank's message is in an inbox.
 
         Raises:
-            PeerError: a rank of the job has failed or ended.
-            ClusterError: the rank can't be reached any more.
+            PeerError: a rank of the job has failed or ended, or can't be reached any more.
         """
-        while True:
-            seen = inbox.news
-            if inbox.first(rank) is not None:
-                return
-            self.check(rank)
-            inbox.wait(seen, _CHECK_SECONDS)
+        while inbox.first(rank) is None:
+            if not self.read(inbox, rank, _CHECK_SECONDS) and inbox.first(rank) is None:
+                self.check(rank)
+
+    def read(self, inbox: Inbox, rank: int, seconds: float) -> bool:
+        """Wait for messages of a rank, for this inbox or others; return False if none comes in so many seconds."""
+        self._followers += 1
+        seen, incoming = inbox.news, self._incoming.get(rank)
+        if incoming is None or not incoming.reading.acquire(blocking=False):
+            found = inbox.wait(seen, seconds)  # woken when the rank has connected, or by the thread that reads
+            self._followers -= 1
+            return found
+        self._followers -= 1
+        try:
+            messages = incoming.read(seconds)
+            for number, message in messages:
+                self.inbox(number).put(rank, message)
+        except OSError as error:
+            messages = []
+            self._lost[rank] = str(error)
+            time.sleep(seconds)
+        finally:
+            incoming.reading.release()
+            if self._followers:
+                self._wake_all()
+        return bool(messages)
 
     def check(self, rank: int) -> None:
         """Check that a rank's message can still come.
 
         Raises:
-            PeerError: a rank of the job has failed or ended.
-            ClusterError: the rank can't be reached any more.
+            PeerError: a rank of the job has failed or ended, or can't be reached any more.
         """
         self._health.require_running()
         if rank in self._lost:
             self._raise_for(rank, self._lost[rank])
 
     def close(self) -> None:
-        """Close all connections; only this rank's own threads notice at once."""
-        self._closed = True
+        """Close all connections; in a forked child only its copies."""
         mine = os.getpid() == self._pid
-        for one in [self._listener, *self._incoming, *self._outgoing.values()]:
+        incoming = [one.connection for one in self._incoming.values()]
+        for one in [self._listener, *self._arriving, *incoming, *self._outgoing.values()]:
             if one is not None and mine:
                 with contextlib.suppress(OSError):  # wakes the thread that reads from it
                     one.shutdown(socket.SHUT_RDWR)
@@ -220,36 +277,23 @@ class Peers:
                 connection, _ = listener.accept()
             except OSError:
                 return
-            if len(self._incoming) > self._cluster.world_size + _STRANGERS:
-                connection.close()
-                continue
-            self._incoming.append(connection)
-            threading.Thread(target=self._serve, args=(connection,), name="npu_device-peer", daemon=True).start()
+            if len(self._arriving) == _MOST_ARRIVING:
+                self._arriving.pop().close()
+            self._arriving.add(connection)
+            threading.Thread(target=self._admit, args=(connection,), name="npu_device-peer", daemon=True).start()
 
-    def _serve(self, connection: socket.socket) -> None:
-        """Read what a rank sends, until it closes the connection."""
-        rank, reason = None, "it has closed its connection"
+    def _admit(self, connection: socket.socket) -> None:
+        """Let whoever connects prove that it is a rank of the job."""
         try:
             frames.keep_alive(connection)
             line = TimedConnection(connection, frames.LIMIT_BEFORE_PROOF)
             said = admit(line, self._secret + self._others[self._cluster.rank][1].encode())
-            rank = int(said["rank"])
-            connection.settimeout(None)
-            stream = connection.makefile("rb")
-            while header := stream.read(_HEADER.size):
-                number, length = _HEADER.unpack(header)
-                message = stream.read(length)
-                if len(message) == length:
-                    self.inbox(number).put(rank, message)
-        except (AttemptFailedError, OSError, ValueError, KeyError, struct.error) as error:
-            reason = str(error)
-        self._incoming.remove(connection)
-        connection.close()
-        if rank is None:
-            _log.debug("%s refused a connection: %s", self._me(), reason)
-        elif not self._closed:
-            self._lost[rank] = reason
+            self._incoming[int(said["rank"])] = _Incoming(connection)
             self._wake_all()
+        except (AttemptFailedError, OSError, ValueError, KeyError) as error:
+            _log.debug("%s refused a connection: %s", self._me(), error)
+            connection.close()
+        self._arriving.discard(connection)
 
     def _wake_all(self) -> None:
         with self._lock:

@@ -7,7 +7,7 @@ import numpy as np
 from npu_device._src.cluster.peers import Peers
 from npu_device._src.collectives.backends.arrays.mailbox import SLOT_BYTES
 
-_SLICE_SECONDS = 0.1
+_SLICE_SECONDS = 0.005  # nothing wakes a thread that reads
 _BRIEFLY_SECONDS = 0.001
 
 
@@ -24,11 +24,10 @@ class MessageSlots:
         self._peers, self._other, self._number = peers, other, number
         self._inbox = peers.inbox(number)
         self._slot = np.empty(SLOT_BYTES, np.uint8)
-        self._seen = 0
 
     def look(self) -> None:
-        """Note what there is now."""
-        self._seen = self._inbox.news
+        """Read what there is now."""
+        self._peers.read(self._inbox, self._other, 0.0)
 
     def arrived(self) -> np.ndarray | None:
         """Return the next message of the other side."""
@@ -51,13 +50,12 @@ class MessageSlots:
         """Do nothing: the message tells."""
 
     def wake(self) -> None:
-        """Wake this side's waiting thread."""
-        self._inbox.wake()
+        """Do nothing: a waiting thread waits only briefly."""
 
     def wait(self, first: bool, briefly: bool) -> bool:
         """Wait for something new, but not for long; return False if nothing came."""
         del first
-        return self._inbox.wait(self._seen, _BRIEFLY_SECONDS if briefly else _SLICE_SECONDS)
+        return self._peers.read(self._inbox, self._other, _BRIEFLY_SECONDS if briefly else _SLICE_SECONDS)
 
     def check(self) -> None:
         """Check that the other side's messages can still come.
