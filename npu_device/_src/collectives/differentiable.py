@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 
-Backward = Callable[..., Sequence[Any]]
+BackwardFunction = Callable[..., Sequence[Any]]
 
 _NAME = "npu_device_gradient"
 _numbers = itertools.count()
@@ -26,7 +26,7 @@ _numbers = itertools.count()
 class _Kept:
     """The gradient function of one call in a graph. It references nothing of the graph, which keeps it."""
 
-    def __init__(self, backward: Backward, results: int) -> None:
+    def __init__(self, backward: BackwardFunction, results: int) -> None:
         self.backward = backward
         self.results = results
 
@@ -40,7 +40,7 @@ _by_graph: weakref.WeakKeyDictionary[tf.Graph, list[_Kept]] = weakref.WeakKeyDic
 
 
 def differentiable(
-    forward: Callable[..., Sequence[tf.Tensor]], backward: Backward, tensors: Sequence[tf.Tensor]
+    forward: Callable[..., Sequence[tf.Tensor]], backward: BackwardFunction, tensors: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
     """Return a function's results for tensors, with a gradient of their own.
 
@@ -54,7 +54,7 @@ def differentiable(
         return _in_graph(forward, backward, tensors)
 
     @tf.custom_gradient
-    def call(*values: tf.Tensor) -> tuple[list[tf.Tensor], Backward]:
+    def call(*values: tf.Tensor) -> tuple[list[tf.Tensor], BackwardFunction]:
         return list(forward(*values)), backward
 
     results = call(*tensors)
@@ -62,7 +62,7 @@ def differentiable(
 
 
 def _in_graph(
-    forward: Callable[..., Sequence[tf.Tensor]], backward: Backward, tensors: Sequence[tf.Tensor]
+    forward: Callable[..., Sequence[tf.Tensor]], backward: BackwardFunction, tensors: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
     results = list(forward(*tensors))
     graph = tf.compat.v1.get_default_graph()
