@@ -77,6 +77,8 @@ def body_data(kind: str, directory: str) -> Any:
 
         fit.update(x=Batches(), shuffle=True)
     history = model.fit(**fit)
+    if kind not in ("sample weights", "class weights"):
+        return outcome(model, history)
     scores = model.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True)
     return outcome(model, history, scores={key: float(value) for key, value in scores.items()})
 
@@ -140,8 +142,8 @@ def body_compiled(kind: str, directory: str) -> Any:
     return outcome(model, model.fit(x, y, **fit))
 
 
-def body_metrics(directory: str) -> Any:
-    """Metrics whose state adds up, and of the user's own, whose state doesn't."""
+def body_metrics(kind: str, directory: str) -> Any:
+    """Metrics whose state adds up, some of each kind, and of the user's own, whose state doesn't."""
     import tensorflow as tf
 
     import npu_device as npu
@@ -165,22 +167,13 @@ def body_metrics(directory: str) -> Any:
 
     model = make_model("functional")
     metrics = keras.metrics
+    if kind == "of scores":
+        adding = [metrics.AUC(multi_label=False), metrics.Precision(), metrics.F1Score(), metrics.OneHotMeanIoU(3)]
+        adding.append(metrics.SensitivityAtSpecificity(0.5))
+    else:
+        adding = [metrics.RootMeanSquaredError(), metrics.R2Score(), metrics.CosineSimilarity()]
     model.compile(
-        optimizer=make_optimizer("sgd"),
-        loss="mse",
-        metrics=[
-            metrics.AUC(multi_label=False),
-            metrics.Precision(),
-            metrics.RootMeanSquaredError(),
-            metrics.R2Score(),
-            metrics.F1Score(),
-            metrics.OneHotMeanIoU(3),
-            metrics.CosineSimilarity(),
-            metrics.SensitivityAtSpecificity(0.5),
-            Largest(),
-            spread,
-        ],
-        weighted_metrics=["mae"],
+        optimizer=make_optimizer("sgd"), loss="mse", metrics=[*adding, Largest(), spread], weighted_metrics=["mae"]
     )
     model = npu.distribute.replicate(model)
     x, y = samples()

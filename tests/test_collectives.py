@@ -43,7 +43,8 @@ KINDS_MODES_AND_DTYPES = [
     pytest.param("world", "graph", EVERY_DTYPE[::2], marks=pytest.mark.alternating, id="world-graph-half"),
     pytest.param("world", "graph", EVERY_DTYPE[1::2], marks=pytest.mark.alternating, id="world-graph-other half"),
     pytest.param("sub", "eager", FEW_DTYPES, marks=pytest.mark.every_combination, id="sub-eager"),
-    pytest.param("sub", "graph", FEW_DTYPES, id="sub-graph"),
+    pytest.param("sub", "graph", FEW_DTYPES[::2], marks=pytest.mark.alternating, id="sub-graph-half"),
+    pytest.param("sub", "graph", FEW_DTYPES[1::2], marks=pytest.mark.alternating, id="sub-graph-other half"),
 ]
 
 

@@ -68,7 +68,6 @@ def test_reductions(mpi_ranks: Pool) -> None:
 @pytest.mark.slow
 def test_sizes(mpi_ranks: Pool) -> None:
     test_collective_sizes.test_without_elements(mpi_ranks, "eager")
-    test_collective_sizes.test_without_elements(mpi_ranks, "unknown shapes")
     test_collective_sizes.test_unknown_static_shapes(mpi_ranks)
     test_collective_sizes.test_one_byte_and_scalars(mpi_ranks)
 

@@ -95,8 +95,10 @@ def test_what_is_compiled(several_keras_ranks: Pool, keras_single: Pool, kind: s
 
 
 @pytest.mark.slow
-def test_metrics(several_keras_ranks: Pool, keras_single: Pool, tmp_path: Path) -> None:
-    compare(several_keras_ranks, keras_single, fit_bodies.body_metrics, directory=tmp_path)
+@pytest.mark.alternating
+@pytest.mark.parametrize("kind", ["of scores", "of distances"])
+def test_metrics(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path) -> None:
+    compare(several_keras_ranks, keras_single, fit_bodies.body_metrics, kind, directory=tmp_path)
 
 
 @pytest.mark.slow
