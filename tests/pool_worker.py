@@ -53,8 +53,9 @@ def _warm_up(rank: int, size: int) -> None:
 def main() -> None:
     with Client(sys.argv[1], family="AF_UNIX") as connection:
         device = npu.open().as_default()
-        if os.environ.get("NPU_DEVICE_BACKEND") == "tensorflow" and device.workers_num == 2:
-            small.MOST_ROOM_BYTES = 0  # TensorFlow moves all data, however small; with 3 ranks messages carry some
+        backend = os.environ.get("NPU_DEVICE_BACKEND")
+        if backend == "mpi" or (backend == "tensorflow" and device.workers_num == 2):
+            small.MOST_ROOM_BYTES = 0  # the backend moves all data, however small; elsewhere messages carry some
         _warm_up(device.worker_id, device.workers_num)
         connection.send(device.worker_id)
         while True:

@@ -17,7 +17,7 @@ import tensorflow as tf
 from npu_device._src import environment
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.arrays import small
-from npu_device._src.collectives.backends.arrays.operations import ArrayBackend
+from npu_device._src.collectives.backends.arrays.operations import ArrayBackend, ComparingBackend
 from npu_device._src.collectives.backends.contract import Backend, ReducingBackend
 from npu_device._src.collectives.backends.messages.calls import messages
 from npu_device._src.collectives.backends.messages.either import EitherBackend
@@ -35,21 +35,15 @@ from npu_device._src.collectives.terms import Agreement
 _between_hosts = {True: TwoLevelBackend(mpi), False: TwoLevelBackend(tensorflow_backend)}
 
 
-def comparing_backend_of(runtime: Runtime, group: Group) -> ArrayBackend:
+def comparing_backend_of(runtime: Runtime, group: Group) -> ComparingBackend:
     """Return the backend through which a group's ranks compare their calls; the same on every rank."""
     leaders = hosts_of(runtime).leaders
-    if len({leaders[rank] for rank in group.ranks}) == 1:
-        return shared_memory
-    return messages if world_of(runtime) is None else mpi
+    return shared_memory if len({leaders[rank] for rank in group.ranks}) == 1 else messages
 
 
 def compares_with_data(runtime: Runtime, group: Group, dtypes: Iterable[tf.DType]) -> bool:
-    """Return whether the ranks can compare a call on tensors of some dtypes with its first data, in one collective of
-    all of them; the same on every rank.
-    """
-    if group.tag is not None:
-        return True
-    return array_backend_of(runtime, group, dtypes) is not None and not has_levels(runtime, group)
+    """Return whether the ranks compare a call on tensors of some dtypes with its first data; the same on every rank."""
+    return group.tag is not None or array_backend_of(runtime, group, dtypes) is shared_memory
 
 
 def carries(runtime: Runtime, group: Group, tensors: Sequence[tf.Tensor | tf.TensorSpec]) -> bool | tf.Tensor:
@@ -66,8 +60,11 @@ def array_backend_of(runtime: Runtime, group: Group, dtypes: Iterable[tf.DType])
     """Return the backend that serves all of a group's call on tensors of some dtypes; the same on every rank. None if
     some of them go through TensorFlow. Other modules ask this function which backend serves a call.
     """
-    chosen = comparing_backend_of(runtime, group)
-    return None if chosen is messages or any(map(hosts_of(runtime).uses_nccl, dtypes)) else chosen
+    if any(map(hosts_of(runtime).uses_nccl, dtypes)):
+        return None
+    if comparing_backend_of(runtime, group) is shared_memory:
+        return shared_memory
+    return None if world_of(runtime) is None else mpi
 
 
 def backend_of(agreement: Agreement, group: Group, dtype: tf.DType) -> Backend:

@@ -143,14 +143,13 @@ def _begin(running: Runtime, trace_settings: Settings | None) -> None:
         watch_for_stalls(running)
         hosts = detect_hosts(running, gpus.choose_device(running.cluster))
         open_world(running, hosts)
-        needs_messages = not hosts.share_memory and world_of(running) is None
-        needs_server = needs_messages or not hosts.no_nccl
+        needs_server = not hosts.no_nccl or not (hosts.share_memory or world_of(running))
         if needs_server:
             server.require_in_time(running, hosts.late)
         resources.count_cores(running)
         resources.divide_cores(running)
         gpus.prepare(running, hosts)
-        if needs_messages:
+        if not hosts.share_memory:
             running.peers.open(running.store, environment.HCCL_CONNECT_TIMEOUT.get())
         if needs_server:
             server.start(running)

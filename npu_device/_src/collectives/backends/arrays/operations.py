@@ -37,7 +37,10 @@ _LARGE = 1 << 30
 
 
 class Programs(Protocol):
-    """The operations as programs on a channel of a backend; ``head`` is what the members compare before data moves."""
+    """The operations as programs on a channel of a backend.
+
+    ``head`` is what the members compare before data moves, if they haven't agreed on the call.
+    """
 
     def all_reduce(
         self,
@@ -79,12 +82,16 @@ class Programs(Protocol):
     def all_to_all(self, channel: Any, rows: np.ndarray, result: np.ndarray, head: Sequence[int]) -> Program:
         """Send row i of ``rows`` to member i, and receive row i of ``result`` from member i: both [size, n]."""
 
+
+class ComparingPrograms(Programs, Protocol):
+    """Programs whose members compare their heads."""
+
     def meet(self, channel: Any, head: Sequence[int]) -> Program:
         """Exchange only the heads."""
 
 
 class ArrayBackend:
-    """A backend, as ``contract.Backend`` describes it, that compares calls with their first data.
+    """A backend, as ``contract.Backend`` describes it.
 
     Args:
         programs: its programs.
@@ -94,11 +101,6 @@ class ArrayBackend:
     def __init__(self, programs: Programs, lines: Lines) -> None:
         self._programs = programs
         self._lines = lines
-
-    def exchange_terms(self, agreement: Agreement, group: Group) -> list[tf.Tensor]:
-        """Compare only the terms; return a tensor that is ready once all ranks agree."""
-        plan = Plan(self._programs.meet, [np.array(True)])
-        return self._run(agreement, group, (Operation([tf.TensorSpec([], tf.bool)], 0, lambda _: plan), []))
 
     def start_all_reduce(
         self,
@@ -192,6 +194,19 @@ class ArrayBackend:
     ) -> list[Callable[[], list[tf.Tensor]]]:
         """Start operations of a group; the first one carries the terms."""
         return lines.begin(agreement.runtime, self._lines.of(agreement.runtime, group), given, *agreement.take())
+
+
+class ComparingBackend(ArrayBackend):
+    """A backend that compares calls, with their first data or alone."""
+
+    def __init__(self, programs: ComparingPrograms, lines: Lines) -> None:
+        super().__init__(programs, lines)
+        self._meet = programs.meet
+
+    def exchange_terms(self, agreement: Agreement, group: Group) -> list[tf.Tensor]:
+        """Compare only the terms; return a tensor that is ready once all ranks agree."""
+        plan = Plan(self._meet, [np.array(True)])
+        return self._run(agreement, group, (Operation([tf.TensorSpec([], tf.bool)], 0, lambda _: plan), []))
 
 
 # The parts of the calls: inputs, outputs, and how arrays become a program.

@@ -8,7 +8,7 @@ from functools import partial
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.arrays.lines import GroupLine, Line, Lines, PairLine
 from npu_device._src.collectives.backends.arrays.mailbox import Mailbox
-from npu_device._src.collectives.backends.arrays.operations import ArrayBackend
+from npu_device._src.collectives.backends.arrays.operations import ComparingBackend
 from npu_device._src.collectives.backends.messages import programs
 from npu_device._src.collectives.backends.messages.channel import Channel, inbox_number
 from npu_device._src.collectives.backends.messages.slots import MessageSlots
@@ -28,4 +28,4 @@ def _line(runtime: Runtime, group: Group) -> Line:
     return PairLine(runtime, group, partial(_mailbox, runtime, group))
 
 
-messages = ArrayBackend(programs, Lines(_line))
+messages = ComparingBackend(programs, Lines(_line))

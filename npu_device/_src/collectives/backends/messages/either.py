@@ -8,7 +8,7 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
-from npu_device._src.collectives.backends.arrays.operations import ArrayBackend
+from npu_device._src.collectives.backends.arrays.operations import ComparingBackend
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.terms import Agreement
 
@@ -22,7 +22,7 @@ class EitherBackend:
         is_small: which of them runs: bool, shape [].
     """
 
-    def __init__(self, carrying: ArrayBackend, usual: Any, is_small: tf.Tensor) -> None:
+    def __init__(self, carrying: ComparingBackend, usual: Any, is_small: tf.Tensor) -> None:
         self._carrying, self._usual, self._is_small = carrying, usual, is_small
 
     def start_all_reduce(

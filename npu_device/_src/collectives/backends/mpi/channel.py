@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -58,12 +58,6 @@ class Channel:
         """Return the members' communicator."""
         assert self._comm is not None
         return self._comm
-
-    def gather(self, row: np.ndarray) -> Generator[Any, None, np.ndarray]:
-        """Return all members' rows, uint8, shape [size, n], given this member's, shape [n]; n is the same on all."""
-        found = np.empty((self.size, row.nbytes), np.uint8)
-        yield from done(self.comm.Iallgather(row, found))
-        return found
 
     def advance(self, program: Waiting, block: bool) -> bool:
         """Run a program to its end, or as far as it goes without blocking; return whether it has ended.

@@ -4,8 +4,6 @@ MPI only moves bytes. Reductions are done here, in the order of the ranks, eleme
 rules of the other backends, every rank gets the same bits, and they don't depend on how the data was split. A
 reduction moves as many bytes as MPI's own: each member gets its part of all members' data, reduces it, and sends the
 result to all. Chunks are in flight while others are reduced.
-
-Operations on little data end with the first round (``arrays.small``).
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src.collectives import dtypes
-from npu_device._src.collectives.backends.arrays import small
 from npu_device._src.collectives.backends.arrays.buffers import BufferPool
 from npu_device._src.collectives.backends.arrays.folding import folding, is_narrow
 from npu_device._src.collectives.backends.arrays.stream import Stream
@@ -52,11 +49,10 @@ def all_reduce(
         arrays: the stream's arrays, flat.
         result: the stream's results.
         reduction: as in ``contract``.
-        head: what the members compare first.
+        head: not used: the ranks have agreed on the call.
         counts: how many ranks' sum each member's arrays are; a mean is over all of them. Default 1 each.
     """
-    if (yield from small.all_reduce(channel, stream, arrays, result, reduction, head, counts)):
-        return
+    del head
     counts = counts or [1] * channel.size
     if is_narrow(stream.dtype) and stream.dtype != result.dtype:
         yield from _reduce_compressed(channel, stream, arrays, result, reduction, counts)
@@ -74,8 +70,7 @@ def reduce(
     head: Head,
 ) -> Waiting:
     """Reduce a stream to the root, the only one with a ``result``."""
-    if (yield from small.reduce(channel, stream, arrays, result, reduction, root, head)):
-        return
+    del head
     reduced_dtype = np.dtype(dtypes.reduced_dtype(tf.as_dtype(stream.dtype), reduction).as_numpy_dtype)
     fold = folding(reduction, channel.size)
     yield from _reduce_to_root(channel, stream, arrays, result, reduced_dtype, root, fold)
@@ -85,8 +80,7 @@ def broadcast(
     channel: Channel, stream: Stream, arrays: Sequence[np.ndarray], result: Optional[np.ndarray], root: int, head: Head
 ) -> Waiting:
     """Send the root's stream, of bytes, into the ``result`` of all other members."""
-    if (yield from small.broadcast(channel, stream, arrays, result, root, head)):
-        return
+    del head
 
     def start(first: int, last: int) -> tuple[Any, np.ndarray]:
         if result is not None:
@@ -101,6 +95,7 @@ def broadcast(
 
 def all_gather(channel: Channel, row: np.ndarray, result: np.ndarray, head: Head) -> Waiting:
     """Gather all members' rows, shape [n], into ``result``, shape [size, n]."""
+    del head
     mine, found = _bytes(row), _bytes(result)
 
     def start(first: int, last: int) -> tuple[Any, np.ndarray]:
@@ -110,12 +105,12 @@ def all_gather(channel: Channel, row: np.ndarray, result: np.ndarray, head: Head
     def finish(first: int, last: int, parts: np.ndarray) -> None:
         found[:, first:last] = parts
 
-    if not (yield from small.all_gather(channel, row, result, head)):
-        yield from _pipeline(mine.nbytes, CHUNK_BYTES, start, finish)
+    yield from _pipeline(mine.nbytes, CHUNK_BYTES, start, finish)
 
 
 def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Head) -> Waiting:
     """Send row i of ``rows`` to member i, and receive row i of ``result`` from member i: both [size, n]."""
+    del head
     mine, found = _bytes(rows), _bytes(result)
     length = mine.shape[1]
 
@@ -127,12 +122,8 @@ def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Hea
     def finish(first: int, last: int, parts: np.ndarray) -> None:
         found[:, first:last] = parts
 
-    if not (yield from small.all_to_all(channel, rows, result, head)):
-        yield from _pipeline(length, max(1, CHUNK_BYTES // channel.size), start, finish)
+    yield from _pipeline(length, max(1, CHUNK_BYTES // channel.size), start, finish)
 
-
-meet = small.meet
-"""Exchange only the heads."""
 
 _Request = tuple[Any, Callable[[], None]]
 """A request of MPI, and what to do when it is done."""

@@ -7,7 +7,7 @@ from functools import partial
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.arrays.lines import GroupLine, Line, Lines, PairLine
 from npu_device._src.collectives.backends.arrays.mailbox import Mailbox
-from npu_device._src.collectives.backends.arrays.operations import ArrayBackend
+from npu_device._src.collectives.backends.arrays.operations import ComparingBackend
 from npu_device._src.collectives.backends.shared_memory import programs, slots
 from npu_device._src.collectives.backends.shared_memory.channel import Channel, Layout
 from npu_device._src.collectives.backends.shared_memory.connection import FIRST_BYTE, connect
@@ -34,4 +34,4 @@ def _line(runtime: Runtime, group: Group) -> Line:
     return PairLine(runtime, group, partial(_mailbox, runtime, group))
 
 
-shared_memory = ArrayBackend(programs, Lines(_line))
+shared_memory = ComparingBackend(programs, Lines(_line))
