@@ -9,7 +9,7 @@ import weakref
 from typing import Any
 
 import pytest
-from collective_bodies import in_graph
+from collective_bodies import group, in_graph
 from pool import Pool
 
 
@@ -55,8 +55,8 @@ def test_instance_keys_of_tensorflow(tensorflow_ranks: Pool) -> None:
     assert max(tensorflow_ranks.run(body_keys)) < 1 << 20
 
 
-def body_keys_of_tags(calls: int) -> tuple[int, list[str]]:
-    """Return how many keys sends with many tags have taken, and the error of a function with too many of them."""
+def body_keys_of_tags(calls: int) -> int:
+    """Return how many keys sends with many tags have taken, one after the other and in one function."""
     import tensorflow as tf
 
     import npu_device as npu
@@ -68,7 +68,7 @@ def body_keys_of_tags(calls: int) -> tuple[int, list[str]]:
 
     rank = npu.open().worker_id
     if rank > 1:
-        return 0, []
+        return 0
     running = runtime.current()
     assert running is not None
     pair = pair_of(group_of(running, "hccl_world_group"), 0, 1, 5)
@@ -81,23 +81,44 @@ def body_keys_of_tags(calls: int) -> tuple[int, list[str]]:
             assert hccl_ops.receive([77], tf.float32, number, 0).numpy().tolist() == [number] * 77
 
     @tf.function
-    def too_many() -> None:
-        for _ in range(sequence.RING + 1):
-            hccl_ops.send(tf.zeros([2]), 5, 1 - rank)
+    def many() -> list[tf.Tensor]:
+        if rank == 0:
+            sends = [hccl_ops.send(tf.fill([77], float(number)), number, 1) for number in range(calls)]
+            with tf.control_dependencies(sends):
+                return [tf.fill([77], float(number)) for number in range(calls)]
+        return [hccl_ops.receive([77], tf.float32, number, 0) for number in range(calls)]
 
-    said: list[str] = []
-    try:
-        too_many.get_concrete_function()
-    except ValueError as error:
-        said.append(str(error))
-    return sequence.RING * (len(rings) - before), said
+    assert [value.numpy().tolist() for value in many()] == [[number] * 77 for number in range(calls)]
+    return sequence.RING * (len(rings) - before)
 
 
 @pytest.mark.slow
 def test_keys_of_tags(tensorflow_ranks: Pool) -> None:
-    for rank, (keys, said) in enumerate(tensorflow_ranks.run(body_keys_of_tags, 100)):
-        assert keys == (512 if rank == 0 else 0)
-        assert ["more than 512 collective operations" in text for text in said] == ([True] if rank < 2 else [])
+    for rank, keys in enumerate(tensorflow_ranks.run(body_keys_of_tags, 100)):
+        assert keys == (64 if rank == 0 else 0)
+
+
+def body_many_at_once() -> tuple[list[float], int]:
+    """Return sums that one function makes, more of a kind than there are keys, and how many keys they have taken."""
+    import tensorflow as tf
+
+    from npu_device._src.collectives.all_reduce import all_reduce
+    from npu_device._src.collectives.backends.tensorflow.sequence import RING, sequence_of
+
+    runtime, mine = group("world")
+    rings = sequence_of(runtime, mine)._drawn
+    before = len(rings)
+    sums = in_graph(lambda value: [all_reduce(runtime, value + float(n), "sum", mine)[-1] for n in range(3 * RING)])
+    for _ in range(3):
+        found = [float(one) for one in sums(tf.zeros([1357]))]
+    return found, RING * (len(rings) - before)
+
+
+@pytest.mark.slow
+def test_more_sums_at_once_than_keys(tensorflow_ranks: Pool) -> None:
+    for sums, keys in tensorflow_ranks.run(body_many_at_once):
+        assert sums == [tensorflow_ranks.size * number for number in range(192)]
+        assert keys == 64
 
 
 def body_signatures(calls: int) -> int:

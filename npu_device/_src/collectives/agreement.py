@@ -1,10 +1,10 @@
 """Make the ranks agree on their next call before data moves; calls that don't match raise on all ranks.
 
-Every rank sends a fingerprint of its call (operation, positions, dtypes, shapes, reduction, root): in shared memory with
-the first data, between hosts in a message before it. It has the same form for every call, so that it matches even if
-the calls don't. Only if the fingerprints differ do the ranks exchange the details, through the
-hub. A list of gradients takes one agreement; the one in a message depends on no gradient and ends long before backward
-produces the first one.
+Every rank sends a fingerprint of its call (operation, positions, dtypes, shapes, reduction, root): in shared memory
+with the first data, between hosts in a message before it. It has the same form for every call, so that it matches even
+if the calls don't. Only if the fingerprints differ do the ranks exchange the details, through the hub. A list of
+gradients takes one agreement; the one in a message depends on no gradient and ends long before backward produces the
+first one.
 
 Detecting a rank that waits for one that never comes is left to ``stall``.
 """

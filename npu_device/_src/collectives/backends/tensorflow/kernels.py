@@ -45,7 +45,7 @@ def all_reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str, group: Group
         )
 
     with tf.device(device):
-        return _watched(runtime, group, tensor, reduce)
+        return _noted(runtime, group, ("all_reduce", reduction), _watched(runtime, group, tensor, reduce))
 
 
 def all_gather(runtime: Runtime, tensor: tf.Tensor, group: Group) -> tf.Tensor:
@@ -57,7 +57,7 @@ def all_gather(runtime: Runtime, tensor: tf.Tensor, group: Group) -> tf.Tensor:
         return tf.raw_ops.CollectiveGatherV2(input=tensor, **keys)
 
     with tf.device(device):
-        return _watched(runtime, group, tensor, gather)
+        return _noted(runtime, group, "all_gather", _watched(runtime, group, tensor, gather))
 
 
 def all_to_all(runtime: Runtime, tensor: tf.Tensor, group: Group) -> tf.Tensor:
@@ -69,7 +69,7 @@ def all_to_all(runtime: Runtime, tensor: tf.Tensor, group: Group) -> tf.Tensor:
         return tf.raw_ops.CollectiveAllToAllV2(input=tensor, **keys)
 
     with tf.device(device):
-        return _watched(runtime, group, tensor, exchange)
+        return _noted(runtime, group, "all_to_all", _watched(runtime, group, tensor, exchange))
 
 
 def key_of_send(runtime: Runtime, tensor: tf.Tensor, pair: Group) -> tf.Tensor:
@@ -95,9 +95,8 @@ def broadcast(
         return tf.raw_ops.CollectiveBcastRecvV2(shape=tf.shape(tensor), T=tensor.dtype, **keys)
 
     with tf.device(device):
-        if group.tag is None:
-            return _kept(runtime, group, _watched(runtime, group, tensor, spread))
-        return _kept(runtime, group, spread())
+        result = spread() if group.tag is not None else _watched(runtime, group, tensor, spread)
+        return _kept(runtime, group, _noted(runtime, group, ("broadcast", root_rank), result))
 
 
 def _watched(runtime: Runtime, group: Group, tensor: tf.Tensor, transfer: Callable[[], tf.Tensor]) -> tf.Tensor:
@@ -108,6 +107,12 @@ def _watched(runtime: Runtime, group: Group, tensor: tf.Tensor, transfer: Callab
     watch.begin(tensor)
     result = transfer()
     watch.end(result)
+    return result
+
+
+def _noted(runtime: Runtime, group: Group, operation: Hashable, result: tf.Tensor) -> tf.Tensor:
+    """Return a collective's result; the group's sequence notes it."""
+    sequence_of(runtime, group).note(operation, result)
     return result
 
 

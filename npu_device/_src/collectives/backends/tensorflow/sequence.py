@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Hashable
 from typing import Any
 
@@ -28,8 +28,10 @@ from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.ordered_call import Order
 
-RING = 512
-"""The number of keys for one kind, dtype and shape before they repeat. That many collectives may run at once."""
+RING = 64
+"""The number of keys for one kind, dtype and shape before they repeat. That many collectives may run at once. In a graph
+with more of a kind and dtype, each waits until the one that is so many places before it has ended.
+"""
 
 _LANES = 16
 _KEYS_OF_A_SENDER = 1 << 30
@@ -52,7 +54,8 @@ class Sequence:
         self._first = first
         # For each signature, the first key of its ring and a count.
         self._drawn: dict[Hashable, list[int]] = {}
-        self._in_graph: weakref.WeakKeyDictionary[tf.Graph, Counter[Hashable]] = weakref.WeakKeyDictionary()
+        # For each graph, kind and dtype, the names of the collectives.
+        self._made: weakref.WeakKeyDictionary[tf.Graph, defaultdict[Hashable, list[str]]] = weakref.WeakKeyDictionary()
 
     def draw(self, kind: Hashable, dtype: tf.DType, shape: tf.TensorShape | tf.Tensor) -> tf.Tensor:
         """Return the next key: int32, shape []. An operation of the graph in a tf.function, a value in eager mode.
@@ -61,21 +64,20 @@ class Sequence:
             kind: the operation, and whatever else TensorFlow remembers with a key, such as the root.
             dtype: dtype of the tensor that is sent.
             shape: shape of the tensor that is sent; a vector if only the running graph knows it.
-
-        Raises:
-            ValueError: one function makes more collectives of this kind, dtype and shape than there are keys.
         """
         known = shape.as_list() if isinstance(shape, tf.TensorShape) else None
         if tf.executing_eagerly():
             sizes = known if known is not None else np.asarray(shape).tolist()
             return tf.constant(self._next((kind, dtype.name, tuple(sizes))), tf.int32)
-        self._count((kind, dtype.name, None if known is None else tuple(known)))
+        names = self._made_in_graph()[kind, dtype.name]
+        graph = tf.compat.v1.get_default_graph()
+        before = [graph.get_operation_by_name(names[-RING])] if len(names) >= RING else []
 
         def drawn(*shape: Any) -> list[np.int32]:
             sizes = shape[0].tolist() if known is None else known
             return [np.int32(self._next((kind, dtype.name, tuple(sizes))))]
 
-        with tf.device("CPU:0"):
+        with tf.device("CPU:0"), tf.control_dependencies(before):
             return self._order.call(drawn, [shape] if known is None else [], [tf.int32])[0]
 
     def _next(self, signature: Hashable) -> int:
@@ -84,15 +86,13 @@ class Sequence:
             ring[1] += 1
             return ring[0] + ring[1] % RING
 
-    def _count(self, signature: Hashable) -> None:
-        counts = self._in_graph.setdefault(tf.compat.v1.get_default_graph(), Counter())
-        counts[signature] += 1
-        if counts[signature] > RING:
-            raise ValueError(
-                f"a tf.function makes more than {RING} collective operations that TensorFlow can't tell apart "
-                f"({signature}), and they may all be in progress at once.\n"
-                "What to do: reduce a list of tensors in one call, or make the calls in a loop (tf.range)."
-            )
+    def note(self, kind: Hashable, result: tf.Tensor) -> None:
+        """Note the result of the collective for which a key was drawn."""
+        if not tf.executing_eagerly():
+            self._made_in_graph()[kind, result.dtype.name].append(result.op.name)
+
+    def _made_in_graph(self) -> defaultdict[Hashable, list[str]]:
+        return self._made.setdefault(tf.compat.v1.get_default_graph(), defaultdict(list))
 
     def lane(self) -> tf.Tensor:
         """Return a resource by which TensorFlow orders the operations of a graph: not that of the last calls."""
