@@ -29,8 +29,8 @@ from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.ordered_call import Order
 
 RING = 64
-"""The number of keys for one kind, dtype and shape before they repeat. That many collectives may run at once. In a graph
-with more of a kind and dtype, each waits until the one that is so many places before it has ended.
+"""The number of keys for one kind, dtype and shape before they repeat. That many collectives may run at once. In a
+graph with more of a kind and dtype, each waits until the one that is so many places before it has ended.
 """
 
 _LANES = 16
