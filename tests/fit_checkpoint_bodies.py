@@ -184,14 +184,13 @@ def main() -> None:
     """Run a whole job, and then a training that nothing interrupts.
 
     Arguments: a directory, the kind of data, and for each rank the steps after which it gets a signal, 0 for none, with
-    the signal's number.
+    the signal's number: "8:9,1:15" is SIGKILL after eight steps, and SIGTERM one step after the restart.
     """
     directory, kind, *signals = sys.argv[1:]
     npu.open().as_default()
     rank = npu.distribute.rank()
-    after, number = map(int, signals[rank].split(":")) if signals else (0, 0)
-    if os.environ.get("NPU_DEVICE_RESTART_COUNT", "0") != "0":
-        after = 0
+    attempts = signals[rank].split(",") if signals else ["0:0"]
+    after, number = map(int, attempts[int(os.environ.get("NPU_DEVICE_RESTART_COUNT", "0"))].split(":"))
     watch = Watch(after, lambda: os.kill(os.getpid(), signal.Signals(number)))
     result = fit(f"{directory}/checkpoints", kind, watch=watch, every=3)
     assert not result["not_kept"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -11,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+from launcher import ROOT, environment
+from ranks import LEAN
 
 from benchmarks import between_hosts, docs_page
 from benchmarks.cases import (
@@ -36,17 +37,23 @@ from benchmarks.sides import SIDES, Side
 from benchmarks.table import tables
 from npu_device.testing import hosts
 
-ROOT = Path(__file__).parents[1]
+
+def run(module: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a module of the benchmarks. It sees matplotlib, which the processes that it starts need not import."""
+    code = f"import runpy, sys; sys.path.remove({LEAN!r}); runpy.run_module({module!r}, None, '__main__', True)"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=180, check=False
+    )
 
 
 @pytest.mark.slow
 def test_a_tiny_run(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra 'benchmarks' (matplotlib)")
-    command = [sys.executable, "-m", "benchmarks", "--quick", "--cases", "all_reduce", "--ranks", "2", "--output"]
-    run = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
-    assert run.returncode == 0, run.stderr
-    assert "failed" not in run.stdout, run.stderr
-    rows = [line.split("|")[1].strip() for line in run.stdout.splitlines() if line.startswith("|")]
+    done = run("benchmarks", "--quick", "--cases", "all_reduce", "--ranks", "2", "--output", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "failed" not in done.stdout, done.stderr
+    rows = [line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("|")]
     assert [row for row in rows if row[0].isdigit()] == ["4 B", "1 MiB", "1 MiB", "4 B", "1 MiB"]
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["machine"]["versions"]["tensorflow"]
@@ -64,16 +71,15 @@ def test_a_tiny_run(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not hosts.can_be_made(), reason="needs root, ip and tc")
 def test_a_tiny_run_between_hosts(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.between_hosts", "--quick", "--cases", "all_reduce", "--rates", "10"]
-    command += ["--repeats", "1", "--output", str(tmp_path)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
-    assert run.returncode == 0, run.stderr
-    rows = {cells[0]: cells[1:] for cells in map(_cells, run.stdout.splitlines()) if cells}
-    assert rows["10 Gbit/s"] == ["4 B", "1 MiB"], run.stdout
+    options = ("--quick", "--cases", "all_reduce", "--rates", "10", "--repeats", "1", "--output", tmp_path)
+    done = run("benchmarks.between_hosts", *options)
+    assert done.returncode == 0, done.stderr
+    rows = {cells[0]: cells[1:] for cells in map(_cells, done.stdout.splitlines()) if cells}
+    assert rows["10 Gbit/s"] == ["4 B", "1 MiB"], done.stdout
     for rival in (between_hosts.RING, between_hosts.MPI, GLOO, MPICH):
         small, large = rows[rival]
         missing = small == large == "not installed" and rival != between_hosts.RING
-        assert missing or re.fullmatch(r"[\d.]+ \([\d.]+\)", large), run.stderr
+        assert missing or re.fullmatch(r"[\d.]+ \([\d.]+\)", large), done.stderr
 
 
 def _cells(line: str) -> list[str]:
@@ -117,7 +123,8 @@ def test_a_rival_that_is_not_installed_says_so(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_an_error_is_reported_and_the_processes_go_on(tmp_path: Path) -> None:
+def test_an_error_is_reported_and_the_processes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     processes = ProcessSet("shared_memory", 2, tmp_path)
     try:
         with pytest.raises(RivalError, match=r"rank 1: .*nothing_like_that"):
@@ -148,8 +155,6 @@ def test_the_page_has_a_place_for_the_results() -> None:
 
 @pytest.mark.slow
 def test_without_a_gpu_the_benchmark_of_gpus_says_so(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "--gpu", "--output", str(tmp_path)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert run.returncode == 2
-    assert "sees no GPU" in run.stderr and "--on-cpu" in run.stderr
+    done = run("benchmarks", "--gpu", "--output", tmp_path)
+    assert done.returncode == 2
+    assert "sees no GPU" in done.stderr and "--on-cpu" in done.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launcher import environment
 
 PAGE = (Path(__file__).parent.parent / "docs" / "compatibility.md").read_text()
 ROW = re.compile(r"^\| (?P<names>`(?:npu_device|hccl|npu_bridge)\..*?) \| (?P<status>[^|]*) \|", re.MULTILINE)
@@ -67,7 +68,8 @@ def test_every_public_name_has_a_row() -> None:
 def test_what_works_is_reached_as_written() -> None:
     names = [name for name, status in NAMES if status == "works" and name.startswith("npu_device.distribute.")]
     script = "import npu_device\n" + "\n".join(names)
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
 import pytest
+from launcher import environment
 
 from npu_device._src.collectives import cuda_driver, gpu_choice
 from npu_device._src.collectives.gpu_choice import Device
@@ -157,9 +157,9 @@ device = gpus.choose_device(Cluster.seen_by(1, 1, ("a", "a"), ("127.0.0.1",) * 2
 assert not compat.context_is_initialized()
 print(device.name, device.detail, device.is_gpu)
 """
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-c", script]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    variables = environment(TF_CPP_MIN_LOG_LEVEL="3")
+    found = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
     assert found.returncode == 0, found.stderr
     assert found.stdout.strip() == "CPU CUDA_VISIBLE_DEVICES is '-1' False"
 

@@ -10,6 +10,8 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
+from launcher import environment
+
 STATEMENTS = """\
 from npu_bridge.npu_init import *
 from npu_bridge.estimator import npu_ops
@@ -131,6 +133,7 @@ def first_of_a_process(programs: Sequence[str]) -> str:
         """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(parent)],
+        env=environment(),
         input=json.dumps(programs),
         capture_output=True,
         text=True,

@@ -210,10 +210,13 @@ def results_of(directory: Path, size: int, name: str = "") -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("everyone", [False, True], ids=["one", "all"])
+@pytest.mark.parametrize(
+    ("size", "keras", "everyone"),
+    [(1, "3", False), (2, "3", False), (3, "2", True)],
+    indirect=["size", "keras"],
+    ids=["1 rank", "one of 2 ranks", "all 3 ranks"],
+)
 def test_preemption(size: int, keras: str, everyone: bool, tmp_path: Path) -> None:
-    if (size == 1 and everyone) or (size != 2 and keras == "2" and not everyone):
-        pytest.skip("as with one signal, and with Keras 3")
     signals = ["4" if everyone or rank == size - 1 else "0" for rank in range(size)]
     progress = tmp_path / "progress"
     stopped = run_job(tmp_path / "job", size, keras, "8", *signals, NPU_DEVICE_PROGRESS_FILE=str(progress))

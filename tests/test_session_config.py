@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
+from launcher import environment
 
 from npu_device._src.options import GlobalOptions, global_options
 from npu_device._src.tf1.config import (
@@ -205,8 +205,8 @@ def test_keras_2_trains_in_the_session_with_the_configuration() -> None:
             keras_session.npu_clear_session()
             assert keras.backend.get_session() is not session
         """
-    environment = {**os.environ, "TF_USE_LEGACY_KERAS": "1"}
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env=environment, timeout=120, check=True)
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    subprocess.run(command, env=environment(TF_USE_LEGACY_KERAS="1"), timeout=120, check=True)
 
 
 def test_run_config_records_what_it_is_given() -> None:
