@@ -67,8 +67,6 @@ def body_keys_of_tags(calls: int) -> int:
     from npu_device.distribute import hccl_ops
 
     rank = npu.open().worker_id
-    if rank > 1:
-        return 0
     running = runtime.current()
     assert running is not None
     pair = pair_of(group_of(running, "hccl_world_group"), 0, 1, 5)
@@ -93,8 +91,9 @@ def body_keys_of_tags(calls: int) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tensorflow_ranks", [2], indirect=True)  # a third one would have nothing to do
 def test_keys_of_tags(tensorflow_ranks: Pool) -> None:
-    for rank, keys in enumerate(tensorflow_ranks.run(body_keys_of_tags, 100)):
+    for rank, keys in enumerate(tensorflow_ranks.run(body_keys_of_tags, 80)):
         assert keys == (64 if rank == 0 else 0)
 
 
@@ -108,7 +107,9 @@ def body_many_at_once() -> tuple[list[float], int]:
     runtime, mine = group("world")
     rings = sequence_of(runtime, mine)._drawn
     before = len(rings)
-    sums = in_graph(lambda value: [all_reduce(runtime, value + float(n), "sum", mine)[-1] for n in range(3 * RING)])
+    sums = in_graph(
+        lambda value: [all_reduce(runtime, value + float(n), "sum", mine)[-1] for n in range(2 * RING + 16)]
+    )
     for _ in range(3):
         found = [float(one) for one in sums(tf.zeros([1357]))]
     return found, RING * (len(rings) - before)
@@ -117,7 +118,7 @@ def body_many_at_once() -> tuple[list[float], int]:
 @pytest.mark.slow
 def test_more_sums_at_once_than_keys(tensorflow_ranks: Pool) -> None:
     for sums, keys in tensorflow_ranks.run(body_many_at_once):
-        assert sums == [tensorflow_ranks.size * number for number in range(192)]
+        assert sums == [tensorflow_ranks.size * number for number in range(144)]
         assert keys == 64
 
 

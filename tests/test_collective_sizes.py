@@ -55,7 +55,8 @@ def body_empty(mode: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph", "unknown shapes"])
+@pytest.mark.alternating
+@pytest.mark.parametrize("mode", ["graph", "eager", "unknown shapes"])
 def test_without_elements(several_ranks: Pool, mode: str) -> None:
     n = several_ranks.size
     none, wide = (0, 3), (2, 0, 3)
