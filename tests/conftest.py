@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any, Callable
 
@@ -13,9 +14,10 @@ import leaks
 import pytest
 from pool import Pool
 
-# The processes that the tests start compile the package once for all, even where the environment forbids it: hundreds
-# of ranks would compile it each.
+# Tests and package are compiled once for all processes, even where the environment forbids it: hundreds of ranks would
+# compile the package each.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # In the background of a shell, or under nohup, a test run begins with these ignored, and so would the processes that it
 # starts.
