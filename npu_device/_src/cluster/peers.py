@@ -19,6 +19,7 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from typing import Callable
 
 from npu_device._src import environment
 from npu_device._src.cluster import frames
@@ -47,11 +48,13 @@ class Inbox:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._messages: defaultdict[int, deque[bytes]] = defaultdict(deque)
+        self._waiting = 0
         self.news = 0
 
     def put(self, rank: int, message: bytes) -> None:
         """Add a message from a rank."""
         self._messages[rank].append(message)
+        self.news += 1
         self.wake()
 
     def first(self, rank: int) -> bytes | None:
@@ -65,14 +68,18 @@ class Inbox:
 
     def wake(self) -> None:
         """Let waiting threads look again."""
-        with self._changed:
-            self.news += 1
-            self._changed.notify_all()
+        if self._waiting:
+            with self._changed:
+                self._changed.notify_all()
 
-    def wait(self, seen: int, seconds: float) -> bool:
-        """Wait until ``news`` is no longer ``seen``; return False if the time is up."""
+    def wait(self, seen: int, ready: Callable[[], bool], seconds: float) -> bool:
+        """Wait for another message than ``seen`` ones, or until something is ready; return False if neither came."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.news != seen, seconds)
+            self._waiting += 1
+            try:
+                return self._changed.wait_for(lambda: self.news != seen or ready(), seconds)
+            finally:
+                self._waiting -= 1
 
 
 class _Incoming:
@@ -129,7 +136,6 @@ class Peers:
         self._outgoing: dict[int, socket.socket] = {}
         self._incoming: dict[int, _Incoming] = {}
         self._arriving: set[socket.socket] = set()
-        self._followers = 0
         self._sending: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
         self._inboxes: dict[int, Inbox] = {}
         self._lock = threading.Lock()
@@ -202,13 +208,10 @@ class Peers:
 
     def read(self, inbox: Inbox, rank: int, seconds: float) -> bool:
         """Wait for messages of a rank, for this inbox or others; return False if none comes in so many seconds."""
-        self._followers += 1
         seen, incoming = inbox.news, self._incoming.get(rank)
         if incoming is None or not incoming.reading.acquire(blocking=False):
-            found = inbox.wait(seen, seconds)  # woken when the rank has connected, or by the thread that reads
-            self._followers -= 1
-            return found
-        self._followers -= 1
+            # The thread that reads wakes this one, with a message or at its end; or the rank has yet to connect.
+            return inbox.wait(seen, lambda: self._nobody_reads(rank), seconds)
         try:
             messages = incoming.read(seconds)
             for number, message in messages:
@@ -219,9 +222,12 @@ class Peers:
             time.sleep(seconds)
         finally:
             incoming.reading.release()
-            if self._followers:
-                self._wake_all()
+            self._wake_all()
         return bool(messages)
+
+    def _nobody_reads(self, rank: int) -> bool:
+        incoming = self._incoming.get(rank)
+        return incoming is not None and not incoming.reading.locked()
 
     def check(self, rank: int) -> None:
         """Check that a rank's message can still come.
@@ -258,18 +264,21 @@ class Peers:
                 time.sleep(_PAUSE_SECONDS)
 
     def _connect(self, host: str, port: int, secret: bytes) -> socket.socket:
-        family, address = resolve(host, port, _CONNECT_SECONDS)[0]
-        connection = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            connection.settimeout(_CONNECT_SECONDS)
-            connection.connect(address)
-            frames.keep_alive(connection)
-            authenticate(TimedConnection(connection), secret, rank=self._cluster.rank)
-            connection.settimeout(_SEND_SECONDS)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+        addresses = resolve(host, port, _CONNECT_SECONDS)
+        for family, address in addresses:
+            connection = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                connection.settimeout(_CONNECT_SECONDS)
+                connection.connect(address)
+                frames.keep_alive(connection)
+                authenticate(TimedConnection(connection), secret, rank=self._cluster.rank)
+                connection.settimeout(_SEND_SECONDS)
+                return connection
+            except BaseException as error:
+                connection.close()
+                if not isinstance(error, (AttemptFailedError, OSError)) or address == addresses[-1][1]:
+                    raise
+        raise AttemptFailedError("the name has no address")
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
