@@ -82,7 +82,7 @@ def _or_carrying(agreement: Agreement, group: Group, own: Any) -> Any:
     if agreement.carries is False:
         return own
     carrying = comparing_backend_of(agreement.runtime, group)
-    return carrying if agreement.carries is True else EitherBackend(carrying, own, agreement.carries)
+    return carrying if agreement.carries is True else EitherBackend(carrying, own, agreement.carries, group)
 
 
 def _own_backend_of(runtime: Runtime, group: Group, dtype: tf.DType) -> Backend:
