@@ -21,7 +21,7 @@ from npu_device._src.collectives.backends.arrays.buffers import BufferPool
 from npu_device._src.collectives.backends.arrays.engine import Engine, Job
 from npu_device._src.collectives.backends.arrays.stream import Stream
 from npu_device._src.collectives.backends.shared_memory import programs
-from npu_device._src.collectives.backends.shared_memory.backend import channel_of
+from npu_device._src.collectives.backends.shared_memory.shared_memory_backend import channel_of
 from npu_device._src.collectives.group import Group
 from npu_device._src.gradients import split_strategy
 from npu_device._src.trace import trace

@@ -31,7 +31,7 @@ def shared():
     from npu_device._src.collectives import choice as backend, group
     from npu_device._src.training import device
     runtime = device.cluster_runtime()
-    return backend.name_of(runtime, group.group_of(runtime, "hccl_world_group"), [tf.float32]) == "shared_memory"
+    return backend.backend_name(runtime, group.group_of(runtime, "hccl_world_group"), [tf.float32]) == "shared_memory"
 """
 
 

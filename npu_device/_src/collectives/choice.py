@@ -19,12 +19,12 @@ from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.arrays import small
 from npu_device._src.collectives.backends.arrays.operations import ArrayBackend, ComparingBackend
 from npu_device._src.collectives.backends.contract import Backend, ReducingBackend
-from npu_device._src.collectives.backends.messages.calls import messages
 from npu_device._src.collectives.backends.messages.either import EitherBackend
-from npu_device._src.collectives.backends.mpi.backend import mpi
-from npu_device._src.collectives.backends.mpi.world import reason_against, world_of
-from npu_device._src.collectives.backends.shared_memory.backend import shared_memory
+from npu_device._src.collectives.backends.messages.messages_backend import messages
+from npu_device._src.collectives.backends.mpi.mpi_backend import mpi
+from npu_device._src.collectives.backends.mpi.mpi_world import mpi_world_of, reason_against
 from npu_device._src.collectives.backends.shared_memory.host import hosts_of
+from npu_device._src.collectives.backends.shared_memory.shared_memory_backend import shared_memory
 from npu_device._src.collectives.backends.tensorflow import lengths
 from npu_device._src.collectives.backends.tensorflow import operations as tensorflow_backend
 from npu_device._src.collectives.backends.two_level import TwoLevelBackend, has_levels
@@ -64,7 +64,7 @@ def array_backend_of(runtime: Runtime, group: Group, dtypes: Iterable[tf.DType])
         return None
     if comparing_backend_of(runtime, group) is shared_memory:
         return shared_memory
-    return None if world_of(runtime) is None else mpi
+    return None if mpi_world_of(runtime) is None else mpi
 
 
 def backend_of(agreement: Agreement, group: Group, dtype: tf.DType) -> Backend:
@@ -96,7 +96,7 @@ def _own_reducing_backend_of(runtime: Runtime, group: Group, dtype: tf.DType) ->
     return chosen
 
 
-def name_of(runtime: Runtime, group: Group, dtypes: Iterable[tf.DType]) -> str:
+def backend_name(runtime: Runtime, group: Group, dtypes: Iterable[tf.DType]) -> str:
     """Return the name, as in ``NPU_DEVICE_BACKEND``, of the backend that serves a group's call between its hosts."""
     chosen = array_backend_of(runtime, group, dtypes)
     return "tensorflow" if chosen is None else "mpi" if chosen is mpi else "shared_memory"
@@ -104,10 +104,10 @@ def name_of(runtime: Runtime, group: Group, dtypes: Iterable[tf.DType]) -> str:
 
 def explained(runtime: Runtime, group: Group) -> str:
     """Return in words which backend reduces a group's gradients, and why."""
-    hosts, name = hosts_of(runtime), name_of(runtime, group, [tf.float32])
+    hosts, name = hosts_of(runtime), backend_name(runtime, group, [tf.float32])
     if name == "shared_memory":
         return "shared memory: all ranks share that of one host"
-    world, wanted = world_of(runtime), environment.NPU_DEVICE_BACKEND.get()
+    world, wanted = mpi_world_of(runtime), environment.NPU_DEVICE_BACKEND.get()
     between = "TensorFlow's ring" if name == "tensorflow" or world is None else f"MPI ({world.library})"
     if isinstance(_own_reducing_backend_of(runtime, group, tf.float32), TwoLevelBackend):
         text, why = f"shared memory within each host, and {between} between them", "hosts have several ranks"

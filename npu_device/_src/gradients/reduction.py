@@ -23,7 +23,7 @@ from npu_device._src.collectives.all_reduce import (
     require_differentiable,
     require_reduction,
 )
-from npu_device._src.collectives.choice import name_of
+from npu_device._src.collectives.choice import backend_name
 from npu_device._src.collectives.dtypes import reduced_dtype
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.operation import Declaration, collective
@@ -139,7 +139,7 @@ def _reduce_list(
     segments = cut(values, options.kind, options.fusion, group.name)
     parts = [*segments, *([i] for i, value in enumerate(values) if isinstance(value, tf.IndexedSlices))]
     dtypes = [value.dtype for value in values if value is not None]
-    backend = name_of(runtime, group, dtypes)
+    backend = backend_name(runtime, group, dtypes)
     results: list[Gradient] = [None] * len(values)
     seen = traced_reduction(values, segments, options.kind, group.name, backend, options.overlap)
     with seen as trace, _all_first(values, options):

@@ -19,7 +19,7 @@ import tensorflow as tf
 from npu_device._src import environment
 from npu_device._src.cluster import runtime as cluster_runtime
 from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives.choice import name_of
+from npu_device._src.collectives.choice import backend_name
 from npu_device._src.collectives.group import group_of
 from npu_device._src.gradients.saved_splits import (
     SavedSplit,
@@ -104,7 +104,7 @@ def ends_for(sizes: Sequence[int], dtype: str, group: str) -> list[int] | None:
 
 def _found(runtime: Runtime, shared: _SharedSplits, sizes: Sequence[int], dtype: str, group: str) -> list[int] | None:
     model = fingerprint(dtype, sizes)
-    backend = name_of(runtime, group_of(runtime, group), [tf.as_dtype(dtype)])
+    backend = backend_name(runtime, group_of(runtime, group), [tf.as_dtype(dtype)])
     place = place_of(runtime.cluster.hosts, backend, shared.processor)
     same_model = [split for split in shared.splits if (split.model, split.group) == (model, group)]
     for split in same_model:

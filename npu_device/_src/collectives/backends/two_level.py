@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.arrays.operations import ArrayBackend
-from npu_device._src.collectives.backends.shared_memory.backend import shared_memory
 from npu_device._src.collectives.backends.shared_memory.host import hosts_of
+from npu_device._src.collectives.backends.shared_memory.shared_memory_backend import shared_memory
 from npu_device._src.collectives.dtypes import mean_dtype, sum_dtype, wire_dtype
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.terms import Agreement

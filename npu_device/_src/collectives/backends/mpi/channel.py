@@ -16,7 +16,7 @@ import numpy as np
 
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives.backends.mpi.world import World
+from npu_device._src.collectives.backends.mpi.mpi_world import MpiWorld
 from npu_device._src.collectives.group import Group
 
 Waiting = Iterator[Any]
@@ -45,7 +45,7 @@ class Channel:
         rank: this member's number.
     """
 
-    def __init__(self, world: World, runtime: Runtime, group: Group) -> None:
+    def __init__(self, world: MpiWorld, runtime: Runtime, group: Group) -> None:
         self.mpi = world.mpi
         self.size, self.rank = group.size, group.rank
         self._check = runtime.health.require_running

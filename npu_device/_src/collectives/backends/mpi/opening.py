@@ -25,7 +25,7 @@ from npu_device._src.collectives.backends.arrays.heads import head_of
 from npu_device._src.collectives.backends.arrays.stream import Stream
 from npu_device._src.collectives.backends.mpi import programs
 from npu_device._src.collectives.backends.mpi.channel import Channel
-from npu_device._src.collectives.backends.mpi.world import REASONS, WORLDS, World
+from npu_device._src.collectives.backends.mpi.mpi_world import REASONS, WORLDS, MpiWorld
 from npu_device._src.collectives.backends.shared_memory.host import Hosts
 from npu_device._src.collectives.group import Group
 from npu_device._src.membership import mpiexec
@@ -115,11 +115,11 @@ def _start(runtime: Runtime) -> str:
     return ""
 
 
-def _world(runtime: Runtime) -> World:
+def _world(runtime: Runtime) -> MpiWorld:
     mpi: Any = importlib.import_module("mpi4py.MPI")
     comm = mpi.COMM_WORLD.Split(0, runtime.cluster.rank)
     comm.Set_errhandler(mpi.ERRORS_RETURN)
-    return World(mpi, comm, min(comm.Get_attr(mpi.TAG_UB) or _TAGS_OF_ALL, _MOST_TAGS), _library(mpi))
+    return MpiWorld(mpi, comm, min(comm.Get_attr(mpi.TAG_UB) or _TAGS_OF_ALL, _MOST_TAGS), _library(mpi))
 
 
 def _library(mpi: Any) -> str:
@@ -142,7 +142,7 @@ def _lines(problems: Sequence[str], hosts: Sequence[str]) -> str:
     )
 
 
-def _check_sum(runtime: Runtime, world: World) -> str:
+def _check_sum(runtime: Runtime, world: MpiWorld) -> str:
     """Add up known numbers, few and many; return the problem, "" if the sums are right."""
     cluster = runtime.cluster
     group = Group("mpi/check", tuple(range(cluster.world_size)), cluster.rank)
@@ -160,7 +160,7 @@ def _check_sum(runtime: Runtime, world: World) -> str:
     return wrong
 
 
-def _keep_going(world: World) -> None:
+def _keep_going(world: MpiWorld) -> None:
     """Let MPI proceed now and then: it may still have to send what an operation that is over here has left to it."""
 
     def run() -> None:

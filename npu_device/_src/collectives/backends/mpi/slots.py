@@ -12,7 +12,7 @@ from npu_device._src.collectives.backends.arrays.mailbox import SLOT_BYTES, SLOT
 from npu_device._src.collectives.backends.mpi.channel import Channel, pause
 
 
-class MessageSlots:
+class MpiSlots:
     """One side's end, as ``arrays.mailbox.Slots`` describes it.
 
     Args:

@@ -15,7 +15,7 @@ from typing import Callable
 import tensorflow as tf
 
 from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives.backends.messages.calls import messages
+from npu_device._src.collectives.backends.messages.messages_backend import messages
 from npu_device._src.collectives.backends.tensorflow import kernels, words
 from npu_device._src.collectives.dtypes import mean_dtype, sum_dtype, wire_dtype, wire_scales
 from npu_device._src.collectives.folding import fold

@@ -11,7 +11,7 @@ from npu_device._src.cluster.runtime import Runtime
 
 
 @dataclass(frozen=True)
-class World:
+class MpiWorld:
     """MPI as all ranks share it.
 
     Attributes:
@@ -29,14 +29,14 @@ class World:
     ended: threading.Event = field(default_factory=threading.Event)
 
 
-WORLDS: weakref.WeakKeyDictionary[Runtime, World] = weakref.WeakKeyDictionary()
+WORLDS: weakref.WeakKeyDictionary[Runtime, MpiWorld] = weakref.WeakKeyDictionary()
 """Those that ``opening`` has started."""
 
 REASONS: weakref.WeakKeyDictionary[Runtime, str] = weakref.WeakKeyDictionary()
 """Why it hasn't, although MPI's launcher started the ranks."""
 
 
-def world_of(runtime: Runtime) -> World | None:
+def mpi_world_of(runtime: Runtime) -> MpiWorld | None:
     """Return the job's MPI, or None if it isn't used."""
     return WORLDS.get(runtime)
 

@@ -10,8 +10,8 @@ from npu_device._src.collectives.backends.arrays.mailbox import Mailbox
 from npu_device._src.collectives.backends.arrays.operations import ArrayBackend
 from npu_device._src.collectives.backends.mpi import programs
 from npu_device._src.collectives.backends.mpi.channel import Channel
-from npu_device._src.collectives.backends.mpi.slots import MessageSlots
-from npu_device._src.collectives.backends.mpi.world import world_of
+from npu_device._src.collectives.backends.mpi.mpi_world import mpi_world_of
+from npu_device._src.collectives.backends.mpi.slots import MpiSlots
 from npu_device._src.collectives.group import Group
 
 # MPI proceeds only if a thread tests its requests, so even the smallest of several operations needs one.
@@ -19,14 +19,14 @@ _BACKGROUND_FROM_BYTES = 0
 
 
 def _channel(runtime: Runtime, group: Group) -> Channel:
-    world = world_of(runtime)
+    world = mpi_world_of(runtime)
     assert world is not None
     return Channel(world, runtime, group)
 
 
 def _mailbox(runtime: Runtime, group: Group) -> Mailbox:
     channel = _channel(runtime, group)
-    return Mailbox(MessageSlots(channel), runtime.health.require_running, channel.settle)
+    return Mailbox(MpiSlots(channel), runtime.health.require_running, channel.settle)
 
 
 def _line(runtime: Runtime, group: Group) -> Line:
