@@ -56,5 +56,5 @@ class BufferPool:
 
 
 def _aligned(buffer: np.ndarray, size: int) -> np.ndarray:
-    start = -buffer.ctypes.data % ALIGNMENT
+    start = -buffer.__array_interface__["data"][0] % ALIGNMENT
     return buffer[start : start + size]

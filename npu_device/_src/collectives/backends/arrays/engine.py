@@ -23,8 +23,14 @@ Program = Iterator[Any]
 class Channel(Protocol):
     """What carries the members' data."""
 
-    def advance(self, program: Any, block: bool) -> bool:
-        """Run a program to its end, or as far as it goes without blocking; return whether it has ended."""
+    def advance(self, program: Any, block: bool, hurry: bool = False) -> bool:
+        """Run a program to its end, or as far as it goes without blocking; return whether it has ended.
+
+        Args:
+            program: it is resumed where the previous call has left it.
+            block: wait for the others.
+            hurry: the calling thread needs the result, and may use its core while it waits.
+        """
 
     def settle(self) -> None:
         """Note that a job has ended, and so all members have come; or that the group is destroyed."""
@@ -49,7 +55,7 @@ class Job:
         self.program: Program | None = None
         self.error: BaseException | None = None
         self.ended_at = 0.0  # seconds since the epoch
-        self.ended = threading.Event()
+        self.ended = False
 
 
 class Engine:
@@ -66,6 +72,7 @@ class Engine:
         self._arrivals = 0
         self._driving = threading.Lock()
         self._work = threading.Event()
+        self._ended = threading.Condition()
         self._thread: threading.Thread | None = None
         self._broken: BaseException | None = None
         self._closed = False
@@ -75,7 +82,7 @@ class Engine:
         self._queue.append(job)
         self._arrivals += 1
         self._publish()
-        if in_background and not job.ended.is_set():
+        if in_background and not job.ended:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="npu_device-shared", daemon=True)
                 self._thread.start()
@@ -87,13 +94,14 @@ class Engine:
         Raises:
             Exception: the error that ended it, the same on every member.
         """
-        while not job.ended.is_set():
+        while not job.ended:
             if self._work.is_set():  # the background thread is running it
-                job.ended.wait()
+                with self._ended:
+                    self._ended.wait_for(lambda: job.ended)
                 break
             with self._driving:
-                while not job.ended.is_set():
-                    self._drive_first(block=True)
+                while not job.ended:
+                    self._drive_first(block=True, hurry=True)
         self._publish()
         if job.error is not None:
             raise job.error
@@ -133,7 +141,7 @@ class Engine:
             if self._queue:
                 self._work.set()
 
-    def _drive_first(self, block: bool) -> bool:
+    def _drive_first(self, block: bool, hurry: bool = False) -> bool:
         """Run the first job, to its end or as far as it goes; return whether it has ended. Call with the lock held."""
         job = self._queue[0]
         try:
@@ -143,7 +151,7 @@ class Engine:
             if job.program is None:
                 job.program = job.make(channel)
             try:
-                if not channel.advance(job.program, block):
+                if not channel.advance(job.program, block, hurry):
                     return False
             except Mismatch:
                 job.error = job.refuse()
@@ -155,7 +163,9 @@ class Engine:
         self._queue.popleft()
         job.program = None
         job.ended_at = time.time()
-        job.ended.set()
+        with self._ended:
+            job.ended = True
+            self._ended.notify_all()
         return True
 
 

@@ -216,11 +216,11 @@ def _reduction(
     program: Callable[..., Program], tensors: Sequence[tf.Tensor], reduction: str, wire: tf.DType | None, gets: bool
 ) -> _Given:
     dtype = _result_dtype(tensors[0].dtype, reduction)
-    travels = np.dtype((wire or tensors[0].dtype).as_numpy_dtype)
+    travels, given = (np.dtype(kind.as_numpy_dtype) for kind in (wire or tensors[0].dtype, dtype))
 
     def plan(arrays: list[np.ndarray]) -> Plan:
         stream = Stream([array.shape for array in arrays], travels)
-        flat, results = stream.results(_pool, np.dtype(dtype.as_numpy_dtype)) if gets else (None, [])
+        flat, results = stream.results(_pool, given) if gets else (None, [])
         flats = [array.reshape(-1) for array in arrays]
         return Plan(partial(program, stream=stream, arrays=flats, result=flat, reduction=reduction), results)
 

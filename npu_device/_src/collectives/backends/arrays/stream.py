@@ -54,8 +54,12 @@ class Stream:
                 break
             low, high = max(start, first), min(start + self.lengths[place], end)
             if low < high:
+                part = arrays[place][low - start : high - start]
+                if part.dtype == slot.dtype:
+                    slot[low - first : high - first] = part
+                    continue
                 with np.errstate(all="ignore"):  # what overflows 16 bits is infinite; TensorFlow doesn't warn either
-                    slot[low - first : high - first] = arrays[place][low - start : high - start]
+                    slot[low - first : high - first] = part
 
     def results(self, pool: BufferPool, dtype: np.dtype) -> tuple[np.ndarray, list[np.ndarray]]:
         """Return memory for the whole stream in some dtype, flat, and the arrays in it, in their shapes."""

@@ -59,7 +59,7 @@ class Channel:
         assert self._comm is not None
         return self._comm
 
-    def advance(self, program: Waiting, block: bool) -> bool:
+    def advance(self, program: Waiting, block: bool, hurry: bool = False) -> bool:
         """Run a program to its end, or as far as it goes without blocking; return whether it has ended.
 
         The next call resumes a paused program.
@@ -68,6 +68,7 @@ class Channel:
             PeerError: a rank of the job has failed or ended.
             ClusterError: MPI reports an error.
         """
+        del hurry
         with self.errors_explained():
             return self._advance(self._meeting, block) and self._advance(program, block)
 

@@ -22,7 +22,7 @@ _COUNTER_BYTES = 64
 _SLOT_BYTES = 256 << 10
 _BUDGET_BYTES = 32 << 20
 _MOST_SLOTS, _FEWEST_SLOTS = 32, 4
-_LOOKS = 200  # some 40 µs
+_LOOKS, _LOOKS_IN_HURRY = 200, 1000  # some 40 and 200 µs
 
 Waiting = Iterator[tuple[Counter, int]]
 """A program that pauses where it would have to wait, and yields the counter and the number to wait for."""
@@ -76,7 +76,7 @@ class Channel:
         self.settle = settle
         self._while_waiting = while_waiting
         # With more members than cores, a spinning member takes the core from those it waits for.
-        self._looks = _LOOKS if size <= len(os.sched_getaffinity(0)) else 0
+        self._spins = size <= len(os.sched_getaffinity(0))
         self._written = [Counter(memory, first + 2 * member * _COUNTER_BYTES) for member in range(size)]
         self._read = [Counter(memory, first + (2 * member + 1) * _COUNTER_BYTES) for member in range(size)]
         words = np.frombuffer(memory, np.int32, size * self.slots * HEAD_WORDS, first + layout.heads)
@@ -119,15 +119,16 @@ class Channel:
         """Give up the channel; its memory goes with its last reader."""
         self.settle()
 
-    def advance(self, program: Waiting, block: bool) -> bool:
+    def advance(self, program: Waiting, block: bool, hurry: bool = False) -> bool:
         """Run a program to its end, or as far as it goes without blocking; return whether it has ended.
 
         The next call resumes a paused program.
         """
+        looks = (_LOOKS_IN_HURRY if hurry else _LOOKS) if self._spins else 0
         for counter, number in program:
             if not block:
                 return False
-            if not counter.wait_for(number, self._looks):
+            if not counter.wait_for(number, looks):
                 self._while_waiting()
         return True
 
