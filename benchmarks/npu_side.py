@@ -18,7 +18,7 @@ from hccl.split.api import set_split_strategy_by_size
 from npu_device._src.cluster import runtime
 from npu_device._src.collectives.agreement import agreed, describe
 from npu_device._src.collectives.backends.arrays.buffers import BufferPool
-from npu_device._src.collectives.backends.arrays.engine import Engine, Job
+from npu_device._src.collectives.backends.arrays.engine import Engine, PendingOperation
 from npu_device._src.collectives.backends.arrays.stream import Stream
 from npu_device._src.collectives.backends.shared_memory import programs
 from npu_device._src.collectives.backends.shared_memory.shared_memory_backend import channel_of
@@ -61,11 +61,11 @@ class NpuSide:
         def reduce() -> np.ndarray:
             stream = Stream([mine.shape], mine.dtype)
             flat, [result] = stream.results(pool, mine.dtype)
-            job = Job(
+            pending = PendingOperation(
                 lambda channel: programs.all_reduce(channel, stream, [mine], flat, "sum", None), result, RuntimeError
             )
-            engine.start(job, in_background=False)
-            engine.finish(job)
+            engine.start(pending, in_background=False)
+            engine.finish(pending)
             return result
 
         def step() -> None:

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from npu_device._src.collectives.backends.arrays.buffers import ALIGNMENT, BufferPool
-from npu_device._src.collectives.backends.arrays.engine import Engine, Job
+from npu_device._src.collectives.backends.arrays.engine import Engine, PendingOperation
 from npu_device._src.collectives.backends.arrays.folding import FOLDS
 from npu_device._src.collectives.backends.arrays.stream import Stream
 from npu_device._src.collectives.backends.shared_memory import futex, programs
@@ -58,9 +58,9 @@ class Members:
 
 
 def run(engine: Engine, program: Callable[[Channel], Any], background: bool = False) -> None:
-    job = Job(program, None, lambda: ValueError("heads differ"))
-    engine.start(job, background)
-    engine.finish(job)
+    pending = PendingOperation(program, None, lambda: ValueError("heads differ"))
+    engine.start(pending, background)
+    engine.finish(pending)
 
 
 def reduced(
@@ -249,21 +249,21 @@ def test_starting_never_waits_and_long_jobs_proceed_by_themselves() -> None:
         for array, background in ((short, False), (long, True), (short, False)):
             stream = Stream([array.shape], array.dtype)
             flat, results = stream.results(BufferPool(), array.dtype)
-            job = Job(
+            pending = PendingOperation(
                 lambda channel, s=stream, a=array, f=flat: programs.all_reduce(channel, s, [a], f, "sum", (0, 0, 0, 0)),
                 results,
                 lambda: ValueError("heads differ"),
             )
-            engine.start(job, background)
-            jobs.append(job)
+            engine.start(pending, background)
+            jobs.append(pending)
         started = time.monotonic() - began
         came.set()
         deadline = time.monotonic() + 20
         while not jobs[1].ended and time.monotonic() < deadline:
             time.sleep(0.01)
         assert jobs[1].ended, "nobody asked for its result, and it should have ended all the same"
-        for job in jobs:
-            assert all((result == 2).all() for result in engine.finish(job))
+        for pending in jobs:
+            assert all((result == 2).all() for result in engine.finish(pending))
         return started, time.monotonic() - began
 
     started = [seconds for seconds, _ in members.together(act)]

@@ -1,1 +1,1 @@
-"""What the backends have in common that Python runs on numpy arrays: shared memory, and MPI."""
+"""The common part of the backends that Python runs on numpy arrays."""

@@ -1,7 +1,7 @@
 """Run the programs of a channel: in the thread that needs a result, and in a background thread for long ones.
 
-Jobs run in the order in which they were started, which is the same on all members. Starting never waits for
-others. A short job's data is published at once, and the thread that asks for its result does the rest. A long
+Operations run in the order in which they were started, which is the same on all members. Starting never waits for
+others. A short operation's data is published at once, and the thread that asks for its result does the rest. A long
 one goes to a background thread, so that it proceeds while TensorFlow computes.
 """
 
@@ -17,11 +17,11 @@ from npu_device._src.cluster.errors import PeerError
 from npu_device._src.collectives.backends.arrays.heads import Mismatch
 
 Program = Iterator[Any]
-"""One operation, which pauses where it would have to wait."""
+"""One operation, which pauses where it would have to wait, and yields what its channel has to wait for."""
 
 
 class Channel(Protocol):
-    """What carries the members' data."""
+    """The connection that carries the members' data."""
 
     def advance(self, program: Any, block: bool, hurry: bool = False) -> bool:
         """Run a program to its end, or as far as it goes without blocking; return whether it has ended.
@@ -33,13 +33,13 @@ class Channel(Protocol):
         """
 
     def settle(self) -> None:
-        """Note that a job has ended, and so all members have come; or that the group is destroyed."""
+        """Note that an operation has ended, and so all members have come; or that the group is destroyed."""
 
     def close(self) -> None:
         """Give up the channel."""
 
 
-class Job:
+class PendingOperation:
     """One operation in progress.
 
     Args:
@@ -59,16 +59,16 @@ class Job:
 
 
 class Engine:
-    """The jobs of one group on this rank.
+    """The pending operations of one group on this rank.
 
     Args:
-        connect: makes the channel when the first job is started.
+        connect: makes the channel when the first operation is started.
     """
 
     def __init__(self, connect: Callable[[], Channel]) -> None:
         self._connect = connect
         self._channel: Channel | None = None
-        self._queue: deque[Job] = deque()
+        self._queue: deque[PendingOperation] = deque()
         self._arrivals = 0
         self._driving = threading.Lock()
         self._work = threading.Event()
@@ -77,38 +77,38 @@ class Engine:
         self._broken: BaseException | None = None
         self._closed = False
 
-    def start(self, job: Job, in_background: bool) -> None:
-        """Start a job, without waiting for others."""
-        self._queue.append(job)
+    def start(self, pending: PendingOperation, in_background: bool) -> None:
+        """Start an operation, without waiting for others."""
+        self._queue.append(pending)
         self._arrivals += 1
         self._publish()
-        if in_background and not job.ended:
+        if in_background and not pending.ended:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="npu_device-shared", daemon=True)
                 self._thread.start()
             self._work.set()
 
-    def finish(self, job: Job) -> Any:
-        """Wait for a job, and return its results.
+    def finish(self, pending: PendingOperation) -> Any:
+        """Wait for an operation, and return its results.
 
         Raises:
             Exception: the error that ended it, the same on every member.
         """
-        while not job.ended:
+        while not pending.ended:
             if self._work.is_set():  # the background thread is running it
                 with self._ended:
-                    self._ended.wait_for(lambda: job.ended)
+                    self._ended.wait_for(lambda: pending.ended)
                 break
             with self._driving:
-                while not job.ended:
+                while not pending.ended:
                     self._drive_first(block=True, hurry=True)
         self._publish()
-        if job.error is not None:
-            raise job.error
-        return job.results
+        if pending.error is not None:
+            raise pending.error
+        return pending.results
 
     def close(self) -> None:
-        """Give up the channel and its memory; jobs in progress and later ones fail."""
+        """Give up the channel and its memory; operations in progress and later ones fail."""
         self._closed = True
         self._work.set()  # the background thread ends, too
         with self._driving:
@@ -142,29 +142,29 @@ class Engine:
                 self._work.set()
 
     def _drive_first(self, block: bool, hurry: bool = False) -> bool:
-        """Run the first job, to its end or as far as it goes; return whether it has ended. Call with the lock held."""
-        job = self._queue[0]
+        """Run the first operation, to its end or as far as it goes; return whether it has ended. Needs the lock."""
+        pending = self._queue[0]
         try:
             if self._broken is not None:
                 raise _broken_by(self._broken)
             channel = self._channel = self._channel or self._connect()
-            if job.program is None:
-                job.program = job.make(channel)
+            if pending.program is None:
+                pending.program = pending.make(channel)
             try:
-                if not channel.advance(job.program, block, hurry):
+                if not channel.advance(pending.program, block, hurry):
                     return False
             except Mismatch:
-                job.error = job.refuse()
+                pending.error = pending.refuse()
             channel.settle()
         except BaseException as error:
-            job.error = error
+            pending.error = error
             # The members are no longer at the same step.
             self._broken = self._broken or error
         self._queue.popleft()
-        job.program = None
-        job.ended_at = time.time()
+        pending.program = None
+        pending.ended_at = time.time()
         with self._ended:
-            job.ended = True
+            pending.ended = True
             self._ended.notify_all()
         return True
 

@@ -1,4 +1,5 @@
-"""What members send with an operation's first data, to compare their calls before they read each other's data."""
+"""The heads that members send with an operation's first data, to compare their calls before they read each other's
+data."""
 
 from __future__ import annotations
 
@@ -9,24 +10,24 @@ import numpy as np
 from npu_device._src.collectives.terms import Terms
 
 HEAD_WORDS = 4
-"""32-bit words of a head: a member's description of a job, which must be the same on all members."""
+"""32-bit words of a head: a member's description of a call, which must be the same on all members."""
 
 _AGREED, _COMPARES, _OVERLAPS = range(3)  # the last word
 
 
 class Mismatch(Exception):
-    """The members' heads of a job differ. All members detect it in the same step, before any data is read."""
+    """The members' heads of a call differ. All members detect it in the same step, before any data is read."""
 
 
 def head_of(terms: Terms | None, shapes: int) -> tuple[int, ...]:
-    """Return the head of a job; without terms, the ranks have agreed on it before."""
+    """Return the head of a call; without terms, the ranks have agreed on it before."""
     if terms is None:
         return (_AGREED,) * HEAD_WORDS
     return (*terms.head, shapes, _OVERLAPS if terms.overlaps else _COMPARES)
 
 
 def compares(head: Sequence[int]) -> bool:
-    """Return whether the members have not agreed on the job before."""
+    """Return whether the members have not agreed on the call before."""
     return head[-1] != _AGREED
 
 

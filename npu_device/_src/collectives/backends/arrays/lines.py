@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives.backends.arrays.engine import Channel, Engine, Job
+from npu_device._src.collectives.backends.arrays.engine import Channel, Engine, PendingOperation
 from npu_device._src.collectives.backends.arrays.heads import head_of
 from npu_device._src.collectives.backends.arrays.mailbox import Mailbox, Transfer
 from npu_device._src.collectives.group import Group
@@ -32,7 +32,7 @@ from npu_device._src.collectives.terms import Shapes, Terms
 
 
 @dataclass(frozen=True)
-class Plan:
+class Action:
     """The action of an operation on its arrays.
 
     Attributes:
@@ -51,12 +51,12 @@ class Operation:
     Attributes:
         outputs: what it returns.
         size: approximate bytes that each rank passes, as far as known.
-        plan: returns the action for the inputs as arrays.
+        prepare: returns the action for the inputs as arrays.
     """
 
     outputs: Sequence[tf.TensorSpec]
     size: int
-    plan: Callable[[list[np.ndarray]], Plan]
+    prepare: Callable[[list[np.ndarray]], Action]
 
 
 class Line(Protocol):
@@ -81,7 +81,7 @@ class Line(Protocol):
             overlaps: TensorFlow computes between start and finish.
         """
 
-    def finish(self, job: Any) -> tuple[float, list[np.ndarray]]:
+    def finish(self, pending: Any) -> tuple[float, list[np.ndarray]]:
         """Wait for an operation; return when it ended, in seconds since the epoch, and its results."""
 
     def close(self) -> None:
@@ -108,20 +108,22 @@ class GroupLine:
 
     def start(
         self, operation: Operation, terms: Terms | None, shapes: int, arrays: list[np.ndarray], overlaps: bool
-    ) -> Job:
+    ) -> PendingOperation:
         """Start an operation; a long one continues in the background."""
-        plan = operation.plan(arrays)
+        action = operation.prepare(arrays)
         position = self._watch.begin(terms.call if terms else None)
         head = head_of(terms, shapes)
-        job = Job(lambda channel: plan.act(channel, head=head), plan.results, partial(_refusal, terms, position))
-        self._engine.start(job, overlaps and operation.size > self._background_from)
-        return job
+        pending = PendingOperation(
+            lambda channel: action.act(channel, head=head), action.results, partial(_refusal, terms, position)
+        )
+        self._engine.start(pending, overlaps and operation.size > self._background_from)
+        return pending
 
-    def finish(self, job: Job) -> tuple[float, list[np.ndarray]]:
+    def finish(self, pending: PendingOperation) -> tuple[float, list[np.ndarray]]:
         """Wait for an operation; return when it ended and its results."""
         try:
-            results: list[np.ndarray] = self._engine.finish(job)
-            return job.ended_at, results
+            results: list[np.ndarray] = self._engine.finish(pending)
+            return pending.ended_at, results
         finally:
             self._watch.end()
 
@@ -146,16 +148,16 @@ class PairLine:
         """Start a transfer without waiting for the other rank."""
         assert terms is not None
         del overlaps
-        plan = operation.plan(arrays)
+        action = operation.prepare(arrays)
         position = self._watch.begin(terms.call)
-        transfer = plan.act((*terms.head, shapes), partial(_refusal, terms, position))
+        transfer = action.act((*terms.head, shapes), partial(_refusal, terms, position))
         with self._connecting:
             self._connect().start(transfer)
-        return transfer, plan.results
+        return transfer, action.results
 
-    def finish(self, job: tuple[Transfer, list[np.ndarray]]) -> tuple[float, list[np.ndarray]]:
+    def finish(self, pending: tuple[Transfer, list[np.ndarray]]) -> tuple[float, list[np.ndarray]]:
         """Wait for a transfer; return when it ended and its results."""
-        transfer, results = job
+        transfer, results = pending
         try:
             self._connect().finish(transfer)
             return transfer.ended_at, results
@@ -304,7 +306,7 @@ def _call(
 
 
 _tickets = itertools.count()
-_jobs: dict[int, tuple[Line, Any]] = {}
+_pending: dict[int, tuple[Line, Any]] = {}
 
 
 def _start(
@@ -315,11 +317,11 @@ def _start(
     terms: Terms | None,
     shapes: Shapes,
 ) -> tf.Tensor:
-    """Add the starting operation; return a number that carries the job to its finish in the graph, int64, shape []."""
+    """Add the starting operation; return a number by which the graph finishes it, int64, shape []."""
 
     def start(shapes: Any, *arrays: np.ndarray) -> list[np.int64]:
         ticket = next(_tickets)
-        _jobs[ticket] = line, line.start(operation, terms, int(shapes), list(arrays), True)
+        _pending[ticket] = line, line.start(operation, terms, int(shapes), list(arrays), True)
         return [np.int64(ticket)]
 
     return orders.starts.call(start, [tf.convert_to_tensor(shapes), *inputs], [tf.int64])[0]
@@ -329,8 +331,8 @@ def _finish(orders: _Orders, operation: Operation, ticket: tf.Tensor) -> list[tf
     """Add the waiting operation; return the results."""
 
     def finish(ticket: Any) -> list[Any]:
-        line, job = _jobs.pop(int(ticket))
-        ended_at, results = line.finish(job)
+        line, pending = _pending.pop(int(ticket))
+        ended_at, results = line.finish(pending)
         return [np.float64(ended_at), *results]
 
     return _waited_for(orders.finishes.call(finish, [ticket], _dtypes(operation)), operation)

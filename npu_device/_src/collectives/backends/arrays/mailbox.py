@@ -83,7 +83,7 @@ class _Message:
 
 
 class Slots(Protocol):
-    """How slots get from one side to the other."""
+    """The way of slots from one side to the other."""
 
     def look(self) -> None:
         """Note what there is now; ``wait`` returns when there is more."""

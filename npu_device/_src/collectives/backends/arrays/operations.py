@@ -23,7 +23,7 @@ from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.arrays import lines
 from npu_device._src.collectives.backends.arrays.buffers import BufferPool
 from npu_device._src.collectives.backends.arrays.engine import Program
-from npu_device._src.collectives.backends.arrays.lines import Lines, Operation, Plan
+from npu_device._src.collectives.backends.arrays.lines import Action, Lines, Operation
 from npu_device._src.collectives.backends.arrays.mailbox import Transfer
 from npu_device._src.collectives.backends.arrays.stream import Stream
 from npu_device._src.collectives.dtypes import mean_dtype
@@ -140,44 +140,44 @@ class ArrayBackend:
     def send(self, agreement: Agreement, tensor: tf.Tensor, pair: Group) -> tf.Tensor:
         """Send to the other rank of a pair; return a tensor that is ready once the other rank has received."""
 
-        def plan(arrays: list[np.ndarray]) -> Plan:
+        def prepare(arrays: list[np.ndarray]) -> Action:
             flat = np.ascontiguousarray(arrays[0]).reshape(-1).view(np.uint8)
-            return Plan(partial(Transfer, pair.tag or 0, flat, True), [np.array(0, np.int32)])
+            return Action(partial(Transfer, pair.tag or 0, flat, True), [np.array(0, np.int32)])
 
-        operation = Operation([tf.TensorSpec([], tf.int32)], _bytes([tensor]), plan)
+        operation = Operation([tf.TensorSpec([], tf.int32)], _bytes([tensor]), prepare)
         [sent] = self._run(agreement, pair, (operation, [tensor]))
         return sent
 
     def receive(self, agreement: Agreement, like: tf.TensorSpec, pair: Group) -> tf.Tensor:
         """Return the tensor that the other rank of a pair sends."""
 
-        def plan(arrays: list[np.ndarray]) -> Plan:
+        def prepare(arrays: list[np.ndarray]) -> Action:
             result = _array(tuple(like.shape.as_list()), np.dtype(like.dtype.as_numpy_dtype))
-            return Plan(partial(Transfer, pair.tag or 0, result.reshape(-1).view(np.uint8), False), [result])
+            return Action(partial(Transfer, pair.tag or 0, result.reshape(-1).view(np.uint8), False), [result])
 
-        [received] = self._run(agreement, pair, (Operation([like], _bytes([like]), plan), []))
+        [received] = self._run(agreement, pair, (Operation([like], _bytes([like]), prepare), []))
         return received
 
     def all_gather(self, agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
         """Return all ranks' rows on every rank: [n] in, [group.size, n] out."""
 
-        def plan(arrays: list[np.ndarray]) -> Plan:
+        def prepare(arrays: list[np.ndarray]) -> Action:
             result = _array((group.size, len(arrays[0])), arrays[0].dtype)
-            return Plan(partial(self._programs.all_gather, row=arrays[0], result=result), [result])
+            return Action(partial(self._programs.all_gather, row=arrays[0], result=result), [result])
 
         output = tf.TensorSpec([group.size, *row.shape], row.dtype)
-        [gathered] = self._run(agreement, group, (Operation([output], _bytes([row]), plan), [row]))
+        [gathered] = self._run(agreement, group, (Operation([output], _bytes([row]), prepare), [row]))
         return gathered
 
     def all_to_all(self, agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor:
         """Send row i to rank i, and return the row from rank i as row i: [group.size, n] in and out."""
 
-        def plan(arrays: list[np.ndarray]) -> Plan:
+        def prepare(arrays: list[np.ndarray]) -> Action:
             result = _array(arrays[0].shape, arrays[0].dtype)
-            return Plan(partial(self._programs.all_to_all, rows=arrays[0], result=result), [result])
+            return Action(partial(self._programs.all_to_all, rows=arrays[0], result=result), [result])
 
         output = tf.TensorSpec(rows.shape, rows.dtype)
-        [exchanged] = self._run(agreement, group, (Operation([output], _bytes([rows]), plan), [rows]))
+        [exchanged] = self._run(agreement, group, (Operation([output], _bytes([rows]), prepare), [rows]))
         return exchanged
 
     def release(self, runtime: Runtime, name: str) -> None:
@@ -205,8 +205,8 @@ class ComparingBackend(ArrayBackend):
 
     def exchange_terms(self, agreement: Agreement, group: Group) -> list[tf.Tensor]:
         """Compare only the terms; return a tensor that is ready once all ranks agree."""
-        plan = Plan(self._meet, [np.array(True)])
-        return self._run(agreement, group, (Operation([tf.TensorSpec([], tf.bool)], 0, lambda _: plan), []))
+        action = Action(self._meet, [np.array(True)])
+        return self._run(agreement, group, (Operation([tf.TensorSpec([], tf.bool)], 0, lambda _: action), []))
 
 
 # The parts of the calls: inputs, outputs, and how arrays become a program.
@@ -218,14 +218,14 @@ def _reduction(
     dtype = _result_dtype(tensors[0].dtype, reduction)
     travels, given = (np.dtype(kind.as_numpy_dtype) for kind in (wire or tensors[0].dtype, dtype))
 
-    def plan(arrays: list[np.ndarray]) -> Plan:
+    def prepare(arrays: list[np.ndarray]) -> Action:
         stream = Stream([array.shape for array in arrays], travels)
         flat, results = stream.results(_pool, given) if gets else (None, [])
         flats = [array.reshape(-1) for array in arrays]
-        return Plan(partial(program, stream=stream, arrays=flats, result=flat, reduction=reduction), results)
+        return Action(partial(program, stream=stream, arrays=flats, result=flat, reduction=reduction), results)
 
     outputs = [tf.TensorSpec(tensor.shape, dtype) for tensor in tensors] if gets else []
-    return Operation(outputs, _bytes(tensors), plan), tensors
+    return Operation(outputs, _bytes(tensors), prepare), tensors
 
 
 def _broadcast(program: Callable[..., Program], tensors: Sequence[tf.Tensor], sends: bool) -> _Given:
@@ -234,16 +234,16 @@ def _broadcast(program: Callable[..., Program], tensors: Sequence[tf.Tensor], se
     known = all(spec.shape.is_fully_defined() for spec in specs)
     dtypes = [np.dtype(spec.dtype.as_numpy_dtype) for spec in specs]
 
-    def plan(arrays: list[np.ndarray]) -> Plan:
+    def prepare(arrays: list[np.ndarray]) -> Action:
         shapes = [array.shape for array in arrays] if arrays else [tuple(spec.shape.as_list()) for spec in specs]
         sizes = [(math.prod(shape) * dtype.itemsize,) for shape, dtype in zip(shapes, dtypes)]
         stream = Stream(sizes, np.dtype(np.uint8))
         flats = [array.reshape(-1).view(np.uint8) for array in arrays] if sends else []
         flat, parts = (None, []) if sends else stream.results(_pool, stream.dtype)
         results = [part.view(dtype).reshape(shape) for part, dtype, shape in zip(parts, dtypes, shapes)]
-        return Plan(partial(program, stream=stream, arrays=flats, result=flat), results)
+        return Action(partial(program, stream=stream, arrays=flats, result=flat), results)
 
-    return Operation([] if sends else specs, _bytes(specs), plan), tensors if sends or not known else []
+    return Operation([] if sends else specs, _bytes(specs), prepare), tensors if sends or not known else []
 
 
 def _result_dtype(dtype: tf.DType, reduction: str) -> tf.DType:

@@ -141,7 +141,7 @@ def _rows(channel: Channel, stream: Stream, arrays: Sequence[np.ndarray], head: 
 
 
 def _first_round(channel: Channel, mine: Optional[np.ndarray], head: Head) -> Any:
-    """Compare the heads, if the ranks haven't agreed on the job; return all members' data if it is small.
+    """Compare the heads, if the ranks haven't agreed on the call; return all members' data if it is small.
 
     Args:
         channel: the members.

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 
 import numpy as np
 
 from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.backends.arrays.engine import Program
 from npu_device._src.collectives.group import Group
-
-Waiting = Iterator[int]
-"""A program that pauses where it would have to wait, and yields the rank whose message it needs."""
 
 
 def inbox_number(group: Group) -> int:
@@ -52,10 +50,10 @@ class Channel:
         rows = np.frombuffer(b"".join(known), np.uint8).reshape(self.size, -1)
         return rows[(self.rank - np.arange(self.size)) % self.size]
 
-    def advance(self, program: Waiting, block: bool, hurry: bool = False) -> bool:
+    def advance(self, program: Program, block: bool, hurry: bool = False) -> bool:
         """Run a program to its end, or as far as it goes without blocking; return whether it has ended.
 
-        The next call resumes a paused program.
+        A paused program yields the rank whose message it needs. The next call resumes it.
 
         Raises:
             PeerError: a rank of the job has failed or ended, or can't be reached any more.

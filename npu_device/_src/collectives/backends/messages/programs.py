@@ -6,12 +6,13 @@ import functools
 from typing import Any, Callable
 
 from npu_device._src.collectives.backends.arrays import small
-from npu_device._src.collectives.backends.messages.channel import Channel, Waiting
+from npu_device._src.collectives.backends.arrays.engine import Program
+from npu_device._src.collectives.backends.messages.channel import Channel
 
 
-def _in_one_round(program: Callable[..., small.IsDone]) -> Callable[..., Waiting]:
+def _in_one_round(program: Callable[..., small.IsDone]) -> Callable[..., Program]:
     @functools.wraps(program)
-    def run(channel: Channel, *args: Any, **kwargs: Any) -> Waiting:
+    def run(channel: Channel, *args: Any, **kwargs: Any) -> Program:
         if not (yield from program(channel, *args, **kwargs)):
             raise AssertionError(f"{program.__name__}: data that don't fit into a message; choice.carries is wrong")
 

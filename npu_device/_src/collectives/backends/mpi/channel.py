@@ -16,11 +16,9 @@ import numpy as np
 
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.backends.arrays.engine import Program
 from npu_device._src.collectives.backends.mpi.mpi_world import MpiWorld
 from npu_device._src.collectives.group import Group
-
-Waiting = Iterator[Any]
-"""A program that pauses where it would have to wait, and yields MPI's request."""
 
 _SPIN_SECONDS = 100e-6
 _LONGEST_SLEEP_SECONDS = 500e-6
@@ -59,10 +57,10 @@ class Channel:
         assert self._comm is not None
         return self._comm
 
-    def advance(self, program: Waiting, block: bool, hurry: bool = False) -> bool:
+    def advance(self, program: Program, block: bool, hurry: bool = False) -> bool:
         """Run a program to its end, or as far as it goes without blocking; return whether it has ended.
 
-        The next call resumes a paused program.
+        A paused program yields the MPI request to wait for. The next call resumes it.
 
         Raises:
             PeerError: a rank of the job has failed or ended.
@@ -72,7 +70,7 @@ class Channel:
         with self.errors_explained():
             return self._advance(self._meeting, block) and self._advance(program, block)
 
-    def _advance(self, program: Waiting, block: bool) -> bool:
+    def _advance(self, program: Program, block: bool) -> bool:
         last: Any = None
         tests = 0
         begun = checked = 0.0
@@ -104,7 +102,7 @@ class Channel:
         if comm is not None:
             comm.Free()
 
-    def _meet(self) -> Waiting:
+    def _meet(self) -> Program:
         """Wait until all members have come, and make their communicator, which would block until then."""
         comm, ranks = self._world.comm, self._group.ranks
         name = hashlib.blake2b(repr((self._group.name, ranks)).encode(errors="surrogatepass"), digest_size=8).digest()
@@ -157,7 +155,7 @@ def pause(waited: float) -> None:
         time.sleep(min(_LONGEST_SLEEP_SECONDS, waited / 4))
 
 
-def done(request: Any) -> Waiting:
+def done(request: Any) -> Program:
     """Wait for one of MPI's requests."""
     while not request.Test():
         yield request

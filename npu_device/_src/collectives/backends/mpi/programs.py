@@ -18,9 +18,10 @@ import tensorflow as tf
 
 from npu_device._src.collectives import dtypes
 from npu_device._src.collectives.backends.arrays.buffers import BufferPool
+from npu_device._src.collectives.backends.arrays.engine import Program
 from npu_device._src.collectives.backends.arrays.folding import folding, is_narrow
 from npu_device._src.collectives.backends.arrays.stream import Stream
-from npu_device._src.collectives.backends.mpi.channel import Channel, Waiting, done
+from npu_device._src.collectives.backends.mpi.channel import Channel, done
 
 Head = Sequence[int]
 
@@ -42,7 +43,7 @@ def all_reduce(
     reduction: str,
     head: Head,
     counts: Optional[Sequence[int]] = None,
-) -> Waiting:
+) -> Program:
     """Reduce a stream; ``result`` is as long as the stream, and may be of another dtype.
 
     Args:
@@ -70,7 +71,7 @@ def reduce(
     reduction: str,
     root: int,
     head: Head,
-) -> Waiting:
+) -> Program:
     """Reduce a stream to the root, the only one with a ``result``."""
     del head
     reduced_dtype = np.dtype(dtypes.reduced_dtype(tf.as_dtype(stream.dtype), reduction).as_numpy_dtype)
@@ -80,7 +81,7 @@ def reduce(
 
 def broadcast(
     channel: Channel, stream: Stream, arrays: Sequence[np.ndarray], result: Optional[np.ndarray], root: int, head: Head
-) -> Waiting:
+) -> Program:
     """Send the root's stream, of bytes, into the ``result`` of all other members."""
     del head
 
@@ -95,7 +96,7 @@ def broadcast(
     yield from _pipeline(stream.length, CHUNK_BYTES, start, _nothing)
 
 
-def all_gather(channel: Channel, row: np.ndarray, result: np.ndarray, head: Head) -> Waiting:
+def all_gather(channel: Channel, row: np.ndarray, result: np.ndarray, head: Head) -> Program:
     """Gather all members' rows, shape [n], into ``result``, shape [size, n]."""
     del head
     mine, found = _bytes(row), _bytes(result)
@@ -110,7 +111,7 @@ def all_gather(channel: Channel, row: np.ndarray, result: np.ndarray, head: Head
     yield from _pipeline(mine.nbytes, CHUNK_BYTES, start, finish)
 
 
-def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Head) -> Waiting:
+def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Head) -> Program:
     """Send row i of ``rows`` to member i, and receive row i of ``result`` from member i: both [size, n]."""
     del head
     mine, found = _bytes(rows), _bytes(result)
@@ -136,7 +137,7 @@ def _pipeline(
     step: int,
     start: Callable[[int, int], tuple[Any, Any]],
     finish: Callable[[int, int, Any], Optional[_Request]],
-) -> Waiting:
+) -> Program:
     """Start an operation of MPI for each chunk, some ahead of others, and finish them in order.
 
     Args:
@@ -162,7 +163,7 @@ def _finish_one(
     started: deque[tuple[int, int, Any, Any]],
     later: deque[_Request],
     finish: Callable[[int, int, Any], Optional[_Request]],
-) -> Waiting:
+) -> Program:
     first, last, request, data = started.popleft()
     yield from done(request)
     more = finish(first, last, data)
@@ -172,7 +173,7 @@ def _finish_one(
             yield from _act_on(later)
 
 
-def _act_on(later: deque[_Request]) -> Waiting:
+def _act_on(later: deque[_Request]) -> Program:
     request, act = later.popleft()
     yield from done(request)
     act()
@@ -203,7 +204,7 @@ def _reduce(
     arrays: Sequence[np.ndarray],
     result: np.ndarray,
     fold: Callable[[Any, np.ndarray], None],
-) -> Waiting:
+) -> Program:
     """Reduce a stream: each member reduces its part of each chunk, and gets the others' results."""
 
     def finish(first: int, last: int, rows: list[np.ndarray]) -> _Request:
@@ -222,7 +223,7 @@ def _reduce_to_root(
     dtype: np.dtype,
     root: int,
     fold: Callable[[Any, np.ndarray], None],
-) -> Waiting:
+) -> Program:
     """Reduce a stream: each member reduces its part of each chunk, and the root gets the results."""
 
     def finish(first: int, last: int, rows: list[np.ndarray]) -> _Request:
@@ -244,7 +245,7 @@ def _reduce_compressed(
     result: np.ndarray,
     reduction: str,
     counts: Sequence[int],
-) -> Waiting:
+) -> Program:
     """Reduce float32 or float64 values that are sent in 16 bits, in both directions, and added in their own dtype."""
     shares, scale = dtypes.wire_scales(reduction, counts)
     if shares[channel.rank] != 1:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Callable
 
 import numpy as np
 
+from npu_device._src.collectives.backends.arrays.engine import Program
 from npu_device._src.collectives.backends.arrays.heads import HEAD_WORDS
 from npu_device._src.collectives.backends.shared_memory.futex import Counter
 
@@ -23,9 +24,6 @@ _SLOT_BYTES = 256 << 10
 _BUDGET_BYTES = 32 << 20
 _MOST_SLOTS, _FEWEST_SLOTS = 32, 4
 _LOOKS, _LOOKS_IN_HURRY = 200, 1000  # some 40 and 200 µs
-
-Waiting = Iterator[tuple[Counter, int]]
-"""A program that pauses where it would have to wait, and yields the counter and the number to wait for."""
 
 
 class Layout:
@@ -55,7 +53,7 @@ class Channel:
         rank: this member's number.
         while_waiting: called between two slices of a long wait; raises when waiting is pointless.
         first: where in the mapping the channel begins, in bytes.
-        settle: called after each job, when all members have come.
+        settle: called after each operation, when all members have come.
     """
 
     def __init__(
@@ -99,7 +97,7 @@ class Channel:
         """Return whether all members have read the previous content of this member's slot of the step."""
         return all(counter.has_reached(step - self.slots + 1) for counter in self._read)
 
-    def free_slot(self, step: int) -> Waiting:
+    def free_slot(self, step: int) -> Program:
         """Wait until all members have read the previous content of this member's slot of the step."""
         yield from _reached(self._read, step - self.slots + 1)
 
@@ -107,7 +105,7 @@ class Channel:
         """Show this member's slot of the step to the others, even if it has nothing to send in it."""
         self._written[self.rank].advance_to(step + 1)
 
-    def published(self, step: int, members: Sequence[int]) -> Waiting:
+    def published(self, step: int, members: Sequence[int]) -> Program:
         """Wait until the given members have published their slots of the step."""
         yield from _reached([self._written[member] for member in members], step + 1)
 
@@ -119,10 +117,10 @@ class Channel:
         """Give up the channel; its memory goes with its last reader."""
         self.settle()
 
-    def advance(self, program: Waiting, block: bool, hurry: bool = False) -> bool:
+    def advance(self, program: Program, block: bool, hurry: bool = False) -> bool:
         """Run a program to its end, or as far as it goes without blocking; return whether it has ended.
 
-        The next call resumes a paused program.
+        A paused program yields the counter and the number to wait for. The next call resumes it.
         """
         looks = (_LOOKS_IN_HURRY if hurry else _LOOKS) if self._spins else 0
         for counter, number in program:
@@ -133,7 +131,7 @@ class Channel:
         return True
 
 
-def _reached(counters: Sequence[Counter], number: int) -> Waiting:
+def _reached(counters: Sequence[Counter], number: int) -> Program:
     for counter in counters:
         while not counter.has_reached(number):
             yield counter, number

@@ -12,13 +12,14 @@ from typing import Any, Callable, Optional
 
 import numpy as np
 
+from npu_device._src.collectives.backends.arrays.engine import Program
 from npu_device._src.collectives.backends.arrays.folding import Rows, folding
 from npu_device._src.collectives.backends.arrays.heads import Mismatch, require_same
 from npu_device._src.collectives.backends.arrays.stream import Stream
-from npu_device._src.collectives.backends.shared_memory.channel import Channel, Waiting
+from npu_device._src.collectives.backends.shared_memory.channel import Channel
 
 Head = Optional[Sequence[int]]
-"""A member's description of a job; None where the rounds of the job that carry it are over."""
+"""A member's description of a call; None after the round that carries it."""
 
 # How many slots a member publishes before it reads. More slots let the ranks drift further apart; but what it published
 # itself should still be in its core's cache when it reads it.
@@ -34,7 +35,7 @@ _SHARED_SLOTS = 8
 
 def all_reduce(
     channel: Channel, stream: Stream, arrays: Sequence[np.ndarray], result: np.ndarray, reduction: str, head: Head
-) -> Waiting:
+) -> Program:
     """Reduce a stream; ``result`` is as long as the stream, and may be of another dtype."""
     fold = folding(reduction, channel.size)
     length = stream.length
@@ -58,7 +59,7 @@ def reduce(
     reduction: str,
     root: int,
     head: Head,
-) -> Waiting:
+) -> Program:
     """Reduce a stream to the root, the only one with a ``result``."""
     del root
     fold = folding(reduction, channel.size)
@@ -67,7 +68,7 @@ def reduce(
 
 def broadcast(
     channel: Channel, stream: Stream, arrays: Sequence[np.ndarray], result: np.ndarray | None, root: int, head: Head
-) -> Waiting:
+) -> Program:
     """Send the root's stream into the ``result`` of all other members."""
     chunk = channel.slot_bytes // stream.dtype.itemsize
 
@@ -82,7 +83,7 @@ def broadcast(
     yield from _rounds(channel, stream.dtype, _count(stream.length, chunk), [root], fill, read, head)
 
 
-def all_gather(channel: Channel, row: np.ndarray, result: np.ndarray, head: Head) -> Waiting:
+def all_gather(channel: Channel, row: np.ndarray, result: np.ndarray, head: Head) -> Program:
     """Gather all members' rows, shape [n], into ``result``, shape [size, n]."""
     chunk = channel.slot_bytes // row.dtype.itemsize
 
@@ -97,7 +98,7 @@ def all_gather(channel: Channel, row: np.ndarray, result: np.ndarray, head: Head
     yield from _rounds(channel, row.dtype, _count(len(row), chunk), range(channel.size), fill, read, head)
 
 
-def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Head) -> Waiting:
+def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Head) -> Program:
     """Send row i of ``rows`` to member i, and receive row i of ``result`` from member i: both [size, n]."""
 
     size, rank = channel.size, channel.rank
@@ -115,7 +116,7 @@ def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Hea
     yield from _rounds(channel, rows.dtype, _count(rows.shape[1], chunk), range(size), fill, read, head)
 
 
-def meet(channel: Channel, head: Head) -> Waiting:
+def meet(channel: Channel, head: Head) -> Program:
     """Exchange only the heads."""
     yield from _rounds(channel, np.dtype(np.uint8), 1, [], _nothing, _nothing, head)
 
@@ -127,7 +128,7 @@ def _reduce_all(
     result: np.ndarray | None,
     fold: Callable[[Rows, np.ndarray], None],
     head: Head,
-) -> Waiting:
+) -> Program:
     """Reduce with each member that wants the result doing all of the work."""
     chunk = channel.slot_bytes // stream.dtype.itemsize
 
@@ -151,7 +152,7 @@ def _reduce_shared(
     fold: Callable[[Rows, np.ndarray], None],
     block: tuple[int, int, int],
     head: Head,
-) -> Waiting:
+) -> Program:
     """Reduce with each member doing its part of each chunk of a block of the stream, then exchange the parts."""
     first, last, chunk = block
     size, rank = channel.size, channel.rank
@@ -199,7 +200,7 @@ def _rounds(
     fill: Callable[[int, np.ndarray], None],
     read: Callable[[int, np.ndarray], None],
     head: Head,
-) -> Waiting:
+) -> Program:
     """Run rounds in which each publisher fills a slot, ``fill(round, slot)``, and all members read all slots,
     ``read(round, slots of all members)``. With a head, no member publishes a second slot before all heads agree.
 
