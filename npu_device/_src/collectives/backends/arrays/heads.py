@@ -9,8 +9,11 @@ import numpy as np
 
 from npu_device._src.collectives.terms import Terms
 
+Head = Sequence[int]
+"""A member's description of a call, in 32-bit words. It must be the same on all members."""
+
 HEAD_WORDS = 4
-"""32-bit words of a head: a member's description of a call, which must be the same on all members."""
+"""Number of words of a head."""
 
 _AGREED, _COMPARES, _OVERLAPS = range(3)  # the last word
 
@@ -19,14 +22,14 @@ class Mismatch(Exception):
     """The members' heads of a call differ. All members detect it in the same step, before any data is read."""
 
 
-def head_of(terms: Terms | None, shapes: int) -> tuple[int, ...]:
+def head_of(terms: Terms | None, shapes: int) -> Head:
     """Return the head of a call; without terms, the ranks have agreed on it before."""
     if terms is None:
         return (_AGREED,) * HEAD_WORDS
     return (*terms.head, shapes, _OVERLAPS if terms.overlaps else _COMPARES)
 
 
-def compares(head: Sequence[int]) -> bool:
+def compares(head: Head) -> bool:
     """Return whether the members have not agreed on the call before."""
     return head[-1] != _AGREED
 

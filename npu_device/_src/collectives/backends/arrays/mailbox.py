@@ -34,7 +34,7 @@ _HEADER_BYTES = 64
 
 _Item = TypeVar("_Item")
 
-Terms = tuple[int, int, int]
+TermWords = tuple[int, int, int]
 """Each side's description of a transfer; the two must be equal."""
 
 
@@ -57,7 +57,7 @@ class Transfer:
     tag: int
     data: np.ndarray
     sends: bool
-    terms: Terms
+    terms: TermWords
     refuse: Callable[[], Exception]
     ended: bool = False
     ended_at: float = 0.0
@@ -76,7 +76,7 @@ class _Message:
     kind: int
     number: int
     tag: int
-    terms: Terms
+    terms: TermWords
     data: np.ndarray
     receive: Optional[Transfer] = None
     filled: int = 0
@@ -252,7 +252,7 @@ class Mailbox:
         with self._changed:
             self._changed.notify_all()
 
-    def _put(self, kind: int, number: int, tag: int, terms: Terms, data: np.ndarray) -> None:
+    def _put(self, kind: int, number: int, tag: int, terms: TermWords, data: np.ndarray) -> None:
         header = _HEADER.pack(kind, number, tag, *terms, data.nbytes)
         self._outgoing.append((header.ljust(_HEADER_BYTES, b"\0"), data, 0))
 
@@ -304,7 +304,7 @@ class Mailbox:
             with self._queue:
                 self._arrive(message)
 
-    def _message(self, kind: int, number: int, tag: int, terms: Terms, length: int) -> _Message:
+    def _message(self, kind: int, number: int, tag: int, terms: TermWords, length: int) -> _Message:
         """Return an incoming message; if its receive is waiting, the data goes straight to its destination."""
         message = _Message(kind, number, tag, terms, np.empty(0, np.uint8))
         if kind == _DATA and tag in self._posted and tag not in self._arrived:

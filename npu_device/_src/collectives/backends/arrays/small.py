@@ -14,10 +14,9 @@ import tensorflow as tf
 
 from npu_device._src.collectives.backends.arrays.buffers import ALIGNMENT
 from npu_device._src.collectives.backends.arrays.folding import folding
-from npu_device._src.collectives.backends.arrays.heads import HEAD_WORDS, compares, require_same
+from npu_device._src.collectives.backends.arrays.heads import HEAD_WORDS, Head, compares, require_same
 from npu_device._src.collectives.backends.arrays.stream import Stream
 
-Head = Sequence[int]
 IsDone = Generator[Any, None, bool]
 
 _HEAD_BYTES = 4 * HEAD_WORDS

@@ -20,10 +20,9 @@ from npu_device._src.collectives import dtypes
 from npu_device._src.collectives.backends.arrays.buffers import BufferPool
 from npu_device._src.collectives.backends.arrays.engine import Program
 from npu_device._src.collectives.backends.arrays.folding import folding, is_narrow
+from npu_device._src.collectives.backends.arrays.heads import Head
 from npu_device._src.collectives.backends.arrays.stream import Stream
 from npu_device._src.collectives.backends.mpi.channel import Channel, done
-
-Head = Sequence[int]
 
 CHUNK_BYTES = 8 << 20
 """Bytes per chunk and member."""

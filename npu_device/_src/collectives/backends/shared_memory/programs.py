@@ -8,18 +8,15 @@ messages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 import numpy as np
 
 from npu_device._src.collectives.backends.arrays.engine import Program
 from npu_device._src.collectives.backends.arrays.folding import Rows, folding
-from npu_device._src.collectives.backends.arrays.heads import Mismatch, require_same
+from npu_device._src.collectives.backends.arrays.heads import Head, Mismatch, require_same
 from npu_device._src.collectives.backends.arrays.stream import Stream
 from npu_device._src.collectives.backends.shared_memory.channel import Channel
-
-Head = Optional[Sequence[int]]
-"""A member's description of a call; None after the round that carries it."""
 
 # How many slots a member publishes before it reads. More slots let the ranks drift further apart; but what it published
 # itself should still be in its core's cache when it reads it.
@@ -34,7 +31,12 @@ _SHARED_SLOTS = 8
 
 
 def all_reduce(
-    channel: Channel, stream: Stream, arrays: Sequence[np.ndarray], result: np.ndarray, reduction: str, head: Head
+    channel: Channel,
+    stream: Stream,
+    arrays: Sequence[np.ndarray],
+    result: np.ndarray,
+    reduction: str,
+    head: Head | None,
 ) -> Program:
     """Reduce a stream; ``result`` is as long as the stream, and may be of another dtype."""
     fold = folding(reduction, channel.size)
@@ -58,7 +60,7 @@ def reduce(
     result: np.ndarray | None,
     reduction: str,
     root: int,
-    head: Head,
+    head: Head | None,
 ) -> Program:
     """Reduce a stream to the root, the only one with a ``result``."""
     del root
@@ -67,7 +69,12 @@ def reduce(
 
 
 def broadcast(
-    channel: Channel, stream: Stream, arrays: Sequence[np.ndarray], result: np.ndarray | None, root: int, head: Head
+    channel: Channel,
+    stream: Stream,
+    arrays: Sequence[np.ndarray],
+    result: np.ndarray | None,
+    root: int,
+    head: Head | None,
 ) -> Program:
     """Send the root's stream into the ``result`` of all other members."""
     chunk = channel.slot_bytes // stream.dtype.itemsize
@@ -83,7 +90,7 @@ def broadcast(
     yield from _rounds(channel, stream.dtype, _count(stream.length, chunk), [root], fill, read, head)
 
 
-def all_gather(channel: Channel, row: np.ndarray, result: np.ndarray, head: Head) -> Program:
+def all_gather(channel: Channel, row: np.ndarray, result: np.ndarray, head: Head | None) -> Program:
     """Gather all members' rows, shape [n], into ``result``, shape [size, n]."""
     chunk = channel.slot_bytes // row.dtype.itemsize
 
@@ -98,7 +105,7 @@ def all_gather(channel: Channel, row: np.ndarray, result: np.ndarray, head: Head
     yield from _rounds(channel, row.dtype, _count(len(row), chunk), range(channel.size), fill, read, head)
 
 
-def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Head) -> Program:
+def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Head | None) -> Program:
     """Send row i of ``rows`` to member i, and receive row i of ``result`` from member i: both [size, n]."""
 
     size, rank = channel.size, channel.rank
@@ -116,7 +123,7 @@ def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Hea
     yield from _rounds(channel, rows.dtype, _count(rows.shape[1], chunk), range(size), fill, read, head)
 
 
-def meet(channel: Channel, head: Head) -> Program:
+def meet(channel: Channel, head: Head | None) -> Program:
     """Exchange only the heads."""
     yield from _rounds(channel, np.dtype(np.uint8), 1, [], _nothing, _nothing, head)
 
@@ -127,7 +134,7 @@ def _reduce_all(
     arrays: Sequence[np.ndarray],
     result: np.ndarray | None,
     fold: Callable[[Rows, np.ndarray], None],
-    head: Head,
+    head: Head | None,
 ) -> Program:
     """Reduce with each member that wants the result doing all of the work."""
     chunk = channel.slot_bytes // stream.dtype.itemsize
@@ -151,7 +158,7 @@ def _reduce_shared(
     result: np.ndarray,
     fold: Callable[[Rows, np.ndarray], None],
     block: tuple[int, int, int],
-    head: Head,
+    head: Head | None,
 ) -> Program:
     """Reduce with each member doing its part of each chunk of a block of the stream, then exchange the parts."""
     first, last, chunk = block
@@ -199,7 +206,7 @@ def _rounds(
     publishers: Sequence[int],
     fill: Callable[[int, np.ndarray], None],
     read: Callable[[int, np.ndarray], None],
-    head: Head,
+    head: Head | None,
 ) -> Program:
     """Run rounds in which each publisher fills a slot, ``fill(round, slot)``, and all members read all slots,
     ``read(round, slots of all members)``. With a head, no member publishes a second slot before all heads agree.
