@@ -277,7 +277,7 @@ def _run_now(
 
 def _tensor(array: np.ndarray) -> tf.Tensor:
     """Return an aligned array as a tensor, without a copy; numpy's own dtypes only."""
-    if array.dtype.kind in "Vb" or array.size == 0:  # TensorFlow 2.15 doesn't accept bool this way
+    if array.dtype.kind in "Vb" or array.size == 0:  # no bool in TensorFlow 2.15; can go with it
         return tf.constant(array)
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
 

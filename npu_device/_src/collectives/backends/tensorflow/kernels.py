@@ -119,7 +119,7 @@ def _noted(runtime: Runtime, group: Group, operation: Hashable, result: tf.Tenso
 def _kept(runtime: Runtime, group: Group, result: tf.Tensor) -> tf.Tensor:
     """Keep a broadcast whose result isn't used: of all collectives TensorFlow drops only those (``ASYNC_STATEFUL_OPS``
     of its automatic control dependencies, TensorFlow 2.20), and the ranks that do use it would wait forever. An
-    operation that writes to a variable is never dropped.
+    operation that writes to a variable is never dropped. Can go when TensorFlow keeps broadcasts, too.
     """
     if not tf.executing_eagerly():
         with tf.control_dependencies([result]):

@@ -233,7 +233,7 @@ def _carried(rows: tf.Tensor, move: _Move, size: int) -> tf.Tensor:
 
 def _with_an_element(move: _Move, tensor: tf.Tensor) -> tf.Tensor:
     """Return ``move(tensor)`` for a move that keeps the shape, sending one element for an empty tensor: TensorFlow's
-    kernels sometimes crash on those (two reductions in one graph, TensorFlow 2.20).
+    kernels sometimes crash on those (two reductions in one graph, TensorFlow 2.20). Can go when they don't.
     """
     if tensor.shape.num_elements():
         return move(tensor)
