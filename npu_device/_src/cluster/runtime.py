@@ -38,6 +38,7 @@ class Runtime:
         peers: direct connections to the other ranks; they have to be opened.
         task: TensorFlow's name of this process; changes when TensorFlow's server starts.
         cores: this rank's share of its host's cores, 1 or more; set when TensorFlow's threads are divided.
+        has_own_core: that share is a whole core or more, not less; set at the same time.
         serves_others: the others need this process until they have finished; it waits for them at its end.
         before_leaving: called with the runtime before this process leaves the job; not in a forked child.
     """
@@ -49,6 +50,7 @@ class Runtime:
         self.peers = Peers(cluster, self.health, secret)
         self.task = _LOCAL
         self.cores = 1
+        self.has_own_core = False
         self._pid = os.getpid()
         self.serves_others = serves_others
         self.before_leaving: list[Callable[[Runtime], None]] = []

@@ -24,7 +24,7 @@ input pipeline while the other runs the step.
 
 
 def count_cores(running: Runtime) -> None:
-    """Set ``running.cores``, together with the other ranks of the host.
+    """Set ``running.cores`` and ``running.has_own_core``, together with the other ranks of the host.
 
     The launcher may have bound each rank to cores of its own (Open MPI and Slurm do), so the ranks compare theirs.
 
@@ -34,22 +34,23 @@ def count_cores(running: Runtime) -> None:
     cluster, mine = running.cluster, sorted(os.sched_getaffinity(0))
     neighbours = [rank for rank, host in enumerate(cluster.hosts) if host == cluster.host]
     found = running.store.gather_from(f"cores/{neighbours[0]}", mine, neighbours, SECONDS)
-    running.cores = share_of_cores(mine, list(found.values()))
+    share = share_of_cores(mine, list(found.values()))
+    running.cores, running.has_own_core = max(1, int(share)), share >= 1
 
 
-def share_of_cores(mine: Sequence[int], ranks: Sequence[Sequence[int]]) -> int:
-    """Return a rank's share of the cores that it may use; at least one.
+def share_of_cores(mine: Sequence[int], ranks: Sequence[Sequence[int]]) -> Fraction:
+    """Return a rank's share of the cores that it may use.
 
     Args:
         mine: numbers of the cores that it may use.
         ranks: the same for each rank of the host, including itself.
 
     Examples:
-        >>> share_of_cores(range(8), [range(8)] * 3), share_of_cores(range(8), [range(8), range(8, 16)])
-        (2, 8)
+        >>> print(share_of_cores(range(8), [range(8)] * 3), share_of_cores(range(8), [range(8), range(8, 16)]))
+        8/3 8
     """
     users = Counter(core for cores in ranks for core in cores)
-    return max(1, int(sum(Fraction(1, users[core]) for core in mine)))
+    return sum((Fraction(1, users[core]) for core in mine), Fraction())
 
 
 def divide_cores(running: Runtime) -> None:

@@ -8,7 +8,6 @@ is fixed: a longer message takes more steps, not more memory.
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Sequence
 from typing import Callable
 
@@ -54,6 +53,7 @@ class Channel:
         while_waiting: called between two slices of a long wait; raises when waiting is pointless.
         first: where in the mapping the channel begins, in bytes.
         settle: called after each operation, when all members have come.
+        spins: look for a while before sleeping; with more ranks than cores, that takes the core from the awaited ones.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Channel:
         while_waiting: Callable[[], None],
         first: int = 0,
         settle: Callable[[], None] = lambda: None,
+        spins: bool = False,
     ) -> None:
         layout = Layout(size)
         self.size = size
@@ -73,8 +74,7 @@ class Channel:
         self.step = 0
         self.settle = settle
         self._while_waiting = while_waiting
-        # With more members than cores, a spinning member takes the core from those it waits for.
-        self._spins = size <= len(os.sched_getaffinity(0))
+        self._spins = spins
         self._written = [Counter(memory, first + 2 * member * _COUNTER_BYTES) for member in range(size)]
         self._read = [Counter(memory, first + (2 * member + 1) * _COUNTER_BYTES) for member in range(size)]
         words = np.frombuffer(memory, np.int32, size * self.slots * HEAD_WORDS, first + layout.heads)

@@ -20,7 +20,9 @@ _BACKGROUND_FROM_BYTES = 256 << 10
 def channel_of(runtime: Runtime, group: Group) -> Channel:
     """Connect to the other members of a group, and return this rank's end of their channel."""
     segment = connect(runtime, group, Layout(group.size).bytes)
-    return Channel(segment.memory, group.size, group.rank, segment.check, FIRST_BYTE, segment.settle)
+    return Channel(
+        segment.memory, group.size, group.rank, segment.check, FIRST_BYTE, segment.settle, runtime.has_own_core
+    )
 
 
 def _mailbox(runtime: Runtime, group: Group) -> Mailbox:
