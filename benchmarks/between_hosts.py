@@ -36,8 +36,8 @@ _RANKS = 2
 _MIB = 1 << 20
 _SIZES = (4, _MIB, 16 * _MIB, 100 * _MIB)
 _QUICK_SIZES = (4, _MIB)
-_SEGMENTS = (None, 4)
-_COMPRESSIONS = (None, "bf16")
+# Segments, None for the default split, and compression.
+_SPLITS = ((None, None), (1, None), (4, None), (8, None), (None, "bf16"), (4, "bf16"))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -98,11 +98,10 @@ CASES = {case.__name__: case for case in (all_reduce, resnet50, bert)}
 def _training(model: str, size: int, steps: int, rates: Sequence[float]) -> tuple[Round, ...]:
     rivals = [Rival(ALONE, sides.RING_OF_HOSTS, "training", (model, False, None))]
     for label, side in ((RING, sides.RING_OF_HOSTS), (MPI, sides.MPI_OF_HOSTS)):
-        for compression in _COMPRESSIONS:
-            for segments in _SEGMENTS:
-                split = "default split" if segments is None else f"{segments} segments"
-                name = ", ".join(filter(None, (label, split, compression)))
-                rivals.append(Rival(name, side, "training", (model, True, segments, compression)))
+        for segments, compression in _SPLITS:
+            split = "default split" if segments is None else f"{segments} segments" if segments > 1 else "1 segment"
+            name = ", ".join(filter(None, (label, split, compression)))
+            rivals.append(Rival(name, side, "training", (model, True, segments, compression)))
     return tuple(Round(_rate(gbit), size, steps, tuple(rivals), gbit=gbit) for gbit in rates)
 
 

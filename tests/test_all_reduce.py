@@ -257,6 +257,42 @@ def test_differentiable(ranks: Pool, reduction: str) -> None:
         assert np.all(second != 0)
 
 
+def body_gradient_through_control_flow(length: int) -> list[list[float]]:
+    """Sums and gradients of a sum in a branch, and of three in a loop; the tape is outside of them."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    _identity()
+
+    def reduce(value: tf.Tensor) -> tf.Tensor:
+        return npu.distribute.all_reduce(value, "sum")
+
+    def branch(value: tf.Tensor) -> tf.Tensor:
+        return tf.cond(value[0] > 0, lambda: reduce(value), lambda: value)
+
+    def loop(value: tf.Tensor) -> tf.Tensor:
+        start = (tf.constant(0), value)
+        return tf.while_loop(lambda i, _: i < 3, lambda i, v: (i + 1, reduce(v)), start)[1]
+
+    def gradient(value: tf.Tensor, function: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        with tf.GradientTape() as tape:
+            tape.watch(value)
+            result = function(value)
+        return result[-1], tape.gradient(result, value)[-1]
+
+    traced = tf.function(gradient, autograph=False)
+    return [[float(one) for one in traced(tf.ones([length]), function)] for function in (branch, loop)]
+
+
+@pytest.mark.parametrize("length", [3, 3000])
+def test_differentiable_through_control_flow(ranks: Pool, length: int) -> None:
+    n = ranks.size
+    for branch, loop in ranks.run(body_gradient_through_control_flow, length):
+        assert branch == [n, n]
+        assert loop == [n**3, n**3]
+
+
 def body_refusals() -> dict[str, str]:
     import tensorflow as tf
 

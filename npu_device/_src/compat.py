@@ -21,7 +21,7 @@ from tensorflow.python.client import session  # noqa: F401
 from tensorflow.python.eager import context as _context
 from tensorflow.python.eager import record as _record
 from tensorflow.python.framework import ops as _ops
-from tensorflow.python.framework.func_graph import FuncGraph  # noqa: F401
+from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
 from tensorflow.python.training import session_run_hook  # noqa: F401
@@ -100,6 +100,23 @@ def plain_variable(initial_value: Any, name: str | None = None) -> Any:
     creators).
     """
     return _resource_variable_ops.ResourceVariable(initial_value, trainable=False, name=name)
+
+
+def through_outer_graphs(tensor: Any) -> Any:
+    """Return an eager tensor as the graph that is being built sees it, captured by all of its outer graphs.
+
+    In eager mode this is the tensor itself.
+
+    A graph inside another one captures it by itself, but TensorFlow can't build the gradient of a branch whose own
+    gradient captures an eager tensor (TensorFlow 2.20, ``cond_v2._resolve_grad_inputs``). Can go when it can.
+    """
+    graphs, graph = [], None if tf.executing_eagerly() else _ops.get_default_graph()
+    while isinstance(graph, FuncGraph):
+        graphs.append(graph)
+        graph = graph.outer_graph
+    for graph in reversed(graphs):
+        tensor = graph.capture(tensor)
+    return tensor
 
 
 def is_shuffled_without_seed(dataset: Any) -> bool:

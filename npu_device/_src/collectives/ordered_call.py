@@ -41,7 +41,8 @@ class Order:
         def in_order(number: Any, *arrays: Any) -> list[Any]:
             return [number, *function(*arrays)]
 
-        number = tf.raw_ops.ResourceCountUpTo(resource=self._variable.handle, limit=_LARGEST, T=tf.int64)
+        variable = compat.through_outer_graphs(self._variable.handle)
+        number = tf.raw_ops.ResourceCountUpTo(resource=variable, limit=_LARGEST, T=tf.int64)
         done, *results = python_call(in_order, [number, *inputs], [tf.int64, *dtypes])
-        self._variable.assign(done, read_value=False)
+        tf.raw_ops.AssignVariableOp(resource=variable, value=done)
         return list(results)

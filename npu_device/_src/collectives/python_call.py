@@ -18,6 +18,8 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
+from npu_device._src import compat
+
 _CAPTURED_FROM = 129
 """Elements. TensorFlow copies a smaller eager tensor into the graph as a constant, and doesn't hold the tensor."""
 
@@ -46,7 +48,7 @@ def python_call(
     _functions[number] = function
     weakref.finalize(captured, _functions.pop, number, None)
     kind = tf.raw_ops.PyFunc if stateful else tf.raw_ops.PyFuncStateless
-    return kind(input=[captured, *inputs], token=_registered(), Tout=list(dtypes))
+    return kind(input=[compat.through_outer_graphs(captured), *inputs], token=_registered(), Tout=list(dtypes))
 
 
 def _call(captured: Any, *arrays: Any) -> Any:

@@ -58,7 +58,8 @@ class TransferWatch:
 
     def _count(self, variable: Any, after: tf.Tensor) -> None:
         with tf.control_dependencies([after]), tf.device(self._device):
-            tf.raw_ops.ResourceCountUpTo(resource=variable.handle, limit=_LARGEST, T=tf.int32)
+            counter = compat.through_outer_graphs(variable.handle)
+            tf.raw_ops.ResourceCountUpTo(resource=counter, limit=_LARGEST, T=tf.int32)
 
     def position(self) -> dict[str, Any]:
         """Return this rank's position."""

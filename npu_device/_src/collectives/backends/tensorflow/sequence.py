@@ -97,11 +97,11 @@ class Sequence:
     def lane(self) -> tf.Tensor:
         """Return a resource by which TensorFlow orders the operations of a graph: not that of the last calls."""
         self._used += 1
-        return self._lanes[1 + self._used % (_LANES - 1)].handle
+        return compat.through_outer_graphs(self._lanes[1 + self._used % (_LANES - 1)].handle)
 
     def touch(self) -> None:
         """Add an operation that TensorFlow keeps in a graph, in the group's own order."""
-        self._lanes[0].assign_add(0, read_value=False)
+        tf.raw_ops.AssignAddVariableOp(resource=compat.through_outer_graphs(self._lanes[0].handle), value=0)
 
 
 _making = threading.Lock()
@@ -118,7 +118,7 @@ def order_of_nccl(runtime: Runtime) -> tf.Tensor:
         if runtime not in _nccl:
             with tf.init_scope(), tf.device(runtime.device("GPU")):
                 _nccl[runtime] = compat.plain_variable(tf.constant(0.0))  # not every release has integers there
-        return _nccl[runtime].handle
+        return compat.through_outer_graphs(_nccl[runtime].handle)
 
 
 _sequences: weakref.WeakKeyDictionary[Runtime, dict[Group, Sequence]] = weakref.WeakKeyDictionary()
