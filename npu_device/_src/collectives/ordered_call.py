@@ -10,8 +10,6 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.collectives.python_call import python_call
 
-_LARGEST = (1 << 63) - 1
-
 
 class Order:
     """One order of calls: each call runs after all earlier ones of the same order.
@@ -34,15 +32,16 @@ class Order:
             inputs: its inputs.
             dtypes: the dtypes of its results.
 
-        To TensorFlow the operation has no state, or it would be ordered with all other stateful operations. It takes a
-        number from the order's variable and returns one: operations connected by data can't be optimised away.
+        To TensorFlow the operation has no state, or it would be ordered with all other stateful operations. It takes
+        the number in the order's variable and returns it, to be written back: TensorFlow keeps reads and writes of a
+        variable in order, and operations connected by data can't be optimised away.
         """
 
         def in_order(number: Any, *arrays: Any) -> list[Any]:
             return [number, *function(*arrays)]
 
         variable = compat.through_outer_graphs(self._variable.handle)
-        number = tf.raw_ops.ResourceCountUpTo(resource=variable, limit=_LARGEST, T=tf.int64)
+        number = tf.raw_ops.ReadVariableOp(resource=variable, dtype=tf.int64)
         done, *results = python_call(in_order, [number, *inputs], [tf.int64, *dtypes])
         tf.raw_ops.AssignVariableOp(resource=variable, value=done)
         return list(results)
