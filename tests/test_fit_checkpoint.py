@@ -59,7 +59,7 @@ def test_each_rank_with_data_of_its_own(keras_two_ranks: Pool, kind: str, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "seed", "says"),
-    [("dataset", None, "rank(s) 0, 1 read another first batch"), ("generator", 3, "its data come from Python")],
+    [("dataset", None, "rank(s) 0, 1 read a different first batch"), ("generator", 3, "its data come from Python")],
 )
 def test_another_order_is_told(two_ranks: Pool, kind: str, seed: int | None, says: str, tmp_path: Path) -> None:
     results = two_ranks.run(bodies.body_other_data, str(tmp_path / "fit"), kind, seed)

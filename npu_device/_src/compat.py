@@ -23,6 +23,7 @@ from tensorflow.python.eager import record as _record
 from tensorflow.python.framework import ops as _ops
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import control_flow_util as _control_flow_util
+from tensorflow.python.ops import control_flow_v2_func_graphs as _branches
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
 from tensorflow.python.training import session_run_hook  # noqa: F401
 from tensorflow.python.util import tf_stack as _tf_stack
@@ -102,20 +103,25 @@ def plain_variable(initial_value: Any, name: str | None = None) -> Any:
     return _resource_variable_ops.ResourceVariable(initial_value, trainable=False, name=name)
 
 
-def through_outer_graphs(tensor: Any) -> Any:
-    """Return an eager tensor as the graph that is being built sees it, captured by all of its outer graphs.
+_CONTROL_FLOW = (_branches.CondBranchFuncGraph, _branches.WhileCondFuncGraph, _branches.WhileBodyFuncGraph)
 
-    In eager mode this is the tensor itself.
+
+def through_outer_graphs(tensor: Any) -> Any:
+    """Return an eager tensor as the branch or loop that is being built sees it, captured by its outer graphs up to that
+    of the function. Elsewhere this is the tensor itself.
 
     A graph inside another one captures it by itself, but TensorFlow can't build the gradient of a branch whose own
     gradient captures an eager tensor (TensorFlow 2.20, ``cond_v2._resolve_grad_inputs``). Can go when it can.
     """
     graphs, graph = [], None if tf.executing_eagerly() else _ops.get_default_graph()
-    while isinstance(graph, FuncGraph):
+    while isinstance(graph, _CONTROL_FLOW):
         graphs.append(graph)
         graph = graph.outer_graph
-    for graph in reversed(graphs):
-        tensor = graph.capture(tensor)
+    if not graphs or not isinstance(graph, FuncGraph):
+        return tensor
+    for outer in [graph, *reversed(graphs)]:
+        with outer.as_default():  # where TensorFlow puts the placeholder
+            tensor = outer.capture(tensor)
     return tensor
 
 
