@@ -36,7 +36,11 @@ class Pool:
         directory = Path(self._directory.name)
         address = str(directory / "socket")
         with Listener(address, family="AF_UNIX", backlog=size) as listener:
-            common = {"TF_USE_LEGACY_KERAS": "1" if keras == "2" else "0", "TF_CPP_MIN_LOG_LEVEL": "2"}
+            common = {
+                "TF_USE_LEGACY_KERAS": "1" if keras == "2" else "0",
+                "TF_CPP_MIN_LOG_LEVEL": "2",
+                "NPU_DEVICE_STALL_WARNING": "100",  # a rank may train alone first, on a machine with much else to do
+            }
             self._processes = self._start([_WORKER, address], {**clean_environment(), **common, **extra_environment})
             self._connections = self._accept(listener)
 
