@@ -40,6 +40,48 @@ def test_strangers_are_turned_away(tensorflow_ranks: Pool) -> None:
         assert sums == [tensorflow_ranks.size] * 2
 
 
+def body_group_made_again() -> float:
+    """Let rank 0 use a group that it has made again, before the others destroy the first one; return a sum of it."""
+    import threading
+
+    import tensorflow as tf
+
+    import npu_device as npu
+    from hccl.manage.api import create_group, destroy_group
+
+    rank, size = npu.distribute.rank(), npu.distribute.size()
+    sums: list[float] = []
+
+    def add_up() -> None:
+        sums.append(float(npu.distribute.all_reduce(tf.constant(1.0), "sum", group="again")))
+
+    create_group("again", size, list(range(size)))
+    npu.distribute.all_reduce(tf.constant(1.0), "sum", group="again")
+    if rank == 0:
+        destroy_group("again")
+        create_group("again", size, list(range(size)))
+    thread = threading.Thread(target=add_up, name="of the group")
+    if rank == 0:
+        thread.start()
+        time.sleep(0.5)  # its message is on its way
+    npu.distribute.all_reduce(tf.constant(1.0), "sum")  # the others read it, before this one
+    if rank > 0:
+        destroy_group("again")
+        create_group("again", size, list(range(size)))
+        thread.start()
+    thread.join()
+    destroy_group("again")
+    return sums[0]
+
+
+def test_messages_for_a_group_that_is_made_again_are_kept() -> None:
+    pool = Pool(3, "3", NPU_DEVICE_BACKEND="tensorflow")
+    try:
+        assert pool.run(body_group_made_again, timeout=30) == [3.0] * 3
+    finally:
+        pool.close()
+
+
 def body_lost() -> tuple[str, float]:
     """Close this rank's connections behind its back; return the error of the next sum, and how long it took."""
     import tensorflow as tf

@@ -57,6 +57,11 @@ class Inbox:
         self.news += 1
         self.wake()
 
+    @property
+    def is_empty(self) -> bool:
+        """Return True when there is no message of any rank."""
+        return not any(self._messages.values())
+
     def first(self, rank: int) -> bytes | None:
         """Return the oldest message from a rank; None if there is none."""
         messages = self._messages[rank]
@@ -178,9 +183,10 @@ class Peers:
             return self._inboxes.setdefault(number, Inbox())
 
     def forget(self, number: int) -> None:
-        """Drop an inbox and its messages."""
+        """Drop an inbox. One with messages stays: they are for a group of the same name, which others already use."""
         with self._lock:
-            self._inboxes.pop(number, None)
+            if number in self._inboxes and self._inboxes[number].is_empty:
+                del self._inboxes[number]
 
     def send(self, rank: int, number: int, message: bytes) -> None:
         """Send a message into another rank's inbox.
@@ -215,7 +221,8 @@ class Peers:
         try:
             messages = incoming.read(seconds)
             for number, message in messages:
-                self.inbox(number).put(rank, message)
+                with self._lock:  # or it might be forgotten in between
+                    self._inboxes.setdefault(number, Inbox()).put(rank, message)
         except OSError as error:
             messages = []
             self._lost[rank] = str(error)

@@ -69,5 +69,5 @@ class Channel:
         """Do nothing: what the members share is no secret to be withdrawn."""
 
     def close(self) -> None:
-        """Drop what has arrived."""
+        """Give up the inbox."""
         self._peers.forget(self._number)

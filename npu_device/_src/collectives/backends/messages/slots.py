@@ -66,5 +66,5 @@ class MessageSlots:
         self._peers.check(self._other)
 
     def close(self) -> None:
-        """Drop what has arrived."""
+        """Give up the inbox."""
         self._peers.forget(self._number)
