@@ -17,7 +17,7 @@ import tensorflow as tf
 from answers import Answer
 
 import npu_device as npu
-from npu_device._src.collectives.backends.arrays import small
+from npu_device._src.collectives.backends.messages import programs
 from npu_device.distribute import hccl_ops
 
 
@@ -55,7 +55,7 @@ def main() -> None:
         device = npu.open().as_default()
         backend = os.environ.get("NPU_DEVICE_BACKEND")
         if backend == "mpi" or (backend == "tensorflow" and device.workers_num == 2):
-            small.MOST_ROOM_BYTES = 0  # the backend moves all data, however small; elsewhere messages carry some
+            programs.MOST_ROOM_BYTES = 0  # the backend moves all data, however small; elsewhere messages carry some
         _warm_up(device.worker_id, device.workers_num)
         connection.send(device.worker_id)
         while True:

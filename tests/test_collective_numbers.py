@@ -115,7 +115,7 @@ def body_messages() -> tuple[tuple[list[Any], int, int], int, int]:
     import tensorflow as tf
 
     from npu_device._src.collectives.all_reduce import all_reduce
-    from npu_device._src.collectives.backends.arrays import small
+    from npu_device._src.collectives.backends.messages import programs
     from npu_device._src.collectives.backends.tensorflow.sequence import sequence_of
 
     runtime, mine = group("world")
@@ -123,16 +123,16 @@ def body_messages() -> tuple[tuple[list[Any], int, int], int, int]:
     def keys() -> int:
         return sum(count for _, count in sequence_of(runtime, mine)._drawn.values())
 
-    usual, small.MOST_ROOM_BYTES = small.MOST_ROOM_BYTES, 1024
+    usual, programs.MOST_ROOM_BYTES = programs.MOST_ROOM_BYTES, 1024
     try:
-        found = body_operations(False, small.MOST_ROOM_BYTES)
+        found = body_operations(False, programs.MOST_ROOM_BYTES)
         taken = []
         for length in (256, 257):
             before = keys()
             all_reduce(runtime, tf.zeros([length]), "sum", mine)
             taken.append(keys() - before)
     finally:
-        small.MOST_ROOM_BYTES = usual
+        programs.MOST_ROOM_BYTES = usual
     return found, taken[0], taken[1]
 
 
@@ -150,7 +150,7 @@ def body_mixed() -> list[list[float]]:
     import tensorflow as tf
 
     from npu_device._src.collectives.all_reduce import all_reduce
-    from npu_device._src.collectives.backends.arrays import small
+    from npu_device._src.collectives.backends.messages import programs
 
     runtime, mine = group("world")
 
@@ -160,7 +160,7 @@ def body_mixed() -> list[list[float]]:
             reduced = all_reduce(runtime, value, "sum", mine)
         return reduced, tape.gradient(reduced, value, tf.cast(mine.rank, tf.float32) * reduced)
 
-    usual, small.MOST_ROOM_BYTES = small.MOST_ROOM_BYTES, 1024
+    usual, programs.MOST_ROOM_BYTES = programs.MOST_ROOM_BYTES, 1024
     try:
         results = []
         for length in (3, 3000):
@@ -168,7 +168,7 @@ def body_mixed() -> list[list[float]]:
             found = in_graph(total, input_signature=[tf.TensorSpec([known])])(tf.ones([length]))
             results.append([float(one[-1]) for one in found])
     finally:
-        small.MOST_ROOM_BYTES = usual
+        programs.MOST_ROOM_BYTES = usual
     return results
 
 

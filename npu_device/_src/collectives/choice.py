@@ -16,11 +16,11 @@ import tensorflow as tf
 
 from npu_device._src import environment
 from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives.backends.arrays import small
 from npu_device._src.collectives.backends.arrays.operations import ArrayBackend, ComparingBackend
 from npu_device._src.collectives.backends.contract import Backend, ReducingBackend
 from npu_device._src.collectives.backends.messages.either import EitherBackend
 from npu_device._src.collectives.backends.messages.messages_backend import messages
+from npu_device._src.collectives.backends.messages.programs import fits
 from npu_device._src.collectives.backends.mpi.mpi_backend import mpi
 from npu_device._src.collectives.backends.mpi.mpi_world import mpi_world_of, reason_against
 from npu_device._src.collectives.backends.shared_memory.host import hosts_of
@@ -53,7 +53,7 @@ def carries(runtime: Runtime, group: Group, tensors: Sequence[tf.Tensor | tf.Ten
     dtypes = [tensor.dtype for tensor in tensors]
     if group.size == 1 or compares_with_data(runtime, group, dtypes) or any(map(hosts_of(runtime).uses_nccl, dtypes)):
         return False
-    return small.fits(group.size, tensors)
+    return fits(group.size, tensors)
 
 
 def array_backend_of(runtime: Runtime, group: Group, dtypes: Iterable[tf.DType]) -> ArrayBackend | None:

@@ -1,27 +1,133 @@
-"""The operations as programs on a channel, for data that fit into the first round."""
+"""The operations as programs on a channel, in one round: the members' heads, and beside them little data.
+
+The round always has the same form, whatever the operation, so that members whose calls differ find that out.
+"""
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Callable
+from collections.abc import Sequence
+from typing import Any, Optional, Union
 
-from npu_device._src.collectives.backends.arrays import small
+import numpy as np
+import tensorflow as tf
+
+from npu_device._src.collectives.backends.arrays.buffers import ALIGNMENT
 from npu_device._src.collectives.backends.arrays.engine import Program
+from npu_device._src.collectives.backends.arrays.folding import folding
+from npu_device._src.collectives.backends.arrays.heads import HEAD_WORDS, Head, compares, require_same
+from npu_device._src.collectives.backends.arrays.stream import Stream
 from npu_device._src.collectives.backends.messages.channel import Channel
 
-
-def _in_one_round(program: Callable[..., small.IsDone]) -> Callable[..., Program]:
-    @functools.wraps(program)
-    def run(channel: Channel, *args: Any, **kwargs: Any) -> Program:
-        if not (yield from program(channel, *args, **kwargs)):
-            raise AssertionError(f"{program.__name__}: data that don't fit into a message; choice.carries is wrong")
-
-    return run
+_HEAD_BYTES = 4 * HEAD_WORDS
+_ROOM_OF_ALL_BYTES = 64 << 10
+_LEAST_ROOM_BYTES = ALIGNMENT  # a scalar's
+MOST_ROOM_BYTES = 1024
 
 
-all_reduce = _in_one_round(small.all_reduce)
-reduce = _in_one_round(small.reduce)
-broadcast = _in_one_round(small.broadcast)
-all_gather = _in_one_round(small.all_gather)
-all_to_all = _in_one_round(small.all_to_all)
-meet = small.meet
+def room(members: int) -> int:
+    """Return the largest size in bytes of a member's data that travels beside its head."""
+    return min(MOST_ROOM_BYTES, max(_LEAST_ROOM_BYTES, _ROOM_OF_ALL_BYTES // members))
+
+
+def fits(members: int, tensors: Sequence[Union[tf.Tensor, tf.TensorSpec]]) -> Union[bool, tf.Tensor]:
+    """Return whether tensors fit into a message: a bool tensor if only the running graph knows.
+
+    A call without tensors moves a scalar.
+    """
+    known, unknown = 0 if tensors else ALIGNMENT, []
+    for tensor in tensors:
+        elements = tensor.shape.num_elements()
+        if elements is None:
+            unknown.append(tf.size(tensor, tf.int64) * tensor.dtype.size + ALIGNMENT)
+        else:
+            known += -(-elements * tensor.dtype.size // ALIGNMENT) * ALIGNMENT
+    if known > room(members) or not unknown:
+        return known <= room(members)
+    return tf.add_n(unknown) + known <= room(members)
+
+
+def all_reduce(
+    channel: Channel,
+    stream: Stream,
+    arrays: Sequence[np.ndarray],
+    result: np.ndarray,
+    reduction: str,
+    head: Head,
+) -> Program:
+    """Reduce a stream; ``result`` is as long as the stream, and may be of another dtype."""
+    rows = yield from _rows(channel, stream, arrays, head)
+    folding(reduction, channel.size)(rows, result)
+
+
+def reduce(
+    channel: Channel,
+    stream: Stream,
+    arrays: Sequence[np.ndarray],
+    result: Optional[np.ndarray],
+    reduction: str,
+    root: int,
+    head: Head,
+) -> Program:
+    """Reduce a stream to the root, the only one with a ``result``."""
+    del root
+    rows = yield from _rows(channel, stream, arrays, head)
+    if result is not None:
+        folding(reduction, channel.size)(rows, result)
+
+
+def broadcast(
+    channel: Channel, stream: Stream, arrays: Sequence[np.ndarray], result: Optional[np.ndarray], root: int, head: Head
+) -> Program:
+    """Send the root's stream, of bytes, into the ``result`` of all other members."""
+    rows = yield from _rows(channel, stream, arrays, head)
+    if result is not None:
+        result[:] = rows[root]
+
+
+def all_gather(channel: Channel, row: np.ndarray, result: np.ndarray, head: Head) -> Program:
+    """Gather all members' rows, shape [n], into ``result``, shape [size, n]."""
+    result.view(np.uint8)[:] = yield from _round(channel, row.view(np.uint8), head)
+
+
+def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Head) -> Program:
+    """Send row i of ``rows`` to member i, and receive row i of ``result`` from member i: both [size, n]."""
+    everything = yield from _round(channel, rows.reshape(-1).view(np.uint8), head)
+    found = result.view(np.uint8)
+    found[:] = everything.reshape(channel.size, *found.shape)[:, channel.rank]
+
+
+def meet(channel: Channel, head: Head) -> Program:
+    """Exchange only the heads, if the ranks haven't agreed on the call."""
+    if compares(head):
+        yield from _round(channel, np.empty(0, np.uint8), head)
+
+
+def _rows(channel: Channel, stream: Stream, arrays: Sequence[np.ndarray], head: Head) -> Any:
+    """Return all members' streams."""
+    packed = np.zeros(stream.length, stream.dtype)
+    if arrays:
+        stream.copy_in(arrays, 0, packed)
+    rows = yield from _round(channel, packed.view(np.uint8), head)
+    return np.ascontiguousarray(rows).view(stream.dtype)
+
+
+def _round(channel: Channel, mine: np.ndarray, head: Head) -> Any:
+    """Compare the heads, if the ranks haven't agreed on the call; return all members' data: uint8, shape [size, n].
+
+    Args:
+        channel: the members.
+        mine: this member's bytes, shape [n].
+        head: this member's head.
+
+    Raises:
+        Mismatch: the heads differ.
+    """
+    space = room(channel.size)
+    if mine.nbytes > space:
+        raise AssertionError(f"{mine.nbytes} bytes don't fit into a message; choice.carries is wrong")
+    row = np.zeros(_HEAD_BYTES + (space if compares(head) else mine.nbytes), np.uint8)
+    row[:_HEAD_BYTES] = np.array(head, np.int32).view(np.uint8)
+    row[_HEAD_BYTES : _HEAD_BYTES + mine.nbytes] = mine
+    found = yield from channel.gather(row)
+    require_same(found[:, :_HEAD_BYTES].copy().view(np.int32))
+    return found[:, _HEAD_BYTES : _HEAD_BYTES + mine.nbytes]
