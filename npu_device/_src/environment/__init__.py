@@ -1,16 +1,18 @@
 """The environment variables that the package reads; nothing else reads them.
 
-Each is a constant with its default, unit, expected form and meaning (``variable``, ``forms``), declared once in
-``ascend``, ``tensorflow``, ``nvidia``, ``launchers`` or ``own``. ``python -m npu_device._src.environment`` prints
-``docs/environment.md`` from them. Their combined meaning (which scheme describes the job) is left to
-``membership.schemes``. Variables that the launcher passes to its ranks are left to ``npu_device.launch``.
+Each is a constant with its default, unit, expected form and meaning (``variable``, ``forms``), declared once, in the
+file of its owner. ``python -m npu_device._src.environment`` prints ``docs/environment.md`` from them. Their combined
+meaning (which scheme describes the job) is left to ``membership.schemes``. Variables that the launcher passes to its
+ranks are left to ``npu_device.launch``.
 """
 
 from npu_device._src.environment.ascend import *  # noqa: F403
 from npu_device._src.environment.documentation import ALL as ALL
 from npu_device._src.environment.documentation import page as page
-from npu_device._src.environment.launchers import *  # noqa: F403
+from npu_device._src.environment.mpi import *  # noqa: F403
 from npu_device._src.environment.nvidia import *  # noqa: F403
 from npu_device._src.environment.own import *  # noqa: F403
+from npu_device._src.environment.slurm import *  # noqa: F403
 from npu_device._src.environment.tensorflow import *  # noqa: F403
+from npu_device._src.environment.torchrun import *  # noqa: F403
 from npu_device._src.environment.variable import Variable as Variable

@@ -83,6 +83,9 @@ def seconds(high: float) -> Form[float]:
     return Form(parse, f"a number above 0, at most {high:g}")
 
 
+INDEX = integer(0)
+COUNT = integer(1)
+PORT = integer(1, 65535)
 ADDRESS = Form(lambda text: str(ipaddress.ip_address(text)), "an IPv4 or IPv6 address")
 PATH = Form(str, "a path")
 TEXT = Form(str, "text")

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from npu_device._src.environment import forms
-from npu_device._src.environment.variable import Variable
+from npu_device._src.environment.variable import optional
 
-CUDA_VISIBLE_DEVICES: Variable[str | None] = Variable(
+CUDA_VISIBLE_DEVICES = optional(
     "CUDA_VISIBLE_DEVICES",
     forms.TEXT,
-    None,
-    "",
     "the GPUs or MIG instances that CUDA shows to a process: numbers, `GPU-…` or `MIG-…` separated by commas; set but "
     "empty or `-1`: none. Each rank takes one of them, by its device number.",
-    "NVIDIA",
 )
-NVIDIA_VISIBLE_DEVICES: Variable[str | None] = Variable(
+NVIDIA_VISIBLE_DEVICES = optional(
     "NVIDIA_VISIBLE_DEVICES",
     forms.TEXT,
-    None,
-    "",
     "the GPUs that a container has: `all`, `none`, `void` or a list. A list of MIG instances counts as that of "
     "CUDA_VISIBLE_DEVICES if that is unset; otherwise, the variable only explains why there is no GPU.",
-    "NVIDIA",
 )

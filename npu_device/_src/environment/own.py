@@ -3,201 +3,147 @@
 from __future__ import annotations
 
 from npu_device._src.environment import forms
-from npu_device._src.environment.variable import Form, Variable
+from npu_device._src.environment.variable import Form, Variable, optional
 
-NPU_DEVICE_SECRET: Variable[str | None] = Variable(
+NPU_DEVICE_SECRET = optional(
     "NPU_DEVICE_SECRET",
     forms.TEXT,
-    None,
-    "",
     "the job's secret, the same for all ranks: only ranks that know it can join. `npurun` generates one for a job on "
     "one node.",
-    "npu_device",
 )
-NPU_DEVICE_SECRET_FILE: Variable[str | None] = Variable(
-    "NPU_DEVICE_SECRET_FILE",
-    forms.PATH,
-    None,
-    "",
-    "file with the job's secret; use it instead of `NPU_DEVICE_SECRET`.",
-    "npu_device",
+NPU_DEVICE_SECRET_FILE = optional(
+    "NPU_DEVICE_SECRET_FILE", forms.PATH, "file with the job's secret; use it instead of `NPU_DEVICE_SECRET`."
 )
-NPU_DEVICE_LAUNCHER: Variable[str] = Variable(
+NPU_DEVICE_LAUNCHER = Variable(
     "NPU_DEVICE_LAUNCHER",
     forms.one_of("auto", "slurm", "mpi", "torchrun", "off"),
     "auto",
-    "",
     "the launcher whose variables describe the job if Ascend's and TF_CONFIG don't: `slurm`, `mpi` (MPI's `mpiexec`) "
     "or `torchrun`; `auto` uses those that are set, `off` none of them. `npurun` sets `off` for its ranks.",
-    "npu_device",
 )
-NPU_DEVICE_PORT_RANGE: Variable[tuple[int, int] | None] = Variable(
+NPU_DEVICE_PORT_RANGE = optional(
     "NPU_DEVICE_PORT_RANGE",
     Form(forms.ports, "first and last port, such as 61000-61031"),
-    None,
-    "",
     "for firewalls: the ports that the package may choose to listen on; default: any. Ports that you set yourself "
     "(`--master-port`, a rank table, CM_CHIEF_PORT, TF_CONFIG, MASTER_PORT) are used as given.",
-    "npu_device",
 )
-NPU_DEVICE_SSH: Variable[str] = Variable(
+NPU_DEVICE_SSH = Variable(
     "NPU_DEVICE_SSH",
     forms.TEXT,
     "ssh -o BatchMode=yes -o ServerAliveInterval=15",
-    "",
     "the command with which `npurun --hosts` reaches a host; the host and a shell command are added to it.",
-    "npu_device",
 )
-NPU_DEVICE_HUB: Variable[int | None] = Variable(
-    "NPU_DEVICE_HUB",
-    forms.integer(1, 65535),
-    None,
-    "",
-    "port of a hub that is already running; `npurun` sets this.",
-    "npu_device",
-)
-NPU_DEVICE_BACKEND: Variable[str] = Variable(
+NPU_DEVICE_HUB = optional("NPU_DEVICE_HUB", forms.PORT, "port of a hub that is already running; `npurun` sets this.")
+NPU_DEVICE_BACKEND = Variable(
     "NPU_DEVICE_BACKEND",
     forms.one_of("auto", "tensorflow", "shared_memory", "mpi"),
     "auto",
-    "",
     "how tensors are sent: `tensorflow` uses TensorFlow's collective operations; `shared_memory` uses memory that the "
     "ranks of a host share, and TensorFlow between hosts; `mpi` uses MPI through mpi4py, also within a host, and needs "
     "ranks that one `mpiexec` started. `auto` is `shared_memory` where possible, and between hosts MPI where an "
     "`mpiexec` started the ranks and mpi4py is installed. Must be the same on all ranks.",
-    "npu_device",
 )
-NPU_DEVICE_STALL_WARNING: Variable[float] = Variable(
+NPU_DEVICE_STALL_WARNING = Variable(
     "NPU_DEVICE_STALL_WARNING",
     forms.seconds(86400),
     30.0,
-    "s",
     "when a rank has waited this long for the others to make the same call, it reports which ranks are missing.",
-    "npu_device",
+    "s",
 )
-NPU_DEVICE_STALL_TIMEOUT: Variable[float] = Variable(
+NPU_DEVICE_STALL_TIMEOUT = Variable(
     "NPU_DEVICE_STALL_TIMEOUT",
     forms.seconds(86400),
     600.0,
-    "s",
     "when a rank has waited this long for the others to make the same call, it gives up with an error.",
-    "npu_device",
+    "s",
 )
-NPU_DEVICE_ERROR_FILE: Variable[str | None] = Variable(
-    "NPU_DEVICE_ERROR_FILE",
-    forms.PATH,
-    None,
-    "",
-    "file in which a failing rank leaves its error for `npurun`, which sets this.",
-    "npu_device",
+NPU_DEVICE_ERROR_FILE = optional(
+    "NPU_DEVICE_ERROR_FILE", forms.PATH, "file in which a failing rank leaves its error for `npurun`, which sets this."
 )
-NPU_DEVICE_TRACE_ITERATIONS: Variable[tuple[tuple[int, int], ...]] = Variable(
+NPU_DEVICE_TRACE_ITERATIONS = Variable(
     "NPU_DEVICE_TRACE_ITERATIONS",
     Form(forms.windows, "first and last iteration, such as 1-25 or 100-120,500-520"),
     (),
-    "iterations",
     "which iterations a trace records; default: the first 100, then every 2nd up to 200, every 4th up to 400, and so "
     "on.",
-    "npu_device",
+    "iterations",
 )
-NPU_DEVICE_SPLIT: Variable[str | tuple[int, ...] | None] = Variable(
+NPU_DEVICE_SPLIT = optional(
     "NPU_DEVICE_SPLIT",
     Form(forms.split, "auto, or 1 to 8 ascending numbers separated by commas"),
-    None,
-    "",
     "how gradients are split if the script sets no split strategy: `auto` uses the split that `npurun --tune` found "
     "for this model and cluster; numbers are those of `set_split_strategy_by_idx`, for lists that they fit.",
-    "npu_device",
 )
-NPU_DEVICE_SPLIT_DIR: Variable[str | None] = Variable(
+NPU_DEVICE_SPLIT_DIR = optional(
     "NPU_DEVICE_SPLIT_DIR",
     forms.PATH,
-    None,
-    "",
     "directory on rank 0's host in which found splits are saved; default: `~/.cache/npu_device/splits`.",
-    "npu_device",
 )
-NPU_DEVICE_UNEQUAL_START: Variable[str] = Variable(
+NPU_DEVICE_UNEQUAL_START = Variable(
     "NPU_DEVICE_UNEQUAL_START",
     forms.one_of("repair", "error", "ignore"),
     "repair",
-    "",
     "what happens if the ranks' variables differ at a wrapped optimizer's first step, or when a `tf.function` that "
     "reduces a tape's gradients itself is traced: `repair` gives them rank 0's values, with a warning; `error` raises "
     "an error; `ignore` doesn't check.",
-    "npu_device",
 )
-NPU_DEVICE_AUDIT: Variable[int | str] = Variable(
+NPU_DEVICE_AUDIT = Variable(
     "NPU_DEVICE_AUDIT",
     Form(forms.audit, "auto, off, or a number of steps"),
     "auto",
-    "steps",
     "how often the ranks compare digests of the variables that a wrapped optimizer trains, and of its own state, or of "
     "those whose gradients a tf.function reduces itself: every so many steps; `auto`: as often as "
     "costs about 0.05 % of the time; `off`: never. Must be the same on all ranks.",
-    "npu_device",
+    "steps",
 )
-NPU_DEVICE_DRIFT: Variable[str] = Variable(
+NPU_DEVICE_DRIFT = Variable(
     "NPU_DEVICE_DRIFT",
     forms.one_of("error", "warning"),
     "error",
-    "",
     "what happens when the audit finds ranks with different variables: an error on all ranks, or one warning.",
-    "npu_device",
 )
-NPU_DEVICE_CHECK_GRADIENTS: Variable[str] = Variable(
+NPU_DEVICE_CHECK_GRADIENTS = Variable(
     "NPU_DEVICE_CHECK_GRADIENTS",
     forms.one_of("on", "off"),
     "off",
-    "",
     "`on` makes a wrapped optimizer check each step's gradients: NaN or infinity is an error on all ranks, which names "
     "the ranks and variables where it arose.",
-    "npu_device",
 )
-NPU_DEVICE_STATEMENT: Variable[str] = Variable(
+NPU_DEVICE_STATEMENT = Variable(
     "NPU_DEVICE_STATEMENT",
     forms.one_of("on", "off"),
     "on",
-    "",
     "`on` makes rank 0 report the ranks, batch size and learning rate on stderr when a replicated model starts "
     "training.",
-    "npu_device",
 )
-NPU_DEVICE_RESTART_COUNT: Variable[int] = Variable(
+NPU_DEVICE_RESTART_COUNT = Variable(
     "NPU_DEVICE_RESTART_COUNT",
-    forms.integer(0),
+    forms.INDEX,
     0,
-    "restarts",
     "how often the job has been started again after a failure (`npurun --max-restarts`); `npurun` sets this.",
-    "npu_device",
+    "restarts",
 )
-NPU_DEVICE_PROGRESS_FILE: Variable[str | None] = Variable(
+NPU_DEVICE_PROGRESS_FILE = optional(
     "NPU_DEVICE_PROGRESS_FILE",
     forms.PATH,
-    None,
-    "",
     "file in which rank 0 writes the step of each complete checkpoint, so that `npurun` can tell progress from a "
     "script that fails at the same place again and again. `npurun` sets this on node 0.",
-    "npu_device",
 )
 PREEMPT_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
-NPU_DEVICE_PREEMPT_SIGNAL: Variable[str] = Variable(
+NPU_DEVICE_PREEMPT_SIGNAL = Variable(
     "NPU_DEVICE_PREEMPT_SIGNAL",
     forms.one_of(*PREEMPT_SIGNALS),
     "SIGTERM",
-    "",
     "the signal that asks the ranks to finish the step, write a checkpoint, and end so that the job can be resumed. "
     "`npurun` forwards it to its ranks, and sets this to `--preempt-signal`.",
-    "npu_device",
 )
-NPU_DEVICE_PREEMPT_TIMEOUT: Variable[float] = Variable(
+NPU_DEVICE_PREEMPT_TIMEOUT = Variable(
     "NPU_DEVICE_PREEMPT_TIMEOUT",
     forms.seconds(86400),
     25.0,
-    "s",
     "a rank that was sent the signal of `NPU_DEVICE_PREEMPT_SIGNAL` ends after this long, even if the step and its "
     "checkpoint are not finished. `npurun` takes it as the default of `--preempt-timeout`, and sets it for its ranks.",
-    "npu_device",
+    "s",
 )
 
 

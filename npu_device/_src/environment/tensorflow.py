@@ -5,34 +5,15 @@ from __future__ import annotations
 import json
 
 from npu_device._src.environment import forms
-from npu_device._src.environment.variable import Form, Variable
+from npu_device._src.environment.variable import Form, Variable, optional
 
 _THREADS = "TensorFlow's own setting. If it is set, the package doesn't divide a host's cores among its ranks."
 
-TF_CONFIG: Variable[str | None] = Variable(
-    "TF_CONFIG",
-    Form(str, "JSON"),
-    None,
-    "",
-    "cluster and task of this process, as Kubeflow's training operator sets it.",
-    "TensorFlow",
+TF_CONFIG = optional(
+    "TF_CONFIG", Form(str, "JSON"), "cluster and task of this process, as Kubeflow's training operator sets it."
 )
-TF_NUM_INTRAOP_THREADS: Variable[str | None] = Variable(
-    "TF_NUM_INTRAOP_THREADS",
-    forms.TEXT,
-    None,
-    "threads",
-    _THREADS,
-    "TensorFlow",
-)
-TF_NUM_INTEROP_THREADS: Variable[str | None] = Variable(
-    "TF_NUM_INTEROP_THREADS",
-    forms.TEXT,
-    None,
-    "threads",
-    _THREADS,
-    "TensorFlow",
-)
+TF_NUM_INTRAOP_THREADS = optional("TF_NUM_INTRAOP_THREADS", forms.TEXT, _THREADS, "threads")
+TF_NUM_INTEROP_THREADS = optional("TF_NUM_INTEROP_THREADS", forms.TEXT, _THREADS, "threads")
 _A_DAY = "86400s"
 _SERVICE_CONFIG = json.dumps(
     {
@@ -51,31 +32,25 @@ _SERVICE_CONFIG = json.dumps(
     },
     separators=(r"\054", ":"),  # a comma, which would end the option
 ).replace('"', r"\"")
-GRPC_MAX_RETRIES: Variable[int] = Variable(
+GRPC_MAX_RETRIES = Variable(
     "GRPC_MAX_RETRIES",
-    forms.integer(0),
+    forms.INDEX,
     10,
-    "attempts",
     "how often TensorFlow's backend repeats a transfer whose connection broke, as it does while a rank is stopped.",
-    "TensorFlow",
+    "attempts",
 )
-TF_GRPC_DEFAULT_OPTIONS: Variable[str] = Variable(
+TF_GRPC_DEFAULT_OPTIONS = Variable(
     "TF_GRPC_DEFAULT_OPTIONS",
     forms.TEXT,
     f'grpc.min_reconnect_backoff_ms=86400000,grpc.service_config="{_SERVICE_CONFIG}"',
-    "",
     "options of TensorFlow's connections to other ranks: how long one may take (until a stopped rank goes on), and "
     "that gRPC holds a failed `MarkRecvFinished`: TensorFlow may crash if it repeats that. Your own value replaces "
     "this one, so keep these options in it.",
-    "TensorFlow",
 )
-TF_FORCE_GPU_ALLOW_GROWTH: Variable[str | None] = Variable(
+TF_FORCE_GPU_ALLOW_GROWTH = optional(
     "TF_FORCE_GPU_ALLOW_GROWTH",
     forms.TEXT,
-    None,
-    "",
     "TensorFlow's own setting. If it is set, the package doesn't choose how ranks that share a GPU take its memory.",
-    "TensorFlow",
 )
 
 

@@ -1,7 +1,6 @@
 """An environment variable as a constant: its name, form, default, unit and meaning.
 
-Only this module reads the environment. The variables are declared in ``ascend``, ``tensorflow``, ``nvidia``,
-``launchers`` and ``own``.
+Only this module reads the environment. The other files declare the variables, those of one owner each.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Callable, Generic, TypeVar
 
+Value = TypeVar("Value")
 Value_co = TypeVar("Value_co", covariant=True)
 
 
@@ -31,17 +31,15 @@ class Variable(Generic[Value_co]):
         name: its name.
         form: how its value is written.
         default: the value of ``get`` if the variable is unset or empty.
-        unit: unit of the value, or "".
         meaning: one sentence for the documentation.
-        origin: the variable's owner: "Ascend", "TensorFlow", "NVIDIA", "Slurm", "MPI", "torchrun" or "npu_device".
+        unit: unit of the value, or "".
     """
 
     name: str
     form: Form[Value_co]
     default: Value_co
-    unit: str
     meaning: str
-    origin: str
+    unit: str = ""
 
     def raw(self) -> str | None:
         """Return the text in the environment; None if unset or empty."""
@@ -89,3 +87,8 @@ class Variable(Generic[Value_co]):
         finally:
             if text is not None:
                 os.environ[self.name] = text
+
+
+def optional(name: str, form: Form[Value], meaning: str, unit: str = "") -> Variable[Value | None]:
+    """Return a variable without a default; see ``Variable``."""
+    return Variable(name, form, None, meaning, unit)
