@@ -59,10 +59,10 @@ class NpuSide:
         engine, pool = Engine(partial(channel_of, self._runtime, group)), BufferPool()
 
         def reduce() -> np.ndarray:
-            stream = Stream([mine.shape], mine.dtype)
+            stream = Stream([mine.shape], mine.dtype, [mine])
             flat, [result] = stream.results(pool, mine.dtype)
             pending = PendingOperation(
-                lambda channel: programs.all_reduce(channel, stream, [mine], flat, "sum", None), result, RuntimeError
+                lambda channel: programs.all_reduce(channel, stream, flat, "sum", None), result, RuntimeError
             )
             engine.start(pending, in_background=False)
             engine.finish(pending)
@@ -87,7 +87,7 @@ class NpuSide:
             compression: as in ``npu.distribute.all_reduce``.
         """
         trainee = self._trainee(model)
-        split_strategy.clear()
+        split_strategy._strategies.clear()
         if segments is not None:
             set_split_strategy_by_size([100 / segments] * segments)
 

@@ -66,10 +66,10 @@ def run(engine: Engine, program: Callable[[Channel], Any], background: bool = Fa
 def reduced(
     engine: Engine, arrays: list[np.ndarray], reduction: str, wire: Any = None, result: Any = None
 ) -> list[np.ndarray]:
-    stream = Stream([array.shape for array in arrays], np.dtype(wire or arrays[0].dtype))
-    flat, results = stream.results(BufferPool(), np.dtype(result or arrays[0].dtype))
     flats = [array.reshape(-1) for array in arrays]
-    run(engine, lambda channel: programs.all_reduce(channel, stream, flats, flat, reduction, (1, 2, 3, 4)))
+    stream = Stream([array.shape for array in arrays], np.dtype(wire or arrays[0].dtype), flats)
+    flat, results = stream.results(BufferPool(), np.dtype(result or arrays[0].dtype))
+    run(engine, lambda channel: programs.all_reduce(channel, stream, flat, reduction, (1, 2, 3, 4)))
     return results
 
 
@@ -77,14 +77,14 @@ def test_a_slot_gets_every_array_that_reaches_into_it() -> None:
     chance = np.random.default_rng(1)
     lengths = [0, 0, 1, 16, 17, 300, 0, 5, *chance.integers(0, 40, 60), 0]
     arrays = [chance.standard_normal(length).astype(np.float32) for length in lengths]
-    stream = Stream([array.shape for array in arrays], np.dtype(np.float32))
+    stream = Stream([array.shape for array in arrays], np.dtype(np.float32), arrays)
     whole = np.zeros(stream.length, np.float32)
     for start, array in zip(stream.starts, arrays):
         whole[start : start + len(array)] = array
     for size in (1, 7, 16, 100, 1000, stream.length, stream.length + 5):
         for first in range(0, stream.length, size):
             slot = np.zeros(size, np.float32)
-            stream.copy_in(arrays, first, slot)
+            stream.copy_in(first, slot)
             expected = whole[first : first + size]
             assert (slot[: len(expected)] == expected).all(), (size, first)
 
@@ -208,9 +208,9 @@ def test_moves(size: int, length: int) -> None:
         gathered, exchanged, sent = np.empty_like(mine), np.empty_like(mine), np.empty(size * length, np.int16)
         run(engine, lambda channel: programs.all_gather(channel, mine[0], gathered, None))
         run(engine, lambda channel: programs.all_to_all(channel, mine, exchanged, None))
-        stream = Stream([(size * length,)], mine.dtype)
+        stream = Stream([(size * length,)], mine.dtype, [mine.reshape(-1)])
         out = None if rank == size - 1 else np.zeros(stream.length, np.int16)
-        run(engine, lambda channel: programs.broadcast(channel, stream, [mine.reshape(-1)], out, size - 1, None))
+        run(engine, lambda channel: programs.broadcast(channel, stream, out, size - 1, None))
         sent[:] = mine.reshape(-1) if out is None else out[: size * length]
         return gathered, exchanged, sent
 
@@ -247,10 +247,10 @@ def test_starting_never_waits_and_long_jobs_proceed_by_themselves() -> None:
         jobs = []
         began = time.monotonic()
         for array, background in ((short, False), (long, True), (short, False)):
-            stream = Stream([array.shape], array.dtype)
+            stream = Stream([array.shape], array.dtype, [array])
             flat, results = stream.results(BufferPool(), array.dtype)
             pending = PendingOperation(
-                lambda channel, s=stream, a=array, f=flat: programs.all_reduce(channel, s, [a], f, "sum", (0, 0, 0, 0)),
+                lambda channel, s=stream, f=flat: programs.all_reduce(channel, s, f, "sum", (0, 0, 0, 0)),
                 results,
                 lambda: ValueError("heads differ"),
             )

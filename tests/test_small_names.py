@@ -15,8 +15,8 @@ from npu_device._src.no_effect.modes import (
     is_inf_nan_enabled,
     set_device_sat_mode,
     set_npu_loop_size,
+    stupid_repeat,
 )
-from npu_device._src.no_effect.repeat import stupid_repeat
 from npu_device._src.options import global_options
 from npu_device._src.training.compat_function import npu_compat_function
 from npu_device.configs import npu_run_context, run_context_options

@@ -11,8 +11,7 @@ import pytest
 from npu_device._src.trace.point_schema import PointSchema
 from npu_device._src.trace.recorder import Recorder
 from npu_device._src.trace.records import FILE, GradientRecord, RankTrace, read
-from npu_device._src.trace.schedule import Schedule
-from npu_device._src.trace.settings import read_options, settings
+from npu_device._src.trace.settings import Schedule, read_options, settings
 
 # How it is turned on
 

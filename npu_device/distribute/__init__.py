@@ -5,7 +5,7 @@ from typing import Any
 
 from npu_device._src.training.dataset import shard_and_rebatch_dataset
 from npu_device._src.training.fit.divided import divided
-from npu_device._src.training.fit.replicate import replicate
+from npu_device._src.training.fit.replica import replicate
 from npu_device._src.training.optimizer_wrapper import npu_distributed_keras_optimizer_wrapper
 from npu_device._src.training.ranks import (
     barrier,

@@ -8,15 +8,17 @@ from npu_device._src.training.hccl_ops import (
     alltoallv,
     alltoallvc,
     broadcast,
-    gather_all_to_all_v,
     receive,
     reduce,
     reduce_scatter,
+    send,
+)
+from npu_device._src.training.remote_ops import (
+    gather_all_to_all_v,
     remote_read,
     remote_ref_read,
     remote_scatter_write,
     remote_write,
-    send,
 )
 
 __all__ = [

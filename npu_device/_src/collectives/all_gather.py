@@ -21,20 +21,10 @@ def _declare(tensor: tf.Tensor, group: Group) -> Declaration:
 
 @collective(_declare, "tensor")
 def all_gather(agreement: Agreement, tensor: tf.Tensor, group: Group) -> tf.Tensor:
-    """Gather tensors of the same shape.
+    """Gather tensors of one shape, [n, …], into [n * group.size, …], ordered by group rank and the same on every rank.
 
-    Args:
-        agreement: on this call; the caller passes the running cluster.
-        tensor: shape [n, …], the same on every rank; any numeric dtype or bool.
-        group: the group, of which this rank is a member.
-
-    Returns:
-        Shape [n * group.size, …], ordered by group rank, the same on every rank. Its gradient is the sum of all ranks'
-        incoming gradients of this rank's part.
-
-    Raises:
-        ValueError: a scalar.
-        TypeError: a dtype that has no bits to send.
+    The gradient is the sum of all ranks' incoming gradients of this rank's part. For arguments and errors see
+    ``training.hccl_ops.allgather``.
     """
     gathered = moving.gather(agreement, tf.reshape(tensor, [1, -1]), group)
     return shapes.with_first_dimension(gathered, tensor, lambda rows: rows * group.size)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Callable
 
 import tensorflow as tf
 
-from npu_device._src import compat
 from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives.choice import reducing_backend_of
+from npu_device._src.collectives.choice import through_reducing_backend
 from npu_device._src.collectives.differentiable import differentiable
 from npu_device._src.collectives.dtypes import REDUCED, reduced_dtype, wire_dtype
 from npu_device._src.collectives.group import Group
@@ -122,18 +120,17 @@ def _reduce(
     agreement: Agreement, segments: Sequence[Sequence[tf.Tensor]], reduction: str, group: Group, wire: tf.DType | None
 ) -> list[list[tf.Tensor]]:
     """Reduce segments that are either all of floating-point dtypes, or all of others."""
-    backend = reducing_backend_of(agreement, group, segments[0][0].dtype)
-    finishes = backend.start_all_reduce(agreement, segments, reduction, group, wire)
-    if not segments[0][0].dtype.is_floating or not compat.may_be_differentiated():
-        return [finish() for finish in finishes]
+    dtype = segments[0][0].dtype
+    results = through_reducing_backend(
+        agreement, group, dtype, lambda backend, now: backend.all_reduce(now, segments, reduction, group, wire)
+    )
+    if not dtype.is_floating:
+        return results
 
     def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
         require_differentiable("all_reduce", reduction)
         # Through the same function, so that second derivatives work.
         return _reduce(Agreement(agreement.runtime), [upstream], reduction, group, wire)[0]
 
-    def forward(finish: Callable[[], list[tf.Tensor]]) -> Callable[..., list[tf.Tensor]]:
-        return lambda *_: finish()
-
     # Each segment separately: its results can be used while others are still in progress.
-    return [differentiable(forward(finish), backward, segment) for finish, segment in zip(finishes, segments)]
+    return [differentiable(result, backward, segment) for result, segment in zip(results, segments)]

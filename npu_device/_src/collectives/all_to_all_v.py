@@ -33,27 +33,11 @@ def all_to_all_v(
     recv_displacements: Any,
     group: Group,
 ) -> tf.Tensor:
-    """Exchange blocks of different lengths among all ranks.
+    """Exchange blocks of different lengths among all ranks; its gradient is sent the other way.
 
-    Args:
-        agreement: on this call; the caller passes the running cluster.
-        data: shape [n], where n may differ on each rank; any numeric dtype or bool.
-        send_counts: elements for each group rank; whole numbers, shape [group.size].
-        send_displacements: where each of these blocks begins in ``data``, in elements; shape [group.size].
-        recv_counts: elements from each group rank; shape [group.size].
-        recv_displacements: where each of these blocks goes in the result, in elements; shape [group.size].
-        group: the group, of which this rank is a member.
-
-    Returns:
-        Shape [end of the last block], zeros where there is no block. Its gradient is sent the other way.
-
-    Raises:
-        ValueError: ``data`` has more than one dimension; negative numbers, the wrong number of them, blocks outside of
-            ``data``, received blocks that overlap; a rank expects other numbers of elements than it is sent, which is
-            an error on every rank (in a ``tf.function``: InvalidArgumentError).
-        TypeError: a dtype that has no bits to send.
-
-    The ranks exchange their counts first. Each block is sent padded to the longest of all.
+    The ranks exchange their counts first, and each block is sent padded to the longest of all. In a ``tf.function``,
+    counts that don't fit each other are an InvalidArgumentError. For arguments, result and errors see
+    ``training.hccl_ops.all_to_all_v``.
     """
     size = group.size
     outgoing = blocks.checked("send", send_counts, send_displacements, size, data.shape[0])

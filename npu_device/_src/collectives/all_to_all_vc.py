@@ -34,27 +34,10 @@ def _declare(data: tf.Tensor, send_count_matrix: Any, group: Group) -> Declarati
 
 @collective(_declare, "data", "send_count_matrix")
 def all_to_all_vc(agreement: Agreement, data: tf.Tensor, send_count_matrix: Any, group: Group) -> tf.Tensor:
-    """Exchange blocks of different lengths among all ranks.
+    """Exchange blocks of different lengths among all ranks; its gradient is sent the other way.
 
-    Args:
-        agreement: on this call; the caller passes the running cluster.
-        data: the blocks for rank 0, 1, … concatenated; shape [sum of this rank's row]; any numeric dtype or
-            bool.
-        send_count_matrix: elements that group rank i (row) sends to rank j (column); whole numbers, shape
-            [group.size, group.size], the same on every rank.
-        group: the group, of which this rank is a member.
-
-    Returns:
-        The blocks from rank 0, 1, … concatenated; shape [sum of this rank's column]. Its gradient is sent the
-        other way.
-
-    Raises:
-        ValueError: ``data`` has more than one dimension or too few elements; a wrong shape of the matrix, negative
-            numbers.
-        TypeError: a dtype that has no bits to send.
-        MismatchError: the matrices of the ranks differ.
-
-    Each block is sent padded to the longest of all.
+    The ranks compare their matrices, and each block is sent padded to the longest of all. For arguments, result and
+    errors see ``training.hccl_ops.all_to_all_v_c``.
     """
     matrix = _matrix(send_count_matrix, group)
     longest = row_length(agreement.runtime, group, data.dtype, tf.reduce_max(matrix))

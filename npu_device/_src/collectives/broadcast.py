@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from npu_device._src.collectives import shapes
-from npu_device._src.collectives.choice import reducing_backend_of
+from npu_device._src.collectives.choice import through_reducing_backend
 from npu_device._src.collectives.differentiable import differentiable
 from npu_device._src.collectives.dtypes import require_bits
 from npu_device._src.collectives.group import Group
@@ -30,21 +30,10 @@ def _declare(tensors: Sequence[tf.Tensor], root_rank: int, group: Group) -> Decl
 
 @collective(_declare, "tensors")
 def broadcast(agreement: Agreement, tensors: Sequence[tf.Tensor], root_rank: int, group: Group) -> list[tf.Tensor]:
-    """Send the root's tensors to every rank of the group.
+    """Send the root's tensors to every rank of the group; return them in the order of ``tensors``.
 
-    Args:
-        agreement: on this call; the caller passes the running cluster.
-        tensors: of any shape and any numeric dtype or bool; the same shapes and dtypes on every rank.
-        root_rank: the group rank whose values count.
-        group: the group, of which this rank is a member.
-
-    Returns:
-        The root's values, in the order, shapes and dtypes of ``tensors``. Differentiable: the root's gradient is the
-        sum of all ranks' incoming gradients, the others' is zero.
-
-    Raises:
-        ValueError: the root is not in the group.
-        TypeError: a dtype that isn't made of bits of fixed size (strings, resources).
+    Differentiable: the root's gradient is the sum of all ranks' incoming gradients, the others' is zero. For arguments
+    and errors see ``training.hccl_ops.broadcast``.
     """
     if not tensors:
         return []
@@ -57,9 +46,8 @@ def broadcast(agreement: Agreement, tensors: Sequence[tf.Tensor], root_rank: int
             for value, floating in zip(upstream, floats)
         ]
 
-    def forward(*values: tf.Tensor) -> list[tf.Tensor]:
-        return backend.broadcast(agreement, values, root_rank, group)
-
-    backend = reducing_backend_of(agreement, group, tf.int32)
+    sent = through_reducing_backend(
+        agreement, group, tf.int32, lambda backend, now: backend.broadcast(now, tensors, root_rank, group)
+    )
     floats = [tensor.dtype.is_floating for tensor in tensors]
-    return differentiable(forward, backward, tensors)
+    return differentiable(sent, backward, tensors)

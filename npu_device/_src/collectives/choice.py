@@ -10,7 +10,7 @@ call before its data moves, small data travel with the comparison: among all ran
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Callable, TypeVar
 
 import tensorflow as tf
 
@@ -18,7 +18,6 @@ from npu_device._src import environment
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.arrays.operations import ArrayBackend, ComparingBackend
 from npu_device._src.collectives.backends.contract import Backend, ReducingBackend
-from npu_device._src.collectives.backends.messages.either import EitherBackend
 from npu_device._src.collectives.backends.messages.messages_backend import messages
 from npu_device._src.collectives.backends.messages.programs import fits
 from npu_device._src.collectives.backends.mpi.mpi_backend import mpi
@@ -31,6 +30,8 @@ from npu_device._src.collectives.backends.two_level import TwoLevelBackend, has_
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.stall import forget_watches
 from npu_device._src.collectives.terms import Agreement
+
+_Moved = TypeVar("_Moved")
 
 _between_hosts = {True: TwoLevelBackend(mpi), False: TwoLevelBackend(tensorflow_backend)}
 
@@ -67,22 +68,44 @@ def array_backend_of(runtime: Runtime, group: Group, dtypes: Iterable[tf.DType])
     return None if mpi_world_of(runtime) is None else mpi
 
 
-def backend_of(agreement: Agreement, group: Group, dtype: tf.DType) -> Backend:
-    """Return the backend that moves a call's tensors of a dtype; the same on every rank."""
-    return _or_carrying(agreement, group, _own_backend_of(agreement.runtime, group, dtype))
+def through_backend(
+    agreement: Agreement, group: Group, dtype: tf.DType, move: Callable[[Backend, Agreement], _Moved]
+) -> _Moved:
+    """Return ``move(backend, agreement)`` for the backend that moves a call's tensors of a dtype; the same on every
+    rank.
+    """
+    return _or_carried(agreement, group, _own_backend_of(agreement.runtime, group, dtype), move)
 
 
-def reducing_backend_of(agreement: Agreement, group: Group, dtype: tf.DType) -> ReducingBackend:
-    """Return the same for the calls that a group of several hosts can divide between its hosts."""
-    return _or_carrying(agreement, group, _own_reducing_backend_of(agreement.runtime, group, dtype))
+def through_reducing_backend(
+    agreement: Agreement, group: Group, dtype: tf.DType, move: Callable[[ReducingBackend, Agreement], _Moved]
+) -> _Moved:
+    """Do the same for the calls that a group of several hosts can divide between its hosts."""
+    return _or_carried(agreement, group, _own_reducing_backend_of(agreement.runtime, group, dtype), move)
 
 
-def _or_carrying(agreement: Agreement, group: Group, own: Any) -> Any:
-    """Return the backend that carries the call's data in messages, if one does; else the group's own."""
+def _or_carried(
+    agreement: Agreement, group: Group, own: ReducingBackend, move: Callable[[Any, Agreement], _Moved]
+) -> _Moved:
+    """Move a call's data on the group's own backend, or in messages if they are small. If only the running graph knows
+    that, both are in it.
+    """
     if agreement.carries is False:
-        return own
+        return move(own, agreement)
     carrying = comparing_backend_of(agreement.runtime, group)
-    return carrying if agreement.carries is True else EitherBackend(carrying, own, agreement.carries, group)
+    if agreement.carries is True:
+        return move(carrying, agreement)
+    runtime, terms = agreement.runtime, agreement.take()
+
+    def carried() -> _Moved:
+        return move(carrying, Agreement(runtime, *terms))
+
+    def usual() -> _Moved:
+        with tf.control_dependencies(carrying.exchange_terms(Agreement(runtime, *terms), group)):
+            return move(own, Agreement(runtime))
+
+    moved: _Moved = tf.cond(agreement.carries, carried, usual)
+    return moved
 
 
 def _own_backend_of(runtime: Runtime, group: Group, dtype: tf.DType) -> Backend:

@@ -40,31 +40,31 @@ _by_graph: weakref.WeakKeyDictionary[tf.Graph, list[_Kept]] = weakref.WeakKeyDic
 
 
 def differentiable(
-    forward: Callable[..., Sequence[tf.Tensor]], backward: BackwardFunction, tensors: Sequence[tf.Tensor]
+    results: Sequence[tf.Tensor], backward: BackwardFunction, tensors: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Return a function's results for tensors, with a gradient of their own.
+    """Return results with a gradient of their own.
 
     Args:
-        forward: called with the tensors; returns a list of tensors.
+        results: made from the tensors.
         backward: called with the gradients of the results; returns those of the tensors. It must not refer to tensors
             of the graph.
         tensors: the tensors that the results depend on, for gradients.
     """
+    if not compat.may_be_differentiated():
+        return list(results)
     if not tf.executing_eagerly():
-        return _in_graph(forward, backward, tensors)
+        return _in_graph(results, backward, tensors)
 
     @tf.custom_gradient
-    def call(*values: tf.Tensor) -> tuple[list[tf.Tensor], BackwardFunction]:
-        return list(forward(*values)), backward
+    def with_gradient(*_: tf.Tensor) -> tuple[list[tf.Tensor], BackwardFunction]:
+        return list(results), backward
 
-    results = call(*tensors)
-    return list(results) if isinstance(results, (list, tuple)) else [results]
+    return list(with_gradient(*tensors))
 
 
 def _in_graph(
-    forward: Callable[..., Sequence[tf.Tensor]], backward: BackwardFunction, tensors: Sequence[tf.Tensor]
+    results: Sequence[tf.Tensor], backward: BackwardFunction, tensors: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-    results = list(forward(*tensors))
     graph = tf.compat.v1.get_default_graph()
     kept, number = _Kept(backward, len(results)), next(_numbers)
     _by_number[number] = kept

@@ -1,19 +1,38 @@
 """Groups of ranks that take part in a collective: the group of all ranks, and those that the script makes.
 
 Each process makes its groups on its own; nothing is sent. Ranks that don't belong to a group don't know it, and
-disjoint sets of ranks may use one name for different groups. The calls for scripts are in ``training.groups``.
+disjoint sets of ranks may use one name for different groups. The calls for scripts are in ``training.groups``. Imports
+no TensorFlow, so that a split strategy can be set before anything else.
 """
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives.group_name import WORLD_GROUP, check_group_name
+
+WORLD_GROUP = "hccl_world_group"
+"""The group of all ranks, which always exists."""
 
 _WORLD_KEY = 2
+_MAX_NAME_BYTES = 127
+
+
+def check_group_name(name: Any) -> None:
+    """Check the name that a script gives for a group.
+
+    Raises:
+        ValueError: not a text, empty, or longer than 127 bytes in UTF-8.
+    """
+    expected = f"expected a str of 1 to {_MAX_NAME_BYTES} bytes"
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"group {name!r} is not a group's name; {expected}")
+    size = len(name.encode(errors="surrogatepass"))
+    if size > _MAX_NAME_BYTES:
+        raise ValueError(f"group {name!r} is not a group's name: it has {size} bytes; {expected}")
 
 
 @dataclass(frozen=True)
@@ -45,14 +64,22 @@ class Group:
         return self if self.tag is None else replace(self, name=f"{self.name}/{self.tag}", tag=None)
 
     @property
+    def number(self) -> int:
+        """Return a number of the group, the same on every member: 64 bits."""
+        return int.from_bytes(hashlib.blake2b(self._identity, digest_size=8).digest(), "little")
+
+    @property
     def key(self) -> int:
         """Return TensorFlow's number of the group, the same on every member; it is even, so that the next one serves
         the members' GPUs.
         """
         if self.name == WORLD_GROUP:
             return _WORLD_KEY
-        checksum = zlib.crc32(repr((self.name, self.ranks)).encode(errors="surrogatepass"))
-        return 2 * (checksum % (1 << 29)) + 2 * _WORLD_KEY
+        return 2 * (zlib.crc32(self._identity) % (1 << 29)) + 2 * _WORLD_KEY
+
+    @property
+    def _identity(self) -> bytes:
+        return repr((self.name, self.ranks)).encode(errors="surrogatepass")
 
 
 _made: dict[str, Group] = {}
@@ -98,17 +125,8 @@ def find_group(name: str, rank: int, world_size: int) -> Group:
 
 
 def create_group(name: str, size: int, ranks: Any, rank: int, world_size: int) -> None:
-    """Make a group on this rank.
-
-    Args:
-        name: any name that isn't in use.
-        size: number of ranks in the group.
-        ranks: list of the members' world ranks, in any order.
-        rank: this process's world rank.
-        world_size: number of ranks in the job.
-
-    Raises:
-        ValueError: an invalid argument; the name is in use; this rank is not a member.
+    """Make a group on this rank, one of ``world_size``. For the other arguments and errors see
+    ``training.groups.create_group``.
     """
     check_group_name(name)
     where = f"rank {rank}, create_group({name!r}): "
@@ -146,15 +164,8 @@ def create_group(name: str, size: int, ranks: Any, rank: int, world_size: int) -
 
 
 def destroy_group(name: str, rank: int, world_size: int) -> None:
-    """Forget a group on this rank; its name can be used again.
-
-    Args:
-        name: name of a group that was made.
-        rank: this process's world rank.
-        world_size: number of ranks in the job.
-
-    Raises:
-        ValueError: not a valid name, the group of all ranks, or this rank has no group of that name.
+    """Forget a group on this rank, one of ``world_size``; its name can be used again. For errors see
+    ``training.groups.destroy_group``.
     """
     if find_group(name, rank, world_size).name == WORLD_GROUP:
         raise ValueError(f"rank {rank}, destroy_group({name!r}): the group of all ranks can't be destroyed")

@@ -10,44 +10,34 @@ from typing import Callable
 
 import tensorflow as tf
 
-from npu_device._src.collectives.choice import backend_of
+from npu_device._src.collectives.choice import through_backend
 from npu_device._src.collectives.differentiable import differentiable
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.terms import Agreement
 
-Move = Callable[[tf.Tensor], tf.Tensor]
-
 
 def gather(agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
     """Return all ranks' rows on every rank: [1, n] in, [group.size, n] out; n is the same on all ranks."""
-    backend = backend_of(agreement, group, row.dtype)
-
-    def forward(value: tf.Tensor) -> tf.Tensor:
-        return backend.all_gather(agreement, value[0], group)
+    gathered = through_backend(agreement, group, row.dtype, lambda backend, now: backend.all_gather(now, row[0], group))
 
     def backward(upstream: tf.Tensor) -> tf.Tensor:
         return tf.reduce_sum(exchange(Agreement(agreement.runtime), upstream, group), axis=0, keepdims=True)
 
-    return differentiable_move(forward, backward, row)
+    return differentiable_move(gathered, backward, row)
 
 
 def exchange(agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor:
     """Send row i to rank i, and return the row from rank i as row i: [group.size, n] in and out; n is the same on
     all ranks.
     """
-    backend = backend_of(agreement, group, rows.dtype)
-
-    def forward(value: tf.Tensor) -> tf.Tensor:
-        return backend.all_to_all(agreement, value, group)
-
-    return differentiable_move(forward, lambda upstream: exchange(Agreement(agreement.runtime), upstream, group), rows)
+    received = through_backend(agreement, group, rows.dtype, lambda backend, now: backend.all_to_all(now, rows, group))
+    return differentiable_move(received, lambda upstream: exchange(Agreement(agreement.runtime), upstream, group), rows)
 
 
-def differentiable_move(forward: Move, backward: Move, tensor: tf.Tensor) -> tf.Tensor:
-    """Return ``forward(tensor)`` with the gradient ``backward(incoming gradient)``. Integers and other discrete values
-    have no gradient.
+def differentiable_move(moved: tf.Tensor, backward: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:
+    """Return what a tensor was moved to, with the gradient ``backward(incoming gradient)``. Integers and other discrete
+    values have no gradient.
     """
     if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
-        return forward(tensor)
-    [moved] = differentiable(lambda value: [forward(value)], lambda upstream: [backward(upstream)], [tensor])
-    return moved
+        return moved
+    return differentiable([moved], lambda upstream: [backward(upstream)], [tensor])[0]

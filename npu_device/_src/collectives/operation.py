@@ -92,7 +92,8 @@ def collective(
             declared = declare(**arguments)
             if declared is None:
                 return function(Agreement(runtime), **arguments)
-            return session_graph.way(run, place)(runtime, declared, declared.call(), arguments)
+            way = place if session_graph.runs_if_fetched() else run
+            return way(runtime, declared, declared.call(), arguments)
 
         def run(runtime: Runtime, declared: Declaration, described: Call, arguments: dict[str, Any]) -> Any:
             carried = declared.is_carried(runtime)

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Callable
 
+import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
@@ -49,6 +50,22 @@ def python_call(
     weakref.finalize(captured, _functions.pop, number, None)
     kind = tf.raw_ops.PyFunc if stateful else tf.raw_ops.PyFuncStateless
     return kind(input=[compat.through_outer_graphs(captured), *inputs], token=_registered(), Tout=list(dtypes))
+
+
+def call_now(function: Callable[..., list[Any]], inputs: Sequence[Any], specs: Sequence[tf.TensorSpec]) -> list[Any]:
+    """Call a Python function with arrays, at once or in the graph that is built now, in no order but that of its data.
+
+    Args:
+        function: returns a list of arrays, one for each spec. It lives as long as the graph, and must not refer to it.
+        inputs: the arguments, at least one.
+        specs: shapes and dtypes of the results.
+    """
+    if tf.executing_eagerly():
+        return [tf.constant(result) for result in function(*(np.asarray(value) for value in inputs))]
+    results = python_call(function, [tf.convert_to_tensor(value) for value in inputs], [spec.dtype for spec in specs])
+    for result, spec in zip(results, specs):
+        result.set_shape(spec.shape)
+    return list(results)
 
 
 def _call(captured: Any, *arrays: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.collectives.choice import backend_of
+from npu_device._src.collectives.choice import through_backend
 from npu_device._src.collectives.dtypes import require_bits
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.operation import Declaration, collective
@@ -24,22 +24,9 @@ def _declare(shape: Any, dtype: tf.DType, tag: int, source: int, group: Group) -
 
 @collective(_declare)
 def receive(agreement: Agreement, shape: Any, dtype: tf.DType, tag: int, source: int, group: Group) -> tf.Tensor:
-    """Receive a tensor from one other rank.
+    """Receive the tensor that one other rank sends with the same tag.
 
-    Args:
-        agreement: on this call; the caller passes the running cluster.
-        shape: the shape of the tensor, every dimension known.
-        dtype: its dtype.
-        tag: as in the other side's ``send``.
-        source: the group rank that sends.
-        group: the group, of which both are members.
-
-    Returns:
-        The tensor that was sent.
-
-    Raises:
-        ValueError: the source isn't in the group, or is this rank; a dimension of the shape is not known.
-        TypeError: a dtype that has no bits to send.
+    For arguments and errors see ``training.hccl_ops.receive``.
     """
-    pair = pair_of(group, source, group.rank, tag)
-    return backend_of(agreement, pair, tf.int32).receive(agreement, tf.TensorSpec(shape, dtype), pair)
+    like, pair = tf.TensorSpec(shape, dtype), pair_of(group, source, group.rank, tag)
+    return through_backend(agreement, pair, tf.int32, lambda backend, now: backend.receive(now, like, pair))

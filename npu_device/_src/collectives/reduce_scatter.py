@@ -26,22 +26,10 @@ def _declare(tensor: tf.Tensor, reduction: str, group: Group) -> Declaration:
 
 @collective(_declare, "tensor")
 def reduce_scatter(agreement: Agreement, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
-    """Reduce over a group, and give each rank its block of the first dimension.
+    """Reduce over a group, and give each rank its block of the first dimension: [n, …] in, [n / group.size, …] out.
 
-    Args:
-        agreement: on this call; the caller passes the running cluster.
-        tensor: shape [n, …] with n a multiple of the group's size, the same on every rank; float16, bfloat16, float32,
-            float64, int8 to int64, uint8 to uint64.
-        reduction: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"prod"``.
-        group: the group, of which this rank is a member.
-
-    Returns:
-        Shape [n / group.size, …]: the block of this rank's number. The mean of integers is floating-point, as in
-        ``all_reduce``; on ranks that share memory it is bit by bit the block of ``all_reduce``. Differentiable.
-
-    Raises:
-        ValueError: an unknown reduction, a scalar, or n is not a multiple of the group's size.
-        TypeError: a dtype that can't be reduced.
+    The mean of integers is floating-point, as in ``all_reduce``; on ranks that share memory it is bit by bit the block
+    of ``all_reduce``. Differentiable. For arguments and errors see ``training.hccl_ops.reduce_scatter``.
 
     TensorFlow has no kernel for it on the CPU. The blocks are exchanged and each rank reduces its own, which moves half
     the bytes of an all_reduce.

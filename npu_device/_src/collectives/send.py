@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.collectives.choice import backend_of
+from npu_device._src.collectives.choice import through_backend
 from npu_device._src.collectives.dtypes import require_bits
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.operation import Declaration, collective
@@ -21,26 +21,11 @@ def _declare(tensor: tf.Tensor, tag: int, destination: int, group: Group) -> Dec
 
 @collective(_declare, "tensor")
 def send(agreement: Agreement, tensor: tf.Tensor, tag: int, destination: int, group: Group) -> Any:
-    """Send a tensor to one other rank.
+    """Send a tensor to one other rank. Each tag is a separate queue, first in, first out.
 
-    Args:
-        agreement: on this call; the caller passes the running cluster.
-        tensor: any shape, any numeric dtype or bool.
-        tag: pairs this call with the other side's ``receive``; each tag is a separate queue, first in, first out.
-        destination: the group rank that receives.
-        group: the group, of which both are members.
-
-    Returns:
-        In a graph the operation, for control dependencies; in eager mode None.
-
-    Raises:
-        ValueError: the destination isn't in the group, or is this rank.
-        TypeError: a dtype that has no bits to send.
-
-    In eager mode the call returns when the other rank has received. Ranks that all send first and receive afterwards
-    then wait for each other forever; in one ``tf.function`` they don't, because the transfers run concurrently. There
-    is no gradient: nothing of a send comes back to this rank.
+    Returns the operation in a graph, for control dependencies, and None in eager mode. There is no gradient: nothing of
+    a send comes back to this rank. For arguments, errors and deadlocks see ``training.hccl_ops.send``.
     """
     pair = pair_of(group, group.rank, destination, tag)
-    sent = backend_of(agreement, pair, tf.int32).send(agreement, tensor, pair)
+    sent = through_backend(agreement, pair, tf.int32, lambda backend, now: backend.send(now, tensor, pair))
     return None if tf.executing_eagerly() else sent.op

@@ -8,36 +8,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 
-class _Functions:
-    """The Python functions that one graph calls with values of the same dtypes, by number."""
-
-    def __init__(self) -> None:
-        self._functions: list[Callable[..., Any]] = []
-
-    def add(self, function: Callable[..., Any]) -> int:
-        """Add a function, and return its number."""
-        self._functions.append(function)
-        return len(self._functions) - 1
+class _Functions(list[Callable[..., Any]]):
+    """The Python functions that one graph calls with values of the same dtypes."""
 
     def call(self, number: np.ndarray, *values: np.ndarray) -> Any:
         """Call a function."""
-        return self._functions[int(number)](*values)
+        return self[int(number)](*values)
 
 
-@dataclass(frozen=True)
-class _SharedFunction:
-    """A function of a graph's library that calls any of several Python functions. The graph keeps both alive."""
-
-    name: str
-    functions: weakref.ref[_Functions]
-
+_SharedFunction = tuple[str, "weakref.ref[_Functions]"]
+"""The name of a function of a graph's library, and the Python functions that it calls. The graph keeps both alive."""
 
 _shared: weakref.WeakKeyDictionary[tf.Graph, dict[Any, _SharedFunction]] = weakref.WeakKeyDictionary()
 
@@ -58,17 +44,18 @@ def call_python(
         The results.
     """
     dtypes, shapes = [spec.dtype for spec in specs], [spec.shape for spec in specs]
-    shared = _shared_function([tensor.dtype for tensor in tensors], dtypes)
-    functions = shared.functions()
+    name, reference = _shared_function([tensor.dtype for tensor in tensors], dtypes)
+    functions = reference()
     assert functions is not None  # the graph has them
-    inputs = [tf.constant(functions.add(function), tf.int64), *tensors]
+    functions.append(function)
+    inputs = [tf.constant(len(functions) - 1, tf.int64), *tensors]
     # Reading the only element of a data set is an asynchronous operation with its own thread, which also runs the data
     # set's function.
     one = tf.raw_ops.TensorDataset(components=inputs, output_shapes=[tensor.shape for tensor in inputs])
     mapped = tf.raw_ops.MapDataset(
         input_dataset=one,
         other_arguments=[],
-        f=shared.name,
+        f=name,
         output_types=dtypes,
         output_shapes=[None] * len(dtypes),
         use_inter_op_parallelism=False,
@@ -98,7 +85,7 @@ def _shared_function(inputs: Sequence[tf.DType], outputs: Sequence[tf.DType]) ->
         with _outermost(graph).as_default():
             concrete = tf.function(body, autograph=False).get_concrete_function(*specs)
         concrete.add_to_graph(graph)
-        made[key] = _SharedFunction(tf.compat.as_str(concrete.name), weakref.ref(functions))
+        made[key] = tf.compat.as_str(concrete.name), weakref.ref(functions)
     return made[key]
 
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from npu_device._src.collectives.operation import Declaration
 
 _Part = TypeVar("_Part")
-_Way = TypeVar("_Way", bound=Callable[..., Any])
 
 
 def runs_if_fetched() -> bool:
@@ -35,11 +34,6 @@ def runs_if_fetched() -> bool:
     in a ``tf.function`` that eager code calls.
     """
     return not tf.compat.v1.executing_eagerly_outside_functions()
-
-
-def way(now: _Way, placed: _Way) -> _Way:
-    """Return the way to run a collective: ``now``, also in a ``tf.function``, or ``placed`` in a session's graph."""
-    return placed if runs_if_fetched() else now
 
 
 def place(

@@ -25,7 +25,7 @@ from npu_device._src import compat
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.agreement import Call, agreed
 from npu_device._src.collectives.calling_thread import calling_thread
-from npu_device._src.collectives.choice import carries, reducing_backend_of
+from npu_device._src.collectives.choice import carries, through_reducing_backend
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.stall import held_back
 
@@ -133,8 +133,9 @@ class SessionOrder:
         values = tf.constant(mine)
         call = Call("session.run", (), (), (), (), next(iter(first.values())).call.line, calling_thread())
         with agreed(self._runtime, self._group, call, [], carries(self._runtime, self._group, [values])) as agreement:
-            backend = reducing_backend_of(agreement, self._group, tf.int32)
-            [sent] = backend.broadcast(agreement, [values], 0, self._group)
+            [sent] = through_reducing_backend(
+                agreement, self._group, tf.int32, lambda backend, now: backend.broadcast(now, [values], 0, self._group)
+            )
         numbers, keys = sent.numpy()[:, sent.numpy()[0] != _NOTHING].tolist()
         if len(set(keys) - {_ALONE}) < len(keys) - keys.count(_ALONE):
             keys = self._waits_everywhere(numbers, call) * keys
@@ -148,9 +149,13 @@ class SessionOrder:
         with self._changed:
             here = tf.constant([int(number in self._queues) for number in numbers], tf.int32)
         with agreed(self._runtime, self._group, call, [], carries(self._runtime, self._group, [here])) as agreement:
-            backend = reducing_backend_of(agreement, self._group, tf.int32)
-            [finish] = backend.start_all_reduce(agreement, [[here]], "min", self._group, None)
-            return finish()[0].numpy()
+            [[least]] = through_reducing_backend(
+                agreement,
+                self._group,
+                tf.int32,
+                lambda backend, now: backend.all_reduce(now, [[here]], "min", self._group, None),
+            )
+            return least.numpy()
 
     def _next(self, number: int) -> _Queued:
         """Return the oldest entry that waits under a number, as soon as there is one."""

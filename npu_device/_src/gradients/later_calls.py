@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Callable
 
 import tensorflow as tf
 
@@ -20,12 +20,8 @@ from npu_device._src.collectives.differentiable import differentiable
 from npu_device._src.collectives.session_graph import runs_if_fetched
 from npu_device._src.gradients.order import producers
 
-
-class Reduce(Protocol):
-    """Reduces a list: each tensor alone, or those of a dtype together."""
-
-    def __call__(self, values: Sequence[Any], alone: bool) -> list[Any]: ...
-
+Reduce = Callable[[Sequence[Any], bool], list[Any]]
+"""Reduces a list: each tensor alone, if the second argument is True, or those of a dtype together."""
 
 _READ = "ReadVariableOp"
 
@@ -107,7 +103,7 @@ def reduce_with_earlier_calls(values: Sequence[Any], key: Hashable, reduce: Redu
         return results
     made_before = len(graph.get_operations())
     entries = [tf.identity(_of_any_length(tf.zeros([0], dtype)), "later_calls") for dtype in outside]
-    reduced_rest = reduce([*rest, *entries], alone=False)
+    reduced_rest = reduce([*rest, *entries], False)
     for dtype, entry, reduced in zip(outside, entries, reduced_rest[len(rest) :]):
         open_collectives[key, dtype] = _OpenCollective(made_before, entry.op.name, reduced.name)
     return [result if value is None else reduced for value, result, reduced in zip(rest, results, reduced_rest)]
@@ -121,10 +117,7 @@ def _of_any_length(vector: tf.Tensor) -> tf.Tensor:
 def _add(collective: _OpenCollective, graph: tf.Graph, tensors: Sequence[tf.Tensor], reduce: Reduce) -> list[tf.Tensor]:
     if not tensors[0].dtype.is_floating:
         return collective.add(graph, tensors)
-
-    return differentiable(
-        lambda *tensors: collective.add(graph, tensors), lambda *upstream: reduce(upstream, alone=True), tensors
-    )
+    return differentiable(collective.add(graph, tensors), lambda *upstream: reduce(upstream, True), tensors)
 
 
 def _resources(operation: tf.Operation) -> list[tf.Tensor]:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from npu_device._src.gradients.order import production_order
 from npu_device._src.gradients.split_choice import ends_for
-from npu_device._src.gradients.split_strategy import is_set, segment_result, segments
+from npu_device._src.gradients.split_strategy import firsts_and_lasts, is_set, segment_result, segments
 
 _log = logging.getLogger("npu_device")
 _logged: set[str] = set()
@@ -58,8 +58,7 @@ def cut(tensors: Sequence[Any], reduction: str, fusion: int, group: str) -> list
         # The script's own setting takes precedence over the environment.
         ends = (None if is_set(group) else ends_for(sizes, dtype.name, group)) or segments(sizes, group)
         _log_once(f"{segment_result(ends)} of {len(order)} {dtype.name} gradients in group {group!r}")
-        starts = [0, *(end + 1 for end in ends[:-1])]
-        found.extend(order[start : end + 1] for start, end in zip(starts, ends))
+        found.extend(order[first : last + 1] for first, last in firsts_and_lasts(ends))
     return found + alone
 
 

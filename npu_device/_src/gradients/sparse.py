@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import tensorflow as tf
 
 from npu_device._src.collectives import moving
@@ -80,6 +83,20 @@ def require_sparse_reduction(reduction: str) -> None:
             f"reduction {reduction!r} of IndexedSlices is not defined; expected 'sum' or 'mean', or dense tensors "
             "(tf.convert_to_tensor)"
         )
+
+
+def with_values(gradient: Any, change: Callable[[tf.Tensor], tf.Tensor]) -> Any:
+    """Return a gradient (dense, ``tf.IndexedSlices`` or None) with other values."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(change(gradient.values), gradient.indices, gradient.dense_shape)
+    return change(tf.convert_to_tensor(gradient))
+
+
+def weighted(gradient: Any, weight: Any) -> Any:
+    """Return a gradient times a weight, a number or a scalar of any dtype."""
+    return with_values(gradient, lambda values: values * tf.cast(weight, values.dtype))
 
 
 def _add_up_duplicates(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

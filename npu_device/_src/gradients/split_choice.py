@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -38,13 +38,12 @@ _log = logging.getLogger("npu_device")
 _said: set[str] = set()
 
 
-class _SharedSplits:
+class _SharedSplits(NamedTuple):
     """The splits that rank 0 has sent to all ranks."""
 
-    def __init__(self, processor: str, splits: Sequence[SavedSplit], where: str) -> None:
-        self.processor = processor
-        self.splits = splits
-        self.where = where
+    processor: str
+    splits: Sequence[SavedSplit]
+    where: str
 
 
 _shared: tuple[Runtime, _SharedSplits] | None = None

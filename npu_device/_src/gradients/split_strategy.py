@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from npu_device._src.collectives.group_name import WORLD_GROUP, check_group_name
+from npu_device._src.collectives.group import WORLD_GROUP, check_group_name
 
 MAX_SEGMENTS = 8
 _MAX_INDEX = 2**32 - 1
@@ -23,8 +23,9 @@ _CLOSE = np.float32(1e-6)
 _DEFAULT_FIRST = 96.54
 
 _log = logging.getLogger("npu_device")
-_by_idx: dict[str, list[int]] = {}
-_by_size: dict[str, list[float]] = {}
+_IDX, _SIZE = "idxList", "dataSizeList"
+_strategies: dict[tuple[str, str], list[Any]] = {}
+"""By parameter and group: what the script has set."""
 
 
 def set_by_idx(idxList: Any, group: str = WORLD_GROUP) -> None:
@@ -45,7 +46,7 @@ def set_by_idx(idxList: Any, group: str = WORLD_GROUP) -> None:
     >>> set_by_idx([20, 100, 159])  # 160 gradients: 0 to 20, 21 to 100, 101 to 159
     """
     check_group_name(group)
-    _check_list("idxList", idxList)
+    _check_list(_IDX, idxList)
     for position, index in enumerate(idxList):
         if not isinstance(index, int) or not 0 <= index <= _MAX_INDEX:
             raise ValueError(f"idxList[{position}] is {index!r}; expected a whole number from 0 to {_MAX_INDEX}")
@@ -53,7 +54,7 @@ def set_by_idx(idxList: Any, group: str = WORLD_GROUP) -> None:
             raise ValueError(
                 f"idxList[{position}] is {index}, after {idxList[position - 1]}; expected numbers that ascend strictly"
             )
-    _store(_by_idx, "idxList", list(idxList), group)
+    _store(_IDX, list(idxList), group)
 
 
 def set_by_size(dataSizeList: Any, group: str = WORLD_GROUP) -> None:
@@ -71,7 +72,7 @@ def set_by_size(dataSizeList: Any, group: str = WORLD_GROUP) -> None:
     >>> set_by_size([60, 20, 20])
     """
     check_group_name(group)
-    _check_list("dataSizeList", dataSizeList)
+    _check_list(_SIZE, dataSizeList)
     for position, size in enumerate(dataSizeList):
         if not isinstance(size, (int, float)) or not size >= 0:
             raise ValueError(
@@ -82,18 +83,12 @@ def set_by_size(dataSizeList: Any, group: str = WORLD_GROUP) -> None:
             f"dataSizeList {dataSizeList} sums to {sum(dataSizeList)!r}; expected exactly 100 (per cent). Where "
             "fractions don't add up exactly, let the last entry take the rest: [33.3, 33.3, 33.4]."
         )
-    _store(_by_size, "dataSizeList", list(dataSizeList), group)
+    _store(_SIZE, list(dataSizeList), group)
 
 
 def is_set(group: str) -> bool:
     """Return True when the script has set a strategy for the group."""
-    return group in _by_idx or group in _by_size
-
-
-def clear() -> None:
-    """Forget all groups' strategies; the default applies again."""
-    _by_idx.clear()
-    _by_size.clear()
+    return (_IDX, group) in _strategies or (_SIZE, group) in _strategies
 
 
 def segments(sizes: Sequence[int], group: str) -> list[int]:
@@ -114,7 +109,7 @@ def segments(sizes: Sequence[int], group: str) -> list[int]:
     last = len(sizes) - 1
     if last == 0:
         return [0]
-    by_idx = _by_idx.get(group)
+    by_idx = _strategies.get((_IDX, group))
     if by_idx is not None and by_idx[-1] != last:
         raise ValueError(
             f"the split strategy idxList={by_idx} of group {group!r} doesn't fit the gradients: its last entry is "
@@ -122,10 +117,19 @@ def segments(sizes: Sequence[int], group: str) -> list[int]:
             f"What to do: end idxList with {last}, which the log line with 'segment result' shows when no idxList is "
             "set; or pass fusion=0 or fusion=2 when these aren't the gradients that the strategy is meant for."
         )
-    by_size = _by_size.get(group)
+    by_size = _strategies.get((_SIZE, group))
     if by_size is not None:
         return cut_by_size(sizes, by_size)
     return list(by_idx) if by_idx is not None else cut_by_default(sizes)
+
+
+def firsts_and_lasts(ends: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first and the last gradient of each segment, given the last ones.
+
+    >>> firsts_and_lasts([107, 159])
+    [(0, 107), (108, 159)]
+    """
+    return list(zip([0, *(end + 1 for end in ends)], ends))
 
 
 def segment_result(ends: Sequence[int]) -> str:
@@ -134,8 +138,7 @@ def segment_result(ends: Sequence[int]) -> str:
     >>> segment_result([107, 159])
     'segment result: 2 segments [0,107] [108,159]'
     """
-    starts = [0, *(end + 1 for end in ends[:-1])]
-    ranges = " ".join(f"[{start},{end}]" for start, end in zip(starts, ends))
+    ranges = " ".join(f"[{first},{last}]" for first, last in firsts_and_lasts(ends))
     return f"segment result: {len(ends)} segment{'s' if len(ends) > 1 else ''} {ranges}"
 
 
@@ -216,8 +219,8 @@ def _check_list(name: str, values: Any) -> None:
         raise ValueError(f"{name} has {len(values)} entries; expected at most {MAX_SEGMENTS} segments")
 
 
-def _store(strategies: dict[str, Any], name: str, values: list[Any], group: str) -> None:
-    before = strategies.get(group)
+def _store(name: str, values: list[Any], group: str) -> None:
+    before = _strategies.get((name, group))
     if before is not None and before != values:
         _log.info("the split strategy %s of group %r changes from %s to %s", name, group, before, values)
-    strategies[group] = values
+    _strategies[name, group] = values

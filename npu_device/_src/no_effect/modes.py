@@ -1,4 +1,4 @@
-"""Switches of the NPU: loop size and saturation mode. They are checked, and change nothing on CPU and GPU."""
+"""Switches of the NPU, which are checked, and change nothing on CPU and GPU; and a self-test that only logs."""
 
 from __future__ import annotations
 
@@ -74,3 +74,12 @@ def is_inf_nan_enabled() -> bool:
     Source: Ascend TF Adapter 2.x, ``npu.is_inf_nan_enabled``.
     """
     return True
+
+
+def stupid_repeat(word: str, times: int) -> None:
+    """Log a word a number of times, at level INFO: the self-test that Ascend's adapter exports.
+
+    Source: Ascend TF Adapter 2.x, ``npu_device.npu_device.stupid_repeat``.
+    """
+    for _ in range(times):
+        _log.info("%s", word)

@@ -30,14 +30,10 @@ def adam_apply_one_assign(
 
     Args:
         input0: the gradient.
-        input1: second moment; assigned if it is a variable.
-        input2: first moment; likewise.
-        input3: the weights; likewise.
+        input1, input2, input3: second moment, first moment and weights; each is assigned if it is a variable.
         input4: learning rate.
-        mul0_x: beta_1.
-        mul1_x: 1 - beta_1.
-        mul2_x: beta_2.
-        mul3_x: 1 - beta_2.
+        mul0_x, mul1_x: beta_1 and 1 - beta_1.
+        mul2_x, mul3_x: beta_2 and 1 - beta_2.
         add2_y: epsilon, added to the root of the second moment.
         name: of the operation.
 
@@ -71,14 +67,10 @@ def adam_apply_one_with_decay_assign(
 
     Args:
         input0: the gradient.
-        input1: second moment; assigned if it is a variable.
-        input2: first moment; likewise.
-        input3: the weights; likewise.
+        input1, input2, input3: second moment, first moment and weights; each is assigned if it is a variable.
         input4: learning rate.
-        mul0_x: beta_1.
-        mul1_x: 1 - beta_1.
-        mul2_x: beta_2.
-        mul3_x: 1 - beta_2.
+        mul0_x, mul1_x: beta_1 and 1 - beta_1.
+        mul2_x, mul3_x: beta_2 and 1 - beta_2.
         mul4_x: weight decay.
         add2_y: epsilon, added to the root of the second moment.
         name: of the operation.
@@ -114,13 +106,10 @@ def lamb_apply_optimizer_assign(
 
     Args:
         input0: the gradient.
-        input1: second moment; assigned if it is a variable.
-        input2: first moment; likewise.
+        input1, input2: second moment and first moment; each is assigned if it is a variable.
         input3: the weights; only read.
-        mul0_x: beta_1.
-        mul1_x: 1 - beta_1.
-        mul2_x: beta_2.
-        mul3_x: 1 - beta_2.
+        mul0_x, mul1_x: beta_1 and 1 - beta_1.
+        mul2_x, mul3_x: beta_2 and 1 - beta_2.
         add2_y: epsilon, added to the root of the second moment.
         steps: number of this step, from 1, for the bias correction.
         do_use_weight: 1 for weight decay, 0 for none.

@@ -97,8 +97,7 @@ def drop_out_gen_mask(shape: Any, prob: Any, seed: int = 0, seed2: int = 0, name
     Args:
         shape: of the tensor to drop from; integers or an integer tensor.
         prob: probability to keep, a number or a scalar tensor.
-        seed: with ``seed2``, the seed; both 0 (default) give other masks in every process.
-        seed2: see ``seed``.
+        seed, seed2: the seed; both 0 (default) give other masks in every process.
         name: of the operation.
 
     Returns:
@@ -118,8 +117,7 @@ def drop_out_gen_mask_v3(shape: Any, prob: Any, seed: int = 0, seed2: int = 0, n
     Args:
         shape: of the tensor to drop from; integers or an integer tensor.
         prob: probability to keep, a number or a scalar tensor.
-        seed: with ``seed2``, the seed; both 0 (default) give other masks in every process.
-        seed2: see ``seed``.
+        seed, seed2: the seed; both 0 (default) give other masks in every process.
         name: of the operation.
 
     Returns:

@@ -31,10 +31,8 @@ def dynamic_gru_v2(
 
     Args:
         x: inputs, ``[time, batch, input]``, floating point.
-        weight_input: ``[input, 3 * hidden]``.
-        weight_hidden: ``[hidden, 3 * hidden]``.
-        bias_input: ``[3 * hidden]``.
-        bias_hidden: ``[3 * hidden]``.
+        weight_input, weight_hidden: ``[input, 3 * hidden]`` and ``[hidden, 3 * hidden]``.
+        bias_input, bias_hidden: ``[3 * hidden]``.
         seq_length: ``[batch]``, number of steps of each sequence; default all. Behind a sequence's end ``y`` is 0 and
             the state stays.
         init_h: ``[1, batch, hidden]`` or ``[batch, hidden]``; default 0.
@@ -77,16 +75,11 @@ def dynamic_augru(
 
     Args:
         x: inputs, ``[time, batch, input]``, floating point.
-        weight_input: ``[input, 3 * hidden]``.
-        weight_hidden: ``[hidden, 3 * hidden]``.
+        weight_input, weight_hidden: ``[input, 3 * hidden]`` and ``[hidden, 3 * hidden]``.
         weight_att: attention, ``[time, batch]`` or ``[time, batch, 1]``.
-        bias_input: ``[3 * hidden]``.
-        bias_hidden: ``[3 * hidden]``.
-        seq_length: as in ``dynamic_gru_v2``.
-        init_h: likewise.
-        is_training: likewise.
+        bias_input, bias_hidden: ``[3 * hidden]``.
+        seq_length, init_h, is_training, attributes: as in ``dynamic_gru_v2``.
         name: of the operation.
-        attributes: as in ``dynamic_gru_v2``.
 
     Returns:
         ``y, output_h, update, update_att, reset, new, hidden_new``, each ``[time, batch, hidden]``; ``update_att`` is
@@ -124,19 +117,12 @@ def dynamic_gru_v2_grad(
     """Return the gradients of ``dynamic_gru_v2`` from its inputs, its results and the gradients of its results.
 
     Args:
-        x: what ``dynamic_gru_v2`` was given.
-        weight_input: likewise.
-        weight_hidden: likewise.
-        y: as ``dynamic_gru_v2`` gave it; has no part in the gradient.
-        init_h: what ``dynamic_gru_v2`` was given.
+        x, weight_input, weight_hidden, init_h, seq_length: what ``dynamic_gru_v2`` was given.
+        y: has no part in the gradient.
         h: ``output_h`` of ``dynamic_gru_v2``.
         dy: gradient of ``y``.
         dh: gradient of ``output_h``, or of its last step (``[batch, hidden]`` or ``[1, batch, hidden]``).
-        update: as ``dynamic_gru_v2`` gave it.
-        reset: likewise.
-        new: likewise.
-        hidden_new: likewise.
-        seq_length: what ``dynamic_gru_v2`` was given.
+        update, reset, new, hidden_new: as ``dynamic_gru_v2`` gave them.
         name: of the operation.
         attributes: as in ``dynamic_gru_v2``.
 
@@ -177,21 +163,12 @@ def dynamic_augru_grad(
     """Return the gradients of ``dynamic_augru`` from its inputs, its results and the gradients of its results.
 
     Args:
-        x: what ``dynamic_augru`` was given.
-        weight_input: likewise.
-        weight_hidden: likewise.
-        weight_att: likewise.
-        y: as ``dynamic_augru`` gave it; has no part in the gradient.
-        init_h: what ``dynamic_augru`` was given.
+        x, weight_input, weight_hidden, weight_att, init_h, seq_length: what ``dynamic_augru`` was given.
+        y: has no part in the gradient.
         h: ``output_h`` of ``dynamic_augru``.
         dy: gradient of ``y``.
         dh: gradient of ``output_h``, or of its last step (``[batch, hidden]`` or ``[1, batch, hidden]``).
-        update: as ``dynamic_augru`` gave it.
-        update_att: likewise.
-        reset: likewise.
-        new: likewise.
-        hidden_new: likewise.
-        seq_length: what ``dynamic_augru`` was given.
+        update, update_att, reset, new, hidden_new: as ``dynamic_augru`` gave them.
         name: of the operation.
         attributes: as in ``dynamic_gru_v2``.
 

@@ -35,8 +35,7 @@ def dynamic_rnn(
         b: bias, ``[4 * hidden]``.
         seq_length: ``[batch]``, number of steps of each sequence; default all. Behind a sequence's end ``y`` is 0 and
             the states stay.
-        init_h: ``[1, batch, hidden]`` or ``[batch, hidden]``; default 0.
-        init_c: likewise.
+        init_h, init_c: ``[1, batch, hidden]`` or ``[batch, hidden]``; default 0.
         forget_bias: added to the forget gate's bias; default 0.
         is_training: without effect, TensorFlow keeps what backward needs.
         name: of the operation.
@@ -101,24 +100,14 @@ def dynamic_rnn_grad(
     """Return the gradients of ``dynamic_rnn`` from its inputs, its results and the gradients of its results.
 
     Args:
-        x: what ``dynamic_rnn`` was given.
-        w: likewise.
-        b: likewise; has no part in the gradient.
-        y: as ``dynamic_rnn`` gave it; has no part in the gradient.
-        init_h: what ``dynamic_rnn`` was given.
-        init_c: likewise.
-        h: ``output_h`` of ``dynamic_rnn``.
-        c: ``output_c`` of ``dynamic_rnn``.
+        x, w, init_h, init_c, seq_length: what ``dynamic_rnn`` was given.
+        b, y, forget_bias: have no part in the gradient.
+        h, c: ``output_h`` and ``output_c`` of ``dynamic_rnn``.
         dy: gradient of ``y``.
-        dh: gradient of ``output_h``, or of its last step (``[batch, hidden]`` or ``[1, batch, hidden]``).
-        dc: gradient of ``output_c``, likewise.
-        i: as ``dynamic_rnn`` gave it.
-        j: likewise.
-        f: likewise.
-        o: likewise.
+        dh, dc: gradients of ``output_h`` and ``output_c``, or of their last steps (``[batch, hidden]`` or ``[1, batch,
+            hidden]``).
+        i, j, f, o: as ``dynamic_rnn`` gave them.
         tanhct: ``tanhc`` of ``dynamic_rnn``.
-        seq_length: what ``dynamic_rnn`` was given.
-        forget_bias: has no part in the gradient.
         name: of the operation.
         attributes: as in ``dynamic_rnn``.
 
@@ -160,11 +149,7 @@ def dynamic_rnn_grad(
                 time_steps.for_each_step(dh, h),
                 time_steps.for_each_step(dc, c),
                 time_steps.one_step_earlier(first_c, c),
-                i,
-                j,
-                f,
-                o,
-                tanhct,
+                *(i, j, f, o, tanhct),
             ),
             (tf.tile(zeros, [1, 4]), zeros, zeros),
             reverse=True,

@@ -28,8 +28,7 @@ def lars_v2(
     Args:
         input_weight: the layer's weights ``w``, floating point.
         input_grad: their gradient ``g``; shape and dtype of ``w``.
-        weight_decay: a number of the dtype of ``w``.
-        learning_rate: likewise; counts with ``use_clip`` only.
+        weight_decay, learning_rate: numbers of the dtype of ``w``; the rate counts with ``use_clip`` only.
         hyperpara: trust in the layer; default 0.001.
         epsilon: keeps the denominator from zero; default 1e-5.
         use_clip: default False.

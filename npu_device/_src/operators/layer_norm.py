@@ -20,8 +20,7 @@ def layer_norm(
 
     Args:
         x: floating-point tensor of known rank.
-        gamma: scale, of the shape ``x.shape[begin_params_axis:]`` and the dtype of ``x``.
-        beta: offset, likewise.
+        gamma, beta: scale and offset, of the shape ``x.shape[begin_params_axis:]`` and the dtype of ``x``.
         begin_norm_axis: mean and variance are taken over this axis and those behind it; default all of them.
         begin_params_axis: first axis of ``gamma`` and ``beta``; default 0.
         epsilon: added to the variance; default 1e-7.
@@ -48,23 +47,14 @@ def layer_norm(
 
 
 def layer_norm_grad(
-    dy: Any,
-    x: Any,
-    variance: Any,
-    mean: Any,
-    gamma: Any,
-    epsilon: float = 1e-7,
-    name: str | None = None,
+    dy: Any, x: Any, variance: Any, mean: Any, gamma: Any, epsilon: float = 1e-7, name: str | None = None
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Return the gradients of ``layer_norm`` with respect to ``x``, ``gamma`` and ``beta``.
 
     Args:
         dy: gradient of the normalised tensor; shape and dtype of ``x``.
-        x: what ``layer_norm`` was given.
-        variance: as ``layer_norm`` gave it.
-        mean: likewise.
-        gamma: what ``layer_norm`` was given.
-        epsilon: likewise; default 1e-7.
+        x, gamma, epsilon: what ``layer_norm`` was given.
+        variance, mean: as ``layer_norm`` gave them.
         name: of the operation.
 
     Returns:

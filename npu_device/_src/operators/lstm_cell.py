@@ -29,8 +29,7 @@ def basic_lstm_cell(
 
     Args:
         x: input, ``[batch, input]``, floating point.
-        h: hidden state, ``[batch, hidden]``.
-        c: cell state, ``[batch, hidden]``.
+        h, c: hidden state and cell state, ``[batch, hidden]``.
         w: weights, ``[input + hidden, 4 * hidden]``, of the gates i, j, f, o.
         b: bias, ``[4 * hidden]``.
         keep_prob: 1.0.
@@ -75,13 +74,8 @@ def basic_lstm_cell_c_state_grad(
 
     Args:
         c: what ``basic_lstm_cell`` was given.
-        dht: gradient of ``ht``, ``[batch, hidden]``.
-        dct: gradient of ``ct``, ``[batch, hidden]``.
-        it: as ``basic_lstm_cell`` gave it.
-        jt: likewise.
-        ft: likewise.
-        ot: likewise.
-        tanhct: likewise.
+        dht, dct: gradients of ``ht`` and ``ct``, ``[batch, hidden]``.
+        it, jt, ft, ot, tanhct: as ``basic_lstm_cell`` gave them.
         forget_bias: has no part in the gradient.
         activation: ``"tanh"``.
         name: of the operation.
@@ -109,8 +103,7 @@ def basic_lstm_cell_weight_grad(x: Any, h: Any, dgate: Any, name: str | None = N
     """Return the gradients of ``basic_lstm_cell`` with respect to weights and bias.
 
     Args:
-        x: what ``basic_lstm_cell`` was given.
-        h: likewise.
+        x, h: what ``basic_lstm_cell`` was given.
         dgate: from ``basic_lstm_cell_c_state_grad``.
         name: of the operation.
 

@@ -143,13 +143,5 @@ class DynamicAUGRU(_Gru):
     """
 
     def _call(self, x: tf.Tensor, weight_att: Any, seq_length: Any = None, init_h: Any = None) -> tuple[tf.Tensor, ...]:
-        return dynamic_augru(
-            x,
-            self._weight_input,
-            self._weight_hidden,
-            weight_att,
-            self._bias_input,
-            self._bias_hidden,
-            seq_length,
-            init_h,
-        )
+        weights = self._weight_input, self._weight_hidden, weight_att, self._bias_input, self._bias_hidden
+        return dynamic_augru(x, *weights, seq_length, init_h)

@@ -8,12 +8,7 @@ import tensorflow as tf
 
 
 def npu_dynamic_rnn(
-    cell: Any,
-    inputs: Any,
-    initial_state: Any = None,
-    dtype: Any = None,
-    sequence_length: Any = None,
-    scope: Any = None,
+    cell: Any, inputs: Any, initial_state: Any = None, dtype: Any = None, sequence_length: Any = None, scope: Any = None
 ) -> tuple[Any, Any]:
     """Run ``tf.compat.v1.nn.static_rnn``, also on a single tensor.
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable
 
-from npu_device._src.collectives.group_name import WORLD_GROUP
+from npu_device._src.collectives.group import WORLD_GROUP
+from npu_device._src.gradients.split_strategy import firsts_and_lasts
 from npu_device._src.report.figures import RankFigures
 from npu_device._src.trace.records import Iteration, RankTrace
 from npu_device._src.tuning.cost_model import CostModel, best_known, fit
@@ -66,7 +67,7 @@ def diagnose(traces: Sequence[RankTrace], ranks: Sequence[RankFigures], director
 def _situation(trace: RankTrace, rank: RankFigures) -> tuple[str, str]:
     """Return the headline and its figures."""
     order = _by_start(trace)
-    share = [_bytes(trace, segment) / max(1, sum(one.bytes for one in trace.gradients)) for segment in order]
+    share = [trace.bytes_of(segment) / max(1, sum(one.bytes for one in trace.gradients)) for segment in order]
     before = order[:-1]
     start = _median(trace, lambda one: one.allreduce[order[0]][0] - one.fp_start)
     slack = _median(trace, lambda one: one.bp_end - max((one.allreduce[i][1] for i in before), default=one.bp_end))
@@ -157,7 +158,7 @@ def _samples(traces: Sequence[RankTrace]) -> dict[int, list[float]]:
                 samples.setdefault(size, []).append(max(1.0, over - begun) * 1e-6)
                 size = 0
             begun = begun if size else max(over, start)
-            size += _bytes(traces[0], segment)
+            size += traces[0].bytes_of(segment)
             over = end if queued else max(over, end)
         samples.setdefault(size, []).append(max(1.0, over - begun) * 1e-6)
     return samples
@@ -167,8 +168,7 @@ def _call(trace: RankTrace, sizes: Sequence[int], ends: Sequence[int]) -> str:
     if len({gradient.dtype for gradient in trace.gradients if not gradient.dtype.startswith("sparse")}) == 1:
         return line_to_paste(ends, trace.group)
     # Each dtype numbers its gradients separately, and one list of indices fits only one dtype.
-    starts = [0, *(end + 1 for end in ends[:-1])]
-    shares = [sum(sizes[start : end + 1]) / sum(sizes) for start, end in zip(starts, ends)]
+    shares = [sum(sizes[first : last + 1]) / sum(sizes) for first, last in firsts_and_lasts(ends)]
     percentages = [max(1, round(100 * share)) for share in shares]
     percentages[percentages.index(max(percentages))] += 100 - sum(percentages)
     where = "" if trace.group == WORLD_GROUP else f", group={trace.group!r}"
@@ -182,11 +182,6 @@ def _by_start(trace: RankTrace) -> list[int]:
         return _median(trace, lambda one: one.allreduce[segment][0] - one.fp_start)
 
     return sorted(range(len(trace.segments)), key=start)
-
-
-def _bytes(trace: RankTrace, segment: int) -> int:
-    first, last = trace.segments[segment]
-    return sum(gradient.bytes for gradient in trace.gradients[first : last + 1])
 
 
 def _median(trace: RankTrace, value: Callable[[Iteration], float]) -> float:

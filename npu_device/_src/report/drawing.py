@@ -125,7 +125,7 @@ def _rank(parts: list[str], trace: RankTrace, one: Iteration, begin: float, scal
         lanes[lane : lane + 1] = [end]
         top = y + _ROW + 4 + lane * (_LANE + 2)
         low, high = trace.segments[segment]
-        size = sum(gradient.bytes for gradient in trace.gradients[low : high + 1]) / 1e6
+        size = trace.bytes_of(segment) / 1e6
         text = f"rank {trace.rank}, segment {segment}: gradients {low} to {high}, {size:.2f} MB, "
         text += f"{(end - start) / 1e3:.2f} ms"
         for kind, left, right in (

@@ -1,6 +1,6 @@
 """Writes a rank's iterations to disk as they come: one line each, flushed, so that a crash keeps what was there.
 
-The format is defined in ``records``; ``schedule`` chooses the iterations.
+The format is defined in ``records``; ``settings.Schedule`` chooses the iterations.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TextIO
 
 from npu_device._src.trace.point_schema import PointSchema
 from npu_device._src.trace.records import FILE, RankTrace
-from npu_device._src.trace.schedule import Schedule
+from npu_device._src.trace.settings import Schedule
 
 _log = logging.getLogger("npu_device")
 

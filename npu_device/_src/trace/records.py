@@ -119,6 +119,11 @@ class RankTrace:
     segments: tuple[tuple[int, int], ...]
     iterations: tuple[Iteration, ...] = field(default=())
 
+    def bytes_of(self, segment: int) -> int:
+        """Return the bytes of a segment."""
+        first, last = self.segments[segment]
+        return sum(gradient.bytes for gradient in self.gradients[first : last + 1])
+
     def header(self) -> dict[str, Any]:
         """Return the first line of the file."""
         values = asdict(self)
@@ -186,12 +191,5 @@ def _trace(header: dict[str, Any], iterations: list[Iteration]) -> RankTrace:
 
 
 def _iteration(values: dict[str, Any]) -> Iteration:
-    return Iteration(
-        iteration=values["iteration"],
-        fp_start=values["fp_start"],
-        bp_end=values["bp_end"],
-        iteration_end=values["iteration_end"],
-        allreduce=tuple((start, end) for start, end in values["allreduce"]),
-        ready=tuple(values["ready"]),
-        previous_end=values.get("previous_end"),
-    )
+    allreduce = tuple((start, end) for start, end in values["allreduce"])
+    return Iteration(**{**values, "allreduce": allreduce, "ready": tuple(values["ready"])})

@@ -6,9 +6,10 @@ Both are context managers that add nothing while no trace runs (``trace``).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
@@ -52,19 +53,18 @@ class TracedReduction:
             ]
 
 
+@dataclass
 class _OpenIteration:
     """An iteration whose end comes later than the reduction of its gradients."""
 
-    def __init__(self) -> None:
-        self.graph = _graph()
-        self.reduction: TracedReduction | None = None
+    graph: tf.Graph | None
+    reduction: TracedReduction | None = None
 
 
 class _Current(threading.local):
     """The state of this thread."""
 
-    def __init__(self) -> None:
-        self.iteration: _OpenIteration | None = None
+    iteration: _OpenIteration | None = None
 
 
 _current = _Current()
@@ -79,7 +79,7 @@ def iteration() -> Iterator[None]:
     if trace.running() is None or _current.iteration is not None or runs_if_fetched():
         yield
         return
-    mine = _current.iteration = _OpenIteration()
+    mine = _current.iteration = _OpenIteration(_graph())
     known = 0 if mine.graph is None else len(mine.graph.get_operations())
     try:
         yield
@@ -153,11 +153,8 @@ def _changes_a_variable(operation: tf.Operation) -> bool:
 
 
 def _ranges(parts: Sequence[Sequence[Any]]) -> tuple[tuple[int, int], ...]:
-    found, first = [], 0
-    for part in parts:
-        found.append((first, first + len(part) - 1))
-        first += len(part)
-    return tuple(found)
+    behind = list(itertools.accumulate(map(len, parts)))
+    return tuple((end - len(part), end - 1) for end, part in zip(behind, parts))
 
 
 def _gradient(value: Any) -> GradientRecord:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Sequence
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -13,7 +13,7 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.collectives.all_gather import all_gather
 from npu_device._src.collectives.broadcast import broadcast
-from npu_device._src.collectives.python_call import python_call
+from npu_device._src.collectives.python_call import call_now
 from npu_device._src.training.same_variables import variable_name
 from npu_device._src.training.world import World
 
@@ -136,19 +136,3 @@ def _distance(mine: np.ndarray, root: np.ndarray) -> float:
     """Return the largest difference; NaN if one of the values isn't a number on one side only."""
     differ = ~((mine == root) | (np.isnan(mine) & np.isnan(root)))
     return float(np.abs(mine[differ] - root[differ]).max()) if differ.any() else 0.0
-
-
-def call_now(function: Callable[..., list[Any]], inputs: Sequence[Any], specs: Sequence[tf.TensorSpec]) -> list[Any]:
-    """Call a Python function with arrays, at once or in the graph that is built now, in no order but that of its data.
-
-    Args:
-        function: returns a list of arrays, one for each spec. It lives as long as the graph, and must not refer to it.
-        inputs: the arguments, at least one.
-        specs: shapes and dtypes of the results.
-    """
-    if tf.executing_eagerly():
-        return [tf.constant(result) for result in function(*(np.asarray(value) for value in inputs))]
-    results = python_call(function, [tf.convert_to_tensor(value) for value in inputs], [spec.dtype for spec in specs])
-    for result, spec in zip(results, specs):
-        result.set_shape(spec.shape)
-    return list(results)

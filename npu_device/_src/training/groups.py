@@ -16,8 +16,7 @@ import tensorflow as tf
 
 from npu_device._src.collectives import group as _group
 from npu_device._src.collectives.choice import release
-from npu_device._src.collectives.group import Group
-from npu_device._src.collectives.group_name import WORLD_GROUP
+from npu_device._src.collectives.group import WORLD_GROUP, Group
 from npu_device._src.collectives.session_order import close_orders
 from npu_device._src.training import device
 

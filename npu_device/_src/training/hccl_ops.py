@@ -18,7 +18,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives import all_gather as _all_gather
 from npu_device._src.collectives import all_reduce as _all_reduce
 from npu_device._src.collectives import all_to_all_v as _all_to_all_v
@@ -29,37 +28,11 @@ from npu_device._src.collectives import receive as _receive
 from npu_device._src.collectives import reduce as _reduce
 from npu_device._src.collectives import reduce_scatter as _reduce_scatter
 from npu_device._src.collectives import send as _send
-from npu_device._src.collectives.group import WORLD_GROUP, Group, group_of
+from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.collectives.session_graph import overwriting
 from npu_device._src.gradients.fusion import check_fusion, check_fusion_0_or_2
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
-from npu_device._src.training import device
-from npu_device._src.training.remote_ops import (
-    gather_all_to_all_v,
-    remote_read,
-    remote_ref_read,
-    remote_scatter_write,
-    remote_write,
-)
-
-__all__ = [
-    "all_to_all_v",
-    "all_to_all_v_c",
-    "allgather",
-    "allreduce",
-    "alltoallv",
-    "alltoallvc",
-    "broadcast",
-    "gather_all_to_all_v",
-    "receive",
-    "reduce",
-    "reduce_scatter",
-    "remote_read",
-    "remote_ref_read",
-    "remote_scatter_write",
-    "remote_write",
-    "send",
-]
+from npu_device._src.training.world import World, world
 
 _REDUCTIONS = ("sum", "max", "min", "prod")
 
@@ -86,14 +59,13 @@ def allreduce(tensor: Any, reduction: str, fusion: int = 1, fusion_id: int = -1,
     """
     check_fusion(fusion, fusion_id)
     _check_reduction("allreduce", reduction)
-    joined = _join(group)
-    if joined is None:
+    ranks = world(group)
+    if ranks is None:
         return tensor
-    runtime, members = joined
     if fusion == 2:
         together = ReductionOptions(reduction, fusion, fusion_id)
-        return reduce_list(runtime, [tf.convert_to_tensor(tensor)], together, members)[0]
-    return _all_reduce.all_reduce(runtime, tf.convert_to_tensor(tensor), reduction, members)
+        return reduce_list(ranks.runtime, [tf.convert_to_tensor(tensor)], together, ranks.group)[0]
+    return _all_reduce.all_reduce(ranks.runtime, tf.convert_to_tensor(tensor), reduction, ranks.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -112,12 +84,11 @@ def allgather(tensor: Any, rank_size: int, group: str = WORLD_GROUP) -> Any:
         ValueError: a scalar, unknown group, or ``rank_size`` is not the group's size.
         TypeError: a dtype that has no bits to send.
     """
-    joined = _join(group)
-    _check_rank_size("allgather", rank_size, group, joined)
-    if joined is None:
+    ranks = world(group)
+    _check_rank_size("allgather", rank_size, group, ranks)
+    if ranks is None:
         return tensor
-    runtime, members = joined
-    return _all_gather.all_gather(runtime, tf.convert_to_tensor(tensor), members)
+    return _all_gather.all_gather(ranks.runtime, tf.convert_to_tensor(tensor), ranks.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -144,11 +115,12 @@ def broadcast(
     check_fusion_0_or_2("broadcast", fusion, fusion_id)
     if not isinstance(tensor, (list, tuple)):
         raise TypeError(f"hccl_ops.broadcast takes a list of tensors; found a {type(tensor).__name__}: pass [tensor]")
-    joined = _join(group)
-    if joined is None:
+    ranks = world(group)
+    if ranks is None:
         return list(tensor)
-    runtime, members = joined
-    sent = _broadcast.broadcast(runtime, [tf.convert_to_tensor(value) for value in tensor], root_rank, members)
+    sent = _broadcast.broadcast(
+        ranks.runtime, [tf.convert_to_tensor(value) for value in tensor], root_rank, ranks.group
+    )
     return [overwriting(value, result) for value, result in zip(tensor, sent)]
 
 
@@ -175,11 +147,10 @@ def reduce(
     """
     check_fusion_0_or_2("reduce", fusion, fusion_id)
     _check_reduction("reduce", reduction)
-    joined = _join(group)
-    if joined is None:
+    ranks = world(group)
+    if ranks is None:
         return tensor
-    runtime, members = joined
-    return _reduce.reduce(runtime, tf.convert_to_tensor(tensor), reduction, root_rank, members)
+    return _reduce.reduce(ranks.runtime, tf.convert_to_tensor(tensor), reduction, root_rank, ranks.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -201,12 +172,11 @@ def reduce_scatter(tensor: Any, reduction: str, rank_size: int, group: str = WOR
         TypeError: a dtype that can't be reduced.
     """
     _check_reduction("reduce_scatter", reduction)
-    joined = _join(group)
-    _check_rank_size("reduce_scatter", rank_size, group, joined)
-    if joined is None:
+    ranks = world(group)
+    _check_rank_size("reduce_scatter", rank_size, group, ranks)
+    if ranks is None:
         return tensor
-    runtime, members = joined
-    return _reduce_scatter.reduce_scatter(runtime, tf.convert_to_tensor(tensor), reduction, members)
+    return _reduce_scatter.reduce_scatter(ranks.runtime, tf.convert_to_tensor(tensor), reduction, ranks.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -229,8 +199,8 @@ def send(tensor: Any, sr_tag: int, dest_rank: int, group: str = WORLD_GROUP) -> 
     In eager mode, the call returns when the other rank has received: ranks that all send before they receive deadlock.
     Inside one ``tf.function`` they don't.
     """
-    runtime, members = _join_others("send", group)
-    return _send.send(runtime, tf.convert_to_tensor(tensor), sr_tag, dest_rank, members)
+    ranks = _others("send", group)
+    return _send.send(ranks.runtime, tf.convert_to_tensor(tensor), sr_tag, dest_rank, ranks.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -252,8 +222,8 @@ def receive(shape: Any, data_type: Any, sr_tag: int, src_rank: int, group: str =
             dimension of ``shape`` is unknown.
         TypeError: a dtype that has no bits to send.
     """
-    runtime, members = _join_others("receive", group)
-    return _receive.receive(runtime, shape, tf.as_dtype(data_type), sr_tag, src_rank, members)
+    ranks = _others("receive", group)
+    return _receive.receive(ranks.runtime, shape, tf.as_dtype(data_type), sr_tag, src_rank, ranks.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -284,25 +254,19 @@ def all_to_all_v(
         TypeError: a dtype that has no bits to send.
     """
     data = tf.convert_to_tensor(send_data)
-    joined = _join(group)
-    if joined is None:
+    ranks = world(group)
+    if ranks is None:
         outgoing = _blocks.checked("send", send_counts, send_displacements, 1, data.shape[0])
         incoming = _blocks.checked("recv", recv_counts, recv_displacements, 1)
         return _blocks.join(_blocks.pad_blocks(data, outgoing, incoming.counts[0]), incoming)
-    runtime, members = joined
     return _all_to_all_v.all_to_all_v(
-        runtime, data, send_counts, send_displacements, recv_counts, recv_displacements, members
+        ranks.runtime, data, send_counts, send_displacements, recv_counts, recv_displacements, ranks.group
     )
 
 
 @tf.autograph.experimental.do_not_convert
 def all_to_all_v_c(
-    send_data: Any,
-    send_count_matrix: Any,
-    rank: int,
-    fusion: int = 0,
-    fusion_id: int = -1,
-    group: str = WORLD_GROUP,
+    send_data: Any, send_count_matrix: Any, rank: int, fusion: int = 0, fusion_id: int = -1, group: str = WORLD_GROUP
 ) -> Any:
     """Exchange blocks of different lengths among all ranks, each of which knows all ranks' counts.
 
@@ -324,35 +288,28 @@ def all_to_all_v_c(
     """
     check_fusion_0_or_2("all_to_all_v_c", fusion, fusion_id)
     data = tf.convert_to_tensor(send_data)
-    joined = _join(group)
-    own = 0 if joined is None else joined[1].rank
+    ranks = world(group)
+    own = 0 if ranks is None else ranks.rank
     if rank != own:
         raise ValueError(f"all_to_all_v_c: rank is the caller's own in group {group!r}; found {rank!r}, expected {own}")
-    if joined is None:
+    if ranks is None:
         outgoing = _blocks.packed(_blocks.whole_numbers("send_count_matrix", send_count_matrix, [1, 1])[0])
         return _blocks.join(_blocks.pad_blocks(data, outgoing, outgoing.counts[0]), outgoing)
-    runtime, members = joined
-    return _all_to_all_vc.all_to_all_vc(runtime, data, send_count_matrix, members)
+    return _all_to_all_vc.all_to_all_vc(ranks.runtime, data, send_count_matrix, ranks.group)
 
 
 alltoallv = all_to_all_v
 alltoallvc = all_to_all_v_c
 
 
-def _join(group: str) -> tuple[Runtime, Group] | None:
-    """Return the running cluster and the group; None on a single device."""
-    runtime = device.cluster_runtime()
-    return None if runtime is None else (runtime, group_of(runtime, group))
-
-
-def _join_others(operation: str, group: str) -> tuple[Runtime, Group]:
-    joined = _join(group)
-    if joined is None:
+def _others(operation: str, group: str) -> World:
+    ranks = world(group)
+    if ranks is None:
         raise ValueError(
             f"hccl_ops.{operation} needs another rank, and this is a single device.\nWhat to do: call it only when "
             "npu.open().workers_num is greater than 1."
         )
-    return joined
+    return ranks
 
 
 def _check_reduction(operation: str, reduction: str) -> None:
@@ -364,7 +321,7 @@ def _check_reduction(operation: str, reduction: str) -> None:
         )
 
 
-def _check_rank_size(operation: str, rank_size: int, group: str, joined: tuple[Runtime, Group] | None) -> None:
-    size = 1 if joined is None else joined[1].size
+def _check_rank_size(operation: str, rank_size: int, group: str, ranks: World | None) -> None:
+    size = 1 if ranks is None else ranks.size
     if rank_size != size:
         raise ValueError(f"hccl_ops.{operation}: rank_size {rank_size!r} is not the size of group {group!r}, {size}")

@@ -1,6 +1,6 @@
 """Ascend's collective operators by their raw names: ``hccl_ops`` with the parameter names of the generated operators.
 
-For what each does and raises, see ``hccl_ops``.
+For what each does and raises, see ``hccl_ops``. Those whose parameters have the same names there are not repeated here.
 
 Source: Ascend TF Adapter, ``gen_npu_ops.hcom_*``.
 """
@@ -12,30 +12,6 @@ from typing import Any
 
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.training import hccl_ops
-from npu_device._src.training.hccl_ops import all_to_all_v as hcom_all_to_all_v
-from npu_device._src.training.hccl_ops import all_to_all_v_c as hcom_all_to_all_vc
-from npu_device._src.training.remote_ops import gather_all_to_all_v as hcom_gather_all_to_all_v
-from npu_device._src.training.remote_ops import remote_read as hcom_remote_read
-from npu_device._src.training.remote_ops import remote_ref_read as hcom_remote_ref_read
-from npu_device._src.training.remote_ops import remote_scatter_write as hcom_remote_scatter_write
-from npu_device._src.training.remote_ops import remote_write as hcom_remote_write
-
-__all__ = [
-    "hcom_all_gather",
-    "hcom_all_reduce",
-    "hcom_all_to_all_v",
-    "hcom_all_to_all_vc",
-    "hcom_broadcast",
-    "hcom_gather_all_to_all_v",
-    "hcom_receive",
-    "hcom_reduce",
-    "hcom_reduce_scatter",
-    "hcom_remote_read",
-    "hcom_remote_ref_read",
-    "hcom_remote_scatter_write",
-    "hcom_remote_write",
-    "hcom_send",
-]
 
 
 def hcom_all_reduce(input: Any, reduction: str, fusion: int = 1, fusion_id: int = -1, group: str = WORLD_GROUP) -> Any:

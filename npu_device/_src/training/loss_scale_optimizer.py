@@ -87,9 +87,7 @@ def NpuExperimentalLossScaleOptimizer(optimizer: Any, loss_scale: Any) -> Any:
         if loss_scale.multiplier != 2:
             raise ValueError(f"the multiplier of a DynamicLossScale must be 2; found {loss_scale.multiplier}")
         return NpuLossScaleOptimizer(
-            optimizer,
-            initial_scale=loss_scale.initial_loss_scale,
-            dynamic_growth_steps=loss_scale.increment_period,
+            optimizer, initial_scale=loss_scale.initial_loss_scale, dynamic_growth_steps=loss_scale.increment_period
         )
     if isinstance(loss_scale, str):
         raise ValueError(f"loss_scale is {loss_scale!r}; expected 'dynamic' or a number")

@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.gradients.sparse import with_values
 from npu_device._src.training import keras_hooks
 from npu_device._src.training.reduce_values import all_reduce
 
@@ -28,11 +29,7 @@ class LastStep:
 
 def unscaled(gradient: Any, scale: tf.Tensor) -> Any:
     """Return a gradient divided by the scale; a tensor, ``tf.IndexedSlices`` or None."""
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(unscaled(gradient.values, scale), gradient.indices, gradient.dense_shape)
-    return gradient / tf.cast(scale, gradient.dtype)
+    return with_values(gradient, lambda values: values / tf.cast(scale, values.dtype))
 
 
 def all_finite(gradients: Sequence[Any]) -> tf.Tensor:

@@ -14,15 +14,14 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives.group import WORLD_GROUP, Group, group_of
+from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.gradients.reduction import Gradient, ReductionOptions, reduce_list
 from npu_device._src.options import global_options
-from npu_device._src.training import device, keras_hooks, same_samples
+from npu_device._src.training import keras_hooks, same_samples
 from npu_device._src.training.finite_gradients import checked, is_wanted
 from npu_device._src.training.replica_audit import Audit
 from npu_device._src.training.same_variables import can_compare, make_equal, variable_name
-from npu_device._src.training.world import World
+from npu_device._src.training.world import World, world
 
 
 def npu_distributed_keras_optimizer_wrapper(
@@ -76,21 +75,16 @@ def npu_distributed_keras_optimizer_wrapper(
     )
     if isinstance(optimizer, (str, dict)):
         optimizer = tf.keras.optimizers.get(optimizer)
-    runtime = device.cluster_runtime()
-    if runtime is None:
+    ranks = world(group)
+    if ranks is None:
         return optimizer
     if keras_hooks.is_wrapped(optimizer):
         raise ValueError(
-            f"rank {runtime.cluster.rank}: this {type(optimizer).__name__} is wrapped already; wrapping it, or the "
-            "loss-scale optimizer around it, "
-            "a second time would reduce its gradients twice.\nWhat to do: call "
+            f"rank {ranks.runtime.cluster.rank}: this {type(optimizer).__name__} is wrapped already; wrapping it, or "
+            "the loss-scale optimizer around it, a second time would reduce its gradients twice.\nWhat to do: call "
             "npu_distributed_keras_optimizer_wrapper once per optimizer."
         )
-    keras_hooks.install(
-        optimizer,
-        compat.keras_of(optimizer),
-        GradientReduction(runtime, how, group_of(runtime, group)),
-    )
+    keras_hooks.install(optimizer, compat.keras_of(optimizer), GradientReduction(ranks, how))
     return optimizer
 
 
@@ -101,17 +95,16 @@ class GradientReduction:
         options: the settings.
     """
 
-    def __init__(self, runtime: Runtime, reduction: ReductionOptions, group: Group) -> None:
-        self.options = reduction
-        self._runtime = runtime
-        self._group = group
+    def __init__(self, world: World, options: ReductionOptions) -> None:
+        self.options = options
+        self._world = world
         self._reduced: list[weakref.ref[Any]] = []
         self._applying = False
         self._begun = False
         self._audit: Audit | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReduction:
-        return GradientReduction(self._runtime, self.options, self._group)
+        return GradientReduction(self._world, self.options)
 
     def begin(self, optimizer: Any, variables: Iterable[Any]) -> None:
         """Make the variables equal on all ranks before the first step."""
@@ -120,9 +113,8 @@ class GradientReduction:
             own = optimizer.variables
             # Slots stand in the order in which they were made, which loading a checkpoint may change.
             own = sorted(own() if callable(own) else own, key=variable_name)
-            world = World(self._runtime, self._group)
-            make_equal(world, list(variables))
-            make_equal(world, own)
+            make_equal(self._world, list(variables))
+            make_equal(self._world, own)
 
     def audited(
         self, optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]
@@ -132,15 +124,15 @@ class GradientReduction:
         if off or self.options.waits_for_later_calls or self._applying or not can_compare():
             return contextlib.nullcontext()
         if self._audit is None:
-            self._audit = Audit(World(self._runtime, self._group), optimizer)
+            self._audit = Audit(self._world, optimizer)
         return self._audit.step([variable for gradient, variable in zip(gradients, variables) if gradient is not None])
 
     def reduce(self, gradients: Iterable[Gradient]) -> list[Gradient]:
         """Return the gradients reduced over the ranks, ``None`` where ``None`` was."""
-        gradients = list(gradients)
-        reduced = reduce_list(self._runtime, gradients, self.options, self._group)
-        if self.options.kind == "mean" and self._group.name == WORLD_GROUP and not self.options.waits_for_later_calls:
-            same_samples.watch(self._runtime, gradients, reduced)
+        gradients, options, runtime, group = list(gradients), self.options, self._world.runtime, self._world.group
+        reduced = reduce_list(runtime, gradients, options, group)
+        if options.kind == "mean" and group.name == WORLD_GROUP and not options.waits_for_later_calls:
+            same_samples.watch(runtime, gradients, reduced)
         self._remember(reduced)
         return reduced
 
@@ -175,9 +167,10 @@ class GradientReduction:
         as_they_are = all(one is other for one, other in zip(gradients, reduced))
         if as_they_are or not can_compare() or not is_wanted(optimizer):
             return reduced
-        return checked(World(self._runtime, self._group), optimizer.iterations, gradients, reduced, variables)
+        return checked(self._world, optimizer.iterations, gradients, reduced, variables)
 
     def finite_everywhere(self, finite: tf.Tensor) -> tf.Tensor:
         """Return whether the gradients are finite on every rank, given whether they are on this one."""
-        [least] = reduce_list(self._runtime, [tf.cast(finite, tf.int32)], ReductionOptions("min"), self._group)
+        world, mine = self._world, tf.cast(finite, tf.int32)
+        [least] = reduce_list(world.runtime, [mine], ReductionOptions("min"), world.group)
         return tf.cast(least, tf.bool)

@@ -8,7 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.gradients.reduction import Gradient, ReductionOptions, reduce_list
+from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
+from npu_device._src.gradients.sparse import weighted
 from npu_device._src.options import global_options
 from npu_device._src.training.world import world
 
@@ -143,18 +144,9 @@ def weighted_mean(values: Any, weight: Any) -> Any:
     mine = tf.cast(weight, tf.float32)
     part = tf.math.divide_no_nan(mine, ranks.add_up(mine))
 
-    weighted = [_weighted(value, part) for value in tf.nest.flatten(values)]
+    parts = [weighted(value, part) for value in tf.nest.flatten(values)]
     how = ReductionOptions("sum", overlap=global_options().hcom_parallel.typed)
-    return tf.nest.pack_sequence_as(values, reduce_list(ranks.runtime, weighted, how, ranks.group))
-
-
-def _weighted(value: Any, part: tf.Tensor) -> Gradient:
-    if value is None:
-        return None
-    if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(_weighted(value.values, part), value.indices, value.dense_shape)
-    tensor = tf.convert_to_tensor(value)
-    return tensor * tf.cast(part, tensor.dtype)
+    return tf.nest.pack_sequence_as(values, reduce_list(ranks.runtime, parts, how, ranks.group))
 
 
 def metric_results(metrics: Any) -> dict[str, Any]:

@@ -6,11 +6,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.collectives.group import WORLD_GROUP, group_of
+from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
 from npu_device._src.options import global_options
-from npu_device._src.training import device, replica_audit, same_samples, same_variables
-from npu_device._src.training.world import World
+from npu_device._src.training import replica_audit, same_samples, same_variables
+from npu_device._src.training.world import world
 
 
 @tf.autograph.experimental.do_not_convert
@@ -63,20 +63,19 @@ def all_reduce(
     how = ReductionOptions(
         reduction, fusion, fusion_id, overlap=global_options().hcom_parallel.typed, compression=compression
     )
-    runtime = device.cluster_runtime()
-    if runtime is None:
+    ranks = world(group)
+    if ranks is None:
         return values
     several = isinstance(values, (list, tuple))
     tensors = [_to_tensor(value) for value in (values if several else [values])]
-    members = group_of(runtime, group)
-    world, behind = World(runtime, members), []
+    behind = []
     if several and reduction in ("mean", "sum"):
-        behind = same_variables.make_equal_behind(world, tensors)
+        behind = same_variables.make_equal_behind(ranks, tensors)
     # With fusion=2 values of later calls may join this one, and must not wait for it.
-    with replica_audit.step_behind(world, [] if how.waits_for_later_calls else behind):
-        reduced = reduce_list(runtime, tensors, how, members)
+    with replica_audit.step_behind(ranks, [] if how.waits_for_later_calls else behind):
+        reduced = reduce_list(ranks.runtime, tensors, how, ranks.group)
     if several and reduction == "mean" and group == WORLD_GROUP and not how.waits_for_later_calls:
-        same_samples.watch(runtime, tensors, reduced)
+        same_samples.watch(ranks.runtime, tensors, reduced)
     return reduced if several else reduced[0]
 
 

@@ -25,9 +25,11 @@ from npu_device._src import compat, environment
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.all_reduce import all_reduce
+from npu_device._src.collectives.python_call import call_now
 from npu_device._src.collectives.step_data import step_data
-from npu_device._src.training.drift import Drift, call_now
+from npu_device._src.training.drift import Drift
 from npu_device._src.training.same_variables import can_compare, digest_of, variable_name, warn_if_different
+from npu_device._src.training.training_state import unique
 from npu_device._src.training.world import World
 
 _FIRST = 10  # steps to the first audit, and to the second, from which the time of a step is known
@@ -155,8 +157,8 @@ class Audit:
         if self._optimizer is None:
             return []
         known = {id(variable) for variable in variables}
-        own = compat.optimizer_variables(self._optimizer, variables)
-        return list({id(variable): variable for variable in own if id(variable) not in known}.values())
+        own = unique(compat.optimizer_variables(self._optimizer, variables))
+        return [variable for variable in own if id(variable) not in known]
 
 
 def step_behind(world: World, variables: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
@@ -205,7 +207,7 @@ def warn_if_ended_apart(runtime: Runtime) -> None:
         digest = zlib.crc32(repr([digest_of(variable) for variable in variables]).encode())
         if len(set(runtime.store.gather("digest at the end", digest, _END_SECONDS))) > 1:
             gather = functools.partial(runtime.store.gather, "digests at the end", timeout=_END_SECONDS)
-            warn_if_different(World(runtime), variables, gather)
+            warn_if_different(audits[0].world, variables, gather)
 
 
 def _writes(variables: Sequence[Any]) -> list[tf.Operation]:

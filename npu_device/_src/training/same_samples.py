@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives.python_call import python_call
+from npu_device._src.collectives.python_call import call_now
 from npu_device._src.gradients.reduction import Gradient
 from npu_device._src.training.same_variables import can_compare
 
@@ -86,11 +86,7 @@ def _tell(number: tf.Tensor) -> tf.Tensor:
         )
         return [np.int32(_OVER)]
 
-    if tf.executing_eagerly():
-        return tf.constant(tell(number)[0])
-    [over] = python_call(tell, [number], [tf.int32])
-    over.set_shape([])
-    return over
+    return call_now(tell, [number], [tf.TensorSpec([], tf.int32)])[0]
 
 
 def warn_if_shuffled_differently(runtime: Runtime, dataset: Any) -> None:

@@ -158,8 +158,15 @@ def _differences(world: World, variables: Sequence[Any], exchange: _Exchange) ->
 
 def digest_of(variable: Any) -> tuple[tuple[int, ...], str, int]:
     """Return shape, dtype and a checksum of a variable's value."""
-    value = np.ascontiguousarray(tf.convert_to_tensor(variable))
-    return tuple(np.shape(variable)), str(value.dtype), zlib.crc32(value.reshape(-1).view(np.uint8).data)
+    value = tf.convert_to_tensor(variable)
+    return tuple(value.shape), value.dtype.name, checksum(value)
+
+
+def checksum(value: Any, before: int = 0) -> int:
+    """Return a checksum of a tensor or an array, after one of what comes before it."""
+    array = np.ascontiguousarray(value)
+    data = repr(array.tolist()).encode() if array.dtype == object else array.reshape(-1).view(np.uint8).data
+    return zlib.crc32(data, before)
 
 
 def variable_name(variable: Any) -> str:

@@ -25,20 +25,20 @@ def training_variables(model: Any) -> list[Any]:
         Variables, each one once, in the same order on every rank that has the same model. Metrics and the seeds of
         random layers are not among them.
     """
-    return _unique([*weights(model), *optimizer_state(model)])
+    return unique([*weights(model), *optimizer_state(model)])
 
 
 def weights(model: Any) -> list[Any]:
     """Return the model's weights; an empty list before it is built (tf-keras raises an error then)."""
     try:
-        return _unique(model.weights)
+        return unique(model.weights)
     except ValueError:
         return []
 
 
 def optimizer_state(model: Any) -> list[Any]:
     """Return the variables of the model's optimizers: steps, slots, averages, learning rates and loss scales."""
-    return _unique(
+    return unique(
         variable
         for optimizer in optimizers(model)
         for variable in compat.optimizer_variables(optimizer, weights(model))
@@ -48,7 +48,7 @@ def optimizer_state(model: Any) -> list[Any]:
 def optimizers(model: Any) -> list[Any]:
     """Return the optimizers among the model's attributes, lists and dicts included: a GAN has two of them."""
     attributes = (vars(model)[name] for name in sorted(vars(model)))
-    return _unique(
+    return unique(
         value
         for attribute in attributes
         for value in _flat(attribute)
@@ -108,5 +108,6 @@ def _flat(value: Any) -> Iterable[Any]:
     return value if isinstance(value, (list, tuple)) else [value]
 
 
-def _unique(things: Iterable[Any]) -> list[Any]:
+def unique(things: Iterable[Any]) -> list[Any]:
+    """Return each thing once, in their order."""
     return list({id(thing): thing for thing in things}.values())

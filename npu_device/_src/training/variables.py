@@ -77,10 +77,11 @@ def broadcast(values: Any, root_rank: int = 0, fusion: int = 2, fusion_id: int =
 
 def overwrite(runtime: Runtime, variables: Sequence[Any], root_rank: int, group: Group) -> Any:
     """Overwrite variables with those of the group's root; return the operation in a graph for a session, else None."""
-    sent = broadcast_tensors(runtime, [_value(variable) for variable in variables], root_rank, group)
+    sent = broadcast_tensors(runtime, [value_of(variable) for variable in variables], root_rank, group)
     return fetchable([variable.assign(tensor) for variable, tensor in zip(variables, sent)])
 
 
-def _value(variable: Any) -> tf.Tensor:
+def value_of(variable: Any) -> tf.Tensor:
+    """Return a variable's value now."""
     # A TensorFlow 1 variable as a tensor is a single read created with the variable, whatever precedes it here.
     return variable.read_value() if hasattr(variable, "read_value") else tf.convert_to_tensor(variable)

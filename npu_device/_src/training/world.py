@@ -23,16 +23,22 @@ class World:
 
     Attributes:
         runtime: the running cluster.
-        group: the group; default that of all ranks.
-        rank: this process's rank in the group.
-        size: number of ranks in the group.
+        group: the group.
     """
 
-    def __init__(self, runtime: Runtime, group: Group | None = None) -> None:
+    def __init__(self, runtime: Runtime, group: Group) -> None:
         self.runtime = runtime
-        self.group = group_of(runtime, WORLD_GROUP) if group is None else group
-        self.rank = self.group.rank
-        self.size = self.group.size
+        self.group = group
+
+    @property
+    def rank(self) -> int:
+        """Return this process's rank in the group."""
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks in the group."""
+        return self.group.size
 
     @property
     def is_main(self) -> bool:
@@ -79,11 +85,12 @@ class World:
         barrier(self.runtime, self.group)
 
 
-def world() -> World | None:
-    """Return the job that this process is a rank of; None on a single device.
+def world(group: str = WORLD_GROUP) -> World | None:
+    """Return the job that this process is a rank of, or one of its groups; None on a single device.
 
     Raises:
         RuntimeError: the environment names several ranks, but the job can't be joined any more.
+        ValueError: this rank knows no group of that name.
     """
     runtime = device.cluster_runtime()
-    return None if runtime is None else World(runtime)
+    return None if runtime is None else World(runtime, group_of(runtime, group))

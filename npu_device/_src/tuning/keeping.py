@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+from npu_device._src import environment
 from npu_device._src.gradients import saved_splits
 from npu_device._src.gradients.saved_splits import SavedSplit, fingerprint, place_of
-from npu_device._src.tuning import fusion_file
 from npu_device._src.tuning.cost_model import CostModel
+from npu_device._src.tuning.planner import Backward
 from npu_device._src.tuning.traced_run import TracedRun
 from npu_device._src.tuning.trials import TuningResult
 
@@ -50,4 +52,21 @@ def _keep(
         checked=checked,
         found={**figures, "cost": cost.as_dict()},
     )
-    return [saved_splits.save(split), fusion_file.write(found.step.backward, model, work_path)]
+    return [saved_splits.save(split), _write_fusion_file(found.step.backward, model, work_path)]
+
+
+def _write_fusion_file(backward: Backward, model: str, work_path: Path) -> Path:
+    """Write the gradients' sizes and times in the form of Ascend's tuner, to ``TUNE_BANK_PATH`` or else the work path.
+
+    One object per graph: the bytes of each gradient in the order of production, and the microseconds from one to the
+    next; the first is the time until the first gradient. Source: Ascend's AOE guide, gradient tuning.
+    """
+    path = Path(environment.TUNE_BANK_PATH.get() or work_path) / "CPU_gradient_fusion.json"
+    before, gaps = 0.0, []
+    for ready in backward.ready:
+        gaps.append(max(0, round((ready - before) * 1e6)))
+        before = max(before, ready)
+    value = {"gradientTime": gaps, "gradientSize": list(backward.sizes)}
+    graphs = [{"modelhash": model, "modelgraphid": 1, "modelvalue": value}]
+    path.write_text(json.dumps(graphs, indent=1), encoding="utf-8")
+    return path

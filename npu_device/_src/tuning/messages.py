@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from npu_device._src.collectives.group_name import WORLD_GROUP
+from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.tuning.cost_model import CostModel
 from npu_device._src.tuning.planner import Plan, best_plan, default_plan, per_gradient_plan, predict
 from npu_device._src.tuning.simulate import TracedStep
@@ -63,10 +63,7 @@ def outcome(result: TuningResult) -> str:
     present = result.tried[0]
     if result.gained:
         gain = present.seconds / result.chosen.seconds - 1
-        lines += [
-            "",
-            f"with {result.chosen.label}, steps are {gain:.1%} faster than now. To keep it:",
-        ]
+        lines += ["", f"with {result.chosen.label}, steps are {gain:.1%} faster than now. To keep it:"]
     else:
         lines += ["", "no split was faster in every round than the present one, which is:"]
     lines.append(f"  {line_to_paste(result.chosen.plan.ends, result.traced.group)}")

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from npu_device._src.gradients.split_strategy import MAX_SEGMENTS, cut_by_default, cut_by_size
+from npu_device._src.gradients.split_strategy import MAX_SEGMENTS, cut_by_default, cut_by_size, firsts_and_lasts
 from npu_device._src.tuning.cost_model import CostModel
 
 _EQUAL = (25.0,) * 4  # per cent of the bytes in each segment
@@ -215,11 +215,10 @@ def per_gradient_plan(backward: Backward, cost: CostModel) -> Plan:
 
 def _segments(backward: Backward, ends: Sequence[int]) -> Iterator[tuple[float, int]]:
     """Return, for each segment, when its gradients are ready, and their bytes."""
-    ready, start = -math.inf, 0
-    for end in ends:
-        ready = max(ready, *backward.ready[start : end + 1])
-        yield ready, sum(backward.sizes[start : end + 1])
-        start = end + 1
+    ready = -math.inf
+    for first, last in firsts_and_lasts(ends):
+        ready = max(ready, *backward.ready[first : last + 1])
+        yield ready, sum(backward.sizes[first : last + 1])
 
 
 def _beside(left: Any, work: Any, cost: CostModel) -> Any:

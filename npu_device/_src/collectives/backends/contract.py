@@ -8,7 +8,7 @@ in any order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Callable, Protocol
+from typing import Protocol
 
 import tensorflow as tf
 
@@ -19,15 +19,15 @@ from npu_device._src.collectives.terms import Agreement
 class ReducingBackend(Protocol):
     """The calls that take lists of tensors."""
 
-    def start_all_reduce(
+    def all_reduce(
         self,
         agreement: Agreement,
         segments: Sequence[Sequence[tf.Tensor]],
         reduction: str,
         group: Group,
         wire: tf.DType | None,
-    ) -> Sequence[Callable[[], list[tf.Tensor]]]:
-        """Start to reduce segments; each waits only for its own tensors.
+    ) -> list[list[tf.Tensor]]:
+        """Reduce segments; in a graph each waits only for its own tensors.
 
         Args:
             agreement: on the call. A backend that compares calls with the data takes its terms.
@@ -38,8 +38,7 @@ class ReducingBackend(Protocol):
                 float32 either way, and never infinite if the true sum is finite.
 
         Returns:
-            For each segment a function to be called once, in this order, which returns the results: the same bits on
-            every rank.
+            The results of each segment, the same bits on every rank.
         """
 
     def reduce(
@@ -53,6 +52,17 @@ class ReducingBackend(Protocol):
 
 class Backend(ReducingBackend, Protocol):
     """A backend that serves a group on its own."""
+
+    def all_reduce(
+        self,
+        agreement: Agreement,
+        segments: Sequence[Sequence[tf.Tensor]],
+        reduction: str,
+        group: Group,
+        wire: tf.DType | None,
+        counts: Sequence[int] | None = None,
+    ) -> list[list[tf.Tensor]]:
+        """Reduce segments; between hosts, ``counts`` says of how many ranks' values each member brings the sum."""
 
     def all_gather(self, agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
         """Return all ranks' rows on every rank: [n] in, [group.size, n] out; n is the same on all ranks."""

@@ -5,14 +5,11 @@ each host spreads the result. The network carries what one rank per host needs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from types import ModuleType
-from typing import Any, Callable
 
 import tensorflow as tf
 
 from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives.backends.arrays.operations import ArrayBackend
+from npu_device._src.collectives.backends.contract import Backend
 from npu_device._src.collectives.backends.shared_memory.host import hosts_of
 from npu_device._src.collectives.backends.shared_memory.shared_memory_backend import shared_memory
 from npu_device._src.collectives.dtypes import mean_dtype, sum_dtype, wire_dtype
@@ -33,21 +30,21 @@ class TwoLevelBackend:
         between: the backend of the lowest ranks of all hosts.
     """
 
-    def __init__(self, between: ArrayBackend | ModuleType) -> None:
-        self._between: Any = between
+    def __init__(self, between: Backend) -> None:
+        self._between = between
 
-    def start_all_reduce(
+    def all_reduce(
         self,
         agreement: Agreement,
         segments: Sequence[Sequence[tf.Tensor]],
         reduction: str,
         group: Group,
         wire: tf.DType | None,
-    ) -> list[Callable[[], list[tf.Tensor]]]:
-        """Start to reduce segments, as ``contract`` says. The ranks between the hosts take the mean, of whole sums."""
-        return [partial(self._all_reduce, agreement, segment, reduction, group, wire) for segment in segments]
+    ) -> list[list[tf.Tensor]]:
+        """Reduce segments, as ``contract`` says. The ranks between the hosts take the mean, of whole sums."""
+        return [self._reduce(agreement, segment, reduction, group, wire) for segment in segments]
 
-    def _all_reduce(
+    def _reduce(
         self, agreement: Agreement, segment: Sequence[tf.Tensor], reduction: str, group: Group, wire: tf.DType | None
     ) -> list[tf.Tensor]:
         host, between, counts = _levels(agreement.runtime, group)
@@ -59,8 +56,7 @@ class TwoLevelBackend:
         if between is not None:
             travels = wire_dtype(dtype, wire) if reduction in ("sum", "mean") else None
             travels = None if travels == values[0].dtype else travels
-            [finish] = self._between.start_all_reduce(agreement, [values], reduction, between, travels, counts)
-            values = finish()
+            [values] = self._between.all_reduce(agreement, [values], reduction, between, travels, counts)
         return shared_memory.broadcast(agreement, [tf.cast(value, dtype) for value in values], 0, host)
 
     def reduce(
@@ -68,7 +64,7 @@ class TwoLevelBackend:
     ) -> list[tf.Tensor]:
         """Reduce tensors, as ``contract`` says, but to all ranks."""
         del root
-        return self._all_reduce(agreement, tensors, reduction, group, None)
+        return self._reduce(agreement, tensors, reduction, group, None)
 
     def broadcast(self, agreement: Agreement, tensors: Sequence[tf.Tensor], root: int, group: Group) -> list[tf.Tensor]:
         """Broadcast the root's tensors: to the lowest rank of the root's host, between hosts, and on every host."""

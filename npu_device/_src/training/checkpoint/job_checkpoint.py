@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
@@ -316,22 +315,22 @@ class JobCheckpoint:
             "files": files,
         }
         what = f"the checkpoint of step {step} could not be completed in {self._directory}:"
-        problem = None
-        if place.is_keeper:
-            with _noting() as problems:
-                folder.finish(self._directory, partial.name, step, manifest)
-            problem = problems.text
-        raise_together(ranks, everybody(ranks, problem), what)
-        problem = None
-        if place.is_keeper:
-            with _noting() as problems:
-                folder.name_latest(self._directory, step)
-                _warn_each(folder.keep_only(self._directory, step, self._keep))
-                path = environment.NPU_DEVICE_PROGRESS_FILE.get()
-                if path is not None and place.rank == 0:
-                    folder.write_progress(path, step)
-            problem = problems.text
-        raise_together(ranks, everybody(ranks, problem), what)
+
+        def name_latest() -> None:
+            folder.name_latest(self._directory, step)
+            _warn_each(folder.keep_only(self._directory, step, self._keep))
+            path = environment.NPU_DEVICE_PROGRESS_FILE.get()
+            if path is not None and place.rank == 0:
+                folder.write_progress(path, step)
+
+        for stage in (lambda: folder.finish(self._directory, partial.name, step, manifest), name_latest):
+            problem = None
+            try:
+                if place.is_keeper:
+                    stage()
+            except OSError as error:
+                problem = _text(error)
+            raise_together(ranks, everybody(ranks, problem), what)
 
     def _read(self, source: Path, here: Path, chosen: choice.Chosen) -> list[str]:
         self._shared.read(source / folder.SHARED, chosen.variables)
@@ -350,19 +349,6 @@ def _watch_for_the_signal() -> Preemption | None:
     except ValueError:
         _log.warning("this thread can't handle %s. What to do: make the JobCheckpoint in the main thread.", number.name)
         return None
-
-
-class _Problem:
-    text: str | None = None
-
-
-@contextlib.contextmanager
-def _noting() -> Any:
-    problem = _Problem()
-    try:
-        yield problem
-    except OSError as error:
-        problem.text = _text(error)
 
 
 def _text(error: BaseException) -> str:

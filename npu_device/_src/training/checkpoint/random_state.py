@@ -36,12 +36,8 @@ def _tuples(value: Any) -> Any:
 
 
 def of_generator(generator: Any) -> Any:
-    """Return the state of a ``random.Random`` or a ``numpy.random.Generator``; None for another object."""
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.Generator):
-        return _plain(generator.bit_generator.state)
-    return None
+    """Return the state of a ``random.Random`` or a ``numpy.random.Generator``."""
+    return generator.getstate() if isinstance(generator, random.Random) else _plain(generator.bit_generator.state)
 
 
 def set_generator(generator: Any, state: Any) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.training.checkpoint.folder import CheckpointError
+from npu_device._src.training.same_variables import checksum
 
 _UNTRACKED = "npu_untracked"
 Digests = dict[str, tuple[tuple[int, ...], int]]
@@ -50,7 +49,10 @@ class Shared:
 
     def digests(self) -> Digests:
         """Return shape and checksum of each variable by its path."""
-        return {path: (tuple(variable.shape), _checksum(variable)) for path, variable in self.variables().items()}
+        return {
+            path: (tuple(variable.shape), checksum(tf.convert_to_tensor(variable)))
+            for path, variable in self.variables().items()
+        }
 
     def write(self, prefix: Path) -> None:
         """Write all variables."""
@@ -161,10 +163,3 @@ def _variables(root: Any) -> dict[str, Any]:
             else:
                 pending.append((place, child))
     return found
-
-
-def _checksum(variable: Any) -> int:
-    value = np.ascontiguousarray(tf.convert_to_tensor(variable).numpy())
-    if value.dtype == object:  # strings
-        return zlib.crc32(repr(value.tolist()).encode())
-    return zlib.crc32(value.reshape(-1).view(np.uint8).data)

@@ -3,54 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Callable
 
 import tensorflow as tf
 
+from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.training.fit.share import Share
 
 
-class BatchNormInStep:
-    """Stands in for the part of synchronised layers that computes mean and variance, while one step of a model runs.
+def synchronise(
+    layers: Sequence[Any], share: Share, add_up: Callable[[tf.Tensor], tf.Tensor], replaced: Replaced
+) -> None:
+    """Replace the part of synchronised layers that computes mean and variance, while one step of a model runs.
 
     Args:
         layers: of the model.
         share: this rank's share of the step's samples.
         add_up: adds up a tensor over the ranks.
+        replaced: restores them.
     """
 
-    def __init__(self, layers: Sequence[Any], share: Share, add_up: Callable[[tf.Tensor], tf.Tensor]) -> None:
-        self._share = share
-        self._add_up = add_up
-        self._replaced = []
-        for layer in layers:
-            name = "_sync_calculate_mean_and_var" if hasattr(layer, "_sync_calculate_mean_and_var") else "_moments"
-            if getattr(layer, "synchronized", False) and hasattr(layer, name):
-                self._replaced.append((layer, name))
-                vars(layer)[name] = self._moments_of(layer, getattr(layer, name))
-
-    def remove(self) -> None:
-        """Restore the layers."""
-        for layer, name in self._replaced:
-            vars(layer).pop(name, None)
-
-    def _moments_of(self, layer: Any, own: Callable[..., Any]) -> Callable[..., Any]:
-        @tf.autograph.experimental.do_not_convert
-        def moments(inputs: Any, *rest: Any, mask: Any = None) -> Any:
-            # Keras 3 passes the mask; tf-keras passes the axes and whether to keep their dimensions.
-            axes, keep = rest if len(rest) == 2 else (layer._reduction_axes, False)
-            mask = rest[0] if len(rest) == 1 else mask
-            if mask is not None:
-                return own(inputs, *rest) if len(rest) == 1 else own(inputs, *rest, mask=mask)
-            return self._of_all_ranks(inputs, axes, keep)
-
-        return moments
-
-    def _of_all_ranks(self, inputs: Any, axes: Any, keep: bool) -> tuple[tf.Tensor, tf.Tensor]:
+    def of_all_ranks(inputs: Any, axes: Any, keep: bool) -> tuple[tf.Tensor, tf.Tensor]:
         wide = tf.cast(inputs, tf.float32) if inputs.dtype.size < 4 else inputs
-        weight = tf.cast(self._share.weight, wide.dtype)
+        weight = tf.cast(share.weight, wide.dtype)
         mean, variance = tf.nn.moments(wide, list(axes), keepdims=keep)
-        common = self._add_up(mean * weight)
+        common = add_up(mean * weight)
         # Around the common mean: the difference of mean squares would lose digits.
-        spread = self._add_up((variance + tf.square(mean - common)) * weight)
+        spread = add_up((variance + tf.square(mean - common)) * weight)
         return tf.cast(common, inputs.dtype), tf.cast(spread, inputs.dtype)
+
+    def moments(layer: Any, own: Callable[..., Any], inputs: Any, *rest: Any, mask: Any = None) -> Any:
+        # Keras 3 passes the mask; tf-keras passes the axes and whether to keep their dimensions.
+        axes, keep = rest if len(rest) == 2 else (layer._reduction_axes, False)
+        mask = rest[0] if len(rest) == 1 else mask
+        if mask is not None:
+            return own(inputs, *rest) if len(rest) == 1 else own(inputs, *rest, mask=mask)
+        return of_all_ranks(inputs, axes, keep)
+
+    for layer in layers:
+        name = "_sync_calculate_mean_and_var" if hasattr(layer, "_sync_calculate_mean_and_var") else "_moments"
+        if getattr(layer, "synchronized", False) and hasattr(layer, name):
+            replaced.replace(layer, name, partial(moments, layer))

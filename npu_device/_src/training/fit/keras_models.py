@@ -10,17 +10,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from npu_device._src.training.training_state import unique
+
 
 def metrics_of(model: Any) -> list[Any]:
     """Return the metrics of a model that have variables of their own, each once."""
-    found: list[Any] = []
     compiled = [getattr(model, name, None) for name in ("_loss_tracker", "_compile_metrics", "compiled_metrics")]
     losses = [getattr(model, name, None) for name in ("_compile_loss", "compiled_loss")]
-    for metric in [*model.metrics, *compiled, *losses]:
-        for part in _flat(metric):
-            if not any(part is known for known in found):
-                found.append(part)
-    return found
+    return unique(part for metric in [*model.metrics, *compiled, *losses] for part in _flat(metric))
 
 
 def _flat(metric: Any) -> Iterator[Any]:
@@ -39,7 +36,7 @@ def losses_of(model: Any) -> list[Any]:
     container: Any = getattr(model, "compiled_loss", None)  # tf-keras; in Keras 3 a method
     if getattr(container, "built", False) is True:
         losses += [loss for loss in container._losses if hasattr(loss, "reduction")]
-    return list({id(loss): loss for loss in losses}.values())
+    return unique(losses)
 
 
 def is_built(model: Any) -> bool:
@@ -62,21 +59,8 @@ def moving_statistics(model: Any) -> list[Any]:
     # In tf-keras metrics are layers, too.
     others = [layer for layer in layers if not layer.trainable or hasattr(layer, "update_state")]
     frozen = {id(variable) for layer in [*others, *metrics_of(model)] for variable in layer.variables}
-    seen: set[int] = set()
-    found = []
-    for layer in layers:
-        for variable in layer.non_trainable_weights if layer.trainable else []:
-            if id(variable) not in frozen | seen and tf.as_dtype(variable.dtype).is_floating:
-                seen.add(id(variable))
-                found.append(variable)
-    return found
-
-
-def tensor_of(variable: Any) -> tf.Tensor:
-    """Return a variable's value now."""
-    if hasattr(variable, "read_value"):
-        return variable.read_value()
-    return tf.convert_to_tensor(variable)
+    updated = unique(variable for layer in layers if layer.trainable for variable in layer.non_trainable_weights)
+    return [each for each in updated if id(each) not in frozen and tf.as_dtype(each.dtype).is_floating]
 
 
 def steps_per_call(model: Any) -> int:

@@ -8,10 +8,12 @@ have other denominators.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Callable
 
 import tensorflow as tf
 
+from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.training.fit.share import Share
 
 
@@ -22,33 +24,21 @@ class LossesInStep:
         losses: the compiled loss objects.
         share: this rank's share of the step's samples.
         add_up: adds up a tensor over the ranks.
+        replaced: restores them.
     """
 
-    def __init__(self, losses: Sequence[Any], share: Share, add_up: Callable[[tf.Tensor], tf.Tensor]) -> None:
+    def __init__(
+        self, losses: Sequence[Any], share: Share, add_up: Callable[[tf.Tensor], tf.Tensor], replaced: Replaced
+    ) -> None:
         self._share = share
         self._add_up = add_up
-        self._losses = [(loss, vars(loss).get("call")) for loss in losses]
-        for loss, _ in self._losses:
-            self._replace(loss)
+        for loss in losses:
+            replaced.replace(loss, "call", partial(self._call, loss))
 
-    def remove(self) -> None:
-        """Restore the losses."""
-        for loss, own in self._losses:
-            if own is None:
-                vars(loss).pop("call", None)
-            else:
-                vars(loss)["call"] = own
-
-    def _replace(self, loss: Any) -> None:
-        own = loss.call
-
-        @tf.autograph.experimental.do_not_convert
-        def call(y_true: Any, y_pred: Any) -> Any:
-            factor = self._factor(loss, y_pred)
-            values = own(y_true, y_pred)
-            return values if factor is None else _keep_mask(values, values * tf.cast(factor, values.dtype))
-
-        vars(loss)["call"] = call
+    def _call(self, loss: Any, own: Callable[..., Any], y_true: Any, y_pred: Any) -> Any:
+        factor = self._factor(loss, y_pred)
+        values = own(y_true, y_pred)
+        return values if factor is None else _keep_mask(values, values * tf.cast(factor, values.dtype))
 
     def _factor(self, loss: Any, y_pred: Any) -> tf.Tensor | None:
         """Return the factor of this rank's loss before it is weighted by its samples; None for none."""

@@ -13,7 +13,9 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.training.fit.share import Share
+from npu_device._src.training.training_state import unique
 
 
 class MetricsInStep:
@@ -24,6 +26,7 @@ class MetricsInStep:
         share: this rank's share of the step's samples.
         add_up: adds up a tensor over the ranks.
         gather: puts all ranks' tensors one after the other along the first dimension.
+        replaced: restores them.
     """
 
     def __init__(
@@ -32,36 +35,24 @@ class MetricsInStep:
         share: Share,
         add_up: Callable[[tf.Tensor], tf.Tensor],
         gather: Callable[[tf.Tensor], tf.Tensor],
+        replaced: Replaced,
     ) -> None:
         self._share = share
         self._add_up = add_up
         self._gather = gather
         self._metrics = list(metrics)
-        self._own = [{name: vars(metric).get(name) for name in ("update_state", "result")} for metric in metrics]
         self._results: list[tuple[Any, Any, Any]] = []
         for metric in metrics:
             if sees_everything(metric):
-                self._replace(metric, "update_state", self._update_with_all_ranks)
+                replaced.replace(metric, "update_state", self._update_with_all_ranks)
             elif is_plain_mean(metric):
-                self._replace(metric, "update_state", self._update_mean)
-            self._replace(metric, "result", self._record)
+                replaced.replace(metric, "update_state", self._update_mean)
+            replaced.replace(metric, "result", self._record)
 
     def added_up(self) -> list[Any]:
         """Return the variables whose increments on the ranks are to be added up."""
-        found: dict[int, Any] = {}
-        for metric in self._metrics:
-            if not sees_everything(metric):
-                found.update({id(variable): variable for variable in metric.variables})
-        return list(found.values())
-
-    def remove(self) -> None:
-        """Restore the metrics."""
-        for metric, own in zip(self._metrics, self._own):
-            for name, value in own.items():
-                if value is None:
-                    vars(metric).pop(name, None)
-                else:
-                    vars(metric)[name] = value
+        counted = [metric for metric in self._metrics if not sees_everything(metric)]
+        return unique(variable for metric in counted for variable in metric.variables)
 
     def result_behind(self, value: Any) -> Callable[[], Any] | None:
         """Return a function that recomputes a value of the step's logs, if a metric's ``result`` gave it."""
@@ -70,12 +61,6 @@ class MetricsInStep:
             if given is value or (name is not None and name == _name(given)):
                 return functools.partial(_part_of, result, key)
         return None
-
-    def _replace(self, metric: Any, name: str, hook: Callable[..., Any]) -> None:
-        own = getattr(metric, name)
-        vars(metric)[name] = tf.autograph.experimental.do_not_convert(
-            lambda *args, **kwargs: hook(own, *args, **kwargs)
-        )
 
     def _record(self, result: Callable[[], Any]) -> Any:
         given = result()

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import Gradient, ReductionOptions, reduce_list
+from npu_device._src.gradients.sparse import weighted
 from npu_device._src.options import global_options
 from npu_device._src.training import keras_hooks
 from npu_device._src.training.fit.share import Share
@@ -35,8 +36,8 @@ class WeightedReduction(GradientReduction):
     optimizer.
     """
 
-    def __init__(self, world: World, reduction: ReductionOptions, step: StepNow) -> None:
-        super().__init__(world.runtime, reduction, world.group)
+    def __init__(self, world: World, options: ReductionOptions, step: StepNow) -> None:
+        super().__init__(world, options)
         self._step = step
         self._loss_is_weighted = False
 
@@ -51,9 +52,10 @@ class WeightedReduction(GradientReduction):
         if share is None:
             return gradients if self._step.is_fits() else super().reduce(gradients)
         if not self._loss_is_weighted:
-            gradients = [_weighted(gradient, share.weight) for gradient in gradients]
+            gradients = [weighted(gradient, share.weight) for gradient in gradients]
         self._loss_is_weighted = False
-        reduced = reduce_list(self._runtime, gradients, replace(self.options, kind="sum"), self._group)
+        how = replace(self.options, kind="sum")
+        reduced = reduce_list(self._world.runtime, gradients, how, self._world.group)
         self._remember(reduced)
         return reduced
 
@@ -64,14 +66,6 @@ class WeightedReduction(GradientReduction):
             return loss
         self._loss_is_weighted = True
         return loss * tf.cast(share.weight, loss.dtype)
-
-
-def _weighted(gradient: Gradient, weight: Any) -> Gradient:
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_weighted(gradient.values, weight), gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(weight, gradient.dtype)
 
 
 def replicate_optimizer(optimizer: Any, world: World, step: StepNow) -> None:

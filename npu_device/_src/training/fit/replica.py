@@ -1,4 +1,4 @@
-"""The implementation behind one replicated model: it replaces some methods of that object, and of no class."""
+"""``npu.distribute.replicate``, the one line for Keras. It replaces some methods of one model, and of no class."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from npu_device._src.training.fit.share import Share, is_divided, rows_of
 from npu_device._src.training.fit.sources import same_everywhere, warn_if_all_the_same
 from npu_device._src.training.fit.step import Step, gather_outputs, share_of
 from npu_device._src.training.same_variables import warn_if_different
-from npu_device._src.training.world import World
+from npu_device._src.training.world import World, world
 
 _REPLICA = "_npu_replica"
 _as_it_is = tf.autograph.experimental.do_not_convert
@@ -103,8 +103,8 @@ class Replica:
         own = self._model.predict_step
 
         def predict_step(data: Any) -> Any:
-            share = self._share_to_predict(data)
-            outputs = self._gather(share, own(share.data))
+            share = share_of(self._world, data, self._sent["predict"])
+            outputs = gather_outputs(self._world, share, own(share.data))
             return own(data) if outputs is None else outputs
 
         return predict_step
@@ -123,14 +123,6 @@ class Replica:
         step, self._step = self._step, None
         assert step is not None
         return step.end(logs)
-
-    @_as_it_is
-    def _share_to_predict(self, data: Any) -> Share:
-        return share_of(self._world, data, self._sent["predict"])
-
-    @_as_it_is
-    def _gather(self, share: Share, outputs: Any) -> Any:
-        return gather_outputs(self._world, share, outputs)
 
     # Functions that Keras calls with one batch or several.
 
@@ -264,3 +256,24 @@ def _steps(callbacks: Any) -> int | None:
 def replica_of(model: Any) -> Replica | None:
     """Return the ``Replica`` behind a replicated model; None for another one."""
     return vars(model).get(_REPLICA)
+
+
+def replicate(model: Any) -> Any:
+    """Make a Keras model's ``fit``, ``evaluate`` and ``predict`` do on all ranks together what one process does.
+
+    Args:
+        model: a Keras model, of Keras 3 or tf-keras, compiled or not yet.
+
+    Returns:
+        The same object; on a single device untouched.
+
+    Raises:
+        TypeError: not a Keras model.
+        RuntimeError: the environment names several ranks, but the job can't be joined any more.
+    """
+    if not all(hasattr(model, name) for name in ("fit", "train_step", "make_train_function")):
+        raise TypeError(f"expected a Keras model; found a {type(model).__module__}.{type(model).__name__}")
+    ranks = world()
+    if ranks is not None and replica_of(model) is None:
+        Replica(ranks, model)
+    return model

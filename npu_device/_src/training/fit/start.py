@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import zlib
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.training import training_state
 from npu_device._src.training.fit import keras_models
-from npu_device._src.training.same_variables import not_yet
+from npu_device._src.training.same_variables import checksum, not_yet
 from npu_device._src.training.world import World
 
 
@@ -73,8 +72,8 @@ def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) ->
     variables = [*model.variables]
     if training:
         variables += training_state.optimizer_state(model)
-    each = {id(variable): variable for variable in variables}.values()
-    world.assign_from_root([variable for variable in each if tf.as_dtype(variable.dtype) != tf.string], root_rank)
+    each = [variable for variable in training_state.unique(variables) if tf.as_dtype(variable.dtype) != tf.string]
+    world.assign_from_root(each, root_rank)
 
 
 def digest(batch: Any) -> int:
@@ -82,7 +81,5 @@ def digest(batch: Any) -> int:
     found = 0
     for leaf in tf.nest.flatten(batch, expand_composites=True):
         if leaf is not None and getattr(leaf, "dtype", None) not in (tf.variant, tf.resource):
-            value = np.ascontiguousarray(leaf)
-            data = value if value.dtype != object else np.frombuffer(repr(value.tolist()).encode(), np.uint8)
-            found = zlib.crc32(data.view(np.uint8).reshape(-1).data, found)
+            found = checksum(leaf, found)
     return found

@@ -11,7 +11,7 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
-from npu_device._src.training.fit.keras_models import tensor_of
+from npu_device._src.training.variables import value_of
 
 Add = Callable[[tf.Tensor], tf.Tensor]
 
@@ -47,7 +47,7 @@ class Increments:
 
 
 def _packed(variables: Sequence[Any]) -> tf.Tensor:
-    values = [tensor_of(variable) for variable in variables]
+    values = [value_of(variable) for variable in variables]
     return tf.concat([value if value.shape.rank == 1 else tf.reshape(value, [-1]) for value in values], axis=0)
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.training.fit import keras_models
-from npu_device._src.training.fit.batch_norm import BatchNormInStep
+from npu_device._src.training.fit import batch_norm, keras_models
 from npu_device._src.training.fit.losses import LossesInStep
 from npu_device._src.training.fit.metrics import MetricsInStep
+from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.training.fit.share import Share, is_divided, share_of_batch, share_of_divided
 from npu_device._src.training.fit.states import Increments, mean_of_logs
 from npu_device._src.training.world import World
@@ -21,10 +21,11 @@ class Step:
     def __init__(self, world: World, model: Any, share: Share, training: bool) -> None:
         self.share = share
         self._world = world
-        self._metrics = MetricsInStep(keras_models.metrics_of(model), share, world.add_up, world.gather)
-        self._losses = LossesInStep(keras_models.losses_of(model), share, world.add_up)
-        layers = model._flatten_layers() if training else []
-        self._batch_norm = BatchNormInStep(list(layers), share, world.add_up)
+        self._replaced = Replaced()
+        self._metrics = MetricsInStep(keras_models.metrics_of(model), share, world.add_up, world.gather, self._replaced)
+        LossesInStep(keras_models.losses_of(model), share, world.add_up, self._replaced)
+        if training:
+            batch_norm.synchronise(list(model._flatten_layers()), share, world.add_up, self._replaced)
         counts, weight = share.counts, share.weight
         counted = [(variable, counts) for variable in self._metrics.added_up()]
         moved = [(variable, weight) for variable in keras_models.moving_statistics(model)] if training else []
@@ -42,11 +43,10 @@ class Step:
 
     def abandon(self) -> None:
         """Restore the model's metrics, losses and layers."""
-        self._batch_norm.remove()
-        self._losses.remove()
-        self._metrics.remove()
+        self._replaced.restore()
 
 
+@tf.autograph.experimental.do_not_convert
 def share_of(world: World, data: Any, sent: bool) -> Share:
     """Return this rank's share of the data that Keras passes to a step.
 
@@ -64,6 +64,7 @@ def share_of(world: World, data: Any, sent: bool) -> Share:
     return share_of_batch(data, world.rank, world.size)
 
 
+@tf.autograph.experimental.do_not_convert
 def gather_outputs(world: World, share: Share, outputs: Any) -> Any:
     """Return all ranks' predictions in the order of the batch; None if there isn't one per sample."""
     leaves = tf.nest.flatten(outputs)

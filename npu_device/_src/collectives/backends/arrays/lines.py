@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable, Protocol
+from typing import Any, Callable, Union
 
 import numpy as np
 import tensorflow as tf
@@ -23,12 +23,12 @@ import tensorflow as tf
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.arrays.engine import Channel, Engine, PendingOperation
 from npu_device._src.collectives.backends.arrays.heads import head_of
-from npu_device._src.collectives.backends.arrays.mailbox import Mailbox, Transfer
+from npu_device._src.collectives.backends.arrays.mailbox import Mailbox, Slots, Transfer
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.ordered_call import Order
 from npu_device._src.collectives.stall import local_watch_of
 from npu_device._src.collectives.step_data import step_data
-from npu_device._src.collectives.terms import Shapes, Terms
+from npu_device._src.collectives.terms import Agreement, Shapes, Terms
 
 
 @dataclass(frozen=True)
@@ -59,33 +59,12 @@ class Operation:
     prepare: Callable[[list[np.ndarray]], Action]
 
 
-class Line(Protocol):
-    """The operations of one group on this rank.
+OnTensors = tuple[Operation, Sequence[tf.Tensor]]
+"""An operation and its inputs."""
 
-    Attributes:
-        in_order: each operation begins when the one before it has ended.
-    """
 
-    in_order: bool
-
-    def start(
-        self, operation: Operation, terms: Terms | None, shapes: int, arrays: list[np.ndarray], overlaps: bool
-    ) -> Any:
-        """Start an operation without waiting for others; return what ``finish`` takes.
-
-        Args:
-            operation: the operation.
-            terms: what the ranks compare with it, if they haven't agreed yet.
-            shapes: belongs to the terms.
-            arrays: the inputs.
-            overlaps: TensorFlow computes between start and finish.
-        """
-
-    def finish(self, pending: Any) -> tuple[float, list[np.ndarray]]:
-        """Wait for an operation; return when it ended, in seconds since the epoch, and its results."""
-
-    def close(self) -> None:
-        """Free its resources; later calls fail."""
+Finish = Callable[[], tuple[float, list[np.ndarray]]]
+"""Waits for an operation; returns when it ended, in seconds since the epoch, and its results. To be called once."""
 
 
 class GroupLine:
@@ -95,8 +74,10 @@ class GroupLine:
         runtime: the running cluster.
         group: the group.
         connect: makes the members' channel.
-        background_from: the size in bytes from which an operation goes to the background thread if TensorFlow computes
-            between its start and its finish.
+        background_from: as for ``Lines``.
+
+    Attributes:
+        in_order: each operation begins when the one before it has ended.
     """
 
     in_order = True
@@ -108,8 +89,17 @@ class GroupLine:
 
     def start(
         self, operation: Operation, terms: Terms | None, shapes: int, arrays: list[np.ndarray], overlaps: bool
-    ) -> PendingOperation:
-        """Start an operation; a long one continues in the background."""
+    ) -> Finish:
+        """Start an operation without waiting for others, and return the function that finishes it; a long one
+        continues in the background.
+
+        Args:
+            operation: the operation.
+            terms: what the ranks compare with it, if they haven't agreed yet.
+            shapes: belongs to the terms.
+            arrays: the inputs.
+            overlaps: TensorFlow computes between start and finish.
+        """
         action = operation.prepare(arrays)
         position = self._watch.begin(terms.call if terms else None)
         head = head_of(terms, shapes)
@@ -117,10 +107,9 @@ class GroupLine:
             lambda channel: action.act(channel, head=head), action.results, partial(_refusal, terms, position)
         )
         self._engine.start(pending, overlaps and operation.size > self._background_from)
-        return pending
+        return partial(self._finish, pending)
 
-    def finish(self, pending: PendingOperation) -> tuple[float, list[np.ndarray]]:
-        """Wait for an operation; return when it ended and its results."""
+    def _finish(self, pending: PendingOperation) -> tuple[float, list[np.ndarray]]:
         try:
             results: list[np.ndarray] = self._engine.finish(pending)
             return pending.ended_at, results
@@ -128,12 +117,12 @@ class GroupLine:
             self._watch.end()
 
     def close(self) -> None:
-        """Close the engine."""
+        """Free its resources; later operations fail."""
         self._engine.close()
 
 
 class PairLine:
-    """Sends and receives of two ranks; ``connect`` makes their mailbox."""
+    """Sends and receives of two ranks, as ``GroupLine`` has a group's operations; ``connect`` makes their mailbox."""
 
     in_order = False
 
@@ -144,7 +133,7 @@ class PairLine:
 
     def start(
         self, operation: Operation, terms: Terms | None, shapes: int, arrays: list[np.ndarray], overlaps: bool
-    ) -> tuple[Transfer, list[np.ndarray]]:
+    ) -> Finish:
         """Start a transfer without waiting for the other rank."""
         assert terms is not None
         del overlaps
@@ -153,11 +142,9 @@ class PairLine:
         transfer = action.act((*terms.head, shapes), partial(_refusal, terms, position))
         with self._connecting:
             self._connect().start(transfer)
-        return transfer, action.results
+        return partial(self._finish, transfer, action.results)
 
-    def finish(self, pending: tuple[Transfer, list[np.ndarray]]) -> tuple[float, list[np.ndarray]]:
-        """Wait for a transfer; return when it ended and its results."""
-        transfer, results = pending
+    def _finish(self, transfer: Transfer, results: list[np.ndarray]) -> tuple[float, list[np.ndarray]]:
         try:
             self._connect().finish(transfer)
             return transfer.ended_at, results
@@ -177,25 +164,62 @@ def _refusal(terms: Terms | None, position: int) -> Exception:
     return terms.refuse(position)
 
 
+Line = Union[GroupLine, PairLine]
+
+
 class Lines:
     """The lines of all groups on one backend.
 
     Args:
-        make: makes the line of a group.
+        channel: connects the members of a group.
+        slots: connects the two ranks of a pair.
+        background_from: the size in bytes from which an operation goes to the background thread if TensorFlow computes
+            between its start and its finish.
     """
 
-    def __init__(self, make: Callable[[Runtime, Group], Line]) -> None:
-        self._make = make
+    def __init__(
+        self,
+        channel: Callable[[Runtime, Group], Channel],
+        slots: Callable[[Runtime, Group], Slots],
+        background_from: int,
+    ) -> None:
+        self._channel, self._slots, self._background_from = channel, slots, background_from
         self._lines: weakref.WeakKeyDictionary[Runtime, dict[Group, Line]] = weakref.WeakKeyDictionary()
         self._making = threading.Lock()
 
-    def of(self, runtime: Runtime, group: Group) -> Line:
+    def run(self, agreement: Agreement, group: Group, operations: Sequence[OnTensors]) -> list[list[tf.Tensor]]:
+        """Run operations of a group, and return the results of each; the first one carries the agreement's terms."""
+        runtime = agreement.runtime
+        line, (terms, shapes) = self._of(runtime, group), agreement.take()
+        all_terms = [terms] + [None] * (len(operations) - 1)
+        if tf.executing_eagerly():
+            return [
+                _run_now(line, operation, inputs, terms, shapes)
+                for (operation, inputs), terms in zip(operations, all_terms)
+            ]
+        orders, device = _orders_of(runtime), runtime.device("CPU")
+        with tf.device(device), tf.control_dependencies(step_data()):
+            if len(operations) == 1 and line.in_order:
+                return [_call(line, orders, *operations[0], terms, shapes)]
+            tickets = [
+                _start(line, orders, operation, inputs, terms, shapes)
+                for (operation, inputs), terms in zip(operations, all_terms)
+            ]
+        with tf.device(device), tf.control_dependencies(tickets):
+            return [_finish(orders, operation, ticket) for (operation, _), ticket in zip(operations, tickets)]
+
+    def _of(self, runtime: Runtime, group: Group) -> Line:
         """Return the line of a group, made at its first use."""
         with self._making:
             lines = self._lines.setdefault(runtime, {})
             if group not in lines:
-                lines[group] = self._make(runtime, group)
+                lines[group] = self._made(runtime, group)
             return lines[group]
+
+    def _made(self, runtime: Runtime, group: Group) -> Line:
+        if group.tag is None:
+            return GroupLine(runtime, group, partial(self._channel, runtime, group), self._background_from)
+        return PairLine(runtime, group, lambda: Mailbox(self._slots(runtime, group)))
 
     def close(self, runtime: Runtime, name: str) -> None:
         """Close the line of a group that is destroyed, and those of groups made for its operations."""
@@ -226,52 +250,11 @@ def _orders_of(runtime: Runtime) -> _Orders:
         return _orders[runtime]
 
 
-def begin(
-    runtime: Runtime,
-    line: Line,
-    operations: Sequence[tuple[Operation, Sequence[tf.Tensor]]],
-    terms: Terms | None,
-    shapes: Shapes,
-) -> list[Callable[[], list[tf.Tensor]]]:
-    """Start operations of a group.
-
-    Args:
-        runtime: the running cluster.
-        line: the group's.
-        operations: each with its inputs.
-        terms: what the ranks agree on with the first operation, if they haven't yet.
-        shapes: belongs to the terms.
-
-    Returns:
-        For each operation a function that finishes it and returns the results. To be called once, in this order.
-    """
-    all_terms = [terms] + [None] * (len(operations) - 1)
-    if tf.executing_eagerly():
-        return [
-            partial(_run_now, line, operation, inputs, terms, shapes)
-            for (operation, inputs), terms in zip(operations, all_terms)
-        ]
-    orders, device = _orders_of(runtime), runtime.device("CPU")
-    if len(operations) == 1 and line.in_order:
-        return [partial(_call, line, orders, device, *operations[0], terms, shapes)]
-    with tf.device(device), tf.control_dependencies(step_data()):
-        tickets = [
-            _start(line, orders, operation, inputs, terms, shapes)
-            for (operation, inputs), terms in zip(operations, all_terms)
-        ]
-
-    def finish(operation: Operation, ticket: tf.Tensor) -> list[tf.Tensor]:
-        with tf.device(device), tf.control_dependencies(tickets):
-            return _finish(orders, operation, ticket)
-
-    return [partial(finish, operation, ticket) for (operation, _), ticket in zip(operations, tickets)]
-
-
 def _run_now(
     line: Line, operation: Operation, inputs: Sequence[tf.Tensor], terms: Terms | None, shapes: Shapes
 ) -> list[tf.Tensor]:
     arrays = [np.asarray(tensor) for tensor in inputs]
-    _, results = line.finish(line.start(operation, terms, int(shapes), arrays, False))
+    _, results = line.start(operation, terms, int(shapes), arrays, False)()
     return [_tensor(result) for result in results]
 
 
@@ -283,13 +266,7 @@ def _tensor(array: np.ndarray) -> tf.Tensor:
 
 
 def _call(
-    line: Line,
-    orders: _Orders,
-    device: str,
-    operation: Operation,
-    inputs: Sequence[tf.Tensor],
-    terms: Terms | None,
-    shapes: Shapes,
+    line: Line, orders: _Orders, operation: Operation, inputs: Sequence[tf.Tensor], terms: Terms | None, shapes: Shapes
 ) -> list[tf.Tensor]:
     """Add one operation that starts and waits: a result needed at once needs no second one.
 
@@ -297,31 +274,25 @@ def _call(
     """
 
     def run(shapes: Any, *arrays: np.ndarray) -> list[Any]:
-        ended_at, results = line.finish(line.start(operation, terms, int(shapes), list(arrays), False))
+        ended_at, results = line.start(operation, terms, int(shapes), list(arrays), False)()
         return [np.float64(ended_at), *results]
 
-    with tf.device(device), tf.control_dependencies(step_data()):
-        results = orders.starts.call(run, [tf.convert_to_tensor(shapes), *inputs], _dtypes(operation))
+    results = orders.starts.call(run, [tf.convert_to_tensor(shapes), *inputs], _dtypes(operation))
     return _waited_for(results, operation)
 
 
 _tickets = itertools.count()
-_pending: dict[int, tuple[Line, Any]] = {}
+_pending: dict[int, Finish] = {}
 
 
 def _start(
-    line: Line,
-    orders: _Orders,
-    operation: Operation,
-    inputs: Sequence[tf.Tensor],
-    terms: Terms | None,
-    shapes: Shapes,
+    line: Line, orders: _Orders, operation: Operation, inputs: Sequence[tf.Tensor], terms: Terms | None, shapes: Shapes
 ) -> tf.Tensor:
     """Add the starting operation; return a number by which the graph finishes it, int64, shape []."""
 
     def start(shapes: Any, *arrays: np.ndarray) -> list[np.int64]:
         ticket = next(_tickets)
-        _pending[ticket] = line, line.start(operation, terms, int(shapes), list(arrays), True)
+        _pending[ticket] = line.start(operation, terms, int(shapes), list(arrays), True)
         return [np.int64(ticket)]
 
     return orders.starts.call(start, [tf.convert_to_tensor(shapes), *inputs], [tf.int64])[0]
@@ -331,8 +302,7 @@ def _finish(orders: _Orders, operation: Operation, ticket: tf.Tensor) -> list[tf
     """Add the waiting operation; return the results."""
 
     def finish(ticket: Any) -> list[Any]:
-        line, pending = _pending.pop(int(ticket))
-        ended_at, results = line.finish(pending)
+        ended_at, results = _pending.pop(int(ticket))()
         return [np.float64(ended_at), *results]
 
     return _waited_for(orders.finishes.call(finish, [ticket], _dtypes(operation)), operation)

@@ -18,7 +18,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Callable, Optional, Protocol, TypeVar
+from typing import Callable, Optional, TypeVar
 
 import numpy as np
 
@@ -82,7 +82,7 @@ class _Message:
     filled: int = 0
 
 
-class Slots(Protocol):
+class Slots:
     """The way of slots from one side to the other."""
 
     def look(self) -> None:
@@ -90,21 +90,17 @@ class Slots(Protocol):
 
     def arrived(self) -> np.ndarray | None:
         """Return the next slot that has come from the other side, or None; it is this side's until ``emptied``."""
+        raise NotImplementedError
 
     def emptied(self) -> None:
         """Give back the slot that has arrived."""
 
     def free(self) -> np.ndarray | None:
         """Return a free slot of this side to be filled, or None."""
+        raise NotImplementedError
 
     def filled(self, size: int) -> None:
         """Send the first bytes of the free slot."""
-
-    def tell(self) -> None:
-        """Wake the other side: there is something new."""
-
-    def wake(self) -> None:
-        """Wake this side's waiting thread."""
 
     def wait(self, first: bool, briefly: bool) -> bool:
         """Wait for something new, but not for long; return False if nothing came.
@@ -113,6 +109,19 @@ class Slots(Protocol):
             first: nothing has been waited for since the last news, which therefore may be close.
             briefly: for a millisecond at most.
         """
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise if waiting is pointless. Called between two slices of a long wait."""
+
+    def tell(self) -> None:
+        """Wake the other side: there is something new. Nothing to do if what was sent does."""
+
+    def wake(self) -> None:
+        """Wake this side's waiting thread. Nothing to do if it never waits for long."""
+
+    def settle(self) -> None:
+        """Note that both sides have come, after each transfer and at the end."""
 
     def close(self) -> None:
         """Give up the slots."""
@@ -127,12 +136,10 @@ class Mailbox:
 
     Args:
         slots: carries slots to the other side and back.
-        check: called between two slices of a long wait; raises when waiting is pointless.
-        settle: called after each transfer, when both sides have come, and at the end.
     """
 
-    def __init__(self, slots: Slots, check: Callable[[], None], settle: Callable[[], None]) -> None:
-        self._slots, self._check, self._settle = slots, check, settle
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
         self._numbers = 0
         self._outgoing: deque[tuple[bytes, np.ndarray, int]] = deque()  # header, data, how much of it has been sent
         self._incoming: _Message | None = None
@@ -178,7 +185,7 @@ class Mailbox:
         if drives:
             with self._driving():
                 self._drive(transfer)
-        self._settle()
+        self._slots.settle()
         if transfer.error is not None:
             raise transfer.error
         if transfer.refused:
@@ -187,7 +194,7 @@ class Mailbox:
     def close(self) -> None:
         """Give up the mailbox; transfers in progress and later ones fail."""
         self._break(RuntimeError("a send or receive was in progress when its group was destroyed on this rank"))
-        self._settle()
+        self._slots.settle()
         self._slots.close()
 
     @contextlib.contextmanager
@@ -211,7 +218,7 @@ class Mailbox:
             elif not self._slots.wait(first, briefly=self._advance_others()):
                 first = False
                 try:
-                    self._check()
+                    self._slots.check()
                 except BaseException as error:
                     self._break(error)
 

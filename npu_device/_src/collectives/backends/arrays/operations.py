@@ -20,18 +20,15 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives.backends.arrays import lines
 from npu_device._src.collectives.backends.arrays.buffers import BufferPool
 from npu_device._src.collectives.backends.arrays.engine import Program
-from npu_device._src.collectives.backends.arrays.lines import Action, Lines, Operation
+from npu_device._src.collectives.backends.arrays.heads import Head
+from npu_device._src.collectives.backends.arrays.lines import Action, Lines, OnTensors, Operation
 from npu_device._src.collectives.backends.arrays.mailbox import Transfer
 from npu_device._src.collectives.backends.arrays.stream import Stream
 from npu_device._src.collectives.dtypes import mean_dtype
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.terms import Agreement
-
-_Given = tuple[Operation, Sequence[tf.Tensor]]
-"""An operation and its inputs."""
 
 _LARGE = 1 << 30
 
@@ -42,51 +39,28 @@ class Programs(Protocol):
     ``head`` is what the members compare before data moves, if they haven't agreed on the call.
     """
 
-    def all_reduce(
-        self,
-        channel: Any,
-        stream: Stream,
-        arrays: Sequence[np.ndarray],
-        result: np.ndarray,
-        reduction: str,
-        head: Sequence[int],
-    ) -> Program:
+    def all_reduce(self, channel: Any, stream: Stream, result: np.ndarray, reduction: str, head: Head) -> Program:
         """Reduce a stream; ``result`` is as long as the stream, and may be of another dtype."""
 
     def reduce(
-        self,
-        channel: Any,
-        stream: Stream,
-        arrays: Sequence[np.ndarray],
-        result: Optional[np.ndarray],
-        reduction: str,
-        root: int,
-        head: Sequence[int],
+        self, channel: Any, stream: Stream, result: Optional[np.ndarray], reduction: str, root: int, head: Head
     ) -> Program:
         """Reduce a stream to the root, the only one with a ``result``."""
 
-    def broadcast(
-        self,
-        channel: Any,
-        stream: Stream,
-        arrays: Sequence[np.ndarray],
-        result: Optional[np.ndarray],
-        root: int,
-        head: Sequence[int],
-    ) -> Program:
+    def broadcast(self, channel: Any, stream: Stream, result: Optional[np.ndarray], root: int, head: Head) -> Program:
         """Send the root's stream into the ``result`` of all other members."""
 
-    def all_gather(self, channel: Any, row: np.ndarray, result: np.ndarray, head: Sequence[int]) -> Program:
+    def all_gather(self, channel: Any, row: np.ndarray, result: np.ndarray, head: Head) -> Program:
         """Gather all members' rows, shape [n], into ``result``, shape [size, n]."""
 
-    def all_to_all(self, channel: Any, rows: np.ndarray, result: np.ndarray, head: Sequence[int]) -> Program:
+    def all_to_all(self, channel: Any, rows: np.ndarray, result: np.ndarray, head: Head) -> Program:
         """Send row i of ``rows`` to member i, and receive row i of ``result`` from member i: both [size, n]."""
 
 
 class ComparingPrograms(Programs, Protocol):
     """Programs whose members compare their heads."""
 
-    def meet(self, channel: Any, head: Sequence[int]) -> Program:
+    def meet(self, channel: Any, head: Head) -> Program:
         """Exchange only the heads."""
 
 
@@ -102,7 +76,7 @@ class ArrayBackend:
         self._programs = programs
         self._lines = lines
 
-    def start_all_reduce(
+    def all_reduce(
         self,
         agreement: Agreement,
         segments: Sequence[Sequence[tf.Tensor]],
@@ -110,16 +84,12 @@ class ArrayBackend:
         group: Group,
         wire: tf.DType | None,
         counts: Sequence[int] | None = None,
-    ) -> list[Callable[[], list[tf.Tensor]]]:
-        """Start to reduce segments; see ``contract.ReducingBackend``.
-
-        Args:
-            counts: between hosts, how many ranks' sum each member of the group contributes.
-        """
+    ) -> list[list[tf.Tensor]]:
+        """Reduce segments; see ``contract.Backend``."""
         program: Any = self._programs.all_reduce
         if counts is not None:
             program = partial(program, counts=counts)
-        return self._begin(
+        return self._lines.run(
             agreement, group, [_reduction(program, segment, reduction, wire, gets=True) for segment in segments]
         )
 
@@ -128,13 +98,14 @@ class ArrayBackend:
     ) -> list[tf.Tensor]:
         """Reduce tensors of one dtype to the root; see ``contract.ReducingBackend``."""
         program = partial(self._programs.reduce, root=root)
-        results = self._run(agreement, group, _reduction(program, tensors, reduction, None, gets=group.rank == root))
+        given = _reduction(program, tensors, reduction, None, gets=group.rank == root)
+        [results] = self._lines.run(agreement, group, [given])
         return results or [tf.cast(tensor, _result_dtype(tensor.dtype, reduction)) for tensor in tensors]
 
     def broadcast(self, agreement: Agreement, tensors: Sequence[tf.Tensor], root: int, group: Group) -> list[tf.Tensor]:
         """Return the root's tensors on every rank."""
         program = partial(self._programs.broadcast, root=root)
-        received = self._run(agreement, group, _broadcast(program, tensors, sends=group.rank == root))
+        [received] = self._lines.run(agreement, group, [_broadcast(program, tensors, sends=group.rank == root)])
         return received if group.rank != root else [tf.identity(tensor) for tensor in tensors]
 
     def send(self, agreement: Agreement, tensor: tf.Tensor, pair: Group) -> tf.Tensor:
@@ -145,7 +116,7 @@ class ArrayBackend:
             return Action(partial(Transfer, pair.tag or 0, flat, True), [np.array(0, np.int32)])
 
         operation = Operation([tf.TensorSpec([], tf.int32)], _bytes([tensor]), prepare)
-        [sent] = self._run(agreement, pair, (operation, [tensor]))
+        [[sent]] = self._lines.run(agreement, pair, [(operation, [tensor])])
         return sent
 
     def receive(self, agreement: Agreement, like: tf.TensorSpec, pair: Group) -> tf.Tensor:
@@ -155,7 +126,7 @@ class ArrayBackend:
             result = _array(tuple(like.shape.as_list()), np.dtype(like.dtype.as_numpy_dtype))
             return Action(partial(Transfer, pair.tag or 0, result.reshape(-1).view(np.uint8), False), [result])
 
-        [received] = self._run(agreement, pair, (Operation([like], _bytes([like]), prepare), []))
+        [[received]] = self._lines.run(agreement, pair, [(Operation([like], _bytes([like]), prepare), [])])
         return received
 
     def all_gather(self, agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
@@ -166,7 +137,7 @@ class ArrayBackend:
             return Action(partial(self._programs.all_gather, row=arrays[0], result=result), [result])
 
         output = tf.TensorSpec([group.size, *row.shape], row.dtype)
-        [gathered] = self._run(agreement, group, (Operation([output], _bytes([row]), prepare), [row]))
+        [[gathered]] = self._lines.run(agreement, group, [(Operation([output], _bytes([row]), prepare), [row])])
         return gathered
 
     def all_to_all(self, agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor:
@@ -177,23 +148,12 @@ class ArrayBackend:
             return Action(partial(self._programs.all_to_all, rows=arrays[0], result=result), [result])
 
         output = tf.TensorSpec(rows.shape, rows.dtype)
-        [exchanged] = self._run(agreement, group, (Operation([output], _bytes([rows]), prepare), [rows]))
+        [[exchanged]] = self._lines.run(agreement, group, [(Operation([output], _bytes([rows]), prepare), [rows])])
         return exchanged
 
     def release(self, runtime: Runtime, name: str) -> None:
         """Free what is held for a group that is destroyed."""
         self._lines.close(runtime, name)
-
-    def _run(self, agreement: Agreement, group: Group, given: _Given) -> list[tf.Tensor]:
-        """Run one operation of a group, and return its results."""
-        [finish] = self._begin(agreement, group, [given])
-        return finish()
-
-    def _begin(
-        self, agreement: Agreement, group: Group, given: Sequence[_Given]
-    ) -> list[Callable[[], list[tf.Tensor]]]:
-        """Start operations of a group; the first one carries the terms."""
-        return lines.begin(agreement.runtime, self._lines.of(agreement.runtime, group), given, *agreement.take())
 
 
 class ComparingBackend(ArrayBackend):
@@ -206,7 +166,8 @@ class ComparingBackend(ArrayBackend):
     def exchange_terms(self, agreement: Agreement, group: Group) -> list[tf.Tensor]:
         """Compare only the terms; return a tensor that is ready once all ranks agree."""
         action = Action(self._meet, [np.array(True)])
-        return self._run(agreement, group, (Operation([tf.TensorSpec([], tf.bool)], 0, lambda _: action), []))
+        operation = Operation([tf.TensorSpec([], tf.bool)], 0, lambda _: action)
+        return self._lines.run(agreement, group, [(operation, [])])[0]
 
 
 # The parts of the calls: inputs, outputs, and how arrays become a program.
@@ -214,21 +175,20 @@ class ComparingBackend(ArrayBackend):
 
 def _reduction(
     program: Callable[..., Program], tensors: Sequence[tf.Tensor], reduction: str, wire: tf.DType | None, gets: bool
-) -> _Given:
+) -> OnTensors:
     dtype = _result_dtype(tensors[0].dtype, reduction)
     travels, given = (np.dtype(kind.as_numpy_dtype) for kind in (wire or tensors[0].dtype, dtype))
 
     def prepare(arrays: list[np.ndarray]) -> Action:
-        stream = Stream([array.shape for array in arrays], travels)
+        stream = Stream([array.shape for array in arrays], travels, [array.reshape(-1) for array in arrays])
         flat, results = stream.results(_pool, given) if gets else (None, [])
-        flats = [array.reshape(-1) for array in arrays]
-        return Action(partial(program, stream=stream, arrays=flats, result=flat, reduction=reduction), results)
+        return Action(partial(program, stream=stream, result=flat, reduction=reduction), results)
 
     outputs = [tf.TensorSpec(tensor.shape, dtype) for tensor in tensors] if gets else []
     return Operation(outputs, _bytes(tensors), prepare), tensors
 
 
-def _broadcast(program: Callable[..., Program], tensors: Sequence[tf.Tensor], sends: bool) -> _Given:
+def _broadcast(program: Callable[..., Program], tensors: Sequence[tf.Tensor], sends: bool) -> OnTensors:
     """Pack all dtypes into one stream of bytes. Unknown shapes are those of the rank's own tensors."""
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
     known = all(spec.shape.is_fully_defined() for spec in specs)
@@ -237,11 +197,11 @@ def _broadcast(program: Callable[..., Program], tensors: Sequence[tf.Tensor], se
     def prepare(arrays: list[np.ndarray]) -> Action:
         shapes = [array.shape for array in arrays] if arrays else [tuple(spec.shape.as_list()) for spec in specs]
         sizes = [(math.prod(shape) * dtype.itemsize,) for shape, dtype in zip(shapes, dtypes)]
-        stream = Stream(sizes, np.dtype(np.uint8))
         flats = [array.reshape(-1).view(np.uint8) for array in arrays] if sends else []
+        stream = Stream(sizes, np.dtype(np.uint8), flats)
         flat, parts = (None, []) if sends else stream.results(_pool, stream.dtype)
         results = [part.view(dtype).reshape(shape) for part, dtype, shape in zip(parts, dtypes, shapes)]
-        return Action(partial(program, stream=stream, arrays=flats, result=flat), results)
+        return Action(partial(program, stream=stream, result=flat), results)
 
     return Operation([] if sends else specs, _bytes(specs), prepare), tensors if sends or not known else []
 

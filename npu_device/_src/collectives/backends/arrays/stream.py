@@ -15,16 +15,18 @@ from npu_device._src.collectives.backends.arrays.buffers import ALIGNMENT, Buffe
 
 
 class Stream:
-    """The positions of arrays of given shapes.
+    """Arrays of given shapes, and their positions in the stream.
 
     Args:
         shapes: their shapes.
         dtype: dtype of the elements in the stream.
+        arrays: what this member sends, flat; none if it sends nothing.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype, arrays: Sequence[np.ndarray] = ()) -> None:
         self.dtype = dtype
         self.shapes = shapes
+        self.arrays = arrays
         self.starts: list[int] = []
         self.lengths: list[int] = []
         unit = ALIGNMENT // min(dtype.itemsize, ALIGNMENT)
@@ -38,15 +40,14 @@ class Stream:
             length += -(-elements // unit) * unit
         self.length = length
 
-    def copy_in(self, arrays: Sequence[np.ndarray], first: int, slot: np.ndarray) -> None:
+    def copy_in(self, first: int, slot: np.ndarray) -> None:
         """Fill a slot with the stream from element ``first`` on; arrays of another dtype are cast.
 
         Args:
-            arrays: flat, of the lengths of this stream.
             first: element of the stream.
             slot: of this stream's dtype. Gaps between arrays are left as they are.
         """
-        end = first + len(slot)
+        arrays, end = self.arrays, first + len(slot)
         # Start at the array in which the slot begins: with hundreds of arrays, checking each one for each slot is slow.
         for place in range(max(0, bisect_right(self.starts, first) - 1), len(arrays)):
             start = self.starts[place]

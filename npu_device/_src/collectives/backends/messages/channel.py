@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Generator
 
 import numpy as np
@@ -10,12 +9,6 @@ import numpy as np
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.arrays.engine import Program
 from npu_device._src.collectives.group import Group
-
-
-def inbox_number(group: Group) -> int:
-    """Return the number of a group's inboxes, the same on all members: 64 bits."""
-    name = repr((group.name, group.ranks)).encode(errors="surrogatepass")
-    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
 
 
 class Channel:
@@ -33,7 +26,7 @@ class Channel:
     def __init__(self, runtime: Runtime, group: Group) -> None:
         self.size, self.rank = group.size, group.rank
         self._peers, self._ranks = runtime.peers, group.ranks
-        self._number = inbox_number(group)
+        self._number = group.number
         self._inbox = self._peers.inbox(self._number)
 
     def gather(self, row: np.ndarray) -> Generator[int, None, np.ndarray]:

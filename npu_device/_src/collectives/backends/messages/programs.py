@@ -46,40 +46,25 @@ def fits(members: int, tensors: Sequence[Union[tf.Tensor, tf.TensorSpec]]) -> Un
     return tf.add_n(unknown) + known <= room(members)
 
 
-def all_reduce(
-    channel: Channel,
-    stream: Stream,
-    arrays: Sequence[np.ndarray],
-    result: np.ndarray,
-    reduction: str,
-    head: Head,
-) -> Program:
+def all_reduce(channel: Channel, stream: Stream, result: np.ndarray, reduction: str, head: Head) -> Program:
     """Reduce a stream; ``result`` is as long as the stream, and may be of another dtype."""
-    rows = yield from _rows(channel, stream, arrays, head)
+    rows = yield from _rows(channel, stream, head)
     folding(reduction, channel.size)(rows, result)
 
 
 def reduce(
-    channel: Channel,
-    stream: Stream,
-    arrays: Sequence[np.ndarray],
-    result: Optional[np.ndarray],
-    reduction: str,
-    root: int,
-    head: Head,
+    channel: Channel, stream: Stream, result: Optional[np.ndarray], reduction: str, root: int, head: Head
 ) -> Program:
     """Reduce a stream to the root, the only one with a ``result``."""
     del root
-    rows = yield from _rows(channel, stream, arrays, head)
+    rows = yield from _rows(channel, stream, head)
     if result is not None:
         folding(reduction, channel.size)(rows, result)
 
 
-def broadcast(
-    channel: Channel, stream: Stream, arrays: Sequence[np.ndarray], result: Optional[np.ndarray], root: int, head: Head
-) -> Program:
+def broadcast(channel: Channel, stream: Stream, result: Optional[np.ndarray], root: int, head: Head) -> Program:
     """Send the root's stream, of bytes, into the ``result`` of all other members."""
-    rows = yield from _rows(channel, stream, arrays, head)
+    rows = yield from _rows(channel, stream, head)
     if result is not None:
         result[:] = rows[root]
 
@@ -102,11 +87,10 @@ def meet(channel: Channel, head: Head) -> Program:
         yield from _round(channel, np.empty(0, np.uint8), head)
 
 
-def _rows(channel: Channel, stream: Stream, arrays: Sequence[np.ndarray], head: Head) -> Any:
+def _rows(channel: Channel, stream: Stream, head: Head) -> Any:
     """Return all members' streams."""
     packed = np.zeros(stream.length, stream.dtype)
-    if arrays:
-        stream.copy_in(arrays, 0, packed)
+    stream.copy_in(0, packed)
     rows = yield from _round(channel, packed.view(np.uint8), head)
     return np.ascontiguousarray(rows).view(stream.dtype)
 

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import numpy as np
 
-from npu_device._src.cluster.peers import Peers
-from npu_device._src.collectives.backends.arrays.mailbox import SLOT_BYTES
+from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.backends.arrays.mailbox import SLOT_BYTES, Slots
+from npu_device._src.collectives.group import Group
 
 _SLICE_SECONDS = 0.005  # nothing wakes a thread that reads
 _BRIEFLY_SECONDS = 0.001
 
 
-class MessageSlots:
-    """One side's end, as ``arrays.mailbox.Slots`` describes it.
+class MessageSlots(Slots):
+    """One side's end; a message tells the other side by itself, and a thread that waits does so only briefly.
 
     Args:
-        peers: the connections to the other ranks.
-        other: the rank of the other side.
-        number: of the inboxes of the two.
+        runtime: the running cluster.
+        pair: the two ranks.
     """
 
-    def __init__(self, peers: Peers, other: int, number: int) -> None:
-        self._peers, self._other, self._number = peers, other, number
-        self._inbox = peers.inbox(number)
+    def __init__(self, runtime: Runtime, pair: Group) -> None:
+        self._peers, self._other, self._number = runtime.peers, pair.ranks[1 - pair.rank], pair.number
+        self._inbox = self._peers.inbox(self._number)
         self._slot = np.empty(SLOT_BYTES, np.uint8)
 
     def look(self) -> None:
@@ -45,12 +45,6 @@ class MessageSlots:
     def filled(self, size: int) -> None:
         """Send the message."""
         self._peers.send(self._other, self._number, self._slot[:size].tobytes())
-
-    def tell(self) -> None:
-        """Do nothing: the message tells."""
-
-    def wake(self) -> None:
-        """Do nothing: a waiting thread waits only briefly."""
 
     def wait(self, first: bool, briefly: bool) -> bool:
         """Wait for something new, but not for long; return False if nothing came."""

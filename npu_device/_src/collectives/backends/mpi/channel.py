@@ -7,7 +7,6 @@ pause, then with sleeps in between, so that TensorFlow computes meanwhile.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -41,12 +40,13 @@ class Channel:
         mpi: mpi4py's module.
         size: number of members.
         rank: this member's number.
+        check: raises if the job has failed.
     """
 
     def __init__(self, world: MpiWorld, runtime: Runtime, group: Group) -> None:
         self.mpi = world.mpi
         self.size, self.rank = group.size, group.rank
-        self._check = runtime.health.require_running
+        self.check = runtime.health.require_running
         self._world, self._group = world, group
         self._comm: Any = None
         self._meeting = self._meet()
@@ -87,7 +87,7 @@ class Channel:
             if now - checked > _CHECK_SECONDS:
                 checked = now
                 try:
-                    self._check()
+                    self.check()
                 except PeerError:
                     _abandoned.append(program)
                     raise
@@ -105,15 +105,14 @@ class Channel:
     def _meet(self) -> Program:
         """Wait until all members have come, and make their communicator, which would block until then."""
         comm, ranks = self._world.comm, self._group.ranks
-        name = hashlib.blake2b(repr((self._group.name, ranks)).encode(errors="surrogatepass"), digest_size=8).digest()
-        tag = int.from_bytes(name, "little") % self._world.tags
-        mine, found = np.frombuffer(name, np.uint8), np.empty(8, np.uint8)
+        tag = self._group.number % self._world.tags
+        mine, found = np.array(self._group.number, np.uint64), np.empty((), np.uint64)
         distance = 1
         while distance < self.size:  # after each round, a member knows of twice as many
             to, source = ((self.rank + step) % self.size for step in (distance, -distance))
             for request in (comm.Irecv(found, ranks[source], tag), comm.Isend(mine, ranks[to], tag)):
                 yield from done(request)
-            if (mine != found).any():
+            if mine != found:
                 raise ClusterError(
                     f"group {self._group.name!r} and another group use the same tag of MPI.\n"
                     "What to do: give one of them another name."
@@ -138,7 +137,7 @@ class Channel:
         end = time.monotonic() + _NEWS_SECONDS
         while time.monotonic() < end:
             try:
-                self._check()
+                self.check()
             except PeerError as known:
                 return known
             time.sleep(_CHECK_SECONDS)

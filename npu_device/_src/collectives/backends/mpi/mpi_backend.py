@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives.backends.arrays.lines import GroupLine, Line, Lines, PairLine
-from npu_device._src.collectives.backends.arrays.mailbox import Mailbox
+from npu_device._src.collectives.backends.arrays.lines import Lines
 from npu_device._src.collectives.backends.arrays.operations import ArrayBackend
 from npu_device._src.collectives.backends.mpi import programs
 from npu_device._src.collectives.backends.mpi.channel import Channel
@@ -24,15 +21,8 @@ def _channel(runtime: Runtime, group: Group) -> Channel:
     return Channel(world, runtime, group)
 
 
-def _mailbox(runtime: Runtime, group: Group) -> Mailbox:
-    channel = _channel(runtime, group)
-    return Mailbox(MpiSlots(channel), runtime.health.require_running, channel.settle)
+def _slots_of(runtime: Runtime, pair: Group) -> MpiSlots:
+    return MpiSlots(_channel(runtime, pair))
 
 
-def _line(runtime: Runtime, group: Group) -> Line:
-    if group.tag is None:
-        return GroupLine(runtime, group, partial(_channel, runtime, group), _BACKGROUND_FROM_BYTES)
-    return PairLine(runtime, group, partial(_mailbox, runtime, group))
-
-
-mpi = ArrayBackend(programs, Lines(_line))
+mpi = ArrayBackend(programs, Lines(_channel, _slots_of, _BACKGROUND_FROM_BYTES))

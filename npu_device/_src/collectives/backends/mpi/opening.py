@@ -150,10 +150,9 @@ def _check_sum(runtime: Runtime, world: MpiWorld) -> str:
     wrong = ""
     for length in _CHECKED_LENGTHS:
         numbers = np.arange(length, dtype=np.int32)
-        stream = Stream([numbers.shape], numbers.dtype)
+        stream = Stream([numbers.shape], numbers.dtype, [numbers * (cluster.rank + 1)])
         flat, found = stream.results(programs.POOL, numbers.dtype)
-        mine = numbers * (cluster.rank + 1)
-        channel.advance(programs.all_reduce(channel, stream, [mine], flat, "sum", head_of(None, 0)), block=True)
+        channel.advance(programs.all_reduce(channel, stream, flat, "sum", head_of(None, 0)), block=True)
         if (found[0] != numbers * (group.size * (group.size + 1) // 2)).any():
             wrong = f"a sum of {length} numbers is wrong in MPI ({world.library})"
     channel.close()

@@ -37,7 +37,6 @@ POOL = BufferPool()
 def all_reduce(
     channel: Channel,
     stream: Stream,
-    arrays: Sequence[np.ndarray],
     result: np.ndarray,
     reduction: str,
     head: Head,
@@ -47,8 +46,7 @@ def all_reduce(
 
     Args:
         channel: the members.
-        stream: the positions and the dtype of what is sent.
-        arrays: the stream's arrays, flat.
+        stream: what is sent.
         result: the stream's results.
         reduction: as in ``contract``.
         head: not used: the ranks have agreed on the call.
@@ -57,30 +55,22 @@ def all_reduce(
     del head
     counts = counts or [1] * channel.size
     if is_narrow(stream.dtype) and stream.dtype != result.dtype:
-        yield from _reduce_compressed(channel, stream, arrays, result, reduction, counts)
+        yield from _reduce_compressed(channel, stream, result, reduction, counts)
     else:
-        yield from _reduce(channel, stream, arrays, result, folding(reduction, sum(counts)))
+        yield from _reduce(channel, stream, result, folding(reduction, sum(counts)))
 
 
 def reduce(
-    channel: Channel,
-    stream: Stream,
-    arrays: Sequence[np.ndarray],
-    result: Optional[np.ndarray],
-    reduction: str,
-    root: int,
-    head: Head,
+    channel: Channel, stream: Stream, result: Optional[np.ndarray], reduction: str, root: int, head: Head
 ) -> Program:
     """Reduce a stream to the root, the only one with a ``result``."""
     del head
     reduced_dtype = np.dtype(dtypes.reduced_dtype(tf.as_dtype(stream.dtype), reduction).as_numpy_dtype)
     fold = folding(reduction, channel.size)
-    yield from _reduce_to_root(channel, stream, arrays, result, reduced_dtype, root, fold)
+    yield from _reduce_to_root(channel, stream, result, reduced_dtype, root, fold)
 
 
-def broadcast(
-    channel: Channel, stream: Stream, arrays: Sequence[np.ndarray], result: Optional[np.ndarray], root: int, head: Head
-) -> Program:
+def broadcast(channel: Channel, stream: Stream, result: Optional[np.ndarray], root: int, head: Head) -> Program:
     """Send the root's stream, of bytes, into the ``result`` of all other members."""
     del head
 
@@ -89,7 +79,7 @@ def broadcast(
             part = result[first:last]
         else:
             part = POOL.take(last - first)
-            stream.copy_in(arrays, first, part)
+            stream.copy_in(first, part)
         return channel.comm.Ibcast(part, root), part
 
     yield from _pipeline(stream.length, CHUNK_BYTES, start, _nothing)
@@ -178,13 +168,11 @@ def _act_on(later: deque[_Request]) -> Program:
     act()
 
 
-def _exchange(
-    channel: Channel, stream: Stream, arrays: Sequence[np.ndarray], first: int, last: int
-) -> tuple[Any, list[np.ndarray]]:
+def _exchange(channel: Channel, stream: Stream, first: int, last: int) -> tuple[Any, list[np.ndarray]]:
     """Start to exchange a chunk: each member gets all members' values of its part, the rows."""
     bounds, item, rank = _bounds(channel, last - first), stream.dtype.itemsize, channel.rank
     sent = POOL.take((last - first) * item).view(stream.dtype)
-    stream.copy_in(arrays, first, sent)
+    stream.copy_in(first, sent)
     mine = sent[bounds[rank] : bounds[rank + 1]]
     found = POOL.take(channel.size * mine.nbytes).view(stream.dtype).reshape(channel.size, -1)
     sizes, starts = _in_bytes(bounds, item)
@@ -197,13 +185,7 @@ def _exchange(
     return request, [mine if member == rank else found[member] for member in range(channel.size)]
 
 
-def _reduce(
-    channel: Channel,
-    stream: Stream,
-    arrays: Sequence[np.ndarray],
-    result: np.ndarray,
-    fold: Callable[[Any, np.ndarray], None],
-) -> Program:
+def _reduce(channel: Channel, stream: Stream, result: np.ndarray, fold: Callable[[Any, np.ndarray], None]) -> Program:
     """Reduce a stream: each member reduces its part of each chunk, and gets the others' results."""
 
     def finish(first: int, last: int, rows: list[np.ndarray]) -> _Request:
@@ -211,13 +193,12 @@ def _reduce(
         fold(rows, part[bounds[channel.rank] : bounds[channel.rank + 1]])
         return _gather(channel, part, bounds), _nothing
 
-    yield from _pipeline(stream.length, _chunk(stream), partial(_exchange, channel, stream, arrays), finish)
+    yield from _pipeline(stream.length, _chunk(stream), partial(_exchange, channel, stream), finish)
 
 
 def _reduce_to_root(
     channel: Channel,
     stream: Stream,
-    arrays: Sequence[np.ndarray],
     result: Optional[np.ndarray],
     dtype: np.dtype,
     root: int,
@@ -234,21 +215,17 @@ def _reduce_to_root(
             gathered = [_bytes(result[first:last]), *_in_bytes(bounds, dtype.itemsize), channel.mpi.BYTE]
         return channel.comm.Igatherv([_bytes(block), channel.mpi.BYTE], gathered, root), _nothing
 
-    yield from _pipeline(stream.length, _chunk(stream), partial(_exchange, channel, stream, arrays), finish)
+    yield from _pipeline(stream.length, _chunk(stream), partial(_exchange, channel, stream), finish)
 
 
 def _reduce_compressed(
-    channel: Channel,
-    stream: Stream,
-    arrays: Sequence[np.ndarray],
-    result: np.ndarray,
-    reduction: str,
-    counts: Sequence[int],
+    channel: Channel, stream: Stream, result: np.ndarray, reduction: str, counts: Sequence[int]
 ) -> Program:
     """Reduce float32 or float64 values that are sent in 16 bits, in both directions, and added in their own dtype."""
     shares, scale = dtypes.wire_scales(reduction, counts)
     if shares[channel.rank] != 1:
-        arrays = [array / array.dtype.type(shares[channel.rank]) for array in arrays]
+        parts = [array / array.dtype.type(shares[channel.rank]) for array in stream.arrays]
+        stream = Stream(stream.shapes, stream.dtype, parts)
     fold = folding(reduction, sum(counts))
 
     def finish(first: int, last: int, rows: list[np.ndarray]) -> _Request:
@@ -267,7 +244,7 @@ def _reduce_compressed(
 
         return _gather(channel, whole, bounds), widen
 
-    yield from _pipeline(stream.length, _chunk(stream), partial(_exchange, channel, stream, arrays), finish)
+    yield from _pipeline(stream.length, _chunk(stream), partial(_exchange, channel, stream), finish)
 
 
 def _gather(channel: Channel, whole: np.ndarray, bounds: Sequence[int]) -> Any:

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from npu_device._src.collectives.backends.arrays.mailbox import SLOT_BYTES, SLOTS
+from npu_device._src.collectives.backends.arrays.mailbox import SLOT_BYTES, SLOTS, Slots
 from npu_device._src.collectives.backends.mpi.channel import Channel, pause
 
 
-class MpiSlots:
-    """One side's end, as ``arrays.mailbox.Slots`` describes it.
+class MpiSlots(Slots):
+    """One side's end; a message tells the other side by itself, and a thread that waits does so only briefly.
 
     Args:
         channel: the connection of the two.
@@ -59,11 +59,9 @@ class MpiSlots:
         with self._channel.errors_explained():
             self._sent.append((self._channel.comm.Isend(slot[:size], self._other), slot))
 
-    def tell(self) -> None:
-        """Do nothing: the message tells."""
-
-    def wake(self) -> None:
-        """Do nothing: a waiting thread sleeps only briefly."""
+    def check(self) -> None:
+        """Raise if the job has failed."""
+        self._channel.check()
 
     def wait(self, first: bool, briefly: bool) -> bool:
         """Wait a moment, always briefly; there may be something new."""

@@ -30,57 +30,37 @@ _SHARED_FROM_BYTES = 64 << 10
 _SHARED_SLOTS = 8
 
 
-def all_reduce(
-    channel: Channel,
-    stream: Stream,
-    arrays: Sequence[np.ndarray],
-    result: np.ndarray,
-    reduction: str,
-    head: Head | None,
-) -> Program:
+def all_reduce(channel: Channel, stream: Stream, result: np.ndarray, reduction: str, head: Head | None) -> Program:
     """Reduce a stream; ``result`` is as long as the stream, and may be of another dtype."""
     fold = folding(reduction, channel.size)
     length = stream.length
     if channel.size == 2 or length * stream.dtype.itemsize <= _SHARED_FROM_BYTES:
-        yield from _reduce_all(channel, stream, arrays, result, fold, head)
+        yield from _reduce_all(channel, stream, result, fold, head)
         return
     # A chunk fills a slot, and a member's part of its result, which may have a wider dtype, fits into one.
     part = channel.slot_bytes // result.dtype.itemsize
     chunk = min(channel.slot_bytes // stream.dtype.itemsize, channel.size * part) // channel.size * channel.size
     for first in range(0, length, chunk * _SHARED_SLOTS):
         last = min(length, first + chunk * _SHARED_SLOTS)
-        yield from _reduce_shared(channel, stream, arrays, result, fold, (first, last, chunk), head)
+        yield from _reduce_shared(channel, stream, result, fold, (first, last, chunk), head)
         head = None
 
 
 def reduce(
-    channel: Channel,
-    stream: Stream,
-    arrays: Sequence[np.ndarray],
-    result: np.ndarray | None,
-    reduction: str,
-    root: int,
-    head: Head | None,
+    channel: Channel, stream: Stream, result: np.ndarray | None, reduction: str, root: int, head: Head | None
 ) -> Program:
     """Reduce a stream to the root, the only one with a ``result``."""
     del root
     fold = folding(reduction, channel.size)
-    yield from _reduce_all(channel, stream, arrays, result, fold, head)
+    yield from _reduce_all(channel, stream, result, fold, head)
 
 
-def broadcast(
-    channel: Channel,
-    stream: Stream,
-    arrays: Sequence[np.ndarray],
-    result: np.ndarray | None,
-    root: int,
-    head: Head | None,
-) -> Program:
+def broadcast(channel: Channel, stream: Stream, result: np.ndarray | None, root: int, head: Head | None) -> Program:
     """Send the root's stream into the ``result`` of all other members."""
     chunk = channel.slot_bytes // stream.dtype.itemsize
 
     def fill(number: int, slot: np.ndarray) -> None:
-        stream.copy_in(arrays, number * chunk, slot)
+        stream.copy_in(number * chunk, slot)
 
     def read(number: int, slots: np.ndarray) -> None:
         if result is not None:
@@ -131,7 +111,6 @@ def meet(channel: Channel, head: Head | None) -> Program:
 def _reduce_all(
     channel: Channel,
     stream: Stream,
-    arrays: Sequence[np.ndarray],
     result: np.ndarray | None,
     fold: Callable[[Rows, np.ndarray], None],
     head: Head | None,
@@ -140,7 +119,7 @@ def _reduce_all(
     chunk = channel.slot_bytes // stream.dtype.itemsize
 
     def fill(number: int, slot: np.ndarray) -> None:
-        stream.copy_in(arrays, number * chunk, slot)
+        stream.copy_in(number * chunk, slot)
 
     def read(number: int, slots: np.ndarray) -> None:
         if result is not None:
@@ -154,7 +133,6 @@ def _reduce_all(
 def _reduce_shared(
     channel: Channel,
     stream: Stream,
-    arrays: Sequence[np.ndarray],
     result: np.ndarray,
     fold: Callable[[Rows, np.ndarray], None],
     block: tuple[int, int, int],
@@ -175,7 +153,7 @@ def _reduce_shared(
 
     def fill(number: int, slot: np.ndarray) -> None:
         begin = first + number * chunk
-        stream.copy_in(arrays, begin, slot[: min(chunk, last - begin)])
+        stream.copy_in(begin, slot[: min(chunk, last - begin)])
 
     def read(number: int, slots: np.ndarray) -> None:
         length = min(chunk, last - first - number * chunk)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives.backends.arrays.lines import GroupLine, Line, Lines, PairLine
-from npu_device._src.collectives.backends.arrays.mailbox import Mailbox
+from npu_device._src.collectives.backends.arrays.lines import Lines
 from npu_device._src.collectives.backends.arrays.operations import ComparingBackend
-from npu_device._src.collectives.backends.shared_memory import programs, slots
+from npu_device._src.collectives.backends.shared_memory import programs
 from npu_device._src.collectives.backends.shared_memory.channel import Channel, Layout
 from npu_device._src.collectives.backends.shared_memory.connection import FIRST_BYTE, connect
+from npu_device._src.collectives.backends.shared_memory.slots import BYTES, MemorySlots
 from npu_device._src.collectives.group import Group
 
 # So that long operations proceed while TensorFlow computes.
@@ -25,15 +23,8 @@ def channel_of(runtime: Runtime, group: Group) -> Channel:
     )
 
 
-def _mailbox(runtime: Runtime, group: Group) -> Mailbox:
-    segment = connect(runtime, group, slots.BYTES)
-    return Mailbox(slots.MemorySlots(segment.memory, FIRST_BYTE, group.rank), segment.check, segment.settle)
+def _slots_of(runtime: Runtime, pair: Group) -> MemorySlots:
+    return MemorySlots(connect(runtime, pair, BYTES), pair.rank)
 
 
-def _line(runtime: Runtime, group: Group) -> Line:
-    if group.tag is None:
-        return GroupLine(runtime, group, partial(channel_of, runtime, group), _BACKGROUND_FROM_BYTES)
-    return PairLine(runtime, group, partial(_mailbox, runtime, group))
-
-
-shared_memory = ComparingBackend(programs, Lines(_line))
+shared_memory = ComparingBackend(programs, Lines(channel_of, _slots_of, _BACKGROUND_FROM_BYTES))

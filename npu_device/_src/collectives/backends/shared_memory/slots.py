@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
-
 import numpy as np
 
-from npu_device._src.collectives.backends.arrays.mailbox import SLOT_BYTES, SLOTS
+from npu_device._src.collectives.backends.arrays.mailbox import SLOT_BYTES, SLOTS, Slots
+from npu_device._src.collectives.backends.shared_memory.connection import FIRST_BYTE, Segment
 from npu_device._src.collectives.backends.shared_memory.futex import Counter
 
 _COUNTER_BYTES = 64
@@ -17,25 +16,25 @@ BYTES = _RINGS_AT + 2 * SLOTS * SLOT_BYTES
 """Size of the memory."""
 
 
-class MemorySlots:
-    """One side's end, as ``arrays.mailbox.Slots`` describes it.
+class MemorySlots(Slots):
+    """One side's end.
 
     Args:
-        memory: a mapping with ``BYTES`` bytes from ``first`` on, zeros when the first side comes.
-        first: where in the mapping the slots begin, in bytes.
+        segment: ``BYTES`` bytes that the two share, zeros when the first side comes.
         side: 0 or 1.
     """
 
-    def __init__(self, memory: mmap.mmap, first: int, side: int) -> None:
+    def __init__(self, segment: Segment, side: int) -> None:
         other = 1 - side
+        self._segment = segment
 
         def counter(place: int) -> Counter:
-            return Counter(memory, first + place * _COUNTER_BYTES)
+            return Counter(segment.memory, FIRST_BYTE + place * _COUNTER_BYTES)
 
         self._filled, self._others_filled = counter(side), counter(other)
         self._emptied, self._others_emptied = counter(2 + side), counter(2 + other)
         self._news, self._others_news = counter(4 + side), counter(4 + other)
-        rings = np.frombuffer(memory, np.uint8, 2 * SLOTS * SLOT_BYTES, first + _RINGS_AT)
+        rings = np.frombuffer(segment.memory, np.uint8, 2 * SLOTS * SLOT_BYTES, FIRST_BYTE + _RINGS_AT)
         rings = rings.reshape(2, SLOTS, SLOT_BYTES)
         self._ring, self._others_ring = rings[side], rings[other]
         self._slots_filled = self._slots_emptied = self._news_told = self._news_seen = 0
@@ -80,5 +79,10 @@ class MemorySlots:
         """Spin briefly if it is the first wait, then sleep until there is news, for at most a slice of time."""
         return self._others_news.wait_for(self._news_seen + 1, _LOOKS if first else 0, briefly)
 
-    def close(self) -> None:
-        """Do nothing: the memory goes with its last reader."""
+    def check(self) -> None:
+        """Raise if the collectives of this rank have been stopped."""
+        self._segment.check()
+
+    def settle(self) -> None:
+        """Withdraw the offer of the memory."""
+        self._segment.settle()

@@ -9,7 +9,6 @@ adds its block in float32, and the blocks are gathered. That moves as many bytes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Callable
 
 import tensorflow as tf
@@ -39,23 +38,21 @@ _CARRIERS = {
 _Move = Callable[[tf.Tensor], tf.Tensor]
 
 
-def start_all_reduce(
+def all_reduce(
     agreement: Agreement,
     segments: Sequence[Sequence[tf.Tensor]],
     reduction: str,
     group: Group,
     wire: tf.DType | None,
     counts: Sequence[int] | None = None,
-) -> list[Callable[[], list[tf.Tensor]]]:
-    """Start to reduce segments, as ``contract`` says. The collectives run concurrently.
+) -> list[list[tf.Tensor]]:
+    """Reduce segments, as ``contract`` says. The collectives run concurrently.
 
     Args:
         counts: how many ranks' sum each member of the group contributes; a mean is over all of them. Default 1 each.
     """
     counts = counts or [1] * group.size
-    return [
-        partial(_all_reduce_segment, agreement.runtime, segment, reduction, group, wire, counts) for segment in segments
-    ]
+    return [_all_reduce_segment(agreement.runtime, segment, reduction, group, wire, counts) for segment in segments]
 
 
 def all_gather(agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:

@@ -1,0 +1,29 @@
+"""Methods of a model's metrics, losses and layers that are replaced while one of its steps runs."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import tensorflow as tf
+
+
+class Replaced:
+    """The methods that are replaced now."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def replace(self, thing: Any, name: str, hook: Callable[..., Any]) -> None:
+        """Replace a method of an object, and of no class, by ``hook(own method, *arguments)``."""
+        own = getattr(thing, name)
+        self._before.append((thing, name, vars(thing).get(name)))
+        vars(thing)[name] = tf.autograph.experimental.do_not_convert(lambda *args, **kwargs: hook(own, *args, **kwargs))
+
+    def restore(self) -> None:
+        """Give the objects their own methods back."""
+        for thing, name, before in self._before:
+            if before is None:
+                vars(thing).pop(name, None)
+            else:
+                vars(thing)[name] = before
+        self._before.clear()
