@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
-from npu_device._src.cluster import frames
+from npu_device._src.cluster import frames, handshake
+from npu_device._src.cluster.handshake import TimedConnection
 
 _CONNECT_SECONDS = 3.0
-_PROOF_SECONDS = 5.0
+_OF_NODES = b" nodes"  # part of what both prove, so that ranks and nodes don't take each other for their own kind
 
 
 class Link:
@@ -25,10 +25,12 @@ class Link:
         is_lost: the other side has closed the connection.
     """
 
-    def __init__(self, connection: socket.socket, reader: frames.Reader) -> None:
+    def __init__(self, line: TimedConnection) -> None:
         self.is_lost = False
-        self._connection = connection
-        self._reader = reader
+        self._connection = line.connection
+        self._connection.settimeout(None)
+        self._reader = line.reader
+        self._reader.limit = frames.LIMIT
         self._sending = threading.Lock()
 
     def send(self, message: dict[str, Any]) -> None:
@@ -72,22 +74,7 @@ def connect(host: str, port: int, secret: bytes) -> Link:
     Raises:
         OSError: it can't be reached, or is another program or job.
     """
-    connection = socket.create_connection((host, port), _CONNECT_SECONDS)
-    try:
-        if connection.getsockname() == connection.getpeername():
-            raise ConnectionRefusedError("nothing listens there")  # a port of this host can connect to itself
-        reader = frames.Reader(frames.LIMIT_BEFORE_PROOF)
-        until, mine = time.monotonic() + _PROOF_SECONDS, frames.nonce()
-        _send(connection, {"npurun": frames.PROTOCOL, "nonce": mine})
-        theirs = str(_receive(connection, reader, until).get("nonce"))
-        _send(connection, {"proof": frames.proof(secret, "node", mine, theirs)})
-        proof = _receive(connection, reader, until).get("proof")
-        if not frames.is_proof(proof, frames.proof(secret, "leader", mine, theirs)):
-            raise ConnectionError("it can't prove that it knows the job's secret")
-    except BaseException:
-        connection.close()
-        raise
-    return _link(connection, reader)
+    return Link(handshake.reach(host, port, _CONNECT_SECONDS, secret + _OF_NODES))
 
 
 def accept(connection: socket.socket, secret: bytes) -> Link:
@@ -97,49 +84,10 @@ def accept(connection: socket.socket, secret: bytes) -> Link:
         OSError: it isn't a node of this job.
     """
     try:
-        reader = frames.Reader(frames.LIMIT_BEFORE_PROOF)
-        until, mine = time.monotonic() + _PROOF_SECONDS, frames.nonce()
-        greeting = _receive(connection, reader, until)
-        theirs = str(greeting.get("nonce"))
-        if greeting.get("npurun") != frames.PROTOCOL:
-            raise ConnectionError("another program")
-        _send(connection, {"nonce": mine})
-        proof = _receive(connection, reader, until).get("proof")
-        if not frames.is_proof(proof, frames.proof(secret, "node", theirs, mine)):
-            raise ConnectionError("it can't prove that it knows the job's secret")
-        _send(connection, {"proof": frames.proof(secret, "leader", theirs, mine)})
+        frames.keep_alive(connection)
+        line = TimedConnection(connection, frames.LIMIT_BEFORE_PROOF)
+        handshake.admit(line, secret + _OF_NODES)
     except BaseException:
         connection.close()
         raise
-    return _link(connection, reader)
-
-
-def _link(connection: socket.socket, reader: frames.Reader) -> Link:
-    connection.settimeout(None)
-    frames.keep_alive(connection)
-    reader.limit = frames.LIMIT
-    return Link(connection, reader)
-
-
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    connection.sendall(frames.encode(message))
-
-
-def _receive(connection: socket.socket, reader: frames.Reader, until: float) -> dict[str, Any]:
-    """Return the next message.
-
-    Raises:
-        OSError: none came in time.
-    """
-    while True:
-        try:
-            message = reader.next()
-        except frames.FrameError as error:
-            raise ConnectionError(f"another program answers: {error}") from None
-        if message is not None:
-            return message
-        connection.settimeout(max(0.01, until - time.monotonic()))
-        data = connection.recv(1 << 16)
-        if not data:
-            raise ConnectionError("the connection was closed: another program, or a job with another secret")
-        reader.add(data)
+    return Link(line)

@@ -1,5 +1,5 @@
 """The first exchange with the hub, or with another rank: its address, frames with time limits, and the proof that both
-sides know the job's secret.
+sides know the job's secret. Ranks use it, and the launchers of several nodes.
 
 An attempt that fails raises ``AttemptFailedError``, whose text says what happened at that address.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import queue
 import socket
+import struct
 import threading
 import time
 from typing import Any, Callable
@@ -27,7 +28,7 @@ NO_SECRET = (
 )
 
 
-class AttemptFailedError(Exception):
+class AttemptFailedError(ConnectionError):
     """One attempt failed; the text says why."""
 
 
@@ -81,8 +82,65 @@ class TimedConnection:
             self.reader.add(data)
 
 
+def reach(host: str, port: int, seconds: float, secret: bytes, **said: Any) -> TimedConnection:
+    """Connect to the first address of a host at which someone knows the job's secret.
+
+    Args:
+        host: its name or address.
+        port: the port there.
+        seconds: how long to wait, for the name and for each address.
+        secret: the job's secret.
+        said: what else to say in the first frame.
+
+    Raises:
+        AttemptFailedError: there is none; what happened at the last address.
+    """
+    outcome = AttemptFailedError("the name has no address")
+    for family, address in resolve(host, port, seconds):
+        try:
+            connection = connect(family, address, seconds)
+            try:
+                line = TimedConnection(connection)
+                authenticate(line, secret, **said)
+                return line
+            except BaseException:
+                connection.close()
+                raise
+        except AttemptFailedError as failure:
+            outcome = failure
+    raise outcome
+
+
+def connect(family: int, address: tuple[Any, ...], seconds: float) -> socket.socket:
+    """Connect to a socket address, in limited time.
+
+    Raises:
+        AttemptFailedError: nothing can be reached there.
+    """
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(seconds)
+        connection.connect(address)
+        if connection.getsockname() == connection.getpeername():
+            # Connecting to an unused port of this host can connect to itself. Leave no TIME_WAIT, which would keep the
+            # hub from listening there.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            raise ConnectionRefusedError
+        frames.keep_alive(connection)
+    except BaseException as error:
+        connection.close()
+        if isinstance(error, ConnectionRefusedError):
+            raise AttemptFailedError("refused: nothing listens there") from None
+        if isinstance(error, socket.timeout):
+            raise AttemptFailedError("timed out: the host doesn't answer") from None
+        if isinstance(error, OSError):
+            raise AttemptFailedError(f"can't be reached: {error.strerror or error}") from error
+        raise
+    return connection
+
+
 def authenticate(line: TimedConnection, secret: bytes, **said: Any) -> None:
-    """Prove that this rank knows the secret, and have the hub prove it.
+    """Prove that this process knows the secret, and have the other side prove it.
 
     Args:
         line: the connection.
@@ -90,7 +148,7 @@ def authenticate(line: TimedConnection, secret: bytes, **said: Any) -> None:
         said: what else to say in the first frame.
 
     Raises:
-        AttemptFailedError: it isn't the hub of this job.
+        AttemptFailedError: the other side doesn't know the secret.
     """
     mine = frames.nonce()
     line.send({"npu_device": frames.PROTOCOL, "nonce": mine, **said})
@@ -104,8 +162,8 @@ def authenticate(line: TimedConnection, secret: bytes, **said: Any) -> None:
     line.send({"proof": frames.proof(secret, "client", mine, theirs)})
     answer = line.receive(
         ANSWER_SECONDS,
-        silent="no answer to this rank's proof of the job's secret",
-        closed="this rank's proof of the job's secret was refused: it is the hub of a job with another secret "
+        silent="no answer to the proof of the job's secret",
+        closed="the proof of the job's secret was refused: it is the hub of a job with another secret "
         "(NPU_DEVICE_SECRET_FILE, NPU_DEVICE_SECRET)",
     )
     if not frames.is_proof(answer.get("proof"), frames.proof(secret, "hub", mine, theirs)):

@@ -26,7 +26,7 @@ from npu_device._src.cluster import frames
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
-from npu_device._src.cluster.handshake import AttemptFailedError, TimedConnection, admit, authenticate, resolve
+from npu_device._src.cluster.handshake import AttemptFailedError, TimedConnection, admit, reach
 from npu_device._src.cluster.health import Health
 from npu_device._src.cluster.ports import join_address, listen_for_ranks
 
@@ -263,29 +263,14 @@ class Peers:
         until = time.monotonic() + environment.HCCL_CONNECT_TIMEOUT.get()
         while True:
             try:
-                return self._connect(host, port, self._secret + token.encode())
-            except (AttemptFailedError, OSError) as error:
+                line = reach(host, port, _CONNECT_SECONDS, self._secret + token.encode(), rank=self._cluster.rank)
+                line.connection.settimeout(_SEND_SECONDS)
+                return line.connection
+            except AttemptFailedError as error:
                 self._health.require_running()
                 if time.monotonic() > until:
                     self._raise_for(rank, f"no connection to {join_address(host, port)}: {error}")
                 time.sleep(_PAUSE_SECONDS)
-
-    def _connect(self, host: str, port: int, secret: bytes) -> socket.socket:
-        addresses = resolve(host, port, _CONNECT_SECONDS)
-        for family, address in addresses:
-            connection = socket.socket(family, socket.SOCK_STREAM)
-            try:
-                connection.settimeout(_CONNECT_SECONDS)
-                connection.connect(address)
-                frames.keep_alive(connection)
-                authenticate(TimedConnection(connection), secret, rank=self._cluster.rank)
-                connection.settimeout(_SEND_SECONDS)
-                return connection
-            except BaseException as error:
-                connection.close()
-                if not isinstance(error, (AttemptFailedError, OSError)) or address == addresses[-1][1]:
-                    raise
-        raise AttemptFailedError("the name has no address")
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -306,7 +291,7 @@ class Peers:
             said = admit(line, self._secret + self._others[self._cluster.rank][1].encode())
             self._incoming[int(said["rank"])] = _Incoming(connection)
             self._wake_all()
-        except (AttemptFailedError, OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError) as error:
             _log.debug("%s refused a connection: %s", self._me(), error)
             connection.close()
         self._arriving.discard(connection)

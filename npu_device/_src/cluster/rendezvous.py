@@ -10,7 +10,6 @@ import importlib.metadata
 import logging
 import os
 import socket
-import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Callable
@@ -26,6 +25,7 @@ from npu_device._src.cluster.handshake import (
     AttemptFailedError,
     TimedConnection,
     authenticate,
+    connect,
     resolve,
 )
 from npu_device._src.cluster.hub_process import HubProcess
@@ -205,23 +205,8 @@ class _Search:
         return None
 
     def _call_on(self, family: int, address: tuple[Any, ...]) -> _Met:
-        connection = socket.socket(family, socket.SOCK_STREAM)
+        connection = connect(family, address, max(0.1, min(_CONNECT_SECONDS, self.remaining())))
         try:
-            connection.settimeout(max(0.1, min(_CONNECT_SECONDS, self.remaining())))
-            try:
-                connection.connect(address)
-            except ConnectionRefusedError:
-                raise AttemptFailedError("refused: nothing listens there") from None
-            except socket.timeout:
-                raise AttemptFailedError("timed out: the host doesn't answer") from None
-            except OSError as error:
-                raise AttemptFailedError(f"can't be reached: {error.strerror or error}") from error
-            if connection.getsockname() == connection.getpeername():
-                # Connecting to an unused port of this host can connect to itself. Leave no TIME_WAIT, which would
-                # keep the hub from listening there.
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                raise AttemptFailedError("refused: nothing listens there")
-            frames.keep_alive(connection)
             line = TimedConnection(connection)
             authenticate(line, self._membership.secret)
             line.send({"hello": self._hello.fields()})
