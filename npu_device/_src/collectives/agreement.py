@@ -182,7 +182,7 @@ def _terms(runtime: Runtime, group: Group, call: Call, overlaps: bool) -> Terms:
             runtime.health.stop(text)  # the rest of the graph may already have started other collectives
         return MismatchError(text)
 
-    return Terms(call.fingerprint, call.row(), overlaps, refuse)
+    return Terms(call.fingerprint, call.row, overlaps, refuse)
 
 
 def _report(runtime: Runtime, group: Group, call: Call, position: int, overlaps: bool) -> str:
@@ -219,8 +219,7 @@ def mismatch_text(group: Group, hosts: Sequence[str], rows: Sequence[dict[str, A
         "Likely cause: on some ranks the script takes another branch, builds another model, or calls in a different "
         "order.\n"
         "What to do: make every rank call the same operations with the same dtypes and shapes in the same order; the "
-        "lines "
-        "above say where each rank is."
+        "lines above say where each rank is."
     )
     return "\n".join(lines)
 

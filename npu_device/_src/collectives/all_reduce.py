@@ -89,12 +89,7 @@ def all_reduce_segments(
 
 
 def require_reduction(operation: str, dtype: tf.DType, reduction: str) -> None:
-    """Check the dtype and the reduction.
-
-    Raises:
-        ValueError: an unknown reduction.
-        TypeError: a dtype that can't be reduced.
-    """
+    """Raise ValueError for an unknown reduction, and TypeError for a dtype that can't be reduced."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction {reduction!r} is unknown; expected one of {', '.join(map(repr, REDUCTIONS))}")
     if dtype not in REDUCED:
@@ -105,11 +100,7 @@ def require_reduction(operation: str, dtype: tf.DType, reduction: str) -> None:
 
 
 def require_differentiable(operation: str, reduction: str) -> None:
-    """Check that a reduction has a gradient.
-
-    Raises:
-        LookupError: it has no gradient.
-    """
+    """Raise LookupError if a reduction has no gradient."""
     if reduction not in ("sum", "mean"):
         raise LookupError(
             f"{operation} has no gradient for reduction {reduction!r}; it is differentiable for 'sum' and 'mean'"

@@ -65,11 +65,7 @@ def _power_of_two(number: int) -> int:
 
 
 def require_bits(dtype: tf.DType) -> None:
-    """Refuse to move values that don't have a fixed number of bits.
-
-    Raises:
-        TypeError: strings, resources and the like.
-    """
+    """Raise TypeError for values that don't have a fixed number of bits to move: strings, resources and the like."""
     if not (dtype.is_floating or dtype.is_integer or dtype.is_complex or dtype.is_bool):
         raise TypeError(
             f"a tensor of dtype {dtype.name} can't be sent to another rank; expected a numeric dtype or bool"

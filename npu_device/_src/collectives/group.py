@@ -22,11 +22,7 @@ _MAX_NAME_BYTES = 127
 
 
 def check_group_name(name: Any) -> None:
-    """Check the name that a script gives for a group.
-
-    Raises:
-        ValueError: not a text, empty, or longer than 127 bytes in UTF-8.
-    """
+    """Raise ValueError if the name that a script gives isn't a text, is empty, or longer than 127 bytes in UTF-8."""
     expected = f"expected a str of 1 to {_MAX_NAME_BYTES} bytes"
     if not isinstance(name, str) or not name:
         raise ValueError(f"group {name!r} is not a group's name; {expected}")
@@ -46,6 +42,7 @@ class Group:
         parent: name of the script's group, if this group was made for one of its operations.
         tag: in a group of two for send and receive, the queue of an operation; groups that differ in
             nothing else are equal. None if all operations are in one order.
+        counts: of how many ranks each member brings the sum, where a member stands for its host.
     """
 
     name: str
@@ -53,6 +50,7 @@ class Group:
     rank: int
     parent: str = field(default="", compare=False)
     tag: int | None = field(default=None, compare=False)
+    counts: tuple[int, ...] | None = field(default=None, compare=False)
 
     @property
     def size(self) -> int:

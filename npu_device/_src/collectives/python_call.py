@@ -6,6 +6,8 @@ the outermost graph, which for a ``tf.function`` is the process's default graph 
 which finds the one to run by a number, and the number is an eager tensor that the graph captures: whatever can run the
 graph holds the tensor, and when the tensor goes, so does the function. Can go when ``tf.numpy_function`` releases the
 function with the graph that calls it.
+
+``Order`` runs calls in program order, also in branches and loops.
 """
 
 from __future__ import annotations
@@ -28,9 +30,7 @@ _functions: dict[int, Callable[..., Any]] = {}
 _numbers = itertools.count()
 
 
-def python_call(
-    function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType], stateful: bool = False
-) -> Any:
+def python_call(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> Any:
     """Add an operation to the graph of a ``tf.function`` that calls a Python function.
 
     Args:
@@ -38,7 +38,6 @@ def python_call(
             refer to tensors of the graph.
         inputs: its inputs.
         dtypes: the dtypes of its results, whose shapes are unknown.
-        stateful: TensorFlow runs it in program order with all other stateful operations, and never prunes it.
 
     Returns:
         The results as a list; the operation, if there are none.
@@ -48,8 +47,44 @@ def python_call(
         captured = tf.fill([_CAPTURED_FROM], tf.constant(number, tf.int64))
     _functions[number] = function
     weakref.finalize(captured, _functions.pop, number, None)
-    kind = tf.raw_ops.PyFunc if stateful else tf.raw_ops.PyFuncStateless
-    return kind(input=[compat.through_outer_graphs(captured), *inputs], token=_registered(), Tout=list(dtypes))
+    inputs = [compat.through_outer_graphs(captured), *inputs]
+    return tf.raw_ops.PyFuncStateless(input=inputs, token=_registered(), Tout=list(dtypes))
+
+
+class Order:
+    """One order of calls: each call runs after all earlier ones of the same order.
+
+    Args:
+        device: the name of this process's CPU.
+    """
+
+    def __init__(self, device: str) -> None:
+        with tf.init_scope(), tf.device(device):
+            self._variable = compat.plain_variable(tf.constant(0, tf.int64))
+
+    def call(
+        self, function: Callable[..., Sequence[Any]], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]
+    ) -> list[tf.Tensor]:
+        """Add an operation to the graph that calls a Python function; TensorFlow never prunes it.
+
+        Args:
+            function: called with the inputs as numpy arrays; returns one array for each dtype.
+            inputs: its inputs.
+            dtypes: the dtypes of its results.
+
+        To TensorFlow the operation has no state, or it would be ordered with all other stateful operations. It takes
+        the number in the order's variable and returns it, to be written back: TensorFlow keeps reads and writes of a
+        variable in order, and operations connected by data can't be optimised away.
+        """
+
+        def in_order(number: Any, *arrays: Any) -> list[Any]:
+            return [number, *function(*arrays)]
+
+        variable = compat.through_outer_graphs(self._variable.handle)
+        number = tf.raw_ops.ReadVariableOp(resource=variable, dtype=tf.int64)
+        done, *results = python_call(in_order, [number, *inputs], [tf.int64, *dtypes])
+        tf.raw_ops.AssignVariableOp(resource=variable, value=done)
+        return list(results)
 
 
 def call_now(function: Callable[..., list[Any]], inputs: Sequence[Any], specs: Sequence[tf.TensorSpec]) -> list[Any]:

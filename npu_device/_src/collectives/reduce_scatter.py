@@ -15,7 +15,7 @@ from npu_device._src.collectives.terms import Agreement
 
 def _declare(tensor: tf.Tensor, reduction: str, group: Group) -> Declaration:
     require_reduction("reduce_scatter", tensor.dtype, reduction)
-    shapes.require_blocks("reduce_scatter", tensor, group)
+    _require_blocks(tensor, group)
 
     def results() -> tf.TensorSpec:
         block = shapes.spec_with_first_dimension(tensor, lambda rows: rows // group.size)
@@ -34,6 +34,36 @@ def reduce_scatter(agreement: Agreement, tensor: tf.Tensor, reduction: str, grou
     TensorFlow has no kernel for it on the CPU. The blocks are exchanged and each rank reduces its own, which moves half
     the bytes of an all_reduce.
     """
-    blocks = moving.exchange(agreement, shapes.in_blocks("reduce_scatter", tensor, group), group)
+    blocks = moving.exchange(agreement, _in_blocks(tensor, group), group)
     reduced = fold(tf.unstack(blocks, num=group.size), reduction)
     return shapes.with_first_dimension(reduced, tensor, lambda rows: rows // group.size)
+
+
+def _require_blocks(tensor: tf.Tensor, group: Group) -> None:
+    """Raise ValueError if the first dimension can't be cut into one block for each rank, as far as it is known."""
+    shapes.require_first_dimension("reduce_scatter", tensor)
+    rows = tensor.shape[0] if tensor.shape.rank is not None else None
+    if rows is not None and rows % group.size:
+        raise ValueError(
+            f"{_blocks_text(group)}; found {rows} in shape {tuple(tensor.shape)}. Pad the tensor to a multiple of "
+            f"{group.size}."
+        )
+
+
+def _in_blocks(tensor: tf.Tensor, group: Group) -> tf.Tensor:
+    """Return the tensor cut along its first dimension into one block for each rank: shape [group.size, elements of a
+    block]. ``_require_blocks`` has checked static shapes; others raise InvalidArgumentError when the graph runs.
+    """
+    checks = []
+    if tensor.shape.rank is None or tensor.shape[0] is None:
+        found = tf.shape(tensor)[0]
+        checks.append(tf.debugging.Assert(found % group.size == 0, [f"{_blocks_text(group)}; found", found]))
+    with tf.control_dependencies(checks):
+        return tf.reshape(tensor, [group.size, -1])
+
+
+def _blocks_text(group: Group) -> str:
+    return (
+        f"reduce_scatter: the first dimension (dim0) must be a multiple of rank_size, the {group.size} ranks of "
+        f"{group.name!r}"
+    )

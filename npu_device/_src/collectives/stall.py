@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Callable, Protocol, cast
+from typing import Any, Callable, Union
 
 import tensorflow as tf
 
@@ -28,13 +28,6 @@ _ANSWER_SECONDS = 2.0
 _MOST_LINES = 32
 _LARGEST = 0x7FFFFFFF
 _TRANSFER = {"operation": "a transfer of data", "line": "TensorFlow's backend"}
-
-
-class Watch(Protocol):
-    """The progress of one group's collectives on this rank."""
-
-    def position(self) -> dict[str, Any]:
-        """Return how many calls this rank has begun, and the last one: what it is, and whether it waits for others."""
 
 
 class TransferWatch:
@@ -62,7 +55,7 @@ class TransferWatch:
             tf.raw_ops.ResourceCountUpTo(resource=counter, limit=_LARGEST, T=tf.int32)
 
     def position(self) -> dict[str, Any]:
-        """Return this rank's position."""
+        """Return this rank's position, as ``LocalWatch`` does."""
         with compat.eager_mode():
             ended, begun = int(self._ended), int(self._begun)
         return {"begun": begun, "waiting": begun > ended, "call": _TRANSFER}
@@ -74,14 +67,14 @@ class LocalWatch:
     def __init__(self) -> None:
         self._begun = 0
         self._ended = 0
-        self._call: dict[str, Any] | None = None
+        self._row: Callable[[], dict[str, Any] | None] = lambda: None
 
-    def begin(self, call: dict[str, Any] | None) -> int:
-        """Note that this rank has begun a collective; return its position in the group's sequence. None
-        repeats the previous call.
+    def begin(self, row: Callable[[], dict[str, Any]] | None) -> int:
+        """Note that this rank has begun a collective, described by ``row()``; return its position in the group's
+        sequence. None repeats the previous call.
         """
         self._begun += 1
-        self._call = call or self._call
+        self._row = row or self._row
         return self._begun - 1
 
     def end(self) -> None:
@@ -89,8 +82,11 @@ class LocalWatch:
         self._ended += 1
 
     def position(self) -> dict[str, Any]:
-        """Return this rank's position."""
-        return {"begun": self._begun, "waiting": self._begun > self._ended, "call": self._call}
+        """Return how many calls this rank has begun, and the last one: what it is, and whether it waits for others."""
+        return {"begun": self._begun, "waiting": self._begun > self._ended, "call": self._row()}
+
+
+Watch = Union[TransferWatch, LocalWatch]
 
 
 @dataclass
@@ -113,7 +109,7 @@ class StallWatch:
         runtime.health.on_question("where", self._answer)
         threading.Thread(target=self._run, name="npu_device-stall", daemon=True).start()
 
-    def watch(self, runtime: Runtime, group: Group, make: Callable[[], Watch], counts: bool = True) -> Watch:
+    def watch(self, runtime: Runtime, group: Group, make: Callable[[], Any], counts: bool = True) -> Any:
         """Return the watch of a group, made at its first use; ``counts`` if it counts the rank's collectives."""
         with self._making:
             if group not in self._watches:
@@ -256,14 +252,15 @@ def held_back(runtime: Runtime, group: Group) -> contextlib.AbstractContextManag
 
 def local_watch_of(runtime: Runtime, group: Group) -> LocalWatch:
     """Return the watch of a group's calls."""
-    return cast(LocalWatch, _watches[runtime].watch(runtime, group, LocalWatch))
+    watch: LocalWatch = _watches[runtime].watch(runtime, group, LocalWatch)
+    return watch
 
 
 def transfer_watch_of(runtime: Runtime, group: Group) -> TransferWatch:
     """Return the watch of a group's transfers through TensorFlow."""
     transfers = replace(group, name=f"{group.name}/transfers", parent=group.parent or group.name)
-    watch = _watches[runtime].watch(runtime, transfers, lambda: TransferWatch(runtime), counts=False)
-    return cast(TransferWatch, watch)
+    watch: TransferWatch = _watches[runtime].watch(runtime, transfers, lambda: TransferWatch(runtime), counts=False)
+    return watch
 
 
 def forget_watches(runtime: Runtime, name: str) -> None:

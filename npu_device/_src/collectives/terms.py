@@ -20,14 +20,14 @@ class Terms:
 
     Attributes:
         head: two 32-bit numbers that are the same on all ranks.
-        call: the call as the stall watch shows it.
+        row: returns the call as the stall watch shows it.
         overlaps: whether another thread of this rank is in a call of the group; if so, every rank refuses.
         refuse: makes the error for ranks whose heads differ; takes the position of the call in the group's
             sequence.
     """
 
     head: tuple[int, int]
-    call: dict[str, Any]
+    row: Callable[[], dict[str, Any]]
     overlaps: bool
     refuse: Callable[[int], Exception]
 

@@ -57,7 +57,8 @@ def cut(tensors: Sequence[Any], reduction: str, fusion: int, group: str) -> list
         sizes = [tensors[position].shape.num_elements() * dtype.size for position in order]
         # The script's own setting takes precedence over the environment.
         ends = (None if is_set(group) else ends_for(sizes, dtype.name, group)) or segments(sizes, group)
-        _log_once(f"{segment_result(ends)} of {len(order)} {dtype.name} gradients in group {group!r}")
+        if _log.isEnabledFor(logging.INFO):
+            _log_once(f"{segment_result(ends)} of {len(order)} {dtype.name} gradients in group {group!r}")
         found.extend(order[first : last + 1] for first, last in firsts_and_lasts(ends))
     return found + alone
 

@@ -73,11 +73,7 @@ def gather_slices(agreement: Agreement, slices: tf.IndexedSlices, reduction: str
 
 
 def require_sparse_reduction(reduction: str) -> None:
-    """Check how sparse gradients are to be reduced.
-
-    Raises:
-        ValueError: neither sum nor mean.
-    """
+    """Raise ValueError for a reduction of sparse gradients that is neither sum nor mean."""
     if reduction not in ("sum", "mean"):
         raise ValueError(
             f"reduction {reduction!r} of IndexedSlices is not defined; expected 'sum' or 'mean', or dense tensors "

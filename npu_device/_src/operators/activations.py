@@ -57,14 +57,7 @@ def fast_gelu_grad(dy: Any, x: Any, name: str | None = None) -> tf.Tensor:
 
 def fast_gelu_v2(x: Any, name: str | None = None) -> tf.Tensor:
     """Return gelu with a parabola in place of erf: ``x/2 * (1 + sign(x) * (a * (min(|x|/sqrt(2), b) - b)**2 + 1))``,
-    with a = -0.2888 and b = 1.769; at most 0.02 from gelu.
-
-    Args:
-        x: floating-point tensor of any shape.
-        name: of the operation.
-
-    Returns:
-        A tensor of the shape and dtype of ``x``.
+    with a = -0.2888 and b = 1.769; at most 0.02 from gelu. Arguments and result are as for ``fast_gelu``.
 
     Other ranks see nothing. Source: Ascend operator FastGeluV2; Kim et al. 2021, I-BERT.
     """
@@ -77,13 +70,7 @@ def fast_gelu_v2(x: Any, name: str | None = None) -> tf.Tensor:
 
 def tanh_gelu(x: Any, name: str | None = None) -> tf.Tensor:
     """Return gelu in its tanh form, ``x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 * x**3)))``, with its gradient.
-
-    Args:
-        x: floating-point tensor of any shape.
-        name: of the operation.
-
-    Returns:
-        A tensor of the shape and dtype of ``x``.
+    Arguments and result are as for ``fast_gelu``.
 
     Other ranks see nothing. Source: Ascend TF Adapter 1.15, ``npu_unary_ops.gelu``.
     """

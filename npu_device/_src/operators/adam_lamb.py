@@ -63,20 +63,7 @@ def adam_apply_one_with_decay_assign(
     add2_y: Any,
     name: str | None = None,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Make a step of Adam with decoupled weight decay and without bias correction.
-
-    Args:
-        input0: the gradient.
-        input1, input2, input3: second moment, first moment and weights; each is assigned if it is a variable.
-        input4: learning rate.
-        mul0_x, mul1_x: beta_1 and 1 - beta_1.
-        mul2_x, mul3_x: beta_2 and 1 - beta_2.
-        mul4_x: weight decay.
-        add2_y: epsilon, added to the root of the second moment.
-        name: of the operation.
-
-    Returns:
-        The new second moment, first moment and weights.
+    """Do the same as ``adam_apply_one_assign`` with decoupled weight decay, whose rate is ``mul4_x``.
 
     Other ranks see nothing: reduce the gradient first. Source: Ascend operator AdamApplyOneWithDecayAssign.
     """

@@ -21,25 +21,13 @@ _MASK_BITS = 128
 def dropout(
     x: Any, keep_prob: Any, noise_shape: Any = None, seed: int | None = None, name: str | None = None
 ) -> tf.Tensor:
-    """Apply ``tf.nn.dropout`` by the probability to keep, in graphs: kept elements are divided by it, others are 0.
-
-    Args:
-        x: floating-point tensor of any shape.
-        keep_prob: a number in (0, 1], or a scalar tensor. With the Python float 1.0 the result is ``x``.
-        noise_shape: shape of the mask, which is broadcast to ``x``; default the shape of ``x``. None in it stands for
-            the length of ``x``.
-        seed: Python int; default none.
-        name: of the operation.
-
-    Returns:
-        A tensor of the shape and dtype of ``x``.
+    """Do the same as ``dropout_v3``, in graphs only.
 
     Raises:
         RuntimeError: called eagerly.
-        ValueError: ``x`` isn't floating point, or ``keep_prob`` is a number outside (0, 1].
+        ValueError: as in ``dropout_v3``.
 
-    Other ranks see nothing, and drop other elements unless the seed is the same. Source: Ascend TF Adapter 1.15,
-    ``npu_ops.dropout``.
+    Source: Ascend TF Adapter 1.15, ``npu_ops.dropout``.
     """
     if tf.executing_eagerly():
         raise RuntimeError(
@@ -52,12 +40,13 @@ def dropout(
 def dropout_v3(
     x: Any, keep_prob: Any, noise_shape: Any = None, seed: int | None = None, name: str | None = None
 ) -> tf.Tensor:
-    """Do the same as ``dropout``, and eagerly too.
+    """Apply ``tf.nn.dropout`` by the probability to keep: kept elements are divided by it, others are 0.
 
     Args:
         x: floating-point tensor of any shape.
         keep_prob: a number in (0, 1], or a scalar tensor. With the Python float 1.0 the result is ``x``.
-        noise_shape: shape of the mask, which is broadcast to ``x``; default the shape of ``x``.
+        noise_shape: shape of the mask, which is broadcast to ``x``; default the shape of ``x``. None in it stands for
+            the length of ``x``.
         seed: Python int; default none.
         name: of the operation.
 
@@ -112,13 +101,7 @@ def drop_out_gen_mask(shape: Any, prob: Any, seed: int = 0, seed2: int = 0, name
 
 
 def drop_out_gen_mask_v3(shape: Any, prob: Any, seed: int = 0, seed2: int = 0, name: str | None = None) -> tf.Tensor:
-    """Return a random mask for ``drop_out_do_mask_v3``, one byte per element.
-
-    Args:
-        shape: of the tensor to drop from; integers or an integer tensor.
-        prob: probability to keep, a number or a scalar tensor.
-        seed, seed2: the seed; both 0 (default) give other masks in every process.
-        name: of the operation.
+    """Return a random mask for ``drop_out_do_mask_v3``; the arguments are those of ``drop_out_gen_mask``.
 
     Returns:
         uint8 vector of 0 and 1 for the elements in row-major order.
@@ -150,16 +133,7 @@ def drop_out_do_mask(x: Any, mask: Any, keep_prob: Any, name: str | None = None)
 
 
 def drop_out_do_mask_v3(x: Any, mask: Any, keep_prob: Any, name: str | None = None) -> tf.Tensor:
-    """Return ``x / keep_prob`` where the mask says keep, 0 elsewhere, with its gradient.
-
-    Args:
-        x: floating-point tensor.
-        mask: from ``drop_out_gen_mask_v3`` for the shape of ``x``.
-        keep_prob: the probability that the mask was made with.
-        name: of the operation.
-
-    Returns:
-        A tensor of the shape and dtype of ``x``.
+    """Do the same as ``drop_out_do_mask``, with a mask from ``drop_out_gen_mask_v3``.
 
     Other ranks see nothing. Source: Ascend operator DropOutDoMaskV3.
     """

@@ -74,12 +74,8 @@ def dynamic_augru(
     """Run a GRU whose update gate is weakened by an attention over a sequence, with its gradient.
 
     Args:
-        x: inputs, ``[time, batch, input]``, floating point.
-        weight_input, weight_hidden: ``[input, 3 * hidden]`` and ``[hidden, 3 * hidden]``.
-        weight_att: attention, ``[time, batch]`` or ``[time, batch, 1]``.
-        bias_input, bias_hidden: ``[3 * hidden]``.
-        seq_length, init_h, is_training, attributes: as in ``dynamic_gru_v2``.
-        name: of the operation.
+        weight_att: attention, ``[time, batch]`` or ``[time, batch, 1]``. All other arguments are those of
+            ``dynamic_gru_v2``.
 
     Returns:
         ``y, output_h, update, update_att, reset, new, hidden_new``, each ``[time, batch, hidden]``; ``update_att`` is
@@ -163,14 +159,8 @@ def dynamic_augru_grad(
     """Return the gradients of ``dynamic_augru`` from its inputs, its results and the gradients of its results.
 
     Args:
-        x, weight_input, weight_hidden, weight_att, init_h, seq_length: what ``dynamic_augru`` was given.
-        y: has no part in the gradient.
-        h: ``output_h`` of ``dynamic_augru``.
-        dy: gradient of ``y``.
-        dh: gradient of ``output_h``, or of its last step (``[batch, hidden]`` or ``[1, batch, hidden]``).
-        update, update_att, reset, new, hidden_new: as ``dynamic_augru`` gave them.
-        name: of the operation.
-        attributes: as in ``dynamic_gru_v2``.
+        weight_att: what ``dynamic_augru`` was given.
+        update_att: as ``dynamic_augru`` gave it. All other arguments are those of ``dynamic_gru_v2_grad``.
 
     Returns:
         ``dw_input, dw_hidden, db_input, db_hidden, dx, dh_prev, dw_att``, in the shapes of what they are gradients of.

@@ -125,19 +125,10 @@ class DynamicGRUV2(_Gru):
 
 
 class DynamicAUGRU(_Gru):
-    """A GRU with attention over time-major sequences.
-
-    Args:
-        hidden_size: size of the state.
-        dtype: of weights and inputs, floating point.
-        is_training: without effect.
-        attributes: as in ``dynamic_gru_v2``.
+    """A GRU with attention over time-major sequences; for arguments and errors see ``DynamicGRUV2``.
 
     Called with ``x`` (``[time, batch, input]``), the attention ``weight_att`` (``[time, batch]``), ``seq_length`` and
     ``init_h``, it gives ``y, output_h, update, update_att, reset, new, hidden_new``, see ``dynamic_augru``.
-
-    Raises:
-        NotImplementedError: an attribute has a value that isn't implemented.
 
     Other ranks see nothing. Source: Ascend TF Adapter 1.15, ``npu_dynamic_rnn.DynamicAUGRU``.
     """

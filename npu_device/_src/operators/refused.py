@@ -6,11 +6,7 @@ from typing import Any, NoReturn
 
 
 def deformable_conv2d(*arguments: Any, **keywords: Any) -> NoReturn:
-    """Raise an error: TensorFlow has no such operation.
-
-    Raises:
-        NotImplementedError: always.
-    """
+    """Raise NotImplementedError: TensorFlow has no such operation."""
     del arguments, keywords
     raise NotImplementedError(
         "npu_cube_ops.deformable_conv2d is an operator of the NPU; TensorFlow has none for CPUs and GPUs.\n"
@@ -20,11 +16,7 @@ def deformable_conv2d(*arguments: Any, **keywords: Any) -> NoReturn:
 
 
 def embeddingrankid(*arguments: Any, **keywords: Any) -> NoReturn:
-    """Raise an error: the operation gives addresses in other NPUs' memory.
-
-    Raises:
-        NotImplementedError: always.
-    """
+    """Raise NotImplementedError: the operation gives addresses in other NPUs' memory."""
     del arguments, keywords
     raise NotImplementedError(
         "npu_cpu_ops.embeddingrankid gives addresses in the memory of NPUs, which CPUs and GPUs under TensorFlow don't "

@@ -78,28 +78,16 @@ def get_rank_size(group: str = WORLD_GROUP) -> int:
 
 @tf.autograph.experimental.do_not_convert
 def get_local_rank_size(group: str = WORLD_GROUP) -> int:
-    """Return the number of the group's ranks on the calling rank's host; 1 on a single device.
-
-    Args:
-        group: name of the group, default the group of all ranks.
-
-    Raises:
-        ValueError: no group of that name on this rank.
-        RuntimeError: as in ``create_group``.
+    """Return the number of the group's ranks on the calling rank's host; 1 on a single device. Argument and errors are
+    those of ``get_rank_size``.
     """
     return len(_neighbours(group))
 
 
 @tf.autograph.experimental.do_not_convert
 def get_rank_id(group: str = WORLD_GROUP) -> int:
-    """Return the calling rank's rank in a group; 0 on a single device.
-
-    Args:
-        group: name of the group, default the group of all ranks.
-
-    Raises:
-        ValueError: no group of that name on this rank.
-        RuntimeError: as in ``create_group``.
+    """Return the calling rank's rank in a group; 0 on a single device. Argument and errors are those of
+    ``get_rank_size``.
 
     >>> get_rank_id()  # a single device
     0
@@ -109,14 +97,8 @@ def get_rank_id(group: str = WORLD_GROUP) -> int:
 
 @tf.autograph.experimental.do_not_convert
 def get_local_rank_id(group: str = WORLD_GROUP) -> int:
-    """Return the calling rank's index, from 0, among the group's ranks on its host; 0 on a single device.
-
-    Args:
-        group: name of the group, default the group of all ranks.
-
-    Raises:
-        ValueError: no group of that name on this rank.
-        RuntimeError: as in ``create_group``.
+    """Return the calling rank's index, from 0, among the group's ranks on its host; 0 on a single device. Argument and
+    errors are those of ``get_rank_size``.
     """
     return _neighbours(group).index(_find(group).rank)
 

@@ -16,51 +16,31 @@ def gather_all_to_all_v(
     addr_length: Any,
     group: str = WORLD_GROUP,
 ) -> NoReturn:
-    """Raise an error: the operation reads from addresses in the NPU's memory.
-
-    Raises:
-        NotImplementedError: always.
-    """
+    """Raise NotImplementedError: the operation reads from addresses in the NPU's memory."""
     del addrinfo, addrinfo_count_per_rank, recv_counts, recv_displacements, dtype, addr_length, group
     _refuse_addresses("gather_all_to_all_v", "tf.gather the elements, and exchange them with all_to_all_v")
 
 
 def remote_read(tensorRemote: Any, data_type: Any) -> NoReturn:
-    """Raise an error: the operation reads another NPU's memory by address.
-
-    Raises:
-        NotImplementedError: always.
-    """
+    """Raise NotImplementedError: the operation reads another NPU's memory by address."""
     del tensorRemote, data_type
     _refuse_addresses("remote_read", "let the other rank send what is needed: send and receive, or all_to_all_v")
 
 
 def remote_ref_read(tensorRemote: Any, cache: Any, offset: Any) -> NoReturn:
-    """Raise an error: the operation reads another NPU's memory by address.
-
-    Raises:
-        NotImplementedError: always.
-    """
+    """Raise NotImplementedError: the operation reads another NPU's memory by address."""
     del tensorRemote, cache, offset
     _refuse_addresses("remote_ref_read", "receive what the other rank sends, and assign it to the variable")
 
 
 def remote_write(tensorRemote: Any, tensorLocal: Any, data_type: Any) -> NoReturn:
-    """Raise an error: the operation writes another NPU's memory by address.
-
-    Raises:
-        NotImplementedError: always.
-    """
+    """Raise NotImplementedError: the operation writes another NPU's memory by address."""
     del tensorRemote, tensorLocal, data_type
     _refuse_addresses("remote_write", "use send here and receive on the other rank")
 
 
 def remote_scatter_write(tensorRemote: Any, tensorLocal: Any, offset: Any) -> NoReturn:
-    """Raise an error: the operation writes another NPU's memory by address.
-
-    Raises:
-        NotImplementedError: always.
-    """
+    """Raise NotImplementedError: the operation writes another NPU's memory by address."""
     del tensorRemote, tensorLocal, offset
     _refuse_addresses("remote_scatter_write", "use send here and receive on the other rank")
 

@@ -9,10 +9,8 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
-from npu_device._src.collectives.group import WORLD_GROUP, group_of
 from npu_device._src.collectives.session_graph import after, fetchable
-from npu_device._src.training import device
-from npu_device._src.training.variables import overwrite
+from npu_device._src.training.world import world
 
 VARIABLES_OF_ONE_RANK = "npu_device/variables_of_one_rank"
 """Collection of a session's graph: the optimizer's state of this rank's share, which the other ranks don't have."""
@@ -41,12 +39,12 @@ def grouping_gradients_apply(apply_func: Callable[..., Any], grads_and_vars: Any
 
     Source: Ascend TF Adapter 2.x, ``npu.distribute.grouping_gradients_apply``.
     """
-    runtime = device.cluster_runtime()
-    if runtime is None:
+    ranks = world()
+    if ranks is None:
         return apply_func(grads_and_vars, *args, **kwargs)
     pairs = list(grads_and_vars)
     variables = [variable for _, variable in pairs]
-    mine = shares(variables, runtime.cluster.world_size)[runtime.cluster.rank]
+    mine = shares(variables, ranks.size)[ranks.rank]
     before = len(tf.compat.v1.global_variables())
     applied = apply_func([pairs[position] for position in mine], *args, **kwargs)
     for variable in tf.compat.v1.global_variables()[before:]:  # none but in a session's graph
@@ -72,14 +70,13 @@ def grouping_broadcast(variables: Any) -> Any:
 
     Source: Ascend TF Adapter 2.x, ``npu.distribute.grouping_broadcast``.
     """
-    runtime = device.cluster_runtime()
-    if runtime is None:
+    ranks = world()
+    if ranks is None:
         return variables
-    group = group_of(runtime, WORLD_GROUP)
     variables = list(variables)
     sent = [
-        overwrite(runtime, [variables[position] for position in share], owner, group)
-        for owner, share in enumerate(shares(variables, group.size))
+        ranks.assign_from_root([variables[position] for position in share], owner)
+        for owner, share in enumerate(shares(variables, ranks.size))
     ]
     return fetchable(sent)
 

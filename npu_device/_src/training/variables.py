@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives.broadcast import broadcast as broadcast_tensors
-from npu_device._src.collectives.group import WORLD_GROUP, Group, group_of
+from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.collectives.session_graph import fetchable
-from npu_device._src.training import device
+from npu_device._src.training.world import world
 
 _log = logging.getLogger("npu_device")
 
@@ -52,8 +49,8 @@ def broadcast(values: Any, root_rank: int = 0, fusion: int = 2, fusion_id: int =
     del fusion_id
     if fusion not in (0, 2):
         raise ValueError(f"fusion {fusion!r} is unknown to broadcast; expected 0 or 2")
-    runtime = device.cluster_runtime()
-    if runtime is None:
+    ranks = world(group)
+    if ranks is None:
         return fetchable([])
     variables = list(values) if isinstance(values, (list, tuple)) else [values]
     if not variables:
@@ -62,26 +59,13 @@ def broadcast(values: Any, root_rank: int = 0, fusion: int = 2, fusion_id: int =
             "the model isn't built yet, and has no variables before its first call.\nWhat to do: call "
             "model.build(input_shape), or the model on one batch, before broadcast; or let "
             "npu.distribute.replicate(model) see to it.",
-            runtime.cluster.rank,
+            ranks.runtime.cluster.rank,
         )
     for position, variable in enumerate(variables):
         if not hasattr(variable, "assign"):
             raise TypeError(
-                f"rank {runtime.cluster.rank}: broadcast overwrites variables in place, and number {position} of the "
-                f"{len(variables)} values is "
-                f"a {type(variable).__name__}, which can't be assigned to. Pass variables, for instance "
-                "model.trainable_variables."
+                f"rank {ranks.runtime.cluster.rank}: broadcast overwrites variables in place, and number {position} of "
+                f"the {len(variables)} values is a {type(variable).__name__}, which can't be assigned to. Pass "
+                "variables, for instance model.trainable_variables."
             )
-    return overwrite(runtime, variables, int(root_rank), group_of(runtime, group))
-
-
-def overwrite(runtime: Runtime, variables: Sequence[Any], root_rank: int, group: Group) -> Any:
-    """Overwrite variables with those of the group's root; return the operation in a graph for a session, else None."""
-    sent = broadcast_tensors(runtime, [value_of(variable) for variable in variables], root_rank, group)
-    return fetchable([variable.assign(tensor) for variable, tensor in zip(variables, sent)])
-
-
-def value_of(variable: Any) -> tf.Tensor:
-    """Return a variable's value now."""
-    # A TensorFlow 1 variable as a tensor is a single read created with the variable, whatever precedes it here.
-    return variable.read_value() if hasattr(variable, "read_value") else tf.convert_to_tensor(variable)
+    return ranks.assign_from_root(variables, int(root_rank))

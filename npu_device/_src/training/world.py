@@ -15,6 +15,7 @@ from npu_device._src.collectives.all_reduce import all_reduce
 from npu_device._src.collectives.barrier import barrier
 from npu_device._src.collectives.broadcast import broadcast
 from npu_device._src.collectives.group import WORLD_GROUP, Group, group_of
+from npu_device._src.collectives.session_graph import fetchable
 from npu_device._src.training import device
 
 
@@ -74,15 +75,20 @@ class World:
         ends = np.cumsum(lengths)
         return [pickle.loads(everything[end - length : end]) for length, end in zip(lengths, ends)]
 
-    def assign_from_root(self, variables: Sequence[Any], root_rank: int = 0) -> None:
-        """Set variables to the root's values."""
-        values = [tf.convert_to_tensor(variable) for variable in variables]
-        for variable, value in zip(variables, self.from_root(values, root_rank)):
-            variable.assign(value)
+    def assign_from_root(self, variables: Sequence[Any], root_rank: int = 0) -> Any:
+        """Set variables to the root's values; return the operation in a graph for a session, else None."""
+        sent = self.from_root([value_of(variable) for variable in variables], root_rank)
+        return fetchable([variable.assign(value) for variable, value in zip(variables, sent)])
 
     def wait(self) -> None:
         """Wait until all ranks have made this call."""
         barrier(self.runtime, self.group)
+
+
+def value_of(variable: Any) -> tf.Tensor:
+    """Return a variable's value now."""
+    # A TensorFlow 1 variable as a tensor is a single read created with the variable, whatever precedes it here.
+    return variable.read_value() if hasattr(variable, "read_value") else tf.convert_to_tensor(variable)
 
 
 def world(group: str = WORLD_GROUP) -> World | None:

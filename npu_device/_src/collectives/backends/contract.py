@@ -33,7 +33,7 @@ class ReducingBackend(Protocol):
             agreement: on the call. A backend that compares calls with the data takes its terms.
             segments: lists of tensors of one dtype, of the same shapes on every rank.
             reduction: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"prod"``; a mean of integers is floating-point.
-            group: the group.
+            group: the group; a mean is over all ranks that its members stand for (``counts``).
             wire: dtype in which float32 and float64 tensors are sent, or None for their own. Sums are exact to
                 float32 either way, and never infinite if the true sum is finite.
 
@@ -52,17 +52,6 @@ class ReducingBackend(Protocol):
 
 class Backend(ReducingBackend, Protocol):
     """A backend that serves a group on its own."""
-
-    def all_reduce(
-        self,
-        agreement: Agreement,
-        segments: Sequence[Sequence[tf.Tensor]],
-        reduction: str,
-        group: Group,
-        wire: tf.DType | None,
-        counts: Sequence[int] | None = None,
-    ) -> list[list[tf.Tensor]]:
-        """Reduce segments; between hosts, ``counts`` says of how many ranks' values each member brings the sum."""
 
     def all_gather(self, agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
         """Return all ranks' rows on every rank: [n] in, [group.size, n] out; n is the same on all ranks."""

@@ -12,7 +12,7 @@ from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.contract import Backend
 from npu_device._src.collectives.backends.shared_memory.host import hosts_of
 from npu_device._src.collectives.backends.shared_memory.shared_memory_backend import shared_memory
-from npu_device._src.collectives.dtypes import mean_dtype, sum_dtype, wire_dtype
+from npu_device._src.collectives.dtypes import reduced_dtype, sum_dtype, wire_dtype
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.terms import Agreement
 
@@ -47,8 +47,8 @@ class TwoLevelBackend:
     def _reduce(
         self, agreement: Agreement, segment: Sequence[tf.Tensor], reduction: str, group: Group, wire: tf.DType | None
     ) -> list[tf.Tensor]:
-        host, between, counts = _levels(agreement.runtime, group)
-        dtype = mean_dtype(segment[0].dtype) if reduction == "mean" else segment[0].dtype
+        host, between = _levels(agreement.runtime, group)
+        dtype = reduced_dtype(segment[0].dtype, reduction)
         # A host's sum keeps the precision and range of the dtype it is added in; it is sent as narrow as one rank's
         # values.
         values = [tf.cast(value, sum_dtype(dtype)) for value in segment]
@@ -56,7 +56,7 @@ class TwoLevelBackend:
         if between is not None:
             travels = wire_dtype(dtype, wire) if reduction in ("sum", "mean") else None
             travels = None if travels == values[0].dtype else travels
-            [values] = self._between.all_reduce(agreement, [values], reduction, between, travels, counts)
+            [values] = self._between.all_reduce(agreement, [values], reduction, between, travels)
         return shared_memory.broadcast(agreement, [tf.cast(value, dtype) for value in values], 0, host)
 
     def reduce(
@@ -69,7 +69,7 @@ class TwoLevelBackend:
     def broadcast(self, agreement: Agreement, tensors: Sequence[tf.Tensor], root: int, group: Group) -> list[tf.Tensor]:
         """Broadcast the root's tensors: to the lowest rank of the root's host, between hosts, and on every host."""
         leaders = hosts_of(agreement.runtime).leaders
-        host, between, _ = _levels(agreement.runtime, group)
+        host, between = _levels(agreement.runtime, group)
         source = group.ranks[root]
         values = list(tensors)
         if leaders[source] == leaders[group.ranks[group.rank]] and source != host.ranks[0]:
@@ -80,10 +80,8 @@ class TwoLevelBackend:
         return shared_memory.broadcast(agreement, values, 0, host)
 
 
-def _levels(runtime: Runtime, group: Group) -> tuple[Group, Group | None, list[int]]:
-    """Return this rank's part of the group that shares memory; the lowest ranks of all parts, if it is one; and the
-    sizes of the parts in the order of those ranks.
-    """
+def _levels(runtime: Runtime, group: Group) -> tuple[Group, Group | None]:
+    """Return this rank's part of the group that shares memory; and the lowest ranks of all parts, if it is one."""
     leaders = hosts_of(runtime).leaders
     me = group.ranks[group.rank]
     parts: dict[int, list[int]] = {}
@@ -91,8 +89,8 @@ def _levels(runtime: Runtime, group: Group) -> tuple[Group, Group | None, list[i
         parts.setdefault(leaders[rank], []).append(rank)
     mine = tuple(parts[leaders[me]])
     host = Group(f"{group.name}/host", mine, mine.index(me), group.name)
-    first = tuple(sorted(ranks[0] for ranks in parts.values()))
-    counts = [len(parts[leaders[rank]]) for rank in first]
     if me != mine[0]:
-        return host, None, counts
-    return host, Group(f"{group.name}/between hosts", first, first.index(me), group.name), counts
+        return host, None
+    first = tuple(sorted(ranks[0] for ranks in parts.values()))
+    counts = tuple(len(parts[leaders[rank]]) for rank in first)
+    return host, Group(f"{group.name}/between hosts", first, first.index(me), group.name, counts=counts)

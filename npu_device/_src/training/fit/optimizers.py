@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from types import MethodType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -14,19 +14,11 @@ from npu_device._src.gradients.reduction import Gradient, ReductionOptions, redu
 from npu_device._src.gradients.sparse import weighted
 from npu_device._src.options import global_options
 from npu_device._src.training import keras_hooks
-from npu_device._src.training.fit.share import Share
 from npu_device._src.training.optimizer_wrapper import GradientReduction
 from npu_device._src.training.world import World
 
-
-class StepNow(Protocol):
-    """The step that is running, or being traced, when an optimizer is called."""
-
-    def share(self) -> Share | None:
-        """Return this rank's share of the step's batch; None outside a step."""
-
-    def is_fits(self) -> bool:
-        """Return True in a step of ``fit``, and while one is only being traced."""
+if TYPE_CHECKING:
+    from npu_device._src.training.fit.replica import Replica
 
 
 class WeightedReduction(GradientReduction):
@@ -36,21 +28,21 @@ class WeightedReduction(GradientReduction):
     optimizer.
     """
 
-    def __init__(self, world: World, options: ReductionOptions, step: StepNow) -> None:
+    def __init__(self, world: World, options: ReductionOptions, replica: Replica) -> None:
         super().__init__(world, options)
-        self._step = step
+        self._replica = replica
         self._loss_is_weighted = False
 
     def begin(self, optimizer: Any, variables: Iterable[Any]) -> None:
         """Make the ranks begin with the same variables, unless ``fit`` has done so."""
-        if not self._step.is_fits():
+        if not self._replica.is_fits():
             super().begin(optimizer, variables)
 
     def reduce(self, gradients: Iterable[Gradient]) -> list[Gradient]:
         """Return the gradient of the whole batch."""
-        gradients, share = list(gradients), self._step.share()
+        gradients, share = list(gradients), self._replica.share()
         if share is None:
-            return gradients if self._step.is_fits() else super().reduce(gradients)
+            return gradients if self._replica.is_fits() else super().reduce(gradients)
         if not self._loss_is_weighted:
             gradients = [weighted(gradient, share.weight) for gradient in gradients]
         self._loss_is_weighted = False
@@ -61,14 +53,14 @@ class WeightedReduction(GradientReduction):
 
     def weighted_loss(self, loss: Any) -> Any:
         """Return the loss as it counts in the loss of the whole batch."""
-        share = self._step.share()
+        share = self._replica.share()
         if share is None:
             return loss
         self._loss_is_weighted = True
         return loss * tf.cast(share.weight, loss.dtype)
 
 
-def replicate_optimizer(optimizer: Any, world: World, step: StepNow) -> None:
+def replicate_optimizer(optimizer: Any, world: World, replica: Replica) -> None:
     """Make an optimizer weight its gradients by their samples when it reduces them; it may be wrapped already."""
     carrier = _carrier(optimizer)
     before = keras_hooks.reduction_of(carrier)
@@ -78,7 +70,7 @@ def replicate_optimizer(optimizer: Any, world: World, step: StepNow) -> None:
     keras = compat.keras_of(optimizer)
     # tf-keras adds up rows of the same index itself; optimizers of Keras 3 may square each.
     how = replace(how, adds_rows=not compat.is_keras_3(keras))
-    keras_hooks.install(carrier, keras, WeightedReduction(world, how, step))
+    keras_hooks.install(carrier, keras, WeightedReduction(world, how, replica))
     name, hook = ("scale_loss", _scale_loss) if compat.is_keras_3(keras) else ("minimize", _minimize)
     setattr(optimizer, name, MethodType(hook, optimizer))
 

@@ -11,7 +11,7 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
-from npu_device._src.training.variables import value_of
+from npu_device._src.training.world import value_of
 
 Add = Callable[[tf.Tensor], tf.Tensor]
 

@@ -25,7 +25,7 @@ from npu_device._src.collectives.backends.arrays.engine import Channel, Engine, 
 from npu_device._src.collectives.backends.arrays.heads import head_of
 from npu_device._src.collectives.backends.arrays.mailbox import Mailbox, Slots, Transfer
 from npu_device._src.collectives.group import Group
-from npu_device._src.collectives.ordered_call import Order
+from npu_device._src.collectives.python_call import Order
 from npu_device._src.collectives.stall import local_watch_of
 from npu_device._src.collectives.step_data import step_data
 from npu_device._src.collectives.terms import Agreement, Shapes, Terms
@@ -101,7 +101,7 @@ class GroupLine:
             overlaps: TensorFlow computes between start and finish.
         """
         action = operation.prepare(arrays)
-        position = self._watch.begin(terms.call if terms else None)
+        position = self._watch.begin(terms.row if terms else None)
         head = head_of(terms, shapes)
         pending = PendingOperation(
             lambda channel: action.act(channel, head=head), action.results, partial(_refusal, terms, position)
@@ -138,7 +138,7 @@ class PairLine:
         assert terms is not None
         del overlaps
         action = operation.prepare(arrays)
-        position = self._watch.begin(terms.call)
+        position = self._watch.begin(terms.row)
         transfer = action.act((*terms.head, shapes), partial(_refusal, terms, position))
         with self._connecting:
             self._connect().start(transfer)

@@ -26,7 +26,7 @@ from npu_device._src.collectives.backends.arrays.heads import Head
 from npu_device._src.collectives.backends.arrays.lines import Action, Lines, OnTensors, Operation
 from npu_device._src.collectives.backends.arrays.mailbox import Transfer
 from npu_device._src.collectives.backends.arrays.stream import Stream
-from npu_device._src.collectives.dtypes import mean_dtype
+from npu_device._src.collectives.dtypes import reduced_dtype
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.terms import Agreement
 
@@ -83,12 +83,9 @@ class ArrayBackend:
         reduction: str,
         group: Group,
         wire: tf.DType | None,
-        counts: Sequence[int] | None = None,
     ) -> list[list[tf.Tensor]]:
         """Reduce segments; see ``contract.Backend``."""
-        program: Any = self._programs.all_reduce
-        if counts is not None:
-            program = partial(program, counts=counts)
+        program = self._programs.all_reduce
         return self._lines.run(
             agreement, group, [_reduction(program, segment, reduction, wire, gets=True) for segment in segments]
         )
@@ -100,7 +97,7 @@ class ArrayBackend:
         program = partial(self._programs.reduce, root=root)
         given = _reduction(program, tensors, reduction, None, gets=group.rank == root)
         [results] = self._lines.run(agreement, group, [given])
-        return results or [tf.cast(tensor, _result_dtype(tensor.dtype, reduction)) for tensor in tensors]
+        return results or [tf.cast(tensor, reduced_dtype(tensor.dtype, reduction)) for tensor in tensors]
 
     def broadcast(self, agreement: Agreement, tensors: Sequence[tf.Tensor], root: int, group: Group) -> list[tf.Tensor]:
         """Return the root's tensors on every rank."""
@@ -176,7 +173,7 @@ class ComparingBackend(ArrayBackend):
 def _reduction(
     program: Callable[..., Program], tensors: Sequence[tf.Tensor], reduction: str, wire: tf.DType | None, gets: bool
 ) -> OnTensors:
-    dtype = _result_dtype(tensors[0].dtype, reduction)
+    dtype = reduced_dtype(tensors[0].dtype, reduction)
     travels, given = (np.dtype(kind.as_numpy_dtype) for kind in (wire or tensors[0].dtype, dtype))
 
     def prepare(arrays: list[np.ndarray]) -> Action:
@@ -204,10 +201,6 @@ def _broadcast(program: Callable[..., Program], tensors: Sequence[tf.Tensor], se
         return Action(partial(program, stream=stream, result=flat), results)
 
     return Operation([] if sends else specs, _bytes(specs), prepare), tensors if sends or not known else []
-
-
-def _result_dtype(dtype: tf.DType, reduction: str) -> tf.DType:
-    return mean_dtype(dtype) if reduction == "mean" else dtype
 
 
 def _bytes(tensors: Sequence[Union[tf.Tensor, tf.TensorSpec]]) -> int:

@@ -40,12 +40,14 @@ class Channel:
         mpi: mpi4py's module.
         size: number of members.
         rank: this member's number.
+        counts: of how many ranks each member brings the sum.
         check: raises if the job has failed.
     """
 
     def __init__(self, world: MpiWorld, runtime: Runtime, group: Group) -> None:
         self.mpi = world.mpi
         self.size, self.rank = group.size, group.rank
+        self.counts = group.counts or (1,) * group.size
         self.check = runtime.health.require_running
         self._world, self._group = world, group
         self._comm: Any = None

@@ -34,30 +34,15 @@ _AHEAD = 4
 POOL = BufferPool()
 
 
-def all_reduce(
-    channel: Channel,
-    stream: Stream,
-    result: np.ndarray,
-    reduction: str,
-    head: Head,
-    counts: Optional[Sequence[int]] = None,
-) -> Program:
-    """Reduce a stream; ``result`` is as long as the stream, and may be of another dtype.
-
-    Args:
-        channel: the members.
-        stream: what is sent.
-        result: the stream's results.
-        reduction: as in ``contract``.
-        head: not used: the ranks have agreed on the call.
-        counts: how many ranks' sum each member's arrays are; a mean is over all of them. Default 1 each.
+def all_reduce(channel: Channel, stream: Stream, result: np.ndarray, reduction: str, head: Head) -> Program:
+    """Reduce a stream; ``result`` is as long as the stream, and may be of another dtype. The ranks have agreed on the
+    call, so the ``head`` isn't used.
     """
     del head
-    counts = counts or [1] * channel.size
     if is_narrow(stream.dtype) and stream.dtype != result.dtype:
-        yield from _reduce_compressed(channel, stream, result, reduction, counts)
+        yield from _reduce_compressed(channel, stream, result, reduction)
     else:
-        yield from _reduce(channel, stream, result, folding(reduction, sum(counts)))
+        yield from _reduce(channel, stream, result, folding(reduction, sum(channel.counts)))
 
 
 def reduce(
@@ -117,8 +102,8 @@ def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Hea
     yield from _pipeline(length, max(1, CHUNK_BYTES // channel.size), start, finish)
 
 
-_Request = tuple[Any, Callable[[], None]]
-"""A request of MPI, and what to do when it is done."""
+_Request = tuple[Any, Callable[[], Any]]
+"""A request of MPI, and what to do when it is done; the result may be another one."""
 
 
 def _pipeline(
@@ -135,37 +120,32 @@ def _pipeline(
         start: takes the first unit and the one after the last; returns MPI's request, and what ``finish`` needs.
         finish: called when the request is done, which may start another one.
     """
-    started: deque[tuple[int, int, Any, Any]] = deque()
+    started: deque[_Request] = deque()
     later: deque[_Request] = deque()
+
+    def finish_first() -> Program:
+        more = yield from _act_on_first(started)
+        if more is not None:
+            later.append(more)
+            if len(later) > _AHEAD:
+                yield from _act_on_first(later)
+
     for first in range(0, length, step):
         last = min(length, first + step)
-        started.append((first, last, *start(first, last)))
+        request, data = start(first, last)
+        started.append((request, partial(finish, first, last, data)))
         if len(started) > _AHEAD:
-            yield from _finish_one(started, later, finish)
+            yield from finish_first()
     while started:
-        yield from _finish_one(started, later, finish)
+        yield from finish_first()
     while later:
-        yield from _act_on(later)
+        yield from _act_on_first(later)
 
 
-def _finish_one(
-    started: deque[tuple[int, int, Any, Any]],
-    later: deque[_Request],
-    finish: Callable[[int, int, Any], Optional[_Request]],
-) -> Program:
-    first, last, request, data = started.popleft()
+def _act_on_first(requests: deque[_Request]) -> Any:
+    request, act = requests.popleft()
     yield from done(request)
-    more = finish(first, last, data)
-    if more is not None:
-        later.append(more)
-        if len(later) > _AHEAD:
-            yield from _act_on(later)
-
-
-def _act_on(later: deque[_Request]) -> Program:
-    request, act = later.popleft()
-    yield from done(request)
-    act()
+    return act()
 
 
 def _exchange(channel: Channel, stream: Stream, first: int, last: int) -> tuple[Any, list[np.ndarray]]:
@@ -218,15 +198,13 @@ def _reduce_to_root(
     yield from _pipeline(stream.length, _chunk(stream), partial(_exchange, channel, stream), finish)
 
 
-def _reduce_compressed(
-    channel: Channel, stream: Stream, result: np.ndarray, reduction: str, counts: Sequence[int]
-) -> Program:
+def _reduce_compressed(channel: Channel, stream: Stream, result: np.ndarray, reduction: str) -> Program:
     """Reduce float32 or float64 values that are sent in 16 bits, in both directions, and added in their own dtype."""
-    shares, scale = dtypes.wire_scales(reduction, counts)
+    shares, scale = dtypes.wire_scales(reduction, channel.counts)
     if shares[channel.rank] != 1:
         parts = [array / array.dtype.type(shares[channel.rank]) for array in stream.arrays]
         stream = Stream(stream.shapes, stream.dtype, parts)
-    fold = folding(reduction, sum(counts))
+    fold = folding(reduction, sum(channel.counts))
 
     def finish(first: int, last: int, rows: list[np.ndarray]) -> _Request:
         bounds = _bounds(channel, last - first)

@@ -59,15 +59,12 @@ def broadcast(channel: Channel, stream: Stream, result: np.ndarray | None, root:
     """Send the root's stream into the ``result`` of all other members."""
     chunk = channel.slot_bytes // stream.dtype.itemsize
 
-    def fill(number: int, slot: np.ndarray) -> None:
-        stream.copy_in(number * chunk, slot)
-
     def read(number: int, slots: np.ndarray) -> None:
         if result is not None:
             part = result[number * chunk : (number + 1) * chunk]
             part[:] = slots[root, : len(part)]
 
-    yield from _rounds(channel, stream.dtype, _count(stream.length, chunk), [root], fill, read, head)
+    yield from _rounds(channel, stream.dtype, _count(stream.length, chunk), [root], _filling(stream, chunk), read, head)
 
 
 def all_gather(channel: Channel, row: np.ndarray, result: np.ndarray, head: Head | None) -> Program:
@@ -118,16 +115,13 @@ def _reduce_all(
     """Reduce with each member that wants the result doing all of the work."""
     chunk = channel.slot_bytes // stream.dtype.itemsize
 
-    def fill(number: int, slot: np.ndarray) -> None:
-        stream.copy_in(number * chunk, slot)
-
     def read(number: int, slots: np.ndarray) -> None:
         if result is not None:
             part = result[number * chunk : (number + 1) * chunk]
             fold(slots[:, : len(part)], part)
 
     count = _count(stream.length, chunk)
-    yield from _rounds(channel, stream.dtype, count, range(channel.size), fill, read, head)
+    yield from _rounds(channel, stream.dtype, count, range(channel.size), _filling(stream, chunk), read, head)
 
 
 def _reduce_shared(
@@ -219,6 +213,11 @@ def _rounds(
                 raise
         read(number, rings[:, step % channel.slots])
         channel.done(step)
+
+
+def _filling(stream: Stream, chunk: int) -> Callable[[int, np.ndarray], None]:
+    """Return a function that fills a round's slot with its chunk of a stream."""
+    return lambda number, slot: stream.copy_in(number * chunk, slot)
 
 
 def _count(length: int, chunk: int) -> int:

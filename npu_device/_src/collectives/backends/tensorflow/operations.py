@@ -44,14 +44,9 @@ def all_reduce(
     reduction: str,
     group: Group,
     wire: tf.DType | None,
-    counts: Sequence[int] | None = None,
 ) -> list[list[tf.Tensor]]:
-    """Reduce segments, as ``contract`` says. The collectives run concurrently.
-
-    Args:
-        counts: how many ranks' sum each member of the group contributes; a mean is over all of them. Default 1 each.
-    """
-    counts = counts or [1] * group.size
+    """Reduce segments, as ``contract`` says. The collectives run concurrently."""
+    counts = group.counts or [1] * group.size
     return [_all_reduce_segment(agreement.runtime, segment, reduction, group, wire, counts) for segment in segments]
 
 

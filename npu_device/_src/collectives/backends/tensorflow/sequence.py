@@ -26,7 +26,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.group import Group
-from npu_device._src.collectives.ordered_call import Order
+from npu_device._src.collectives.python_call import Order
 
 RING = 64
 """The number of keys for one kind, dtype and shape before they repeat. That many collectives may run at once. In a
