@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 _SERVER = Path(__file__).parent / "fork_server.py"
-_READ_BY_IMPORT = ("TF_USE_LEGACY_KERAS", "TF_CPP_MIN_LOG_LEVEL")  # a server for each combination of these
+_READ_BY_IMPORT = {"TF_USE_LEGACY_KERAS": "0", "TF_CPP_MIN_LOG_LEVEL": None}  # a server for each combination
 
 _servers: dict[tuple[str | None, ...], subprocess.Popen[str]] = {}
 _numbers = itertools.count()
@@ -88,7 +88,7 @@ class Process:
 
 
 def _server(environment: dict[str, str]) -> subprocess.Popen[str]:
-    key = tuple(environment.get(name) for name in _READ_BY_IMPORT)
+    key = tuple(environment.get(name, default) for name, default in _READ_BY_IMPORT.items())
     if key not in _servers:
         _servers[key] = subprocess.Popen(
             [sys.executable, "-u", str(_SERVER)],
