@@ -22,8 +22,8 @@ class Membership:
         is_chief: True for the rank on whose host the others meet.
         chief_hosts: addresses or names of the chief's host, in the order in which they are tried.
         chief_port: port on which the hub listens there.
-        job_id: name of the job.
-        connect_timeout: seconds the ranks wait for each other.
+        job_id: name of the job; default ``JOB_ID``.
+        connect_timeout: seconds the ranks wait for each other; default ``HCCL_CONNECT_TIMEOUT``.
         expected_hosts: host of each rank if the scheme says it, else empty; for messages.
         secret: the job's secret; empty if there is none.
     """
@@ -37,8 +37,8 @@ class Membership:
     is_chief: bool
     chief_hosts: tuple[str, ...]
     chief_port: int
-    job_id: str
-    connect_timeout: float
+    job_id: str = field(default_factory=environment.JOB_ID.get)
+    connect_timeout: float = field(default_factory=environment.HCCL_CONNECT_TIMEOUT.get)
     expected_hosts: tuple[str, ...] = ()
     secret: bytes = field(default=b"", repr=False)
 

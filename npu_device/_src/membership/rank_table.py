@@ -67,11 +67,6 @@ class RankTable:
         """Return the number of ranks."""
         return len(self.entries)
 
-    @property
-    def servers(self) -> int:
-        """Return the number of servers."""
-        return len({entry.server for entry in self.entries})
-
 
 def load(path: str, timeout: float) -> RankTable:
     """Read a table and check it.

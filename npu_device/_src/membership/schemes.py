@@ -10,6 +10,7 @@ import logging
 import re
 import socket
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 from npu_device._src import environment
@@ -67,7 +68,7 @@ def _described_size() -> int | None:
     if environment.CM_CHIEF_IP.is_set():
         raise _missing("CM_WORKER_SIZE", "CM_CHIEF_IP is set", "the number of ranks")
     config = tf_config.read()
-    return None if config is None else config.size
+    return None if config is None else config.world_size
 
 
 def membership_from_environment(device_id: int | None = None) -> Membership | None:
@@ -98,7 +99,7 @@ def membership_from_environment(device_id: int | None = None) -> Membership | No
     if table.is_set():
         found = _from_rank_table(size, device_id)
     elif chief.is_set() or environment.CM_WORKER_SIZE.is_set():
-        found = _from_table_free(size, device_id or 0)
+        found = table_free.read(size, device_id or 0)
     elif launched is not None and launched.size == size and tf_config.read() is None:
         found = _from_launcher(launched, device_id)
     else:
@@ -106,7 +107,7 @@ def membership_from_environment(device_id: int | None = None) -> Membership | No
     if launched is not None:
         rank = environment.RANK_ID.get() if found.scheme == launched.launcher else found.rank
         launchers.require_agreement(f"by {found.scheme} and RANK_ID", size, rank, launched)
-    return found
+    return replace(found, host=announced_address() or found.host, secret=secret() or found.secret)
 
 
 def secret() -> bytes:
@@ -156,28 +157,27 @@ def _from_rank_table(size: int, device_id: int | None) -> Membership:
         )
     mine = _find(table, device_id)
     chief = table.entries[0]
-    if table.servers == 1:
+    servers = tuple(entry.server for entry in table.entries)
+    if len(set(servers)) == 1:
         chief_hosts: tuple[str, ...] = ("127.0.0.1",)
     else:
         given = (chief.host_ip, chief.server, chief.device_ip)
         chief_hosts = tuple(dict.fromkeys(host for host in given if host))
     job_id = environment.JOB_ID.get()
     if device_id is None:
-        device_id = [entry.rank for entry in table.entries if entry.server == mine.server].index(mine.rank)
+        device_id = mine.rank - servers.index(mine.server)
     return Membership(
         scheme="rank table",
         world_size=size,
         rank=mine.rank,
-        host=announced_address(),
+        host=None,
         host_key=mine.server,
         device_id=device_id,
         is_chief=mine.rank == 0,
         chief_hosts=chief_hosts,
         chief_port=chief.host_port or _computed_port(zlib.crc32(job_id.encode(), table.checksum)),
         job_id=job_id,
-        connect_timeout=environment.HCCL_CONNECT_TIMEOUT.get(),
-        secret=secret(),
-        expected_hosts=tuple(entry.server for entry in table.entries),
+        expected_hosts=servers,
     )
 
 
@@ -228,33 +228,11 @@ def _find_in_pod(table: RankTable, variable: str, pod: str, device_id: int | Non
     )
 
 
-# CM_*
-
-
-def _from_table_free(size: int, device_id: int) -> Membership:
-    found = table_free.read(device_id)
-    host = announced_address() or found.worker_ip
-    return Membership(
-        scheme="CM_*",
-        world_size=size,
-        rank=None,
-        host=host or (found.chief_ip if found.is_chief else None),
-        host_key=found.worker_ip or (found.chief_ip if found.is_chief else ""),
-        device_id=device_id,
-        is_chief=found.is_chief,
-        chief_hosts=(found.chief_ip,),
-        chief_port=found.chief_port,
-        job_id=environment.JOB_ID.get(),
-        connect_timeout=environment.HCCL_CONNECT_TIMEOUT.get(),
-        secret=secret(),
-    )
-
-
 # TF_CONFIG
 
 
 def _from_tf_config(size: int, device_id: int | None) -> Membership:
-    config = tf_config.read()
+    config = tf_config.read(device_id)
     if config is None:
         raise ClusterError(
             f"RANK_SIZE is {size}, but nothing says what the {size} ranks are and where they run.\n"
@@ -266,24 +244,7 @@ def _from_tf_config(size: int, device_id: int | None) -> Membership:
             f"or let the launcher do it: npurun -n {size} train.py. To train on a single device, unset RANK_SIZE."
         )
     _require_agreement(size)
-    host = config.hosts[config.rank]
-    if device_id is None:
-        device_id = config.hosts[: config.rank].count(host)
-    return Membership(
-        scheme="TF_CONFIG",
-        world_size=size,
-        rank=config.rank,
-        host=announced_address(),
-        host_key=host,
-        device_id=device_id,
-        is_chief=config.rank == 0,
-        chief_hosts=(config.hosts[0],),
-        chief_port=config.ports[0],
-        job_id=environment.JOB_ID.get(),
-        connect_timeout=environment.HCCL_CONNECT_TIMEOUT.get(),
-        secret=secret(),
-        expected_hosts=config.hosts,
-    )
+    return config
 
 
 # Launchers of clusters
@@ -299,15 +260,14 @@ def _from_launcher(launched: Launched, device_id: int | None) -> Membership:
         scheme=launched.launcher,
         world_size=launched.size,
         rank=launched.rank,
-        host=announced_address(),
+        host=None,
         host_key=launched.node or socket.gethostname(),
         device_id=device_id,
         is_chief=launched.rank == 0,
         chief_hosts=place.hosts,
         chief_port=place.port or _computed_port(zlib.crc32(f"{job_id} {launched.job}".encode())),
         job_id=job_id,
-        connect_timeout=environment.HCCL_CONNECT_TIMEOUT.get(),
-        secret=secret() or place.secret,
+        secret=place.secret,
     )
 
 
@@ -317,10 +277,10 @@ def _require_agreement(size: int) -> None:
     if config is None:
         return
     rank = environment.RANK_ID.get()
-    if config.size != size or (rank is not None and rank != config.rank):
+    if config.world_size != size or (rank is not None and rank != config.rank):
         raise ClusterError(
             f"RANK_SIZE ({size}) and RANK_ID ({'unset' if rank is None else rank}) contradict TF_CONFIG: "
-            f"by TF_CONFIG this process is rank {config.rank} of {config.size}.\n"
+            f"by TF_CONFIG this process is rank {config.rank} of {config.world_size}.\n"
             "What to do: unset the variables you don't use; TF_CONFIG alone is enough."
         )
 

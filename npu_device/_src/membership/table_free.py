@@ -8,33 +8,17 @@ Source: Ascend environment variables reference, CM_CHIEF_IP and the following pa
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
 
 from npu_device._src import environment
+from npu_device._src.cluster.description import Membership
 from npu_device._src.cluster.errors import ClusterError
 
 
-@dataclass(frozen=True)
-class TableFree:
-    """This process's place in the scheme.
-
-    Attributes:
-        chief_ip: address of the chief's host.
-        chief_port: port the chief listens on.
-        is_chief: True if this process is the chief.
-        worker_ip: address of this process's host, if known before the rendezvous.
-    """
-
-    chief_ip: str
-    chief_port: int
-    is_chief: bool
-    worker_ip: str | None
-
-
-def read(device_id: int) -> TableFree:
+def read(size: int, device_id: int) -> Membership:
     """Return this process's place according to the variables.
 
     Args:
+        size: number of ranks.
         device_id: number of this process's device on its host; host and device together identify the chief.
 
     Raises:
@@ -66,7 +50,19 @@ def read(device_id: int) -> TableFree:
             "What to do: give both in the family that the hosts use to reach each other."
         )
     on_chief_host = worker_ip == chief_ip if worker_ip is not None else _is_local(chief_ip)
-    return TableFree(chief_ip, chief_port, on_chief_host and device_id == chief_device, worker_ip)
+    is_chief = on_chief_host and device_id == chief_device
+    host = worker_ip or (chief_ip if is_chief else None)
+    return Membership(
+        scheme="CM_*",
+        world_size=size,
+        rank=None,
+        host=host,
+        host_key=host or "",
+        device_id=device_id,
+        is_chief=is_chief,
+        chief_hosts=(chief_ip,),
+        chief_port=chief_port,
+    )
 
 
 def _is_local(ip: str) -> bool:

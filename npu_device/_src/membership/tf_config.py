@@ -9,38 +9,24 @@ Source: TensorFlow guide "Distributed training with TensorFlow", setting up TF_C
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 from npu_device._src import environment
+from npu_device._src.cluster.description import Membership
 from npu_device._src.cluster.errors import ClusterError
 
 _EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
 _CHIEFS = ("chief", "master")
 
 
-@dataclass(frozen=True)
-class TfConfig:
-    """The job, without the tasks that don't train.
+def read(device_id: int | None = None) -> Membership | None:
+    """Return this process's place in the job of ``TF_CONFIG``, without the tasks that don't train.
 
-    Attributes:
-        rank: this process's rank.
-        hosts: host of each rank.
-        ports: port of each rank.
-    """
+    Args:
+        device_id: number of this process's device on its host; default its number among the ranks of the host.
 
-    rank: int
-    hosts: tuple[str, ...]
-    ports: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return len(self.hosts)
-
-
-def read() -> TfConfig | None:
-    """Return the job of ``TF_CONFIG``; None if it is unset, names no cluster, or this process is an evaluator.
+    Returns:
+        None if the variable is unset or names no cluster, or if this process is an evaluator.
 
     Raises:
         ClusterError: it is not JSON, a part is missing or malformed, the task isn't in the cluster, or it has
@@ -67,10 +53,24 @@ def read() -> TfConfig | None:
     task_type, index = _task(config)
     if task_type == "evaluator":
         return None
-    return _job(cluster, task_type, index)
+    rank, addresses = _job(cluster, task_type, index)
+    hosts = tuple(host for host, _ in addresses)
+    return Membership(
+        scheme="TF_CONFIG",
+        world_size=len(hosts),
+        rank=rank,
+        host=None,
+        host_key=hosts[rank],
+        device_id=hosts[:rank].count(hosts[rank]) if device_id is None else device_id,
+        is_chief=rank == 0,
+        chief_hosts=(hosts[0],),
+        chief_port=addresses[0][1],
+        expected_hosts=hosts,
+    )
 
 
-def _job(cluster: dict[str, Any], task_type: str, index: int) -> TfConfig:
+def _job(cluster: dict[str, Any], task_type: str, index: int) -> tuple[int, list[tuple[str, int]]]:
+    """Return the rank of a task, and host and port of each rank."""
     if cluster.get("ps"):
         raise ClusterError(
             f"TF_CONFIG has parameter servers ({cluster['ps']}); here every rank holds all variables.\n"
@@ -106,11 +106,7 @@ def _job(cluster: dict[str, Any], task_type: str, index: int) -> TfConfig:
         raise _fault(
             f"says that this process is {task_type} {index}, which is not in its cluster; expected one of: {known}"
         )
-    return TfConfig(
-        tasks.index((task_type, index)),
-        tuple(host for host, _ in addresses),
-        tuple(port for _, port in addresses),
-    )
+    return tasks.index((task_type, index)), addresses
 
 
 def _task(config: dict[str, Any]) -> tuple[str, int]:
