@@ -1,7 +1,7 @@
 """``npurun``, the launcher: starts the ranks of a training script, forwards their output, and stops them together.
 
-It imports no TensorFlow, and nothing of npu_device that does. ``__main__`` is the entry point, ``job`` puts the parts
-together.
+It imports no TensorFlow, and nothing of npu_device that does. ``__main__`` is the entry point, ``job`` runs a job from
+start to exit code.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from npu_device._src import environment
@@ -57,25 +57,25 @@ class Options:
     """
 
     command: tuple[str, ...]
-    nproc_per_node: int = 1
-    nnodes: int = 1
-    node_rank: int = 0
-    master_addr: str = "127.0.0.1"
-    master_port: int | None = None
-    log_dir: str | None = None
-    tee: bool = False
-    job_id: str | None = None
-    grace: float = 5.0
-    trace: str | None = None
-    tune: bool = False
-    check: bool = False
-    fewest_nodes: int = 1
-    max_restarts: int = 0
-    restart_backoff: float = 1.0
-    rejoin_timeout: float = 300.0
-    preempt_signal: int = signal.SIGTERM
-    preempt_timeout: float = 25.0
-    hosts: tuple[str, ...] = ()
+    nproc_per_node: int
+    nnodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int | None
+    log_dir: str | None
+    tee: bool
+    job_id: str | None
+    grace: float
+    trace: str | None
+    tune: bool
+    check: bool
+    fewest_nodes: int
+    max_restarts: int
+    restart_backoff: float
+    rejoin_timeout: float
+    preempt_signal: int
+    preempt_timeout: float
+    hosts: tuple[str, ...]
 
     @property
     def world_size(self) -> int:
@@ -125,31 +125,14 @@ def parse(argv: Sequence[str]) -> Options:
     given.nproc_per_node = given.nproc_per_node or 1
     if given.nproc_per_node == 1 == nnodes:
         _hint_at_options_after_script(given.module, given.script)
-    node_rank = given.node_rank or 0
-    if not 0 <= node_rank < nnodes:
-        parser.error(f"--node-rank {node_rank}: with --nnodes {nnodes} it is 0 to {nnodes - 1}")
-    return Options(
-        command=() if given.check else _command(parser, given.module, given.script),
-        nproc_per_node=given.nproc_per_node,
-        hosts=tuple(host for host, _ in slots),
-        nnodes=nnodes,
-        node_rank=node_rank,
-        master_addr=given.master_addr or "127.0.0.1",
-        master_port=given.master_port,
-        log_dir=given.log_dir,
-        tee=given.tee,
-        job_id=given.job_id,
-        grace=given.grace,
-        trace=given.trace,
-        tune=given.tune,
-        check=given.check,
-        fewest_nodes=fewest,
-        max_restarts=given.max_restarts,
-        restart_backoff=given.restart_backoff,
-        rejoin_timeout=given.rejoin_timeout,
-        preempt_signal=given.preempt_signal,
-        preempt_timeout=given.preempt_timeout,
-    )
+    given.node_rank = given.node_rank or 0
+    if not 0 <= given.node_rank < nnodes:
+        parser.error(f"--node-rank {given.node_rank}: with --nnodes {nnodes} it is 0 to {nnodes - 1}")
+    given.command = () if given.check else _command(parser, given.module, given.script)
+    given.hosts = tuple(host for host, _ in slots)
+    given.fewest_nodes, given.nnodes = fewest, nnodes
+    given.master_addr = given.master_addr or "127.0.0.1"
+    return Options(**{field.name: getattr(given, field.name) for field in fields(Options)})
 
 
 def _hosts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[tuple[str, int | None]]:

@@ -1,4 +1,4 @@
-"""One attempt on this node: starts the ranks, waits for their end, and reports the outcome. ``restarts`` repeats it."""
+"""One attempt on this node: starts the ranks, waits for their end, and reports the outcome. ``job`` repeats it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Callable
 
 from npu_device._src import environment
 from npu_device._src.cluster.errors import RESUMABLE
-from npu_device.launch import child_environment, failure_report, failures, local_rank_table
+from npu_device.launch import child_environment, failures, local_rank_table
 from npu_device.launch.arguments import Options
 from npu_device.launch.causes import Cause, cause_of
 from npu_device.launch.console import Console, Voice
@@ -25,6 +25,7 @@ from npu_device.launch.streams import LogFile, Pump
 from npu_device.launch.supervisor import Supervisor
 
 CANNOT_START = 126
+_PROGRESS = "progress"
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,11 @@ class Outcome:
     causes: tuple[Cause, ...] = ()
 
 
+@dataclass(frozen=True)
 class Launch:
     """The parts of the launcher that last for all attempts.
 
-    Args:
+    Attributes:
         options: the command line.
         console: the launcher's output.
         guard: kills the ranks if the launcher is killed.
@@ -55,24 +57,21 @@ class Launch:
         events: signals, ends of ranks, and orders of node 0.
     """
 
-    def __init__(
-        self, options: Options, console: Console, guard: Guard, directory: str, events: queue.SimpleQueue[Any]
-    ) -> None:
-        self.options = options
-        self.console = console
-        self.guard = guard
-        self.directory = directory
-        self.events = events
-        self._progress = Path(directory, "progress")
+    options: Options
+    console: Console
+    guard: Guard
+    directory: str
+    events: queue.SimpleQueue[Any]
 
     def progress_file(self) -> str | None:
         """Return the path where rank 0 writes the step of its newest checkpoint; None if it isn't on this node."""
-        return str(self._progress) if self.options.node_rank == 0 else None
+        return os.path.join(self.directory, _PROGRESS) if self.options.node_rank == 0 else None
 
     def step(self) -> str | None:
         """Return the step of the newest checkpoint; None if rank 0 has reported none, or is on another node."""
         try:
-            return self._progress.read_text(encoding="utf-8", errors="replace").strip()[:40] or None
+            progress = Path(self.directory, _PROGRESS).read_text(encoding="utf-8", errors="replace")
+            return progress.strip()[:40] or None
         except OSError:
             return None
 
@@ -145,18 +144,13 @@ class Attempt:
             rank = meeting.nodes.index(options.node_rank) * options.nproc_per_node + local_rank
             environment = child_environment.for_rank(
                 inherited,
+                options,
+                meeting,
                 rank=rank,
                 local_rank=local_rank,
-                world_size=self._world_size,
                 table=table,
-                job_id=meeting.job_id,
                 error_file=self._error_file(rank),
-                hub=meeting.port,
-                secret=meeting.made_secret,
-                restart_count=meeting.count,
                 progress_file=self._launch.progress_file(),
-                preempt_signal=signal.Signals(options.preempt_signal).name,
-                preempt_timeout=options.preempt_timeout,
                 trace=self._trace(),
             )
             log = None
@@ -227,12 +221,10 @@ class Attempt:
             return Outcome(0, supervisor.interrupted)
         ordered = failures.in_order(found)
         host = socket.gethostname()
-        self._console.say(
-            failure_report.summary(ordered, self._world_size, len(self._meeting.nodes), host, self._started)
-        )
+        self._console.say(failures.summary(ordered, self._world_size, len(self._meeting.nodes), host, self._started))
         if self._options.log_dir is not None:
             self._console.say(f"its output is in {self._log_file(self._options.log_dir, ordered[0].rank)}")
-        self._console.lines(2, failure_report.evidence(ordered[0]).encode(errors="backslashreplace"))
+        self._console.lines(2, failures.evidence(ordered[0]).encode(errors="backslashreplace"))
         causes = tuple(cause_of(failure, host) for failure in ordered)
         return Outcome(ordered[0].code, supervisor.interrupted, causes)
 

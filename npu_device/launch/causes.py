@@ -12,8 +12,7 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from npu_device.launch.failure_report import excerpt
-from npu_device.launch.failures import Failure
+from npu_device.launch.failures import Failure, excerpt
 
 _FRAME = re.compile(r'^[ |]*File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _CANNOT_IMPORT = ("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError")

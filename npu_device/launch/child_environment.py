@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Mapping
+
+from npu_device.launch.arguments import Options
+from npu_device.launch.meeting import Meeting
 
 # The other two ways to describe a job. They contradict a rank table, and the ranks would refuse both.
 _OTHER_SCHEMES = ("CM_CHIEF_IP", "CM_CHIEF_PORT", "CM_CHIEF_DEVICE", "CM_WORKER_SIZE", "CM_WORKER_IP", "TF_CONFIG")
@@ -20,58 +24,48 @@ def replaced(inherited: Mapping[str, str]) -> list[str]:
 
 def for_rank(
     inherited: Mapping[str, str],
+    options: Options,
+    meeting: Meeting,
     *,
     rank: int,
     local_rank: int,
-    world_size: int,
     table: str,
-    job_id: str,
     error_file: str,
-    hub: int,
-    secret: str | None,
-    restart_count: int,
     progress_file: str | None,
-    preempt_signal: str,
-    preempt_timeout: float,
-    trace: str | None = None,
+    trace: str | None,
 ) -> dict[str, str]:
     """Return the whole environment of one rank.
 
     Args:
         inherited: the launcher's own environment.
+        options: the command line.
+        meeting: the attempt's rendezvous.
         rank: number of the rank in the job.
         local_rank: number of the rank on its node, and of its device.
-        world_size: number of ranks in the job.
         table: path of the rank table.
-        job_id: name of the job.
         error_file: path where the rank writes a record of its failure (see ``failures``).
-        hub: port of the job's hub.
-        secret: the job's secret if the launcher made it; None if the user sets it, or there is none.
-        restart_count: how often the job has been started again.
         progress_file: path where rank 0 writes the step of its newest checkpoint; None on the other nodes.
-        preempt_signal: name of the signal that asks for a checkpoint and a resumable end.
-        preempt_timeout: seconds that the rank has for it.
-        trace: directory for an iteration trace.
+        trace: directory for an iteration trace; None for none.
     """
     environment = {name: value for name, value in inherited.items() if name not in _OTHER_SCHEMES}
     environment.update(
         RANK_TABLE_FILE=table,
         RANK_ID=str(rank),
-        RANK_SIZE=str(world_size),
+        RANK_SIZE=str(len(meeting.nodes) * options.nproc_per_node),
         ASCEND_DEVICE_ID=str(local_rank),
         DEVICE_ID=str(local_rank),
-        JOB_ID=job_id,
+        JOB_ID=meeting.job_id,
         NPU_DEVICE_LAUNCHER="off",  # npurun may itself be a task of Slurm's or MPI's
         NPU_DEVICE_ERROR_FILE=error_file,
-        NPU_DEVICE_HUB=str(hub),
-        NPU_DEVICE_RESTART_COUNT=str(restart_count),
+        NPU_DEVICE_HUB=str(meeting.port),
+        NPU_DEVICE_RESTART_COUNT=str(meeting.count),
         NPU_DEVICE_PROGRESS_FILE=progress_file or "",
-        NPU_DEVICE_PREEMPT_SIGNAL=preempt_signal,
-        NPU_DEVICE_PREEMPT_TIMEOUT=f"{preempt_timeout:g}",
+        NPU_DEVICE_PREEMPT_SIGNAL=signal.Signals(options.preempt_signal).name,
+        NPU_DEVICE_PREEMPT_TIMEOUT=f"{options.preempt_timeout:g}",
         PYTHONUNBUFFERED="1",  # else a rank's output would come in blocks, and a killed rank's last block never
     )
-    if secret is not None:
-        environment.update(NPU_DEVICE_SECRET=secret)
+    if meeting.made_secret is not None:
+        environment.update(NPU_DEVICE_SECRET=meeting.made_secret)
     if trace is not None:
         environment.update(PROFILING_MODE="true", PROFILING_OPTIONS=json.dumps({"output": os.path.abspath(trace)}))
     return environment

@@ -13,13 +13,24 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-
-from npu_device.launch.lines import Piece
+from typing import NamedTuple
 
 _REFRESH_SECONDS = 5.0
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
 _ERASE = b"\x1b[K"
 _WRAP_OFF, _WRAP_ON = b"\x1b[?7l", b"\x1b[?7h"  # a refresh that wraps can't be overwritten
+
+
+class Piece(NamedTuple):
+    """One line (``end`` is a newline, or empty at the end of the stream) or one refresh of it (``end`` is ``\\r``)."""
+
+    text: bytes
+    end: bytes
+
+    @property
+    def is_refresh(self) -> bool:
+        """Return True if the next piece overwrites this one on a terminal."""
+        return self.end == b"\r"
 
 
 class Console:

@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from typing import Any
 
 _DONE = "done"
 
@@ -45,7 +44,7 @@ class Guard:
     def __enter__(self) -> Guard:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self._tell(_DONE)
         self._process.communicate()
 

@@ -24,6 +24,7 @@ from typing import IO, Any
 from npu_device._src import environment
 from npu_device._src.cluster.errors import RESUMABLE, ClusterError
 from npu_device._src.membership.schemes import secret
+from npu_device.launch import job
 from npu_device.launch.arguments import Options
 from npu_device.launch.console import Console
 
@@ -42,11 +43,7 @@ def run(options: Options) -> int:
     Returns:
         0; or 75 if the ranks can be resumed; or the exit code of the first host that failed, 255 if ssh failed.
     """
-    console = Console()
-    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    for number in {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, options.preempt_signal}:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda got, _: events.put(got))
+    console, events = Console(), job.signals(options)
     nodes = []
     try:
         given = secret().decode() or secrets.token_hex(32)

@@ -1,30 +1,95 @@
-"""One run of the launcher from start to exit code: what lasts for all attempts of the job."""
+"""One run of the launcher from start to exit code: the attempts of a job on this node, until it is over."""
 
 from __future__ import annotations
 
 import queue
 import signal
 import tempfile
+import time
 from typing import Any
 
-from npu_device.launch import restarts
+from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.handshake import NO_SECRET
+from npu_device._src.membership.schemes import secret
+from npu_device.launch import ledger, meeting
 from npu_device.launch.arguments import Options
-from npu_device.launch.attempt import Launch
+from npu_device.launch.attempt import Attempt, Launch
 from npu_device.launch.console import Console
 from npu_device.launch.guard import Guard
+from npu_device.launch.leader import Leader
+from npu_device.launch.ledger import Ledger
+from npu_device.launch.member import Member
+
+_USAGE = 2
 
 
 def run(options: Options) -> int:
-    """Start this node's ranks, wait for them, start them again if asked to, and leave no process behind.
+    """Start the ranks of this node, and start them again as long as the command line allows. Leave no process behind.
 
     Returns:
-        The exit code of ``restarts.run``.
+        The job's exit code (``attempt.Outcome``), or 2 if the ranks can't meet at the master address.
     """
+    events, console = signals(options), Console()
+    with tempfile.TemporaryDirectory(prefix="npurun-") as directory, Guard(directory) as guard:
+        launch = Launch(options, console, guard, directory, events)
+        try:
+            return _together(launch) if options.nodes_meet else _alone(launch)
+        except (OSError, ClusterError, ValueError) as error:
+            console.say(str(error))
+            return _USAGE
+
+
+def signals(options: Options) -> queue.SimpleQueue[Any]:
+    """Return a queue into which the numbers of the signals go that this process receives from now on."""
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     for number in {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, options.preempt_signal}:
         # nohup, and a shell script's background jobs, ask to ignore the signal.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda got, _: events.put(got))
-    console = Console()
-    with tempfile.TemporaryDirectory(prefix="npurun-") as directory, Guard(directory) as guard:
-        return restarts.run(Launch(options, console, guard, directory, events))
+    return events
+
+
+def _together(launch: Launch) -> int:
+    """Run the attempts of a job of several nodes."""
+    options, given = launch.options, secret()
+    if options.node_rank > 0:
+        return Member(launch, given, options.master_addr).run()
+    if not given:
+        launch.console.say(NO_SECRET)
+    with Leader(launch, given) as leader:
+        return Member(launch, given, leader.address).run()
+
+
+def _alone(launch: Launch) -> int:
+    """Run the attempts of a single node, or the only attempt of one of several."""
+    options, say = launch.options, launch.console.say
+    attempts = Ledger(options)
+    while True:
+        place = meeting.prepare(options, say, attempts.count)
+        began = time.time()
+        with place:
+            outcome = Attempt(launch, place, lambda _: None).run()
+        decision = attempts.add(began, place.nodes, [outcome], launch.step())
+        if decision.text:
+            say(decision.text)
+        interrupted = None
+        if decision.wait is not None:
+            place.end()
+            interrupted = _pause(launch, decision.wait)
+        if decision.wait is None or interrupted is not None:
+            if len(attempts.attempts) > 1:
+                say(ledger.summary(attempts.attempts))
+            return outcome.code if interrupted is None else 128 + interrupted
+
+
+def _pause(launch: Launch, seconds: float) -> int | None:
+    """Wait before a restart. Return the number of a signal that the launcher receives meanwhile, or None."""
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            event = launch.events.get(timeout=left)
+        except queue.Empty:
+            return None
+        if isinstance(event, int):
+            return event
+    return None

@@ -13,7 +13,6 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 from npu_device._src.cluster import ports
@@ -75,9 +74,7 @@ class Leader:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._thread.join(2 * _LAST_MESSAGE_SECONDS)
 
     # The connections

@@ -7,7 +7,6 @@ import secrets
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Callable
 
 from npu_device._src import environment
@@ -40,9 +39,7 @@ class Meeting:
     def __enter__(self) -> Meeting:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.hub is not None:
             self.hub.close()
 

@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import threading
 from collections import deque
 from collections.abc import Iterable
 from typing import IO, BinaryIO
 
-from npu_device.launch.console import Voice
-from npu_device.launch.lines import Piece, Splitter
+from npu_device.launch.console import Piece, Voice
 
 _BLOCK_BYTES = 1 << 16
 _TICK_SECONDS = 0.5
 _TAIL_LINES = 200
+_END = re.compile(rb"(\r\n|\n|\r)")
+
+
+class Splitter:
+    """Splits a stream into lines and refreshes. It works on bytes, so that nothing is undecodable."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> list[Piece]:
+        """Return the pieces that ``data`` completes."""
+        if b"\n" not in data and b"\r" not in data:  # a long line: don't search all of it again for each block
+            self._rest += data
+            return []
+        parts = _END.split(bytes(self._rest) + data)
+        self._rest = bytearray(parts[-1])
+        return [Piece(text, end) for text, end in zip(parts[0::2], parts[1::2])]
+
+    def finish(self) -> list[Piece]:
+        """Return the last line, if it has no newline."""
+        return [Piece(bytes(self._rest), b"")] if self._rest else []
 
 
 class LogFile:

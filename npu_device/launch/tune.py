@@ -184,14 +184,8 @@ def _has_enough(tuning_run: TuningRun, traces: Path, options: Options) -> bool:
 
 def _command(tuning_run: TuningRun, options: Options) -> list[str]:
     launcher = [sys.executable, "-m", "npu_device.launch", "-n", str(options.nproc_per_node)]
-    launcher += [
-        "--job-id",
-        f"tune-{tuning_run.key}",
-        "--grace",
-        str(options.grace),
-        "--preempt-timeout",
-        str(options.grace),
-    ]
+    launcher += ["--job-id", f"tune-{tuning_run.key}"]
+    launcher += ["--grace", str(options.grace), "--preempt-timeout", str(options.grace)]
     if options.nnodes > 1:
         launcher += ["--nnodes", str(options.nnodes), "--node-rank", str(options.node_rank)]
         launcher += ["--master-addr", options.master_addr]

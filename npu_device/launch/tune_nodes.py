@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 _POLL_SECONDS = 0.2
@@ -92,9 +91,7 @@ class TuningLeader:
             _write(self._path(), asdict(tuning_run))
             self._number += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._others:
             self._over.set()
             _write(self._path(), _OVER)

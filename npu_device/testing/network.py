@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterable, Sequence
-from types import TracebackType
+from typing import Any
 
 from npu_device.testing import connections, hosts
 from npu_device.testing.proxy import Proxy
@@ -35,9 +35,7 @@ class Here:
     def __enter__(self) -> Here:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         return None
 
     def command(self, node: int, npurun: Sequence[str], arguments: Sequence[str]) -> list[str]:
@@ -81,10 +79,8 @@ class Namespaces(Here):
         self._hosts.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hosts.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._hosts.__exit__(*error)
 
     def command(self, node: int, npurun: Sequence[str], arguments: Sequence[str]) -> list[str]:
         place = _place(len(self.nodes), node, hosts.address(0))
@@ -123,9 +119,7 @@ class Proxies(Here):
             self._port: int = probe.getsockname()[1]
         self._forward(self._port)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for proxies in self._proxies.values():
             for proxy in proxies:
                 proxy.close()
