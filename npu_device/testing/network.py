@@ -40,7 +40,6 @@ class Here:
 
     def command(self, node: int, npurun: Sequence[str], arguments: Sequence[str]) -> list[str]:
         """Return the command line of a node's npurun."""
-        del node
         return [*npurun, *arguments]
 
     def begin(self, kind: str, node: int, pids: Iterable[int]) -> None:
@@ -55,7 +54,6 @@ class Here:
             ProcessLookupError: the processes have no connections to other hosts.
             OSError: the system doesn't allow it.
         """
-        del node
         if not (connections.reset if kind == "reset" else connections.half_close)(pids):
             raise ProcessLookupError
 

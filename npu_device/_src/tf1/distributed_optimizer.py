@@ -135,7 +135,6 @@ def KerasDistributeOptimizer(optimizer: Any, name: str = "NpuKerasOptimizer", **
 
     Source: Ascend TF Adapter 1.15, ``KerasDistributeOptimizer``.
     """
-    del name, kwargs
     return npu_distributed_keras_optimizer_wrapper(optimizer)
 
 

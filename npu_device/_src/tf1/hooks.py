@@ -31,7 +31,6 @@ def broadcast_global_variables(root_rank: int = 0, index: Any = None) -> Any:
     job in which only the root restores a checkpoint continues with different steps and optimizer states. State that a
     sharded optimizer keeps on one rank only stays as it is.
     """
-    del index
     of_one_rank = {id(variable) for variable in tf.compat.v1.get_collection(VARIABLES_OF_ONE_RANK)}
     return broadcast([one for one in tf.compat.v1.global_variables() if id(one) not in of_one_rank], root_rank)
 
@@ -60,7 +59,6 @@ class NPUBroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         """Run the broadcast."""
-        del coord
         if self._broadcast is not None:
             session.run(self._broadcast)
 
@@ -108,7 +106,6 @@ class NPUOutputTensorHook(tf.compat.v1.train.SessionRunHook):
         output_fn: Callable[[list[dict[str, Any]]], Any] | None = None,
         output_every_n_steps: int = 0,
     ) -> None:
-        del dependencies
         self._tensors = dict(tensors) if isinstance(tensors, dict) else {tensor.name: tensor for tensor in tensors}
         self._output = output_fn
         self._every = output_every_n_steps
@@ -116,12 +113,10 @@ class NPUOutputTensorHook(tf.compat.v1.train.SessionRunHook):
 
     def before_run(self, run_context: Any) -> Any:
         """Fetch the tensors."""
-        del run_context
         return _Arguments(self._tensors) if self._output else None
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Keep the values, and hand them over when it is time."""
-        del run_context
         if self._output:
             self._values.append(run_values.results)
             if len(self._values) == self._every:
@@ -129,7 +124,6 @@ class NPUOutputTensorHook(tf.compat.v1.train.SessionRunHook):
 
     def end(self, session: Any) -> None:
         """Hand over the rest."""
-        del session
         if self._values:
             self._hand_over()
 
@@ -153,7 +147,6 @@ class SetIterationsVarHook(tf.compat.v1.train.SessionRunHook):
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         """Load the number of steps."""
-        del coord
         load_all(session, self._iterations_per_loop)
 
 
@@ -181,11 +174,9 @@ class TellMeStepOrLossHook(tf.compat.v1.train.SessionRunHook):
 
     def before_run(self, run_context: Any) -> Any:
         """Fetch the tensors."""
-        del run_context
         return _Arguments(self._fetched)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Write everything."""
-        del run_context
         for name, value in {**self._fixed, **run_values.results}.items():
             os.environ[name] = str(value)

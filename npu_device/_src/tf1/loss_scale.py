@@ -37,7 +37,6 @@ class FixedLossScaleManager:
 
     def update_loss_scale(self, finite_grads: tf.Tensor) -> Any:
         """Change nothing."""
-        del finite_grads
         return tf.no_op()
 
 
@@ -190,7 +189,6 @@ def NPUOptimizer(
 
     Source: Ascend TF Adapter 1.15, ``NPUOptimizer``.
     """
-    del is_tailing_optimization
     if is_loss_scale and loss_scale_manager is None:
         raise ValueError("NPUOptimizer(is_loss_scale=True) needs a loss_scale_manager, and there is none")
     if is_distributed:

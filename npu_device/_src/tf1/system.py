@@ -10,6 +10,18 @@ from npu_device._src.tf1.config import npu_config_proto
 from npu_device._src.training import device, groups
 
 
+def enable_v1() -> None:
+    """Make TensorFlow behave as TensorFlow 1 does: graphs and sessions instead of eager mode.
+
+    Before or after ``npu.open()``, and before anything of TensorFlow is used.
+
+    Every rank calls it for itself.
+
+    Source: Ascend TF Adapter 2.x, ``npu.compat.enable_v1``.
+    """
+    tf.compat.v1.disable_v2_behavior()
+
+
 def initialize_system(name: str | None = None) -> Any:
     """Join the job that the environment describes.
 
@@ -84,21 +96,8 @@ def close_session(sess: Any) -> None:
     sess.close()
 
 
-def get_npu_rank_id() -> int:
-    """Return this process's rank; 0 on a single device. Source: Ascend TF Adapter 1.15, ``get_npu_rank_id``."""
-    return groups.get_rank_id()
-
-
-def get_npu_local_rank_id() -> int:
-    """Return this rank's index among those on its host. Source: Ascend TF Adapter 1.15, ``get_npu_local_rank_id``."""
-    return groups.get_local_rank_id()
-
-
-def get_npu_rank_size() -> int:
-    """Return the number of ranks. Source: Ascend TF Adapter 1.15, ``get_npu_rank_size``."""
-    return groups.get_rank_size()
-
-
-def get_npu_local_rank_size() -> int:
-    """Return the number of ranks on this host. Source: Ascend TF Adapter 1.15, ``get_npu_local_rank_size``."""
-    return groups.get_local_rank_size()
+# Source: Ascend TF Adapter 1.15, the functions of these names.
+get_npu_rank_id = groups.get_rank_id
+get_npu_local_rank_id = groups.get_local_rank_id
+get_npu_rank_size = groups.get_rank_size
+get_npu_local_rank_size = groups.get_local_rank_size
