@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Callable
 
 from npu_device._src import environment
-from npu_device._src.cluster.ports import listen_anywhere
+from npu_device._src.cluster.ports import listen_on_free
 from npu_device._src.cluster.runtime import Runtime
 
 _CONNECT_SECONDS = 3.0
@@ -121,7 +121,7 @@ def _with_next(
 def _serving(serve: Callable[[socket.socket], None]) -> Iterator[int | None]:
     """Serve one connection while the block runs; yield the port, or None if all usable ones are taken."""
     try:
-        listener = listen_anywhere(environment.NPU_DEVICE_PORT_RANGE.get() or (0, 0))
+        listener = listen_on_free(environment.NPU_DEVICE_PORT_RANGE.get())
     except OSError:
         yield None
         return

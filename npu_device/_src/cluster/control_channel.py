@@ -5,6 +5,7 @@ Key-value store, gathers, barriers, questions, and notices from the hub. Nothing
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import itertools
 import logging
@@ -15,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import Any, Callable
 
 from npu_device._src.cluster import frames
@@ -24,12 +26,6 @@ _MARGIN_SECONDS = 5.0  # the hub enforces the timeout; a later answer will never
 _SHORT_SECONDS = 10.0  # for requests that the hub answers at once
 
 _log = logging.getLogger("npu_device")
-
-
-class _Waiter:
-    def __init__(self) -> None:
-        self.event = threading.Event()
-        self.answer: dict[str, Any] | None = None
 
 
 class ControlChannel:
@@ -50,7 +46,7 @@ class ControlChannel:
         self._pid = os.getpid()
         self._sending = threading.Lock()
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, _Waiter] = {}
+        self._waiting: dict[int, Future[dict[str, Any] | None]] = {}
         self._problem: str | None = None
         self._is_closed = False
         self.messages = 0
@@ -178,20 +174,15 @@ class ControlChannel:
         self._socket.close()
 
     def _request(self, do: str, seconds: float, **fields: Any) -> Any:
-        waiter, number = _Waiter(), next(self._numbers)
-        self._waiting[number] = waiter
+        number, limit = next(self._numbers), seconds + _MARGIN_SECONDS
+        reply = self._waiting[number] = Future()
         try:
-            if self._problem is None:
-                self._send({"id": number, "do": do, "seconds": seconds, **fields}, seconds + _MARGIN_SECONDS)
-            if self._problem is not None or not waiter.event.wait(seconds + _MARGIN_SECONDS):
-                raise PeerError(
-                    self._problem
-                    or f"the job's hub has not answered for {seconds + _MARGIN_SECONDS:g} s ({do}): its process is "
-                    "stopped or overloaded.\nWhat to do: look at the host of rank 0, where it runs."
-                )
+            self._send({"id": number, "do": do, "seconds": seconds, **fields}, limit)
+            answer = None if self._problem is not None else reply.result(limit)
+        except concurrent.futures.TimeoutError:
+            raise PeerError(self._problem or _stopped(f"has not answered for {limit:g} s ({do})")) from None
         finally:
             self._waiting.pop(number, None)
-        answer = waiter.answer
         if answer is None:
             raise PeerError(self._problem or "the job's hub is gone")
         if "error" in answer:
@@ -214,10 +205,7 @@ class ControlChannel:
                     frame = frame[self._socket.send(frame, socket.MSG_DONTWAIT) :]
                 except BlockingIOError:
                     if not poll.poll(1000 * max(0.0, until - time.monotonic())):
-                        self._problem = (
-                            f"the job's hub has received nothing for {seconds:g} s: its process is stopped or "
-                            "overloaded.\nWhat to do: look at the host of rank 0, where it runs."
-                        )
+                        self._problem = _stopped(f"has received nothing for {seconds:g} s")
                         self._socket.shutdown(socket.SHUT_RDWR)  # half a message may have been sent
                         return
 
@@ -234,10 +222,9 @@ class ControlChannel:
                     continue
                 self.messages += 1
                 if "id" in message:
-                    waiter = self._waiting.get(message["id"])
-                    if waiter is not None:
-                        waiter.answer = message
-                        waiter.event.set()
+                    reply = self._waiting.pop(message["id"], None)
+                    if reply is not None:
+                        reply.set_result(message)
                 elif message.get("push") == "end":
                     reason = str(message["text"])
                 else:
@@ -245,8 +232,8 @@ class ControlChannel:
         except (OSError, ValueError) as error:
             reason = f"the connection to the job's hub broke: {error}"
         self._problem = self._problem or reason
-        for waiter in list(self._waiting.values()):
-            waiter.event.set()
+        for reply in list(self._waiting.values()):
+            reply.set_result(None)
         if not self._is_closed:
             on_lost(self._problem)
 
@@ -264,6 +251,13 @@ def _close_in_fork(channel: ControlChannel | None) -> None:
         channel._problem = "this process is a fork of a rank, not a rank itself"
         channel._is_closed = True
         channel._socket.close()
+
+
+def _stopped(how: str) -> str:
+    return (
+        f"the job's hub {how}: its process is stopped or overloaded.\n"
+        "What to do: look at the host of rank 0, where it runs."
+    )
 
 
 def _by_rank(found: list[tuple[Any, str]]) -> dict[int, Any]:

@@ -28,7 +28,7 @@ from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.handshake import AttemptFailedError, TimedConnection, admit, reach
 from npu_device._src.cluster.health import Health
-from npu_device._src.cluster.ports import join_address, listen_for_ranks
+from npu_device._src.cluster.ports import join_address, listen_on_free
 
 _HEADER = struct.Struct("<QI")  # number of the inbox; length in bytes
 _TOKEN_BYTES = 16
@@ -165,8 +165,7 @@ class Peers:
             TimeoutError: a rank didn't come in time.
         """
         try:
-            ports = environment.NPU_DEVICE_PORT_RANGE.get() or (0, 0)
-            self._listener = listen_for_ranks(self._cluster.addresses, ports)
+            self._listener = listen_on_free(environment.NPU_DEVICE_PORT_RANGE.get(), self._cluster.addresses)
         except OSError as error:
             raise ClusterError(
                 f"{self._me()} finds no free port for the other ranks' messages: {error.strerror}.\n"

@@ -62,10 +62,9 @@ def listen(hosts: Sequence[str], ports: Sequence[int]) -> socket.socket:
         PortTakenError: other programs use the ports (Ascend's EI0019).
         RendezvousError: this process can't listen there for some other reason.
     """
-    host = _interface(hosts)
-    where = f"{join_address(host, ports[0])} on {socket.gethostname()}"
+    where = f"{join_address(_interface(hosts), ports[0])} on {socket.gethostname()}"
     try:
-        return _listening(host, ports)
+        return listen_on_free(ports, hosts)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise PortTakenError(
@@ -80,29 +79,27 @@ def listen(hosts: Sequence[str], ports: Sequence[int]) -> socket.socket:
         ) from error
 
 
-def listen_anywhere(ports: Sequence[int] = (0, 0)) -> socket.socket:
-    """Return a socket that listens on all interfaces.
+def listen_on_free(ports: Sequence[int] | None = None, hosts: Sequence[str] = ()) -> socket.socket:
+    """Return a socket that listens on a free port; concurrent processes start looking at different ones.
 
     Args:
-        ports: first and last usable port; 0 for any.
+        ports: first and last usable port; any by default, or if both are 0.
+        hosts: addresses or names by which others reach this host. If all are the loopback, so is the interface; by
+            default it listens on all.
 
     Raises:
-        OSError: all of them are taken.
+        OSError: all ports are taken, or this process can't listen there.
     """
-    return _listening(_all_interfaces(), ports)
-
-
-def listen_for_ranks(addresses: Sequence[str], ports: Sequence[int]) -> socket.socket:
-    """Return a socket that listens on the loopback interface if all ranks are there, else on all interfaces.
-
-    Args:
-        addresses: of all ranks.
-        ports: first and last usable port; 0 for any.
-
-    Raises:
-        OSError: all of them are taken.
-    """
-    return _listening(_interface(addresses), ports)
+    first, last = ports or (0, 0)
+    count = last - first + 1
+    begin = os.getpid() % count
+    for number in range(count):
+        try:
+            return _listening_at(_interface(hosts), first + (begin + number) % count)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or number == count - 1:
+                raise
+    raise AssertionError("an empty range")
 
 
 class ReservedPort:
@@ -113,14 +110,14 @@ class ReservedPort:
     SO_REUSEADDR, as gRPC does, succeeds.
 
     Args:
-        ports: first and last usable port; 0 for any.
+        ports: first and last usable port; default any.
 
     Raises:
         OSError: all of them are taken.
     """
 
-    def __init__(self, ports: Sequence[int] = (0, 0)) -> None:
-        self._socket = listen_anywhere(ports)
+    def __init__(self, ports: Sequence[int] | None = None) -> None:
+        self._socket = listen_on_free(ports)
         self.number = int(self._socket.getsockname()[1])
 
     def leave_to_tensorflow(self) -> None:
@@ -144,27 +141,9 @@ class ReservedPort:
 
 
 def _interface(hosts: Sequence[str]) -> str:
-    if not all(is_loopback(host) for host in hosts):
-        return _all_interfaces()
-    return "127.0.0.1" if hosts[0] == "localhost" else hosts[0]
-
-
-def _all_interfaces() -> str:
+    if hosts and all(map(is_loopback, hosts)):
+        return "127.0.0.1" if hosts[0] == "localhost" else hosts[0]
     return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
-
-
-def _listening(host: str, ports: Sequence[int]) -> socket.socket:
-    """Return a socket that listens on a free port of a range; concurrent processes start at different ports."""
-    first, last = ports
-    count = last - first + 1
-    begin = os.getpid() % count
-    for number in range(count):
-        try:
-            return _listening_at(host, first + (begin + number) % count)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or number == count - 1:
-                raise
-    raise AssertionError("an empty range")
 
 
 def _listening_at(host: str, port: int) -> socket.socket:

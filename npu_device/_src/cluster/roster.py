@@ -253,7 +253,7 @@ class Roster:
         for key in names:
             for arrival in self._present.get(key, []):
                 states = ["doubled"] if len(self._present[key]) > 1 else []
-                states += self._differences(arrival.hello)
+                states += [f"{kind}, {values}" for kind, values in self._differences(arrival.hello)]
                 lines.append(f"{_name(arrival)}: {'; '.join(states) or 'came'} ({arrival.identity()})")
             if key not in self._present and key in self._left:
                 gone = self._left[key]
@@ -269,19 +269,12 @@ class Roster:
 
     def _kinds(self) -> list[str]:
         """Return the kinds of errors, most important first."""
-        hellos, chief, found = [arrival.hello for arrival in self._arrivals()], self.reference, []
-        assert chief is not None
-        if any(len(same) > 1 for same in self._present.values()):
-            found.append("doubled rank")
-        if any(hello.scheme != chief.scheme for hello in hellos):
-            found.append("another scheme")
-        if any(hello.world_size != chief.world_size for hello in hellos):
-            found.append("another world size")
-        if any(hello.versions != chief.versions for hello in hellos):
-            found.append("another version")
+        found = {kind for arrival in self._arrivals() for kind, _ in self._differences(arrival.hello)}
+        if self._count > len(self._present):
+            found.add("doubled rank")
         if self._absent():
-            found.append("missing")
-        return found
+            found.add("missing")
+        return [kind for kind in _REMEDIES if kind in found]
 
     def _absent(self) -> int:
         """Return the number of ranks that have not come."""
@@ -289,18 +282,18 @@ class Roster:
             return max(0, self._size - len(self._present))
         return sum(rank not in self._present for rank in range(self._size))
 
-    def _differences(self, hello: Hello) -> list[str]:
-        """Return the differences between a rank and the chief."""
+    def _differences(self, hello: Hello) -> list[tuple[str, str]]:
+        """Return the differences between a rank and the chief: the kind, and the values."""
         chief, found = self.reference, []
         assert chief is not None
         if hello.scheme != chief.scheme:
-            found.append(f"another scheme, {hello.scheme} (the chief: {chief.scheme})")
+            found.append(("another scheme", f"{hello.scheme} (the chief: {chief.scheme})"))
         if hello.world_size != chief.world_size:
-            found.append(f"another world size, {hello.world_size} (the chief: {chief.world_size})")
+            found.append(("another world size", f"{hello.world_size} (the chief: {chief.world_size})"))
         for name in sorted({*hello.versions, *chief.versions}):
             theirs, ours = hello.versions.get(name), chief.versions.get(name)
             if theirs != ours:
-                found.append(f"another version, {name} {theirs} (the chief: {ours})")
+                found.append(("another version", f"{name} {theirs} (the chief: {ours})"))
         return found
 
     def _rank_name(self, rank: int) -> str:
@@ -316,6 +309,7 @@ class Roster:
         return [arrival.hello.host or arrival.seen_at or hub_address for arrival in self.in_order()]
 
 
+# Most important first.
 _REMEDIES = {
     "doubled rank": (
         "Two processes were started as the same rank. What to do: give each process its own RANK_ID (with CM_*: its "

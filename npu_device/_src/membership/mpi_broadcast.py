@@ -39,7 +39,7 @@ def agree(launched: Launched) -> RendezvousAddress:
 
 
 def _choose() -> RendezvousAddress:
-    port = ReservedPort(environment.NPU_DEVICE_PORT_RANGE.get() or (0, 0))
+    port = ReservedPort(environment.NPU_DEVICE_PORT_RANGE.get())
     port.leave_to_tensorflow()
     given = announced_address()
     hosts = [given] if given else [socket.gethostname(), *addresses_of_this_host()]

@@ -60,7 +60,7 @@ def start(runtime: Runtime) -> None:
     cluster = runtime.cluster
     timeout = environment.HCCL_CONNECT_TIMEOUT.get()
     try:
-        reserved = ReservedPort(environment.NPU_DEVICE_PORT_RANGE.get() or (0, 0))
+        reserved = ReservedPort(environment.NPU_DEVICE_PORT_RANGE.get())
     except OSError as error:
         raise ClusterError(
             f"rank {cluster.rank} on host {cluster.host} finds no free port for TensorFlow's server: "
