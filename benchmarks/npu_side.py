@@ -22,6 +22,7 @@ from npu_device._src.collectives.backends.arrays.engine import Engine, PendingOp
 from npu_device._src.collectives.backends.arrays.stream import Stream
 from npu_device._src.collectives.backends.shared_memory import programs
 from npu_device._src.collectives.backends.shared_memory.shared_memory_backend import channel_of
+from npu_device._src.collectives.choice import carries
 from npu_device._src.collectives.group import Group
 from npu_device._src.gradients import split_strategy
 from npu_device._src.trace import trace
@@ -134,7 +135,8 @@ class NpuSide:
 
         @tf.function
         def agree() -> tf.Tensor:
-            with agreed(self._runtime, group, describe("all_reduce", values, reduction="mean"), values):
+            call, carried = describe("all_reduce", values, reduction="mean"), carries(self._runtime, group, values)
+            with agreed(self._runtime, group, call, values, carried):
                 return tf.identity(tf.constant(0))
 
         return agree

@@ -28,7 +28,7 @@ from npu_device._src import compat
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.calling_thread import calling_thread, in_call
-from npu_device._src.collectives.choice import compares_with_data, comparing_backend_of
+from npu_device._src.collectives.choice import comparing_backend_of
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.terms import Agreement, Terms
 
@@ -116,7 +116,7 @@ def describe(operation: str, values: Sequence[Any], ragged: bool = False, **deta
 
 @contextlib.contextmanager
 def agreed(
-    runtime: Runtime, group: Group, call: Call, values: Sequence[Any], carries: bool | tf.Tensor = False
+    runtime: Runtime, group: Group, call: Call, values: Sequence[Any], carries: bool | tf.Tensor | None
 ) -> Iterator[Agreement]:
     """Agree on a call with the group, then run the block, with the agreement for the backend.
 
@@ -137,14 +137,13 @@ def agreed(
     if group.size == 1:
         yield Agreement(runtime)
         return
-    dtypes = [value.dtype for value in values if value is not None]
     if group.tag is not None:
         call = replace(call, thread="")  # each tag keeps its own order, whichever threads send and receive
     with in_call(runtime, group) as overlaps:
         comparing = comparing_backend_of(runtime, group)
         terms = _terms(runtime, group, call, overlaps)
         agreement = Agreement(runtime, terms, _shapes_number(values, call.ragged), carries)
-        if carries is False and not compares_with_data(runtime, group, dtypes):
+        if carries is False:
             with tf.control_dependencies(comparing.exchange_terms(agreement, group)):
                 yield Agreement(runtime)
             return

@@ -42,19 +42,24 @@ def comparing_backend_of(runtime: Runtime, group: Group) -> ComparingBackend:
     return shared_memory if len({leaders[rank] for rank in group.ranks}) == 1 else messages
 
 
-def compares_with_data(runtime: Runtime, group: Group, dtypes: Iterable[tf.DType]) -> bool:
-    """Return whether the ranks compare a call on tensors of some dtypes with its first data; the same on every rank."""
-    return group.tag is not None or array_backend_of(runtime, group, dtypes) is shared_memory
+def carries(runtime: Runtime, group: Group, values: Sequence[Any], ragged: bool = False) -> bool | tf.Tensor | None:
+    """Return whether a call's values travel with the message in which the ranks compare it, which otherwise precedes
+    them: a bool tensor if only the running graph knows. None if the ranks compare the call with its first data instead.
+    The same on every rank.
 
-
-def carries(runtime: Runtime, group: Group, tensors: Sequence[tf.Tensor | tf.TensorSpec]) -> bool | tf.Tensor:
-    """Return whether tensors are so small that they travel with the comparison, which otherwise precedes them: a bool
-    tensor if only the running graph knows. The same on every rank.
+    Args:
+        runtime: the running cluster.
+        group: the ranks that take part.
+        values: dense tensors, their specs, ``tf.IndexedSlices`` and ``None``.
+        ragged: their size may differ among the ranks.
     """
-    dtypes = [tensor.dtype for tensor in tensors]
-    if group.size == 1 or compares_with_data(runtime, group, dtypes) or any(map(hosts_of(runtime).uses_nccl, dtypes)):
+    dtypes = [value.dtype for value in values if value is not None]
+    if group.tag is not None or array_backend_of(runtime, group, dtypes) is shared_memory:
+        return None
+    dense = all(isinstance(value, (tf.Tensor, tf.TensorSpec)) for value in values)
+    if ragged or not dense or any(map(hosts_of(runtime).uses_nccl, dtypes)):
         return False
-    return fits(group.size, tensors)
+    return fits(group.size, values)
 
 
 def array_backend_of(runtime: Runtime, group: Group, dtypes: Iterable[tf.DType]) -> ArrayBackend | None:
@@ -90,7 +95,7 @@ def _or_carried(
     """Move a call's data on the group's own backend, or in messages if they are small. If only the running graph knows
     that, both are in it.
     """
-    if agreement.carries is False:
+    if agreement.carries is None or agreement.carries is False:
         return move(own, agreement)
     carrying = comparing_backend_of(agreement.runtime, group)
     if agreement.carries is True:

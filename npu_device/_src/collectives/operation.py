@@ -57,11 +57,6 @@ class Declaration:
     gradient: Optional[Callable[[Runtime, Sequence[tf.Tensor]], Sequence[tf.Tensor]]] = None
     key: Optional[str] = None
 
-    def is_carried(self, runtime: Runtime) -> bool | tf.Tensor:
-        """Return what ``choice.carries`` says of the call's data: False if the ranks' data may differ in size."""
-        dense = [value for value in self.values if isinstance(value, (tf.Tensor, tf.TensorSpec))]
-        return len(dense) == len(self.values) and not self.ragged and carries(runtime, self.group, dense)
-
     def call(self) -> Call:
         """Return the description on which the ranks agree."""
         return describe(self.operation, self.values, self.ragged, **self.same)
@@ -96,7 +91,7 @@ def collective(
             return way(runtime, declared, declared.call(), arguments)
 
         def run(runtime: Runtime, declared: Declaration, described: Call, arguments: dict[str, Any]) -> Any:
-            carried = declared.is_carried(runtime)
+            carried = carries(runtime, declared.group, declared.values, declared.ragged)
             with agreed(runtime, declared.group, described, declared.values, carried) as agreement:
                 return function(agreement, **arguments)
 

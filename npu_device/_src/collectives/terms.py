@@ -45,7 +45,8 @@ class Agreement:
         runtime: the running cluster.
         terms: what the call's first collective has to compare; None if nothing is left to be compared.
         shapes: belongs to the terms.
-        carries: small data travel with the terms, and don't need the group's own backend (``choice.carries``).
+        carries: whether small data travel with the terms, instead of through the group's own backend
+            (``choice.carries``).
 
     Attributes:
         runtime: the running cluster.
@@ -53,7 +54,7 @@ class Agreement:
     """
 
     def __init__(
-        self, runtime: Runtime, terms: Terms | None = None, shapes: Shapes = 0, carries: bool | tf.Tensor = False
+        self, runtime: Runtime, terms: Terms | None = None, shapes: Shapes = 0, carries: bool | tf.Tensor | None = None
     ) -> None:
         self.runtime = runtime
         self.carries = carries

@@ -30,7 +30,6 @@ from npu_device._src.collectives.operation import Declaration, collective
 from npu_device._src.collectives.session_graph import apart
 from npu_device._src.collectives.terms import Agreement
 from npu_device._src.gradients import later_calls
-from npu_device._src.gradients.fusion import check_fusion
 from npu_device._src.gradients.segments import cut
 from npu_device._src.gradients.sparse import gather_slices, reduce_slices, require_sparse_reduction
 from npu_device._src.gradients.split_strategy import MAX_SEGMENTS
@@ -41,6 +40,7 @@ _Segments = Optional[Sequence[Sequence[int]]]
 
 _reduced = threading.Event()
 
+_LARGEST_FUSION_ID = 0x7FFFFFFF
 _WIRE_DTYPES = {"fp16": tf.float16, "bf16": tf.bfloat16}
 
 
@@ -96,6 +96,41 @@ class ReductionOptions:
         return None if self.compression is None else _WIRE_DTYPES[self.compression]
 
 
+def check_fusion(fusion: int, fusion_id: int) -> None:
+    """Check the arguments of Ascend's all-reduce.
+
+    Args:
+        fusion: 0 leaves each tensor alone, 1 fuses by the split strategy, 2 fuses everything with the same id.
+        fusion_id: -1 with fusion 1; 0 to 2**31 - 1 with fusion 2; anything with fusion 0.
+
+    Raises:
+        ValueError: any other combination.
+    """
+    if fusion not in (0, 1, 2):
+        raise ValueError(
+            f"fusion {fusion!r} is unknown; expected 0 (each tensor alone), 1 (by the split strategy) or 2 (all with "
+            "one fusion_id)"
+        )
+    if fusion == 1 and fusion_id != -1:
+        raise ValueError(
+            f"fusion_id {fusion_id!r} does not go with fusion 1; expected -1, or fusion=2 with an id of 0 to "
+            f"{_LARGEST_FUSION_ID}"
+        )
+    if fusion == 2 and not 0 <= fusion_id <= _LARGEST_FUSION_ID:
+        raise ValueError(f"fusion_id {fusion_id!r} does not go with fusion 2; expected 0 to {_LARGEST_FUSION_ID}")
+
+
+def check_fusion_0_or_2(operation: str, fusion: int, fusion_id: int) -> None:
+    """Check the pair for the operations to which no split strategy applies.
+
+    Raises:
+        ValueError: fusion is neither 0 nor 2, or the id doesn't go with it.
+    """
+    if fusion not in (0, 2):
+        raise ValueError(f"{operation}: fusion {fusion!r} is unknown; expected 0 (alone) or 2 (all with one fusion_id)")
+    check_fusion(fusion, fusion_id)
+
+
 def wait_for_reduction(seconds: float) -> bool:
     """Wait until this process has reduced a list of tensors, or built a graph that does; return False if it hasn't."""
     return _reduced.wait(seconds)
@@ -138,9 +173,11 @@ def _reduce_list(
 ) -> list[Gradient]:
     segments = cut(values, options.kind, options.fusion, group.name)
     parts = [*segments, *([i] for i, value in enumerate(values) if isinstance(value, tf.IndexedSlices))]
-    dtypes = [value.dtype for value in values if value is not None]
-    backend = backend_name(runtime, group, dtypes)
     results: list[Gradient] = [None] * len(values)
+
+    def backend() -> str:
+        return backend_name(runtime, group, [value.dtype for value in values if value is not None])
+
     seen = traced_reduction(values, segments, options.kind, group.name, backend, options.overlap)
     with seen as trace, _all_first(values, options):
         for positions, within in apart([(part, None) for part in parts], (range(len(values)), segments)):

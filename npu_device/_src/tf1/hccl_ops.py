@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from npu_device._src.collectives.group import WORLD_GROUP
-from npu_device._src.gradients.fusion import check_fusion_0_or_2
+from npu_device._src.gradients.reduction import check_fusion_0_or_2
 from npu_device._src.training import hccl_ops as _ops
 
 

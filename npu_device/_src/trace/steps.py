@@ -10,7 +10,7 @@ import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Callable
 
 import tensorflow as tf
 
@@ -92,7 +92,12 @@ def iteration() -> Iterator[None]:
 
 @contextlib.contextmanager
 def traced_reduction(
-    values: Sequence[Any], segments: Sequence[Sequence[int]], kind: str, group: str, backend: str, overlap: bool
+    values: Sequence[Any],
+    segments: Sequence[Sequence[int]],
+    kind: str,
+    group: str,
+    backend: Callable[[], str],
+    overlap: bool,
 ) -> Iterator[TracedReduction]:
     """Mark the block as the reduction of an iteration's gradients.
 
@@ -102,7 +107,7 @@ def traced_reduction(
             reduced one by one after them.
         kind: gradients are reduced by ``"sum"`` or ``"mean"``; reductions of any other kind are not recorded.
         group: name of the group.
-        backend: the backend that reduces them.
+        backend: returns the name of the backend that reduces them.
         overlap: segments start before all gradients are there.
 
     Yields:
@@ -128,7 +133,7 @@ def traced_reduction(
         shapes=tuple(str(value.shape) for value in flat),
         segments=_ranges(parts),
         group=group,
-        backend=backend,
+        backend=backend(),
         has_start=start is not None,
         has_bp_end=end is not None,
         waits_for_all=not overlap,

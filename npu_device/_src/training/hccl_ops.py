@@ -30,8 +30,7 @@ from npu_device._src.collectives import reduce_scatter as _reduce_scatter
 from npu_device._src.collectives import send as _send
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.collectives.session_graph import overwriting
-from npu_device._src.gradients.fusion import check_fusion, check_fusion_0_or_2
-from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
+from npu_device._src.gradients.reduction import ReductionOptions, check_fusion, check_fusion_0_or_2, reduce_list
 from npu_device._src.training.world import World, world
 
 _REDUCTIONS = ("sum", "max", "min", "prod")
