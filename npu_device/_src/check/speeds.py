@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.all_reduce import all_reduce
-from npu_device._src.collectives.group import WORLD_GROUP, Group, create_group, group_of
+from npu_device._src.collectives.group import WORLD_GROUP, Group, group_of
 
 SIZES = (4, 64 << 10, 1 << 20, 16 << 20)
 """Bytes."""
@@ -40,8 +40,7 @@ def between(runtime: Runtime, leaders: list[int]) -> list[float]:
 
 
 def _by_size(runtime: Runtime, name: str, ranks: list[int]) -> list[float]:
-    create_group(name, len(ranks), ranks, runtime.cluster.rank, runtime.cluster.world_size)
-    group = group_of(runtime, name)
+    group = Group(name, tuple(ranks), ranks.index(runtime.cluster.rank))
     return [_median_seconds(runtime, group, size) for size in SIZES]
 
 

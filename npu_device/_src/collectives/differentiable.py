@@ -52,19 +52,10 @@ def differentiable(
     """
     if not compat.may_be_differentiated():
         return list(results)
-    if not tf.executing_eagerly():
-        return _in_graph(results, backward, tensors)
-
-    @tf.custom_gradient
-    def with_gradient(*_: tf.Tensor) -> tuple[list[tf.Tensor], BackwardFunction]:
-        return list(results), backward
-
-    return list(with_gradient(*tensors))
-
-
-def _in_graph(
-    results: Sequence[tf.Tensor], backward: BackwardFunction, tensors: Sequence[tf.Tensor]
-) -> list[tf.Tensor]:
+    if tf.executing_eagerly():
+        after = [tf.identity(result) for result in results]
+        compat.record_operation(_NAME, after, list(tensors), backward)
+        return after
     graph = tf.compat.v1.get_default_graph()
     kept, number = _Kept(backward, len(results)), next(_numbers)
     _by_number[number] = kept

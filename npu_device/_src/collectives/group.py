@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,12 +81,8 @@ class Group:
         return repr((self.name, self.ranks)).encode(errors="surrogatepass")
 
 
-_made: dict[str, Group] = {}
-
-
-def made_group(name: str) -> Group | None:
-    """Return the group of this name that this rank has made, if any."""
-    return _made.get(name)
+made: dict[str, Group] = {}
+"""By name: the groups that this rank's script has made (``training.groups``)."""
 
 
 def group_of(runtime: Runtime, name: str) -> Group:
@@ -111,10 +108,10 @@ def find_group(name: str, rank: int, world_size: int) -> Group:
     check_group_name(name)
     if name == WORLD_GROUP:
         return Group(name, tuple(range(world_size)), rank)
-    if name in _made:
-        return _made[name]
+    if name in made:
+        return made[name]
     known = [f"{WORLD_GROUP!r} (all {world_size} ranks)"]
-    known += [f"{group.name!r} (ranks {_listed(group.ranks)})" for group in _made.values()]
+    known += [f"{group.name!r} (ranks {listed(group.ranks)})" for group in made.values()]
     raise ValueError(
         f"rank {rank}: there is no group named {name!r}; expected one of this rank's groups: {', '.join(known)}.\n"
         "Likely cause: the group was never made here, has been destroyed, or this rank doesn't belong to it.\n"
@@ -122,53 +119,6 @@ def find_group(name: str, rank: int, world_size: int) -> Group:
     )
 
 
-def create_group(name: str, size: int, ranks: Any, rank: int, world_size: int) -> None:
-    """Make a group on this rank, one of ``world_size``. For the other arguments and errors see
-    ``training.groups.create_group``.
-    """
-    check_group_name(name)
-    where = f"rank {rank}, create_group({name!r}): "
-    if name == WORLD_GROUP:
-        raise ValueError(
-            f"{where}this is the group of all {world_size} ranks, which exists already; expected another name"
-        )
-    if not isinstance(size, int) or size < 1:
-        raise ValueError(f"{where}rank_num is {size!r}; expected a whole number from 1")
-    if not isinstance(ranks, list):
-        raise ValueError(f"{where}rank_ids is {ranks!r}, a {type(ranks).__name__}; expected a list of world ranks")
-    if len(ranks) != size:
-        raise ValueError(f"{where}rank_ids {ranks} has {len(ranks)} entries; expected {size}, which is rank_num")
-    for position, member in enumerate(ranks):
-        if not isinstance(member, int) or not 0 <= member < world_size:
-            raise ValueError(
-                f"{where}rank_ids[{position}] is {member!r}; expected a world rank, a whole number from 0 to "
-                f"{world_size - 1}"
-            )
-    members = tuple(sorted(int(member) for member in ranks))
-    if len(set(members)) < size:
-        doubled = sorted({member for member in members if members.count(member) > 1})
-        raise ValueError(f"{where}rank_ids {ranks} names {_listed(doubled)} more than once; expected each rank once")
-    if rank not in members:
-        raise ValueError(
-            f"{where}rank {rank} is not among rank_ids {ranks}; expected a group to which the calling rank belongs.\n"
-            "What to do: let each rank make only the groups that it is a member of."
-        )
-    if name in _made:
-        raise ValueError(
-            f"{where}this name belongs to the group of rank(s) {_listed(_made[name].ranks)}; expected another one.\n"
-            "What to do: make each group once, or call destroy_group first."
-        )
-    _made[name] = Group(name, members, members.index(rank))
-
-
-def destroy_group(name: str, rank: int, world_size: int) -> None:
-    """Forget a group on this rank, one of ``world_size``; its name can be used again. For errors see
-    ``training.groups.destroy_group``.
-    """
-    if find_group(name, rank, world_size).name == WORLD_GROUP:
-        raise ValueError(f"rank {rank}, destroy_group({name!r}): the group of all ranks can't be destroyed")
-    del _made[name]
-
-
-def _listed(ranks: Any) -> str:
+def listed(ranks: Iterable[int]) -> str:
+    """Return ranks as a text."""
     return ", ".join(map(str, ranks))

@@ -6,16 +6,14 @@ collective takes the terms and carries them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Callable, Union
+from typing import Any, Callable, NamedTuple, Union
 
 import tensorflow as tf
 
 from npu_device._src.cluster.runtime import Runtime
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """The part of an agreement that the ranks compare before they read each other's data.
 
     Attributes:

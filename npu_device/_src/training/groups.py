@@ -1,6 +1,6 @@
 """Groups of ranks for scripts: create and destroy them, query sizes and ranks (Ascend's ``hccl.manage.api``).
 
-Groups are defined in ``collectives.group``. The functions here act for the calling process: a rank of the running
+Groups are those of ``collectives.group``. The functions here act for the calling process: a rank of the running
 cluster, which is opened now if the script hasn't done so, as by every call of ``npu.distribute``; or a single device,
 which behaves as a cluster of one rank.
 
@@ -14,9 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.collectives import group as _group
 from npu_device._src.collectives.choice import release
-from npu_device._src.collectives.group import WORLD_GROUP, Group
+from npu_device._src.collectives.group import WORLD_GROUP, Group, check_group_name, find_group, listed, made
 from npu_device._src.collectives.session_order import close_orders
 from npu_device._src.training import device
 
@@ -35,7 +34,44 @@ def create_group(group: str, rank_num: int, rank_ids: list[int]) -> None:
             twice; the calling rank is not among them; the name is in use.
         RuntimeError: the environment names several ranks but the job can't be joined any more.
     """
-    _group.create_group(group, rank_num, rank_ids, *_rank_and_size())
+    check_group_name(group)
+    rank, world_size = _rank_and_size()
+    where = f"rank {rank}, create_group({group!r}): "
+    if group == WORLD_GROUP:
+        raise ValueError(
+            f"{where}this is the group of all {world_size} ranks, which exists already; expected another name"
+        )
+    if not isinstance(rank_num, int) or rank_num < 1:
+        raise ValueError(f"{where}rank_num is {rank_num!r}; expected a whole number from 1")
+    if not isinstance(rank_ids, list):
+        raise ValueError(
+            f"{where}rank_ids is {rank_ids!r}, a {type(rank_ids).__name__}; expected a list of world ranks"
+        )
+    if len(rank_ids) != rank_num:
+        raise ValueError(
+            f"{where}rank_ids {rank_ids} has {len(rank_ids)} entries; expected {rank_num}, which is rank_num"
+        )
+    for position, member in enumerate(rank_ids):
+        if not isinstance(member, int) or not 0 <= member < world_size:
+            raise ValueError(
+                f"{where}rank_ids[{position}] is {member!r}; expected a world rank, a whole number from 0 to "
+                f"{world_size - 1}"
+            )
+    members = tuple(sorted(int(member) for member in rank_ids))
+    if len(set(members)) < rank_num:
+        doubled = sorted({member for member in members if members.count(member) > 1})
+        raise ValueError(f"{where}rank_ids {rank_ids} names {listed(doubled)} more than once; expected each rank once")
+    if rank not in members:
+        raise ValueError(
+            f"{where}rank {rank} is not among rank_ids {rank_ids}; expected a group to which the calling rank "
+            "belongs.\nWhat to do: let each rank make only the groups that it is a member of."
+        )
+    if group in made:
+        raise ValueError(
+            f"{where}this name belongs to the group of rank(s) {listed(made[group].ranks)}; expected another one.\n"
+            "What to do: make each group once, or call destroy_group first."
+        )
+    made[group] = Group(group, members, members.index(rank))
 
 
 @tf.autograph.experimental.do_not_convert
@@ -52,7 +88,10 @@ def destroy_group(group: str) -> None:
         ValueError: the group of all ranks, or no group of that name.
         RuntimeError: as in ``create_group``.
     """
-    _group.destroy_group(group, *_rank_and_size())
+    if _find(group).name == WORLD_GROUP:
+        rank, _ = _rank_and_size()
+        raise ValueError(f"rank {rank}, destroy_group({group!r}): the group of all ranks can't be destroyed")
+    del made[group]
     runtime = device.cluster_runtime()
     if runtime is not None:
         close_orders(runtime, group)
@@ -120,7 +159,7 @@ def get_world_rank_from_group_rank(group: str, group_rank_id: int) -> int:
     if group_rank_id >= members.size:
         raise ValueError(
             f"group_rank_id is {group_rank_id}; expected a rank from 0 to {members.size - 1}, since group {group!r} "
-            f"has {members.size} member(s): world rank(s) {', '.join(map(str, members.ranks))}"
+            f"has {members.size} member(s): world rank(s) {listed(members.ranks)}"
         )
     return members.ranks[group_rank_id]
 
@@ -142,7 +181,7 @@ def get_group_rank_from_world_rank(world_rank_id: int, group: str) -> int:
     if world_rank_id not in members.ranks:
         raise ValueError(
             f"world_rank_id is {world_rank_id}; expected a member of group {group!r}: world rank(s) "
-            f"{', '.join(map(str, members.ranks))}"
+            f"{listed(members.ranks)}"
         )
     return members.ranks.index(world_rank_id)
 
@@ -153,7 +192,7 @@ def _rank_and_size() -> tuple[int, int]:
 
 
 def _find(name: str) -> Group:
-    return _group.find_group(name, *_rank_and_size())
+    return find_group(name, *_rank_and_size())
 
 
 def _neighbours(name: str) -> list[int]:

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable, Union
+from typing import Any, Callable, NamedTuple, Union
 
 import numpy as np
 import tensorflow as tf
@@ -30,22 +30,13 @@ from npu_device._src.collectives.stall import local_watch_of
 from npu_device._src.collectives.step_data import step_data
 from npu_device._src.collectives.terms import Agreement, Shapes, Terms
 
-
-@dataclass(frozen=True)
-class Action:
-    """The action of an operation on its arrays.
-
-    Attributes:
-        act: in a group a program, ``act(channel, head=...)``; between two ranks a transfer, ``act(terms, refuse)``.
-        results: the arrays that it fills.
-    """
-
-    act: Callable[..., Any]
-    results: list[np.ndarray]
+Action = tuple[Callable[..., Any], list[np.ndarray]]
+"""What an operation does, and the arrays that it fills: in a group it makes a program, ``act(channel, head=...)``;
+between two ranks a transfer, ``act(terms, refuse)``.
+"""
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """One program, or one transfer, on tensors.
 
     Attributes:
@@ -100,12 +91,10 @@ class GroupLine:
             arrays: the inputs.
             overlaps: TensorFlow computes between start and finish.
         """
-        action = operation.prepare(arrays)
+        act, results = operation.prepare(arrays)
         position = self._watch.begin(terms.row if terms else None)
         head = head_of(terms, shapes)
-        pending = PendingOperation(
-            lambda channel: action.act(channel, head=head), action.results, partial(_refusal, terms, position)
-        )
+        pending = PendingOperation(lambda channel: act(channel, head=head), results, partial(_refusal, terms, position))
         self._engine.start(pending, overlaps and operation.size > self._background_from)
         return partial(self._finish, pending)
 
@@ -137,12 +126,12 @@ class PairLine:
         """Start a transfer without waiting for the other rank."""
         assert terms is not None
         del overlaps
-        action = operation.prepare(arrays)
+        act, results = operation.prepare(arrays)
         position = self._watch.begin(terms.row)
-        transfer = action.act((*terms.head, shapes), partial(_refusal, terms, position))
+        transfer = act((*terms.head, shapes), partial(_refusal, terms, position))
         with self._connecting:
             self._connect().start(transfer)
-        return partial(self._finish, transfer, action.results)
+        return partial(self._finish, transfer, results)
 
     def _finish(self, transfer: Transfer, results: list[np.ndarray]) -> tuple[float, list[np.ndarray]]:
         try:

@@ -110,7 +110,7 @@ class ArrayBackend:
 
         def prepare(arrays: list[np.ndarray]) -> Action:
             flat = np.ascontiguousarray(arrays[0]).reshape(-1).view(np.uint8)
-            return Action(partial(Transfer, pair.tag or 0, flat, True), [np.array(0, np.int32)])
+            return partial(Transfer, pair.tag or 0, flat, True), [np.array(0, np.int32)]
 
         operation = Operation([tf.TensorSpec([], tf.int32)], _bytes([tensor]), prepare)
         [[sent]] = self._lines.run(agreement, pair, [(operation, [tensor])])
@@ -121,7 +121,7 @@ class ArrayBackend:
 
         def prepare(arrays: list[np.ndarray]) -> Action:
             result = _array(tuple(like.shape.as_list()), np.dtype(like.dtype.as_numpy_dtype))
-            return Action(partial(Transfer, pair.tag or 0, result.reshape(-1).view(np.uint8), False), [result])
+            return partial(Transfer, pair.tag or 0, result.reshape(-1).view(np.uint8), False), [result]
 
         [[received]] = self._lines.run(agreement, pair, [(Operation([like], _bytes([like]), prepare), [])])
         return received
@@ -131,7 +131,7 @@ class ArrayBackend:
 
         def prepare(arrays: list[np.ndarray]) -> Action:
             result = _array((group.size, len(arrays[0])), arrays[0].dtype)
-            return Action(partial(self._programs.all_gather, row=arrays[0], result=result), [result])
+            return partial(self._programs.all_gather, row=arrays[0], result=result), [result]
 
         output = tf.TensorSpec([group.size, *row.shape], row.dtype)
         [[gathered]] = self._lines.run(agreement, group, [(Operation([output], _bytes([row]), prepare), [row])])
@@ -142,7 +142,7 @@ class ArrayBackend:
 
         def prepare(arrays: list[np.ndarray]) -> Action:
             result = _array(arrays[0].shape, arrays[0].dtype)
-            return Action(partial(self._programs.all_to_all, rows=arrays[0], result=result), [result])
+            return partial(self._programs.all_to_all, rows=arrays[0], result=result), [result]
 
         output = tf.TensorSpec(rows.shape, rows.dtype)
         [[exchanged]] = self._lines.run(agreement, group, [(Operation([output], _bytes([rows]), prepare), [rows])])
@@ -162,7 +162,7 @@ class ComparingBackend(ArrayBackend):
 
     def exchange_terms(self, agreement: Agreement, group: Group) -> list[tf.Tensor]:
         """Compare only the terms; return a tensor that is ready once all ranks agree."""
-        action = Action(self._meet, [np.array(True)])
+        action = self._meet, [np.array(True)]
         operation = Operation([tf.TensorSpec([], tf.bool)], 0, lambda _: action)
         return self._lines.run(agreement, group, [(operation, [])])[0]
 
@@ -179,7 +179,7 @@ def _reduction(
     def prepare(arrays: list[np.ndarray]) -> Action:
         stream = Stream([array.shape for array in arrays], travels, [array.reshape(-1) for array in arrays])
         flat, results = stream.results(_pool, given) if gets else (None, [])
-        return Action(partial(program, stream=stream, result=flat, reduction=reduction), results)
+        return partial(program, stream=stream, result=flat, reduction=reduction), results
 
     outputs = [tf.TensorSpec(tensor.shape, dtype) for tensor in tensors] if gets else []
     return Operation(outputs, _bytes(tensors), prepare), tensors
@@ -198,7 +198,7 @@ def _broadcast(program: Callable[..., Program], tensors: Sequence[tf.Tensor], se
         stream = Stream(sizes, np.dtype(np.uint8), flats)
         flat, parts = (None, []) if sends else stream.results(_pool, stream.dtype)
         results = [part.view(dtype).reshape(shape) for part, dtype, shape in zip(parts, dtypes, shapes)]
-        return Action(partial(program, stream=stream, result=flat), results)
+        return partial(program, stream=stream, result=flat), results
 
     return Operation([] if sends else specs, _bytes(specs), prepare), tensors if sends or not known else []
 
