@@ -1,6 +1,6 @@
 """The connections between the launchers of several nodes: JSON messages, and the proof of the job's secret first.
 
-They carry the messages of ``leader`` and ``member``; the ranks have the hub.
+They carry the messages of ``leader`` and ``member``, and of ``tune_nodes``; the ranks have the hub.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ class Link:
 
     Attributes:
         is_lost: the other side has closed the connection.
+        greeting: what the other side said first, if it has connected to this one.
     """
 
-    def __init__(self, line: TimedConnection) -> None:
+    def __init__(self, line: TimedConnection, greeting: dict[str, Any] | None = None) -> None:
         self.is_lost = False
+        self.greeting = greeting or {}
         self._connection = line.connection
         self._connection.settimeout(None)
         self._reader = line.reader
@@ -68,13 +70,13 @@ class Link:
         self._connection.close()
 
 
-def connect(host: str, port: int, secret: bytes) -> Link:
-    """Connect to node 0.
+def connect(host: str, port: int, secret: bytes, **greeting: Any) -> Link:
+    """Connect to node 0, and send it a short greeting.
 
     Raises:
         OSError: it can't be reached, or is another program or job.
     """
-    return Link(handshake.reach(host, port, _CONNECT_SECONDS, secret + _OF_NODES))
+    return Link(handshake.reach(host, port, _CONNECT_SECONDS, secret + _OF_NODES, **greeting))
 
 
 def accept(connection: socket.socket, secret: bytes) -> Link:
@@ -86,8 +88,8 @@ def accept(connection: socket.socket, secret: bytes) -> Link:
     try:
         frames.keep_alive(connection)
         line = TimedConnection(connection, frames.LIMIT_BEFORE_PROOF)
-        handshake.admit(line, secret + _OF_NODES)
+        greeting = handshake.admit(line, secret + _OF_NODES)
     except BaseException:
         connection.close()
         raise
-    return Link(line)
+    return Link(line, greeting)

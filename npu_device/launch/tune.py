@@ -60,7 +60,7 @@ def run(options: Options, budget: Budget | None = None) -> int:
         if options.node_rank == 0:
             print(_lead(options, budget, directory, console))
         else:
-            for tuning_run in TuningFollower(directory, options.node_rank):
+            for tuning_run in TuningFollower(directory, options.node_rank, options.master_addr):
                 _carry_out(tuning_run, options, directory, console)
     except (RunError, ValueError, OSError) as error:
         console.say(f"tuning failed: {error}")
@@ -84,7 +84,7 @@ def _lead(options: Options, budget: Budget | None, directory: Path, console: Con
     for old in (*directory.glob("run*"), *directory.glob(f"{FIRST}*"), *files):
         shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
     console.say(f"tuning: traces and output of all runs go to {directory}")
-    with TuningLeader(directory, options.nnodes) as leader:
+    with TuningLeader(directory, options.nnodes, options.master_addr) as leader:
 
         def script(name: str, ends: Sequence[int] | None, steps: int) -> TracedRun:
             tuning_run = TuningRun(name, None, list(ends) if ends else None, WARM_UP + steps)
