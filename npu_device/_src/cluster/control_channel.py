@@ -31,6 +31,8 @@ _log = logging.getLogger("npu_device")
 class ControlChannel:
     """The connection to the hub after the rendezvous.
 
+    Each request raises ``ClusterError`` if the hub is gone, or doesn't answer.
+
     Args:
         connection: the connected socket.
         reader: holds the bytes that have already arrived.
@@ -69,7 +71,6 @@ class ControlChannel:
 
         Raises:
             KeyError: the key exists already (keys are written once, so that no rank overwrites what another has read).
-            ClusterError: the hub is gone, or doesn't answer.
         """
         self._request("set", _SHORT_SECONDS, key=key, value=value)
 
@@ -82,16 +83,11 @@ class ControlChannel:
 
         Raises:
             TimeoutError: no rank wrote the key in time.
-            ClusterError: the hub is gone, or doesn't answer.
         """
         return str(self._request("get", timeout, key=key))
 
     def delete(self, key: str) -> None:
-        """Remove a key, if it exists.
-
-        Raises:
-            ClusterError: the hub is gone, or doesn't answer.
-        """
+        """Remove a key, if it exists."""
         self._request("delete", _SHORT_SECONDS, key=key)
 
     # Together
@@ -106,7 +102,7 @@ class ControlChannel:
 
         Raises:
             TimeoutError: some ranks did not come in time.
-            ClusterError: a rank has gone; the hub is gone, or doesn't answer.
+            ClusterError: a rank has gone.
         """
         found = _by_rank(self._request("gather", timeout, name=name, value=value, ranks=None, partial=False))
         return [found[rank] for rank in range(len(found))]
@@ -119,9 +115,6 @@ class ControlChannel:
             value: this rank's value; must be serializable as JSON.
             ranks: the ranks, the same on each of them.
             timeout: seconds to wait. Ranks that have gone aren't waited for.
-
-        Raises:
-            ClusterError: the hub is gone, or doesn't answer.
         """
         asked = frames.ranges(ranks)
         return _by_rank(self._request("gather", timeout, name=name, value=value, ranks=asked, partial=True))
@@ -131,7 +124,7 @@ class ControlChannel:
 
         Raises:
             TimeoutError: not all ranks came within ``timeout`` seconds.
-            ClusterError: a rank has gone; the hub is gone, or doesn't answer.
+            ClusterError: a rank has gone.
         """
         self.gather(name, None, timeout)
 
@@ -141,9 +134,6 @@ class ControlChannel:
         """Ask some ranks a question, and return the answers that arrived in time, by rank.
 
         Ranks that ask the same question share the answers, so it costs no more when all of them ask.
-
-        Raises:
-            ClusterError: the hub is gone, or doesn't answer.
         """
         return _by_rank(self._request("ask", timeout, kind=kind, body=body, ranks=frames.ranges(ranks)))
 
@@ -152,11 +142,7 @@ class ControlChannel:
         self.notify("reply", question=question, value=value)
 
     def others(self, timeout: float) -> list[int]:
-        """Wait until every other rank has left; return those still there after ``timeout`` seconds.
-
-        Raises:
-            ClusterError: the hub is gone, or doesn't answer.
-        """
+        """Wait until every other rank has left; return those still there after ``timeout`` seconds."""
         return frames.ranks_of(str(self._request("others", timeout)))
 
     # Messages
