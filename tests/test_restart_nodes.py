@@ -136,6 +136,25 @@ def test_a_killed_launcher_that_is_started_again_joins_again(tmp_path: Path, kil
     assert nodes.names("ready.1.*") == ["ready.1.0", "ready.1.1"]
 
 
+def test_a_launcher_ends_when_another_one_is_started_as_its_node(tmp_path: Path) -> None:
+    text = """
+    if count == 0:
+        time.sleep(100)
+    """
+    with Nodes(tmp_path, text, "--max-restarts", "2") as nodes:
+        leader, old = (nodes.start(node) for node in (0, 1))
+        for rank in (0, 1):
+            nodes.wait_for(f"ready.0.{rank}")
+        new = nodes.start(1)
+        code, stderr = ends(old)
+        assert code == 2, stderr
+        assert "npurun: another npurun was started as node 1\n" in stderr
+        for launch in (leader, new):
+            code, stderr = ends(launch)
+            assert code == 0, stderr
+            assert "node 1 was started again" in stderr and "2 rank(s), nodes 0-1: ended well" in stderr, stderr
+
+
 @pytest.mark.slow
 def test_the_job_goes_on_with_fewer_nodes_and_takes_one_back(tmp_path: Path) -> None:
     """Node 1 of three is lost; two go on; it comes back and joins when a rank fails."""

@@ -54,7 +54,7 @@ class Launch:
         console: the launcher's output.
         guard: kills the ranks if the launcher is killed.
         directory: the launcher's private directory.
-        events: signals, ends of ranks, and orders of node 0.
+        events: signals, ends of ranks, and messages of node 0.
     """
 
     options: Options

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from npu_device._src.cluster import ports
@@ -283,4 +284,4 @@ class Leader:
             self._deadline = time.monotonic() + self._options.preempt_timeout
 
     def _history(self) -> list[dict[str, Any]]:
-        return [attempt.fields() for attempt in self._ledger.attempts]
+        return [asdict(attempt) for attempt in self._ledger.attempts]

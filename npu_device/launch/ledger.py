@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from npu_device._src.cluster.errors import RESUMABLE
@@ -52,10 +52,6 @@ class Ended:
     def read(cls, fields: Mapping[str, Any]) -> Ended:
         """Return an attempt from the fields of a message."""
         return cls(**{**fields, "nodes": tuple(fields["nodes"])})
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields for a message."""
-        return asdict(self)
 
     def line(self, with_nodes: bool) -> str:
         """Return the attempt's line in the list at the end."""
@@ -121,7 +117,8 @@ class Ledger:
         elif lost is not None:
             code, why = _FAILED, lost if cause is None or cause.is_consequence else f"{cause}; {lost}"
         elif cause is not None:
-            code, why, place, hopeless = cause_code(outcomes, cause.rank), str(cause), cause.place, cause.hopeless
+            code = next(outcome.code for outcome in outcomes if cause in outcome.causes)
+            why, place, hopeless = str(cause), cause.place, cause.hopeless
         elif RESUMABLE in codes:
             code, why = RESUMABLE, "stopped on request, resumable"
         self.attempts.append(
@@ -204,11 +201,6 @@ def change(before: Sequence[int], after: Sequence[int], nproc_per_node: int) -> 
         f"{len(before) * nproc_per_node}, renumbered in the order of the nodes ({_nodes(after)}). "
         "A global batch that shard_and_rebatch_dataset divides stays the same."
     )
-
-
-def cause_code(outcomes: Iterable[Outcome], rank: int) -> int:
-    """Return the exit code of the node whose rank failed first."""
-    return next(outcome.code for outcome in outcomes if any(cause.rank == rank for cause in outcome.causes))
 
 
 def _nodes(nodes: Sequence[int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from npu_device._src.version import __version__
@@ -19,13 +19,6 @@ from npu_device.launch.supervisor import Stop
 _PAUSE_SECONDS = 0.3
 _FAILED = 1
 _USAGE = 2
-
-
-@dataclass(frozen=True)
-class _LeaderMessage:
-    """An event: a message of the leader."""
-
-    message: dict[str, Any]
 
 
 class _End(Exception):
@@ -55,6 +48,7 @@ class Member:
         self._attempts: list[dict[str, Any]] = []
         self._last: dict[str, Any] | None = None
         self._running: int | None = None
+        self._refused: str | None = None  # why the leader doesn't want this node any more
         self._code: int | None = None  # what this node ends with once a signal has asked it to
 
     def run(self) -> int:
@@ -70,24 +64,22 @@ class Member:
 
     def _next(self) -> Meeting:
         """Wait for the next attempt."""
-        while True:
+        while self._refused is None:
             if self._link is None or self._link.is_lost:
                 self._connect()
             event = self._launch.events.get()
             if isinstance(event, int):
                 self._on_signal(event)
-            if not isinstance(event, _LeaderMessage):
+            if not isinstance(event, dict):
                 continue
-            message = event.message
-            if "plan" in message:
-                return self._plan(message["plan"])
-            if "over" in message:
-                self._on_over(message["over"])
-            if "refused" in message:
-                self._say(str(message["refused"]))
-                raise _End(_USAGE)
-            if "say" in message:
-                self._say(str(message["say"]))
+            if "plan" in event:
+                return self._plan(event["plan"])
+            if "over" in event:
+                self._on_over(event["over"])
+            if "say" in event:
+                self._say(str(event["say"]))
+        self._say(self._refused)
+        raise _End(_USAGE)
 
     def _plan(self, plan: dict[str, Any]) -> Meeting:
         nodes = tuple(plan["nodes"])
@@ -177,10 +169,10 @@ class Member:
 
     def _receive(self, link: Link) -> None:
         for message in link.messages():
-            if "stop" in message:
+            if "refused" in message:
+                self._refused = str(message["refused"])
+            elif "stop" in message:
                 self._launch.events.put(Stop(str(message["stop"]), self._running))
             else:
-                self._launch.events.put(_LeaderMessage(message))
-                if "refused" in message:
-                    self._launch.events.put(Stop(str(message["refused"]), self._running))
-        self._launch.events.put(Stop("lost the connection to node 0", self._running))
+                self._launch.events.put(message)
+        self._launch.events.put(Stop(self._refused or "lost the connection to node 0", self._running))
