@@ -3,7 +3,3 @@
 It imports no TensorFlow, and nothing of npu_device that does. ``__main__`` is the entry point, ``job`` runs a job from
 start to exit code.
 """
-
-from __future__ import annotations
-
-__all__: list[str] = []

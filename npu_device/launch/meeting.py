@@ -66,7 +66,6 @@ def prepare(options: Options, say: Callable[[str], None], count: int = 0, nodes:
     nodes = tuple(nodes or range(options.nnodes))
     given = secret()
     made = secrets.token_hex(32) if not given and options.nnodes == 1 else None
-    first, last = environment.NPU_DEVICE_PORT_RANGE.get() or (0, 0)
     port = master_port(options)
     if options.nnodes == 1:
         _require_local(options.master_addr)
@@ -86,7 +85,7 @@ def prepare(options: Options, say: Callable[[str], None], count: int = 0, nodes:
     hub = HubProcess(
         secret=made.encode() if made else given,
         listen=("127.0.0.1",) if options.nnodes == 1 else (options.master_addr,),
-        ports=(first, last) if chooses else (port, port),
+        ports=(environment.NPU_DEVICE_PORT_RANGE.get() or (0, 0)) if chooses else (port, port),
         job_id=job_id,
         world_size=len(nodes) * options.nproc_per_node,
         expected_hosts=[f"node{node}" for node in nodes for _ in range(options.nproc_per_node)],

@@ -19,8 +19,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from npu_device.testing import hosts, network, outcome
-from npu_device.testing.faults import PROCESS_KINDS, Faults
+from npu_device.testing import hosts, network
+from npu_device.testing.faults import PROCESS_KINDS, Fault, Faults
 
 _RESTARTS = 10_000
 _RUNS = ("undisturbed", "disturbed")
@@ -59,12 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, faults = _run(options, directory, options.seconds if name == "disturbed" else 0.0)
         seconds[name] = time.monotonic() - began
         if code != 0:
-            print(outcome.table(faults.done))
+            print(_table(faults.done))
             print(f"soak: the {name} run ended with exit code {code}; its output is {directory / 'output'}")
             return 1
     assert faults is not None
-    print(outcome.table(faults.done))
-    print(outcome.by_kind(faults.done))
+    print(_table(faults.done))
+    print(_by_kind(faults.done))
     for name, taken in seconds.items():
         print(f"soak: {name:11} {taken:7.1f} s")
     told = f"soak: {len(faults.done)} fault(s), {faults.attempt} restart(s)"
@@ -171,6 +171,42 @@ def _shown(result: bytes | None) -> str:
     if result is None:
         return "nothing"
     return result.decode(errors="replace") if len(result) < 200 else f"{len(result)} bytes"
+
+
+def _table(faults: Sequence[Fault]) -> str:
+    """Return one line for each fault."""
+    rows = ["soak:   after  fault       where     for  attempt  outcome"]
+    for fault in faults:
+        lasted = f"{fault.seconds:4.1f} s" if fault.seconds else "     –"
+        row = f"{fault.after:6.1f} s  {fault.kind:10}  {fault.where:6}  {lasted}  {fault.attempt:7}  {_outcome(fault)}"
+        rows.append(f"soak: {row}")
+    return "\n".join(rows)
+
+
+def _by_kind(faults: Sequence[Fault]) -> str:
+    """Return one line for each kind of fault."""
+    rows = ["soak: fault       ended an attempt    ridden out"]
+    for kind in dict.fromkeys(fault.kind for fault in faults):
+        these = [fault for fault in faults if fault.kind == kind]
+        ended, ridden = (_counted([fault for fault in these if fault.ended is wanted]) for wanted in (True, False))
+        rows.append(f"soak: {kind:10}  {ended:18}  {ridden}")
+    return "\n".join(rows)
+
+
+def _outcome(fault: Fault) -> str:
+    if not fault.ended:
+        return "ridden out"
+    if fault.recovered is None:
+        return "the attempt ended, and no other came"
+    return f"the attempt ended; all ranks run again after {fault.recovered:.1f} s"
+
+
+def _counted(faults: Sequence[Fault]) -> str:
+    lasted = sorted(fault.seconds for fault in faults if fault.seconds)
+    if not lasted:
+        return str(len(faults))
+    span = f"{lasted[0]:.1f}" if len(lasted) == 1 else f"{lasted[0]:.1f}–{lasted[-1]:.1f}"
+    return f"{len(faults)} ({span} s)"
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ class Hub:
         """Prepare for the ranks of a job."""
         settings = self._settings
         self._roster = Roster(settings["job_id"], settings["expected_hosts"], settings["host_key"])
-        self._address = settings["address"]
+        self._address = "127.0.0.1"
         self._began: float | None = None
         self._contradictory_since: float | None = None
         self._next_progress = 0.0

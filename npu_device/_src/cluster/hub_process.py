@@ -69,7 +69,6 @@ class HubProcess:
             "world_size": world_size,
             "expected_hosts": list(expected_hosts),
             "host_key": host_key,
-            "address": "127.0.0.1",
             "stays": stays,
         }
         assert self._process.stdin is not None and self._process.stdout is not None

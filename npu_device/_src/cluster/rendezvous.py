@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Callable
 
 from npu_device._src.cluster import frames
@@ -209,14 +210,13 @@ class _Search:
         try:
             line = TimedConnection(connection)
             authenticate(line, self._membership.secret)
-            line.send({"hello": self._hello.fields()})
+            line.send({"hello": asdict(self._hello)})
             try:
                 return self._await_roster(line)
             except BaseException as error:  # above all Ctrl-C: the others need not wait until the time is up
                 if self._hello.is_chief and not isinstance(error, (AttemptFailedError, RendezvousError)):
-                    name = f"machine {self._hello.machine}, pid {self._hello.pid}"
-                    text = f"the chief ({name}) stopped while the ranks were meeting: {error!r}.\nLook at its output."
-                    line.send({"stopping": text})
+                    what = f"the chief ({self._hello.process}) stopped while the ranks were meeting: {error!r}."
+                    line.send({"stopping": f"{what}\nLook at its output."})
                 raise
         except BaseException:
             connection.close()
@@ -282,7 +282,7 @@ class _Search:
             check = _COMPARED.get(membership.scheme, "MASTER_ADDR, MASTER_PORT and the launcher's variables")
         lines = "\n".join(f"  {line}" for line in self._lines())
         return (
-            f"EI0015: {self._name()} (machine {hello.machine}, pid {hello.pid}) got no answer from the chief, {chief}, "
+            f"EI0015: {self._name()} ({hello.process}) got no answer from the chief, {chief}, "
             f"within {membership.connect_timeout:g} s (HCCL_CONNECT_TIMEOUT):\n{lines}\n"
             "Likely cause: the chief was not started, has ended, or was given another address or port.\n"
             f"What to do: look at the chief's output; compare {check} on both hosts; look for a firewall between them."

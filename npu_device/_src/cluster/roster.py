@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Union
 
 _UNKNOWN_SHOWN = 5
@@ -76,14 +76,15 @@ class Hello:
         # A later version may send more fields; the versions show the difference.
         return cls(**{name: fields[name] for name in kinds})
 
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of the hello, as ``read`` takes them."""
-        return asdict(self)
-
     @property
     def name(self) -> str:
         """Return the rank's name for messages; without a rank table it has no number yet."""
         return f"device {self.device_id}" if self.rank is None else f"rank {self.rank}"
+
+    @property
+    def process(self) -> str:
+        """Return the rank's machine and process id, for messages."""
+        return f"machine {self.machine}, pid {self.pid}"
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -109,10 +110,6 @@ class Arrival:
     def key(self) -> _Key:
         """Return the key that no other rank of the job may have."""
         return (self.host, self.hello.device_id) if self.hello.rank is None else self.hello.rank
-
-    def identity(self) -> str:
-        """Return the machine and process id of the rank."""
-        return f"machine {self.hello.machine}, pid {self.hello.pid}"
 
 
 class Roster:
@@ -146,10 +143,9 @@ class Roster:
         """Return the error's text for a rank of another job; None for a rank of this job."""
         if hello.job_id == self._job_id:
             return None
-        who = f"machine {hello.machine}, pid {hello.pid}, from {seen_at}"
+        who = f"{hello.process}, from {seen_at}"
         self._others[f"{hello.name} of another job, {hello.job_id!r}: refused ({who})"] = None
-        chief = self.reference
-        place = "" if chief is None else f" (its chief: machine {chief.machine}, pid {chief.pid})"
+        place = "" if self.reference is None else f" (its chief: {self.reference.process})"
         return (
             f"{hello.name} of job {hello.job_id!r} came to the meeting point of another job, {self._job_id!r}{place}.\n"
             "Likely cause: two jobs use the same port, or JOB_ID is not the same on all ranks of one job.\n"
@@ -254,10 +250,10 @@ class Roster:
             for arrival in self._present.get(key, []):
                 states = ["doubled"] if len(self._present[key]) > 1 else []
                 states += [f"{kind}, {values}" for kind, values in self._differences(arrival.hello)]
-                lines.append(f"{_name(arrival)}: {'; '.join(states) or 'came'} ({arrival.identity()})")
+                lines.append(f"{_name(arrival)}: {'; '.join(states) or 'came'} ({arrival.hello.process})")
             if key not in self._present and key in self._left:
                 gone = self._left[key]
-                lines.append(f"{_name(gone)}: missing; it came, but left before the end ({gone.identity()})")
+                lines.append(f"{_name(gone)}: missing; it came, but left before the end ({gone.hello.process})")
             elif key not in self._present and isinstance(key, int):
                 lines.append(f"{self._rank_name(key)}: missing")
         if self._numbers_ranks and self._absent():

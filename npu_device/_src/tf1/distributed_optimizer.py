@@ -10,7 +10,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.training import device, hccl_ops
 from npu_device._src.training.groups import get_rank_size
 from npu_device._src.training.optimizer_wrapper import npu_distributed_keras_optimizer_wrapper
@@ -138,14 +137,7 @@ def KerasDistributeOptimizer(optimizer: Any, name: str = "NpuKerasOptimizer", **
     return npu_distributed_keras_optimizer_wrapper(optimizer)
 
 
-def npu_allreduce(
-    values: Any, reduction: str = "mean", fusion: int = 1, fusion_id: int = -1, group: str = WORLD_GROUP
-) -> Any:
-    """Reduce gradients, of ``tf.gradients`` for instance: ``npu.distribute.all_reduce`` by its TensorFlow 1 name.
-
-    Source: Ascend TF Adapter 1.15, ``npu_allreduce``.
-    """
-    return all_reduce(values, reduction, fusion, fusion_id, group)
+npu_allreduce = all_reduce  # Source: Ascend TF Adapter 1.15, ``npu_allreduce``.
 
 
 def allreduce(tensor: Any, average: bool = True) -> Any:
