@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import socket
 import threading
 import time
 import traceback
@@ -26,7 +25,6 @@ from npu_device.launch.causes import Cause
 from npu_device.launch.ledger import Decision, Ended, Ledger
 from npu_device.launch.node_links import Link
 
-_MOST_UNPROVED = 64
 _LAST_MESSAGE_SECONDS = 3.0
 _NOTICE_AFTER_SECONDS = 5.0
 _STOP_SECONDS = 30.0  # in addition to the ranks' time: notice, kill, and the last lines of output
@@ -71,7 +69,8 @@ class Leader:
         return "127.0.0.1" if host in ("::", "0.0.0.0") else host
 
     def __enter__(self) -> Leader:
-        threading.Thread(target=self._accept, name="npurun-accept", daemon=True).start()
+        serving = self._listener, self._secret, self._serve
+        threading.Thread(target=node_links.serve, args=serving, name="npurun-accept", daemon=True).start()
         self._thread.start()
         return self
 
@@ -80,25 +79,7 @@ class Leader:
 
     # The connections
 
-    def _accept(self) -> None:
-        unproved = threading.BoundedSemaphore(_MOST_UNPROVED)
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:  # closed: the job is over
-                return
-            if unproved.acquire(blocking=False):
-                threading.Thread(target=self._serve, args=(connection, unproved), daemon=True).start()
-            else:
-                connection.close()
-
-    def _serve(self, connection: socket.socket, unproved: threading.BoundedSemaphore) -> None:
-        try:
-            link = node_links.accept(connection, self._secret)
-        except OSError:
-            return
-        finally:
-            unproved.release()
+    def _serve(self, link: Link) -> None:
         for message in link.messages():
             self._events.put((link, message))
         self._events.put((link, None))

@@ -9,7 +9,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Callable
 
 from npu_device._src.cluster import frames, handshake
 from npu_device._src.cluster.handshake import TimedConnection
@@ -79,17 +79,6 @@ def connect(host: str, port: int, secret: bytes, **greeting: Any) -> Link:
     return Link(handshake.reach(host, port, _CONNECT_SECONDS, secret + _OF_NODES, **greeting))
 
 
-def accept(connection: socket.socket, secret: bytes) -> Link:
-    """Let another node prove the secret, on node 0. Closes the connection if it can't.
-
-    Raises:
-        OSError: it isn't a node of this job.
-    """
-    try:
-        frames.keep_alive(connection)
-        line = TimedConnection(connection, frames.LIMIT_BEFORE_PROOF)
-        greeting = handshake.admit(line, secret + _OF_NODES)
-    except BaseException:
-        connection.close()
-        raise
-    return Link(line, greeting)
+def serve(listener: socket.socket, secret: bytes, joined: Callable[[Link], None]) -> None:
+    """Let other nodes connect, on node 0, until the listener is shut down; call ``joined`` in a thread for each."""
+    handshake.serve(listener, secret + _OF_NODES, lambda line, greeting: joined(Link(line, greeting)))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -74,19 +76,12 @@ class TuningLeader:
         session.touch(mode=0o600)
         with listen_on_free(ports, (self._address,)) as listener:
             session.write_text(json.dumps({"port": listener.getsockname()[1], "secret": secret}), encoding="utf-8")
-            deadline = time.monotonic() + _MEETING_SECONDS
-            listener.settimeout(_POLL_SECONDS)
-            while len(self._links) < len(self._others):
-                if time.monotonic() > deadline:
-                    missing = ", ".join(str(node) for node in self._others if node not in self._links)
-                    raise OSError(
-                        f"node(s) {missing} did not come to {self._directory} within {_MEETING_SECONDS:g} s.\n{_REMEDY}"
-                    )
-                try:
-                    link = node_links.accept(listener.accept()[0], secret.encode())
-                except OSError:  # nobody came meanwhile, or a stranger
-                    continue
-                self._links[link.greeting["node"]] = link
+            serving = listener, secret.encode(), self._joined
+            threading.Thread(target=node_links.serve, args=serving, name="npurun-accept", daemon=True).start()
+            try:
+                self._wait_for_others()
+            finally:
+                listener.shutdown(socket.SHUT_RDWR)
         return self
 
     def announce(self, tuning_run: TuningRun) -> None:
@@ -97,6 +92,17 @@ class TuningLeader:
         self._send(_OVER)
         for link in self._links.values():
             link.close()
+
+    def _wait_for_others(self) -> None:
+        deadline = time.monotonic() + _MEETING_SECONDS
+        while missing := [str(node) for node in self._others if node not in self._links]:
+            if time.monotonic() > deadline:
+                where = f"{self._directory} within {_MEETING_SECONDS:g} s"
+                raise OSError(f"node(s) {', '.join(missing)} did not come to {where}.\n{_REMEDY}")
+            time.sleep(_POLL_SECONDS)
+
+    def _joined(self, link: Link) -> None:
+        self._links[link.greeting["node"]] = link
 
     def _send(self, message: dict[str, Any]) -> None:
         for link in self._links.values():

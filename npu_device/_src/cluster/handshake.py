@@ -7,6 +7,7 @@ An attempt that fails raises ``AttemptFailedError``, whose text says what happen
 from __future__ import annotations
 
 import ipaddress
+import logging
 import queue
 import socket
 import struct
@@ -26,6 +27,10 @@ NO_SECRET = (
     "the ranks' messages, and end it.\n"
     "What to do: set NPU_DEVICE_SECRET_FILE on every host to a file with the same random text (openssl rand -hex 32)."
 )
+
+_MOST_UNPROVED = 256  # connections at once whose other side has yet to prove the secret
+
+_log = logging.getLogger("npu_device")
 
 
 class AttemptFailedError(ConnectionError):
@@ -170,13 +175,47 @@ def authenticate(line: TimedConnection, secret: bytes, **said: Any) -> None:
         raise AttemptFailedError("another program answers there: it can't prove that it knows the job's secret")
 
 
-def admit(line: TimedConnection, secret: bytes) -> dict[str, Any]:
-    """Do the other side's part of ``authenticate``; return the first frame.
+def serve(listener: socket.socket, secret: bytes, admitted: Callable[[TimedConnection, dict[str, Any]], None]) -> None:
+    """Accept connections until the listener is shut down.
+
+    Args:
+        listener: the listening socket.
+        secret: the job's secret.
+        admitted: called with each connection whose other side has proved the secret, and its first frame; in a thread
+            of its own.
+    """
+    unproved = threading.BoundedSemaphore(_MOST_UNPROVED)
+
+    def let_in(connection: socket.socket) -> None:
+        try:
+            line, said = _admit(connection, secret)
+        except OSError as error:
+            connection.close()
+            _log.debug("refused a connection: %s", error)
+            return
+        finally:
+            unproved.release()
+        admitted(line, said)
+
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        if unproved.acquire(blocking=False):
+            threading.Thread(target=let_in, args=(connection,), name="npu_device-admit", daemon=True).start()
+        else:
+            connection.close()
+
+
+def _admit(connection: socket.socket, secret: bytes) -> tuple[TimedConnection, dict[str, Any]]:
+    """Do the other side's part of ``authenticate``; return the first frame, too.
 
     Raises:
         AttemptFailedError: whoever connects doesn't know the secret.
     """
-    silent, closed = "no answer", "the connection was closed"
+    frames.keep_alive(connection)
+    line, silent, closed = TimedConnection(connection, frames.LIMIT_BEFORE_PROOF), "no answer", "it was closed"
     said = line.receive(ANSWER_SECONDS, silent=silent, closed=closed)
     theirs, mine = said.get("nonce"), frames.nonce()
     if not isinstance(theirs, str):
@@ -186,7 +225,8 @@ def admit(line: TimedConnection, secret: bytes) -> dict[str, Any]:
     if not frames.is_proof(proof, frames.proof(secret, "client", theirs, mine)):
         raise AttemptFailedError("no proof that it knows the job's secret")
     line.send({"proof": frames.proof(secret, "hub", theirs, mine)})
-    return said
+    line.reader.limit = frames.LIMIT
+    return line, said
 
 
 def resolve(host: str, port: int, seconds: float) -> list[tuple[int, tuple[Any, ...]]]:

@@ -8,7 +8,6 @@ inboxes: a thread of its own for that would take twice as long.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import select
@@ -19,14 +18,13 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import Callable
+from typing import Any, Callable
 
 from npu_device._src import environment
-from npu_device._src.cluster import frames
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
-from npu_device._src.cluster.handshake import AttemptFailedError, TimedConnection, admit, reach
+from npu_device._src.cluster.handshake import AttemptFailedError, TimedConnection, reach, serve
 from npu_device._src.cluster.health import Health
 from npu_device._src.cluster.ports import join_address, listen_on_free
 
@@ -36,10 +34,7 @@ _CONNECT_SECONDS = 3.0
 _PAUSE_SECONDS = 0.2
 _SEND_SECONDS = 60.0
 _CHECK_SECONDS = 0.1
-_MOST_ARRIVING = 256  # connections at once that haven't proved that they are those of ranks
 _NEWS_SECONDS = 5.0  # by then the hub has told which rank has ended
-
-_log = logging.getLogger("npu_device")
 
 
 class Inbox:
@@ -140,7 +135,6 @@ class Peers:
         self._others: Sequence[tuple[int, str]] = ()  # each rank's port and token
         self._outgoing: dict[int, socket.socket] = {}
         self._incoming: dict[int, _Incoming] = {}
-        self._arriving: set[socket.socket] = set()
         self._sending: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
         self._inboxes: dict[int, Inbox] = {}
         self._lock = threading.Lock()
@@ -174,7 +168,9 @@ class Peers:
         mine = self._listener.getsockname()[1], secrets.token_hex(_TOKEN_BYTES)
         self._others = [(int(port), str(token)) for port, token in store.gather("peers", mine, timeout)]
         self._health.on_stop(lambda _: self._wake_all())
-        threading.Thread(target=self._accept, args=(self._listener,), name="npu_device-peers", daemon=True).start()
+        secret = self._secret + mine[1].encode()
+        serving = self._listener, secret, self._admitted
+        threading.Thread(target=serve, args=serving, name="npu_device-peers", daemon=True).start()
 
     def inbox(self, number: int) -> Inbox:
         """Return the inbox of a number of 64 bits, which sender and receiver share; made at its first use."""
@@ -249,7 +245,7 @@ class Peers:
         """Close all connections; in a forked child only its copies."""
         mine = os.getpid() == self._pid
         incoming = [one.connection for one in self._incoming.values()]
-        for one in [self._listener, *self._arriving, *incoming, *self._outgoing.values()]:
+        for one in [self._listener, *incoming, *self._outgoing.values()]:
             if one is not None and mine:
                 with contextlib.suppress(OSError):  # wakes the thread that reads from it
                     one.shutdown(socket.SHUT_RDWR)
@@ -271,29 +267,10 @@ class Peers:
                     self._raise_for(rank, f"no connection to {join_address(host, port)}: {error}")
                 time.sleep(_PAUSE_SECONDS)
 
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            if len(self._arriving) == _MOST_ARRIVING:
-                self._arriving.pop().close()
-            self._arriving.add(connection)
-            threading.Thread(target=self._admit, args=(connection,), name="npu_device-peer", daemon=True).start()
-
-    def _admit(self, connection: socket.socket) -> None:
-        """Let whoever connects prove that it is a rank of the job."""
-        try:
-            frames.keep_alive(connection)
-            line = TimedConnection(connection, frames.LIMIT_BEFORE_PROOF)
-            said = admit(line, self._secret + self._others[self._cluster.rank][1].encode())
-            self._incoming[int(said["rank"])] = _Incoming(connection)
-            self._wake_all()
-        except (OSError, ValueError, KeyError) as error:
-            _log.debug("%s refused a connection: %s", self._me(), error)
-            connection.close()
-        self._arriving.discard(connection)
+    def _admitted(self, line: TimedConnection, said: dict[str, Any]) -> None:
+        line.connection.settimeout(None)
+        self._incoming[int(said["rank"])] = _Incoming(line.connection)
+        self._wake_all()
 
     def _wake_all(self) -> None:
         with self._lock:
