@@ -20,11 +20,12 @@ from npu_device._src import compat
 BackwardFunction = Callable[..., Sequence[Any]]
 
 _NAME = "npu_device_gradient"
+_KEPT = "_npu_device_gradients"
 _numbers = itertools.count()
 
 
 class _Kept:
-    """The gradient function of one call in a graph. It references nothing of the graph, which keeps it."""
+    """The gradient function of one call in a graph, which keeps it."""
 
     def __init__(self, backward: BackwardFunction, results: int) -> None:
         self.backward = backward
@@ -36,7 +37,6 @@ class _Kept:
 
 
 _by_number: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
-_by_graph: weakref.WeakKeyDictionary[tf.Graph, list[_Kept]] = weakref.WeakKeyDictionary()
 
 
 def differentiable(
@@ -46,8 +46,7 @@ def differentiable(
 
     Args:
         results: made from the tensors.
-        backward: called with the gradients of the results; returns those of the tensors. It must not refer to tensors
-            of the graph.
+        backward: called with the gradients of the results; returns those of the tensors.
         tensors: the tensors that the results depend on, for gradients.
     """
     if not compat.may_be_differentiated():
@@ -59,7 +58,8 @@ def differentiable(
     graph = tf.compat.v1.get_default_graph()
     kept, number = _Kept(backward, len(results)), next(_numbers)
     _by_number[number] = kept
-    _by_graph.setdefault(graph, []).append(kept)
+    # In an attribute, not a table: if the function refers to tensors of the graph, both go together.
+    setattr(graph, _KEPT, [*getattr(graph, _KEPT, []), kept])
     before = [*results, *tensors]
     with graph.gradient_override_map({"IdentityN": _NAME}):
         after = tf.identity_n(before, name=f"{_NAME}_{number}")
