@@ -13,6 +13,7 @@ from pathlib import Path
 
 import job
 import pytest
+from ranks import LEAN
 
 pytest.importorskip("official", reason="needs the extra 'examples' (tf-models-official)")
 
@@ -26,40 +27,51 @@ LIMIT = 240.0
 VALIDATION_IMAGES = 360
 # Reads all validation records and one file of the training records with the official parser, in Keras 2.
 PARSE = """
-import sys, tensorflow as tf
+import sys
+sys.path[:0] = sys.argv[2:]
+import tensorflow as tf
 from official.legacy.image_classification.resnet import imagenet_preprocessing
-sys.path.insert(0, sys.argv[1])
 import records
-records.fit_official_constants(sys.argv[2])
+records.fit_official_constants(sys.argv[1])
 labels = {}
 for is_training in (True, False):
-    files = records.record_files(sys.argv[2], is_training, ranks=1)
+    files = records.record_files(sys.argv[1], is_training, ranks=1)
     parsed = tf.data.TFRecordDataset(files[: 1 if is_training else None]).map(
         lambda record: imagenet_preprocessing.parse_record(record, is_training, tf.float32))
     assert parsed.element_spec[0].shape == (32, 32, 3), parsed.element_spec
     labels[is_training] = [int(label[0]) for _, label in parsed]
 print("labels", len(labels[True]), len(labels[False]), sorted(set(labels[False])), imagenet_preprocessing.NUM_IMAGES)
 """
-# Runs the script with known random numbers. TensorFlow may be used for the seed once the device is open.
-SEEDED = """
+# Runs the script. The official modules import scikit-learn and others only if they find them, which takes a second.
+RUN = f"""
 import os, runpy, sys
+sys.path[:0] = [os.path.dirname(sys.argv[1]), {LEAN!r}]
+{{first}}
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+# Known random numbers. TensorFlow may be used for the seed once the device is open.
+SEED = """
 import npu_device as npu
 npu.open()
 import tf_keras
 tf_keras.utils.set_random_seed(7)
-sys.path.insert(0, os.path.dirname(sys.argv[1]))
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
 def run(directory: Path, *command: str | Path) -> job.Ended:
     """Runs a script of one process."""
-    (ended,) = run_ranks(1, directory, *command)
+    (ended,) = _run_ranks(1, directory, *command)
     return ended
 
 
-def run_ranks(size: int, directory: Path, *command: str | Path) -> list[job.Ended]:
+def train(size: int, directory: Path, *options: str | Path, first: str = "") -> list[job.Ended]:
+    """Runs ranks of the example, with what comes first."""
+    (directory / "run.py").write_text(RUN.format(first=first))
+    return _run_ranks(size, directory, directory / "run.py", SCRIPT, *options)
+
+
+def _run_ranks(size: int, directory: Path, *command: str | Path) -> list[job.Ended]:
     """Runs ranks of a script with Keras 2, without the launcher; their output is shown when the test fails."""
     started = time.monotonic()
     processes = job.start_command(directory, size, list(map(str, command)), TF_USE_LEGACY_KERAS="1")
@@ -79,7 +91,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_official_parser_reads_the_digits(digits: Path, tmp_path: Path) -> None:
     (tmp_path / "parse.py").write_text(PARSE)
-    done = run(tmp_path, tmp_path / "parse.py", EXAMPLE, digits)
+    done = run(tmp_path, tmp_path / "parse.py", digits, EXAMPLE, LEAN)
     assert done.code == 0
     assert "labels 60 360 [0, 1, 2, 3, 4, 5, 6, 7, 8, 9] {'train': 1437, 'validation': 360}" in done.output
 
@@ -131,7 +143,7 @@ def test_three_steps_on_one_device(on_one_device: str) -> None:
 
 
 def test_three_steps_on_two_ranks(digits: Path, tmp_path: Path) -> None:
-    first, second = run_ranks(2, tmp_path, SCRIPT, *flags(digits, tmp_path), "--enable_checkpoint_and_export")
+    first, second = train(2, tmp_path, *flags(digits, tmp_path), "--enable_checkpoint_and_export")
     assert first.code == second.code == 0
     check_report(first.output, ranks=2, images=VALIDATION_IMAGES)
     for rank in ("rank-0", "rank-1"):
@@ -140,7 +152,7 @@ def test_three_steps_on_two_ranks(digits: Path, tmp_path: Path) -> None:
 
 def test_synthetic_data_on_two_ranks(digits: Path, tmp_path: Path) -> None:
     options = (*flags(digits, tmp_path), "--train_steps=1", "--use_synthetic_data", "--skip_eval")
-    first, second = run_ranks(2, tmp_path, SCRIPT, *options)
+    first, second = train(2, tmp_path, *options)
     assert first.code == second.code == 0
     assert "loss: " in first.output
     assert "weights: bit-equal on all 2 ranks" in first.output
@@ -148,7 +160,7 @@ def test_synthetic_data_on_two_ranks(digits: Path, tmp_path: Path) -> None:
 
 
 def test_missing_records_are_named_with_the_remedy(tmp_path: Path) -> None:
-    (done,) = run_ranks(1, tmp_path, SCRIPT, *flags(tmp_path / "nowhere", tmp_path))
+    (done,) = train(1, tmp_path, *flags(tmp_path / "nowhere", tmp_path))
     assert done.code != 0
     assert "nowhere holds no train-*-of-* records" in done.output
     assert "make_digits_imagenet.py --data_dir" in done.output
@@ -167,13 +179,11 @@ def on_the_same_images(ranks: int, digits: Path, directory: Path, *options: str)
     images = {"train": 192 * ranks * ranks, "validation": VALIDATION_IMAGES}
     note = {"image_size": IMAGE_SIZE, "num_classes": 10, "num_images": images}
     (data / "dataset.json").write_text(json.dumps(note))
-    (directory / "seeded.py").write_text(SEEDED)
     batch = f"--batch_size={24 * ranks}"
-    command = (directory / "seeded.py", SCRIPT, *flags(data, directory), batch, *options)
     with pytest.MonkeyPatch.context() as patch:
         # Sums in the same order everywhere.
         patch.setenv("TF_NUM_INTRAOP_THREADS", "1")
-        ended = run_ranks(ranks, directory, *command)
+        ended = train(ranks, directory, *flags(data, directory), batch, *options, first=SEED)
     assert all(rank.code == 0 for rank in ended)
     return ended[0].output
 
