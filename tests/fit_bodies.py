@@ -274,16 +274,11 @@ def body_files(directory: str) -> Any:
 
 def body_unshuffled(kind: str) -> Any:
     """Data that aren't the same on all ranks; returns the error or the logs."""
-    import logging
-
     import tensorflow as tf
+    from checkpoint_bodies import warnings_of_package
 
     import npu_device as npu
 
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("npu_device").addHandler(handler)
     rank = npu.open().worker_id
     model = make_model("functional")
     compile_model(model)
@@ -291,30 +286,29 @@ def body_unshuffled(kind: str) -> Any:
     x, y = samples()
     dataset = tf.data.Dataset.from_tensor_slices((x, y))
     try:
-        if kind == "shuffle":
-            tf.keras.utils.set_random_seed(rank)
-            data: Any = dataset.shuffle(SAMPLES).batch(16)
-        elif kind == "shard":
-            data = dataset.shard(npu.distribute.size(), rank).batch(16)
-        elif kind == "parts":
-            part = slice(rank, None, npu.distribute.size())
-            model.fit(x[part], y[part], batch_size=16, verbose=0)
-            return "", said
-        elif kind == "not divided":
-            data = npu.distribute.divided(dataset.batch(16))
-        else:
-            data = npu.distribute.divided(dataset.shard(npu.distribute.size(), rank).batch(8))
-        history = model.fit(data, epochs=2, verbose=0)
-        return outcome(model, history), said
+        with warnings_of_package() as said:
+            if kind == "shuffle":
+                tf.keras.utils.set_random_seed(rank)
+                data: Any = dataset.shuffle(SAMPLES).batch(16)
+            elif kind == "shard":
+                data = dataset.shard(npu.distribute.size(), rank).batch(16)
+            elif kind == "parts":
+                part = slice(rank, None, npu.distribute.size())
+                model.fit(x[part], y[part], batch_size=16, verbose=0)
+                return "", said
+            else:
+                assert kind == "not divided"
+                data = npu.distribute.divided(dataset.batch(16))
+            history = model.fit(data, epochs=2, verbose=0)
+            return outcome(model, history), said
     except ValueError as error:
         return str(error), said
-    finally:
-        logging.getLogger("npu_device").removeHandler(handler)
 
 
 def body_divided(directory: str) -> Any:
     """Each rank reads its own part; the parts of a step together are one process's batch."""
     import tensorflow as tf
+    from checkpoint_bodies import warnings_of_package
 
     import npu_device as npu
 
@@ -337,8 +331,10 @@ def body_divided(directory: str) -> Any:
 
     spec = (tf.TensorSpec([None, 6], tf.float32), tf.TensorSpec([None], tf.int32))
     dataset = npu.distribute.divided(tf.data.Dataset.from_generator(mine, output_signature=spec))
-    history = model.fit(dataset, epochs=2, verbose=0, class_weight=CLASS_WEIGHT)
-    scores = model.evaluate(dataset, verbose=0, return_dict=True)
+    with warnings_of_package() as said:
+        history = model.fit(dataset, epochs=2, verbose=0, class_weight=CLASS_WEIGHT)
+        scores = model.evaluate(dataset, verbose=0, return_dict=True)
+    assert said == []
     return outcome(model, history, scores={key: float(value) for key, value in scores.items()})
 
 

@@ -22,7 +22,7 @@ STEPS = 5  # of an epoch
 
 
 class Interrupted(Exception):
-    """What ends a fit in the midst of its work."""
+    """Ends a fit in the midst of its work."""
 
 
 def make_model(seed: int, wrapped: bool) -> Any:

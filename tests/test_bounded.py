@@ -1,4 +1,4 @@
-"""What a job holds doesn't grow with what it has done: keys, graphs, tags, groups."""
+"""Checks that what a job holds doesn't grow with what it has done: keys, graphs, tags, groups."""
 
 from __future__ import annotations
 
@@ -107,9 +107,7 @@ def body_many_at_once() -> tuple[list[float], int]:
     runtime, mine = group("world")
     rings = sequence_of(runtime, mine)._drawn
     before = len(rings)
-    sums = in_graph(
-        lambda value: [all_reduce(runtime, value + float(n), "sum", mine)[-1] for n in range(2 * RING + 16)]
-    )
+    sums = in_graph(lambda value: [all_reduce(runtime, value + float(n), "sum", mine)[-1] for n in range(RING + 16)])
     for _ in range(3):
         found = [float(one) for one in sums(tf.zeros([1357]))]
     return found, RING * (len(rings) - before)
@@ -118,7 +116,7 @@ def body_many_at_once() -> tuple[list[float], int]:
 @pytest.mark.slow
 def test_more_sums_at_once_than_keys(tensorflow_ranks: Pool) -> None:
     for sums, keys in tensorflow_ranks.run(body_many_at_once):
-        assert sums == [tensorflow_ranks.size * number for number in range(144)]
+        assert sums == [tensorflow_ranks.size * number for number in range(80)]
         assert keys == 64
 
 
@@ -155,8 +153,8 @@ def body_signatures(calls: int) -> int:
 
 @pytest.mark.slow
 def test_lengths_that_vary(tensorflow_ranks: Pool) -> None:
-    # Each length took keys of its own: 30 more, forever.
-    assert max(tensorflow_ranks.run(body_signatures, 30)) <= 3
+    # Each length took keys of its own: 30 more for the ten of the second half, and so on.
+    assert max(tensorflow_ranks.run(body_signatures, 20)) <= 3
 
 
 def body_graphs(known: bool) -> dict[str, int]:

@@ -1,5 +1,5 @@
-"""What comes out of a reduction or a move: each dtype, operation and compression, on both sides of a slot and of a ring
-of shared memory, on both backends; and the range and the rounding of sums and means.
+"""Results of reductions and moves: each dtype, operation and compression, on both sides of a slot and of a ring of
+shared memory, on both backends; and the range and the rounding of sums and means.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def test_no_sum_is_infinite_that_has_a_number(several_ranks: Pool) -> None:
 
 
 def body_equal() -> list[Any]:
-    """What changed in a mean of equal values, and in the gradients of a mean of ones."""
+    """Return what has changed in a mean of equal values, and in the gradients of a mean of ones."""
     import tensorflow as tf
 
     import npu_device as npu

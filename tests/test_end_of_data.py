@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pool import Pool
 
-EPOCHS = 150
+EPOCHS = 80
 
 
 def body(kind: str, epochs: int) -> tuple[int, list[float]]:

@@ -7,10 +7,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import textwrap
-from collections.abc import Sequence
 
+import pytest
 from launcher import environment
+
+pytestmark = pytest.mark.xdist_group("imports")  # which share the process that forks
 
 STATEMENTS = """\
 from npu_bridge.npu_init import *
@@ -114,48 +115,16 @@ npu_keras_optimizer npu_tf_optimizer npu_clear_session
 """
 
 
-def first_of_a_process(programs: Sequence[str]) -> str:
-    """Run each program in a process that has imported TensorFlow and nothing of the package; their errors."""
-    # Importing TensorFlow takes seconds: one process does, and forks for each program.
-    parent = """
-        import json, os, sys, traceback
-        import tensorflow
-        tensorflow.keras.optimizers  # loads Keras where that is late
-        for program in json.load(sys.stdin):
-            child = os.fork()
-            if child == 0:
-                try:
-                    exec(program, {})
-                except BaseException:
-                    print(program, traceback.format_exc(limit=-2), sep="\\n", flush=True)
-                os._exit(0)
-            os.waitpid(child, 0)
-        """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(parent)],
-        env=environment(),
-        input=json.dumps(programs),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def test_every_statement_resolves() -> None:
+def _statements() -> list[str]:
     by_module: dict[str, list[str]] = {}
     for statement in STATEMENTS.splitlines():
         by_module.setdefault(statement.split()[1], []).append(statement)
     # What several statements load first is the same module: they may share a process.
-    errors = first_of_a_process(["\n".join(statements) for statements in by_module.values()])
-    assert not errors, errors
+    return ["\n".join(statements) for statements in by_module.values()]
 
 
-def test_the_star_import_brings_its_names_and_does_nothing_else() -> None:
-    programs = [
-        f"""
+def _star_import(module: str) -> str:
+    return f"""
 import threading, time
 threads, began = threading.enumerate(), time.process_time()
 scope = {{}}
@@ -169,10 +138,6 @@ from npu_device._src import compat
 assert not compat.context_is_initialized()
 exec("assert tf.constant and np.zeros and os.environ and RewriterConfig.OFF", scope)
 """
-        for module in ("npu_bridge.npu_init", "npu_device.compat.v1.npu_init")
-    ]
-    errors = first_of_a_process(programs)
-    assert not errors, errors
 
 
 SCRIPT = """
@@ -206,12 +171,65 @@ else:
 """
 
 
-def test_scripts_in_the_style_of_tensorflow_1_find_it_as_tf() -> None:
-    own_imports = ("", "import tensorflow as tf", "import tensorflow.compat.v1 as tf")
-    modules = ("npu_bridge.npu_init", "npu_device.compat.v1.npu_init")
-    programs = [SCRIPT.format(before=before, module=module) for before in own_imports for module in modules]
-    errors = first_of_a_process(programs)
-    assert not errors, errors
+MODULES = ("npu_bridge.npu_init", "npu_device.compat.v1.npu_init")
+OWN_IMPORTS = ("", "import tensorflow as tf", "import tensorflow.compat.v1 as tf")
+PROGRAMS = {
+    "statements": _statements(),
+    "star imports": [_star_import(module) for module in MODULES],
+    "scripts": [SCRIPT.format(before=before, module=module) for before in OWN_IMPORTS for module in MODULES],
+}
+
+# Importing TensorFlow takes seconds: one process does, and forks for each program.
+PARENT = """
+import json, os, sys, traceback
+import tensorflow
+tensorflow.keras.optimizers  # loads Keras where that is late
+for kind, programs in json.load(sys.stdin).items():
+    for program in programs:
+        child = os.fork()
+        if child == 0:
+            try:
+                exec(program, {})
+            except BaseException:
+                print(json.dumps([kind, program, traceback.format_exc(limit=-2)]), flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, list[list[str]]]:
+    """The programs of each kind that failed, and their errors. Each has run in a process of its own, which had imported
+    TensorFlow and nothing of the package.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", PARENT],
+        env=environment(),
+        input=json.dumps(PROGRAMS),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, list[list[str]]] = {kind: [] for kind in PROGRAMS}
+    for line in done.stdout.splitlines():
+        if line.startswith('["'):
+            kind, *failed = json.loads(line)
+            found[kind].append(failed)
+    return found
+
+
+def test_every_statement_resolves(errors: dict[str, list[list[str]]]) -> None:
+    assert errors["statements"] == []
+
+
+def test_the_star_import_brings_its_names_and_does_nothing_else(errors: dict[str, list[list[str]]]) -> None:
+    assert errors["star imports"] == []
+
+
+def test_scripts_in_the_style_of_tensorflow_1_find_it_as_tf(errors: dict[str, list[list[str]]]) -> None:
+    assert errors["scripts"] == []
 
 
 def test_both_trees_lead_to_the_same_things() -> None:

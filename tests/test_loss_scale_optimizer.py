@@ -10,7 +10,7 @@ import pytest
 from pool import Pool
 
 INFINITE = (False, True, False, False)
-"""Whether the gradients of each step overflow, on the last rank only."""
+"""Tells of each step if its gradients overflow, on the last rank only."""
 
 
 def _inner(tf: Any, kind: str) -> Any:

@@ -1,4 +1,4 @@
-"""Who comes to the rendezvous and can't prove that it belongs there, or answers in the hub's place."""
+"""Strangers at the rendezvous: those that can't prove that they belong there, and those that answer for the hub."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def body_times(overlap: bool) -> Any:
             return note("first reduced", reduced[-1]), note("last made", gradients[0])
 
         for _ in range(6):
-            step(tf.ones([2048, WIDTH]))
+            step(tf.ones([1024, WIDTH]))
     finally:
         npu.global_options().hcom_parallel = True
         split_strategy._strategies.clear()

@@ -127,7 +127,7 @@ def test_collectives_share_functions(ranks: Pool) -> None:
 
 
 def graphs_that_go() -> list[bool]:
-    """Whether graphs are alive that nobody refers to, and what their collectives refer to."""
+    """Return, for graphs that nobody refers to and for what their collectives refer to, if they are alive."""
     import gc
     import weakref
 

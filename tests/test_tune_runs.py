@@ -33,7 +33,7 @@ def measured(directory: str) -> str:
     running = runtime.current()
     assert running is not None
     try:
-        return str(aoe.begin(running, Path(directory), largest=4_000_000).output)
+        return str(aoe.begin(running, Path(directory), largest=1_000_000).output)
     finally:
         atexit.unregister(aoe.finish)
 

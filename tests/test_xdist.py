@@ -1,4 +1,4 @@
-"""What the suite needs of pytest-xdist."""
+"""Checks what the suite needs of pytest-xdist."""
 
 from __future__ import annotations
 
