@@ -48,7 +48,7 @@ class Member:
         self._attempts: list[dict[str, Any]] = []
         self._last: dict[str, Any] | None = None
         self._running: int | None = None
-        self._refused: str | None = None  # why the leader doesn't want this node any more
+        self._ending: dict[str, Any] | None = None  # the leader's last message
         self._code: int | None = None  # what this node ends with once a signal has asked it to
 
     def run(self) -> int:
@@ -63,8 +63,12 @@ class Member:
                 self._link.close()
 
     def _next(self) -> Meeting:
-        """Wait for the next attempt."""
-        while self._refused is None:
+        """Wait for the next attempt.
+
+        Raises:
+            _End: there is none.
+        """
+        while self._ending is None:
             if self._link is None or self._link.is_lost:
                 self._connect()
             event = self._launch.events.get()
@@ -74,12 +78,16 @@ class Member:
                 continue
             if "plan" in event:
                 return self._plan(event["plan"])
-            if "over" in event:
-                self._on_over(event["over"])
-            if "say" in event:
-                self._say(str(event["say"]))
-        self._say(self._refused)
-        raise _End(_USAGE)
+            self._say(str(event["say"]))
+        if "refused" in self._ending:
+            self._say(str(self._ending["refused"]))
+            raise _End(_USAGE)
+        over = self._ending["over"]
+        if over["text"]:
+            self._say(over["text"])
+        if len(over["attempts"]) > 1:
+            self._say(ledger.summary([Ended.read(fields) for fields in over["attempts"]]))
+        raise _End(int(over["code"]))
 
     def _plan(self, plan: dict[str, Any]) -> Meeting:
         nodes = tuple(plan["nodes"])
@@ -107,13 +115,6 @@ class Member:
         if self._link is not None:
             self._link.send({"interrupted": number})
         raise _End(128 + number if self._code is None else self._code)
-
-    def _on_over(self, over: dict[str, Any]) -> None:
-        if over["text"]:
-            self._say(over["text"])
-        if len(over["attempts"]) > 1:
-            self._say(ledger.summary([Ended.read(fields) for fields in over["attempts"]]))
-        raise _End(int(over["code"]))
 
     # The connection
 
@@ -169,10 +170,11 @@ class Member:
 
     def _receive(self, link: Link) -> None:
         for message in link.messages():
-            if "refused" in message:
-                self._refused = str(message["refused"])
-            elif "stop" in message:
+            if "stop" in message:
                 self._launch.events.put(Stop(str(message["stop"]), self._running))
-            else:
+            elif "plan" in message or "say" in message:
                 self._launch.events.put(message)
-        self._launch.events.put(Stop(self._refused or "lost the connection to node 0", self._running))
+            else:
+                self._ending = message
+                self._launch.events.put(Stop("node 0 has ended this node's part of the job", self._running))
+        self._launch.events.put(Stop("lost the connection to node 0", self._running))

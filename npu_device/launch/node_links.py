@@ -46,15 +46,7 @@ class Link:
         Then this side closes it, too: only half of it may be lost.
         """
         with contextlib.suppress(OSError, frames.FrameError):
-            while True:
-                message = self._reader.next()
-                if message is not None:
-                    yield message
-                    continue
-                data = self._connection.recv(1 << 16)
-                if not data:
-                    break
-                self._reader.add(data)
+            yield from self._reader.messages(self._connection)
         self.is_lost = True
         self.close()
 

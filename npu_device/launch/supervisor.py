@@ -125,7 +125,7 @@ class Supervisor:
             if self._stage < _Stage.FAILED and event.count == self._count:  # else it comes late
                 self._enter(_Stage.FAILED, _NOTICE_SECONDS)
                 self._say(f"{event.why}; stopping the ranks of this node")
-        elif event is not None:
+        elif isinstance(event, int):
             self._on_signal(event)
 
     def _on_signal(self, number: int) -> None:

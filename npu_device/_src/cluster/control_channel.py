@@ -198,14 +198,7 @@ class ControlChannel:
     def _read(self, on_push: Callable[[dict[str, Any]], None], on_lost: Callable[[str], None]) -> None:
         reason = "the connection to the job's hub has ended"
         try:
-            while True:
-                message = self._reader.next()
-                if message is None:
-                    data = self._socket.recv(1 << 18)
-                    if not data:
-                        break
-                    self._reader.add(data)
-                    continue
+            for message in self._reader.messages(self._socket):
                 self.messages += 1
                 if "id" in message:
                     reply = self._waiting.pop(message["id"], None)

@@ -12,7 +12,7 @@ import json
 import secrets
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 PROTOCOL = 2
@@ -79,6 +79,21 @@ class Reader:
             raise FrameError("no object")
         del self._data[:end]
         return message
+
+    def messages(self, connection: socket.socket) -> Iterator[dict[str, Any]]:
+        """Iterate over the messages of a connection until the other side has closed it.
+
+        Raises:
+            FrameError: as ``next``.
+            OSError: the connection broke.
+        """
+        while True:
+            while (message := self.next()) is not None:
+                yield message
+            data = connection.recv(1 << 18)
+            if not data:
+                return
+            self.add(data)
 
 
 def nonce() -> str:
