@@ -17,7 +17,7 @@ from typing import Any, Callable
 
 from benchmarks import mpiexecs
 from npu_device._src.cluster.ports import ReservedPort
-from npu_device.launch import local_rank_table
+from npu_device.launch.child_environment import rank_table
 from npu_device.testing.hosts import address
 
 SHARED_MEMORY = "shared_memory"
@@ -83,7 +83,7 @@ def _free_port() -> int:
 
 def _npu(ranks: int, directory: Path, backend: str) -> list[dict[str, str]]:
     table = directory / f"ranks_{backend}.json"
-    table.write_text(local_rank_table.text((0,), ranks, _HOST, _free_port()))
+    table.write_text(rank_table((0,), ranks, _HOST, _free_port()))
     common = {"RANK_TABLE_FILE": str(table.resolve()), "RANK_SIZE": str(ranks), "JOB_ID": "benchmarks"}
     common["NPU_DEVICE_BACKEND"] = backend
     return [{**common, "RANK_ID": str(rank), "ASCEND_DEVICE_ID": str(rank)} for rank in range(ranks)]

@@ -14,7 +14,7 @@ from typing import Any, Callable
 
 from npu_device._src import environment
 from npu_device._src.cluster.errors import RESUMABLE
-from npu_device.launch import child_environment, failures, local_rank_table
+from npu_device.launch import child_environment, failures
 from npu_device.launch.arguments import Options
 from npu_device.launch.causes import Cause, cause_of
 from npu_device.launch.console import Console, Voice
@@ -137,7 +137,9 @@ class Attempt:
         os.mkdir(self._directory, mode=0o700)
         table = os.path.join(self._directory, "rank_table.json")
         with open(table, "w", encoding="utf-8") as file:
-            file.write(local_rank_table.text(meeting.nodes, options.nproc_per_node, options.master_addr, meeting.port))
+            file.write(
+                child_environment.rank_table(meeting.nodes, options.nproc_per_node, options.master_addr, meeting.port)
+            )
         inherited = dict(os.environ)
         self._announce(child_environment.replaced(inherited))
         for local_rank in range(options.nproc_per_node):

@@ -220,18 +220,15 @@ class Health:
         if os.getpid() != self._pid:  # a forked child isn't a rank
             self._previous_hook(kind, error, trace)
             return
-        lines = traceback.format_exception(kind, error, trace)
         secondary = (
             self._failure is not None or isinstance(error, PeerError) or "Collective ops is aborted" in str(error)
         )
         record = self._record(error, secondary)
-        self._write_record({**record, "traceback": "".join(lines)})
-        if self._closing:
-            pass
-        elif not secondary:
-            self._report_failure(record, lines)
-        elif self._gave_up is not None:
-            self._report_failure({**record, "error": self._gave_up}, lines)
+        self._write_record(record)
+        if not self._closing and not secondary:
+            self._report_failure(record)
+        elif not self._closing and self._gave_up is not None:
+            self._report_failure({**record, "error": self._gave_up})
         with self._lock:
             self._failure = self._failure or record["error"]
         self._previous_hook(kind, error, trace)
@@ -246,9 +243,7 @@ class Health:
         self._closing = True
         self._departure.set()
         if cause is None:
-            self._report_failure(
-                self._record(error, False), traceback.format_exception(type(error), error, error.__traceback__)
-            )
+            self._report_failure(self._record(error, False))
         self._channel.close()
         return cause
 
@@ -259,11 +254,12 @@ class Health:
             "rank": self._cluster.rank,
             "host": socket.gethostname(),
             "error": "".join(traceback.format_exception_only(type(error), error)).strip(),
+            "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
             "secondary": secondary,
         }
 
-    def _report_failure(self, record: dict[str, Any], lines: Sequence[str]) -> None:
-        tail = "\n".join("".join(lines).rstrip().splitlines()[-_TRACEBACK_LINES:])
+    def _report_failure(self, record: dict[str, Any]) -> None:
+        tail = "\n".join(record["traceback"].rstrip().splitlines()[-_TRACEBACK_LINES:])
         self._channel.notify("failed", event={**record, "traceback": tail})
 
     def _write_record(self, record: dict[str, Any]) -> None:
