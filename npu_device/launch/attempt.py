@@ -136,10 +136,8 @@ class Attempt:
         options, meeting = self._options, self._meeting
         os.mkdir(self._directory, mode=0o700)
         table = os.path.join(self._directory, "rank_table.json")
-        with open(table, "w", encoding="utf-8") as file:
-            file.write(
-                child_environment.rank_table(meeting.nodes, options.nproc_per_node, options.master_addr, meeting.port)
-            )
+        described = meeting.nodes, options.nproc_per_node, options.master_addr, meeting.port
+        Path(table).write_text(child_environment.rank_table(*described), encoding="utf-8")
         inherited = dict(os.environ)
         self._announce(child_environment.replaced(inherited))
         for local_rank in range(options.nproc_per_node):
