@@ -6,6 +6,7 @@ An attempt that fails raises ``AttemptFailedError``, whose text says what happen
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import queue
@@ -29,6 +30,7 @@ NO_SECRET = (
 )
 
 _MOST_UNPROVED = 256  # connections at once whose other side has yet to prove the secret
+_PAUSE_SECONDS = 0.1
 
 _log = logging.getLogger("npu_device")
 
@@ -200,8 +202,11 @@ def serve(listener: socket.socket, secret: bytes, admitted: Callable[[TimedConne
     while True:
         try:
             connection, _ = listener.accept()
-        except OSError:
-            return
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.EBADF):  # it has been shut down
+                return
+            time.sleep(_PAUSE_SECONDS)  # the client has gone, or no file descriptor is free; both are temporary
+            continue
         if unproved.acquire(blocking=False):
             threading.Thread(target=let_in, args=(connection,), name="npu_device-admit", daemon=True).start()
         else:
