@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
+import resource
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from rendezvous_ranks import (
     the_port,
 )
 
-from npu_device._src.cluster import frames
+from npu_device._src.cluster import frames, handshake
 
 pytestmark = pytest.mark.xdist_group("waiting")
 start = pytest.fixture(started, name="start")
@@ -147,3 +150,26 @@ def test_unknown_clients_are_named_when_a_rank_is_missing(start: Any, tmp_path: 
         client.sendall(b"hello?\n")
         text = one_error([chief])
     assert "  an unknown client at 127.0.0.1 talks another protocol; not counted" in text
+
+
+def test_connections_are_accepted_again_once_descriptors_are_free() -> None:
+    admitted: queue.SimpleQueue[tuple[handshake.TimedConnection, dict[str, Any]]] = queue.SimpleQueue()
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as client:
+        serving = listener, b"ours", lambda line, said: admitted.put((line, said))
+        thread = threading.Thread(target=handshake.serve, args=serving)
+        thread.start()
+        try:
+            most, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, highest))
+            try:
+                client.connect(listener.getsockname())
+                thread.join(0.3)  # for a moment, none is free
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (most, highest))
+            handshake.authenticate(handshake.TimedConnection(client), b"ours", rank=1)
+            line, said = admitted.get(timeout=10)
+            line.connection.close()
+            assert said["rank"] == 1
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
