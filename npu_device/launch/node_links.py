@@ -14,7 +14,7 @@ from typing import Any, Callable
 from npu_device._src.cluster import frames, handshake
 from npu_device._src.cluster.handshake import TimedConnection
 
-_CONNECT_SECONDS = 3.0
+_CONNECT_SECONDS = 10.0
 _OF_NODES = b" nodes"  # part of what both prove, so that ranks and nodes don't take each other for their own kind
 
 

@@ -30,6 +30,7 @@ NO_SECRET = (
 )
 
 _MOST_UNPROVED = 256  # connections at once whose other side has yet to prove the secret
+_CONNECT_SECONDS = 3.0
 _PAUSE_SECONDS = 0.1
 
 _log = logging.getLogger("npu_device")
@@ -95,17 +96,22 @@ def reach(host: str, port: int, seconds: float, secret: bytes, **said: Any) -> T
     Args:
         host: its name or address.
         port: the port there.
-        seconds: how long to wait, for the name and for each address.
+        seconds: how long to try.
         secret: the job's secret.
         said: what else to say in the first frame.
 
     Raises:
-        AttemptFailedError: there is none; what happened at the last address.
+        AttemptFailedError: there is none; what happened at each address.
     """
-    outcome = AttemptFailedError("the name has no address")
-    for family, address in resolve(host, port, seconds):
+    until = time.monotonic() + seconds
+    addresses = resolve(host, port, seconds)
+    outcomes: list[str] = []
+    for family, address in addresses:
+        left = until - time.monotonic()
+        if outcomes and left <= 0:
+            break
         try:
-            connection = connect(family, address, seconds)
+            connection = _connect(family, address, max(0.1, min(_CONNECT_SECONDS, left)))
             try:
                 line = TimedConnection(connection)
                 authenticate(line, secret, **said)
@@ -114,11 +120,11 @@ def reach(host: str, port: int, seconds: float, secret: bytes, **said: Any) -> T
                 connection.close()
                 raise
         except AttemptFailedError as failure:
-            outcome = failure
-    raise outcome
+            outcomes.append(str(failure) if len(addresses) == 1 else f"{address[0]} {failure}")
+    raise AttemptFailedError(", ".join(outcomes))
 
 
-def connect(family: int, address: tuple[Any, ...], seconds: float) -> socket.socket:
+def _connect(family: int, address: tuple[Any, ...], seconds: float) -> socket.socket:
     """Connect to a socket address, in limited time.
 
     Raises:

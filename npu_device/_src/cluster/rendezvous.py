@@ -25,9 +25,7 @@ from npu_device._src.cluster.handshake import (
     NO_SECRET,
     AttemptFailedError,
     TimedConnection,
-    authenticate,
-    connect,
-    resolve,
+    reach,
 )
 from npu_device._src.cluster.hub_process import HubProcess
 from npu_device._src.cluster.ports import is_loopback, join_address
@@ -47,7 +45,6 @@ _TENSORFLOWS = (
     "tensorflow-cpu-aws",
 )
 _COMPARED = {"rank table": "the rank table", "TF_CONFIG": "TF_CONFIG"}
-_CONNECT_SECONDS = 3.0
 _VERDICT_MARGIN_SECONDS = 5.0
 _ENDING_SECONDS = 1.0  # time for the hub of an earlier job to end after its ranks have left
 _PAUSE_OF_HUB_SECONDS = 0.2
@@ -178,48 +175,25 @@ class _Search:
         Raises:
             RendezvousError: the hub refused.
         """
+        port = self._membership.chief_port
         for host in hosts:
-            met = self._try_host(host)
-            if met is not None:
-                return met
+            try:
+                return self._join(reach(host, port, self.remaining(), self._membership.secret))
+            except AttemptFailedError as failure:
+                self._outcomes[join_address(host, port)] = str(failure)
             if self.remaining() <= 0:
                 break
         return None
 
-    def _try_host(self, host: str) -> _Met | None:
-        port = self._membership.chief_port
-        place = join_address(host, port)
+    def _join(self, line: TimedConnection) -> _Met:
         try:
-            addresses = resolve(host, port, self.remaining())
-        except AttemptFailedError as failure:
-            self._outcomes[place] = str(failure)
-            return None
-        outcomes: list[str] = []
-        for family, address in addresses:
-            if outcomes and self.remaining() <= 0:
-                break
-            try:
-                return self._call_on(family, address)
-            except AttemptFailedError as failure:
-                outcomes.append(str(failure) if len(addresses) == 1 else f"{address[0]} {failure}")
-        self._outcomes[place] = ", ".join(outcomes)
-        return None
-
-    def _call_on(self, family: int, address: tuple[Any, ...]) -> _Met:
-        connection = connect(family, address, max(0.1, min(_CONNECT_SECONDS, self.remaining())))
-        try:
-            line = TimedConnection(connection)
-            authenticate(line, self._membership.secret)
             line.send({"hello": asdict(self._hello)})
-            try:
-                return self._await_roster(line)
-            except BaseException as error:  # above all Ctrl-C: the others need not wait until the time is up
-                if self._hello.is_chief and not isinstance(error, (AttemptFailedError, RendezvousError)):
-                    what = f"the chief ({self._hello.process}) stopped while the ranks were meeting: {error!r}."
-                    line.send({"stopping": f"{what}\nLook at its output."})
-                raise
-        except BaseException:
-            connection.close()
+            return self._await_roster(line)
+        except BaseException as error:  # above all Ctrl-C: the others need not wait until the time is up
+            if self._hello.is_chief and not isinstance(error, (AttemptFailedError, RendezvousError)):
+                what = f"the chief ({self._hello.process}) stopped while the ranks were meeting: {error!r}."
+                line.send({"stopping": f"{what}\nLook at its output."})
+            line.connection.close()
             raise
 
     def _await_roster(self, line: TimedConnection) -> _Met:
