@@ -257,14 +257,12 @@ def _command(parser: argparse.ArgumentParser, module: bool, words: list[str]) ->
 def _positive(text: str) -> int:
     if text == "p":
         raise argparse.ArgumentTypeError("-np is mpirun's spelling; npurun's is -n N")
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 upwards")
-    return int(text)
+    return _count(text, 1)
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 upwards")
+def _count(text: str, low: int = 0) -> int:
+    if not text.isdecimal() or int(text) < low:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {low} upwards")
     return int(text)
 
 

@@ -7,6 +7,7 @@ the host's ranks. The secret is part of the order, so it is on no command line.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -142,11 +143,9 @@ class _Node:
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it has ended
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
-        except BrokenPipeError:  # it has ended
-            pass
 
     def _report_end(self, readers: list[threading.Thread]) -> None:
         code = self._process.wait()

@@ -86,16 +86,16 @@ def _lead(options: Options, budget: Budget | None, directory: Path, console: Con
     console.say(f"tuning: traces and output of all runs go to {directory}")
     with TuningLeader(directory, options.nnodes, options.master_addr) as leader:
 
-        def script(name: str, ends: Sequence[int] | None, steps: int) -> TracedRun:
-            tuning_run = TuningRun(name, None, list(ends) if ends else None, WARM_UP + steps)
+        def run_everywhere(tuning_run: TuningRun) -> None:
             leader.announce(tuning_run)
             _carry_out(tuning_run, options, directory, console)
+
+        def script(name: str, ends: Sequence[int] | None, steps: int) -> TracedRun:
+            run_everywhere(TuningRun(name, None, list(ends) if ends else None, WARM_UP + steps))
             return summarise(read(directory / name), WARM_UP)
 
         def measure(largest: int) -> CostModel:
-            tuning_run = TuningRun("collectives", [str(directory / MEASURED_FILE), str(largest)], None, 0)
-            leader.announce(tuning_run)
-            _carry_out(tuning_run, options, directory, console)
+            run_everywhere(TuningRun("collectives", [str(directory / MEASURED_FILE), str(largest)], None, 0))
             return CostModel.read(directory / MEASURED_FILE)
 
         result = tune(script, measure, console.say, budget or Budget())
