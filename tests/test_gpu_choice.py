@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
 
+import job
 import pytest
-from launcher import environment
 
 from npu_device._src.collectives import cuda_driver, gpu_choice
 from npu_device._src.collectives.gpu_choice import Device
@@ -147,7 +146,7 @@ def test_statement() -> None:
 
 
 @pytest.mark.slow
-def test_choosing_a_device_makes_no_devices() -> None:
+def test_choosing_a_device_makes_no_devices(tmp_path: Path) -> None:
     """TensorFlow would take the memory of all GPUs when it makes its devices."""
     script = """
 from npu_device._src import compat
@@ -157,11 +156,9 @@ device = gpus.choose_device(Cluster.seen_by(1, 1, ("a", "a"), ("127.0.0.1",) * 2
 assert not compat.context_is_initialized()
 print(device.name, device.detail, device.is_gpu)
 """
-    command = [sys.executable, "-c", script]
-    variables = environment(TF_CPP_MIN_LOG_LEVEL="3")
-    found = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.strip() == "CPU CUDA_VISIBLE_DEVICES is '-1' False"
+    [ended] = job.run(tmp_path, 1, script)
+    assert ended.code == 0, ended.output
+    assert ended.output.splitlines()[-1] == "CPU CUDA_VISIBLE_DEVICES is '-1' False"
 
 
 @pytest.mark.skipif(cuda_driver.identity(0) is not None, reason="there is a GPU")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import textwrap
+from pathlib import Path
 from typing import Any
 
+import job
 import pytest
 import tensorflow as tf
-from launcher import environment
 
 from npu_device._src.options import GlobalOptions, global_options
 from npu_device._src.tf1.config import (
@@ -183,7 +182,7 @@ def test_decorator_gives_sessions_the_configuration() -> None:
 
 
 @pytest.mark.slow
-def test_keras_2_trains_in_the_session_with_the_configuration() -> None:
+def test_keras_2_trains_in_the_session_with_the_configuration(tmp_path: Path) -> None:
     # Switches TensorFlow to version 1 and needs Keras 2: a process of its own.
     program = """
         import numpy as np
@@ -205,8 +204,8 @@ def test_keras_2_trains_in_the_session_with_the_configuration() -> None:
             keras_session.npu_clear_session()
             assert keras.backend.get_session() is not session
         """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    subprocess.run(command, env=environment(TF_USE_LEGACY_KERAS="1"), timeout=120, check=True)
+    [ended] = job.run(tmp_path, 1, textwrap.dedent(program), TF_USE_LEGACY_KERAS="1")
+    assert ended.code == 0, ended.output
 
 
 def test_run_config_records_what_it_is_given() -> None:
