@@ -15,16 +15,6 @@ from npu_device._src.options.table import GLOBAL_OPTIONS
 _log = logging.getLogger("npu_device")
 
 
-class _TreeState:
-    """The state that a tree of groups shares."""
-
-    def __init__(self, root: Section) -> None:
-        self.name = root.name
-        self.paths = tuple(path for path, _ in root.rules())
-        self.frozen = False
-        self.warned = False
-
-
 class OptionGroup:
     """Options as attributes: assigning checks and keeps the value, reading gives an ``Option``.
 
@@ -37,19 +27,21 @@ class OptionGroup:
     """
 
     # Declared for the type checker; they are in __dict__, bypassing __setattr__, which only handles options.
+    _section: Section
     _members: dict[str, Option | OptionGroup]
     _prefix: str
-    _shared: _TreeState
+    _root: OptionGroup
+    _warns: bool | None  # in the root: at the next assignment; None before ``freeze``
 
-    def __init__(self, section: Section, *, prefix: str = "", shared: _TreeState | None = None) -> None:
-        shared = shared or _TreeState(section)
+    def __init__(self, section: Section, *, prefix: str = "", root: OptionGroup | None = None) -> None:
+        root = root or self
         members: dict[str, Option | OptionGroup] = {
             member.name: Option(member)
             if isinstance(member, Rule)
-            else OptionGroup(member, prefix=f"{prefix}{member.name}.", shared=shared)
+            else OptionGroup(member, prefix=f"{prefix}{member.name}.", root=root)
             for member in section.members
         }
-        self.__dict__.update(_prefix=prefix, _shared=shared, _members=members)
+        self.__dict__.update(_section=section, _members=members, _prefix=prefix, _root=root, _warns=None)
 
     def __getattr__(self, name: str) -> Any:
         # Python looks for __deepcopy__ and the like on an object whose __dict__ is still empty.
@@ -71,8 +63,8 @@ class OptionGroup:
         member.assign(path, value)
         if member.deprecated:
             _log.warning("option %r is deprecated and may be removed from Ascend's adapter", path)
-        if self._shared.frozen and not self._shared.warned:
-            self._shared.warned = True
+        if self._root._warns:
+            self._root.__dict__["_warns"] = False
             _log.warning(
                 "option %r was assigned after npu.open(): it is recorded, but would have no effect on an NPU. "
                 "Assign options before npu.open(). Further late assignments are not reported.",
@@ -96,8 +88,8 @@ class OptionGroup:
         return flat
 
     def _unknown(self, name: str) -> str:
-        here = self._prefix.rstrip(".") or self._shared.name
-        elsewhere = [path for path in self._shared.paths if path.rsplit(".", 1)[-1] == name]
+        here = self._prefix.rstrip(".") or self._section.name
+        elsewhere = [path for path, rule in self._root._section.rules() if rule.name == name]
         near = elsewhere or [self._prefix + match for match in difflib.get_close_matches(name, self._members, n=1)]
         question = f"; did you mean {near[0]!r}?" if near else "."
         return f"{here} has no option {name!r}{question}\nValid names: {', '.join(self._members)}"
@@ -111,7 +103,8 @@ class GlobalOptions(OptionGroup):
 
     def freeze(self) -> None:
         """Log a warning at the next assignment, because ``npu.open()`` has read the options."""
-        self._shared.frozen = True
+        if self._warns is None:
+            self.__dict__["_warns"] = True
 
 
 _options = GlobalOptions()
