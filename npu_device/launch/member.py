@@ -68,8 +68,8 @@ class Member:
         Raises:
             _End: there is none.
         """
-        while self._ending is None:
-            if self._link is None or self._link.is_lost:
+        while self._ending is None or not self._launch.events.empty():
+            if self._ending is None and (self._link is None or self._link.is_lost):
                 self._connect()
             event = self._launch.events.get()
             if isinstance(event, int):
