@@ -134,6 +134,9 @@ def test_another_number_of_ranks(
     [warning] = results[0]["warnings"]
     assert f"2 rank(s) wrote the checkpoint, and now there are {ranks.size}" in warning
     assert "the places of its iterators" in warning
+    tear(directory / "step-00000006" / "shared.index")
+    newer, other = ranks.run(bodies.body_restore, str(directory))[0]["warnings"]
+    assert "is torn" in newer and "the one of step 4 is restored" in newer and "2 rank(s) wrote" in other
 
 
 @pytest.mark.slow

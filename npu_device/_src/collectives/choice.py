@@ -26,7 +26,7 @@ from npu_device._src.collectives.backends.shared_memory.host import hosts_of
 from npu_device._src.collectives.backends.shared_memory.shared_memory_backend import shared_memory
 from npu_device._src.collectives.backends.tensorflow import lengths
 from npu_device._src.collectives.backends.tensorflow import operations as tensorflow_backend
-from npu_device._src.collectives.backends.two_level import TwoLevelBackend, has_levels
+from npu_device._src.collectives.backends.two_level import TwoLevelBackend
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.stall import forget_watches
 from npu_device._src.collectives.terms import Agreement
@@ -38,8 +38,13 @@ _between_hosts = {True: TwoLevelBackend(mpi), False: TwoLevelBackend(tensorflow_
 
 def comparing_backend_of(runtime: Runtime, group: Group) -> ComparingBackend:
     """Return the backend through which a group's ranks compare their calls; the same on every rank."""
+    return shared_memory if _number_of_hosts(runtime, group) == 1 else messages
+
+
+def _number_of_hosts(runtime: Runtime, group: Group) -> int:
+    """Return the number of parts of a group that share memory."""
     leaders = hosts_of(runtime).leaders
-    return shared_memory if len({leaders[rank] for rank in group.ranks}) == 1 else messages
+    return len({leaders[rank] for rank in group.ranks})
 
 
 def carries(runtime: Runtime, group: Group, values: Sequence[Any], ragged: bool = False) -> bool | tf.Tensor | None:
@@ -119,7 +124,7 @@ def _own_backend_of(runtime: Runtime, group: Group, dtype: tf.DType) -> Backend:
 
 def _own_reducing_backend_of(runtime: Runtime, group: Group, dtype: tf.DType) -> ReducingBackend:
     chosen = _own_backend_of(runtime, group, dtype)
-    if not hosts_of(runtime).uses_nccl(dtype) and has_levels(runtime, group):
+    if not hosts_of(runtime).uses_nccl(dtype) and 1 < _number_of_hosts(runtime, group) < group.size:
         return _between_hosts[chosen is mpi]
     return chosen
 

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Optional, Union
 
 import tensorflow as tf
@@ -33,6 +33,7 @@ from npu_device._src.gradients import later_calls
 from npu_device._src.gradients.segments import cut
 from npu_device._src.gradients.sparse import gather_slices, reduce_slices, require_sparse_reduction
 from npu_device._src.gradients.split_strategy import MAX_SEGMENTS
+from npu_device._src.options import global_options
 from npu_device._src.trace.steps import traced_reduction
 
 Gradient = Optional[Union[tf.Tensor, tf.IndexedSlices]]
@@ -53,7 +54,8 @@ class ReductionOptions:
         fusion: 0 sends each tensor alone, 1 cuts by the split strategy, 2 makes one segment per dtype, in a
             ``tf.function`` from all calls with the same id.
         fusion_id: -1, or with ``fusion=2`` any number from 0.
-        overlap: let the first segments travel while backward still makes the others.
+        overlap: let the first segments travel while backward still makes the others; default: the option
+            ``hcom_parallel``.
         compression: ``"fp16"`` or ``"bf16"`` sends float32 and float64 in 16 bits and adds them up in their own dtype;
             ``None`` sends them as they are.
         adds_rows: add up the rows of ``tf.IndexedSlices`` that have the same index; else keep those of all ranks.
@@ -65,7 +67,7 @@ class ReductionOptions:
     kind: str
     fusion: int = 1
     fusion_id: int = -1
-    overlap: bool = True
+    overlap: bool = field(default_factory=lambda: global_options().hcom_parallel.typed)
     compression: str | None = None
     adds_rows: bool = True
 

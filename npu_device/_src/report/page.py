@@ -92,14 +92,11 @@ def _to_show(found: Analysis) -> Sequence[RankTrace]:
 
 
 def _figures(found: Analysis) -> str:
-    step = max(rank.step for rank in found.ranks)
-    parts = [("a step", step)]
-    for name in ("input_wait", "hidden", "exposed"):
-        longest = max(getattr(rank, name) for rank in found.ranks)
-        parts.append(({"hidden": "reduction hidden", "exposed": "reduction exposed"}.get(name, "input wait"), longest))
+    names = {"step": "a step", "input_wait": "input wait", "hidden": "reduction hidden", "exposed": "reduction exposed"}
+    longest = {name: max(getattr(rank, part) for rank in found.ranks) for part, name in names.items()}
     cells = "".join(
-        f'<div><b>{value / 1e3:.1f} ms</b><span class="small">{name}, {value / step:.0%}</span></div>'
-        for name, value in parts
+        f'<div><b>{value / 1e3:.1f} ms</b><span class="small">{name}, {value / longest["a step"]:.0%}</span></div>'
+        for name, value in longest.items()
     )
     return f'<div class="figures">{cells}</div>'
 

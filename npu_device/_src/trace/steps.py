@@ -23,24 +23,23 @@ from npu_device._src.trace.records import GradientRecord
 class TracedReduction:
     """The reduction of one iteration's gradients; without a trace, or inside another one, nothing."""
 
-    def __init__(self, tracer: trace.Tracer | None = None) -> None:
-        self._tracer = tracer
+    def __init__(
+        self, tracer: trace.Tracer | None = None, schema: PointSchema | None = None, begun: Sequence[Any] = ()
+    ) -> None:
+        self._tracer, self._schema = tracer, schema
+        self._points = [*begun]
         self._recorded: tf.Operation | None = None
-        self.begun: list[Any] = []
-        self.ends: list[Any] = []
-        self.schema: PointSchema | None = None
 
     def segment(self, results: Sequence[Any]) -> None:
         """Note that a segment has been reduced to these tensors; in the order of the segments."""
         if self._tracer is not None:
-            self.ends.append(points.reduced(results[0]))
+            self._points.append(points.reduced(results[0]))
 
     def hand_over(self, end: Any = None) -> None:
         """Record the iteration; its end is a point of its own or the end of the last segment."""
-        assert self._tracer is not None and self.schema is not None
-        schema = self.schema if end is None else replace(self.schema, has_end=True)
-        found = [*self.begun, *self.ends, *([] if end is None else [end])]
-        self._recorded = self._tracer.hand_over(schema, found)
+        assert self._tracer is not None and self._schema is not None
+        schema = self._schema if end is None else replace(self._schema, has_end=True)
+        self._recorded = self._tracer.hand_over(schema, self._points if end is None else [*self._points, end])
 
     def recorded_with(self, results: Sequence[Any]) -> list[Any]:
         """Return the results, bound to the recording: a session that fetches any of them records the iteration."""
@@ -125,10 +124,7 @@ def traced_reduction(
         return
     start = points.forward_start(flat, tracer.settings.fp_point)
     end = points.backward_end(flat, tracer.settings.bp_point)
-    seen = TracedReduction(tracer)
-    seen.begun = [*([start] if start is not None else []), *([end] if end is not None else [])]
-    seen.begun += [points.when([value]) for value in flat]
-    seen.schema = PointSchema(
+    schema = PointSchema(
         gradients=tuple(map(_gradient, flat)),
         shapes=tuple(str(value.shape) for value in flat),
         segments=_ranges(parts),
@@ -138,6 +134,8 @@ def traced_reduction(
         has_bp_end=end is not None,
         waits_for_all=not overlap,
     )
+    begun = [point for point in (start, end) if point is not None]
+    seen = TracedReduction(tracer, schema, [*begun, *(points.when([value]) for value in flat)])
     yield seen
     if _current.iteration is not None and _current.iteration.graph is _graph():
         _current.iteration.reduction = seen

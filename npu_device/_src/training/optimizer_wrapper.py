@@ -16,7 +16,6 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.gradients.reduction import Gradient, ReductionOptions, reduce_list
-from npu_device._src.options import global_options
 from npu_device._src.training import keras_hooks, same_samples
 from npu_device._src.training.finite_gradients import checked, is_wanted
 from npu_device._src.training.replica_audit import Audit
@@ -70,9 +69,7 @@ def npu_distributed_keras_optimizer_wrapper(
 
     Source: Ascend TF Adapter 2.x, ``npu.distribute.npu_distributed_keras_optimizer_wrapper``.
     """
-    how = ReductionOptions(
-        reduce_reduction, fusion, fusion_id, overlap=global_options().hcom_parallel.typed, compression=compression
-    )
+    how = ReductionOptions(reduce_reduction, fusion, fusion_id, compression=compression)
     if isinstance(optimizer, (str, dict)):
         optimizer = tf.keras.optimizers.get(optimizer)
     ranks = world(group)

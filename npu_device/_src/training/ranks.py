@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
 from npu_device._src.gradients.sparse import weighted
-from npu_device._src.options import global_options
 from npu_device._src.training.world import world
 
 
@@ -145,8 +144,7 @@ def weighted_mean(values: Any, weight: Any) -> Any:
     part = tf.math.divide_no_nan(mine, ranks.add_up(mine))
 
     parts = [weighted(value, part) for value in tf.nest.flatten(values)]
-    how = ReductionOptions("sum", overlap=global_options().hcom_parallel.typed)
-    return tf.nest.pack_sequence_as(values, reduce_list(ranks.runtime, parts, how, ranks.group))
+    return tf.nest.pack_sequence_as(values, reduce_list(ranks.runtime, parts, ReductionOptions("sum"), ranks.group))
 
 
 def metric_results(metrics: Any) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
-from npu_device._src.options import global_options
 from npu_device._src.training import replica_audit, same_samples, same_variables
 from npu_device._src.training.world import world
 
@@ -60,9 +59,7 @@ def all_reduce(
 
     Source: Ascend TF Adapter 2.x, ``npu.distribute.all_reduce``.
     """
-    how = ReductionOptions(
-        reduction, fusion, fusion_id, overlap=global_options().hcom_parallel.typed, compression=compression
-    )
+    how = ReductionOptions(reduction, fusion, fusion_id, compression=compression)
     ranks = world(group)
     if ranks is None:
         return values

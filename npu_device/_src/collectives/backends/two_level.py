@@ -17,12 +17,6 @@ from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.terms import Agreement
 
 
-def has_levels(runtime: Runtime, group: Group) -> bool:
-    """Return whether some ranks of the group share memory, and some don't."""
-    hosts = len({hosts_of(runtime).leaders[rank] for rank in group.ranks})
-    return 1 < hosts < group.size
-
-
 class TwoLevelBackend:
     """The backend for calls that hosts can divide.
 

@@ -71,11 +71,10 @@ def newest_whole(world: World | None, place: Place, directory: Path) -> Chosen |
             problems += damaged
             continue
         saved = views[holders[0]].world_size
-        if saved != len(views):
-            return _chosen(world, directory, step, place, holders[0], [_other_size(saved, len(views))])
-        if not damaged:
+        if saved != len(views) or not damaged:
             _warn(place, problems, step)
-            return _chosen(world, directory, step, place, holders[0], None)
+            lost = None if saved == len(views) else [_other_size(saved, len(views))]
+            return _chosen(world, directory, step, place, holders[0], lost)
         problems += damaged
         if partly is None:
             partly = _chosen(world, directory, step, place, holders[0], [_ALL_OWN, *damaged])

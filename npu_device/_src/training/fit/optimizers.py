@@ -12,7 +12,6 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import Gradient, ReductionOptions, reduce_list
 from npu_device._src.gradients.sparse import weighted
-from npu_device._src.options import global_options
 from npu_device._src.training import keras_hooks
 from npu_device._src.training.optimizer_wrapper import GradientReduction
 from npu_device._src.training.world import World
@@ -66,7 +65,7 @@ def replicate_optimizer(optimizer: Any, world: World, replica: Replica) -> None:
     before = keras_hooks.reduction_of(carrier)
     if isinstance(before, WeightedReduction):
         return
-    how = ReductionOptions("mean", overlap=global_options().hcom_parallel.typed) if before is None else before.options
+    how = ReductionOptions("mean") if before is None else before.options
     keras = compat.keras_of(optimizer)
     # tf-keras adds up rows of the same index itself; optimizers of Keras 3 may square each.
     how = replace(how, adds_rows=not compat.is_keras_3(keras))
