@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -112,7 +111,6 @@ class Proxies(Here):
         self.nodes = range(1, count)
         self._proxies: dict[int, list[Proxy]] = {node: [] for node in self.nodes}
         self._known: set[int] = set()
-        self._lock = threading.Lock()
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self._port: int = probe.getsockname()[1]
         self._forward(self._port)
