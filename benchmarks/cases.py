@@ -24,8 +24,8 @@ TRACED = "npu_device, traced"
 
 BY_SIZE, STEPS, SHARES, PARTS, PAIRS = "by size", "steps", "shares", "parts", "pairs"
 LINK_SIZES, LINK_STEPS = "by size and link", "steps by link"
-"""What a case's table shows: bandwidths; steps one below the other; the share of one in another; parts of a step; by
-how much two steps differ; sizes over links of several speeds, and steps.
+"""The kinds of tables: bandwidths; steps one below the other; the share of one in another; parts of a step; by how much
+two steps differ; sizes over links of several speeds, and steps.
 """
 
 _SEGMENTS = (1, 2, 4, 8)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 KINDS = {"Open MPI": "Open MPI", "MPICH": "HYDRA"}
-"""What each prints about its version."""
+"""A word of what the ``mpiexec`` of each prints about its version."""
 
 
 @functools.cache

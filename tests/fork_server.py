@@ -2,7 +2,7 @@
 imports take seconds, and the tests start hundreds of ranks. It runs nothing itself, and has no TensorFlow context or
 device that a fork could break.
 
-Reads one order a line from its standard input (see ``forked.py``), answers with the process's number, and writes how
+Reads one order per line from its standard input (see ``forked.py``), answers with the process's number, and writes how
 the process ended into the file that the order names. Ends when its input ends.
 """
 

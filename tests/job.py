@@ -1,4 +1,4 @@
-"""Whole jobs of short scripts: one process a rank, from start to exit. For what can't be tried in a pool: failing,
+"""Whole jobs of short scripts: one process per rank, from start to exit. For what can't be tried in a pool: failing,
 leaving, being killed.
 """
 

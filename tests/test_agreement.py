@@ -1,4 +1,4 @@
-"""Calls that don't match are one error on every rank, within seconds, with one line a rank."""
+"""Calls that don't match are one error on every rank, within seconds, with one line for each rank."""
 
 from __future__ import annotations
 

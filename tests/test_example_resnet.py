@@ -167,8 +167,8 @@ def test_missing_records_are_named_with_the_remedy(tmp_path: Path) -> None:
 
 
 def on_the_same_images(ranks: int, digits: Path, directory: Path, *options: str) -> str:
-    """The output of three steps with known random numbers on one training file a rank, all alike. The number of images
-    keeps the learning rate the same for any number of ranks.
+    """The output of three steps with known random numbers on one training file per rank, all alike. The number of
+    images keeps the learning rate the same for any number of ranks.
     """
     data = directory / "data"
     data.mkdir()

@@ -322,7 +322,7 @@ print("found", rank, [(get_local_rank_size(group), get_local_rank_id(group)) for
 
 
 def test_local_ranks_are_those_on_the_same_host_and_the_device_opens_by_itself(tmp_path: Path) -> None:
-    """Ascend's 3 ranks // 2 hosts would be one rank a host, and rank 1 the first of its own."""
+    """Ascend's 3 ranks // 2 hosts would be one rank per host, and rank 1 the first of its own."""
     table = tmp_path / "uneven.json"
     uneven_table(table)
     common = {"RANK_TABLE_FILE": str(table), "RANK_SIZE": "3", "JOB_ID": "tests", "HCCL_CONNECT_TIMEOUT": "60"}

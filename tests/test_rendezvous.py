@@ -276,7 +276,7 @@ def test_somebody_else_at_the_chiefs_place(says: bytes, start: Any, tmp_path: Pa
         try:
             rank, chief = start(environment), start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="60"))
             text = rank.report()["error"]
-            assert ("another program answers there" if says else "no answer: another program, or a hub") in text
+            assert ("another program answers there" if says else "no answer: another program, or one") in text
             text = chief.report()["error"]
             assert text.startswith(f"EI0019: the ranks are to meet at 127.0.0.1:{the_port(tmp_path)} on ")
             assert "What to do: end the other program, or give every rank another port" in text

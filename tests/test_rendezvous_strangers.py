@@ -9,6 +9,7 @@ import resource
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,12 @@ def test_a_wrong_proof_and_a_replayed_one_are_refused_without_an_answer(start: A
     address = ("127.0.0.1", the_port(tmp_path))
     wrong, _, answer = _greet(address, b"another secret")
     assert answer == b""
+    with connect(address) as malformed:  # JSON allows half a surrogate pair, UTF-8 doesn't
+        malformed.settimeout(10)
+        malformed.sendall(frames.encode({"npu_device": frames.PROTOCOL, "nonce": "\ud800"}))
+        assert b"nonce" in malformed.recv(1000)
+        malformed.sendall(frames.encode({"proof": "\ud800"}))
+        assert malformed.recv(1000) == b""
     right, said, answer = _greet(address, b"the secret")
     assert b"proof" in answer
     with connect(address) as replayed:
@@ -152,24 +159,47 @@ def test_unknown_clients_are_named_when_a_rank_is_missing(start: Any, tmp_path: 
     assert "  an unknown client at 127.0.0.1 talks another protocol; not counted" in text
 
 
-def test_connections_are_accepted_again_once_descriptors_are_free() -> None:
-    admitted: queue.SimpleQueue[tuple[handshake.TimedConnection, dict[str, Any]]] = queue.SimpleQueue()
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as client:
-        serving = listener, b"ours", lambda line, said: admitted.put((line, said))
+_Admitted = queue.SimpleQueue[tuple[handshake.TimedConnection, dict[str, Any]]]
+
+
+@contextlib.contextmanager
+def _serving(secret: bytes) -> Iterator[tuple[tuple[str, int], _Admitted]]:
+    """Serve as ranks and launchers do; the address, and who has proved the secret."""
+    admitted: _Admitted = queue.SimpleQueue()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = listener, secret, lambda line, said: admitted.put((line, said))
         thread = threading.Thread(target=handshake.serve, args=serving)
         thread.start()
         try:
-            most, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (3, highest))
-            try:
-                client.connect(listener.getsockname())
-                thread.join(0.3)  # for a moment, none is free
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (most, highest))
-            handshake.authenticate(handshake.TimedConnection(client), b"ours", rank=1)
-            line, said = admitted.get(timeout=10)
-            line.connection.close()
-            assert said["rank"] == 1
+            yield listener.getsockname(), admitted
         finally:
             listener.shutdown(socket.SHUT_RDWR)
             thread.join()
+
+
+def test_connections_are_made_and_accepted_again_once_descriptors_are_free() -> None:
+    with _serving(b"ours") as (address, admitted), socket.socket() as client:
+        most, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, highest))
+        try:
+            client.connect(address)
+            time.sleep(0.3)  # for a moment, none is free
+            with pytest.raises(handshake.AttemptFailedError, match="can't be reached: Too many open files"):
+                handshake.reach(*address, 5.0, b"ours", rank=2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, highest))
+        handshake.authenticate(handshake.TimedConnection(client), b"ours", rank=1)
+        line, said = admitted.get(timeout=10)
+        line.connection.close()
+        assert said["rank"] == 1
+
+
+def test_silent_clients_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "_MOST_UNPROVED", 3)
+    with _serving(b"ours") as (address, admitted), contextlib.ExitStack() as opened:
+        silent = [opened.enter_context(connect(address)) for _ in range(6)]
+        line = handshake.reach(*address, 1.0, b"ours", rank=1)
+        opened.callback(line.connection.close)
+        opened.callback(admitted.get(timeout=10)[0].connection.close)
+        silent[0].settimeout(1)
+        assert silent[0].recv(1) == b"", "the oldest makes room"

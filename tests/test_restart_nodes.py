@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
+import socket
 import subprocess
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Callable
@@ -13,6 +16,8 @@ import pytest
 from launcher import script, start, wait_until
 from ranks import free_port
 
+from npu_device._src.cluster import frames
+from npu_device.launch.node_links import Link, serve
 from npu_device.testing import hosts
 
 pytestmark = pytest.mark.xdist_group("waiting")
@@ -42,7 +47,8 @@ class Nodes:
         self, directory: Path, text: str, *options: str, nnodes: str = "2", address: str = "127.0.0.1"
     ) -> None:
         self.here = directory
-        meeting = ["--nnodes", nnodes, "--master-addr", address, "--master-port", str(free_port())]
+        self.port = free_port()
+        meeting = ["--nnodes", nnodes, "--master-addr", address, "--master-port", str(self.port)]
         self._common = [*meeting, "--restart-backoff", "0.1", *options]
         self._script = script(directory, TOGETHER + text)
         self._launches: list[subprocess.Popen[bytes]] = []
@@ -153,6 +159,33 @@ def test_a_launcher_ends_when_another_one_is_started_as_its_node(tmp_path: Path)
             code, stderr = ends(launch)
             assert code == 0, stderr
             assert "node 1 was started again" in stderr and "2 rank(s), nodes 0-1: ended well" in stderr, stderr
+
+
+def test_a_node_stops_an_attempt_that_it_is_told_to_begin_and_to_stop_at_once(tmp_path: Path) -> None:
+    """This test is node 0: both messages come before the node has handled the first one."""
+    links: queue.SimpleQueue[Link] = queue.SimpleQueue()
+    with Nodes(tmp_path, "    time.sleep(100)", "--max-restarts", "1") as nodes, socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", nodes.port))
+        listener.listen()
+        serving = threading.Thread(target=serve, args=(listener, b"ours", links.put))
+        serving.start()
+        try:
+            launch = nodes.start(1)
+            link = links.get(timeout=LIMIT)
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            serving.join()
+        messages = link.messages(LIMIT)
+        assert next(messages)["hello"]["node"] == 1
+        plan = {"count": 0, "nodes": [0, 1], "job_id": "job", "port": free_port(), "attempts": []}
+        link._connection.sendall(b"".join(map(frames.encode, ({"plan": plan}, {"stop": "a rank failed"}))))
+        outcome = next(messages)
+        link.send({"over": {"code": 1, "text": "", "attempts": []}})
+        code, stderr = ends(launch)
+        link.close()
+    assert "outcome" in outcome and code == 1
+    assert "npurun: a rank failed; stopping the ranks of this node" in stderr
 
 
 @pytest.mark.slow

@@ -12,12 +12,17 @@ import pytest
 from launcher import NPURUN, environment
 from ranks import free_port
 
+from npu_device._src.cluster.ports import listen_on_free
 from npu_device.launch.tune_nodes import TuningFollower, TuningLeader, TuningRun
 
 pytestmark = pytest.mark.xdist_group("waiting")
 
 
-def test_nodes_run_the_same_jobs_whatever_an_earlier_tuning_has_left(tmp_path: Path) -> None:
+def test_nodes_run_the_same_jobs_whatever_an_earlier_tuning_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    monkeypatch.setenv("NPU_DEVICE_PORT_RANGE", f"{port}-{port}")
     (tmp_path / "session.json").write_text(json.dumps({"port": free_port(), "secret": "old"}))
     runs = [
         TuningRun("first", None, None, 5),
@@ -33,11 +38,30 @@ def test_nodes_run_the_same_jobs_whatever_an_earlier_tuning_has_left(tmp_path: P
     for other in others:
         other.start()
     with TuningLeader(tmp_path, 3, "127.0.0.1") as leader:
+        listen_on_free((port, port)).close()  # as the hub of a run does, while the nodes are connected
         for tuning_run in runs:
             leader.announce(tuning_run)
     for other in others:
         other.join(20)
     assert done == {1: runs, 2: runs}
+
+
+def test_a_node_ends_when_the_leader_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_DEVICE_STALL_TIMEOUT", "0.5")
+    errors: list[str] = []
+
+    def follow() -> None:
+        try:
+            list(TuningFollower(tmp_path, 1, "127.0.0.1"))
+        except OSError as error:
+            errors.append(str(error))
+
+    other = threading.Thread(target=follow)
+    other.start()
+    with TuningLeader(tmp_path, 2, "127.0.0.1"):
+        other.join(10)
+        assert not other.is_alive()
+    assert errors and "node 0 is gone, or has been silent for 0.5 s (NPU_DEVICE_STALL_TIMEOUT)" in errors[0]
 
 
 KILLS_THE_LEADER = """

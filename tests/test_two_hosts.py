@@ -1,4 +1,4 @@
-"""Ranks on two hosts: each host reduces in shared memory, and one rank a host talks to the other."""
+"""Ranks on two hosts: each host reduces in shared memory, and one rank per host communicates with the other."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import socket
 import threading
 import time
 import traceback
@@ -103,7 +104,8 @@ class Leader:
         while not all(link.is_lost for link in self._nodes.values()) and time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
                 self._events.get(timeout=0.05)
-        self._listener.close()
+        with self._listener:
+            self._listener.shutdown(socket.SHUT_RDWR)
 
     def _lead(self) -> Decision:
         wait = 0.0

@@ -102,8 +102,7 @@ class Member:
     def _attempt(self, place: Meeting) -> None:
         link = self._link
         assert link is not None
-        self._running = place.count
-        if link.is_lost:  # from here on, its end stops the ranks
+        if link.is_lost:
             return
         outcome = Attempt(self._launch, place, lambda what: link.send({"failed": what})).run()
         self._running = None
@@ -173,6 +172,8 @@ class Member:
             if "stop" in message:
                 self._launch.events.put(Stop(str(message["stop"]), self._running))
             elif "plan" in message or "say" in message:
+                if "plan" in message:
+                    self._running = message["plan"]["count"]
                 self._launch.events.put(message)
             else:
                 self._ending = message

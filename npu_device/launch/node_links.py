@@ -40,11 +40,15 @@ class Link:
         with self._sending, contextlib.suppress(OSError):
             self._connection.sendall(frames.encode(message))
 
-    def messages(self) -> Iterator[dict[str, Any]]:
+    def messages(self, seconds: float | None = None) -> Iterator[dict[str, Any]]:
         """Iterate over the messages until the other side has closed the connection, or breaks the protocol.
 
         Then this side closes it, too: only half of it may be lost.
+
+        Args:
+            seconds: how long to wait for each message; default without a limit.
         """
+        self._connection.settimeout(seconds)
         with contextlib.suppress(OSError, frames.FrameError):
             yield from self._reader.messages(self._connection)
         self.is_lost = True

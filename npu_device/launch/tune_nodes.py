@@ -70,11 +70,9 @@ class TuningLeader:
         if not self._others:
             return self
         secret = secrets.token_hex(16)
-        allowed = environment.NPU_DEVICE_PORT_RANGE.get()
-        ports = (allowed[0] + 1, allowed[1]) if allowed else None  # the ranks may meet at the first one
         session = self._directory / _SESSION
         session.touch(mode=0o600)
-        with listen_on_free(ports, (self._address,)) as listener:
+        with listen_on_free(environment.NPU_DEVICE_PORT_RANGE.get(), (self._address,)) as listener:
             session.write_text(json.dumps({"port": listener.getsockname()[1], "secret": secret}), encoding="utf-8")
             serving = listener, secret.encode(), self._joined
             threading.Thread(target=node_links.serve, args=serving, name="npurun-accept", daemon=True).start()
@@ -118,7 +116,7 @@ class TuningFollower:
         address: address of node 0.
 
     Raises:
-        OSError: on iterating, if the leader doesn't come, or is gone before the tuning is over.
+        OSError: on iterating, if the leader doesn't come, or is gone or silent before the tuning is over.
     """
 
     def __init__(self, directory: Path, node: int, address: str) -> None:
@@ -127,14 +125,15 @@ class TuningFollower:
         self._address = address
 
     def __iter__(self) -> Iterator[TuningRun]:
+        limit = environment.NPU_DEVICE_STALL_TIMEOUT.get()
         with contextlib.closing(self._connect()) as link:
-            for message in link.messages():
+            for message in link.messages(limit):
                 if message == _OVER:
                     return
                 yield TuningRun(**message)
         raise OSError(
-            "node 0 is gone: its npurun has been killed, or its host can't be reached any more.\n"
-            "What to do: look at its output, and start again."
+            f"node 0 is gone, or has been silent for {limit:g} s (NPU_DEVICE_STALL_TIMEOUT): its npurun was killed or "
+            "stopped, or its host can't be reached any more.\nWhat to do: look at its output, and start again."
         )
 
     def _connect(self) -> Link:

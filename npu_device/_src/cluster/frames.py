@@ -111,12 +111,13 @@ def proof(secret: bytes, side: str, client_nonce: str, hub_nonce: str) -> str:
         hub_nonce: the hub's.
     """
     text = f"npu_device {side} {client_nonce} {hub_nonce}"
-    return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
+    # JSON allows text that UTF-8 doesn't: a stranger's nonce must not raise.
+    return hmac.new(secret, text.encode(errors="surrogatepass"), hashlib.sha256).hexdigest()
 
 
 def is_proof(given: object, expected: str) -> bool:
-    """Compare in constant time."""
-    return isinstance(given, str) and hmac.compare_digest(given.encode(), expected.encode())
+    """Return True if a proof is the expected one; compare in constant time."""
+    return isinstance(given, str) and given.isascii() and hmac.compare_digest(given, expected)
 
 
 def keep_alive(connection: socket.socket) -> None:

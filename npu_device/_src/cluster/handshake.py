@@ -6,6 +6,7 @@ An attempt that fails raises ``AttemptFailedError``, whose text says what happen
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import logging
@@ -48,11 +49,12 @@ class TimedConnection:
         self.reader = frames.Reader(limit)
 
     def send(self, message: dict[str, Any]) -> None:
+        """Send a message, within ``ANSWER_SECONDS``. If that fails, ``receive`` says so."""
         try:
             self.connection.settimeout(ANSWER_SECONDS)
             self.connection.sendall(frames.encode(message))
         except OSError:
-            pass  # the next read reports what happened
+            pass
 
     def receive(
         self, seconds: float, *, silent: str, closed: str, meanwhile: Callable[[], None] | None = None
@@ -130,25 +132,26 @@ def _connect(family: int, address: tuple[Any, ...], seconds: float) -> socket.so
     Raises:
         AttemptFailedError: nothing can be reached there.
     """
-    connection = socket.socket(family, socket.SOCK_STREAM)
     try:
-        connection.settimeout(seconds)
-        connection.connect(address)
-        if connection.getsockname() == connection.getpeername():
-            # Connecting to an unused port of this host can connect to itself. Leave no TIME_WAIT, which would keep the
-            # hub from listening there.
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            raise ConnectionRefusedError
-        frames.keep_alive(connection)
-    except BaseException as error:
-        connection.close()
-        if isinstance(error, ConnectionRefusedError):
-            raise AttemptFailedError("refused: nothing listens there") from None
-        if isinstance(error, socket.timeout):
-            raise AttemptFailedError("timed out: the host doesn't answer") from None
-        if isinstance(error, OSError):
-            raise AttemptFailedError(f"can't be reached: {error.strerror or error}") from error
-        raise
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(seconds)
+            connection.connect(address)
+            if connection.getsockname() == connection.getpeername():
+                # Connecting to an unused port of this host can connect to itself. Leave no TIME_WAIT, which would keep
+                # the hub from listening there.
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                raise ConnectionRefusedError
+            frames.keep_alive(connection)
+        except BaseException:
+            connection.close()
+            raise
+    except ConnectionRefusedError:
+        raise AttemptFailedError("refused: nothing listens there") from None
+    except socket.timeout:
+        raise AttemptFailedError("timed out: the host doesn't answer") from None
+    except OSError as error:
+        raise AttemptFailedError(f"can't be reached: {error.strerror or error}") from error
     return connection
 
 
@@ -167,8 +170,8 @@ def authenticate(line: TimedConnection, secret: bytes, **said: Any) -> None:
     line.send({"npu_device": frames.PROTOCOL, "nonce": mine, **said})
     theirs = line.receive(
         ANSWER_SECONDS,
-        silent="no answer: another program, or a hub that is stopped",
-        closed="the connection was closed without an answer: another program, or a hub that is ending",
+        silent="no answer: another program, or one that is stopped",
+        closed="the connection was closed without an answer: another program, or one that is ending",
     ).get("nonce")
     if not isinstance(theirs, str):
         raise AttemptFailedError(ANOTHER_PROGRAM)
@@ -176,7 +179,7 @@ def authenticate(line: TimedConnection, secret: bytes, **said: Any) -> None:
     answer = line.receive(
         ANSWER_SECONDS,
         silent="no answer to the proof of the job's secret",
-        closed="the proof of the job's secret was refused: it is the hub of a job with another secret "
+        closed="the proof of the job's secret was refused: a job with another secret answers there "
         "(NPU_DEVICE_SECRET_FILE, NPU_DEVICE_SECRET)",
     )
     if not frames.is_proof(answer.get("proof"), frames.proof(secret, "hub", mine, theirs)):
@@ -186,13 +189,15 @@ def authenticate(line: TimedConnection, secret: bytes, **said: Any) -> None:
 def serve(listener: socket.socket, secret: bytes, admitted: Callable[[TimedConnection, dict[str, Any]], None]) -> None:
     """Accept connections until the listener is shut down.
 
+    Of more than 256 that have yet to prove the secret, the oldest is closed.
+
     Args:
         listener: the listening socket.
         secret: the job's secret.
         admitted: called with each connection whose other side has proved the secret, and its first frame; in a thread
             of its own.
     """
-    unproved = threading.BoundedSemaphore(_MOST_UNPROVED)
+    unproved: dict[socket.socket, None] = {}  # the oldest first
 
     def let_in(connection: socket.socket) -> None:
         try:
@@ -202,7 +207,7 @@ def serve(listener: socket.socket, secret: bytes, admitted: Callable[[TimedConne
             _log.debug("refused a connection: %s", error)
             return
         finally:
-            unproved.release()
+            unproved.pop(connection, None)
         admitted(line, said)
 
     while True:
@@ -213,10 +218,13 @@ def serve(listener: socket.socket, secret: bytes, admitted: Callable[[TimedConne
                 return
             time.sleep(_PAUSE_SECONDS)  # the client has gone, or no file descriptor is free; both are temporary
             continue
-        if unproved.acquire(blocking=False):
-            threading.Thread(target=let_in, args=(connection,), name="npu_device-admit", daemon=True).start()
-        else:
-            connection.close()
+        unproved[connection] = None
+        if len(unproved) > _MOST_UNPROVED:
+            oldest = next(iter(list(unproved)))
+            unproved.pop(oldest, None)
+            with contextlib.suppress(OSError):  # wakes its thread, which closes it
+                oldest.shutdown(socket.SHUT_RDWR)
+        threading.Thread(target=let_in, args=(connection,), name="npu_device-admit", daemon=True).start()
 
 
 def _admit(connection: socket.socket, secret: bytes) -> tuple[TimedConnection, dict[str, Any]]:

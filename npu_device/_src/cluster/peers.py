@@ -30,6 +30,7 @@ from npu_device._src.cluster.ports import join_address, listen_on_free
 
 _HEADER = struct.Struct("<QI")  # number of the inbox; length in bytes
 _TOKEN_BYTES = 16
+_ATTEMPT_SECONDS = 10.0  # then the job's health is checked before the next attempt
 _PAUSE_SECONDS = 0.2
 _SEND_SECONDS = 60.0
 _CHECK_SECONDS = 0.1
@@ -256,9 +257,9 @@ class Peers:
         (port, token), host = self._others[rank], self._cluster.addresses[rank]
         until = time.monotonic() + environment.HCCL_CONNECT_TIMEOUT.get()
         while True:
-            left = max(_PAUSE_SECONDS, until - time.monotonic())
+            seconds = min(_ATTEMPT_SECONDS, max(_PAUSE_SECONDS, until - time.monotonic()))
             try:
-                line = reach(host, port, left, self._secret + token.encode(), rank=self._cluster.rank)
+                line = reach(host, port, seconds, self._secret + token.encode(), rank=self._cluster.rank)
                 line.connection.settimeout(_SEND_SECONDS)
                 return line.connection
             except AttemptFailedError as error:

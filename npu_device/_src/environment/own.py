@@ -118,7 +118,7 @@ NPU_DEVICE_STATEMENT = Variable(
 )
 NPU_DEVICE_RESTART_COUNT = Variable(
     "NPU_DEVICE_RESTART_COUNT",
-    forms.INDEX,
+    forms.integer(0),
     0,
     "how often the job has been started again after a failure (`npurun --max-restarts`); `npurun` sets this.",
     "restarts",

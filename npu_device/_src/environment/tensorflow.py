@@ -34,7 +34,7 @@ _SERVICE_CONFIG = json.dumps(
 ).replace('"', r"\"")
 GRPC_MAX_RETRIES = Variable(
     "GRPC_MAX_RETRIES",
-    forms.INDEX,
+    forms.integer(0),
     10,
     "how often TensorFlow's backend repeats a transfer whose connection broke, as it does while a rank is stopped.",
     "attempts",

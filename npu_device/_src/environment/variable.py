@@ -1,6 +1,6 @@
 """An environment variable as a constant: its name, form, default, unit and meaning.
 
-Only this module reads the environment. The other files declare the variables, those of one owner each.
+Only this module reads the environment. The other files declare the variables, one file for each owner.
 """
 
 from __future__ import annotations

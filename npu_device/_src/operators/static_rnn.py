@@ -14,7 +14,7 @@ def npu_dynamic_rnn(
 
     Args:
         cell: an RNN cell of TensorFlow 1.
-        inputs: a list of ``[batch, …]`` tensors, one a step; or one tensor ``[batch, time, …]`` of known time.
+        inputs: a list of ``[batch, …]`` tensors, one for each step; or one tensor ``[batch, time, …]`` of known time.
         initial_state: default zeros, which need ``dtype``.
         dtype: of the zeros.
         sequence_length: ``[batch]``, number of steps of each sequence; default all.

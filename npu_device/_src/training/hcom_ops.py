@@ -1,6 +1,6 @@
 """Ascend's collective operators by their raw names: ``hccl_ops`` with the parameter names of the generated operators.
 
-For what each does and raises, see ``hccl_ops``. Those whose parameters have the same names there are not repeated here.
+For what each does and raises, see ``hccl_ops``. Operators whose parameters have the same names there are left out.
 
 Source: Ascend TF Adapter, ``gen_npu_ops.hcom_*``.
 """

@@ -168,6 +168,6 @@ class GradientReduction:
 
     def finite_everywhere(self, finite: tf.Tensor) -> tf.Tensor:
         """Return whether the gradients are finite on every rank, given whether they are on this one."""
-        world, mine = self._world, tf.cast(finite, tf.int32)
-        [least] = reduce_list(world.runtime, [mine], ReductionOptions("min"), world.group)
+        mine, runtime, group = tf.cast(finite, tf.int32), self._world.runtime, self._world.group
+        [least] = reduce_list(runtime, [mine], ReductionOptions("min"), group)
         return tf.cast(least, tf.bool)

@@ -163,7 +163,7 @@ def digest_of(variable: Any) -> tuple[tuple[int, ...], str, int]:
 
 
 def checksum(value: Any, before: int = 0) -> int:
-    """Return a checksum of a tensor or an array, after one of what comes before it."""
+    """Return a checksum of a tensor or an array; ``before`` is the checksum of the data that come before it."""
     array = np.ascontiguousarray(value)
     data = repr(array.tolist()).encode() if array.dtype == object else array.reshape(-1).view(np.uint8).data
     return zlib.crc32(data, before)

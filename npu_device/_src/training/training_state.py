@@ -109,5 +109,5 @@ def _flat(value: Any) -> Iterable[Any]:
 
 
 def unique(things: Iterable[Any]) -> list[Any]:
-    """Return each thing once, in their order."""
+    """Return things in their order, each of them once."""
     return list({id(thing): thing for thing in things}.values())

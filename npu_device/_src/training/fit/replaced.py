@@ -21,9 +21,9 @@ class Replaced:
 
     def restore(self) -> None:
         """Give the objects their own methods back."""
-        for thing, name, before in self._before:
+        while self._before:
+            thing, name, before = self._before.pop()
             if before is None:
                 vars(thing).pop(name, None)
             else:
                 vars(thing)[name] = before
-        self._before.clear()

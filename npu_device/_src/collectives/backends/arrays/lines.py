@@ -31,7 +31,7 @@ from npu_device._src.collectives.step_data import step_data
 from npu_device._src.collectives.terms import Agreement, Shapes, Terms
 
 Action = tuple[Callable[..., Any], list[np.ndarray]]
-"""What an operation does, and the arrays that it fills: in a group it makes a program, ``act(channel, head=...)``;
+"""The action of an operation, and the arrays that it fills: in a group it makes a program, ``act(channel, head=...)``;
 between two ranks a transfer, ``act(terms, refuse)``.
 """
 
