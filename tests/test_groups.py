@@ -41,7 +41,7 @@ def forget_all() -> None:
     from hccl.manage.api import destroy_group
     from npu_device._src.collectives import group
 
-    for name in list(group.made):
+    for name in list(group.made_groups):
         destroy_group(name)
 
 

@@ -73,7 +73,6 @@ def all_reduce_segments(
 
     Returns:
         The results in the same lists, as ``all_reduce`` gives them, and differentiable like those.
-
     """
     results: list[list[tf.Tensor]] = [[] for _ in segments]
     kinds: dict[tuple[bool, bool], list[int]] = {}

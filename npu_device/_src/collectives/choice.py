@@ -42,7 +42,7 @@ def comparing_backend_of(runtime: Runtime, group: Group) -> ComparingBackend:
 
 
 def _number_of_hosts(runtime: Runtime, group: Group) -> int:
-    """Return the number of parts of a group that share memory."""
+    """Return into how many parts a group falls: the ranks of a part share memory."""
     leaders = hosts_of(runtime).leaders
     return len({leaders[rank] for rank in group.ranks})
 
@@ -100,7 +100,7 @@ def _or_carried(
     """Move a call's data on the group's own backend, or in messages if they are small. If only the running graph knows
     that, both are in it.
     """
-    if agreement.carries is None or agreement.carries is False:
+    if agreement.carries is None:
         return move(own, agreement)
     carrying = comparing_backend_of(agreement.runtime, group)
     if agreement.carries is True:

@@ -1,4 +1,4 @@
-"""Functions with a gradient of their own, in any graph.
+"""Give results a gradient of their own, in any graph and in eager mode.
 
 ``tf.custom_gradient`` does the same; in a graph it keeps the graph forever (TensorFlow 2.20: each call registers a
 gradient under a name of its own, which nothing removes), so that each retracing would cost memory. Can go when

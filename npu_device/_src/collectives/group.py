@@ -43,7 +43,8 @@ class Group:
         parent: name of the script's group, if this group was made for one of its operations.
         tag: in a group of two for send and receive, the queue of an operation; groups that differ in
             nothing else are equal. None if all operations are in one order.
-        counts: of how many ranks each member brings the sum, where a member stands for its host.
+        counts: for each member, the number of ranks whose sum it contributes, where members stand for their hosts; None
+            where each stands for itself.
     """
 
     name: str
@@ -81,7 +82,7 @@ class Group:
         return repr((self.name, self.ranks)).encode(errors="surrogatepass")
 
 
-made: dict[str, Group] = {}
+made_groups: dict[str, Group] = {}
 """By name: the groups that this rank's script has made (``training.groups``)."""
 
 
@@ -108,10 +109,10 @@ def find_group(name: str, rank: int, world_size: int) -> Group:
     check_group_name(name)
     if name == WORLD_GROUP:
         return Group(name, tuple(range(world_size)), rank)
-    if name in made:
-        return made[name]
+    if name in made_groups:
+        return made_groups[name]
     known = [f"{WORLD_GROUP!r} (all {world_size} ranks)"]
-    known += [f"{group.name!r} (ranks {listed(group.ranks)})" for group in made.values()]
+    known += [f"{group.name!r} (ranks {listed(group.ranks)})" for group in made_groups.values()]
     raise ValueError(
         f"rank {rank}: there is no group named {name!r}; expected one of this rank's groups: {', '.join(known)}.\n"
         "Likely cause: the group was never made here, has been destroyed, or this rank doesn't belong to it.\n"

@@ -35,8 +35,8 @@ def exchange(agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor:
 
 
 def differentiable_move(moved: tf.Tensor, backward: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:
-    """Return what a tensor was moved to, with the gradient ``backward(incoming gradient)``. Integers and other discrete
-    values have no gradient.
+    """Return ``moved`` with the gradient ``backward(incoming gradient)`` for ``tensor``, of which it was made. Integers
+    and other discrete values have no gradient.
     """
     if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
         return moved

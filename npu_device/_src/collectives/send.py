@@ -21,10 +21,11 @@ def _declare(tensor: tf.Tensor, tag: int, destination: int, group: Group) -> Dec
 
 @collective(_declare, "tensor")
 def send(agreement: Agreement, tensor: tf.Tensor, tag: int, destination: int, group: Group) -> Any:
-    """Send a tensor to one other rank. Each tag is a separate queue, first in, first out.
+    """Send a tensor to one other rank; return the operation in a graph, and None in eager mode.
 
-    Returns the operation in a graph, for control dependencies, and None in eager mode. There is no gradient: nothing of
-    a send comes back to this rank. For arguments, errors and deadlocks see ``training.hccl_ops.send``.
+    A graph uses the operation for control dependencies. Each tag is a separate queue, first in, first out. There is no
+    gradient: nothing of a send comes back to this rank. For arguments, errors and deadlocks see
+    ``training.hccl_ops.send``.
     """
     pair = pair_of(group, group.rank, destination, tag)
     sent = through_backend(agreement, pair, tf.int32, lambda backend, now: backend.send(now, tensor, pair))

@@ -18,7 +18,7 @@ class _Functions(list[Callable[..., Any]]):
     """The Python functions that one graph calls with values of the same dtypes."""
 
     def call(self, number: np.ndarray, *values: np.ndarray) -> Any:
-        """Call a function."""
+        """Call the function of a number with values, and return its results."""
         return self[int(number)](*values)
 
 

@@ -44,7 +44,7 @@ def with_first_dimension(elements: tf.Tensor, like: tf.Tensor, rows: Callable[[C
 
 
 def require_vector(operation: str, data: tf.Tensor) -> None:
-    """Raise ValueError if a buffer has another number of dimensions than one."""
+    """Raise ValueError if a buffer isn't one-dimensional."""
     if data.shape.rank not in (None, 1):
         raise ValueError(
             f"{operation} exchanges blocks of a one-dimensional buffer; found shape {data.shape}. What to do: "

@@ -19,7 +19,7 @@ from npu_device._src import compat, environment
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.frames import ranges
 from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives.group import Group, made
+from npu_device._src.collectives.group import Group, made_groups
 
 _log = logging.getLogger("npu_device")
 
@@ -201,7 +201,7 @@ class StallWatch:
                 short = None if call is None else {"operation": call["operation"], "line": call["line"]}
                 return {**position, "call": short}
         answer: dict[str, Any] = {"begun": 0, "call": None}
-        other = made.get(question["group"])
+        other = made_groups.get(question["group"])
         if other is not None and ranges(other.ranks) != question["ranks"]:
             answer["members"] = other.ranks
         return answer

@@ -1,4 +1,6 @@
-"""``tf.IndexedSlices`` over the ranks: rows gathered, or a dense sum where that moves fewer bytes."""
+"""``tf.IndexedSlices`` over the ranks: rows gathered, or a dense sum where that moves fewer bytes; and gradients that
+may be either, times a number.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ def require_sparse_reduction(reduction: str) -> None:
 
 
 def with_values(gradient: Any, change: Callable[[tf.Tensor], tf.Tensor]) -> Any:
-    """Return a gradient (dense, ``tf.IndexedSlices`` or None) with other values."""
+    """Return a gradient (dense, ``tf.IndexedSlices`` or None) with ``change`` applied to its values."""
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):

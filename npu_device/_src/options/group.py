@@ -31,7 +31,7 @@ class OptionGroup:
     _members: dict[str, Option | OptionGroup]
     _prefix: str
     _root: OptionGroup
-    _warns: bool | None  # in the root: at the next assignment; None before ``freeze``
+    _warns: bool | None  # the root's: the next assignment logs a warning; None before ``freeze``
 
     def __init__(self, section: Section, *, prefix: str = "", root: OptionGroup | None = None) -> None:
         root = root or self

@@ -156,8 +156,8 @@ def _changes_a_variable(operation: tf.Operation) -> bool:
 
 
 def _ranges(parts: Sequence[Sequence[Any]]) -> tuple[tuple[int, int], ...]:
-    behind = list(itertools.accumulate(map(len, parts)))
-    return tuple((end - len(part), end - 1) for end, part in zip(behind, parts))
+    ends = itertools.accumulate(map(len, parts))
+    return tuple((end - len(part), end - 1) for end, part in zip(ends, parts))
 
 
 def _gradient(value: Any) -> GradientRecord:

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src.collectives.choice import release
-from npu_device._src.collectives.group import WORLD_GROUP, Group, check_group_name, find_group, listed, made
+from npu_device._src.collectives.group import WORLD_GROUP, Group, check_group_name, find_group, listed, made_groups
 from npu_device._src.collectives.session_order import close_orders
 from npu_device._src.training import device
 
@@ -66,12 +66,12 @@ def create_group(group: str, rank_num: int, rank_ids: list[int]) -> None:
             f"{where}rank {rank} is not among rank_ids {rank_ids}; expected a group to which the calling rank "
             "belongs.\nWhat to do: let each rank make only the groups that it is a member of."
         )
-    if group in made:
+    if group in made_groups:
         raise ValueError(
-            f"{where}this name belongs to the group of rank(s) {listed(made[group].ranks)}; expected another one.\n"
-            "What to do: make each group once, or call destroy_group first."
+            f"{where}this name belongs to the group of rank(s) {listed(made_groups[group].ranks)}; expected another "
+            "one.\nWhat to do: make each group once, or call destroy_group first."
         )
-    made[group] = Group(group, members, members.index(rank))
+    made_groups[group] = Group(group, members, members.index(rank))
 
 
 @tf.autograph.experimental.do_not_convert
@@ -91,7 +91,7 @@ def destroy_group(group: str) -> None:
     if _find(group).name == WORLD_GROUP:
         rank, _ = _rank_and_size()
         raise ValueError(f"rank {rank}, destroy_group({group!r}): the group of all ranks can't be destroyed")
-    del made[group]
+    del made_groups[group]
     runtime = device.cluster_runtime()
     if runtime is not None:
         close_orders(runtime, group)

@@ -53,7 +53,6 @@ class Operation(NamedTuple):
 OnTensors = tuple[Operation, Sequence[tf.Tensor]]
 """An operation and its inputs."""
 
-
 Finish = Callable[[], tuple[float, list[np.ndarray]]]
 """Waits for an operation; returns when it ended, in seconds since the epoch, and its results. To be called once."""
 
@@ -111,7 +110,7 @@ class GroupLine:
 
 
 class PairLine:
-    """Sends and receives of two ranks, as ``GroupLine`` has a group's operations; ``connect`` makes their mailbox."""
+    """The sends and receives of two ranks. The methods are those of ``GroupLine``; ``connect`` makes the mailbox."""
 
     in_order = False
 

@@ -83,7 +83,7 @@ class _Message:
 
 
 class Slots:
-    """The way of slots from one side to the other."""
+    """One side's slots, and how they reach the other side. Methods that do nothing here are optional for a backend."""
 
     def look(self) -> None:
         """Note what there is now; ``wait`` returns when there is more."""
@@ -115,10 +115,10 @@ class Slots:
         """Raise if waiting is pointless. Called between two slices of a long wait."""
 
     def tell(self) -> None:
-        """Wake the other side: there is something new. Nothing to do if what was sent does."""
+        """Wake the other side, for which there is something new. Not needed where sending a slot wakes it."""
 
     def wake(self) -> None:
-        """Wake this side's waiting thread. Nothing to do if it never waits for long."""
+        """Wake this side's waiting thread. Not needed where it never waits for long."""
 
     def settle(self) -> None:
         """Note that both sides have come, after each transfer and at the end."""

@@ -13,7 +13,7 @@ _BRIEFLY_SECONDS = 0.001
 
 
 class MessageSlots(Slots):
-    """One side's end; a message tells the other side by itself, and a thread that waits does so only briefly.
+    """One side's end. A message wakes the other side, and a thread waits only briefly.
 
     Args:
         runtime: the running cluster.

@@ -40,7 +40,7 @@ class Channel:
         mpi: mpi4py's module.
         size: number of members.
         rank: this member's number.
-        counts: of how many ranks each member brings the sum.
+        counts: for each member, the number of ranks whose sum it contributes.
         check: raises if the job has failed.
     """
 

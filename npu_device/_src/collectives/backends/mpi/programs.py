@@ -103,7 +103,7 @@ def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Hea
 
 
 _Request = tuple[Any, Callable[[], Any]]
-"""A request of MPI, and what to do when it is done; the result may be another one."""
+"""A request of MPI, and a function to call when it is done, which may return another one."""
 
 
 def _pipeline(

@@ -13,7 +13,7 @@ from npu_device._src.collectives.backends.mpi.channel import Channel, pause
 
 
 class MpiSlots(Slots):
-    """One side's end; a message tells the other side by itself, and a thread that waits does so only briefly.
+    """One side's end. A message wakes the other side, and a thread waits only briefly.
 
     Args:
         channel: the connection of the two.
