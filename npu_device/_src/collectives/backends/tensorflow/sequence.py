@@ -28,10 +28,12 @@ from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.python_call import Order
 
-RING = 64
+RING = 16
 """The number of keys for one kind, dtype and shape before they repeat. That many collectives may run at once. In a
 graph with more of a kind and dtype, each waits until the one that is so many places before it has ended.
 """
+
+_RING_OF_A_SENDER = 64  # transfers with different tags may be received in another order, and so wait for longer
 
 _LANES = 16
 _KEYS_OF_A_SENDER = 1 << 30
@@ -43,15 +45,17 @@ class Sequence:
     Args:
         runtime: the running cluster.
         first: the first key.
+        ring: the number of keys in a ring.
     """
 
-    def __init__(self, runtime: Runtime, first: int) -> None:
+    def __init__(self, runtime: Runtime, first: int, ring: int) -> None:
         with tf.init_scope(), tf.device(runtime.device("CPU")):
             self._lanes = [compat.plain_variable(tf.constant(0, tf.int32)) for _ in range(_LANES)]
         self._order = Order(runtime.device("CPU"))
         self._used = 0
         self._lock = threading.Lock()
         self._first = first
+        self._ring = ring
         # For each signature, the first key of its ring and a count.
         self._drawn: dict[Hashable, list[int]] = {}
         # For each graph, kind and dtype, the names of the collectives.
@@ -71,7 +75,7 @@ class Sequence:
             return tf.constant(self._next((kind, dtype.name, tuple(sizes))), tf.int32)
         names = self._made_in_graph()[kind, dtype.name]
         graph = tf.compat.v1.get_default_graph()
-        before = [graph.get_operation_by_name(names[-RING])] if len(names) >= RING else []
+        before = [graph.get_operation_by_name(names[-self._ring])] if len(names) >= self._ring else []
 
         def drawn(*shape: Any) -> list[np.int32]:
             sizes = shape[0].tolist() if known is None else known
@@ -82,9 +86,9 @@ class Sequence:
 
     def _next(self, signature: Hashable) -> int:
         with self._lock:
-            ring = self._drawn.setdefault(signature, [self._first + len(self._drawn) * RING, 0])
+            ring = self._drawn.setdefault(signature, [self._first + len(self._drawn) * self._ring, 0])
             ring[1] += 1
-            return ring[0] + ring[1] % RING
+            return ring[0] + ring[1] % self._ring
 
     def note(self, kind: Hashable, result: tf.Tensor) -> None:
         """Note the result of the collective for which a key was drawn."""
@@ -133,5 +137,7 @@ def sequence_of(runtime: Runtime, group: Group) -> Sequence:
     with _making:  # or two threads might each make one
         sequences = _sequences.setdefault(runtime, {})
         if group not in sequences:
-            sequences[group] = Sequence(runtime, 1 + (0 if group.tag is None else group.rank * _KEYS_OF_A_SENDER))
+            is_pair = group.tag is not None
+            first, ring = (group.rank * _KEYS_OF_A_SENDER, _RING_OF_A_SENDER) if is_pair else (0, RING)
+            sequences[group] = Sequence(runtime, 1 + first, ring)
         return sequences[group]
