@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Callable
 
 from npu_device.launch.arguments import Options
 from npu_device.launch.console import Console
@@ -60,8 +60,9 @@ def run(options: Options, budget: Budget | None = None) -> int:
         if options.node_rank == 0:
             print(_lead(options, budget, directory, console))
         else:
-            for tuning_run in TuningFollower(directory, options.node_rank, options.master_addr):
-                _carry_out(tuning_run, options, directory, console)
+            follower = TuningFollower(directory, options.node_rank, options.master_addr)
+            for tuning_run in follower:
+                _carry_out(tuning_run, options, directory, console, follower.check)
     except (RunError, ValueError, OSError) as error:
         console.say(f"tuning failed: {error}")
         return _FAILED
@@ -88,7 +89,7 @@ def _lead(options: Options, budget: Budget | None, directory: Path, console: Con
 
         def run_everywhere(tuning_run: TuningRun) -> None:
             leader.announce(tuning_run)
-            _carry_out(tuning_run, options, directory, console)
+            _carry_out(tuning_run, options, directory, console, leader.check)
 
         def script(name: str, ends: Sequence[int] | None, steps: int) -> TracedRun:
             run_everywhere(TuningRun(name, None, list(ends) if ends else None, WARM_UP + steps))
@@ -132,11 +133,21 @@ class _Silence:
             self._console.say(f"{what}. Its output is in {self._log}; Ctrl-C ends the tuning.")
 
 
-def _carry_out(tuning_run: TuningRun, options: Options, directory: Path, console: Console) -> None:
+def _carry_out(
+    tuning_run: TuningRun, options: Options, directory: Path, console: Console, check: Callable[[], None]
+) -> None:
     """Run its ranks on this node until it has ended, or has made enough iterations.
+
+    Args:
+        tuning_run: what to run.
+        options: the command line.
+        directory: the directory of the tuning.
+        console: where progress is reported.
+        check: raises OSError if another node is gone.
 
     Raises:
         RunError: it ended with an error, or too early.
+        OSError: another node is gone.
     """
     log = directory / f"{tuning_run.name}.log"
     traces = directory / tuning_run.name
@@ -152,6 +163,7 @@ def _carry_out(tuning_run: TuningRun, options: Options, directory: Path, console
         silence = _Silence(console, tuning_run, log)
         try:
             while process.poll() is None and not _is_enough(tuning_run, traces, options.world_size):
+                check()
                 silence.progressed(min(_iterations(traces, rank) for rank in range(options.world_size)))
                 time.sleep(_POLL_SECONDS)
         finally:

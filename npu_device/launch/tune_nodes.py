@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
 import secrets
 import socket
 import threading
@@ -24,9 +25,11 @@ from npu_device.launch.node_links import Link
 
 _POLL_SECONDS = 0.2
 _MEETING_SECONDS = 120.0
+_GRACE_SECONDS = 5.0  # when a run fails everywhere, each node ends with what it has seen itself
 _SESSION = "session.json"
 _OVER: dict[str, Any] = {}  # instead of a run
 _REMEDY = "What to do: run npurun --tune on every node, in a working directory that all nodes share."
+_LOOK = "What to do: look at its output, and start again on every node."
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class TuningRun:
 class TuningLeader:
     """Node 0's side; a context manager that tells the others when the tuning is over. On a single node it does nothing.
 
+    When it is left by an exception, the others aren't told, and end with an error.
+
     Args:
         directory: the directory that the nodes share.
         nnodes: number of nodes.
@@ -65,6 +70,7 @@ class TuningLeader:
         self._others = range(1, nnodes)
         self._address = address
         self._links: dict[int, Link] = {}
+        self._lost: dict[int, float] = {}  # when each node's connection was lost
 
     def __enter__(self) -> TuningLeader:
         if not self._others:
@@ -86,8 +92,18 @@ class TuningLeader:
         """Tell the other nodes about the next run."""
         self._send(asdict(tuning_run))
 
-    def __exit__(self, *_: object) -> None:
-        self._send(_OVER)
+    def check(self) -> None:
+        """Raise OSError if another node is gone, to be called while a run goes on."""
+        gone = [str(node) for node, when in sorted(self._lost.items()) if time.monotonic() > when + _GRACE_SECONDS]
+        if gone:
+            raise OSError(
+                f"node(s) {', '.join(gone)} ended before the tuning was over: npurun failed or was stopped there, or "
+                f"the host can't be reached any more.\n{_LOOK}"
+            )
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._send(_OVER)
         for link in self._links.values():
             link.close()
 
@@ -100,7 +116,11 @@ class TuningLeader:
             time.sleep(_POLL_SECONDS)
 
     def _joined(self, link: Link) -> None:
-        self._links[link.greeting["node"]] = link
+        node = link.greeting["node"]
+        self._links[node] = link
+        for _ in link.messages():
+            pass  # it says nothing; this ends with the connection
+        self._lost[node] = time.monotonic()
 
     def _send(self, message: dict[str, Any]) -> None:
         for link in self._links.values():
@@ -123,18 +143,38 @@ class TuningFollower:
         self._directory = directory
         self._node = node
         self._address = address
+        self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._lost: float | None = None  # when the connection was lost
 
     def __iter__(self) -> Iterator[TuningRun]:
         limit = environment.NPU_DEVICE_STALL_TIMEOUT.get()
         with contextlib.closing(self._connect()) as link:
-            for message in link.messages(limit):
-                if message == _OVER:
-                    return
+            threading.Thread(target=self._receive, args=[link], name="npurun-tune", daemon=True).start()
+            while (message := self._next(limit)) != _OVER:
                 yield TuningRun(**message)
-        raise OSError(
-            f"node 0 is gone, or has been silent for {limit:g} s (NPU_DEVICE_STALL_TIMEOUT): its npurun was killed or "
-            "stopped, or its host can't be reached any more.\nWhat to do: look at its output, and start again."
-        )
+
+    def check(self, grace: float = _GRACE_SECONDS) -> None:
+        """Raise OSError if node 0 has been gone for this many seconds, to be called while a run goes on."""
+        if self._lost is not None and time.monotonic() > self._lost + grace:
+            raise OSError(
+                "node 0 ended before the tuning was over: npurun failed or was stopped there, or the host can't be "
+                f"reached any more.\n{_LOOK}"
+            )
+
+    def _receive(self, link: Link) -> None:
+        message = None
+        for message in link.messages():
+            self._messages.put(message)
+        if message != _OVER:
+            self._lost = time.monotonic()
+
+    def _next(self, limit: float) -> dict[str, Any]:
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                return self._messages.get(timeout=_POLL_SECONDS)
+            self.check(grace=0)
+        raise OSError(f"node 0 has been silent for {limit:g} s (NPU_DEVICE_STALL_TIMEOUT).\n{_LOOK}")
 
     def _connect(self) -> Link:
         deadline = time.monotonic() + _MEETING_SECONDS

@@ -8,6 +8,7 @@ either its parent has ended or the job is over. ``hub_process`` starts it; ``ser
 from __future__ import annotations
 
 import contextlib
+import errno
 import heapq
 import itertools
 import json
@@ -147,7 +148,9 @@ class Hub:
     def _accept(self) -> None:
         try:
             accepted, peer = self._listener.accept()
-        except OSError:  # the client has gone, or no file descriptor is free; both are temporary
+        except OSError as error:  # the client has gone, or no file descriptor is free; both are temporary
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                time.sleep(0.05)  # the listener stays ready, and the hub would spin
             return
         accepted.setblocking(False)
         frames.keep_alive(accepted)
