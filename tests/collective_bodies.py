@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -49,6 +51,22 @@ def all_to_all(runtime: Any, tensor: Any, mine: Any) -> Any:
     places = tf.cumsum(counts, exclusive=True)
     moved = all_to_all_v(runtime, tf.reshape(tensor, [-1]), counts, places, counts, places, mine)
     return tf.ensure_shape(tf.reshape(moved, tf.shape(tensor)), tensor.shape)
+
+
+@contextlib.contextmanager
+def small_data_in_messages() -> Iterator[int]:
+    """Let messages carry small data on TensorFlow's backend, as for users; the pools' ranks send all data through it.
+
+    Yields:
+        the largest size of a rank's data in a message, in bytes.
+    """
+    from npu_device._src.collectives.backends.messages import programs
+
+    usual, programs.MOST_ROOM_BYTES = programs.MOST_ROOM_BYTES, 1024
+    try:
+        yield programs.MOST_ROOM_BYTES
+    finally:
+        programs.MOST_ROOM_BYTES = usual
 
 
 def in_graph(function: Any, **options: Any) -> Any:

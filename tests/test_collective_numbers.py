@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_bodies import FLOATS, INTEGERS, all_to_all, group, in_graph
+from collective_bodies import FLOATS, INTEGERS, all_to_all, group, in_graph, small_data_in_messages
 from pool import Pool
 
 pytestmark = pytest.mark.both_backends
@@ -115,7 +115,6 @@ def body_messages() -> tuple[tuple[list[Any], int, int], int, int]:
     import tensorflow as tf
 
     from npu_device._src.collectives.all_reduce import all_reduce
-    from npu_device._src.collectives.backends.messages import programs
     from npu_device._src.collectives.backends.tensorflow.sequence import sequence_of
 
     runtime, mine = group("world")
@@ -123,16 +122,13 @@ def body_messages() -> tuple[tuple[list[Any], int, int], int, int]:
     def keys() -> int:
         return sum(count for _, count in sequence_of(runtime, mine)._drawn.values())
 
-    usual, programs.MOST_ROOM_BYTES = programs.MOST_ROOM_BYTES, 1024
-    try:
-        found = body_operations(False, programs.MOST_ROOM_BYTES)
+    with small_data_in_messages() as room:
+        found = body_operations(False, room)
         taken = []
         for length in (256, 257):
             before = keys()
             all_reduce(runtime, tf.zeros([length]), "sum", mine)
             taken.append(keys() - before)
-    finally:
-        programs.MOST_ROOM_BYTES = usual
     return found, taken[0], taken[1]
 
 
@@ -150,7 +146,6 @@ def body_mixed() -> list[list[float]]:
     import tensorflow as tf
 
     from npu_device._src.collectives.all_reduce import all_reduce
-    from npu_device._src.collectives.backends.messages import programs
 
     runtime, mine = group("world")
 
@@ -160,22 +155,19 @@ def body_mixed() -> list[list[float]]:
             reduced = all_reduce(runtime, value, "sum", mine)
         return reduced, tape.gradient(reduced, value, tf.cast(mine.rank, tf.float32) * reduced)
 
-    usual, programs.MOST_ROOM_BYTES = programs.MOST_ROOM_BYTES, 1024
-    try:
+    with small_data_in_messages():
         results = []
-        for length in (3, 3000):
+        for length in (3, 256, 257, 3000):
             known = None if mine.rank == 0 else length
             found = in_graph(total, input_signature=[tf.TensorSpec([known])])(tf.ones([length]))
             results.append([float(one[-1]) for one in found])
-    finally:
-        programs.MOST_ROOM_BYTES = usual
     return results
 
 
 def test_small_sums_of_lengths_that_some_graphs_do_not_know(tensorflow_ranks: Pool) -> None:
     n = tensorflow_ranks.size
     for found in tensorflow_ranks.run(body_mixed):
-        assert found == [[n, n * sum(range(n))]] * 2
+        assert found == [[n, n * sum(range(n))]] * 4
 
 
 def body_range() -> dict[str, Any]:

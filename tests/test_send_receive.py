@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_bodies import as_they_are, group, in_graph
+from collective_bodies import as_they_are, group, in_graph, small_data_in_messages
 from pool import Pool
 
 pytestmark = pytest.mark.both_backends
@@ -74,6 +74,39 @@ def test_tags_are_not_mixed_up(several_ranks: Pool) -> None:
     *others, last = several_ranks.run(body_tags, timeout=30)
     assert others == [[]] * (several_ranks.size - 1)
     assert last == [[3.0] * 4, [1.0] * 4, [2.0] * 4, [0, 0], [1, 1], [2, 2]]
+
+
+def body_small() -> list[list[float]]:
+    """Send what fits into a message and what doesn't, in turns, with one function that doesn't know how much it is."""
+    import tensorflow as tf
+
+    from npu_device._src.collectives.receive import receive
+    from npu_device._src.collectives.send import send
+
+    runtime, mine = group("world")
+    to, source = (mine.rank + 1) % mine.size, (mine.rank - 1) % mine.size
+
+    def to_the_next(value: tf.Tensor) -> None:
+        send(runtime, value, 5, to, mine)
+
+    sending = in_graph(to_the_next, input_signature=[tf.TensorSpec([None])])
+    found = []
+    with small_data_in_messages():
+        for length in (3, 256, 257, 0, 5000, 1):
+            if mine.rank % 2 == 0:
+                sending(tf.fill([length], float(mine.rank)))
+            got = receive(runtime, [length], tf.float32, 5, source, mine).numpy()
+            if mine.rank % 2 == 1:
+                to_the_next(tf.fill([length], float(mine.rank)))
+            assert len(got) == length
+            found.append(sorted(set(got.tolist())))
+    return found
+
+
+def test_small_data_and_large_data_in_turns(several_ranks: Pool) -> None:
+    for rank, found in enumerate(several_ranks.run(body_small)):
+        before = [float((rank - 1) % several_ranks.size)]
+        assert found == [before, before, before, [], before, before]
 
 
 def body_refusals() -> dict[str, str]:

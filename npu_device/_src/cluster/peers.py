@@ -34,6 +34,7 @@ _ATTEMPT_SECONDS = 10.0  # then the job's health is checked before the next atte
 _PAUSE_SECONDS = 0.2
 _SEND_SECONDS = 60.0
 _CHECK_SECONDS = 0.1
+_SPIN_SECONDS = 1e-4
 _NEWS_SECONDS = 5.0  # by then the hub has told which rank has ended
 
 
@@ -96,12 +97,15 @@ class _Incoming:
         self._poll.register(connection, select.POLLIN)
         self._data = bytearray()
 
-    def read(self, seconds: float) -> list[tuple[int, bytes]]:
+    def read(self, seconds: float, spins: bool) -> list[tuple[int, bytes]]:
         """Return the messages that arrive in so many seconds, or at once those that have arrived: inbox and content.
 
         Raises:
             OSError: the connection has ended.
         """
+        until = time.perf_counter() + _SPIN_SECONDS
+        while spins and not self._poll.poll(0) and time.perf_counter() < until:
+            pass
         if not self._poll.poll(1000 * seconds):
             return []
         data = self.connection.recv(1 << 18)
@@ -197,24 +201,30 @@ class Peers:
             except OSError as error:
                 self._raise_for(rank, str(error))
 
-    def wait(self, inbox: Inbox, rank: int) -> None:
+    def wait(self, inbox: Inbox, rank: int, spins: bool = False) -> None:
         """Wait until a rank's message is in an inbox.
+
+        Args:
+            inbox: where the message will be.
+            rank: who sends it.
+            spins: look for a while before sleeping: being woken takes longer than most messages.
 
         Raises:
             PeerError: a rank of the job has failed or ended, or can't be reached any more.
         """
         while inbox.first(rank) is None:
-            if not self.read(inbox, rank, _CHECK_SECONDS) and inbox.first(rank) is None:
+            if not self.read(inbox, rank, _CHECK_SECONDS, spins) and inbox.first(rank) is None:
                 self.check(rank)
+            spins = False
 
-    def read(self, inbox: Inbox, rank: int, seconds: float) -> bool:
+    def read(self, inbox: Inbox, rank: int, seconds: float, spins: bool = False) -> bool:
         """Wait for messages of a rank, for this inbox or others; return False if none comes in so many seconds."""
         seen, incoming = inbox.news, self._incoming.get(rank)
         if incoming is None or not incoming.reading.acquire(blocking=False):
             # The thread that reads wakes this one, with a message or at its end; or the rank has yet to connect.
             return inbox.wait(seen, lambda: self._nobody_reads(rank), seconds)
         try:
-            messages = incoming.read(seconds)
+            messages = incoming.read(seconds, spins)
             for number, message in messages:
                 with self._lock:  # or it might be forgotten in between
                     self._inboxes.setdefault(number, Inbox()).put(rank, message)

@@ -58,8 +58,11 @@ def carries(runtime: Runtime, group: Group, values: Sequence[Any], ragged: bool 
         values: dense tensors, their specs, ``tf.IndexedSlices`` and ``None``.
         ragged: their size may differ among the ranks.
     """
+    if group.tag is not None:
+        small = _own_backend_of(runtime, group, tf.int32) is tensorflow_backend and fits(group.size, values)
+        return None if small is False else small  # the two always compare a call with its first data
     dtypes = [value.dtype for value in values if value is not None]
-    if group.tag is not None or array_backend_of(runtime, group, dtypes) is shared_memory:
+    if array_backend_of(runtime, group, dtypes) is shared_memory:
         return None
     dense = all(isinstance(value, (tf.Tensor, tf.TensorSpec)) for value in values)
     if ragged or not dense or any(map(hosts_of(runtime).uses_nccl, dtypes)):
@@ -111,6 +114,8 @@ def _or_carried(
         return move(carrying, Agreement(runtime, *terms))
 
     def usual() -> _Moved:
+        if group.tag is not None:
+            return move(own, Agreement(runtime, *terms))
         with tf.control_dependencies(carrying.exchange_terms(Agreement(runtime, *terms), group)):
             return move(own, Agreement(runtime))
 

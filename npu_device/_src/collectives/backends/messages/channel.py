@@ -28,6 +28,7 @@ class Channel:
         self._peers, self._ranks = runtime.peers, group.ranks
         self._number = group.number
         self._inbox = self._peers.inbox(self._number)
+        self._spins = runtime.has_own_core
 
     def gather(self, row: np.ndarray) -> Generator[int, None, np.ndarray]:
         """Return all members' rows, uint8, shape [size, n], given this member's, shape [n]; n is the same on all."""
@@ -51,11 +52,10 @@ class Channel:
         Raises:
             PeerError: a rank of the job has failed or ended, or can't be reached any more.
         """
-        del hurry
         for source in program:
             if not block:
                 return False
-            self._peers.wait(self._inbox, source)
+            self._peers.wait(self._inbox, source, hurry and self._spins)
         return True
 
     def settle(self) -> None:

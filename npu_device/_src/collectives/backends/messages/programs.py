@@ -30,7 +30,8 @@ def room(members: int) -> int:
 
 
 def fits(members: int, tensors: Sequence[Union[tf.Tensor, tf.TensorSpec]]) -> Union[bool, tf.Tensor]:
-    """Return whether tensors fit into a message: a bool tensor if only the running graph knows.
+    """Return whether tensors fit into a message: a bool tensor if only the running graph knows. Ranks that have traced
+    with different static shapes come to the same answer.
 
     A call without tensors moves a scalar.
     """
@@ -38,12 +39,16 @@ def fits(members: int, tensors: Sequence[Union[tf.Tensor, tf.TensorSpec]]) -> Un
     for tensor in tensors:
         elements = tensor.shape.num_elements()
         if elements is None:
-            unknown.append(tf.size(tensor, tf.int64) * tensor.dtype.size + ALIGNMENT)
+            unknown.append(_aligned(tf.size(tensor, tf.int64) * tensor.dtype.size))
         else:
-            known += -(-elements * tensor.dtype.size // ALIGNMENT) * ALIGNMENT
+            known += _aligned(elements * tensor.dtype.size)
     if known > room(members) or not unknown:
         return known <= room(members)
     return tf.add_n(unknown) + known <= room(members)
+
+
+def _aligned(size: Any) -> Any:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def all_reduce(channel: Channel, stream: Stream, result: np.ndarray, reduction: str, head: Head) -> Program:

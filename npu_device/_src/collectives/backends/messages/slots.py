@@ -24,6 +24,7 @@ class MessageSlots(Slots):
         self._peers, self._other, self._number = runtime.peers, pair.ranks[1 - pair.rank], pair.number
         self._inbox = self._peers.inbox(self._number)
         self._slot = np.empty(SLOT_BYTES, np.uint8)
+        self._spins = runtime.has_own_core
 
     def look(self) -> None:
         """Read what there is now."""
@@ -47,9 +48,11 @@ class MessageSlots(Slots):
         self._peers.send(self._other, self._number, self._slot[:size].tobytes())
 
     def wait(self, first: bool, briefly: bool) -> bool:
-        """Wait for something new, but not for long; return False if nothing came."""
-        del first
-        return self._peers.read(self._inbox, self._other, _BRIEFLY_SECONDS if briefly else _SLICE_SECONDS)
+        """Wait for something new, spinning briefly if it is the first wait, but not for long; return False if nothing
+        came.
+        """
+        seconds = _BRIEFLY_SECONDS if briefly else _SLICE_SECONDS
+        return self._peers.read(self._inbox, self._other, seconds, first and self._spins)
 
     def check(self) -> None:
         """Check that the other side's messages can still come.
