@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Optional
 
 from benchmarks import results, sides
 from benchmarks.cases import (
@@ -32,6 +33,9 @@ from npu_device.testing import hosts
 
 RING, MPI = "TensorFlow's ring", "MPI"
 
+Tuned = Mapping[str, Optional[tuple[int, ...]]]
+"""By engine, the ends of the segments that tuning has found."""
+
 _RANKS = 2
 _MIB = 1 << 20
 _SIZES = (4, _MIB, 16 * _MIB, 100 * _MIB)
@@ -48,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rates = "Gbit/s that each host may send, 0 for no limit (default: 1 10 25 0)"
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 10.0, 25.0, 0.0], help=rates)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="what to measure (default: all)")
+    tuned = "ends of the segments that tuning has found for {}, such as 20,100,213: one more rival"
+    parser.add_argument("--tuned-ring", type=_ends, help=tuned.format("TensorFlow's ring"))
+    parser.add_argument("--tuned-mpi", type=_ends, help=tuned.format("MPI"))
     parser.add_argument("--repeats", type=int, default=3, help="how often each rival is timed (default: 3)")
     parser.add_argument("--quick", action="store_true", help="two sizes, one step a repetition: to see that it works")
     parser.add_argument("--output", type=Path, default=Path("build/between_hosts"), help="default: build/between_hosts")
@@ -57,13 +64,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run = results.begin(options.repeats)
     for name in options.cases:
         with hosts.hosts(_RANKS, options.rates[0]):
-            case = CASES[name](options.quick, options.rates)
+            case = CASES[name](options.quick, options.rates, {RING: options.tuned_ring, MPI: options.tuned_mpi})
             run.cases.append(run_case(case, _RANKS, options.repeats, options.output / "logs"))
         run.write(options.output / "results.json")
     print(tables(run), end="")
 
 
-def all_reduce(quick: bool, rates: Sequence[float]) -> Case:
+def _ends(text: str) -> tuple[int, ...]:
+    return tuple(int(end) for end in text.split(","))
+
+
+def all_reduce(quick: bool, rates: Sequence[float], _: Tuned) -> Case:
     """Return the case that times one all_reduce (sum, float32) by size."""
     rounds = []
     for size in _QUICK_SIZES if quick else _SIZES:
@@ -79,29 +90,32 @@ def all_reduce(quick: bool, rates: Sequence[float]) -> Case:
     return Case("all_reduce", "all_reduce of float32 between hosts", LINK_SIZES, _RANKS, tuple(rounds))
 
 
-def resnet50(quick: bool, rates: Sequence[float]) -> Case:
+def resnet50(quick: bool, rates: Sequence[float], tuned: Tuned) -> Case:
     """Return the case of ResNet-50's training step, whose gradients are 102 MB."""
     title = "training step of ResNet-50 between hosts, 96×96, batch 4 per rank"
-    return Case("resnet50", title, LINK_STEPS, _RANKS, _training("resnet50", RESNET50_BYTES, 1 if quick else 4, rates))
+    rounds = _training("resnet50", RESNET50_BYTES, 1 if quick else 4, rates, tuned)
+    return Case("resnet50", title, LINK_STEPS, _RANKS, rounds)
 
 
-def bert(quick: bool, rates: Sequence[float]) -> Case:
+def bert(quick: bool, rates: Sequence[float], tuned: Tuned) -> Case:
     """Return the case of BERT's training step, whose gradients are 438 MB."""
     title = "training step of a BERT-base-sized stack between hosts, 2×32 tokens per rank"
-    rounds = _training("bert", BERT_BYTES, 1 if quick else 2, rates)
+    rounds = _training("bert", BERT_BYTES, 1 if quick else 2, rates, tuned)
     return Case("bert", title, LINK_STEPS, _RANKS, rounds, one_side_at_a_time=True)
 
 
 CASES = {case.__name__: case for case in (all_reduce, resnet50, bert)}
 
 
-def _training(model: str, size: int, steps: int, rates: Sequence[float]) -> tuple[Round, ...]:
+def _training(model: str, size: int, steps: int, rates: Sequence[float], tuned: Tuned) -> tuple[Round, ...]:
     rivals = [Rival(ALONE, sides.RING_OF_HOSTS, "training", (model, False, None))]
     for label, side in ((RING, sides.RING_OF_HOSTS), (MPI, sides.MPI_OF_HOSTS)):
         for segments, compression in _SPLITS:
             split = "default split" if segments is None else f"{segments} segments" if segments > 1 else "1 segment"
             name = ", ".join(filter(None, (label, split, compression)))
             rivals.append(Rival(name, side, "training", (model, True, segments, compression)))
+        if tuned[label] is not None:
+            rivals.append(Rival(f"{label}, tuned", side, "training", (model, True, tuned[label])))
     return tuple(Round(_rate(gbit), size, steps, tuple(rivals), gbit=gbit) for gbit in rates)
 
 

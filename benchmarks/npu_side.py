@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable
@@ -14,7 +15,7 @@ import npu_device as npu
 from benchmarks.clocks import CALLERS, HAND_OVER, Clocks, Seconds, hand_over
 from benchmarks.payload import payload, require_sum
 from benchmarks.trainee import Trainee
-from hccl.split.api import set_split_strategy_by_size
+from hccl.split.api import set_split_strategy_by_idx, set_split_strategy_by_size
 from npu_device._src.cluster import runtime
 from npu_device._src.collectives.agreement import agreed, describe
 from npu_device._src.collectives.backends.arrays.buffers import BufferPool
@@ -76,7 +77,7 @@ class NpuSide:
         return step
 
     def training(
-        self, model: str, communicate: bool, segments: int | None, compression: str | None = None
+        self, model: str, communicate: bool, segments: int | Sequence[int] | None, compression: str | None = None
     ) -> Callable[[], tf.Tensor]:
         """Return a training step with ``segments`` of equal size, or the default split. The split takes effect when the
         step is traced, so the caller has to run it before asking for another one.
@@ -84,13 +85,15 @@ class NpuSide:
         Args:
             model: see ``trainee``.
             communicate: reduce the gradients.
-            segments: number of segments; None for the default split.
+            segments: number of segments, or their ends as in ``set_split_strategy_by_idx``; None for the default split.
             compression: as in ``npu.distribute.all_reduce``.
         """
         trainee = self._trainee(model)
         split_strategy._strategies.clear()
-        if segments is not None:
+        if isinstance(segments, int):
             set_split_strategy_by_size([100 / segments] * segments)
+        elif segments is not None:
+            set_split_strategy_by_idx(list(segments))
 
         @tf.function
         def step(inputs: tf.Tensor, labels: tf.Tensor) -> Any:
