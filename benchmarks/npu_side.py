@@ -89,7 +89,7 @@ class NpuSide:
             compression: as in ``npu.distribute.all_reduce``.
         """
         trainee = self._trainee(model)
-        split_strategy._strategies.clear()
+        split_strategy.forget()
         if isinstance(segments, int):
             set_split_strategy_by_size([100 / segments] * segments)
         elif segments is not None:

@@ -104,7 +104,7 @@ def segments(numbers: list[int]) -> list[int]:
             sent = [op for op in graph.get_operations() if op.type == "DatasetToSingleElement"]
             return [len(op.outputs) for op in sent]
     finally:
-        split_strategy._strategies.clear()
+        split_strategy.forget()
 
 
 def test_the_split_strategy_cuts_the_gradients(two_ranks: Pool) -> None:

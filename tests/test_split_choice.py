@@ -39,7 +39,7 @@ def numbers() -> dict[str, Any]:
     found = {"fits": cut_with("[1, 3, 5]", [8] * 6), "other": cut_with("1,3,5", [8] * 5), "short": cut_with("1,3", [8])}
     set_split_strategy_by_size([50, 50])
     found["own"] = cut_with("1,3,5", [8] * 6)
-    split_strategy._strategies.clear()
+    split_strategy.forget()
     return found
 
 

@@ -151,7 +151,7 @@ def test_the_call_can_be_pasted_and_helps(tmp_path: Path) -> None:
     try:
         assert split_strategy.segments([MB] * GRADIENTS, "hccl_world_group") == ends
     finally:
-        split_strategy._strategies.clear()
+        split_strategy.forget()
     segments = tuple(zip([0, *(end + 1 for end in ends[:-1])], ends))
     after = found(tmp_path, trace(0, segments), trace(1, segments))
     assert after.ranks[0].exposed < before.ranks[0].exposed / 3
@@ -168,7 +168,7 @@ def test_several_dtypes_are_cut_by_size(tmp_path: Path) -> None:
     try:
         split_strategy.set_by_size(json.loads(match.group(1)))
     finally:
-        split_strategy._strategies.clear()
+        split_strategy.forget()
 
 
 def side_by_side(rank: int) -> RankTrace:

@@ -78,7 +78,7 @@ def _train(directory: str) -> list[str]:
         stamps = [op for op in step.get_concrete_function(x).graph.get_operations() if op.type == "Timestamp"]
         return [f"{op.type} {before.type}" for op in stamps for before in op.control_inputs]
     finally:
-        split_strategy._strategies.clear()
+        split_strategy.forget()
         trace.stop()
 
 

@@ -86,6 +86,11 @@ def set_by_size(dataSizeList: Any, group: str = WORLD_GROUP) -> None:
     _store(_SIZE, list(dataSizeList), group)
 
 
+def forget() -> None:
+    """Forget all strategies, as if the script had set none."""
+    _strategies.clear()
+
+
 def is_set(group: str) -> bool:
     """Return True when the script has set a strategy for the group."""
     return (_IDX, group) in _strategies or (_SIZE, group) in _strategies
