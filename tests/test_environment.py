@@ -93,3 +93,16 @@ def test_tensorflow_is_not_imported() -> None:
     modules = "npu_device._src.environment, npu_device._src.cluster.rendezvous"
     code = f"import sys, {modules}; sys.exit('tensorflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False, cwd=ROOT).returncode == 0
+
+
+def test_the_packages_own_variables_are_checked_together(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NPU_DEVICE_AUDT", "off")
+    environment.check_own_variables(warns=False)
+    assert not caplog.records
+    environment.check_own_variables(warns=True)
+    assert "NPU_DEVICE_AUDT: did you mean NPU_DEVICE_AUDIT?" in caplog.text
+    monkeypatch.setenv("NPU_DEVICE_STALL_TIMEOUT", "soon")
+    with pytest.raises(ValueError, match="EI0001: the environment variable NPU_DEVICE_STALL_TIMEOUT is 'soon'"):
+        environment.check_own_variables(warns=True)

@@ -74,7 +74,8 @@ finally:
             assert error in result.output
             continue
         assert _stamp(result.output, "raised") - _stamp(results[failing].output, "failed") < 5
-        assert f"rank {failing} on host" in result.output
+        me, failed = (re.search(rf"rank {one} on host (\S+)", result.output) for one in (rank, failing))
+        assert me and failed and me.group(1) == failed.group(1), "one name for the host"
         assert error in result.output
         assert "What to do" in result.output or "Fix the error" in result.output
 
@@ -123,7 +124,8 @@ finally:
     assert results[other].code == 1
     assert results[leaving].at - results[other].at < 5  # rank 0 waits for the others, no longer
     assert f"rank {leaving} on host" in results[other].output
-    assert "has left the job: its script ended after 1 collective operations in" in results[other].output
+    assert "has left the job: its script ended after 1 collective operation in" in results[other].output
+    assert f"the script called sys.exit on rank {leaving}; a call is made on some ranks only" in results[other].output
     assert "same number of steps" in results[other].output
 
 

@@ -193,9 +193,11 @@ def test_the_users_threads_are_left_alone(tmp_path: Path, setting: str) -> None:
 
 
 def test_a_failing_open_names_the_device_and_the_reason(tmp_path: Path) -> None:
-    environment = {**_table(tmp_path, 0, free_port()), "HCCL_CONNECT_TIMEOUT": "3"}
+    misspelt = {"NPU_DEVICE_AUDT": "off"}
+    environment = {**_table(tmp_path, 0, free_port()), **misspelt, "HCCL_CONNECT_TIMEOUT": "3"}
     [result] = job.finish(job.start_each(tmp_path, SCRIPT, [environment]))
     assert result.code == 1
     assert "Failed open npu device 0" in result.output
     assert "EI0015" in result.output and "missing" in result.output
+    assert "NPU_DEVICE_AUDT: did you mean NPU_DEVICE_AUDIT?" in result.output
     assert "rank 1" in result.output

@@ -79,6 +79,9 @@ def body_weighted(graph: bool) -> Any:
         values = {"loss": tf.constant(float(rank)), "rest": [tf.fill([70_000], 2.0 * rank), None]}
         return npu.distribute.weighted_mean(values, weight)
 
+    if npu.distribute.size() > 1:
+        with pytest.raises(ValueError, match=f"rank {rank}: weighted_mean was given the weight -1; expected 0 or more"):
+            mean(-1)
     found = (tf.function(mean) if graph else mean)(tf.constant(rank + 1))
     return float(found["loss"]), float(found["rest"][0][-1]), found["rest"][1]
 

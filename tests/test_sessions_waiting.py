@@ -71,9 +71,9 @@ def test_a_rank_that_waits_in_a_session_says_so_and_gives_up(
         assert "waits in session.run for another collective (all_reduce called at" in gave_up
         for rank in {0, 2} & set(range(size)):
             line = next(line for line in gave_up.splitlines() if f"rank {rank} on host" in line)
-            assert "is there" in line and f"script.py:{first_line} " in line
+            assert "is waiting" in line and f"script.py:{first_line} " in line
     else:
-        assert "has not come" in next(line for line in gave_up.splitlines() if "rank 0 on host" in line)
+        assert "hasn't arrived" in next(line for line in gave_up.splitlines() if "rank 0 on host" in line)
 
 
 EAGER_BEFORE = """

@@ -115,7 +115,7 @@ class Attempt:
             supervisor.run()
         except OSError as error:
             self._kill()
-            self._console.say(f"could not start all ranks: {error}")
+            self._console.say(f"could not start all ranks: {error}{self._remedy(error)}")
             return Outcome(CANNOT_START)
         except BaseException:
             self._kill()
@@ -131,6 +131,16 @@ class Attempt:
         if trace is not None:
             self._console.say(f"the trace is in {trace}: npu-trace {trace} reports on it")
         return self._conclude(supervisor)
+
+    def _remedy(self, error: OSError) -> str:
+        """Return what to do if the program itself can't be started; "" for other errors."""
+        program = self._options.command[0]
+        if error.filename != program:
+            return ""
+        return (
+            f".\nWhat to do: name the script's interpreter, as in npurun sh {program}, or begin the script with a line "
+            "such as #!/usr/bin/env python3; a compiled program must be built for this host."
+        )
 
     def _start(self) -> None:
         options, meeting = self._options, self._meeting

@@ -144,6 +144,11 @@ def ranges(ranks: Iterable[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def ranks_of(text: str) -> list[int]:
     """Return the ranks in a text that ``ranges`` made."""
     found: list[int] = []

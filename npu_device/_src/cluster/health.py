@@ -22,7 +22,7 @@ from npu_device._src import environment
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
-from npu_device._src.cluster.frames import ranges, ranks_of
+from npu_device._src.cluster.frames import counted, ranges, ranks_of
 
 _GroupId = tuple[str, tuple[int, ...]]  # name and members: disjoint sets of ranks may use the same name
 
@@ -188,13 +188,14 @@ class Health:
 
     def _left_text(self, rank: int, issued: int, group: str) -> str:
         return (
-            f"rank {rank} on host {self._cluster.hosts[rank]} has left the job: its script ended after {issued} "
-            "collective operations in "
-            f"group {group!r}, while {self._me()} called number {issued + 1}.\n"
-            "Likely cause: the ranks run different numbers of steps (uneven data, another step count, an early stop "
-            "on one rank).\n"
-            "What to do: give every rank the same number of steps, for instance dataset.repeat() with a fixed "
-            "steps_per_epoch."
+            f"rank {rank} on host {self._cluster.hosts[rank]} has left the job: its script ended after "
+            f"{counted(issued, 'collective operation')} in group {group!r}, while {self._me()} called number "
+            f"{issued + 1}.\n"
+            f"Likely cause: the script called sys.exit on rank {rank}; a call is made on some ranks only (for example "
+            "inside `if rank == 0`); or the ranks run different numbers of steps (uneven data, another step count, an "
+            "early stop on one rank).\n"
+            f"What to do: look at the output and the exit code of rank {rank}; make every call on all ranks; give "
+            "every rank the same number of steps, for instance dataset.repeat() with a fixed steps_per_epoch."
         )
 
     def _gone_text(self, ranks: Sequence[int]) -> str:
@@ -208,7 +209,7 @@ class Health:
 
     def _failed_text(self, event: dict[str, Any]) -> str:
         return (
-            f"rank {event['rank']} on host {event['host']} failed: {event['error']}\n"
+            f"rank {event['rank']} on host {self._cluster.hosts[event['rank']]} failed: {event['error']}\n"
             f"The end of its traceback:\n{event['traceback']}\n"
             f"{self._me()} stops because of it. Fix the error on rank {event['rank']}; its output has the whole "
             "traceback."

@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.cluster.errors import ClusterError, PeerError
+from npu_device._src.cluster.frames import counted
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.calling_thread import calling_thread, in_call
 from npu_device._src.collectives.choice import comparing_backend_of
@@ -215,8 +216,8 @@ def mismatch_text(group: Group, hosts: Sequence[str], rows: Sequence[dict[str, A
         )
         return "\n".join(lines)
     lines.append(
-        "Likely cause: on some ranks the script takes another branch, builds another model, or calls in a different "
-        "order.\n"
+        "Likely cause: on some ranks the script takes another branch (for example a call inside `if rank == 0`), "
+        "builds another model, or calls in a different order.\n"
         "What to do: make every rank call the same operations with the same dtypes and shapes in the same order; the "
         "lines above say where each rank is."
     )
@@ -246,9 +247,9 @@ def _positions_to_show(rows: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def _row_text(row: dict[str, Any], shown: Sequence[int], thread: bool) -> str:
-    details = " ".join(f"{key}={value}" for key, value in row["details"].items())
+    operation = " ".join([row["operation"], *(f"{key}={value}" for key, value in row["details"].items())])
     tensors = "; ".join(f"tensor {i} {row['names'][i]}: {row['tensors'][i]}" for i in shown if i < len(row["tensors"]))
-    called = f"{row['operation']} {details} of {len(row['tensors'])} tensor(s) [{tensors}], called at {row['line']}"
+    called = f"{operation} of {counted(len(row['tensors']), 'tensor')} [{tensors}], called at {row['line']}"
     if not thread:
         return called
     another = " beside another thread of the rank" if row.get("overlaps") else ""

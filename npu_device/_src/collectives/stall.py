@@ -183,9 +183,10 @@ class StallWatch:
         if final:
             lines.append(
                 "This is the limit (NPU_DEVICE_STALL_TIMEOUT seconds), and the rank gives up.\n"
-                "Likely cause: a rank that is stopped or overloaded, runs fewer steps or different code than the rest, "
-                "fetches other collectives in session.run, or has made the group with other ranks.\n"
-                "What to do: look at the output of the ranks that have not come; raise the limit if they only need "
+                "Likely cause: a rank that is stopped or overloaded, runs fewer steps or different code than the rest "
+                "(for example a call inside `if rank == 0`), fetches other collectives in session.run, or has made the "
+                "group with other ranks.\n"
+                "What to do: look at the output of the ranks that haven't arrived; raise the limit if they only need "
                 "longer."
             )
         else:
@@ -217,7 +218,7 @@ def _table(group: Group, hosts: Sequence[str], answers: Mapping[int, dict[str, A
         for rank in group.ranks
         if rank not in omitted
     ]
-    return lines + ([f"  {len(omitted)} more ranks are there"] if omitted else [])
+    return lines + ([f"  {len(omitted)} more ranks are waiting"] if omitted else [])
 
 
 def _position_text(position: dict[str, Any] | None, wanted: int) -> str:
@@ -231,8 +232,8 @@ def _position_text(position: dict[str, Any] | None, wanted: int) -> str:
     if "held" in position:
         return f"waits in session.run for another collective ({last})"
     if position["begun"] >= wanted:
-        return f"is there ({last})"
-    return f"has not come: {position['begun']} of {wanted} calls made, the last one: {last}"
+        return f"is waiting ({last})"
+    return f"hasn't arrived: {position['begun']} of {wanted} calls made, the last one: {last}"
 
 
 _watches: weakref.WeakKeyDictionary[Runtime, StallWatch] = weakref.WeakKeyDictionary()

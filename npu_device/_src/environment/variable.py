@@ -89,6 +89,11 @@ class Variable(Generic[Value_co]):
                 os.environ[self.name] = text
 
 
+def names_in_environment(prefix: str) -> set[str]:
+    """Return the names of the variables in the environment that begin with a prefix, and aren't empty."""
+    return {name for name, text in os.environ.items() if name.startswith(prefix) and text}
+
+
 def optional(name: str, form: Form[Value], meaning: str, unit: str = "") -> Variable[Value | None]:
     """Return a variable without a default; see ``Variable``."""
     return Variable(name, form, None, meaning, unit)

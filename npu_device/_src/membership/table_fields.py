@@ -11,13 +11,12 @@ from typing import Any
 
 from npu_device._src.cluster.errors import ClusterError
 
+_CORRECT = "correct the table (or have the tool that made it write it again); every rank reads the same one."
 
-def fault(path: str, what: str) -> ClusterError:
+
+def fault(path: str, what: str, remedy: str = _CORRECT) -> ClusterError:
     """Return the error for a table that can't be used (Ascend's EI0004)."""
-    return ClusterError(
-        f"EI0004: rank table {path}: {what}.\n"
-        "What to do: correct the table (or have the tool that made it write it again); every rank reads the same one."
-    )
+    return ClusterError(f"EI0004: rank table {path}: {what}.\nWhat to do: {remedy}")
 
 
 def load_object(path: str) -> Fields:
@@ -29,9 +28,11 @@ def load_object(path: str) -> Fields:
     try:
         with open(path, encoding="utf-8-sig") as file:
             content = json.load(file)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise fault(path, f"can't be read: {reason}") from error
+    except OSError as error:
+        remedy = "check the path in RANK_TABLE_FILE on this host, and whether this user can read it."
+        raise fault(path, f"can't be read: {error.strerror}", remedy) from error
+    except UnicodeDecodeError as error:
+        raise fault(path, "can't be read: it is not UTF-8 text") from error
     except json.JSONDecodeError as error:
         raise fault(path, f"is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}") from error
     if not isinstance(content, dict):

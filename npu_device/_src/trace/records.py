@@ -149,8 +149,10 @@ def read(directory: str | Path) -> list[RankTrace]:
         process died is left out.
 
     Raises:
-        ValueError: a file isn't a trace, or of a version that this package can't read.
+        ValueError: there is no such directory; or a file isn't a trace, or of a version that this package can't read.
     """
+    if not Path(directory).is_dir():
+        raise ValueError("there is no trace: no such directory")
     found = []
     for path in Path(directory).glob(f"rank*/{FILE}"):
         parts = list(_parts(path))

@@ -108,6 +108,7 @@ def open(device_id: int | None = None) -> NpuDeviceHandle:
     if mine is None:
         _handle = NpuDeviceHandle(_single_device_id(device_id), 1, 0)
     else:
+        environment.check_own_variables(warns=mine.is_chief)
         profiling = global_options().profiling_config
         trace_settings = settings(profiling.enable_profiling.typed, profiling.profiling_options.typed)
         try:

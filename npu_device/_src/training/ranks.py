@@ -130,6 +130,9 @@ def weighted_mean(values: Any, weight: Any) -> Any:
         The sum of ``weight * value`` divided by the sum of the weights, as tensors in the same structure; 0 if all
         weights are 0. On a single device ``values`` themselves.
 
+    Raises:
+        ValueError: the weight is negative. Unchecked if it is only known when a tf.function runs.
+
     Every rank has to make the call, eagerly or in a tf.function: a rank without samples passes weight 0 and finite
     values.
 
@@ -141,6 +144,12 @@ def weighted_mean(values: Any, weight: Any) -> Any:
     if ranks is None:
         return values
     mine = tf.cast(weight, tf.float32)
+    known = tf.get_static_value(mine)
+    if known is not None and known < 0:
+        raise ValueError(
+            f"rank {ranks.runtime.cluster.rank}: weighted_mean was given the weight {known:g}; expected 0 or more, "
+            "such as this rank's number of samples"
+        )
     part = tf.math.divide_no_nan(mine, ranks.add_up(mine))
 
     parts = [weighted(value, part) for value in tf.nest.flatten(values)]

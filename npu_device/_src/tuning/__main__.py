@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = _traced(options.directory)
         print(_simulated(found, options) if options.simulate else _planned(found, options))
     except (OSError, ValueError) as error:
-        sys.exit(f"npu-tune: {error}")
+        sys.exit(f"npu-tune: {options.directory}: {error}")
 
 
 def _traced(directory: Path) -> TracedRun:
@@ -98,7 +98,7 @@ def _cost(options: argparse.Namespace) -> CostModel:
     cost = best_known(options.directory)
     if cost is None:
         raise ValueError(
-            f"{options.directory} has a trace, but no {MEASURED_FILE}: the collectives were not measured.\n"
+            f"there is a trace, but no {MEASURED_FILE}: the collectives were not measured.\n"
             "What to do: use the directory of npurun --tune, or give --alpha and --beta."
         )
     return cost

@@ -1,0 +1,34 @@
+"""Check this package's own variables together, before a job begins."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+
+from npu_device._src.environment import own
+from npu_device._src.environment.variable import Variable, names_in_environment
+
+_log = logging.getLogger("npu_device")
+
+
+def check_own_variables(warns: bool) -> None:
+    """Check all variables of this package that are set, also those that are read later.
+
+    Args:
+        warns: warn of variables with the package's prefix that it doesn't have; one rank's warning is enough.
+
+    Raises:
+        ValueError: a malformed variable.
+    """
+    known = {value.name: value for value in vars(own).values() if isinstance(value, Variable)}
+    for variable in known.values():
+        variable.get()
+    unknown = sorted(names_in_environment("NPU_DEVICE_") - known.keys()) if warns else []
+    if unknown:
+        hints = [(name, difflib.get_close_matches(name, known, 1)) for name in unknown]
+        lines = [f"  {name}" + (f": did you mean {near[0]}?" if near else "") for name, near in hints]
+        _log.warning(
+            "npu_device has no environment variables of these names, and ignores them:\n%s\n"
+            "What to do: correct or unset them; docs/environment.md lists all variables.",
+            "\n".join(lines),
+        )
