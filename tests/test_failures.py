@@ -12,6 +12,8 @@ import job
 import pytest
 from conftest import CHOSEN_BACKEND
 
+from npu_device._src.cluster.tracebacks import FRAME, without_libraries
+
 pytestmark = pytest.mark.xdist_group("waiting")
 
 BEGIN = """
@@ -86,7 +88,7 @@ def test_the_first_failure_is_recorded_for_the_launcher(tmp_path: Path) -> None:
         + """
 if rank == 1:
     raise ValueError("first")
-npu.distribute.all_reduce(one, "sum")
+tf.function(lambda: npu.distribute.all_reduce(one, "sum"))()
 """
     )
     job.run(tmp_path, 2, script, NPU_DEVICE_ERROR_FILE=str(tmp_path / "error"))
@@ -94,6 +96,11 @@ npu.distribute.all_reduce(one, "sum")
     second = json.loads((tmp_path / "error0").read_text())
     assert (first["rank"], first["secondary"], first["error"]) == (1, False, "ValueError: first")
     assert second["secondary"] is True
+    assert second["error"].startswith("PeerError: rank 1 on host")
+    shown, left_out = without_libraries(second["traceback"])
+    assert left_out > 10
+    assert [line for line in shown.splitlines() if FRAME.match(line) and "npu_device/_src" in line] == []
+    assert shown.count("PeerError: rank 1 on host") == 1
     assert first["time"] < second["time"]
     assert 'raise ValueError("first")' in first["traceback"]
 

@@ -232,9 +232,14 @@ class Attempt:
         ordered = failures.in_order(found)
         host = socket.gethostname()
         self._console.say(failures.summary(ordered, self._world_size, len(self._meeting.nodes), host, self._started))
+        where = "its output above"
         if self._options.log_dir is not None:
-            self._console.say(f"its output is in {self._log_file(self._options.log_dir, ordered[0].rank)}")
-        self._console.lines(2, failures.evidence(ordered[0]).encode(errors="backslashreplace"))
+            where = self._log_file(self._options.log_dir, ordered[0].rank)
+            self._console.say(f"its output is in {where}")
+        evidence, left_out = failures.evidence(ordered[0])
+        self._console.lines(2, evidence.encode(errors="backslashreplace"))
+        if left_out:
+            self._console.say(f"frames of libraries left out: {left_out}; the whole traceback is in {where}")
         causes = tuple(cause_of(failure, host) for failure in ordered)
         return Outcome(ordered[0].code, supervisor.interrupted, causes)
 

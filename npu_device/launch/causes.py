@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from npu_device._src.cluster.tracebacks import FRAME, is_users
 from npu_device.launch.failures import Failure, excerpt
 
-_FRAME = re.compile(r'^[ |]*File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _CANNOT_IMPORT = ("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError")
 # Python's own messages about a missing script or module.
 _NO_SCRIPT = re.compile(
@@ -26,8 +24,6 @@ _PYTHON_FAILED = 1
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Errors that a rank raises, wherever it is, when another rank is lost.
 _LOST_PEER = ("PeerError", "RendezvousError", "UnavailableError", "DeadlineExceededError", "AbortedError")
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_NOT_THE_SCRIPTS = tuple(os.path.join(path, "") for path in (sysconfig.get_path("stdlib"), _PACKAGE))
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,7 @@ def first(causes: Sequence[Cause]) -> Cause | None:
 def _parsed(text: list[str]) -> tuple[str, list[tuple[str, str]]]:
     """Return the first line of the last traceback's error, "" without one, and its frames as file and line."""
     lines = excerpt(text)
-    found = [(number, match) for number, line in enumerate(lines) if (match := _FRAME.match(line))]
+    found = [(number, match) for number, line in enumerate(lines) if (match := FRAME.match(line))]
     if not found:
         return "", []
     # The header of the last traceback; a syntax error in the script itself has none.
@@ -102,14 +98,9 @@ def _place(failure: Failure, error: str, frames: list[tuple[str, str]]) -> str |
         return None
     if not frames or (failure.record is None and failure.exit.status < 0):
         return f"rank {failure.rank}, {failure.exit}"
-    own = [(file, line) for file, line in frames if _is_the_scripts(file)]
+    own = [(file, line) for file, line in frames if is_users(file)]
     file, line = (own or frames)[-1]
     return f"{file}:{line} ({kind})"
-
-
-def _is_the_scripts(file: str) -> bool:
-    generated = file.startswith("<") or os.path.basename(file).startswith("__autograph_generated_file")
-    return not generated and not re.search("/(site|dist)-packages/", file) and not file.startswith(_NOT_THE_SCRIPTS)
 
 
 def _hopeless(failure: Failure, error: str) -> str | None:

@@ -8,14 +8,12 @@ die of the consequences meanwhile. Each rank that uses npu_device therefore writ
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 
+from npu_device._src.cluster.tracebacks import CHAIN, HEADER, without_libraries
 from npu_device.launch.processes import Exit
 
 _LAST_LINES = 20
-_HEADER = re.compile(r"^[\s+|]*(Exception Group )?Traceback \(most recent call last\):")
-_CHAIN = re.compile(r"^(During handling of the above exception|The above exception was the direct cause)")
 
 
 @dataclass(frozen=True)
@@ -112,11 +110,14 @@ def summary(failures: list[Failure], world_size: int, nnodes: int, host: str, st
     return "\n".join(lines)
 
 
-def evidence(failure: Failure) -> str:
-    """Return a failure's traceback: from the rank's own record, else from its stderr, else its last lines."""
+def evidence(failure: Failure) -> tuple[str, int]:
+    """Return a failure's traceback, or the last lines of its stderr, and how many frames of libraries are left out.
+
+    The rank's own record comes first, then a traceback on its stderr.
+    """
     if failure.record and failure.record.traceback:
-        return failure.record.traceback.rstrip() + "\n"
-    return "".join(line + "\n" for line in excerpt(list(failure.stderr)))
+        return without_libraries(failure.record.traceback.rstrip() + "\n")
+    return without_libraries("".join(line + "\n" for line in excerpt(list(failure.stderr))))
 
 
 def _line(failure: Failure, started: float) -> str:
@@ -128,10 +129,10 @@ def _line(failure: Failure, started: float) -> str:
 
 def excerpt(lines: list[str]) -> list[str]:
     """Return the last traceback among the lines of a stderr, with the errors that caused it; else the last lines."""
-    headers = [number for number, line in enumerate(lines) if _HEADER.match(line)]
+    headers = [number for number, line in enumerate(lines) if HEADER.match(line)]
     if not headers:
         return lines[-_LAST_LINES:]
     start = headers.pop()
-    while headers and any(_CHAIN.match(line) for line in lines[max(start - 2, 0) : start]):
+    while headers and any(CHAIN.match(line) for line in lines[max(start - 2, 0) : start]):
         start = headers.pop()
     return lines[start:]

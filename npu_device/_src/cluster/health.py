@@ -23,6 +23,8 @@ from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.frames import counted, ranges, ranks_of
+from npu_device._src.cluster.root_error import root_error
+from npu_device._src.cluster.tracebacks import without_libraries
 
 _GroupId = tuple[str, tuple[int, ...]]  # name and members: disjoint sets of ranks may use the same name
 
@@ -254,13 +256,14 @@ class Health:
             "time": time.time(),
             "rank": self._cluster.rank,
             "host": socket.gethostname(),
-            "error": "".join(traceback.format_exception_only(type(error), error)).strip(),
+            "error": root_error("".join(traceback.format_exception_only(type(error), error)).strip()),
             "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
             "secondary": secondary,
         }
 
     def _report_failure(self, record: dict[str, Any]) -> None:
-        tail = "\n".join(record["traceback"].rstrip().splitlines()[-_TRACEBACK_LINES:])
+        shown, _ = without_libraries(record["traceback"])
+        tail = "\n".join(shown.rstrip().splitlines()[-_TRACEBACK_LINES:])
         self._channel.notify("failed", event={**record, "traceback": tail})
 
     def _write_record(self, record: dict[str, Any]) -> None:

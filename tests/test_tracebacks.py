@@ -1,0 +1,89 @@
+"""What the launcher shows of a traceback: the user's frames and each error once."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from npu_device._src.cluster.root_error import root_error
+from npu_device._src.cluster.tracebacks import without_libraries
+
+LIBRARY = f'  File "{json.__file__}", line 3, in load\n    raise Something\n    ^^^^^^^^^^^^^^^\n'
+USER = '  File "/home/me/train.py", line 5, in <module>\n    load()\n'
+HEAD = "Traceback (most recent call last):\n"
+CHAIN = "\nThe above exception was the direct cause of the following exception:\n\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "left_out"),
+    [
+        (HEAD + USER + LIBRARY * 3 + "OSError: a\n  b\n", HEAD + USER + "OSError: a\n  b\n", 3),
+        (HEAD + LIBRARY + "OSError: no file\n", HEAD + LIBRARY + "OSError: no file\n", 0),
+        (
+            HEAD
+            + LIBRARY
+            + "OSError: no file\n"
+            + CHAIN
+            + HEAD
+            + USER
+            + LIBRARY
+            + "RuntimeError: can't load: no file\n",
+            HEAD + USER + "RuntimeError: can't load: no file\n",
+            2,
+        ),
+        (
+            HEAD + LIBRARY + "OSError: no file\n" + CHAIN + HEAD + USER + "RuntimeError: can't load\n",
+            "OSError: no file\n" + CHAIN + HEAD + USER + "RuntimeError: can't load\n",
+            1,
+        ),
+        (
+            HEAD + USER + LIBRARY + "  [Previous line repeated 970 more times]\nRecursionError: deep\n",
+            HEAD + USER + "RecursionError: deep\n",
+            1,
+        ),
+    ],
+    ids=["one", "libraries only", "a cause that is said again", "a cause that adds something", "recursion"],
+)
+def test_frames_of_libraries_are_left_out(text: str, shown: str, left_out: int) -> None:
+    assert without_libraries(text) == (shown, left_out)
+
+
+@pytest.mark.parametrize(
+    ("error", "root"),
+    [
+        ("ValueError: a\nb", "ValueError: a\nb"),
+        ("KeyError", "KeyError"),
+        ("npu_device._src.cluster.errors.PeerError: rank 1", "PeerError: rank 1"),
+        (
+            "a.b.UnknownError: Graph execution error:\n\nDetected at node N defined at (most recent call last):\n"
+            '<stack traces unavailable>\nDetected at node N defined at (most recent call last):\n  File "x", line 1\n'
+            "2 root error(s) found.\n  (0) UNKNOWN:  PeerError: rank 1\n  more\nWhat to do: x\n" + HEAD + "\nOSError",
+            "PeerError: rank 1\n  more\nWhat to do: x",
+        ),
+        ("a.UnknownError: {{function_node f_1}} PeerError: rank 1\nmore\n" + HEAD, "PeerError: rank 1\nmore"),
+        (
+            "a.InvalidArgumentError: Graph execution error:\n\nDetected at node N defined at (most recent call last):\n"
+            '  File "x", line 1, in f\n\nIncompatible shapes: [2] vs. [3]\n\t [[{{node N}}]] [Op:__inference_f_1]',
+            "a.InvalidArgumentError: Incompatible shapes: [2] vs. [3]",
+        ),
+        ("a.UnknownError: Graph execution error:\n\n", "a.UnknownError: Graph execution error:\n\n"),
+        (
+            'ValueError: in user code:\n\n    File "x", line 1, in f  *\n        g()\n\n'
+            "    TypeError: bad\n      more\n",
+            "TypeError: bad\n  more",
+        ),
+    ],
+    ids=[
+        "plain",
+        "no text",
+        "of the package",
+        "in a graph",
+        "in a function",
+        "a kernel",
+        "nothing",
+        "tracing",
+    ],
+)
+def test_the_error_inside_an_error_of_tensorflow(error: str, root: str) -> None:
+    assert root_error(error) == root
