@@ -99,7 +99,7 @@ def test_even_ranks_are_said_to_be_even(tmp_path: Path) -> None:
     text = summary(found(tmp_path, trace(0), trace(1)))
     assert "no rank is slower" in text
     assert "the same host's clock" in text
-    assert "a step takes 140.0 ms" in text
+    assert "on its slowest rank, a step takes 140.0 ms" in text
 
 
 # Diagnosis
@@ -119,7 +119,7 @@ def test_even_ranks_are_said_to_be_even(tmp_path: Path) -> None:
             ((0, 9),),
             3.0,
             "has most of the bytes and ends after backward: add segments",
-            "100% of the bytes",
+            "The only segment has all of the bytes",
         ),
         (
             ((0, 8), (9, 9)),
@@ -185,6 +185,15 @@ def test_a_segment_that_shares_the_network_does_not_pass_for_latency(tmp_path: P
     diagnosis = found(tmp_path, side_by_side(0), side_by_side(1)).diagnosis
     # With the latency that the small segment seems to have one segment would be best.
     assert "set_split_strategy_by_idx([9])" not in str(diagnosis.call)
+
+
+def test_segments_are_not_asked_for_when_more_of_them_gain_nothing(tmp_path: Path) -> None:
+    measured = {"alpha": 1.0, "beta": 1e-9, "busy": 1.0, "alpha_error": 0.0, "beta_error": 0.0}
+    (tmp_path / "collectives.json").write_text(json.dumps(measured))
+    diagnosis = found(tmp_path, *(trace(rank, ((0, 9),)) for rank in range(2))).diagnosis
+    assert diagnosis.call is None
+    assert diagnosis.situation == "One segment has most of the bytes and ends after backward."
+    assert "no other split is expected to be faster" in diagnosis.expectation
 
 
 @pytest.mark.parametrize("run", ["", "first"], ids=["beside the trace", "of the tuner's directory"])

@@ -35,7 +35,7 @@ class Diagnosis:
 
     Attributes:
         good: there is nothing to gain.
-        situation: a headline.
+        situation: a headline, with the guide's advice if a better split is to be expected.
         reasons: the figures that say so.
         call: the call to paste; None when no better split is to be expected.
         expectation: what the call is expected to bring, or why there is none.
@@ -61,11 +61,13 @@ def diagnose(traces: Sequence[RankTrace], ranks: Sequence[RankFigures], director
     if last.exposed < _LITTLE * last.step:
         reasons = f"Only {_ms(last.exposed)} of each step is exposed."
         return Diagnosis(True, "Communication is hidden behind backward.", reasons, None, "There is nothing to change.")
-    return Diagnosis(False, *_situation(trace, last), *_advice(traces, directory))
+    situation, remedy, reasons = _situation(trace, last)
+    call, expectation = _advice(traces, directory)
+    return Diagnosis(False, f"{situation}: {remedy}." if call else f"{situation}.", reasons, call, expectation)
 
 
-def _situation(trace: RankTrace, rank: RankFigures) -> tuple[str, str]:
-    """Return the headline and its figures."""
+def _situation(trace: RankTrace, rank: RankFigures) -> tuple[str, str, str]:
+    """Return the situation, what the guide advises in it, and the figures that say so."""
     order = _by_start(trace)
     share = [trace.bytes_of(segment) / max(1, sum(one.bytes for one in trace.gradients)) for segment in order]
     before = order[:-1]
@@ -76,21 +78,22 @@ def _situation(trace: RankTrace, rank: RankFigures) -> tuple[str, str]:
     if rank.hidden + rank.exposed > backward:
         hang += f". It takes {_ms(rank.hidden + rank.exposed)} in all, longer than backward: no split can hide it all"
     if max(share) >= _MOST:
-        return (
-            "One segment has most of the bytes and ends after backward: add segments.",
-            f"One of {len(order)} segment{'s' if len(order) > 1 else ''} has {max(share):.0%} of the bytes; {hang}.",
-        )
+        which = f"One of {len(order)} segments has {max(share):.0%}" if before else "The only segment has all"
+        situation = "One segment has most of the bytes and ends after backward"
+        return situation, "add segments", f"{which} of the bytes; {hang}."
     first = (
         f"Backward ends {_ms(backward)} after the start of forward. The first segment ({share[0]:.0%} of the bytes) "
         f"starts after {_ms(start)}"
     )
     if slack < 0:
         return (
-            "The first reductions start late and outlast backward: move the cut forward.",
+            "The first reductions start late and outlast backward",
+            "move the cut forward",
             f"{first}; all but the last segment are over {_ms(-slack)} after backward; {hang}.",
         )
     return (
-        "The first reduction starts early and the last one is long: move the cut back.",
+        "The first reduction starts early and the last one is long",
+        "move the cut back",
         f"{first}; all but the last segment are over {_ms(slack)} before backward ends, and the last one "
         f"({share[-1]:.0%}) ends after it; {hang}.",
     )

@@ -9,6 +9,7 @@ from html import escape
 
 from npu_device._src.report.figures import RankFigures
 from npu_device._src.trace.records import Iteration, RankTrace
+from npu_device._src.tuning.messages import amount
 
 COLOURS = {
     "input wait": "#cbd5e1",
@@ -125,8 +126,8 @@ def _rank(parts: list[str], trace: RankTrace, one: Iteration, begin: float, scal
         lanes[lane : lane + 1] = [end]
         top = y + _ROW + 4 + lane * (_LANE + 2)
         low, high = trace.segments[segment]
-        size = trace.bytes_of(segment) / 1e6
-        text = f"rank {trace.rank}, segment {segment}: gradients {low} to {high}, {size:.2f} MB, "
+        size = amount(trace.bytes_of(segment))
+        text = f"rank {trace.rank}, segment {segment}: gradients {low} to {high}, {size}, "
         text += f"{(end - start) / 1e3:.2f} ms"
         for kind, left, right in (
             ("hidden reduction", start, min(end, one.bp_end)),

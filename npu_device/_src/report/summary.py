@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from npu_device._src.report.analysis import Analysis
 from npu_device._src.report.figures import RankFigures
 from npu_device._src.trace.records import RankTrace
+from npu_device._src.tuning.messages import amount
 
 
 def summary(found: Analysis) -> str:
@@ -25,11 +26,11 @@ def summary(found: Analysis) -> str:
 def headline(found: Analysis) -> str:
     """Return model, ranks and backend."""
     first = found.traces[0]
-    size = sum(gradient.bytes for gradient in first.gradients) / 1e6
+    size = sum(gradient.bytes for gradient in first.gradients)
     segments = f"{len(first.segments)} segment{'s' if len(first.segments) > 1 else ''}"
     hosts = len({trace.host for trace in found.traces})
     return (
-        f"{len(first.gradients)} gradients, {size:.1f} MB, in {segments}; {first.world_size} ranks on {hosts} "
+        f"{len(first.gradients)} gradients, {amount(size)}, in {segments}; {first.world_size} ranks on {hosts} "
         f"host{'s' if hosts > 1 else ''}, group {first.group!r}, backend {first.backend}"
     )
 
@@ -86,6 +87,6 @@ def spread(found: Analysis) -> str:
     times = sorted(max(each) for each in zip(*([one.time for one in trace.iterations] for trace in found.traces)))
     tenth, ninetieth = times[len(times) // 10], times[-1 - len(times) // 10]
     return (
-        f"a step takes {statistics.median(times) / 1e3:.1f} ms; one in ten less than {tenth / 1e3:.1f} ms, one in ten "
-        f"more than {ninetieth / 1e3:.1f} ms, the longest {times[-1] / 1e3:.1f} ms"
+        f"on its slowest rank, a step takes {statistics.median(times) / 1e3:.1f} ms; one in ten less than "
+        f"{tenth / 1e3:.1f} ms, one in ten more than {ninetieth / 1e3:.1f} ms, the longest {times[-1] / 1e3:.1f} ms"
     )

@@ -22,6 +22,15 @@ def line_to_paste(ends: Sequence[int], group: str) -> str:
     return f"set_split_strategy_by_idx({list(ends)}{where})"
 
 
+def amount(size: float) -> str:
+    """Return a number of bytes with its unit.
+
+    >>> amount(102_228_128), amount(196)
+    ('102.2 MB', '0.2 kB')
+    """
+    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
+
+
 def prediction(found: TracedRun, cost: CostModel) -> str:
     """Return the gradients, the collectives, and the exposed time expected of each split."""
     step = found.without_collectives(cost)
@@ -75,7 +84,7 @@ def _gradients(found: TracedRun) -> str:
     sizes = found.step.backward.sizes
     hosts = len(set(found.hosts))
     return (
-        f"{len(sizes)} {found.dtype} gradients, {sum(sizes) / 1e6:.1f} MB; {len(found.hosts)} ranks on {hosts} "
+        f"{len(sizes)} {found.dtype} gradients, {amount(sum(sizes))}; {len(found.hosts)} ranks on {hosts} "
         f"host{'s' if hosts > 1 else ''}, group {found.group!r}, backend {found.backend}"
     )
 
