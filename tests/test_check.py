@@ -70,7 +70,7 @@ def test_one_rank() -> None:
     done = npurun("--check", limit=LIMIT)
     assert done.returncode == 0, done.stderr
     report = done.stdout.decode()
-    assert report.startswith("1 rank(s) on 1 host(s): training would work\n")
+    assert report.startswith("1 rank on 1 host: training would work\n")
     assert f"Python {sys.version.split()[0]}, TensorFlow " in report
     assert "all_reduce" not in report
 
@@ -80,7 +80,7 @@ def test_two_ranks_of_one_host() -> None:
     done = npurun("-n", "2", "--check", limit=LIMIT)
     assert done.returncode == 0, done.stderr
     report = done.stdout.decode()
-    assert report.startswith("2 rank(s) on 1 host(s): training would work\n")
+    assert report.startswith("2 ranks on 1 host: training would work\n")
     assert re.search(rf"^node0 +{re.escape(socket.gethostname())} +0-1 +127\.0\.0\.1 +lo +", report, re.MULTILINE)
     assert "gradients travel through shared memory: all ranks share that of one host" in report
     found = rows(report)
@@ -105,7 +105,7 @@ def test_two_nodes_on_one_machine_from_one_command() -> None:
     done = npurun(*where, "--check", limit=LIMIT)
     assert done.returncode == 0, done.stderr
     report = done.stdout.decode()
-    assert "2 rank(s) on 2 host(s): training would work" in report
+    assert "2 ranks on 2 hosts: training would work" in report
     assert "TensorFlow's ring over gRPC: each rank has a host to itself" in report
     assert re.search(r"link from node1 to the next host, over bare sockets: [0-9.e+]+ Gbit/s, \d+ us", report)
     found = rows(report)
@@ -119,7 +119,7 @@ def test_two_nodes_on_one_machine_from_one_command() -> None:
 def test_an_address_that_others_cannot_reach_fails_in_one_direction() -> None:
     (first, report), (second, other) = two_nodes(f"HCCL_IF_IP={ELSEWHERE}")
     assert (first, second) == (1, 1)
-    assert "2 rank(s) on 2 host(s): training would not work: 1 problem" in report
+    assert "2 ranks on 2 hosts: training would not work: 1 problem" in report
     assert re.search(
         rf"problem 1: rank 0 on host node0 \(.*\) can't connect to rank 1 on host node1 \(.*\) at "
         rf"{re.escape(ELSEWHERE)}:\d+: .+; host node1 can connect to host node0\.",
@@ -159,7 +159,7 @@ def test_a_name_that_does_not_resolve_is_told_at_once() -> None:
 def test_wrong_usage(also: list[str]) -> None:
     done = npurun("--check", *also)
     assert done.returncode == 2
-    assert b"--check runs a script of its own" in done.stderr
+    assert b"--check runs its own script once" in done.stderr
 
 
 @pytest.mark.slow
@@ -229,7 +229,7 @@ def test_a_wrong_sum_and_blocked_ports_are_problems() -> None:
         (replace(THERE, kernel="1"), "hosts node0, node1 are the same machine"),
         (replace(THERE, quota=2.5), "its container may use the time of only 2.5"),
         (replace(THERE, cores=[]), "0 core(s) for 1 ranks"),
-        (replace(THERE, free=600 << 20), "0.6 GiB of free memory for 1 rank(s)"),
+        (replace(THERE, free=600 << 20), "0.6 GiB of free memory for 1 rank"),
         (replace(THERE, bits=100e9), "eth0 of host node1 is rated at 100 Gbit/s, but bare sockets reach 8.8 Gbit/s"),
     ],
 )

@@ -132,11 +132,11 @@ def test_another_number_of_ranks(
         for one, other in zip(before["weights"], result["weights"]):
             np.testing.assert_array_equal(one, other)
     [warning] = results[0]["warnings"]
-    assert f"2 rank(s) wrote the checkpoint, and now there are {ranks.size}" in warning
+    assert f"2 ranks wrote the checkpoint, and the job now has {ranks.size} rank" in warning
     assert "the places of its iterators" in warning
     tear(directory / "step-00000006" / "shared.index")
     newer, other = ranks.run(bodies.body_restore, str(directory))[0]["warnings"]
-    assert "is torn" in newer and "the one of step 4 is restored" in newer and "2 rank(s) wrote" in other
+    assert "is torn" in newer and "the one of step 4 is restored" in newer and "2 ranks wrote" in other
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def test_ranks_end_their_step_and_npurun_ends_with_75(tmp_path: Path, name: str)
     out, err = launch.communicate(timeout=60)
     assert launch.returncode == 75, err.decode()
     assert sorted(out.splitlines()) == [b"[0] ended its step", b"[1] ended its step"]
-    assert f"npurun: {name}: asking 2 rank(s) to stop within 25 s".encode() in err
+    assert f"npurun: {name}: asking 2 ranks to stop within 25 s".encode() in err
     assert err.endswith(b"npurun: stopped on request at step 12, resumable\n")
     assert b"failed" not in err and b"restart" not in err
     wait_until(lambda: not any(map(is_running, pids)))

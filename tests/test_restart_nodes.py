@@ -99,7 +99,7 @@ def test_a_failed_rank_of_one_node_restarts_all_nodes(tmp_path: Path) -> None:
             assert code == 0, stderr
             assert "npurun: restart 1 of 2 in 0.1 s: rank 1 on host" in stderr
             assert "nodes 0-1: rank 1 on host" in stderr and "ValueError: bad label" in stderr
-            assert "2 rank(s), nodes 0-1: ended well" in stderr
+            assert "2 ranks, nodes 0-1: succeeded" in stderr
     assert nodes.names("ready.*") == ["ready.0.0", "ready.0.1", "ready.1.0", "ready.1.1"]
     told = [{(tmp_path / f"ready.{count}.{rank}").read_text() for rank in (0, 1)} for count in (0, 1)]
     assert len(told[0]) == len(told[1]) == 1, "all ranks have the same job and hub"
@@ -138,7 +138,7 @@ def test_a_killed_launcher_that_is_started_again_joins_again(tmp_path: Path, kil
         for launch in (both[1 - killed], again):
             code, stderr = ends(launch)
             assert code == 0, stderr
-            assert f"node {killed} " in stderr and "2 rank(s), nodes 0-1: ended well" in stderr, stderr
+            assert f"node {killed} " in stderr and "2 ranks, nodes 0-1: succeeded" in stderr, stderr
     assert nodes.names("ready.1.*") == ["ready.1.0", "ready.1.1"]
 
 
@@ -158,7 +158,7 @@ def test_a_launcher_ends_when_another_one_is_started_as_its_node(tmp_path: Path)
         for launch in (leader, new):
             code, stderr = ends(launch)
             assert code == 0, stderr
-            assert "node 1 was started again" in stderr and "2 rank(s), nodes 0-1: ended well" in stderr, stderr
+            assert "node 1 was started again" in stderr and "2 ranks, nodes 0-1: succeeded" in stderr, stderr
 
 
 def test_a_node_stops_an_attempt_that_it_is_told_to_begin_and_to_stop_at_once(tmp_path: Path) -> None:

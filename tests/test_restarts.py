@@ -58,8 +58,8 @@ def test_a_failed_rank_is_started_again_with_all_others(
         mine = [line.split() for line in lines if line.startswith(f"[{rank}]")]
         assert [(words[2], words[4]) for words in mine] == [("0", "mine"), ("1", "mine-restart1")]
     first, second = attempts(done.stderr)
-    assert first.startswith("0: ") and "2 rank(s): rank " in first and told.format(socket.gethostname()) in first
-    assert second.startswith("1: ") and second.endswith("2 rank(s): ended well")
+    assert first.startswith("0: ") and "2 ranks: rank " in first and told.format(socket.gethostname()) in first
+    assert second.startswith("1: ") and second.endswith("2 ranks: succeeded")
     assert b"npurun: restart 1 of 1 in 0.1 s: rank " in done.stderr
 
 

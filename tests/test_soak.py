@@ -92,7 +92,7 @@ def test_a_disturbed_network(tmp_path: Path, network: str) -> None:
         assert re.search(row, done.stdout), done.stdout
     for node in ("", "1"):
         output = (tmp_path / "soak" / "disturbed" / f"output{node}").read_text()
-        assert "node 1 is gone" in output and "ended well" in output
+        assert "node 1 is gone" in output and "succeeded" in output
 
 
 @pytest.mark.parametrize("result", [(), ("--result", "{dir}/state0")], ids=["last line", "file"])

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from npu_device._src import environment
+from npu_device._src.cluster.frames import counted
 from npu_device.launch import host_list
 
 DEFAULT_PORT = 29688  # the port that Ascend's own launch scripts use for the chief
@@ -121,7 +122,9 @@ def parse(argv: Sequence[str]) -> Options:
     if given.tune and (given.max_restarts or fewest < nnodes):
         parser.error("--tune stops and starts the ranks by itself: leave --max-restarts and MIN:MAX nodes out")
     if given.check and (given.script or given.tune or given.trace or given.max_restarts or fewest < nnodes):
-        parser.error("--check runs a script of its own, once: leave the script, --tune, --trace and restarts out")
+        parser.error(
+            "--check runs its own script once: omit the script, --tune, --trace, --max-restarts, MIN:MAX nodes"
+        )
     given.nproc_per_node = given.nproc_per_node or 1
     if given.nproc_per_node == 1 == nnodes:
         _hint_at_options_after_script(given.module, given.script)
@@ -155,7 +158,7 @@ def _hosts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[t
     given.nproc_per_node = next(iter(numbers), None)
     fewest, most = given.nnodes
     if most not in (1, len(found)):
-        parser.error(f"--nnodes {most}: there are {len(found)} hosts")
+        parser.error(f"--nnodes {most}: the list has {counted(len(found), 'host')}")
     given.nnodes = (fewest if most > 1 else len(found), len(found))
     given.master_addr = given.master_addr or (host_list.name(found[0][0]) if len(found) > 1 else None)
     return found
@@ -262,7 +265,7 @@ def _positive(text: str) -> int:
 
 def _count(text: str, low: int = 0) -> int:
     if not text.isdecimal() or int(text) < low:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {low} upwards")
+        raise argparse.ArgumentTypeError(f"must be a {'positive' if low else 'non-negative'} integer; found {text!r}")
     return int(text)
 
 

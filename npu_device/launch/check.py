@@ -10,6 +10,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from npu_device._src.cluster.frames import counted
 from npu_device._src.cluster.handshake import AttemptFailedError, resolve
 from npu_device._src.cluster.ports import is_loopback
 from npu_device.launch import job
@@ -45,7 +46,8 @@ def run(options: Options) -> int:
     with tempfile.TemporaryDirectory(prefix="npurun-check-") as directory:
         file = Path(directory, "outcome.json")
         command = (sys.executable, "-u", "-m", "npu_device.launch.checking", str(file))
-        console.say(f"checking {options.world_size} rank(s) on {options.nnodes} node(s): about half a minute")
+        ranks, nodes = counted(options.world_size, "rank"), counted(options.nnodes, "node")
+        console.say(f"checking {ranks} on {nodes}: about half a minute")
         code = job.run(replace(options, command=command))
         if code != 0 or not file.exists():
             console.say("the check could not be completed, and a training would not start; the reason is above")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from npu_device._src.cluster.errors import RESUMABLE
-from npu_device._src.cluster.frames import ranges
+from npu_device._src.cluster.frames import counted, ranges
 from npu_device.launch.arguments import Options
 from npu_device.launch.attempt import CANNOT_START, Outcome
 from npu_device.launch.causes import first
@@ -58,7 +58,7 @@ class Ended:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.began))
         where = f", {_nodes(self.nodes)}" if with_nodes else ""
         step = f" (newest checkpoint: step {self.step})" if self.step is not None else ""
-        return f"{self.count}: {when}, {self.seconds:.0f} s, {self.ranks} rank(s){where}: {self.why}{step}"
+        return f"{self.count}: {when}, {self.seconds:.0f} s, {counted(self.ranks, 'rank')}{where}: {self.why}{step}"
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Ledger:
         cause = first([cause for outcome in outcomes for cause in outcome.causes])
         codes = [outcome.code for outcome in outcomes]
         signalled = [one.code for one in outcomes if one.interrupted and not one.causes and one.code > 128]
-        code, why, place, hopeless = 0, "ended well", None, None
+        code, why, place, hopeless = 0, "succeeded", None, None
         if CANNOT_START in codes:
             code, why, hopeless = CANNOT_START, "the ranks could not be started", "the ranks can't be started"
         elif signalled:

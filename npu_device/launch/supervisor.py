@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Callable
 
 from npu_device._src.cluster.errors import RESUMABLE
+from npu_device._src.cluster.frames import counted
 from npu_device.launch.arguments import Options
 from npu_device.launch.processes import Process
 
@@ -136,8 +137,8 @@ class Supervisor:
             is_request = number == self._options.preempt_signal
             seconds = self._options.preempt_timeout if is_request else self._options.grace
             self._say(
-                f"{signal.Signals(number).name}: asking {len(self._running())} rank(s) to stop within {seconds:g} s; a "
-                "second signal kills them at once"
+                f"{signal.Signals(number).name}: asking {counted(len(self._running()), 'rank')} to stop within "
+                f"{seconds:g} s; a second signal kills them at once"
             )
             # A rank that still has to finish its step needs its children, such as those that read data. A program that
             # isn't Python is the wrapper of one, and may not pass the signal on.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from npu_device._src.check.facts import Facts
 from npu_device._src.check.links import LinkSpeed
-from npu_device._src.cluster.frames import ranges
+from npu_device._src.cluster.frames import counted, ranges
 from npu_device._src.cluster.ports import is_loopback
 
 _CLOCK_SECONDS = 1.0
@@ -169,7 +169,7 @@ def _memory(found: Findings) -> Iterator[str]:
         free = min(found.facts[rank].free for rank in ranks)
         if free < _LEAST_MEMORY * len(ranks):
             yield (
-                f"host {host} has {free / 2**30:.1f} GiB of free memory for {len(ranks)} rank(s).\n"
+                f"host {host} has {free / 2**30:.1f} GiB of free memory for {counted(len(ranks), 'rank')}.\n"
                 "What to do: end other programs, raise the container's limit, or start fewer ranks."
             )
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from npu_device._src.check.judge import Findings
 from npu_device._src.check.links import LinkSpeed
 from npu_device._src.check.speeds import SIZES
-from npu_device._src.cluster.frames import ranges
+from npu_device._src.cluster.frames import counted, ranges
 from npu_device._src.tuning.networks import Network, ring
 
 _UNITS = {4: "4 B", 64 << 10: "64 KiB", 1 << 20: "1 MiB", 16 << 20: "16 MiB"}
@@ -26,12 +26,12 @@ def text(found: Findings, problems: Sequence[str], warnings: Sequence[str]) -> s
 def verdict(problems: Sequence[str]) -> str:
     """Return whether training would work, in one line."""
     if problems:
-        return f"training would not work: {len(problems)} problem{'s' if len(problems) > 1 else ''}"
+        return f"training would not work: {counted(len(problems), 'problem')}"
     return "training would work"
 
 
 def _headline(found: Findings, problems: Sequence[str]) -> str:
-    return f"{len(found.facts)} rank(s) on {len(found.hosts)} host(s): {verdict(problems)}"
+    return f"{counted(len(found.facts), 'rank')} on {counted(len(found.hosts), 'host')}: {verdict(problems)}"
 
 
 def _hosts(found: Findings) -> str:

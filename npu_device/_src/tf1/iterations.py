@@ -99,7 +99,7 @@ def set_iteration_per_loop(sess: Any, train_op: Any, iterations_per_loop: int = 
 
 def _require_operation(train_op: Any) -> None:
     if not isinstance(train_op, tf.Operation):
-        raise ValueError(f"train_op must be a tf.Operation; found a {type(train_op).__name__}: pass tensor.op")
+        raise ValueError(f"train_op must be a tf.Operation; found type {type(train_op).__name__}: pass tensor.op")
 
 
 def _checked(iterations_per_loop: int) -> int:

@@ -52,7 +52,7 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
             f"{type(global_bs).__name__}"
         ) from None
     if not hasattr(dataset, "shard"):
-        raise TypeError(f"rank {rank}: expected a tf.data.Dataset to shard; found a {type(dataset).__name__}")
+        raise TypeError(f"rank {rank}: expected a tf.data.Dataset to shard; found type {type(dataset).__name__}")
     if batch_size <= 0 or batch_size % world_size:
         below = max(batch_size // world_size, 1) * world_size
         raise ValueError(

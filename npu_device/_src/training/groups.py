@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from npu_device._src.cluster.frames import counted
 from npu_device._src.collectives.choice import release
 from npu_device._src.collectives.group import WORLD_GROUP, Group, check_group_name, find_group, listed, made_groups
 from npu_device._src.collectives.session_order import close_orders
@@ -159,7 +160,7 @@ def get_world_rank_from_group_rank(group: str, group_rank_id: int) -> int:
     if group_rank_id >= members.size:
         raise ValueError(
             f"group_rank_id is {group_rank_id}; expected a rank from 0 to {members.size - 1}, since group {group!r} "
-            f"has {members.size} member(s): world rank(s) {listed(members.ranks)}"
+            f"has {counted(members.size, 'member')}: world rank(s) {listed(members.ranks)}"
         )
     return members.ranks[group_rank_id]
 

@@ -113,7 +113,7 @@ def broadcast(
     """
     check_fusion_0_or_2("broadcast", fusion, fusion_id)
     if not isinstance(tensor, (list, tuple)):
-        raise TypeError(f"hccl_ops.broadcast takes a list of tensors; found a {type(tensor).__name__}: pass [tensor]")
+        raise TypeError(f"hccl_ops.broadcast takes a list; found type {type(tensor).__name__}: pass [tensor]")
     ranks = world(group)
     if ranks is None:
         return list(tensor)

@@ -65,7 +65,7 @@ def broadcast(values: Any, root_rank: int = 0, fusion: int = 2, fusion_id: int =
         if not hasattr(variable, "assign"):
             raise TypeError(
                 f"rank {ranks.runtime.cluster.rank}: broadcast overwrites variables in place, and number {position} of "
-                f"the {len(variables)} values is a {type(variable).__name__}, which can't be assigned to. Pass "
+                f"the {len(variables)} values is of type {type(variable).__name__}, which can't be assigned to. Pass "
                 "variables, for instance model.trainable_variables."
             )
     return ranks.assign_from_root(variables, int(root_rank))

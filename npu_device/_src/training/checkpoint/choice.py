@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from npu_device._src.cluster.frames import counted
 from npu_device._src.training.checkpoint import folder
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.checkpoint.places import Place, everybody
@@ -92,8 +93,8 @@ _ALL_OWN = "what each rank has of its own (iterators, generators, random states)
 
 def _other_size(saved: int, now: int) -> str:
     return (
-        f"what each rank has of its own (the places of its iterators, generators, random states): {saved} rank(s) "
-        f"wrote the checkpoint, and now there are {now}"
+        f"what each rank has of its own (the places of its iterators, generators, random states): "
+        f"{counted(saved, 'rank')} wrote the checkpoint, and the job now has {counted(now, 'rank')}"
     )
 
 
