@@ -7,6 +7,8 @@ from pathlib import Path
 import job
 import pytest
 
+EXAMPLE = Path(__file__).parent.parent / "examples" / "npu_bridge" / "train.py"
+
 # Data sets first, and no npu.open(): as scripts for TensorFlow 1 have it.
 HEAD = """
 import sys
@@ -92,6 +94,13 @@ def test_a_session_trains_on_two_ranks(tmp_path: Path) -> None:
         results.append(next(line for line in ended.output.splitlines() if line.startswith("RESULT")))
     assert results[0] == results[1]
     assert results[0].startswith("RESULT 20 True")
+
+
+@pytest.mark.slow
+def test_the_example_finds_the_same_weights_on_both_ranks(tmp_path: Path) -> None:
+    for rank, ended in enumerate(job.run(tmp_path, 2, EXAMPLE.read_text())):
+        assert ended.code == 0, ended.output
+        assert f"rank {rank} of 2: [1.0, 1.0, 1.0, 1.0], [1.0]" in ended.output
 
 
 @pytest.mark.slow
