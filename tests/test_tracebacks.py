@@ -67,6 +67,12 @@ def test_frames_of_libraries_are_left_out(text: str, shown: str, left_out: int) 
             '  File "x", line 1, in f\n\nIncompatible shapes: [2] vs. [3]\n\t [[{{node N}}]] [Op:__inference_f_1]',
             "a.InvalidArgumentError: Incompatible shapes: [2] vs. [3]",
         ),
+        (
+            "a.UnknownError: Graph execution error:\n\nDetected at node 'D' defined at (most recent call last):\n"
+            "    File \"x\", line 1, in <module>\nNode: 'D'\nError in user-defined function passed to MapDataset:1 "
+            "transformation with iterator: One::Map: PeerError: rank 1\nmore\n\t [[{{node D}}]]\n\nOriginal stack",
+            "PeerError: rank 1\nmore",
+        ),
         ("a.UnknownError: Graph execution error:\n\n", "a.UnknownError: Graph execution error:\n\n"),
         (
             'ValueError: in user code:\n\n    File "x", line 1, in f  *\n        g()\n\n'
@@ -81,6 +87,7 @@ def test_frames_of_libraries_are_left_out(text: str, shown: str, left_out: int) 
         "in a graph",
         "in a function",
         "a kernel",
+        "a session",
         "nothing",
         "tracing",
     ],

@@ -12,8 +12,9 @@ import textwrap
 
 _IN_A_GRAPH = re.compile(r"(?P<kind>[\w.]+): (Graph execution error:|\{\{function_node [^}]*\}\} )(?P<text>.*)")
 _IN_A_TRACED_FUNCTION = re.compile(r"[\w.]+: in user code:")
-_PLACE = re.compile(r"Detected at node |<stack traces|\d+ root error\(s\) found|\s|$")
+_PLACE = re.compile(r"Detected at node |Node: |<stack traces|\d+ root error\(s\) found|\s|$")
 _NUMBERED = re.compile(r"\s+\(\d+\) [A-Z_ ]+:\s+")  # one of several root errors
+_IN_A_DATA_SET = re.compile(r"Error in user-defined function passed to \S+ transformation with iterator: \S+: ")
 _END = re.compile(r"Traceback \(most recent call last\):|\s*\[\[\{\{node ")
 _TYPE = re.compile(r"[\w.]*[A-Z]\w+: ")
 _INTERNAL = re.compile(r"^npu_device\._src\.[\w.]+\.(?=\w)")  # the module of an error of this package
@@ -44,7 +45,7 @@ def _in_graph(lines: list[str]) -> str:
     for line in lines:
         if said and _END.match(line):
             break
-        text = line if said else _NUMBERED.sub("", line)
+        text = line if said else _IN_A_DATA_SET.sub("", _NUMBERED.sub("", line))
         if said or not _PLACE.match(text):
             said.append(text)
     return "\n".join(said).rstrip()

@@ -14,8 +14,9 @@ CHAIN = re.compile(r"^(During handling of the above exception|The above exceptio
 FRAME = re.compile(r'^(?P<indent>[ |]*)File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _REPEATED = "[Previous line repeated"
 _MODULE = re.compile(r"^(\w+\.)+(?=\w+(: |$))")
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_LIBRARIES = tuple(os.path.join(path, "") for path in (sysconfig.get_path("stdlib"), _PACKAGE))
+_INSTALLED = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
+_PACKAGES = [os.path.join(_INSTALLED, name) for name in ("npu_device", "npu_bridge", "hccl")]
+_LIBRARIES = tuple(os.path.join(path, "") for path in (sysconfig.get_path("stdlib"), *_PACKAGES))
 
 
 def is_users(file: str) -> bool:
