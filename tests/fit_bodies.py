@@ -305,6 +305,26 @@ def body_unshuffled(kind: str) -> Any:
         return str(error), said
 
 
+def body_alone(method: str) -> str:
+    """Return the error of a callback that calls a method of the model on rank 0 only."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    class Alone(tf.keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if npu.distribute.is_main():
+                getattr(self.model, method)(np.ones([8, 2]), verbose=0)
+
+    model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    try:
+        npu.distribute.replicate(model).fit(np.ones([8, 2]), np.ones([8, 1]), verbose=0, callbacks=[Alone()])
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def body_divided(directory: str) -> Any:
     """Each rank reads its own part; the parts of a step together are one process's batch."""
     import tensorflow as tf

@@ -11,7 +11,10 @@ import pytest
 from pool import Pool
 
 
-def body_first_step(mode: str, graph: bool, by_hand: bool = False) -> Any:
+def body_first_step(mode: str, graph: bool, by_hand: bool = False, built: tuple[int, ...] = (0, 1, 2)) -> Any:
+    """Return the values before and after two steps, and the warnings. Ranks that aren't ``built`` leave that to the
+    first step.
+    """
     import logging
     import os
 
@@ -26,8 +29,10 @@ def body_first_step(mode: str, graph: bool, by_hand: bool = False) -> Any:
     logging.getLogger("npu_device").addHandler(handler)
     keras = tf.keras
     keras.utils.set_random_seed(npu.distribute.rank())
-    model = keras.Sequential([keras.Input([600]), keras.layers.Dense(600, name="wide"), keras.layers.Dense(1)])
-    initial = [np.asarray(value) for value in model.get_weights()]
+    model = keras.Sequential([keras.layers.Dense(600, name="wide"), keras.layers.Dense(1)])
+    if npu.distribute.rank() in built:
+        model.build([None, 600])
+    initial = [np.asarray(value) for value in model.get_weights()] if model.built else []
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     if not by_hand:
         optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(optimizer)
@@ -51,11 +56,14 @@ def body_first_step(mode: str, graph: bool, by_hand: bool = False) -> Any:
         del os.environ["NPU_DEVICE_UNEQUAL_START"]
 
 
+@pytest.mark.parametrize("built", [(0, 1, 2), ()], ids=["built", "built in the step"])
 @pytest.mark.parametrize(
     "graph, by_hand", [(False, False), (True, False), (True, True)], ids=["eager", "function", "reduced by hand"]
 )
-def test_they_become_rank_0s_with_a_warning(keras_ranks: Pool, size: int, graph: bool, by_hand: bool) -> None:
-    results = keras_ranks.run(body_first_step, "repair", graph, by_hand)
+def test_they_become_rank_0s_with_a_warning(
+    keras_ranks: Pool, size: int, graph: bool, by_hand: bool, built: tuple[int, ...]
+) -> None:
+    results = keras_ranks.run(body_first_step, "repair", graph, by_hand, built)
     for _, weights, _ in results:
         for mine, roots in zip(weights, results[0][1]):
             np.testing.assert_array_equal(mine, roots)
@@ -74,6 +82,17 @@ def test_an_error_or_nothing_on_request(keras_two_ranks: Pool) -> None:
     (_, first, said), (_, second, _) = keras_two_ranks.run(body_first_step, "ignore", True)
     assert not np.array_equal(first[0], second[0])
     assert said == []
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["wrapped", "reduced by hand"])
+def test_a_model_that_is_built_on_some_ranks_only(keras_two_ranks: Pool, by_hand: bool) -> None:
+    (first, weights, _), (second, others, _) = keras_two_ranks.run(body_first_step, "repair", True, by_hand, (0,))
+    if isinstance(first, str):
+        for rank, text in enumerate((first, second)):
+            assert f"rank {rank}: at the first step the model's variables have no values yet on rank(s) 1" in text
+    else:  # tf-keras, which gives them values at once
+        for mine, others_ in zip(weights, others):
+            np.testing.assert_array_equal(mine, others_)
 
 
 def body_of_this_rank() -> tuple[list[float], list[float], list[float]]:

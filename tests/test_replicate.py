@@ -147,6 +147,13 @@ def test_other_data_on_each_rank_is_an_error(keras_two_ranks: Pool, kind: str) -
         assert "npu.distribute.divided(dataset)" in error
 
 
+def test_a_call_on_rank_0_only_is_named(keras_two_ranks: Pool) -> None:
+    """What the ranks exchange for it must not be taken for what they exchange after an epoch."""
+    for error in keras_two_ranks.run(fit_bodies.body_alone, "predict"):
+        assert "They differ in: purpose." in error
+        assert "fit_bodies.py" in error and "(on_epoch_end)" in error
+
+
 def test_divided_data_that_are_the_same_are_named(keras_two_ranks: Pool) -> None:
     (_, said), _ = keras_two_ranks.run(fit_bodies.body_unshuffled, "not divided")
     assert ["ranks 0, 1 began with the very same batch" in text for text in said] == [True]

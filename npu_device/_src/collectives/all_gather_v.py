@@ -14,22 +14,26 @@ from npu_device._src.collectives.operation import Declaration, collective
 from npu_device._src.collectives.terms import Agreement
 
 
-def _declare(tensor: tf.Tensor, group: Group) -> Declaration:
+def _declare(tensor: tf.Tensor, group: Group, purpose: str = "") -> Declaration:
     shapes.require_first_dimension("all_gather_v", tensor)
     require_bits(tensor.dtype)
-    return Declaration(
-        "all_gather_v", group, [tensor], lambda: shapes.spec_with_first_dimension(tensor, lambda _: None), ragged=True
-    )
+
+    def results() -> tf.TensorSpec:
+        return shapes.spec_with_first_dimension(tensor, lambda _: None)
+
+    same = {"purpose": purpose} if purpose else {}
+    return Declaration("all_gather_v", group, [tensor], results, same, ragged=True)
 
 
 @collective(_declare, "tensor")
-def all_gather_v(agreement: Agreement, tensor: tf.Tensor, group: Group) -> tf.Tensor:
+def all_gather_v(agreement: Agreement, tensor: tf.Tensor, group: Group, purpose: str = "") -> tf.Tensor:
     """Gather tensors whose first dimension may differ among the ranks.
 
     Args:
         agreement: on this call; the caller passes the running cluster.
         tensor: shape [n, …] where n is each rank's own and the rest is the same everywhere; any numeric dtype or bool.
         group: the group, of which this rank is a member.
+        purpose: what the tensors are for; the same on every rank, so that unrelated calls aren't taken for one.
 
     Returns:
         Shape [sum of n, …], ordered by group rank, the same on every rank. Its gradient is the sum of all ranks'
@@ -39,6 +43,7 @@ def all_gather_v(agreement: Agreement, tensor: tf.Tensor, group: Group) -> tf.Te
         ValueError: a scalar.
         TypeError: a dtype that has no bits to send.
     """
+    del purpose  # the ranks have compared it
     return gather_ragged(agreement, tensor, group)
 
 

@@ -106,12 +106,15 @@ class GradientReduction:
     def begin(self, optimizer: Any, variables: Iterable[Any]) -> None:
         """Make the variables equal on all ranks before the first step."""
         if not self._begun and can_compare():
-            self._begun = True
+            variables, keras = list(variables), compat.keras_of(optimizer)
+            if compat.is_keras_3(keras) and not optimizer.built:
+                # Slots that are made later would be made amid the step, where TensorFlow can't give them values first.
+                with keras.name_scope(optimizer.name, caller=optimizer):
+                    optimizer.build(variables)
             own = optimizer.variables
             # Slots stand in the order in which they were made, which loading a checkpoint may change.
             own = sorted(own() if callable(own) else own, key=variable_name)
-            make_equal(self._world, list(variables))
-            make_equal(self._world, own)
+            self._begun = make_equal(self._world, variables) and make_equal(self._world, own)
 
     def audited(
         self, optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]
@@ -121,7 +124,7 @@ class GradientReduction:
         if off or self.options.waits_for_later_calls or self._applying or not can_compare():
             return contextlib.nullcontext()
         if self._audit is None:
-            self._audit = Audit(self._world, optimizer)
+            self._audit = Audit(self._world, optimizer, not self._begun)
         return self._audit.step([variable for gradient, variable in zip(gradients, variables) if gradient is not None])
 
     def reduce(self, gradients: Iterable[Gradient]) -> list[Gradient]:

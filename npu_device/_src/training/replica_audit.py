@@ -28,7 +28,13 @@ from npu_device._src.collectives.all_reduce import all_reduce
 from npu_device._src.collectives.python_call import call_now
 from npu_device._src.collectives.step_data import step_data
 from npu_device._src.training.drift import Drift
-from npu_device._src.training.same_variables import can_compare, digest_of, variable_name, warn_if_different
+from npu_device._src.training.same_variables import (
+    can_compare,
+    compared,
+    digest_of,
+    variable_name,
+    warn_if_different,
+)
 from npu_device._src.training.training_state import unique
 from npu_device._src.training.world import World
 
@@ -50,18 +56,19 @@ class Audit:
     Args:
         world: the ranks.
         optimizer: the optimizer; None if it isn't known.
+        at_once: the first step is audited, because the ranks couldn't compare the variables before it.
 
     Attributes:
         world: the ranks.
         variables: those that the last step updated.
     """
 
-    def __init__(self, world: World, optimizer: Any) -> None:
+    def __init__(self, world: World, optimizer: Any, at_once: bool) -> None:
         self.world = world
         self._optimizer = optimizer
         every = environment.NPU_DEVICE_AUDIT.get()
         self._every = None if every == "auto" else int(every)
-        first = _FIRST if self._every is None else self._every
+        first = 1 if at_once else self._every or _FIRST
         self._count, self._due = 0, first  # of steps in eager mode
         self._device = world.runtime.device("CPU")
         with tf.init_scope(), tf.device(self._device):
@@ -176,7 +183,7 @@ def step_behind(world: World, variables: Sequence[Any]) -> contextlib.AbstractCo
     key = tuple(map(id, variables))
     audit = _by_hand.get(key)
     if audit is None:
-        audit = _by_hand[key] = Audit(world, None)
+        audit = _by_hand[key] = Audit(world, None, not compared(variables))
     # Functions that are traced again go on with the same counts; the audit lives as long as one of them.
     tf.compat.v1.get_default_graph().get_collection_ref(_COLLECTION).append(audit)
     return audit.step(variables)

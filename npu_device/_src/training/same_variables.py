@@ -12,6 +12,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Callable
 
 import numpy as np
@@ -45,26 +46,42 @@ def can_compare() -> bool:
     return not (getattr(_not_yet, "holds", False) or runs_if_fetched())
 
 
-def make_equal(world: World, variables: Sequence[Any]) -> None:
+def make_equal(world: World, variables: Sequence[Any]) -> bool:
     """Compare variables before the first step; where they differ, overwrite them with those of the group's first rank.
 
     Args:
         world: the ranks.
         variables: those that an optimizer updates, and its own; the same on every rank.
 
+    Returns:
+        False while they have no values: they were made in the trace that goes on. Usually TensorFlow then gives them
+        values and traces again, when the caller can compare them.
+
     Raises:
-        RuntimeError: they differ, and ``NPU_DEVICE_UNEQUAL_START`` is ``error``.
+        RuntimeError: they differ, and ``NPU_DEVICE_UNEQUAL_START`` is ``error``; or only some ranks have values.
 
     A warning names the variables that differ. With ``NPU_DEVICE_UNEQUAL_START=ignore`` nothing is compared. While a
-    function is traced, this happens at once; variables that have no value yet are left alone.
+    function is traced, this happens at once.
     """
     mode = environment.NPU_DEVICE_UNEQUAL_START.get()
     if mode == "ignore" or not can_compare():
-        return
+        return True
     with tf.init_scope():
-        found = _differences(world, variables, world.objects)
+        exchange = partial(world.objects, purpose="which variables have values")
+        without = [rank for rank, has in zip(world.group.ranks, exchange(all(map(_has_value, variables)))) if not has]
+        if len(without) == world.size:
+            return False
+        if without:
+            raise RuntimeError(
+                f"rank {world.runtime.cluster.rank}: at the first step the model's variables have no values yet on "
+                f"rank(s) {', '.join(map(str, without))}, but on the others they have: they can't be compared.\n"
+                "Likely cause: the model is built, or a checkpoint is read, on some ranks only.\n"
+                "What to do: build the whole model on every rank, and call npu.distribute.broadcast(model.variables) "
+                "before the first step."
+            )
+        found = _differences(world, variables, None)
         if found is None:
-            return
+            return True
         places, named = found
         text = (
             f"the ranks begin training with different values of {named}\nLikely cause: no broadcast, a layer that was "
@@ -76,6 +93,7 @@ def make_equal(world: World, variables: Sequence[Any]) -> None:
         world.assign_from_root([variables[place] for place in places])
         if world.rank == 0:
             _log.warning("%s\nThey are those of rank %d now.", text, world.group.ranks[0])
+        return True
 
 
 _compared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
@@ -101,10 +119,14 @@ def make_equal_behind(world: World, gradients: Sequence[Any]) -> list[Any]:
     wanted, there = (collections.Counter(map(_shape_and_dtype, values)) for values in (present, read))
     behind = [variable for variable in read if there[_shape_and_dtype(variable)] == wanted[_shape_and_dtype(variable)]]
     new = [variable for variable in behind if _compared.get(id(variable)) is not variable]
-    if new:
+    if new and make_equal(world, new):
         _compared.update({id(variable): variable for variable in new})
-        make_equal(world, new)
     return behind
+
+
+def compared(variables: Sequence[Any]) -> bool:
+    """Return whether ``make_equal_behind`` has compared all of the variables."""
+    return all(_compared.get(id(variable)) is variable for variable in variables)
 
 
 def _is_of_a_tape(gradient: Any) -> bool:
@@ -123,7 +145,7 @@ def warn_if_different(world: World, variables: Sequence[Any], exchange: _Exchang
         variables: the same on every rank.
         exchange: returns all ranks' values, given this rank's; default a collective.
     """
-    found = _differences(world, variables, exchange or world.objects)
+    found = _differences(world, variables, exchange)
     if found is not None and world.rank == 0:
         _log.warning(
             "the ranks have come to different values of %s\nLikely cause: the script changes variables on some ranks "
@@ -133,8 +155,9 @@ def warn_if_different(world: World, variables: Sequence[Any], exchange: _Exchang
         )
 
 
-def _differences(world: World, variables: Sequence[Any], exchange: _Exchange) -> tuple[list[int], str] | None:
+def _differences(world: World, variables: Sequence[Any], exchange: _Exchange | None) -> tuple[list[int], str] | None:
     """Return the positions of the variables that differ, and a text about them; None if none do."""
+    exchange = exchange or partial(world.objects, purpose="the variables' digests")
     try:
         mine = [digest_of(variable) for variable in variables]
     except (tf.errors.OpError, NotImplementedError):
@@ -154,6 +177,14 @@ def _differences(world: World, variables: Sequence[Any], exchange: _Exchange) ->
     more = ", …" if len(names) > _SHOWN else ""
     head = f"{len(places)} of {len(variables)} variables ({', '.join(names[:_SHOWN])}{more}):"
     return places, "\n".join([head, *rows])
+
+
+def _has_value(variable: Any) -> bool:
+    """Return False for a variable without a value: reading it fails, or returns an empty tensor (TensorFlow 2.20)."""
+    try:
+        return bool(variable.shape.is_compatible_with(tf.convert_to_tensor(variable).shape))
+    except tf.errors.OpError:
+        return False
 
 
 def digest_of(variable: Any) -> tuple[tuple[int, ...], str, int]:

@@ -50,9 +50,9 @@ class World:
         """Return the sum of all ranks' tensors, of the same shape and dtype."""
         return all_reduce(self.runtime, tensor, "sum", self.group)
 
-    def gather(self, tensor: tf.Tensor) -> tf.Tensor:
+    def gather(self, tensor: tf.Tensor, purpose: str = "") -> tf.Tensor:
         """Return all ranks' tensors one after the other along the first dimension, which may differ among the ranks."""
-        return all_gather_v(self.runtime, tensor, self.group)
+        return all_gather_v(self.runtime, tensor, self.group, purpose)
 
     def from_root(self, tensors: Sequence[tf.Tensor], root_rank: int = 0) -> list[tf.Tensor]:
         """Return the root's tensors, of the same shapes and dtypes."""
@@ -67,11 +67,16 @@ class World:
         [sent] = self.from_root([buffer], root_rank)
         return value if mine else pickle.loads(sent.numpy().tobytes())
 
-    def objects(self, value: Any) -> list[Any]:
-        """Return every rank's Python object, by rank."""
+    def objects(self, value: Any, purpose: str) -> list[Any]:
+        """Return every rank's Python object, by rank.
+
+        Args:
+            value: this rank's.
+            purpose: what the objects are, for the error if the ranks exchange unrelated ones.
+        """
         data = np.frombuffer(pickle.dumps(value), np.uint8)
-        lengths = self.gather(tf.constant([len(data)], tf.int64)).numpy()
-        everything = self.gather(tf.constant(data)).numpy().tobytes()
+        lengths = self.gather(tf.constant([len(data)], tf.int64), purpose).numpy()
+        everything = self.gather(tf.constant(data), purpose).numpy().tobytes()
         ends = np.cumsum(lengths)
         return [pickle.loads(everything[end - length : end]) for length, end in zip(lengths, ends)]
 

@@ -41,7 +41,7 @@ class Place:
 
 def everybody(world: World | None, value: Any) -> list[Any]:
     """Return every rank's value, by rank."""
-    return [value] if world is None else world.objects(value)
+    return [value] if world is None else world.objects(value, "checkpoint")
 
 
 def raise_together(world: World | None, problems: Sequence[str | None], what: str) -> None:

@@ -60,7 +60,7 @@ def with_equal_length(world: World, data: Divided) -> tf.data.Dataset:
     length = int(dataset.cardinality())
     if length == tf.data.UNKNOWN_CARDINALITY:
         length = int(dataset.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1))
-    lengths = world.objects(length)
+    lengths = world.objects(length, "length of divided data")
     counted = dataset.map(_counting(None))
     if any(length == tf.data.INFINITE_CARDINALITY for length in lengths):
         return counted

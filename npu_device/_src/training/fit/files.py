@@ -71,7 +71,7 @@ def callbacks_of_rank(world: World, model: Any, callbacks: Any) -> Any:
                 model._initial_epoch = world.object_from_root(model._initial_epoch)
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            model.stop_training = any(world.objects(bool(model.stop_training)))
+            model.stop_training = any(world.objects(bool(model.stop_training), "stop_training"))
 
     return [*mine, RanksMeet()]
 

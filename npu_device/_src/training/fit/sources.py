@@ -28,14 +28,14 @@ def same_everywhere(world: World, source: Any, digest: int) -> bool:
     Raises:
         ValueError: the ranks read different data.
     """
-    digests = world.objects(digest)
+    digests = world.objects(digest, "first batch")
     if len(set(digests)) == 1:
         return True
     rows = "\n".join(
         f"  rank {rank} on host {world.runtime.cluster.hosts[rank]}: first batch {value:08x}"
         for rank, value in enumerate(digests)
     )
-    pipelines = world.objects(_pipeline(source))
+    pipelines = world.objects(_pipeline(source), "data pipeline")
     if pipelines[0] is not None and len(set(pipelines)) == 1:
         if world.is_main:
             _log.warning(
@@ -55,7 +55,7 @@ def same_everywhere(world: World, source: Any, digest: int) -> bool:
 
 def warn_if_all_the_same(world: World, digest: int) -> None:
     """Warn when ranks that should each read their own part read the same first batch."""
-    digests = world.objects(digest)
+    digests = world.objects(digest, "first batch of divided data")
     ranks = [rank for rank, value in enumerate(digests) if digests.count(value) > 1]
     if ranks and world.is_main:
         _log.warning(
