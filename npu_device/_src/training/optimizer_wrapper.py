@@ -98,6 +98,7 @@ class GradientReduction:
         self._reduced: list[weakref.ref[Any]] = []
         self._applying = False
         self._begun = False
+        self._compared = True
         self._audit: Audit | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReduction:
@@ -114,7 +115,8 @@ class GradientReduction:
             own = optimizer.variables
             # Slots stand in the order in which they were made, which loading a checkpoint may change.
             own = sorted(own() if callable(own) else own, key=variable_name)
-            self._begun = make_equal(self._world, variables) and make_equal(self._world, own)
+            self._compared = make_equal(self._world, variables)
+            self._begun = self._compared and make_equal(self._world, own)
 
     def audited(
         self, optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]
@@ -124,7 +126,7 @@ class GradientReduction:
         if off or self.options.waits_for_later_calls or self._applying or not can_compare():
             return contextlib.nullcontext()
         if self._audit is None:
-            self._audit = Audit(self._world, optimizer, not self._begun)
+            self._audit = Audit(self._world, optimizer, not self._compared)
         return self._audit.step([variable for gradient, variable in zip(gradients, variables) if gradient is not None])
 
     def reduce(self, gradients: Iterable[Gradient]) -> list[Gradient]:

@@ -73,11 +73,12 @@ def make_equal(world: World, variables: Sequence[Any]) -> bool:
             return False
         if without:
             raise RuntimeError(
-                f"rank {world.runtime.cluster.rank}: at the first step the model's variables have no values yet on "
-                f"rank(s) {', '.join(map(str, without))}, but on the others they have: they can't be compared.\n"
+                f"rank {world.runtime.cluster.rank}: at the first step the variables of the model or the optimizer "
+                f"have no values yet on rank(s) {', '.join(map(str, without))}, but on the others they have. They can't "
+                "be compared.\n"
                 "Likely cause: the model is built, or a checkpoint is read, on some ranks only.\n"
                 "What to do: build the whole model on every rank, and call npu.distribute.broadcast(model.variables) "
-                "before the first step."
+                "before the first step; read the checkpoint on every rank."
             )
         found = _differences(world, variables, None)
         if found is None:
