@@ -92,6 +92,10 @@ def test_a_consequence_is_never_the_first(tmp_path: Path) -> None:
     assert done.returncode == 3
     assert "rank 1: exit code 3, " in last_lines(done.stderr)
     assert "rank 2: stopped by npurun, killed by SIGTERM" in done.stderr.decode()
+    assert (
+        f"2 of 3 ranks ended with an error on host {socket.gethostname()}; npurun stopped 1 rank:"
+        in done.stderr.decode()
+    )
 
 
 def test_a_killed_rank_leaves_no_record_and_is_still_the_first(tmp_path: Path) -> None:

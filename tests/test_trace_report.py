@@ -91,7 +91,7 @@ def test_the_slowest_rank_is_named_with_its_cause(tmp_path: Path, changed: dict[
     assert result.slowest is not None
     assert (result.slowest.rank, result.slowest.host, result.slowest.cause) == (1, "b", cause)
     assert result.slowest.late == pytest.approx(20e3)
-    assert f"rank 1 on host b: it is 20.0 ms later than they are, in {cause}" in summary(result)
+    assert f"the other rank waits for rank 1 on host b: it is 20.0 ms later, in {cause}" in summary(result)
     assert "clocks could not be compared" in summary(result)
 
 

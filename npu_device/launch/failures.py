@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from npu_device._src.cluster.frames import counted
 from npu_device._src.cluster.tracebacks import CHAIN, HEADER, without_libraries
 from npu_device.launch.processes import Exit
 
@@ -102,7 +103,9 @@ def summary(failures: list[Failure], world_size: int, nnodes: int, host: str, st
     first, *others = failures
     lines = []
     if others:
-        lines.append(f"{len(failures)} of {world_size} ranks ended with an error on host {host}:")
+        stopped = sum(failure.stopped and failure.record is None for failure in failures)
+        also = f"; npurun stopped {counted(stopped, 'rank')}" if stopped else ""
+        lines.append(f"{len(failures) - stopped} of {world_size} ranks ended with an error on host {host}{also}:")
         lines += [f"  {_line(failure, started)}" for failure in reversed(others)]
     if first.is_consequence and nnodes > 1:
         lines.append("a failure on another node has caused this: look at npurun's output on the other nodes.")

@@ -76,10 +76,8 @@ def waiting(found: Analysis) -> str:
     last = found.slowest
     if last is None:
         return "no rank is slower than the others"
-    return (
-        f"the others wait for rank {last.rank} on host {last.host}: it is {last.late / 1e3:.1f} ms later than they "
-        f"are, in {last.cause}"
-    )
+    others = "the others wait" if len(found.ranks) > 2 else "the other rank waits"
+    return f"{others} for rank {last.rank} on host {last.host}: it is {last.late / 1e3:.1f} ms later, in {last.cause}"
 
 
 def spread(found: Analysis) -> str:
