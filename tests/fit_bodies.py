@@ -292,6 +292,8 @@ def body_unshuffled(kind: str) -> Any:
                 data: Any = dataset.shuffle(SAMPLES).batch(16)
             elif kind == "shard":
                 data = dataset.shard(npu.distribute.size(), rank).batch(16)
+            elif kind == "batch":
+                data = dataset.batch(16 >> rank)
             elif kind == "parts":
                 part = slice(rank, None, npu.distribute.size())
                 model.fit(x[part], y[part], batch_size=16, verbose=0)

@@ -190,5 +190,5 @@ def test_ranks_that_end_apart_are_told(tmp_path: Path, apart: bool, close: str) 
     first, second = job.run(tmp_path, 2, ENDED_APART.format(apart=apart, close=close))
     for ended in (first, second):
         assert ended.code == 0, ended.output
-    assert ("the ranks have come to different values of 1 of 2 variables (weight" in first.output) is apart
+    assert ("the ranks ended with different values for 1 of 2 variables (weight" in first.output) is apart
     assert "different values" not in second.output

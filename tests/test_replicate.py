@@ -139,11 +139,12 @@ def test_another_order_on_each_rank_becomes_rank_0s(keras_two_ranks: Pool, keras
     assert ["Rank 0's batches are sent to all" in text for text in said] == [True]
 
 
-@pytest.mark.parametrize("kind", ["shard", "parts"])
+@pytest.mark.parametrize("kind", ["shard", "parts", "batch"])
 def test_other_data_on_each_rank_is_an_error(keras_two_ranks: Pool, kind: str) -> None:
     for error, _ in keras_two_ranks.run(fit_bodies.body_unshuffled, kind):
         assert "the ranks were given different data" in error
         assert "rank 1 on host" in error
+        assert f"first batch of {8 if kind == 'batch' else 16} samples" in error and "different batch sizes" in error
         assert "npu.distribute.divided(dataset)" in error
 
 

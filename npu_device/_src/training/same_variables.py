@@ -149,7 +149,7 @@ def warn_if_different(world: World, variables: Sequence[Any], exchange: _Exchang
     found = _differences(world, variables, exchange)
     if found is not None and world.rank == 0:
         _log.warning(
-            "the ranks have come to different values of %s\nLikely cause: the script changes variables on some ranks "
+            "the ranks ended with different values for %s\nLikely cause: the script changes variables on some ranks "
             "only, or trains some of them with an optimizer that isn't an attribute of the model.\nWhat to do: change "
             "them on every rank alike.",
             found[1],

@@ -177,7 +177,8 @@ class Replica:
         if own_data:
             warn_if_all_the_same(self._world, digest)
         else:
-            self._send(kind, not same_everywhere(self._world, self._sources.get(kind), digest))
+            rows = int(rows_of(pulled[0])) if pulled else 0
+            self._send(kind, not same_everywhere(self._world, self._sources.get(kind), digest, rows))
         return batches if several else again(batches, pulled)
 
     def _send(self, kind: str, sent: bool) -> None:

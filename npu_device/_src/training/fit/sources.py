@@ -8,18 +8,20 @@ from typing import Any
 
 import tensorflow as tf
 
+from npu_device._src.cluster.frames import counted
 from npu_device._src.training.world import World
 
 _log = logging.getLogger("npu_device")
 
 
-def same_everywhere(world: World, source: Any, digest: int) -> bool:
+def same_everywhere(world: World, source: Any, digest: int, rows: int) -> bool:
     """Compare the first batch of the ranks.
 
     Args:
         world: the ranks.
         source: the data that the user passed to fit, evaluate or predict.
         digest: a checksum of the first batch.
+        rows: its number of samples.
 
     Returns:
         True when the ranks read the same data; False when only the random order differs, so that rank 0's batches are
@@ -28,12 +30,13 @@ def same_everywhere(world: World, source: Any, digest: int) -> bool:
     Raises:
         ValueError: the ranks read different data.
     """
-    digests = world.objects(digest, "first batch")
-    if len(set(digests)) == 1:
+    found = world.objects((digest, rows), "first batch")
+    if len({value for value, _ in found}) == 1:
         return True
-    rows = "\n".join(
-        f"  rank {rank} on host {world.runtime.cluster.hosts[rank]}: first batch {value:08x}"
-        for rank, value in enumerate(digests)
+    lines = "\n".join(
+        f"  rank {rank} on host {world.runtime.cluster.hosts[rank]}: first batch of {counted(size, 'sample')}, "
+        f"checksum {value:08x}"
+        for rank, (value, size) in enumerate(found)
     )
     pipelines = world.objects(_pipeline(source), "data pipeline")
     if pipelines[0] is not None and len(set(pipelines)) == 1:
@@ -42,14 +45,15 @@ def same_everywhere(world: World, source: Any, digest: int) -> bool:
                 "the ranks shuffle the same data set in different orders:\n%s\nRank 0's batches are sent to all, which "
                 "is right but costs time.\nWhat to do: give shuffle a seed, or call keras.utils.set_random_seed before "
                 "the data set is made.",
-                rows,
+                lines,
             )
         return False
     raise ValueError(
-        f"the ranks were given different data:\n{rows}\nA replicated model takes the whole data on every rank and "
-        "divides each batch itself.\nLikely cause: the script divides the data already, or shuffles them with "
-        "another seed on each rank.\nWhat to do: give every rank the same data in the same order; or pass "
-        "this rank's part as npu.distribute.divided(dataset)."
+        f"the ranks were given different data:\n{lines}\nA replicated model takes the whole data on every rank and "
+        "divides each batch itself.\nLikely cause: the script divides the data already, gives the ranks different "
+        "batch sizes, or creates random data or shuffles without a seed, or with another seed on each rank.\nWhat to "
+        "do: give every rank the same batch size and the same data in the same order; or pass this rank's part as "
+        "npu.distribute.divided(dataset)."
     )
 
 

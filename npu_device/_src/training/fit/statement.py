@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import environment
+from npu_device._src.cluster.frames import counted
 from npu_device._src.collectives.choice import explained
 from npu_device._src.training import training_state
 from npu_device._src.training.world import World
@@ -37,13 +38,14 @@ def lines(world: World, model: Any, rows: int | None, steps: int | None) -> list
         least, most = rows // world.size, -(-rows // world.size)
         batch = f"{rows} samples, {most if least == most else f'{least} or {most}'} per rank"
     rates = ", ".join(_rate(optimizer) for optimizer in training_state.optimizers(model)) or "none"
-    threads = tf.config.threading.get_intra_op_parallelism_threads() or "TensorFlow's default number of"
+    number = tf.config.threading.get_intra_op_parallelism_threads()
+    threads = counted(number, "thread") if number else "TensorFlow's default number of threads"
     backend = explained(world.runtime, world.group)
     return [
         f"npu_device: {type(model).__name__} {model.name!r} trains on {world.size} ranks ({where})",
         f"  global batch   {batch}; {'unknown' if steps is None else steps} steps per epoch",
         f"  learning rate  {rates}, as given, not scaled by the number of ranks",
-        f"  backend        {backend}; {threads} threads per rank",
+        f"  backend        {backend}; {threads} per rank",
         "  files          callbacks write on rank 0; the others wait after each epoch",
         "  (NPU_DEVICE_STATEMENT=off leaves this out)",
     ]
