@@ -74,8 +74,7 @@ def make_equal(world: World, variables: Sequence[Any]) -> bool:
         if without:
             raise RuntimeError(
                 f"rank {world.runtime.cluster.rank}: at the first step the variables of the model or the optimizer "
-                f"have no values yet on rank(s) {', '.join(map(str, without))}, but on the others they have. They can't "
-                "be compared.\n"
+                f"have no values yet on rank {', '.join(map(str, without))}, but on the others they have.\n"
                 "Likely cause: the model is built, or a checkpoint is read, on some ranks only.\n"
                 "What to do: build the whole model on every rank, and call npu.distribute.broadcast(model.variables) "
                 "before the first step; read the checkpoint on every rank."
