@@ -117,7 +117,7 @@ def test_the_end_of_npurun_is_the_end_of_the_ranks(
         (["--hosts", "a,a"], "a is listed twice"),
         (["--hosts", "a:x"], "'a:x' is not HOST"),
         (["--hosts", "a,b", "--node-rank", "1"], "leave --hosts out"),
-        (["--hosts", "a,b", "--nnodes", "3"], "there are 2 hosts"),
+        (["--hosts", "a,b", "--nnodes", "3"], "the list has 2 hosts"),
         (["--hosts", "a", "--hostfile", "b"], "give one of them"),
         (["--hostfile", "/not/there"], "No such file"),
     ],
