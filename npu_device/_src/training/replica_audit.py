@@ -46,8 +46,7 @@ _END_SECONDS = 3.0
 
 _numbers = itertools.count()
 _audits: weakref.WeakValueDictionary[int, Audit] = weakref.WeakValueDictionary()
-_by_hand: weakref.WeakValueDictionary[tuple[int, ...], Audit] = weakref.WeakValueDictionary()
-_COLLECTION = "npu_device_audits"
+_BY_HAND = "_npu_device_audits"  # an attribute of the first variable: by the ids of all
 
 
 class Audit:
@@ -115,6 +114,10 @@ class Audit:
         with tf.device(self._device):
             return tf.cond(count >= self._graph_due, audit, lambda: tf.constant(0, tf.int64)).op
 
+    def spans(self, runtime: Runtime) -> bool:
+        """Return whether all ranks of the job take part."""
+        return self.world.size == runtime.cluster.world_size
+
     def _compare(self, variables: Sequence[Any], count: Any) -> Any:
         """Compare digests; return the number of steps after which the next audit is due."""
         myself = weakref.ref(self)  # the optimizer leads to a replicated model, and that to the graph
@@ -142,7 +145,7 @@ class Audit:
             self._step_seconds = (began - self._last[1]) / max(1, count - self._last[0])
         self._last, self._began = (count, began), began
         looked = time.perf_counter() - began
-        digest = zlib.crc32(repr(digests).encode())
+        digest = _checksum(digests)
         # Those who wait for the last rank don't work: the shortest of the ranks' audits is what one costs.
         cost = max(looked, self._audit_seconds)
         return np.array([digest, -digest, -cost * 1e9, -self._step_seconds * 1e9], np.int64)
@@ -180,12 +183,13 @@ def step_behind(world: World, variables: Sequence[Any]) -> contextlib.AbstractCo
     """
     if not variables or world.size == 1 or not can_compare() or environment.NPU_DEVICE_AUDIT.get() == "off":
         return contextlib.nullcontext()
+    # Functions that are made again go on with the same count. So the audit must live as long as the variables: a
+    # function that nobody refers to is gone when Python's garbage collector has run, on each rank at another time.
+    audits = vars(variables[0]).setdefault(_BY_HAND, {})
     key = tuple(map(id, variables))
-    audit = _by_hand.get(key)
-    if audit is None:
-        audit = _by_hand[key] = Audit(world, None, not compared(variables))
-    # Functions that are traced again go on with the same counts; the audit lives as long as one of them.
-    tf.compat.v1.get_default_graph().get_collection_ref(_COLLECTION).append(audit)
+    if key not in audits:
+        audits[key] = Audit(world, None, not compared(variables))
+    audit: Audit = audits[key]
     return audit.step(variables)
 
 
@@ -206,15 +210,22 @@ def warn_if_ended_apart(runtime: Runtime) -> None:
     """
     if runtime.health.is_over:
         return
-    audits = [audit for _, audit in sorted(_audits.items()) if audit.world.size == runtime.cluster.world_size]
-    variables = [variable for audit in audits for variable in audit.variables]
-    if not variables:
-        return
     with compat.eager_mode(), contextlib.suppress(ClusterError, TimeoutError, tf.errors.OpError):
-        digest = zlib.crc32(repr([digest_of(variable) for variable in variables]).encode())
-        if len(set(runtime.store.gather("digest at the end", digest, _END_SECONDS))) > 1:
+        audits = {str(number): audit for number, audit in sorted(_audits.items()) if audit.spans(runtime)}
+        mine = {
+            number: _checksum([digest_of(variable) for variable in audit.variables]) for number, audit in audits.items()
+        }
+        everybody = runtime.store.gather("digest at the end", mine, _END_SECONDS)
+        # An optimizer that nobody refers to any more may be gone on some ranks only.
+        common = [number for number in audits if all(number in digests for digests in everybody)]
+        if any(digests[number] != mine[number] for number in common for digests in everybody):
             gather = functools.partial(runtime.store.gather, "digests at the end", timeout=_END_SECONDS)
-            warn_if_different(audits[0].world, variables, gather)
+            variables = [variable for number in common for variable in audits[number].variables]
+            warn_if_different(audits[common[0]].world, variables, gather)
+
+
+def _checksum(digests: Sequence[tuple[tuple[int, ...], str, int]]) -> int:
+    return zlib.crc32(repr(digests).encode())
 
 
 def _writes(variables: Sequence[Any]) -> list[tf.Operation]:
