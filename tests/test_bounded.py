@@ -55,6 +55,25 @@ def test_instance_keys_of_tensorflow(tensorflow_ranks: Pool) -> None:
     assert max(tensorflow_ranks.run(body_keys)) < 1 << 20
 
 
+def body_kept_memory() -> int:
+    """Return how many bytes stay in memory when 160 MiB are freed."""
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    before = _memory()
+    blocks = [libc.malloc(10 << 20) for _ in range(16)]
+    for block in blocks:
+        ctypes.memset(block, 1, 10 << 20)
+    for block in blocks:
+        libc.free(ctypes.c_void_p(block))
+    return _memory() - before
+
+
+def test_freed_memory_is_kept_for_the_next_transfer(tensorflow_ranks: Pool) -> None:
+    assert min(tensorflow_ranks.run(body_kept_memory)) > 150 << 20
+
+
 def body_keys_of_tags(calls: int) -> int:
     """Return how many keys sends with many tags have taken, one after the other and in one function."""
     import tensorflow as tf

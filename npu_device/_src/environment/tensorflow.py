@@ -47,6 +47,21 @@ TF_GRPC_DEFAULT_OPTIONS = Variable(
     "that gRPC holds a failed `MarkRecvFinished`: TensorFlow may crash if it repeats that. Your own value replaces "
     "this one, so keep these options in it.",
 )
+MALLOC_MMAP_THRESHOLD_ = Variable(
+    "MALLOC_MMAP_THRESHOLD_",
+    forms.integer(0),
+    32 << 20,
+    "glibc's setting: larger blocks of memory come from the system each time. TensorFlow's backend sets it.",
+    "bytes",
+)
+MALLOC_TRIM_THRESHOLD_ = Variable(
+    "MALLOC_TRIM_THRESHOLD_",
+    forms.integer(-1),
+    512 << 20,
+    "glibc's setting: how much freed memory a process keeps, -1 for all. TensorFlow's backend sets it, since transfers "
+    "are slower if they take fresh memory from the system each time.",
+    "bytes",
+)
 TF_FORCE_GPU_ALLOW_GROWTH = optional(
     "TF_FORCE_GPU_ALLOW_GROWTH",
     forms.TEXT,

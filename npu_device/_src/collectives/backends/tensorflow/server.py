@@ -16,6 +16,7 @@ from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.ports import ReservedPort, join_address
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.shared_memory.host import hosts_of
+from npu_device._src.collectives.backends.tensorflow import freed_memory
 
 _JOB = "worker"
 _LEADER = f"/job:{_JOB}/replica:0/task:0"
@@ -93,6 +94,7 @@ def start(runtime: Runtime) -> None:
     # sender learns that it can forget a transfer must not fail: TensorFlow would repeat it with memory that it has
     # freed, and crash. So gRPC keeps it.
     environment.TF_GRPC_DEFAULT_OPTIONS.pass_on()
+    freed_memory.keep()
     context.enable_collective_ops(compat.server_def({_JOB: addresses}, _JOB, cluster.rank, reserved.number, config))
     try:
         context.ensure_initialized()
