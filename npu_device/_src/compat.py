@@ -66,6 +66,17 @@ def variables_read() -> list[Any]:
     )
 
 
+def to_tensor(value: Any) -> tf.Tensor:
+    """Return a value as a tensor.
+
+    TensorFlow keeps 0.7 KB forever for each new Python number that becomes a tensor in eager mode, but not for a list
+    of numbers (2.20). Can go when it doesn't.
+    """
+    if isinstance(value, (int, float, complex)) and tf.executing_eagerly():
+        return tf.reshape(tf.convert_to_tensor([value]), [])
+    return tf.convert_to_tensor(value)
+
+
 def context_is_initialized() -> bool:
     """Return True if TensorFlow has made its devices and thread pools, after which nothing can be configured."""
     current = _context.context_safe()

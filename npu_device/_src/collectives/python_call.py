@@ -44,7 +44,7 @@ def python_call(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtype
     """
     number = next(_numbers)
     with tf.init_scope(), tf.device("CPU:0"):
-        captured = tf.fill([_CAPTURED_FROM], tf.constant(number, tf.int64))
+        captured = tf.fill([_CAPTURED_FROM], np.int64(number))  # see compat.to_tensor
     _functions[number] = function
     weakref.finalize(captured, _functions.pop, number, None)
     inputs = [compat.through_outer_graphs(captured), *inputs]

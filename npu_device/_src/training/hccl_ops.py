@@ -18,6 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from npu_device._src import compat
 from npu_device._src.collectives import all_gather as _all_gather
 from npu_device._src.collectives import all_reduce as _all_reduce
 from npu_device._src.collectives import all_to_all_v as _all_to_all_v
@@ -63,8 +64,8 @@ def allreduce(tensor: Any, reduction: str, fusion: int = 1, fusion_id: int = -1,
         return tensor
     if fusion == 2:
         together = ReductionOptions(reduction, fusion, fusion_id)
-        return reduce_list(ranks.runtime, [tf.convert_to_tensor(tensor)], together, ranks.group)[0]
-    return _all_reduce.all_reduce(ranks.runtime, tf.convert_to_tensor(tensor), reduction, ranks.group)
+        return reduce_list(ranks.runtime, [compat.to_tensor(tensor)], together, ranks.group)[0]
+    return _all_reduce.all_reduce(ranks.runtime, compat.to_tensor(tensor), reduction, ranks.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -87,7 +88,7 @@ def allgather(tensor: Any, rank_size: int, group: str = WORLD_GROUP) -> Any:
     _check_rank_size("allgather", rank_size, group, ranks)
     if ranks is None:
         return tensor
-    return _all_gather.all_gather(ranks.runtime, tf.convert_to_tensor(tensor), ranks.group)
+    return _all_gather.all_gather(ranks.runtime, compat.to_tensor(tensor), ranks.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -117,9 +118,7 @@ def broadcast(
     ranks = world(group)
     if ranks is None:
         return list(tensor)
-    sent = _broadcast.broadcast(
-        ranks.runtime, [tf.convert_to_tensor(value) for value in tensor], root_rank, ranks.group
-    )
+    sent = _broadcast.broadcast(ranks.runtime, [compat.to_tensor(value) for value in tensor], root_rank, ranks.group)
     return [overwriting(value, result) for value, result in zip(tensor, sent)]
 
 
@@ -149,7 +148,7 @@ def reduce(
     ranks = world(group)
     if ranks is None:
         return tensor
-    return _reduce.reduce(ranks.runtime, tf.convert_to_tensor(tensor), reduction, root_rank, ranks.group)
+    return _reduce.reduce(ranks.runtime, compat.to_tensor(tensor), reduction, root_rank, ranks.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -175,7 +174,7 @@ def reduce_scatter(tensor: Any, reduction: str, rank_size: int, group: str = WOR
     _check_rank_size("reduce_scatter", rank_size, group, ranks)
     if ranks is None:
         return tensor
-    return _reduce_scatter.reduce_scatter(ranks.runtime, tf.convert_to_tensor(tensor), reduction, ranks.group)
+    return _reduce_scatter.reduce_scatter(ranks.runtime, compat.to_tensor(tensor), reduction, ranks.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -199,7 +198,7 @@ def send(tensor: Any, sr_tag: int, dest_rank: int, group: str = WORLD_GROUP) -> 
     Inside one ``tf.function`` they don't.
     """
     ranks = _others("send", group)
-    return _send.send(ranks.runtime, tf.convert_to_tensor(tensor), sr_tag, dest_rank, ranks.group)
+    return _send.send(ranks.runtime, compat.to_tensor(tensor), sr_tag, dest_rank, ranks.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -252,7 +251,7 @@ def all_to_all_v(
             each other or the group; a rank expects a different number of elements than it is sent.
         TypeError: a dtype that has no bits to send.
     """
-    data = tf.convert_to_tensor(send_data)
+    data = compat.to_tensor(send_data)
     ranks = world(group)
     if ranks is None:
         outgoing = _blocks.checked("send", send_counts, send_displacements, 1, data.shape[0])
@@ -286,7 +285,7 @@ def all_to_all_v_c(
         TypeError: a dtype that has no bits to send.
     """
     check_fusion_0_or_2("all_to_all_v_c", fusion, fusion_id)
-    data = tf.convert_to_tensor(send_data)
+    data = compat.to_tensor(send_data)
     ranks = world(group)
     own = 0 if ranks is None else ranks.rank
     if rank != own:

@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from npu_device._src import compat
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
 from npu_device._src.training import replica_audit, same_samples, same_variables
@@ -79,4 +80,4 @@ def all_reduce(
 def _to_tensor(value: Any) -> Any:
     if value is None or isinstance(value, tf.IndexedSlices):
         return value
-    return tf.convert_to_tensor(value)
+    return compat.to_tensor(value)

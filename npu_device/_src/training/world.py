@@ -62,7 +62,7 @@ class World:
         """Return the root's Python object; those of the other ranks are ignored."""
         mine = self.rank == root_rank
         data = np.frombuffer(pickle.dumps(value), np.uint8) if mine else np.zeros([0], np.uint8)
-        [length] = self.from_root([tf.constant(len(data), tf.int64)], root_rank)
+        [length] = self.from_root([tf.constant(np.int64(len(data)))], root_rank)
         buffer = tf.constant(data) if mine else tf.zeros([int(length)], tf.uint8)
         [sent] = self.from_root([buffer], root_rank)
         return value if mine else pickle.loads(sent.numpy().tobytes())

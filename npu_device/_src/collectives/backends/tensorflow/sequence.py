@@ -72,7 +72,7 @@ class Sequence:
         known = shape.as_list() if isinstance(shape, tf.TensorShape) else None
         if tf.executing_eagerly():
             sizes = known if known is not None else np.asarray(shape).tolist()
-            return tf.constant(self._next((kind, dtype.name, tuple(sizes))), tf.int32)
+            return tf.constant(np.int32(self._next((kind, dtype.name, tuple(sizes)))))
         names = self._made_in_graph()[kind, dtype.name]
         graph = tf.compat.v1.get_default_graph()
         before = [graph.get_operation_by_name(names[-self._ring])] if len(names) >= self._ring else []
