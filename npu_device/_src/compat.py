@@ -55,15 +55,17 @@ def eager_mode() -> Any:
     return _context.eager_mode()
 
 
-def variables_read() -> list[Any]:
-    """Return the variables that the ``tf.function`` being traced has read so far, in that order; [] elsewhere."""
+def variables_read() -> list[tuple[Any, tf.Tensor]]:
+    """Return the variables that the ``tf.function`` being traced has read so far, each with the handle by which its
+    graph knows it, in the order in which they were created; [] elsewhere.
+
+    The order in which they are read may differ among ranks: one may look at a variable first.
+    """
     graph: Any = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     watched = getattr(graph, "_watched_variables", ())  # ``FuncGraph.variables`` is filled at the end only
-    places = {id(outer): place for place, (outer, _) in enumerate(graph.captures)} if watched else {}
-    return sorted(
-        (variable for variable in watched if id(variable.handle) in places),
-        key=lambda variable: places[id(variable.handle)],
-    )
+    handles = {id(outer): inner for outer, inner in graph.captures} if watched else {}
+    read = [(variable, handles[id(variable.handle)]) for variable in watched if id(variable.handle) in handles]
+    return sorted(read, key=lambda pair: int(pair[0].handle._id))
 
 
 def to_tensor(value: Any) -> tf.Tensor:

@@ -74,7 +74,7 @@ def make_equal(world: World, variables: Sequence[Any]) -> bool:
         if without:
             raise RuntimeError(
                 f"rank {world.runtime.cluster.rank}: at the first step the variables of the model or the optimizer "
-                f"have no values yet on rank {', '.join(map(str, without))}, but on the others they have.\n"
+                f"have no values yet on rank(s) {', '.join(map(str, without))}, but on the others they have.\n"
                 "Likely cause: the model is built, or a checkpoint is read, on some ranks only.\n"
                 "What to do: build the whole model on every rank, and call npu.distribute.broadcast(model.variables) "
                 "before the first step; read the checkpoint on every rank."
@@ -112,16 +112,44 @@ def make_equal_behind(world: World, gradients: Sequence[Any]) -> list[Any]:
     The graph knows which trainable variables it has read. Those of one shape and dtype are compared, once, if there are
     as many of them as gradients; otherwise some may belong to this rank alone.
     """
-    read = [variable for variable in compat.variables_read() if variable.trainable]
     present = [gradient for gradient in gradients if gradient is not None]
-    if not read or not any(_is_of_a_tape(gradient) for gradient in present):
+    if tf.executing_eagerly() or not any(_is_of_a_tape(gradient) for gradient in present):
         return []
-    wanted, there = (collections.Counter(map(_shape_and_dtype, values)) for values in (present, read))
-    behind = [variable for variable in read if there[_shape_and_dtype(variable)] == wanted[_shape_and_dtype(variable)]]
+    behind = _variables_of(present)
     new = [variable for variable in behind if _compared.get(id(variable)) is not variable]
     if new and make_equal(world, new):
         _compared.update({id(variable): variable for variable in new})
     return behind
+
+
+def _variables_of(gradients: Sequence[Any]) -> list[Any]:
+    """Return the trainable variables that the gradients belong to, as far as the graph tells, in the order of creation.
+
+    What has nothing to do with the gradients is left out: one rank may read it alone, to look at it.
+    """
+    connected = _connected(gradients)
+    read = [
+        variable
+        for variable, handle in compat.variables_read()
+        if variable.trainable and any(reader.name in connected for reader in handle.consumers())
+    ]
+    wanted, there = (collections.Counter(map(_shape_and_dtype, values)) for values in (gradients, read))
+    return [variable for variable in read if there[_shape_and_dtype(variable)] == wanted[_shape_and_dtype(variable)]]
+
+
+def _connected(values: Sequence[Any]) -> set[str]:
+    """Return the names of the operations that are connected with values by data, in either direction."""
+    waiting = [tensor.op for tensor in tf.nest.flatten(list(values), expand_composites=True)]
+    seen = {operation.name for operation in waiting}
+    while waiting:
+        operation = waiting.pop()
+        data = [tensor for tensor in [*operation.inputs, *operation.outputs] if tensor.dtype != tf.resource]
+        for tensor in data:
+            for neighbour in [tensor.op, *tensor.consumers()]:
+                if neighbour.name not in seen:
+                    seen.add(neighbour.name)
+                    waiting.append(neighbour)
+    return seen
 
 
 def compared(variables: Sequence[Any]) -> bool:
