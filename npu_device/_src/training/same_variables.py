@@ -113,7 +113,7 @@ def make_equal_behind(world: World, gradients: Sequence[Any]) -> list[Any]:
     as many of them as gradients; otherwise some may belong to this rank alone.
     """
     present = [gradient for gradient in gradients if gradient is not None]
-    if tf.executing_eagerly() or not any(_is_of_a_tape(gradient) for gradient in present):
+    if not any(operation.name.startswith("gradient_tape/") for operation in _operations_of(present)):
         return []
     behind = _variables_of(present)
     new = [variable for variable in behind if _compared.get(id(variable)) is not variable]
@@ -137,9 +137,15 @@ def _variables_of(gradients: Sequence[Any]) -> list[Any]:
     return [variable for variable in read if there[_shape_and_dtype(variable)] == wanted[_shape_and_dtype(variable)]]
 
 
+def _operations_of(values: Sequence[Any]) -> list[tf.Operation]:
+    """Return the operations of the graph that make values; eager values have none."""
+    tensors = tf.nest.flatten(list(values), expand_composites=True)
+    return [tensor.op for tensor in tensors if tf.is_symbolic_tensor(tensor)]
+
+
 def _connected(values: Sequence[Any]) -> set[str]:
     """Return the names of the operations that are connected with values by data, in either direction."""
-    waiting = [tensor.op for tensor in tf.nest.flatten(list(values), expand_composites=True)]
+    waiting = _operations_of(values)
     seen = {operation.name for operation in waiting}
     while waiting:
         operation = waiting.pop()
@@ -155,10 +161,6 @@ def _connected(values: Sequence[Any]) -> set[str]:
 def compared(variables: Sequence[Any]) -> bool:
     """Return whether ``make_equal_behind`` has compared all of the variables."""
     return all(_compared.get(id(variable)) is variable for variable in variables)
-
-
-def _is_of_a_tape(gradient: Any) -> bool:
-    return getattr(gradient, "values", gradient).op.name.startswith("gradient_tape/")
 
 
 def _shape_and_dtype(value: Any) -> tuple[str, tf.DType]:
