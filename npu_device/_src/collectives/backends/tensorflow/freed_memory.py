@@ -11,11 +11,12 @@ import ctypes
 from npu_device._src import environment
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
+_MOST = 2**31 - 1  # mallopt takes an int
 
 
 def keep() -> None:
     """Let glibc keep freed memory from now on. Another C library isn't changed."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, environment.MALLOC_MMAP_THRESHOLD_.get())
-        mallopt(_M_TRIM_THRESHOLD, environment.MALLOC_TRIM_THRESHOLD_.get())
+        mallopt(_M_MMAP_THRESHOLD, min(_MOST, environment.MALLOC_MMAP_THRESHOLD_.get()))
+        mallopt(_M_TRIM_THRESHOLD, min(_MOST, environment.MALLOC_TRIM_THRESHOLD_.get()))
