@@ -139,7 +139,9 @@ def _variables_of(gradients: Sequence[Any]) -> list[Any]:
 
 def _operations_of(values: Sequence[Any]) -> list[tf.Operation]:
     """Return the operations of the graph that make values; eager values have none."""
-    tensors = tf.nest.flatten(list(values), expand_composites=True)
+    if tf.executing_eagerly():
+        return []
+    tensors = [getattr(value, "values", value) for value in values]  # the rows of a sparse one
     return [tensor.op for tensor in tensors if tf.is_symbolic_tensor(tensor)]
 
 
