@@ -114,10 +114,6 @@ class Audit:
         with tf.device(self._device):
             return tf.cond(count >= self._graph_due, audit, lambda: tf.constant(0, tf.int64)).op
 
-    def spans(self, runtime: Runtime) -> bool:
-        """Return whether all ranks of the job take part."""
-        return self.world.size == runtime.cluster.world_size
-
     def _compare(self, variables: Sequence[Any], count: Any) -> Any:
         """Compare digests; return the number of steps after which the next audit is due."""
         myself = weakref.ref(self)  # the optimizer leads to a replicated model, and that to the graph
@@ -211,7 +207,8 @@ def warn_if_ended_apart(runtime: Runtime) -> None:
     if runtime.health.is_over:
         return
     with compat.eager_mode(), contextlib.suppress(ClusterError, TimeoutError, tf.errors.OpError):
-        audits = {str(number): audit for number, audit in sorted(_audits.items()) if audit.spans(runtime)}
+        size = runtime.cluster.world_size
+        audits = {str(number): audit for number, audit in sorted(_audits.items()) if audit.world.size == size}
         mine = {
             number: _checksum([digest_of(variable) for variable in audit.variables]) for number, audit in audits.items()
         }
