@@ -224,6 +224,19 @@ def test_the_job_goes_on_with_fewer_nodes_and_takes_one_back(tmp_path: Path) -> 
     assert nodes.names("ready.2.*") == ["ready.2.0", "ready.2.1", "ready.2.2"]
 
 
+def test_a_node_that_waits_for_a_stopped_node_0_gives_up(tmp_path: Path) -> None:
+    options = ("--max-restarts", "1", "--restart-backoff", "60", "--rejoin-timeout", "1")
+    with Nodes(tmp_path, "    os._exit(3 * rank)", *options) as nodes:
+        leader, waiting = (nodes.start(node) for node in (0, 1))
+        assert waiting.stderr is not None
+        assert any(b"restart 1 of 1 in 60 s" in line for line in waiting.stderr)
+        leader.send_signal(signal.SIGSTOP)
+        code, stderr = ends(waiting)
+        assert code == 1
+        assert "node 0 has said nothing for 20 s: its npurun is stopped, or its host hangs" in stderr
+        assert "node 0 could not be reached" in stderr
+
+
 def test_too_few_nodes(tmp_path: Path) -> None:
     with Nodes(tmp_path, "", "--max-restarts", "1", "--rejoin-timeout", "1") as nodes:
         code, stderr = ends(nodes.start(0))

@@ -26,6 +26,7 @@ from npu_device.launch.causes import Cause
 from npu_device.launch.ledger import Decision, Ended, Ledger
 from npu_device.launch.node_links import Link
 
+ALIVE_SECONDS = 5.0  # between the messages with which node 0 says that it isn't frozen
 _LAST_MESSAGE_SECONDS = 3.0
 _NOTICE_AFTER_SECONDS = 5.0
 _STOP_SECONDS = 30.0  # in addition to the ranks' time: notice, kill, and the last lines of output
@@ -73,6 +74,7 @@ class Leader:
         serving = self._listener, self._secret, self._serve
         threading.Thread(target=node_links.serve, args=serving, name="npurun-accept", daemon=True).start()
         self._thread.start()
+        threading.Thread(target=self._say_alive, name="npurun-alive", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -84,6 +86,12 @@ class Leader:
         for message in link.messages():
             self._events.put((link, message))
         self._events.put((link, None))
+
+    def _say_alive(self) -> None:
+        while self._thread.is_alive():
+            for link in list(self._nodes.values()):
+                link.send({"alive": True})
+            time.sleep(ALIVE_SECONDS)
 
     def _send(self, nodes: Sequence[int], **message: Any) -> None:
         for node in nodes:

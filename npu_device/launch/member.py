@@ -11,12 +11,14 @@ from typing import Any
 from npu_device._src.version import __version__
 from npu_device.launch import ledger, meeting, node_links
 from npu_device.launch.attempt import Attempt, Launch
+from npu_device.launch.leader import ALIVE_SECONDS
 from npu_device.launch.ledger import Ended
 from npu_device.launch.meeting import Meeting
 from npu_device.launch.node_links import Link
 from npu_device.launch.supervisor import Stop
 
 _PAUSE_SECONDS = 0.3
+_SILENT_SECONDS = 4 * ALIVE_SECONDS  # after which a node that only waits takes node 0's npurun for frozen
 _FAILED = 1
 _USAGE = 2
 
@@ -71,7 +73,7 @@ class Member:
         while self._ending is None or not self._launch.events.empty():
             if self._ending is None and (self._link is None or self._link.is_lost):
                 self._connect()
-            event = self._launch.events.get()
+            event = self._event()
             if isinstance(event, int):
                 self._on_signal(event)
             if not isinstance(event, dict):
@@ -88,6 +90,20 @@ class Member:
         if len(over["attempts"]) > 1:
             self._say(ledger.summary([Ended.read(fields) for fields in over["attempts"]]))
         raise _End(int(over["code"]))
+
+    def _event(self) -> Any:
+        """Wait for the next event; None if node 0 is silent, whose connection counts as lost then."""
+        link = self._link
+        try:
+            return self._launch.events.get(timeout=_SILENT_SECONDS)
+        except queue.Empty:
+            if link is not None and time.monotonic() - link.heard > _SILENT_SECONDS:
+                self._say(
+                    f"node 0 has said nothing for {_SILENT_SECONDS:g} s: its npurun is stopped, or its host hangs"
+                )
+                link.close()
+                link.is_lost = True
+            return None
 
     def _plan(self, plan: dict[str, Any]) -> Meeting:
         nodes = tuple(plan["nodes"])
@@ -175,7 +191,7 @@ class Member:
                 if "plan" in message:
                     self._running = message["plan"]["count"]
                 self._launch.events.put(message)
-            else:
+            elif "alive" not in message:
                 self._ending = message
                 self._launch.events.put(Stop("node 0 has ended this node's part of the job", self._running))
         self._launch.events.put(Stop("lost the connection to node 0", self._running))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, Callable
 
@@ -23,11 +24,13 @@ class Link:
 
     Attributes:
         is_lost: the other side has closed the connection.
+        heard: when the last message came, on the monotonic clock.
         greeting: what the other side said first, if it has connected to this one.
     """
 
     def __init__(self, line: TimedConnection, greeting: dict[str, Any] | None = None) -> None:
         self.is_lost = False
+        self.heard = time.monotonic()
         self.greeting = greeting or {}
         self._connection = line.connection
         self._connection.settimeout(None)
@@ -50,7 +53,9 @@ class Link:
         """
         self._connection.settimeout(seconds)
         with contextlib.suppress(OSError, frames.FrameError):
-            yield from self._reader.messages(self._connection)
+            for message in self._reader.messages(self._connection):
+                self.heard = time.monotonic()
+                yield message
         self.is_lost = True
         self.close()
 

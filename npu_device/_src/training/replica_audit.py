@@ -45,7 +45,7 @@ _END_SECONDS = 3.0
 
 
 _numbers = itertools.count()
-_audits: weakref.WeakValueDictionary[int, Audit] = weakref.WeakValueDictionary()
+_audits: weakref.WeakValueDictionary[int, Audit] = weakref.WeakValueDictionary()  # those of all ranks of the job
 _BY_HAND = "_npu_device_audits"  # an attribute of the first variable: by the ids of all
 
 
@@ -79,7 +79,8 @@ class Audit:
         self.variables: Sequence[Any] = ()
         if warn_if_ended_apart not in world.runtime.before_leaving:
             world.runtime.before_leaving.append(warn_if_ended_apart)
-        _audits[next(_numbers)] = self
+        if world.size == world.runtime.cluster.world_size:
+            _audits[next(_numbers)] = self
 
     @contextlib.contextmanager
     def step(self, variables: Sequence[Any]) -> Iterator[None]:
@@ -207,8 +208,7 @@ def warn_if_ended_apart(runtime: Runtime) -> None:
     if runtime.health.is_over:
         return
     with compat.eager_mode(), contextlib.suppress(ClusterError, TimeoutError, tf.errors.OpError):
-        size = runtime.cluster.world_size
-        audits = {str(number): audit for number, audit in sorted(_audits.items()) if audit.world.size == size}
+        audits = {str(number): audit for number, audit in sorted(_audits.items())}
         mine = {
             number: _checksum([digest_of(variable) for variable in audit.variables]) for number, audit in audits.items()
         }
