@@ -206,6 +206,21 @@ def test_another_version(package: str, start: Any, tmp_path: Path) -> None:
     assert "install the same versions" in text
 
 
+def test_another_setting(start: Any, tmp_path: Path) -> None:
+    settings: list[dict[str, str]] = [{"NPU_DEVICE_SPLIT": ""}, {"NPU_DEVICE_AUDIT": "off", "NPU_DEVICE_SPLIT": "1, 3"}]
+    text = one_error([start(by_table(tmp_path, 2, rank, **settings[rank])) for rank in range(2)])
+    assert "don't match (another setting)" in text
+    assert "  rank 1 on host here: another setting, NPU_DEVICE_AUDIT off (the chief: not set); another" in text
+    assert "NPU_DEVICE_SPLIT (1, 3) (the chief: not set) (machine " in text
+    assert "give these environment variables the same value on all ranks" in text
+
+
+def test_the_same_settings_written_otherwise(start: Any, tmp_path: Path) -> None:
+    settings = [{"NPU_DEVICE_AUDIT": "auto", "NPU_DEVICE_SPLIT": "1,3"}, {"NPU_DEVICE_SPLIT": "1, 3 "}]
+    ranks = [start(by_table(tmp_path, 2, rank, **settings[rank])) for rank in range(2)]
+    assert [rank.report()["cluster"]["rank"] for rank in ranks] == [0, 1]
+
+
 def test_another_scheme(start: Any, tmp_path: Path) -> None:
     table = by_table(tmp_path, 2, 0, JOB_ID="default")
     text = one_error([start(table), start(by_tf_config(the_port(tmp_path), 2, 1))])

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Callable
 
+from npu_device._src import environment
 from npu_device._src.cluster import frames
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster, Membership
@@ -81,6 +82,7 @@ def meet(membership: Membership, versions: Mapping[str, str] | None = None) -> t
         is_chief=membership.is_chief,
         seconds=membership.connect_timeout,
         versions={"protocol": str(frames.PROTOCOL), **(versions or installed_versions())},
+        settings=environment.settings_everywhere(),
         machine=socket.gethostname(),
         pid=os.getpid(),
     )

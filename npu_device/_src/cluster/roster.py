@@ -32,6 +32,7 @@ class Hello:
         is_chief: True for the rank on whose host the others meet.
         seconds: how long it waits for the others.
         versions: versions that must be the same on all ranks, by name.
+        settings: environment variables that must be the same on all ranks: the values of those that are set, by name.
         machine: host name of the system that it runs on.
         pid: its process id there.
     """
@@ -46,6 +47,7 @@ class Hello:
     is_chief: bool
     seconds: float
     versions: dict[str, str]
+    settings: dict[str, str]
     machine: str
     pid: int
 
@@ -63,7 +65,7 @@ class Hello:
             "host": (str, type(None)),
             "is_chief": (bool,),
             "seconds": (int, float),
-            "versions": (dict,),
+            **dict.fromkeys(("versions", "settings"), (dict,)),
         }
         if not isinstance(fields, dict):
             raise ValueError("no hello")
@@ -89,7 +91,7 @@ class Hello:
     @property
     def signature(self) -> tuple[Any, ...]:
         """Return the values that must be the same on all ranks."""
-        return self.scheme, self.world_size, tuple(sorted(self.versions.items()))
+        return self.scheme, self.world_size, *(tuple(sorted(each.items())) for each in (self.versions, self.settings))
 
 
 @dataclass(frozen=True)
@@ -290,6 +292,10 @@ class Roster:
             theirs, ours = hello.versions.get(name), chief.versions.get(name)
             if theirs != ours:
                 found.append(("another version", f"{name} {theirs} (the chief: {ours})"))
+        for name in sorted({*hello.settings, *chief.settings}):
+            theirs, ours = (settings.get(name, "not set") for settings in (hello.settings, chief.settings))
+            if theirs != ours:
+                found.append(("another setting", f"{name} {theirs} (the chief: {ours})"))
         return found
 
     def _rank_name(self, rank: int) -> str:
@@ -319,6 +325,7 @@ _REMEDIES = {
         "CM_WORKER_SIZE or TF_CONFIG, and end processes left over from an earlier run."
     ),
     "another version": "What to do: install the same versions of npu_device and TensorFlow for all ranks.",
+    "another setting": "What to do: give these environment variables the same value on all ranks, or none.",
     "missing": (
         "A missing rank was not started, ended before it got here, or can't reach the chief. What to do: look at its "
         "output; start all ranks within HCCL_CONNECT_TIMEOUT seconds of each other, or raise this limit on all of them."

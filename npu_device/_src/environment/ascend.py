@@ -75,6 +75,7 @@ AOE_MODE = optional(
     forms.one_of("1", "2", "4"),
     "4 finds the best gradient split (`npurun` acts as with `--tune`); 1 and 2 tune NPU kernels and have no effect. "
     "The option `aoe_config.aoe_mode` takes precedence.",
+    everywhere=True,
 )
 TUNE_BANK_PATH = optional(
     "TUNE_BANK_PATH",

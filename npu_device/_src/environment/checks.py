@@ -6,6 +6,7 @@ import difflib
 import logging
 
 from npu_device._src.environment import own
+from npu_device._src.environment.documentation import ALL
 from npu_device._src.environment.variable import Variable, names_in_environment
 
 _log = logging.getLogger("npu_device")
@@ -32,3 +33,13 @@ def check_own_variables(warns: bool) -> None:
             "What to do: correct or unset them; docs/environment.md lists all variables.",
             "\n".join(lines),
         )
+
+
+def settings_everywhere() -> dict[str, str]:
+    """Return the variables that must be the same on all ranks and don't have their defaults, by name.
+
+    Raises:
+        ValueError: a malformed variable.
+    """
+    values = {variable: variable.get() for variable in ALL if variable.everywhere}
+    return {variable.name: str(value) for variable, value in values.items() if value != variable.default}

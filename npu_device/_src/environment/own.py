@@ -41,7 +41,8 @@ NPU_DEVICE_BACKEND = Variable(
     "how tensors are sent: `tensorflow` uses TensorFlow's collective operations; `shared_memory` uses memory that the "
     "ranks of a host share, and TensorFlow between hosts; `mpi` uses MPI through mpi4py, also within a host, and needs "
     "ranks that one `mpiexec` started. `auto` is `shared_memory` where possible, and between hosts MPI where an "
-    "`mpiexec` started the ranks and mpi4py is installed. Must be the same on all ranks.",
+    "`mpiexec` started the ranks and mpi4py is installed.",
+    everywhere=True,
 )
 NPU_DEVICE_STALL_WARNING = Variable(
     "NPU_DEVICE_STALL_WARNING",
@@ -73,6 +74,7 @@ NPU_DEVICE_SPLIT = optional(
     Form(forms.split, "auto, or 1 to 8 ascending numbers separated by commas"),
     "how gradients are split if the script sets no split strategy: `auto` uses the split that `npurun --tune` found "
     "for this model and cluster; numbers are those of `set_split_strategy_by_idx`, for lists that they fit.",
+    everywhere=True,
 )
 NPU_DEVICE_SPLIT_DIR = optional(
     "NPU_DEVICE_SPLIT_DIR",
@@ -86,6 +88,7 @@ NPU_DEVICE_UNEQUAL_START = Variable(
     "what happens if the ranks' variables differ at a wrapped optimizer's first step, or when a `tf.function` that "
     "reduces a tape's gradients itself is traced: `repair` gives them rank 0's values, with a warning; `error` raises "
     "an error; `ignore` doesn't check.",
+    everywhere=True,
 )
 NPU_DEVICE_AUDIT = Variable(
     "NPU_DEVICE_AUDIT",
@@ -93,14 +96,16 @@ NPU_DEVICE_AUDIT = Variable(
     "auto",
     "how often the ranks compare digests of the variables that a wrapped optimizer trains, and of its own state, or of "
     "those whose gradients a tf.function reduces itself: every so many steps; `auto`: as often as "
-    "costs about 0.05 % of the time; `off`: never. Must be the same on all ranks.",
+    "costs about 0.05 % of the time; `off`: never.",
     "steps",
+    everywhere=True,
 )
 NPU_DEVICE_DRIFT = Variable(
     "NPU_DEVICE_DRIFT",
     forms.one_of("error", "warning"),
     "error",
     "what happens when the audit finds ranks with different variables: an error on all ranks, or one warning.",
+    everywhere=True,
 )
 NPU_DEVICE_CHECK_GRADIENTS = Variable(
     "NPU_DEVICE_CHECK_GRADIENTS",
@@ -108,6 +113,7 @@ NPU_DEVICE_CHECK_GRADIENTS = Variable(
     "off",
     "`on` makes a wrapped optimizer check each step's gradients: NaN or infinity is an error on all ranks, which names "
     "the ranks and variables where it arose.",
+    everywhere=True,
 )
 NPU_DEVICE_STATEMENT = Variable(
     "NPU_DEVICE_STATEMENT",

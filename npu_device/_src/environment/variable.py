@@ -33,6 +33,7 @@ class Variable(Generic[Value_co]):
         default: the value of ``get`` if the variable is unset or empty.
         meaning: one sentence for the documentation.
         unit: unit of the value, or "".
+        everywhere: the ranks refuse to begin with different values.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Variable(Generic[Value_co]):
     default: Value_co
     meaning: str
     unit: str = ""
+    everywhere: bool = False
 
     def raw(self) -> str | None:
         """Return the text in the environment; None if unset or empty."""
@@ -94,6 +96,8 @@ def names_in_environment(prefix: str) -> set[str]:
     return {name for name, text in os.environ.items() if name.startswith(prefix) and text}
 
 
-def optional(name: str, form: Form[Value], meaning: str, unit: str = "") -> Variable[Value | None]:
+def optional(
+    name: str, form: Form[Value], meaning: str, unit: str = "", everywhere: bool = False
+) -> Variable[Value | None]:
     """Return a variable without a default; see ``Variable``."""
-    return Variable(name, form, None, meaning, unit)
+    return Variable(name, form, None, meaning, unit, everywhere)

@@ -75,13 +75,12 @@ def detect_hosts(runtime: Runtime, device: Device) -> Hosts:
         device: this rank's device.
 
     Raises:
-        ClusterError: ``NPU_DEVICE_BACKEND`` differs among the ranks, or is ``shared_memory`` while ranks of one host
-            can't share memory.
+        ClusterError: ``NPU_DEVICE_BACKEND`` is ``shared_memory`` while ranks of one host can't share memory.
         TimeoutError: a rank did not come.
         ValueError: ``NPU_DEVICE_BACKEND`` is unknown.
     """
     cluster, store = runtime.cluster, runtime.store
-    backend = environment.NPU_DEVICE_BACKEND.get()
+    wanted = environment.NPU_DEVICE_BACKEND.get()  # on all ranks
     card, offer = _card(cluster.local_rank == 0)
     key = f"memory/{cluster.hosts.index(cluster.host)}"
     if cluster.local_rank == 0:
@@ -89,12 +88,11 @@ def detect_hosts(runtime: Runtime, device: Device) -> Hosts:
         problem = card["problem"]
     else:
         problem = card["problem"] or _search(card, json.loads(store.get(key, SECONDS)))
-    found = store.gather("memory", [backend, problem, asdict(device), compat.context_is_initialized()], SECONDS)
-    backends, problems, described, late = zip(*found)
+    found = store.gather("memory", [problem, asdict(device), compat.context_is_initialized()], SECONDS)
+    problems, described, late = zip(*found)
     if offer is not None:  # all ranks have looked
         offer.withdraw()
         offer.memory.close()
-    wanted = _one_backend(backends, cluster.hosts)
     if wanted in ("tensorflow", "mpi"):
         leaders = tuple(range(cluster.world_size))
     else:
@@ -140,17 +138,6 @@ def _search(mine: dict[str, Any], leader: dict[str, Any]) -> str:
     except (OSError, ValueError) as error:
         return f"can't open the memory of the host's lowest rank: {error}"
     return ""
-
-
-def _one_backend(wanted: Sequence[str], hosts: Sequence[str]) -> str:
-    if len(set(wanted)) == 1:
-        return wanted[0]
-    lines = [f"  rank {rank} on host {hosts[rank]}: {backend}" for rank, backend in enumerate(wanted)]
-    raise ClusterError(
-        "the ranks want different backends:\n" + "\n".join(lines) + "\n"
-        "Likely cause: NPU_DEVICE_BACKEND is set on some ranks only.\n"
-        "What to do: give every rank the same value, or none."
-    )
 
 
 def _report(wanted: str, problems: Sequence[str], hosts: Sequence[str], rank: int) -> None:
