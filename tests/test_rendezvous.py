@@ -210,8 +210,8 @@ def test_another_setting(start: Any, tmp_path: Path) -> None:
     settings: list[dict[str, str]] = [{"NPU_DEVICE_SPLIT": ""}, {"NPU_DEVICE_AUDIT": "off", "NPU_DEVICE_SPLIT": "1, 3"}]
     text = one_error([start(by_table(tmp_path, 2, rank, **settings[rank])) for rank in range(2)])
     assert "don't match (another setting)" in text
-    assert "  rank 1 on host here: another setting, NPU_DEVICE_AUDIT off (the chief: not set); another" in text
-    assert "NPU_DEVICE_SPLIT (1, 3) (the chief: not set) (machine " in text
+    assert "  rank 1 on host here: another setting, NPU_DEVICE_AUDIT off (the chief: default); another" in text
+    assert "NPU_DEVICE_SPLIT (1, 3) (the chief: default) (machine " in text
     assert "give these environment variables the same value on all ranks" in text
 
 

@@ -293,7 +293,7 @@ class Roster:
             if theirs != ours:
                 found.append(("another version", f"{name} {theirs} (the chief: {ours})"))
         for name in sorted({*hello.settings, *chief.settings}):
-            theirs, ours = (settings.get(name, "not set") for settings in (hello.settings, chief.settings))
+            theirs, ours = (settings.get(name, "default") for settings in (hello.settings, chief.settings))
             if theirs != ours:
                 found.append(("another setting", f"{name} {theirs} (the chief: {ours})"))
         return found
