@@ -164,6 +164,29 @@ def test_indexed_slices(ranks: Pool, reduction: str) -> None:
         np.testing.assert_array_equal(none, np.zeros([4, 2]))
 
 
+def body_compressed_slices(length: int) -> list[list[float]]:
+    """Values that bfloat16 rounds to 1. Of a short table, the ranks send the dense sum."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    slices = tf.IndexedSlices(tf.fill([2, 1], 1 + 2.0**-12), tf.constant([0, 1]), tf.constant([length, 1]))
+    in_graph = tf.function(lambda values: npu.distribute.all_reduce(values, "sum", compression="bf16"))
+    found = [npu.distribute.all_reduce(slices, "sum", compression="bf16"), in_graph(slices)]
+    optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(tf.keras.optimizers.SGD(1.0), compression="bf16")
+    table = tf.Variable(tf.zeros([length, 1]))
+    optimizer.apply_gradients([(slices, table)])
+    return [[float(row) for row in tf.convert_to_tensor(each)[:2, 0]] for each in (*found, -table)]
+
+
+@pytest.mark.both_backends
+@pytest.mark.parametrize("length", [2, 1000])
+def test_compression_of_indexed_slices(several_ranks: Pool, length: int) -> None:
+    n = several_ranks.size
+    for summed, in_graph, mean in several_ranks.run(body_compressed_slices, length):
+        assert (summed, in_graph, mean) == ([n, n], [n, n], [1.0, 1.0])
+
+
 def body_loop(parallel: int) -> list[Any]:
     import tensorflow as tf
 

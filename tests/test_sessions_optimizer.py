@@ -112,15 +112,18 @@ def test_the_split_strategy_cuts_the_gradients(two_ranks: Pool) -> None:
 
 
 def twice() -> list[str]:
+    import itertools
+
     import tensorflow as tf
 
     from npu_device._src.tf1 import distributed_optimizer as optimizers
 
     messages = []
-    plain = tf.compat.v1.train.GradientDescentOptimizer(0.1)
-    for opt in (optimizers.npu_distributed_optimizer_wrapper(plain), optimizers.NPUDistributedOptimizer(plain)):
+    make = tf.compat.v1.train.GradientDescentOptimizer
+    wrappers = optimizers.npu_distributed_optimizer_wrapper, optimizers.NPUDistributedOptimizer
+    for first, second in itertools.product(wrappers, wrappers):
         try:
-            optimizers.npu_distributed_optimizer_wrapper(opt)
+            second(first(make(0.1)))
         except ValueError as error:
             messages.append(str(error))
     return messages
@@ -128,7 +131,7 @@ def twice() -> list[str]:
 
 def test_averaging_twice_is_refused(two_ranks: Pool) -> None:
     for messages in two_ranks.run(twice):
-        assert len(messages) == 2
+        assert len(messages) == 4
         assert all("twice" in message and "What to do" in message for message in messages)
 
 

@@ -120,7 +120,7 @@ NPU_DEVICE_STATEMENT = Variable(
     forms.one_of("on", "off"),
     "on",
     "`on` makes rank 0 report the ranks, batch size and learning rate on stderr when a replicated model starts "
-    "training.",
+    "training, and which rank has which GPU when the job begins.",
 )
 NPU_DEVICE_RESTART_COUNT = Variable(
     "NPU_DEVICE_RESTART_COUNT",

@@ -78,7 +78,8 @@ class Variable(Generic[Value_co]):
 
     def pass_on(self) -> None:
         """Give the default to TensorFlow, which reads the variable itself, unless the user has set it."""
-        os.environ.setdefault(self.name, str(self.default))
+        if not self.is_set():
+            self.set(str(self.default))
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:

@@ -237,7 +237,7 @@ def _reduce(
     for position, value in enumerate(values):
         if isinstance(value, tf.IndexedSlices):
             reduce_rows = reduce_slices if options.adds_rows else gather_slices
-            results[position] = reduce_rows(agreement, value, options.kind, group)
+            results[position] = reduce_rows(agreement, value, options.kind, group, options.wire)
     return results
 
 

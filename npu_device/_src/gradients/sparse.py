@@ -12,12 +12,14 @@ import tensorflow as tf
 from npu_device._src.collectives import moving
 from npu_device._src.collectives.all_gather_v import gather_ragged
 from npu_device._src.collectives.all_reduce import all_reduce_segments
-from npu_device._src.collectives.dtypes import reduced_dtype, sum_dtype
+from npu_device._src.collectives.dtypes import reduced_dtype, sum_dtype, wire_dtype
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.terms import Agreement
 
 
-def reduce_slices(agreement: Agreement, slices: tf.IndexedSlices, reduction: str, group: Group) -> tf.IndexedSlices:
+def reduce_slices(
+    agreement: Agreement, slices: tf.IndexedSlices, reduction: str, group: Group, wire: tf.DType | None
+) -> tf.IndexedSlices:
     """Return the sum or mean of sparse gradients.
 
     Args:
@@ -26,6 +28,7 @@ def reduce_slices(agreement: Agreement, slices: tf.IndexedSlices, reduction: str
             ``dense_shape``, are the same everywhere.
         reduction: ``"sum"`` or ``"mean"``.
         group: the group, of which this rank is a member.
+        wire: dtype in which float32 and float64 are sent, or None.
 
     Returns:
         Rows whose sum by index is the result, the same on every rank. Each rank adds up its own rows of the same index
@@ -37,7 +40,7 @@ def reduce_slices(agreement: Agreement, slices: tf.IndexedSlices, reduction: str
 
     def gathered() -> tuple[tf.Tensor, tf.Tensor]:
         # One row per index, as in the dense table: a norm over the rows must not depend on how they were reduced.
-        everybody = tf.cast(gather_ragged(agreement, values, group), sum_dtype(dtype))
+        everybody = tf.cast(_gather_rows(agreement, values, group, wire), sum_dtype(dtype))
         rows, row_indices = _add_up_duplicates(everybody, gather_ragged(agreement, indices, group))
         return tf.cast(rows / group.size if reduction == "mean" else rows, dtype), row_indices
 
@@ -48,13 +51,13 @@ def reduce_slices(agreement: Agreement, slices: tf.IndexedSlices, reduction: str
 
         def dense() -> tuple[tf.Tensor, tf.Tensor]:
             table = tf.math.unsorted_segment_sum(values, indices, length)
-            [[total]] = all_reduce_segments(agreement, [[table]], reduction, group, None)
+            [[total]] = all_reduce_segments(agreement, [[table]], reduction, group, wire)
             return total, tf.range(slices.dense_shape[0], dtype=indices.dtype)
 
         # Every rank knows all ranks' numbers of rows, so all decide alike. A gather sends the longest rank's rows to
         # all others; a ring all-reduce sends the dense tensor twice, less one n-th.
         counts = moving.gather(agreement, tf.shape(values, tf.int64)[tf.newaxis, :1], group)
-        row_bytes = tf.reduce_prod(tf.shape(values, tf.int64)[1:]) * values.dtype.size
+        row_bytes = tf.reduce_prod(tf.shape(values, tf.int64)[1:]) * wire_dtype(values.dtype, wire).size
         gather_bytes = tf.reduce_max(counts) * (row_bytes + indices.dtype.size)
         dense_bytes = 2 * tf.cast(length, tf.int64) * row_bytes // group.size
         worth = gather_bytes > dense_bytes
@@ -63,12 +66,14 @@ def reduce_slices(agreement: Agreement, slices: tf.IndexedSlices, reduction: str
     return tf.IndexedSlices(rows, row_indices, slices.dense_shape)
 
 
-def gather_slices(agreement: Agreement, slices: tf.IndexedSlices, reduction: str, group: Group) -> tf.IndexedSlices:
+def gather_slices(
+    agreement: Agreement, slices: tf.IndexedSlices, reduction: str, group: Group, wire: tf.DType | None
+) -> tf.IndexedSlices:
     """Return the rows of all ranks in the order of the ranks, also those of the same index; see ``reduce_slices``.
 
     An optimizer that squares each row, as Keras 3's Adam does, then computes what it does for the rows of one process.
     """
-    rows = gather_ragged(agreement, slices.values, group)
+    rows = _gather_rows(agreement, slices.values, group, wire)
     if reduction == "mean":
         rows = tf.cast(rows / group.size, reduced_dtype(rows.dtype, reduction))
     return tf.IndexedSlices(rows, gather_ragged(agreement, slices.indices, group), slices.dense_shape)
@@ -95,6 +100,10 @@ def with_values(gradient: Any, change: Callable[[tf.Tensor], tf.Tensor]) -> Any:
 def weighted(gradient: Any, weight: Any) -> Any:
     """Return a gradient times a weight, a number or a scalar of any dtype."""
     return with_values(gradient, lambda values: values * tf.cast(weight, values.dtype))
+
+
+def _gather_rows(agreement: Agreement, rows: tf.Tensor, group: Group, wire: tf.DType | None) -> tf.Tensor:
+    return tf.cast(gather_ragged(agreement, tf.cast(rows, wire_dtype(rows.dtype, wire)), group), rows.dtype)
 
 
 def _add_up_duplicates(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -57,7 +57,8 @@ class NPUDistributedOptimizer(DelegatingOptimizer):
         name: default "Distributed" and the name of the optimizer's class.
 
     Raises:
-        ValueError: in ``apply_gradients`` with sharding: there are fewer variables than ranks.
+        ValueError: the optimizer averages its gradients already; or, in ``apply_gradients`` with sharding, there are
+            fewer variables than ranks.
 
     ``compute_gradients`` returns the averages, reduced in segments by the split strategy (``hccl.split.api``) that
     travel while backward produces the others. On a single device, everything is the optimizer's own.
@@ -66,6 +67,7 @@ class NPUDistributedOptimizer(DelegatingOptimizer):
     """
 
     def __init__(self, optimizer: Any, is_weight_update_sharding: bool = False, name: str | None = None) -> None:
+        _require_unwrapped(optimizer)
         super().__init__(optimizer, name or f"Distributed{type(optimizer).__name__}")
         self._sharded = is_weight_update_sharding
 
@@ -100,15 +102,19 @@ def npu_distributed_optimizer_wrapper(optimizer: Any) -> Any:
         return npu_distributed_keras_optimizer_wrapper(optimizer)
     if device.cluster_runtime() is None:
         return optimizer
+    _require_unwrapped(optimizer)
+    setattr(optimizer, _WRAPPED, True)
+    optimizer.compute_gradients = MethodType(_compute_gradients, optimizer)
+    return optimizer
+
+
+def _require_unwrapped(optimizer: Any) -> None:
     if isinstance(optimizer, NPUDistributedOptimizer) or hasattr(optimizer, _WRAPPED):
         raise ValueError(
             f"this {type(optimizer).__name__} averages its gradients already; wrapped a second time it would do so "
             "twice.\nWhat to do: use either NPUDistributedOptimizer or npu_distributed_optimizer_wrapper, once per "
             "optimizer."
         )
-    setattr(optimizer, _WRAPPED, True)
-    optimizer.compute_gradients = MethodType(_compute_gradients, optimizer)
-    return optimizer
 
 
 def _compute_gradients(self: Any, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:

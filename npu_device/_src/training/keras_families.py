@@ -97,6 +97,10 @@ class Keras3Family(KerasFamily):
         self._takes_scaled_gradients = True
         return super().scale_loss(loss)
 
+    def apply_gradients(self, grads_and_vars: Any, name: str | None = None) -> Any:
+        """Make or skip a step; ``name`` has no effect."""
+        return super().apply_gradients(grads_and_vars)
+
     @_as_it_is
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Make or skip a step. Called by ``apply_gradients`` and ``fit``."""
