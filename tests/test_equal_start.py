@@ -152,7 +152,7 @@ def main():
     model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
     model.compile(optimizer="sgd", loss="mse")
     {line}
-    model.fit(np.ones([8, 2]), np.ones([8, 1]), verbose=0)
+    model.fit(np.ones([8, 2]), np.ones([8, 1]), verbose=0, initial_epoch={epoch})
 
 main()
 """
@@ -172,7 +172,7 @@ del optimizer
 
 def test_ranks_that_train_alone_are_told(tmp_path: Path, keras: str) -> None:
     legacy = "1" if keras == "2" else "0"
-    alone = FORGOTTEN.format(line="") + RESTORED
+    alone = FORGOTTEN.format(line="", epoch=0) + RESTORED
     for rank, ended in enumerate(job.run(tmp_path, 2, alone, TF_USE_LEGACY_KERAS=legacy)):
         assert ended.code == 0, ended.output
         assert "at step 40 told False\nat step 49 told False\n" in ended.output
@@ -180,7 +180,11 @@ def test_ranks_that_train_alone_are_told(tmp_path: Path, keras: str) -> None:
         assert f"rank {rank}: SGD made 1 step(s), but no gradient was reduced among the 2 ranks" in ended.output
         assert "npu.distribute.replicate(model)" in ended.output
     line = "model = npu.distribute.replicate(model)"
-    first, second = job.run(tmp_path, 2, FORGOTTEN.format(line=line), TF_USE_LEGACY_KERAS=legacy)
+    restored = f"{line}; model.optimizer.build(model.trainable_variables); model.optimizer.iterations.assign(40)"
+    for ended in job.run(tmp_path, 2, FORGOTTEN.format(line=restored, epoch=1), TF_USE_LEGACY_KERAS=legacy):
+        assert ended.code == 0, ended.output
+        assert "no gradient was reduced" not in ended.output
+    first, second = job.run(tmp_path, 2, FORGOTTEN.format(line=line, epoch=0), TF_USE_LEGACY_KERAS=legacy)
     for ended in (first, second):
         assert ended.code == 0, ended.output
         assert "no gradient was reduced" not in ended.output

@@ -15,6 +15,7 @@ from typing import Any
 
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.gradients.reduction import wait_for_reduction
+from npu_device._src.training import keras_hooks
 
 _FIRST_LOOK_SECONDS = 5.0
 _STEPS = 10
@@ -76,7 +77,10 @@ def _warn_if_trained_alone(
 
 
 def trained_optimizers() -> list[tuple[Any, int]]:
-    """Return the Keras optimizers in this process that have made steps, with how many."""
+    """Return the Keras optimizers in this process that have made steps, with how many.
+
+    Those that reduce their gradients are left out: if nothing was reduced, a checkpoint has set their steps.
+    """
     kinds: list[type] = []
     for name in ("keras", "tf_keras"):
         optimizers: Any = getattr(sys.modules.get(name), "optimizers", None)
@@ -84,12 +88,14 @@ def trained_optimizers() -> list[tuple[Any, int]]:
         kinds += [optimizers.legacy.Optimizer] if hasattr(optimizers, "legacy") else []
     for kind in kinds:  # which grows
         kinds += kind.__subclasses__()
-    found = []
+    found, reducing = [], []
     for optimizer in _instances(kinds) if kinds else []:
         with contextlib.suppress(Exception):  # it may be half-destroyed
-            if int(optimizer.iterations) > 0:
+            if keras_hooks.is_wrapped(optimizer):
+                reducing += [optimizer, getattr(optimizer, "inner_optimizer", None)]
+            elif int(optimizer.iterations) > 0:
                 found.append((optimizer, int(optimizer.iterations)))
-    return found
+    return [pair for pair in found if all(pair[0] is not optimizer for optimizer in reducing)]
 
 
 def _instances(kinds: Sequence[type]) -> list[Any]:
