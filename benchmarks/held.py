@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -15,7 +16,7 @@ class Sample:
     Attributes:
         memory: resident bytes.
         descriptors: open files and sockets.
-        threads: the operating system's.
+        threads: the operating system's, without those of gRPC's pool, which takes one more whenever it is busy.
         mappings: of memory that ranks share.
     """
 
@@ -35,4 +36,12 @@ def sample() -> Sample:
         memory = int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
     with open("/proc/self/maps", encoding="utf-8") as maps:
         mappings = sum("memfd:npu_device" in line for line in maps)
-    return Sample(memory, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), mappings)
+    return Sample(memory, len(os.listdir("/proc/self/fd")), _threads(), mappings)
+
+
+def _threads() -> int:
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{task}/comm", encoding="utf-8") as comm:
+            names.append(comm.read().strip())
+    return sum(name != "event_engine" for name in names)

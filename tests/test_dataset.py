@@ -38,6 +38,36 @@ def test_every_element_once_and_a_share_of_the_batch(ranks: Pool, kind: str) -> 
         assert same == (n == 1)
 
 
+def body_uneven(elements: int, global_batch: int) -> tuple[list[str], list[int]]:
+    """Return the warnings, and the numbers of batches with and without a smaller one."""
+    import logging
+
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("npu_device").addHandler(handler)
+    dataset = tf.data.Dataset.range(elements)
+    dataset, batch = npu.distribute.shard_and_rebatch_dataset(dataset, global_batch)
+    npu.distribute.shard_and_rebatch_dataset(dataset.repeat(), global_batch)
+    logging.getLogger("npu_device").removeHandler(handler)
+    return said, [len(list(dataset.batch(batch, drop_remainder=drops))) for drops in (False, True)]
+
+
+@pytest.mark.parametrize("global_batch", [6, 12])
+@pytest.mark.parametrize("elements", range(11, 26))
+def test_another_number_of_batches_on_some_ranks_is_told(ranks: Pool, elements: int, global_batch: int) -> None:
+    results = ranks.run(body_uneven, elements, global_batch)
+    differ = any(batches != results[0][1] for _, batches in results)
+    for rank, (said, _) in enumerate(results):
+        assert [f"dataset.take({elements // ranks.size * ranks.size})" in text for text in said] == (
+            [True] if differ and rank == 0 else []
+        )
+
+
 def body_refusals() -> dict[str, str]:
     import tensorflow as tf
 

@@ -73,6 +73,28 @@ def test_the_time_of_the_failure_counts_not_that_of_the_end(tmp_path: Path) -> N
     assert last_lines(done.stderr).endswith("  whole traceback of rank 1\nValueError: the cause\n")
 
 
+def test_the_line_about_an_error_says_what_it_is(tmp_path: Path) -> None:
+    source = script(
+        tmp_path,
+        RECORD
+        + """
+    if rank == 0:
+        sys.exit(0)
+    time.sleep(0.5)
+    if rank == 1:
+        record("  File 'mine.py', line 1\\n    (\\n    ^\\nSyntaxError: invalid syntax".replace("'", '"'))
+    else:
+        record("ValueError: these differ:\\n  rank 0: 1\\n  rank 1: 2")
+    time.sleep(rank)
+    sys.exit(1)
+    """,
+    )
+    stderr = npurun("-n", "3", source).stderr.decode()
+    assert ': SyntaxError: invalid syntax (File "mine.py", line 1)\n' in stderr
+    assert ": ValueError: these differ: rank 0: 1\n" in stderr
+    assert "npurun: before that, rank 0 had ended with exit code 0\n" in stderr
+
+
 def test_a_consequence_is_never_the_first(tmp_path: Path) -> None:
     source = script(
         tmp_path,

@@ -14,6 +14,7 @@ from typing import Any, Callable
 
 from npu_device._src import environment
 from npu_device._src.cluster.errors import RESUMABLE
+from npu_device._src.cluster.frames import ranges
 from npu_device.launch import child_environment, failures
 from npu_device.launch.arguments import Options
 from npu_device.launch.causes import Cause, cause_of
@@ -232,6 +233,10 @@ class Attempt:
         ordered = failures.in_order(found)
         host = socket.gethostname()
         self._console.say(failures.summary(ordered, self._world_size, len(self._meeting.nodes), host, self._started))
+        done = [end for end in self._processes if end.exit and end.exit.status == 0 and end.exit.time < ordered[0].time]
+        if done:
+            ranks = ranges({process.rank for process in done})
+            self._console.say(f"before that, rank {ranks} had ended with exit code 0")
         where = "its output above"
         if self._options.log_dir is not None:
             where = self._log_file(self._options.log_dir, ordered[0].rank)

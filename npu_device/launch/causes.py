@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from npu_device._src.cluster.tracebacks import FRAME, is_users
-from npu_device.launch.failures import Failure, excerpt
+from npu_device.launch.failures import Failure, excerpt, headline
 
 _CANNOT_IMPORT = ("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError")
 # Python's own messages about a missing script or module.
@@ -57,7 +57,7 @@ def cause_of(failure: Failure, host: str) -> Cause:
     text = failure.record.traceback.splitlines() if failure.record else list(failure.stderr)
     error, frames = _parsed(text)
     if failure.record and failure.record.error.strip():
-        error = failure.record.error.strip().splitlines()[0]
+        error = headline(failure.record.error)
     what = str(failure.exit)
     if error:
         what += f": {error}"

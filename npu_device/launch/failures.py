@@ -113,6 +113,14 @@ def summary(failures: list[Failure], world_size: int, nnodes: int, host: str, st
     return "\n".join(lines)
 
 
+def headline(error: str) -> str:
+    """Return the line that says most about an error: an exception's type and message, "" without one."""
+    lines = [line.strip() for line in error.strip().splitlines()] or [""]
+    if lines[0].startswith('File "'):  # a syntax error, which comes after its place
+        return f"{lines[-1]} ({lines[0]})"
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
 def evidence(failure: Failure) -> tuple[str, int]:
     """Return a failure's traceback, or the last lines of its stderr, and how many frames of libraries are left out.
 
@@ -126,8 +134,8 @@ def evidence(failure: Failure) -> tuple[str, int]:
 def _line(failure: Failure, started: float) -> str:
     how = f"stopped by npurun, {failure.exit}" if failure.stopped else str(failure.exit)
     line = f"rank {failure.rank}: {how}, {failure.time - started:.1f} s after the start"
-    error = failure.record.error.strip().splitlines() if failure.record else []
-    return f"{line}: {error[0]}" if error else line
+    error = headline(failure.record.error) if failure.record else ""
+    return f"{line}: {error}" if error else line
 
 
 def excerpt(lines: list[str]) -> list[str]:

@@ -87,7 +87,7 @@ NPU_DEVICE_UNEQUAL_START = Variable(
     "repair",
     "what happens if the ranks' variables differ at a wrapped optimizer's first step, or when a `tf.function` that "
     "reduces a tape's gradients itself is traced: `repair` gives them rank 0's values, with a warning; `error` raises "
-    "an error; `ignore` doesn't check.",
+    "an error; `ignore` doesn't check. A replicated model always begins with rank 0's values.",
     everywhere=True,
 )
 NPU_DEVICE_AUDIT = Variable(

@@ -4,11 +4,16 @@ it.
 
 from __future__ import annotations
 
+import logging
 import operator
 from typing import Any
 
+import tensorflow as tf
+
 from npu_device._src.training import device
 from npu_device._src.training.same_samples import warn_if_shuffled_differently
+
+_log = logging.getLogger("npu_device")
 
 
 def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
@@ -60,5 +65,24 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
             f"{world_size} ranks.\n"
             f"What to do: use a multiple of {world_size}, for instance {below} or {below + world_size}."
         )
+    if rank == 0:
+        _warn_if_uneven(dataset, batch_size, world_size)
     warn_if_shuffled_differently(runtime, dataset)
     return dataset.shard(world_size, rank), batch_size // world_size
+
+
+def _warn_if_uneven(dataset: tf.data.Dataset, batch_size: int, world_size: int) -> None:
+    """Warn if one element more on some ranks may be one batch more."""
+    count = int(dataset.cardinality()) if tf.executing_eagerly() else tf.data.UNKNOWN_CARDINALITY
+    least, rest = divmod(max(count, 0), world_size)
+    batch = batch_size // world_size
+    if rest and (least % batch == 0 or (least + 1) % batch == 0):
+        _log.warning(
+            "shard_and_rebatch_dataset: %d elements on %d ranks leave some ranks one element more, and with batches of "
+            "%d per rank one batch more. A rank that makes a step more than the others waits for them, or runs ahead "
+            "by an epoch.\nWhat to do: leave the last ones out, with dataset.take(%d), or repeat the data set.",
+            count,
+            world_size,
+            batch,
+            least * world_size,
+        )

@@ -11,6 +11,7 @@ from typing import Any, Callable
 from npu_device._src import compat
 from npu_device._src.training.world import World
 
+_END_OF_EPOCH = "end of an epoch, which comes earlier on ranks whose data have fewer batches"
 _WRITERS = ("CSVLogger", "TensorBoard", "RemoteMonitor", "BackupAndRestore")
 """Callbacks that only rank 0 runs. ``ModelCheckpoint`` decides on every rank and writes by the model's methods."""
 
@@ -71,7 +72,7 @@ def callbacks_of_rank(world: World, model: Any, callbacks: Any) -> Any:
                 model._initial_epoch = world.object_from_root(model._initial_epoch)
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            model.stop_training = any(world.objects(bool(model.stop_training), "stop_training"))
+            model.stop_training = any(world.objects(bool(model.stop_training), _END_OF_EPOCH))
 
     return [*mine, RanksMeet()]
 

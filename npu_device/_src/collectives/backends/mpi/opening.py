@@ -37,7 +37,7 @@ _TAGS_OF_ALL, _MOST_TAGS = 32767, (1 << 31) - 1  # what MPI guarantees, and what
 _CHECKED_LENGTHS = (1, 1 << 18)
 
 _REMEDY = (
-    'What to do: install mpi4py on every host (pip install "npu_device[mpi]"), start all ranks with one mpiexec, and '
+    "What to do: install mpi4py on every host (pip install mpi4py), start all ranks with one mpiexec, and "
     "let mpi4py find the launcher's libmpi.so (LD_LIBRARY_PATH, or MPI4PY_LIBMPI=/path/to/libmpi.so); or unset "
     "NPU_DEVICE_BACKEND."
 )
