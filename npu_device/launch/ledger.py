@@ -197,7 +197,7 @@ def change(before: Sequence[int], after: Sequence[int], nproc_per_node: int) -> 
         if nodes
     ]
     return (
-        f"the job goes on {' and '.join(parts)}: {len(after) * nproc_per_node} ranks instead of "
+        f"the job goes on {' and '.join(parts)}: {counted(len(after) * nproc_per_node, 'rank')} instead of "
         f"{len(before) * nproc_per_node}, renumbered in the order of the nodes ({_nodes(after)}). "
         "A global batch that shard_and_rebatch_dataset divides stays the same."
     )

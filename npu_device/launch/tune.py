@@ -102,10 +102,9 @@ def _lead(options: Options, budget: Budget | None, directory: Path, console: Con
         result = tune(script, measure, console.say, budget or Budget())
     result.calibrated.write(directory / CALIBRATED_FILE)
     kept = keep(result, directory)
-    return (
-        f"{messages.prediction(result.traced, result.cost)}\n\n{messages.outcome(result)}\n\n"
-        f"Or leave the script unchanged and start it with NPU_DEVICE_SPLIT=auto, which reads {kept[0]}"
-    )
+    unchanged = f"leave the script unchanged and start it with NPU_DEVICE_SPLIT=auto, which reads {kept[0]}"
+    advice = f"Or {unchanged}" if result.gained else "Keep the present split: nothing has to be changed."
+    return f"{messages.prediction(result.traced, result.cost)}\n\n{messages.outcome(result)}\n\n{advice}"
 
 
 class _Silence:
