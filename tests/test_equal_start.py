@@ -290,3 +290,100 @@ def test_weights_that_ranks_read_in_another_order(several_ranks: Pool) -> None:
     for first, second, said in several_ranks.run(body_another_order_of_reads):
         assert [first, second] == halved
         assert not any("different" in text or "drift" in text for text in said)
+
+
+def body_another_order_of_creation(teacher: bool) -> tuple[list[list[float]], list[str]]:
+    """Train two layers of one shape by hand. Rank 0 makes the second one first, or looks at a third one in its steps.
+    Return the weights after audited steps, and the warnings.
+    """
+    import logging
+    import os
+
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("npu_device").addHandler(handler)
+    x = tf.constant([[1.0, 2.0], [3.0, 4.0]])
+    first, second, other = (
+        tf.keras.layers.Dense(2, use_bias=False, name=name) for name in ("first", "second", "other")
+    )
+    if npu.distribute.rank() == 0 and not teacher:
+        second(x)
+    trained = [layer for layer in (first, second, other) if layer(x) is not None][:2]
+    weights = [layer.trainable_variables[0] for layer in trained]
+    for number, weight in enumerate(weights):
+        weight.assign(tf.fill([2, 2], 1.0 + number))
+
+    @tf.function
+    def step(x: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(first(x))) + 2 * tf.reduce_mean(tf.square(second(x)))
+        if teacher and npu.distribute.rank() == 0:
+            tf.debugging.check_numerics(other(x), "teacher")
+        for weight, gradient in zip(weights, npu.distribute.all_reduce(tape.gradient(loss, weights), "mean")):
+            weight.assign_sub(0.01 * gradient)
+
+    os.environ["NPU_DEVICE_AUDIT"] = "2"
+    try:
+        for _ in range(5):
+            step(x)
+    finally:
+        del os.environ["NPU_DEVICE_AUDIT"]
+        logging.getLogger("npu_device").removeHandler(handler)
+    return [tf.reshape(weight, [-1]).numpy().tolist() for weight in weights], said
+
+
+@pytest.mark.parametrize("teacher", [False, True])
+def test_layers_that_ranks_make_in_another_order(keras_two_ranks: Pool, teacher: bool) -> None:
+    (weights, said), (others, _) = keras_two_ranks.run(body_another_order_of_creation, teacher)
+    assert weights == others
+    assert weights[0] != weights[1]
+    assert not any("different" in text for text in said)
+
+
+def body_other_numbers_in_names(fits: bool) -> float:
+    """Train a model of which rank 0 has made a throw-away copy before, with an optimizer that has slots."""
+    import os
+
+    import numpy as np
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    keras = tf.keras
+
+    def model() -> Any:
+        return keras.Sequential([keras.Input([4]), *[keras.layers.Dense(4) for _ in range(12)], keras.layers.Dense(1)])
+
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(1)
+    if npu.distribute.rank() == 0:
+        model()  # now automatic names go on with dense_13, which come in another order than dense to dense_12
+    keras.utils.set_random_seed(1)
+    mine, optimizer = model(), keras.optimizers.Adam(0.01)
+    x = np.random.RandomState(0).rand(32, 4).astype("f")
+    os.environ["NPU_DEVICE_AUDIT"] = "2"
+    try:
+        if fits:
+            mine.compile(optimizer, "mse")
+            npu.distribute.replicate(mine).fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0)
+        else:
+            npu.distribute.npu_distributed_keras_optimizer_wrapper(optimizer)
+            for _ in range(5):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(tf.square(mine(x)))
+                weights = mine.trainable_variables
+                optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+    finally:
+        del os.environ["NPU_DEVICE_AUDIT"]
+    return float(sum(tf.reduce_sum(weight) for weight in mine.trainable_variables))
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_automatic_names_with_other_numbers(keras_two_ranks: Pool, fits: bool) -> None:
+    first, second = keras_two_ranks.run(body_other_numbers_in_names, fits)
+    assert first == second

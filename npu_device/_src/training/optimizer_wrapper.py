@@ -19,7 +19,8 @@ from npu_device._src.gradients.reduction import Gradient, ReductionOptions, redu
 from npu_device._src.training import keras_hooks, same_samples
 from npu_device._src.training.finite_gradients import checked, is_wanted
 from npu_device._src.training.replica_audit import Audit
-from npu_device._src.training.same_variables import can_compare, make_equal, variable_name
+from npu_device._src.training.same_variables import can_compare, make_equal
+from npu_device._src.training.training_state import unique
 from npu_device._src.training.world import World, world
 
 
@@ -112,9 +113,7 @@ class GradientReduction:
                 # Slots that are made later would be made amid the step, where TensorFlow can't give them values first.
                 with keras.name_scope(optimizer.name, caller=optimizer):
                     optimizer.build(variables)
-            own = optimizer.variables
-            # Slots stand in the order in which they were made, which loading a checkpoint may change.
-            own = sorted(own() if callable(own) else own, key=variable_name)
+            own = unique(compat.optimizer_variables(optimizer, variables))  # names may have other numbers on each rank
             self._compared = make_equal(self._world, variables)
             self._begun = self._compared and make_equal(self._world, own)
 

@@ -32,7 +32,6 @@ from npu_device._src.training.same_variables import (
     can_compare,
     compared,
     digest_of,
-    variable_name,
     warn_if_different,
 )
 from npu_device._src.training.training_state import unique
@@ -134,7 +133,7 @@ class Audit:
         """Return this rank's digest, negated too, and minus its times: the ranks take the maxima."""
         began = time.perf_counter()
         with compat.eager_mode():
-            audited = [*variables, *sorted(self._own(variables), key=variable_name)]
+            audited = [*variables, *self._own(variables)]
             digests = [digest_of(variable) for variable in audited]
             made = count - 1 if self._optimizer is None else int(tf.convert_to_tensor(self._optimizer.iterations))
         self._drift.note(audited, digests, made)
@@ -142,7 +141,7 @@ class Audit:
             self._step_seconds = (began - self._last[1]) / max(1, count - self._last[0])
         self._last, self._began = (count, began), began
         looked = time.perf_counter() - began
-        digest = _checksum(digests)
+        digest = self.checksum(digests)
         # Those who wait for the last rank don't work: the shortest of the ranks' audits is what one costs.
         cost = max(looked, self._audit_seconds)
         return np.array([digest, -digest, -cost * 1e9, -self._step_seconds * 1e9], np.int64)
@@ -158,6 +157,10 @@ class Audit:
         if interval is None:
             interval = max(_FIRST, math.ceil(cost / step / _SHARE)) if step else _FIRST
         return [np.bool_(equal), np.int64(count + interval)]
+
+    def checksum(self, digests: list[Any]) -> int:
+        """Return a checksum of the digests; without an optimizer, the ranks' variables may be in another order."""
+        return zlib.crc32(repr(sorted(digests) if self._optimizer is None else digests).encode())
 
     def _own(self, variables: Sequence[Any]) -> list[Any]:
         """Return the optimizer's own variables that exist now."""
@@ -210,7 +213,8 @@ def warn_if_ended_apart(runtime: Runtime) -> None:
     with compat.eager_mode(), contextlib.suppress(ClusterError, TimeoutError, tf.errors.OpError):
         audits = {str(number): audit for number, audit in sorted(_audits.items())}
         mine = {
-            number: _checksum([digest_of(variable) for variable in audit.variables]) for number, audit in audits.items()
+            number: audit.checksum([digest_of(variable) for variable in audit.variables])
+            for number, audit in audits.items()
         }
         everybody = runtime.store.gather("digest at the end", mine, _END_SECONDS)
         # An optimizer that nobody refers to any more may be gone on some ranks only.
@@ -219,10 +223,6 @@ def warn_if_ended_apart(runtime: Runtime) -> None:
             gather = functools.partial(runtime.store.gather, "digests at the end", timeout=_END_SECONDS)
             variables = [variable for number in common for variable in audits[number].variables]
             warn_if_different(audits[common[0]].world, variables, gather)
-
-
-def _checksum(digests: Sequence[tuple[tuple[int, ...], str, int]]) -> int:
-    return zlib.crc32(repr(digests).encode())
 
 
 def _writes(variables: Sequence[Any]) -> list[tf.Operation]:

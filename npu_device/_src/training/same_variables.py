@@ -24,6 +24,7 @@ from npu_device._src.training.world import World
 
 _log = logging.getLogger("npu_device")
 _SHOWN = 4
+_TAPE = "gradient_tape/"  # before the name of the operation that the gradient is of
 _Exchange = Callable[[Any], list[Any]]
 
 _not_yet = threading.local()
@@ -113,11 +114,11 @@ def make_equal_behind(world: World, gradients: Sequence[Any]) -> list[Any]:
     as many of them as gradients; otherwise some may belong to this rank alone.
     """
     present = [gradient for gradient in gradients if gradient is not None]
-    if not any(operation.name.startswith("gradient_tape/") for operation in _operations_of(present)):
+    if not any(operation.name.startswith(_TAPE) for operation in _operations_of(present)):
         return []
     behind = _variables_of(present)
     new = [variable for variable in behind if _compared.get(id(variable)) is not variable]
-    if new and make_equal(world, new):
+    if new and can_compare() and make_equal(world, _in_common_order(world, new)):
         _compared.update({id(variable): variable for variable in new})
     return behind
 
@@ -127,14 +128,24 @@ def _variables_of(gradients: Sequence[Any]) -> list[Any]:
 
     What has nothing to do with the gradients is left out: one rank may read it alone, to look at it.
     """
-    connected = _connected(gradients)
+    needed = _needed(gradients)
     read = [
         variable
         for variable, handle in compat.variables_read()
-        if variable.trainable and any(reader.name in connected for reader in handle.consumers())
+        if variable.trainable and any(user.name in needed for reader in handle.consumers() for user in _users(reader))
     ]
     wanted, there = (collections.Counter(map(_shape_and_dtype, values)) for values in (gradients, read))
     return [variable for variable in read if there[_shape_and_dtype(variable)] == wanted[_shape_and_dtype(variable)]]
+
+
+def _in_common_order(world: World, variables: list[Any]) -> list[Any]:
+    """Return variables by name if all ranks have the same names; else as they are: in the order of creation."""
+    mine = sorted(map(variable_name, variables))
+    with tf.init_scope():
+        everybody = world.objects(mine, "names of variables")
+    if len(set(mine)) < len(mine) or any(names != mine for names in everybody):
+        return variables
+    return sorted(variables, key=variable_name)
 
 
 def _operations_of(values: Sequence[Any]) -> list[tf.Operation]:
@@ -145,19 +156,21 @@ def _operations_of(values: Sequence[Any]) -> list[tf.Operation]:
     return [tensor.op for tensor in tensors if tf.is_symbolic_tensor(tensor)]
 
 
-def _connected(values: Sequence[Any]) -> set[str]:
-    """Return the names of the operations that are connected with values by data, in either direction."""
+def _needed(values: Sequence[Any]) -> set[str]:
+    """Return the names of the operations from which values are computed, and of those that they are gradients of."""
     waiting = _operations_of(values)
     seen = {operation.name for operation in waiting}
     while waiting:
-        operation = waiting.pop()
-        data = [tensor for tensor in [*operation.inputs, *operation.outputs] if tensor.dtype != tf.resource]
-        for tensor in data:
-            for neighbour in [tensor.op, *tensor.consumers()]:
-                if neighbour.name not in seen:
-                    seen.add(neighbour.name)
-                    waiting.append(neighbour)
-    return seen
+        for tensor in waiting.pop().inputs:
+            if tensor.dtype != tf.resource and tensor.op.name not in seen:
+                seen.add(tensor.op.name)
+                waiting.append(tensor.op)
+    of_tape = [name[len(_TAPE) :] for name in seen if name.startswith(_TAPE)]
+    return seen | {name.rpartition("/")[0] for name in of_tape}
+
+
+def _users(operation: tf.Operation) -> list[tf.Operation]:
+    return [operation, *(consumer for tensor in operation.outputs for consumer in tensor.consumers())]
 
 
 def compared(variables: Sequence[Any]) -> bool:
