@@ -364,6 +364,32 @@ def body_alone(method: str) -> str:
     return ""
 
 
+def body_callback_of_rank_0(kind: str, directory: str) -> tuple[str, Any]:
+    """Return the error of a fit with a callback on rank 0 only, and the weights."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    keras = tf.keras
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    steps: Any = "auto" if kind == "auto" else 1
+    model.compile("sgd", "mse", steps_per_execution=steps)
+    callbacks: list[Any] = []
+    if npu.distribute.is_main() and kind == "rate":
+        callbacks = [keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 if epoch == 0 else 0.001)]
+    if npu.distribute.is_main() and kind == "backup":
+        callbacks = [keras.callbacks.BackupAndRestore(f"{directory}/backup")]
+    try:
+        npu.distribute.replicate(model).fit(
+            np.ones([8, 2]), np.ones([8, 1]), batch_size=4, epochs=3, verbose=0, callbacks=callbacks
+        )
+    except RuntimeError as error:
+        return str(error), None
+    assert not getattr(model, "autotune_steps_per_execution", False)
+    return "", [weight.tolist() for weight in model.get_weights()]
+
+
 def body_divided(directory: str) -> Any:
     """Each rank reads its own part; the parts of a step together are one process's batch."""
     import tensorflow as tf

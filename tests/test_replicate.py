@@ -162,6 +162,21 @@ def test_a_call_on_rank_0_only_is_named(keras_two_ranks: Pool) -> None:
         assert "fit_bodies.py" in error and "(on_epoch_end)" in error
 
 
+def test_a_learning_rate_that_rank_0_changes_alone_is_an_error(keras_two_ranks: Pool, tmp_path: Path) -> None:
+    for error, _ in keras_two_ranks.run(fit_bodies.body_callback_of_rank_0, "rate", str(tmp_path)):
+        assert "different learning rates at the end of an epoch" in error
+        assert "rank 0 on host here: 0.001\n  rank 1 on host here: 0.01\n" in error
+
+
+@pytest.mark.parametrize("kind", ["backup", "auto"])
+def test_what_one_rank_may_do_alone(keras_two_ranks: Pool, keras: str, kind: str, tmp_path: Path) -> None:
+    if kind == "auto" and keras == "3":
+        pytest.skip("Keras 3 doesn't choose steps_per_execution itself")
+    (error, weights), other = keras_two_ranks.run(fit_bodies.body_callback_of_rank_0, kind, str(tmp_path))
+    assert error == ""
+    assert (error, weights) == other
+
+
 def test_divided_data_that_are_the_same_are_named(keras_two_ranks: Pool) -> None:
     (_, said), _ = keras_two_ranks.run(fit_bodies.body_unshuffled, "not divided")
     assert ["ranks 0, 1 began with the very same batch" in text for text in said] == [True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Sequence
@@ -9,9 +10,10 @@ from pathlib import Path
 from typing import Any, Callable
 
 from npu_device._src import compat
+from npu_device._src.training import training_state
 from npu_device._src.training.world import World
 
-_END_OF_EPOCH = "end of an epoch, which comes earlier on ranks whose data have fewer batches"
+_END_OF_EPOCH = "end of an epoch (earlier on ranks with fewer batches, or that set stop_training)"
 _WRITERS = ("CSVLogger", "TensorBoard", "RemoteMonitor", "BackupAndRestore")
 """Callbacks that only rank 0 runs. ``ModelCheckpoint`` decides on every rank and writes by the model's methods."""
 
@@ -62,19 +64,43 @@ def callbacks_of_rank(world: World, model: Any, callbacks: Any) -> Any:
         callbacks = [callbacks]
     keras = compat.keras_of(model)
     mine = [callback for callback in callbacks or [] if world.is_main or not _writes(callback, keras)]
-    restores = any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in callbacks or [])
 
     class RanksMeet(keras.callbacks.Callback):  # type: ignore[name-defined]
         """The last callback; without methods for batches, which would slow Keras down."""
 
         def on_train_begin(self, logs: Any = None) -> None:
-            if restores and hasattr(model, "_initial_epoch"):  # Keras 3
+            if hasattr(model, "_initial_epoch"):  # Keras 3; BackupAndRestore may have set it on rank 0
                 model._initial_epoch = world.object_from_root(model._initial_epoch)
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            model.stop_training = any(world.objects(bool(model.stop_training), _END_OF_EPOCH))
+            found = world.objects((bool(model.stop_training), _learning_rates(model)), _END_OF_EPOCH)
+            model.stop_training = any(stops for stops, _ in found)
+            _require_equal_rates(world, [rates for _, rates in found])
 
     return [*mine, RanksMeet()]
+
+
+def _learning_rates(model: Any) -> list[float]:
+    rates = []
+    for optimizer in training_state.optimizers(model):
+        with contextlib.suppress(AttributeError, TypeError, ValueError):  # a legacy optimizer's schedule
+            rates.append(float(optimizer.learning_rate))
+    return rates
+
+
+def _require_equal_rates(world: World, rates: Sequence[list[float]]) -> None:
+    if all(each == rates[0] for each in rates):
+        return
+    lines = [
+        f"  rank {rank} on host {world.runtime.cluster.hosts[rank]}: {', '.join(f'{rate:g}' for rate in each)}"
+        for rank, each in zip(world.group.ranks, rates)
+    ]
+    raise RuntimeError(
+        f"rank {world.runtime.cluster.rank}: the ranks have different learning rates at the end of an epoch:\n"
+        + "\n".join(lines)
+        + "\nLikely cause: a callback that changes the learning rate is passed on some ranks only.\n"
+        "What to do: pass it on every rank; the logs are the same everywhere, so that it decides alike."
+    )
 
 
 def _writes(callback: Any, keras: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import Any, Callable
 
 import tensorflow as tf
@@ -20,6 +21,7 @@ from npu_device._src.training.same_variables import warn_if_different
 from npu_device._src.training.world import World, world
 
 _REPLICA = "_npu_replica"
+_log = logging.getLogger("npu_device")
 _as_it_is = tf.autograph.experimental.do_not_convert
 
 
@@ -159,6 +161,11 @@ class Replica:
 
     def _prepare(self, kind: str) -> None:
         xla.turn_off(self._model)
+        if getattr(self._model, "autotune_steps_per_execution", False):
+            # tf-keras would choose the number by the time that this rank takes; its callbacks would run at other steps.
+            self._model.autotune_steps_per_execution = False
+            if self._world.is_main:
+                _log.warning("steps_per_execution='auto' is 1 in a replicated model: ranks would choose other numbers.")
         if kind != "train":
             return
         for optimizer in training_state.optimizers(self._model):
