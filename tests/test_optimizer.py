@@ -375,3 +375,26 @@ def test_refusals_and_copies(keras_ranks: Pool) -> None:
         assert found["around"].startswith("ValueError")
         assert found["scaled twice"].startswith("ValueError")
         assert found["not an optimizer"].startswith("TypeError")
+
+
+def body_inner_wrapped_late() -> str:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    weight = tf.keras.Variable(tf.ones([2]))
+    inner = tf.keras.optimizers.SGD(0.1)
+    outer = tf.keras.optimizers.LossScaleOptimizer(inner)
+    outer.build([weight])
+    npu.distribute.npu_distributed_keras_optimizer_wrapper(inner)
+    try:
+        outer.apply_gradients([(tf.ones([2]), weight)])
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.only_keras("3")
+def test_an_inner_optimizer_that_is_wrapped_too_late(keras_two_ranks: Pool) -> None:
+    for error in keras_two_ranks.run(body_inner_wrapped_late):
+        assert "wrap the loss-scale optimizer itself" in error

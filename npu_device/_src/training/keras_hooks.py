@@ -92,6 +92,7 @@ def _apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) 
 @_as_it_is
 def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
     reduction, grads = getattr(self, _REDUCTION), list(grads)
+    _require_agreement(_called_by(self))
     variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
     reduction.begin(self, variables)
     with reduction.audited(self, grads, variables), iteration():
@@ -103,13 +104,23 @@ def _build_keras_3(self: Any, variables: Any) -> Any:
     # A loss-scale optimizer around this one calls `apply` only if the gradients are finite, on which all ranks must
     # agree, or some wait forever. Keras creates that loss-scale optimizer itself (compile under mixed_float16) without
     # telling the inner one, so it can only be found in this call, which its `build` makes.
-    outer = _built_by(self)
+    outer = _called_by(self)
     if outer is not None:
         outer.check_finite = MethodType(_check_finite, outer)
     return type(self).build(self, variables)
 
 
-def _built_by(optimizer: Any) -> Any:
+def _require_agreement(outer: Any) -> None:
+    """Raise RuntimeError if a loss-scale optimizer decides on this rank alone whether its gradients are finite."""
+    if outer is not None and "check_finite" not in vars(outer) and compat.belongs_to_keras(type(outer).apply):
+        raise RuntimeError(
+            f"the optimizer inside a {type(outer).__name__} was wrapped after that one had been built: the ranks could "
+            "not agree on which steps to skip.\nWhat to do: wrap the loss-scale optimizer itself, with "
+            "npu_distributed_keras_optimizer_wrapper(optimizer), not its inner_optimizer."
+        )
+
+
+def _called_by(optimizer: Any) -> Any:
     """Return the loss-scale optimizer among the callers that wraps this optimizer, or None."""
     frame = sys._getframe(2)
     for _ in range(_FRAMES):  # its `build` calls directly, except for decorators in between
