@@ -47,12 +47,13 @@ def can_compare() -> bool:
     return not (getattr(_not_yet, "holds", False) or runs_if_fetched())
 
 
-def make_equal(world: World, variables: Sequence[Any]) -> bool:
+def make_equal(world: World, variables: Sequence[Any], ordered: bool = True) -> bool:
     """Compare variables before the first step; where they differ, overwrite them with those of the group's first rank.
 
     Args:
         world: the ranks.
         variables: those that an optimizer updates, and its own; the same on every rank.
+        ordered: they come in the same order on every rank; else those of one name belong together.
 
     Returns:
         False while they have no values: they were made in the trace that goes on. Usually TensorFlow then gives them
@@ -82,6 +83,7 @@ def make_equal(world: World, variables: Sequence[Any]) -> bool:
                 "What to do: build the whole model on every rank, and call npu.distribute.broadcast(model.variables) "
                 "before the first step; read the checkpoint on every rank."
             )
+        variables = variables if ordered else _in_common_order(world, variables)
         found = _differences(world, variables, None)
         if found is None:
             return True
@@ -130,7 +132,7 @@ def make_equal_behind(world: World, gradients: Sequence[Any]) -> list[Any]:
         return []
     behind = _variables_of(present)
     new = [variable for variable in behind if _compared.get(id(variable)) is not variable]
-    if new and can_compare() and make_equal(world, _in_common_order(world, new)):
+    if new and make_equal(world, new, ordered=False):
         _compared.update({id(variable): variable for variable in new})
     return behind
 
@@ -150,11 +152,10 @@ def _variables_of(gradients: Sequence[Any]) -> list[Any]:
     return [variable for variable in read if there[_shape_and_dtype(variable)] == wanted[_shape_and_dtype(variable)]]
 
 
-def _in_common_order(world: World, variables: list[Any]) -> list[Any]:
+def _in_common_order(world: World, variables: Sequence[Any]) -> Sequence[Any]:
     """Return variables by name if all ranks have the same names; else as they are: in the order of creation."""
     mine = sorted(map(variable_name, variables))
-    with tf.init_scope():
-        everybody = world.objects(mine, "names of variables")
+    everybody = world.objects(mine, "names of variables")
     if len(set(mine)) < len(mine) or any(names != mine for names in everybody):
         return variables
     return sorted(variables, key=variable_name)
