@@ -307,43 +307,6 @@ def body_unshuffled(kind: str) -> Any:
         return str(error), said
 
 
-def body_later_epoch(wanted: str, steps: int) -> tuple[str, int]:
-    """Return the error of a fit whose data differ in the second epoch, and how many epochs it has made.
-
-    Args:
-        wanted: which data: ``"train"`` or ``"test"``.
-        steps: ``steps_per_execution``.
-    """
-    import tensorflow as tf
-
-    import npu_device as npu
-
-    epochs = {"train": 0, "test": 0}
-
-    def data(kind: str) -> Any:
-        def batches() -> Any:
-            epochs[kind] += 1
-            differs = kind == wanted and epochs[kind] > 1
-            for batch in range(3):
-                yield np.full([8, 2], batch + differs * npu.distribute.rank(), np.float32), np.ones([8, 1], np.float32)
-
-        spec = tf.TensorSpec([8, 2], tf.float32), tf.TensorSpec([8, 1], tf.float32)
-        dataset = tf.data.Dataset.from_generator(batches, output_signature=spec)
-        return dataset.apply(tf.data.experimental.assert_cardinality(3))
-
-    model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
-    model.compile("sgd", "mse", steps_per_execution=steps)
-    made: list[int] = []
-    count = tf.keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: made.append(epoch))
-    try:
-        npu.distribute.replicate(model).fit(
-            data("train"), validation_data=data("test"), epochs=3, verbose=0, callbacks=[count]
-        )
-    except ValueError as error:
-        return str(error), len(made)
-    return "", len(made)
-
-
 def body_alone(method: str) -> str:
     """Return the error of a callback that calls a method of the model on rank 0 only."""
     import tensorflow as tf

@@ -148,13 +148,6 @@ def test_other_data_on_each_rank_is_an_error(keras_two_ranks: Pool, kind: str) -
         assert "npu.distribute.divided(dataset)" in error
 
 
-@pytest.mark.parametrize(("kind", "steps"), [("train", 1), ("train", 2), ("test", 1), ("neither", 1), ("neither", 2)])
-def test_data_that_differ_in_a_later_epoch_are_an_error(keras_two_ranks: Pool, kind: str, steps: int) -> None:
-    for error, epochs in keras_two_ranks.run(fit_bodies.body_later_epoch, kind, steps):
-        assert epochs == (3 if kind == "neither" else 1), error
-        assert ("the ranks were given different data" in error) is (kind != "neither")
-
-
 def test_a_call_on_rank_0_only_is_named(keras_two_ranks: Pool) -> None:
     """What the ranks exchange for it must not be taken for what they exchange after an epoch."""
     for error in keras_two_ranks.run(fit_bodies.body_alone, "predict"):

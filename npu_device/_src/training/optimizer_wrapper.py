@@ -109,9 +109,8 @@ class GradientReduction:
         """Make the variables equal on all ranks before the first step."""
         if not self._begun and can_compare():
             variables, keras = list(variables), compat.keras_of(optimizer)
-            if compat.is_keras_3(keras) and not optimizer.built:
-                # Slots that are made later would not be compared. In a graph they would be made amid the step, where
-                # TensorFlow can't give them values first.
+            if compat.is_keras_3(keras) and not optimizer.built and not tf.executing_eagerly():
+                # Slots that are made later would be made amid the step, where TensorFlow can't give them values first.
                 with keras.name_scope(optimizer.name, caller=optimizer):
                     optimizer.build(variables)
             own = unique(compat.optimizer_variables(optimizer, variables))  # names may have other numbers on each rank

@@ -69,9 +69,7 @@ def make_equal(world: World, variables: Sequence[Any], ordered: bool = True) -> 
     if mode == "ignore" or not can_compare():
         return True
     with tf.init_scope():
-        mine = len(variables), all(map(_has_value, variables))
-        counts, have = zip(*world.objects(mine, "which variables have values"))
-        _require_equal_counts(world, counts)
+        have = world.objects(all(map(_has_value, variables)), "which variables have values")
         without = [rank for rank, has in zip(world.group.ranks, have) if not has]
         if len(without) == world.size:
             return False
@@ -99,16 +97,6 @@ def make_equal(world: World, variables: Sequence[Any], ordered: bool = True) -> 
         if world.rank == 0:
             _log.warning("%s\nThey are those of rank %d now.", text, world.group.ranks[0])
         return True
-
-
-def _require_equal_counts(world: World, counts: Sequence[int]) -> None:
-    if len(set(counts)) > 1:
-        each = ", ".join(f"rank {rank} has {count}" for rank, count in zip(world.group.ranks, counts))
-        raise RuntimeError(
-            f"rank {world.runtime.cluster.rank}: at the first step the model or the optimizer has another number of "
-            f"variables on some ranks: {each}.\nLikely cause: another model, or a checkpoint that some ranks read.\n"
-            "What to do: build the same model and read the checkpoint on every rank."
-        )
 
 
 _compared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id

@@ -42,7 +42,6 @@ class Replica:
         self._sent = {"train": False, "test": False, "predict": False}
         self._unstarted = {"train", "test", "predict"}
         self._sources: dict[str, Any] = {}
-        self._compared: dict[str, Any] = {}  # iterators whose first batch the ranks have compared, by kind
         self._depth = 0
         self._root = 0
         self._said = False
@@ -137,10 +136,6 @@ class Replica:
             if kind in self._unstarted:
                 self._unstarted.discard(kind)
                 batches = self._start(kind, batches)
-            elif self._begins_epoch(kind, batches):
-                pulled = self._pull(kind, batches)
-                self._compare(kind, pulled)
-                batches = again(batches, pulled)
             return self._functions[kind](batches)
 
         def make_function(force: bool = False) -> Any:
@@ -174,7 +169,7 @@ class Replica:
     def _start(self, kind: str, batches: Any) -> Any:
         """Build the model, make it equal on all ranks, and check that they read the same data."""
         several = isinstance(batches, list)  # what Keras 3 predicts
-        pulled = batches if several else self._pull(kind, batches)
+        pulled = batches if several else pull(batches, keras_models.steps_per_call(self._model))
         if pulled:
             self.build(kind, pulled[0])
         if kind == "train" or not self._depth:
@@ -186,24 +181,11 @@ class Replica:
             rows = None if own_data else int(rows_of(pulled[0]))
             statement.report(self._world, self._model, rows, self._steps())
         if own_data:
-            self._compared.pop(kind, None)
             warn_if_all_the_same(self._world, start.digest(pulled))
         else:
-            self._compare(kind, pulled)
+            rows = int(rows_of(pulled[0])) if pulled else 0
+            self._send(kind, not same_everywhere(self._world, self._sources.get(kind), start.digest(pulled), rows))
         return batches if several else again(batches, pulled)
-
-    def _pull(self, kind: str, batches: Any) -> list[Any]:
-        self._compared[kind] = batches
-        return pull(batches, keras_models.steps_per_call(self._model))
-
-    def _begins_epoch(self, kind: str, batches: Any) -> bool:
-        """Return True for the first batches of a later epoch of ``fit`` that the ranks have to compare."""
-        is_compared = self._depth > 0 and kind in self._compared and not self._sent[kind]
-        return is_compared and self._compared[kind] is not batches
-
-    def _compare(self, kind: str, pulled: list[Any]) -> None:
-        rows = int(rows_of(pulled[0])) if pulled else 0
-        self._send(kind, not same_everywhere(self._world, self._sources.get(kind), start.digest(pulled), rows))
 
     def _send(self, kind: str, sent: bool) -> None:
         if sent != self._sent[kind]:
@@ -231,7 +213,6 @@ class Replica:
                 history = own(*bound.args, **bound.kwargs)
             finally:
                 self._depth -= 1
-                self._compared.clear()
             if "train" in self._unstarted:  # no epoch was left to train
                 start.synchronise(self._world, self._model, training=True)
             warn_if_different(self._world, self._model.trainable_variables)  # and so waits for rank 0's files
