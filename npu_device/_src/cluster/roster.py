@@ -288,14 +288,12 @@ class Roster:
             found.append(("another scheme", f"{hello.scheme} (the chief: {chief.scheme})"))
         if hello.world_size != chief.world_size:
             found.append(("another world size", f"{hello.world_size} (the chief: {chief.world_size})"))
-        for name in sorted({*hello.versions, *chief.versions}):
-            theirs, ours = hello.versions.get(name), chief.versions.get(name)
-            if theirs != ours:
-                found.append(("another version", f"{name} {theirs} (the chief: {ours})"))
-        for name in sorted({*hello.settings, *chief.settings}):
-            theirs, ours = (settings.get(name, "default") for settings in (hello.settings, chief.settings))
-            if theirs != ours:
-                found.append(("another setting", f"{name} {theirs} (the chief: {ours})"))
+        alike = ("another version", hello.versions, chief.versions), ("another setting", hello.settings, chief.settings)
+        for kind, mine, chiefs in alike:
+            for name in sorted({*mine, *chiefs}):
+                theirs, ours = (values.get(name, "default") for values in (mine, chiefs))
+                if theirs != ours:
+                    found.append((kind, f"{name} {theirs} (the chief: {ours})"))
         return found
 
     def _rank_name(self, rank: int) -> str:
