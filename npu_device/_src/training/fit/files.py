@@ -89,7 +89,7 @@ def _learning_rates(model: Any) -> list[float]:
 
 
 def _require_equal_rates(world: World, rates: Sequence[list[float]]) -> None:
-    if all(each == rates[0] for each in rates):
+    if all(repr(each) == repr(rates[0]) for each in rates):  # NaN equals NaN
         return
     lines = [
         f"  rank {rank} on host {world.runtime.cluster.hosts[rank]}: {', '.join(f'{rate:g}' for rate in each)}"
