@@ -172,6 +172,79 @@ def body_full_disk(directory: str) -> dict[str, Any]:
     return {"warnings": texts, "errors": errors, "there": there, "latest": latest, "end": sorted(os.listdir(directory))}
 
 
+def body_two_jobs(directory: str) -> list[Any]:
+    """Return what two jobs that write into one directory are told, and its content."""
+    first, second = (
+        npu.train.JobCheckpoint(directory, every=1, preemption=False, count=tf.Variable(0)) for _ in range(2)
+    )
+    assert [first.restore(), second.restore()] == [0, 0]
+    first.save(3)
+    with warnings_of_package() as texts:
+        second.step_done(1)
+    try:
+        second.save(3)
+    except npu.train.CheckpointError as error:
+        return [texts, str(error), sorted(os.listdir(directory))]
+    return [texts, "", sorted(os.listdir(directory))]
+
+
+def body_steps_and_notes(directory: str) -> list[Any]:
+    """Save a numpy step; notes that are none; notes for which the disk has no room; and without npurun's file."""
+    count = tf.Variable(0)
+    checkpoint = npu.train.JobCheckpoint(directory, every=1, preemption=False, count=count)
+    checkpoint.step_done(np.int64(1), {"score": 0.5})
+    errors = []
+    try:
+        checkpoint.save(2, {"score": np.float32(0.5)})
+    except TypeError as error:
+        errors.append(str(error))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+    try:
+        checkpoint.save(2, {"long": "x" * 2_000_000})  # fails when everything else is written
+    except npu.train.CheckpointError as error:
+        errors.append(str(error))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    there = sorted(os.listdir(directory))
+    os.environ["NPU_DEVICE_PROGRESS_FILE"] = f"{directory}/not/there"
+    try:
+        with warnings_of_package() as texts:
+            checkpoint.save(3)
+    finally:
+        del os.environ["NPU_DEVICE_PROGRESS_FILE"]
+    return [errors, there, texts, sorted(os.listdir(directory))]
+
+
+def body_fewer_things(directory: str) -> Any:
+    """Return what isn't kept of two variables by a script that has one."""
+    both = {"one": tf.Variable(1.0), "other": tf.Variable(2.0)}
+    npu.train.JobCheckpoint(directory, preemption=False, **both).save(1)
+    checkpoint = npu.train.JobCheckpoint(directory, preemption=False, one=tf.Variable(0.0))
+    return checkpoint.restore(), checkpoint.not_kept
+
+
+def body_many_descriptors(directory: str) -> list[str]:
+    """Be asked to stop in a process with more open files than ``select`` takes; return what a second object says."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with warnings_of_package() as texts:
+            idle, watch = (preemption.Preemption(None, 1, signal.SIGUSR2, 20.0) for _ in range(2))
+        os.kill(os.getpid(), signal.SIGUSR2)
+        deadline = time.monotonic() + 10.0
+        while not watch.is_last_step():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        watch.close()
+        idle.close()
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+    return texts
+
+
 def body_two_ask(gives_up: bool) -> int:
     """Have two ask for the last step, one after the other; return the step at which this rank stops.
 

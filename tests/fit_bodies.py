@@ -307,6 +307,42 @@ def body_unshuffled(kind: str) -> Any:
         return str(error), said
 
 
+def body_later_batches(wanted: str, steps: int) -> tuple[str, list[str], Any]:
+    """Return the error and warnings of calls whose data differ from the third batch on, and the weights.
+
+    Args:
+        wanted: which data: those of ``"train"``, ``"validation"``, ``"evaluate"``, ``"predict"`` or none.
+        steps: ``steps_per_execution``.
+    """
+    import tensorflow as tf
+    from checkpoint_bodies import warnings_of_package
+
+    import npu_device as npu
+
+    def data(kind: str) -> Any:
+        def batches() -> Any:
+            for batch in range(5):
+                mine = npu.distribute.rank() if kind == wanted and batch > 1 else 0
+                yield np.full([8, 2], batch + mine, np.float32), np.ones([8, 1], np.float32)
+
+        spec = tf.TensorSpec([8, 2], tf.float32), tf.TensorSpec([8, 1], tf.float32)
+        dataset = tf.data.Dataset.from_generator(batches, output_signature=spec)
+        return dataset.apply(tf.data.experimental.assert_cardinality(5))
+
+    model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+    model.compile("sgd", "mse", steps_per_execution=steps)
+    model = npu.distribute.replicate(model)
+    error = ""
+    with warnings_of_package() as said:
+        model.fit(data("train"), validation_data=data("validation"), epochs=3, verbose=0)
+        try:
+            model.evaluate(data("evaluate"), verbose=0)
+            model.predict(data("predict"), verbose=0)
+        except ValueError as found:
+            error = str(found)
+    return error, said, [weight.tolist() for weight in model.get_weights()]
+
+
 def body_alone(method: str) -> str:
     """Return the error of a callback that calls a method of the model on rank 0 only."""
     import tensorflow as tf

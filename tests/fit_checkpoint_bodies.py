@@ -25,7 +25,7 @@ class Interrupted(Exception):
     """Ends a fit in the midst of its work."""
 
 
-def make_model(seed: int, wrapped: bool) -> Any:
+def make_model(seed: int, wrapped: bool, **options: Any) -> Any:
     """A compiled model that its first batch builds."""
     keras = tf.keras
     keras.utils.set_random_seed(seed)
@@ -41,7 +41,7 @@ def make_model(seed: int, wrapped: bool) -> Any:
     optimizer = keras.optimizers.Adam(0.01)
     if wrapped:
         optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(optimizer)
-    model.compile(optimizer, "mse", metrics=["mae"])
+    model.compile(optimizer, "mse", **{"metrics": ["mae"], **options})
     return model if wrapped else npu.distribute.replicate(model)
 
 
@@ -97,11 +97,18 @@ class Watch(tf.keras.callbacks.Callback):
 
 
 def fit(
-    directory: str, kind: str, *, watch: Watch | None = None, seed: int | None = 3, epochs: int = EPOCHS, **options: Any
+    directory: str,
+    kind: str,
+    *,
+    watch: Watch | None = None,
+    seed: int | None = 3,
+    epochs: int = EPOCHS,
+    compiled: Any = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """One run of a script."""
     watch = watch or Watch()
-    model = make_model(3 if seed is None else seed, wrapped=kind == "own")
+    model = make_model(3 if seed is None else seed, wrapped=kind == "own", **(compiled or {}))
     if seed is None:
         tf.random.set_seed(None)
     checkpoint = npu.train.FitCheckpoint(directory, **options)
@@ -163,6 +170,36 @@ def body_same_bits(directory: str, kind: str) -> dict[str, Any]:
 def body_other_data(directory: str, kind: str, seed: int | None) -> dict[str, Any]:
     fit(fresh(directory), kind, seed=seed, preemption=False, epochs=2)
     return fit(directory, kind, seed=seed, preemption=False)
+
+
+def body_compiled(directory: str) -> dict[str, Any]:
+    """Resume fits that were killed after their first epoch: with several steps per execution, that don't divide an
+    epoch's; with metrics in another order, and with others.
+    """
+    place = Path(fresh(directory))
+
+    def keep() -> None:
+        if npu.distribute.is_main():
+            shutil.copytree(place / "whole", place / "parts")
+
+    several = {"steps_per_execution": 3, "metrics": ["mae", "mape"]}
+    options: dict[str, Any] = {"preemption": False, "every": 3}
+    whole = fit(f"{directory}/whole", "dataset", compiled=several, watch=Watch(3, keep), **options)
+    other = {**several, "metrics": ["mape", "mae"]}
+    parts = fit(f"{directory}/parts", "dataset", compiled=other, **options)
+    ended = fit(f"{directory}/parts", "dataset", compiled=several, **options)
+    try:
+        fit(f"{directory}/parts", "dataset", **options)
+        error = ""
+    except npu.train.CheckpointError as found:
+        error = str(found)
+    return {
+        "whole": whole,
+        "parts": parts,
+        "ended": ended,
+        "error": error,
+        "there": sorted(os.listdir(place / "whole")),
+    }
 
 
 def body_errors(directory: str) -> list[str]:

@@ -165,7 +165,7 @@ finally:
         if backend == "tensorflow" and "/job:worker/replica:0/task:0" in result.output:
             continue  # TensorFlow's ring saw the broken connection first, and names the rank in its own way
         assert "rank 0 on host here is gone" in result.output
-        assert "Look at the output of rank 0" in result.output
+        assert "look at the output of rank 0" in result.output
 
 
 def test_the_hub_of_npurun_ends_with_npurun(tmp_path: Path) -> None:

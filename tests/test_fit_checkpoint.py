@@ -71,6 +71,18 @@ def test_another_order_is_told(two_ranks: Pool, kind: str, seed: int | None, say
     assert len(warning) == 1 and says in warning[0]
 
 
+def test_steps_per_execution_and_metrics(keras_two_ranks: Pool, tmp_path: Path) -> None:
+    for rank, result in enumerate(keras_two_ranks.run(bodies.body_compiled, str(tmp_path / "fit"))):
+        whole, parts, ended = result["whole"], result["parts"], result["ended"]
+        assert result["there"] == ["latest.json", "step-00000010", "step-00000013", "step-00000015"]
+        same_bits(whole["values"], parts["values"])
+        assert list(parts["logs"]) == [1, 2]
+        assert parts["logs"] == {epoch: whole["logs"][epoch] for epoch in (1, 2)}
+        same_bits(whole["values"], ended["values"])
+        assert ["had ended: its last state is restored" in text for text in ended["warnings"]] == [True] * (rank == 0)
+        assert "has other metrics than this fit" in result["error"]
+
+
 def test_checkpoints_that_this_fit_can_not_use(single: Pool, tmp_path: Path) -> None:
     [texts] = single.run(bodies.body_errors, str(tmp_path / "fit"))
     assert "is not that of a fit" in texts[0]

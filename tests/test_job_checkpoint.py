@@ -118,6 +118,63 @@ def test_what_was_never_named_is_left_out_and_removed(
     assert [result["start"] for result in two_ranks.run(bodies.body_restore, str(directory))] == [4] * two_ranks.size
 
 
+@pytest.mark.parametrize(("named", "start"), [(1, "names step 1; the directory has 6, 4, 2"), (5, 4)])
+def test_a_latest_that_is_not_there(
+    two_ranks: Pool,
+    trained: dict[int, Path],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    named: int,
+    start: Any,
+) -> None:
+    directory = copy_of(trained, two_ranks, tmp_path, tmp_path_factory)
+    (directory / "latest.json").write_text(json.dumps({"step": named}))
+    results = two_ranks.run(bodies.body_restore, str(directory))
+    if isinstance(start, str):
+        assert all(start in result["start"] and "What to do: " in result["start"] for result in results)
+        assert len(steps_in(directory)) == 3
+    else:
+        assert [result["start"] for result in results] == [start] * two_ranks.size
+        [warning] = results[0]["warnings"]
+        assert "names step 5" in warning
+
+
+def test_killed_while_a_checkpoint_of_the_same_step_was_replaced(
+    two_ranks: Pool, trained: dict[int, Path], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = copy_of(trained, two_ranks, tmp_path, tmp_path_factory)
+    shutil.copytree(directory / "step-00000006", directory / ".step-00000006-0123abcd")  # the new one
+    (directory / "step-00000006").rename(directory / ".step-00000006-0123abcd0")  # the old one
+    results = two_ranks.run(bodies.body_restore, str(directory))
+    assert [(result["start"], result["warnings"]) for result in results] == [(6, [])] * two_ranks.size
+    assert sorted(path.name for path in directory.glob(".step*")) == []
+
+
+def test_another_job_in_the_directory_is_an_error(ranks: Pool, tmp_path: Path) -> None:
+    for rank, (texts, error, there) in enumerate(ranks.run(bodies.body_two_jobs, str(tmp_path))):
+        assert ["another job writes checkpoints there" in text for text in texts] == [True] * (rank == 0)
+        assert "it has named step 3 the latest" in error
+        assert rank or there == ["latest.json", "step-00000003"]
+
+
+def test_steps_and_notes(ranks: Pool, tmp_path: Path) -> None:
+    for rank, (errors, there, texts, end) in enumerate(ranks.run(bodies.body_steps_and_notes, str(tmp_path))):
+        assert "must be values for JSON" in errors[0] and "could not be completed" in errors[1]
+        assert rank or there == ["latest.json", "step-00000001"]
+        assert ["npurun can't be told" in text for text in texts] == [True] * (rank == 0)
+        assert rank or end == ["latest.json", "step-00000001", "step-00000003"]
+
+
+def test_what_the_script_no_longer_has_is_told(single: Pool, tmp_path: Path) -> None:
+    [(step, not_kept)] = single.run(bodies.body_fewer_things, str(tmp_path))
+    assert step == 1 and not_kept == ("other: this script doesn't have 1 variable of it",)
+
+
+def test_a_signal_in_a_process_with_many_files(single: Pool, tmp_path: Path) -> None:
+    [[text]] = single.run(bodies.body_many_descriptors, str(tmp_path))
+    assert "a new JobCheckpoint handles SIGUSR2 from now on" in text
+
+
 def test_another_number_of_ranks(
     ranks: Pool, two_ranks: Pool, trained: dict[int, Path], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -133,7 +190,7 @@ def test_another_number_of_ranks(
             np.testing.assert_array_equal(one, other)
     [warning] = results[0]["warnings"]
     assert f"2 ranks wrote the checkpoint, and the job now has {ranks.size} rank" in warning
-    assert "the places of its iterators" in warning
+    assert "the places of its iterators" in warning and "iterator, noise (per_rank)" in warning
     tear(directory / "step-00000006" / "shared.index")
     newer, other = ranks.run(bodies.body_restore, str(directory))[0]["warnings"]
     assert "is torn" in newer and "the one of step 4 is restored" in newer and "2 ranks wrote" in other

@@ -148,6 +148,22 @@ def test_other_data_on_each_rank_is_an_error(keras_two_ranks: Pool, kind: str) -
         assert "npu.distribute.divided(dataset)" in error
 
 
+@pytest.mark.parametrize("kind", ["train", "validation", "evaluate", "predict", "none"])
+@pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.alternating)])
+def test_batches_that_differ_later_are_told(keras_two_ranks: Pool, kind: str, steps: int) -> None:
+    (error, said, weights), other = keras_two_ranks.run(fit_bodies.body_later_batches, kind, steps)
+    assert weights == other[2]
+    different = [text for text in said if "not the same on all ranks; only the first batches were" in text]
+    if kind in ("train", "validation"):
+        data = "training" if kind == "train" else "validation"
+        assert len(different) == 1 and f"the {data} data were" in different[0]  # rank 0's were sent afterwards
+        assert "From now on rank 0's batches are sent to all" in different[0] and "rank 1 on host" in different[0]
+    else:
+        assert different == []
+    for text in (error, other[0]):
+        assert ("only the first batches were" in text) is (kind in ("evaluate", "predict"))
+
+
 def test_a_call_on_rank_0_only_is_named(keras_two_ranks: Pool) -> None:
     """What the ranks exchange for it must not be taken for what they exchange after an epoch."""
     for error in keras_two_ranks.run(fit_bodies.body_alone, "predict"):

@@ -82,6 +82,12 @@ def test_the_restarts_are_counted(tmp_path: Path) -> None:
     assert b"in 0.1 s" in done.stderr and b"in 0.2 s" in done.stderr, "the wait doubles"
 
 
+def test_a_kill_that_a_shell_reports_is_no_bug_of_the_script(tmp_path: Path) -> None:
+    done = npurun("-n", "1", *AGAIN, "2", script(tmp_path, "import sys; sys.exit(137)"))  # 128 + SIGKILL
+    assert done.returncode == 137
+    assert b"no restart: all 2 restart(s) have been used" in done.stderr
+
+
 CRASHING = """
     import os, sys
     path, count = os.environ["NPU_DEVICE_PROGRESS_FILE"], int(os.environ["NPU_DEVICE_RESTART_COUNT"])

@@ -70,6 +70,33 @@ def body_strategies() -> Any:
     return found
 
 
+def body_one_rank_retraces() -> list[float]:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    weights = [tf.Variable(tf.ones([4, 4]) * 0.1) for _ in range(2)]
+
+    @tf.function(reduce_retracing=True)
+    def branches(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            one, other = x @ weights[0], x @ weights[1]
+            for _ in range(6):
+                one = one * x  # whose gradient takes more operations if the batch size is unknown
+            for _ in range(12):
+                other = tf.tanh(other)
+            loss = tf.reduce_sum(one) + tf.reduce_sum(other)
+        return npu.distribute.all_reduce(tape.gradient(loss, weights), "sum")
+
+    rank = npu.open().worker_id
+    return [float(tf.reduce_sum(branches(tf.ones([rows, 4]))[0])) for rows in (8, 8 - (rank > 0))]
+
+
+def test_one_rank_alone_may_retrace_with_an_unknown_batch_size(ranks: Pool) -> None:
+    first, *others = ranks.run(body_one_rank_retraces)
+    assert all(each == first for each in others)
+
+
 def test_the_strategy_cuts_the_list(ranks: Pool) -> None:
     if ranks.size == 1:
         pytest.skip("a single device sends nothing")

@@ -109,7 +109,7 @@ finally:
         assert results[rank].code == 1
         assert float(re.findall(r"raised at ([0-9.]+)", output)[0]) - killed < 1.0
         assert "PeerError" in output and "rank 1 on host" in output and "its process" in output
-        assert "Look at the output of rank 1" in output
+        assert "look at the output of rank 1" in output
     if os.path.isdir("/dev/shm"):
         assert set(os.listdir("/dev/shm")) <= before
 

@@ -329,7 +329,7 @@ def dataset_of(iterator: Any) -> Any:
 
 
 def is_generated(dataset: Any) -> bool:
-    """Return True if the elements of a ``tf.data.Dataset`` come from a Python generator; True for other things."""
+    """Return True if the elements of a ``tf.data.Dataset`` come from a Python generator; also of anything else."""
     if not isinstance(dataset, tf.data.Dataset):
         return True
     function = getattr(getattr(dataset, "_map_func", None), "function", None)  # from_generator is a flat_map

@@ -94,7 +94,7 @@ def _place(failure: Failure, error: str, frames: list[tuple[str, str]]) -> str |
     kind = _kind(error)
     if kind in _LOST_PEER:
         return None
-    if failure.record is None and -failure.exit.status in _FROM_OUTSIDE:
+    if failure.record is None and failure.exit.code - 128 in _FROM_OUTSIDE:
         return None
     if not frames or (failure.record is None and failure.exit.status < 0):
         return f"rank {failure.rank}, {failure.exit}"

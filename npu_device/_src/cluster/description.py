@@ -74,6 +74,15 @@ class Cluster:
     addresses: tuple[str, ...]
     job_id: str
 
+    @property
+    def name(self) -> str:
+        """Return this rank's name in messages, see ``name_of``."""
+        return self.name_of(self.rank)
+
+    def name_of(self, rank: int) -> str:
+        """Return a rank's name in messages: ``rank 1 on host node0``."""
+        return f"rank {rank} on host {self.hosts[rank]}"
+
     @classmethod
     def seen_by(cls, rank: int, device_id: int, hosts: Sequence[str], addresses: Sequence[str], job_id: str) -> Cluster:
         """Return the description for one rank; local ranks and sizes follow from ``hosts``."""

@@ -170,7 +170,7 @@ class Health:
         if not self._closing:
             self._abort(
                 f"{reason}: its process ended or was killed, or its host, {self._cluster.hosts[0]}, can't be reached "
-                f"any more (seen by {self._me()}).\n"
+                f"any more (seen by {self._cluster.name}).\n"
                 "What to do: look at the output of rank 0, and of npurun on its host if npurun started the job."
             )
 
@@ -185,13 +185,10 @@ class Health:
             act(text)
         return True
 
-    def _me(self) -> str:
-        return f"rank {self._cluster.rank} on host {self._cluster.host}"
-
     def _left_text(self, rank: int, issued: int, group: str) -> str:
         return (
-            f"rank {rank} on host {self._cluster.hosts[rank]} has left the job: its script ended after "
-            f"{counted(issued, 'collective operation')} in group {group!r}, while {self._me()} called number "
+            f"{self._cluster.name_of(rank)} has left the job: its script ended after "
+            f"{counted(issued, 'collective operation')} in group {group!r}, while {self._cluster.name} called number "
             f"{issued + 1}.\n"
             f"Likely cause: the script called sys.exit on rank {rank}; a call is made on some ranks only (for example "
             "inside `if rank == 0`); or the ranks run different numbers of steps (uneven data, another step count, an "
@@ -204,17 +201,17 @@ class Health:
         first = min(ranks)
         others = f" (and rank(s) {ranges(rank for rank in ranks if rank != first)})" if len(ranks) > 1 else ""
         return (
-            f"rank {first} on host {self._cluster.hosts[first]}{others} is gone: its process ended or was killed, or "
-            f"its host can't be reached any more ({self._me()} was told by the job's hub).\n"
-            f"Look at the output of rank {first} for the cause."
+            f"{self._cluster.name_of(first)}{others} is gone: its process ended or was killed, or "
+            f"its host can't be reached any more ({self._cluster.name} was told by the job's hub).\n"
+            f"What to do: look at the output of rank {first} for the cause."
         )
 
     def _failed_text(self, event: dict[str, Any]) -> str:
         return (
-            f"rank {event['rank']} on host {self._cluster.hosts[event['rank']]} failed: {event['error']}\n"
+            f"{self._cluster.name_of(event['rank'])} failed: {event['error']}\n"
             f"The end of its traceback:\n{event['traceback']}\n"
-            f"{self._me()} stops because of it. Fix the error on rank {event['rank']}; its output has the whole "
-            "traceback."
+            f"{self._cluster.name} stops because of it. Fix the error on rank {event['rank']}; its output has the "
+            "whole traceback."
         )
 
     # What happened to this rank

@@ -166,7 +166,7 @@ class Peers:
             self._listener = listen_on_free(environment.NPU_DEVICE_PORT_RANGE.get(), self._cluster.addresses)
         except OSError as error:
             raise ClusterError(
-                f"{self._me()} finds no free port for the other ranks' messages: {error.strerror}.\n"
+                f"{self._cluster.name} finds no free port for the other ranks' messages: {error.strerror}.\n"
                 "What to do: let NPU_DEVICE_PORT_RANGE have two ports for each rank of a host, plus one."
             ) from error
         mine = self._listener.getsockname()[1], secrets.token_hex(_TOKEN_BYTES)
@@ -296,14 +296,11 @@ class Peers:
             self._health.require_running()
             time.sleep(_CHECK_SECONDS)
         raise PeerError(
-            f"{self._me()} has lost its connection to rank {rank} on host {self._cluster.hosts[rank]}: {reason}.\n"
+            f"{self._cluster.name} has lost its connection to {self._cluster.name_of(rank)}: {reason}.\n"
             "Likely cause: the network between the two, or a rank that has just ended.\n"
             f"What to do: look at the output of rank {rank}; let the two hosts reach each other's ports "
             "(NPU_DEVICE_PORT_RANGE)."
         )
-
-    def _me(self) -> str:
-        return f"rank {self._cluster.rank} on host {self._cluster.host}"
 
 
 def _close_in_fork(peers: Peers | None) -> None:

@@ -125,7 +125,7 @@ class Services:
                 del readers[rank, request]
                 if not readers:
                     del self._readers[key]
-                self._refuse(rank, request, "late", f"no rank wrote {key!r} within {seconds:g} s")
+                self._refuse(rank, request, "late", f"no rank has provided {key!r} within {seconds:g} s")
 
         self._later(seconds, give_up)
 
@@ -156,9 +156,11 @@ class Services:
                     self._later(_ANSWERS_KEPT_SECONDS, lambda: self._forget_gather(name, gather))
                     return
                 missing = sorted(gather.ranks.difference(gather.values))
-                self._refuse(
-                    rank, request, "late", f"{name!r}: {self._listed(missing)} did not come within {seconds:g} s"
+                text = (
+                    f"{self._listed(missing)} did not reach {name!r} within {seconds:g} s, as the others have.\n"
+                    "What to do: find out whether it is stopped or still busy; its output may tell."
                 )
+                self._refuse(rank, request, "late", text)
                 del gather.waiting[rank]
                 if not gather.waiting:
                     del self._gathers[name]
@@ -175,7 +177,11 @@ class Services:
             self._hand_out(gather)
             return
         for rank, request in gather.waiting.items():
-            self._refuse(rank, request, "gone", f"{name!r}: {self._listed(sorted(absent))} has gone")
+            text = (
+                f"{self._listed(sorted(absent))} ended before {name!r}, where the others wait.\n"
+                "What to do: look at its output for the cause."
+            )
+            self._refuse(rank, request, "gone", text)
 
     def _hand_out(self, gather: _Gather) -> None:
         alike: dict[str, list[int]] = {}

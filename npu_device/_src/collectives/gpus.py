@@ -35,7 +35,7 @@ def choose_device(cluster: Cluster) -> Device:
         return Device("CPU", gpu_choice.why_none(cuda, nvidia))
     if late and (len(gpus) > 1 or instance is not None):
         raise ClusterError(
-            f"rank {cluster.rank} on host {cluster.host} can't take its own GPU: TensorFlow has been used before "
+            f"{cluster.name} can't take its own GPU: TensorFlow has been used before "
             f"npu.open(), and has taken memory on {', '.join(gpu.name for gpu in gpus)}.\n"
             "What to do: call `npu.open().as_default()` right after the imports, before the first tensor, variable, "
             "model, data set or tf.config.list_logical_devices() of the script; or let CUDA_VISIBLE_DEVICES of each "

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from npu_device._src import compat
 from npu_device._src.gradients.order import production_order
 from npu_device._src.gradients.split_choice import ends_for
 from npu_device._src.gradients.split_strategy import firsts_and_lasts, is_set, segment_result, segments
 
 _log = logging.getLogger("npu_device")
 _logged: set[str] = set()
+_first_orders: dict[tuple[str, ...], list[int]] = {}
+_MAX_REMEMBERED = 1000
 
 
 def cut(tensors: Sequence[Any], reduction: str, fusion: int, group: str) -> list[list[int]]:
@@ -50,7 +54,7 @@ def cut(tensors: Sequence[Any], reduction: str, fusion: int, group: str) -> list
         if len(positions) == 1:
             found.append(positions)
             continue
-        order = [positions[i] for i in production_order([tensors[position] for position in positions])]
+        order = [positions[i] for i in _order([tensors[position] for position in positions], group)]
         if fusion == 2 or reduction not in ("sum", "mean"):
             found.append(order)
             continue
@@ -61,6 +65,24 @@ def cut(tensors: Sequence[Any], reduction: str, fusion: int, group: str) -> list
             _log_once(f"{segment_result(ends)} of {len(order)} {dtype.name} gradients in group {group!r}")
         found.extend(order[first : last + 1] for first, last in firsts_and_lasts(ends))
     return found + alone
+
+
+def _order(tensors: Sequence[tf.Tensor], group: str) -> list[int]:
+    """Return the order of production; in a function that is traced again, that of its first graph.
+
+    One rank alone may trace again, for instance when its last batch is smaller than the others'. In a graph for an
+    unknown batch size, gradients depend on more operations, and so might come in another order than on the other ranks.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    if not isinstance(graph, compat.FuncGraph):
+        return production_order(tensors)
+    name = re.sub(r"\d+", "", graph.name)
+    key = (name, group, *(f"{tensor.dtype.name}{tensor.shape}" for tensor in tensors))
+    if key not in _first_orders:
+        if len(_first_orders) == _MAX_REMEMBERED:
+            _first_orders.clear()
+        _first_orders[key] = production_order(tensors)
+    return _first_orders[key]
 
 
 def _log_once(text: str) -> None:

@@ -103,14 +103,13 @@ class Drift:
         return [np.int64(_NEVER)]
 
     def _text(self, distances: np.ndarray) -> str:
-        ranks, hosts = self._world.group.ranks, self._world.runtime.cluster.hosts
+        ranks, cluster = self._world.group.ranks, self._world.runtime.cluster
         names = [variable_name(self._variables[place]) for place in self._shown]
         more = ", …" if len(self._different) > len(names) else ""
         before = "" if self._equal_after is None else f" (after step {self._equal_after} they were equal)"
         far = [place for place in range(len(ranks)) if self._differs[place].any()]
         lines = [
-            f"  rank {ranks[place]} on host {hosts[ranks[place]]}: {self._row(place, names, distances[place])}"
-            for place in far[:_RANKS]
+            f"  {cluster.name_of(ranks[place])}: {self._row(place, names, distances[place])}" for place in far[:_RANKS]
         ]
         lines += [f"  and {len(far) - _RANKS} more ranks"] if len(far) > _RANKS else []
         return "\n".join(

@@ -1,6 +1,6 @@
 """One step of a loss-scale optimizer: all ranks agree whether gradients are finite, and apply or skip them.
 
-Independent of Keras; ``keras_families`` defines how a step is applied or skipped.
+``keras_families`` defines how a step is applied or skipped, which depends on the Keras.
 """
 
 from __future__ import annotations

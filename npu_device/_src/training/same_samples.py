@@ -30,7 +30,7 @@ _OVER = -1
 
 @functools.cache
 def _count() -> tf.Variable:
-    """Return the number of steps in a row whose gradients were the same; ``_OVER`` once that is known."""
+    """Return a variable, the number of steps in a row whose gradients were the same; ``_OVER`` once that is known."""
     with tf.init_scope(), tf.device("CPU:0"):
         return compat.plain_variable(tf.constant(0), name="npu_device_same_samples")
 

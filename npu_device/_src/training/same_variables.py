@@ -217,7 +217,7 @@ def _differences(world: World, variables: Sequence[Any], exchange: _Exchange | N
         return None
     names = [variable_name(variables[place]) for place in places]
     rows = [
-        f"  rank {rank} on host {world.runtime.cluster.hosts[rank]}: digest {digests[places[0]][2]:08x} of {names[0]}"
+        f"  {world.runtime.cluster.name_of(rank)}: digest {digests[places[0]][2]:08x} of {names[0]}"
         for rank, digests in zip(world.group.ranks, everybody)
     ]
     more = ", …" if len(names) > _SHOWN else ""

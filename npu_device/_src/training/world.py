@@ -1,7 +1,8 @@
-"""All ranks of the job as one rank sees them: what training code needs of the collectives, in one place."""
+"""The ranks of the job, or of a group, as one of them sees them: what training code needs of the collectives."""
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +44,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Return True on rank 0."""
+        """Return True on the group's first rank: rank 0, if it is the whole job."""
         return self.rank == 0
 
     def add_up(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -75,10 +76,8 @@ class World:
             purpose: what the objects are, for the error if the ranks exchange unrelated ones.
         """
         data = np.frombuffer(pickle.dumps(value), np.uint8)
-        lengths = self.gather(tf.constant([len(data)], tf.int64), purpose).numpy()
-        everything = self.gather(tf.constant(data), purpose).numpy().tobytes()
-        ends = np.cumsum(lengths)
-        return [pickle.loads(everything[end - length : end]) for length, end in zip(lengths, ends)]
+        everything = io.BytesIO(self.gather(tf.constant(data), purpose).numpy().tobytes())
+        return [pickle.load(everything) for _ in range(self.size)]  # each knows where it ends
 
     def assign_from_root(self, variables: Sequence[Any], root_rank: int = 0) -> Any:
         """Set variables to the root's values; return the operation in a graph for a session, else None."""

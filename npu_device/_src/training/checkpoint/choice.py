@@ -55,13 +55,18 @@ def newest_whole(world: World | None, place: Place, directory: Path) -> Chosen |
     """Return the checkpoint to restore; None if there is none. Every rank has to make the call.
 
     Raises:
-        CheckpointError: there are some, but each is damaged.
+        CheckpointError: there are some, but each is damaged, or the latest is not there and all others are newer.
     """
-    found, problem = folder.steps(directory) if place.is_keeper else ([], None)
-    if problem is not None:
-        _log.warning("%s: %s; considering all checkpoints in it", directory, problem)
-    listed = everybody(world, found)
-    steps = sorted({step for some in listed for step in some}, reverse=True)
+    listed = everybody(world, folder.steps(directory) if place.is_keeper else ([], None))
+    steps = sorted({step for some, _ in listed for step in some}, reverse=True)
+    wrong = {problem for _, problem in listed if problem is not None}
+    if wrong and not steps:
+        raise CheckpointError(
+            f"no checkpoint can be restored: {'; '.join(sorted(wrong))}.\nWhat to do: write a step that is there into "
+            "that file; or start over in another directory."
+        )
+    if wrong and place.rank == 0:
+        _log.warning("%s; the newest checkpoint of step %d or before is restored", "; ".join(sorted(wrong)), steps[0])
     problems: list[str] = []
     partly: Chosen | None = None
     for step in steps:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import re
 from typing import Any
 
 import tensorflow as tf
@@ -16,11 +18,13 @@ from npu_device._src.training.checkpoint.job_checkpoint import JobCheckpoint
 from npu_device._src.training.fit import keras_models, start
 from npu_device._src.training.fit.batches import again, pull
 from npu_device._src.training.fit.replica import replica_of
+from npu_device._src.training.ranks import is_main
 from npu_device._src.training.world import world
 
 _log = logging.getLogger("npu_device")
 _NOTES = "fit"
 _INNER = "_npu_inner"
+_NUMBER = re.compile(r"_\d+(?=[/:]|$)")  # which Keras gives to further objects of a class
 
 
 class FitCheckpoint(tf.keras.callbacks.Callback):
@@ -45,6 +49,9 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
     The script calls ``fit`` as if it began anew, with the same arguments. It begins in the epoch of the checkpoint. The
     steps of that epoch which are over already read their batches, and other callbacks are told of them, but nothing is
     computed. Weights, optimizers, learning rates, metrics and random states are then those of the checkpoint.
+
+    Put it after callbacks that change the model when ``fit`` ends (``EarlyStopping(restore_best_weights=True)``), so
+    that its last checkpoint has what they have done.
 
     Data sets that Keras shuffles itself, and those of ``tf.data``, give the same batches in the same order if the
     script sets a seed before it makes them. The first batch is compared; a warning says if it is another one. What
@@ -73,6 +80,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         """Look for a checkpoint, and let ``fit`` begin in its epoch."""
         optimizers = {f"optimizer{place}": found for place, found in enumerate(training_state.optimizers(self.model))}
         self._metrics: list[Any] = []
+        self._metric_names: list[str] = []
         self._job = JobCheckpoint(
             self._directory, model=self.model, metrics=self._metrics, **optimizers, **self._options
         )
@@ -116,10 +124,12 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         pulled = self._begin_epoch(given, count) if self._begins else None
         iterator = self._data.used(given)
         if self._resume is not None:
-            return self._pass_over(pull(iterator, count) if pulled is None else pulled)
+            return self._pass_over(pull(iterator, count) if pulled is None else pulled, count)
         logs = self._inner(iterator if pulled is None else again(iterator, pulled))
-        self._step += count
-        self._total += count
+        steps = (self.params or {}).get("steps")
+        done = count if steps is None else min(count, steps - self._step)  # the last call of an epoch may do fewer
+        self._step += done
+        self._total += done
         self._job.step_done(self._total, self._notes())
         return logs
 
@@ -138,14 +148,21 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             self._job.try_to_save(self._total, self._notes())
         return pulled
 
-    def _pass_over(self, batches: list[Any]) -> Any:
+    def _pass_over(self, batches: list[Any], count: int) -> Any:
         if not batches:
             self._must_have_resumed()
         self._step += len(batches)
-        if self._resume is None or self._step < self._resume["step"]:
+        # If the length is unknown, the last call of an epoch has counted as many steps as the others.
+        if self._resume is None or math.ceil(self._step / count) * count < self._resume["step"]:
             return {}
         if self._resume["ended_of"] >= self.params["epochs"]:  # also if it ended early
             self.model.stop_training = True
+            if is_main():
+                _log.warning(
+                    "the fit whose checkpoints are in %s had ended: its last state is restored, and nothing is trained."
+                    "\nWhat to do, if this is another fit: use a directory for each.",
+                    self._directory,
+                )
         self._restore()
         return self.model.get_metrics_result()
 
@@ -155,12 +172,26 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             replica.build("train", batch)
         elif keras_models.is_built(self.model) or not self.model.run_eagerly:
             start.build(self.model, "train", batch)
-        self._metrics[:] = [variable for metric in keras_models.metrics_of(self.model) for variable in metric.variables]
+        found = [
+            (_NUMBER.sub("", f"{metric.name}/{variable.name}"), variable)
+            for metric in keras_models.metrics_of(self.model)
+            for variable in metric.variables
+        ]
+        saved = (self._resume or {}).get("metrics")
+        if saved is not None:
+            if sorted(saved) != sorted(name for name, _ in found):
+                raise CheckpointError(
+                    f"the checkpoint in {self._directory} has other metrics than this fit: {', '.join(saved)}.\n"
+                    "What to do: compile the model with the same metrics, or use another directory."
+                )
+            found = [found.pop([name for name, _ in found].index(name)) for name in saved]
+        self._metric_names = [name for name, _ in found]
+        self._metrics[:] = [variable for _, variable in found]
 
     def _notes(self, ended_of: int = 0) -> dict[str, Any]:
         """Return the place of this fit, and of how many epochs it is the end."""
         place = {"epoch": self._epoch, "step": self._step, "data": self._data.notes(), "ended_of": ended_of}
-        return {_NOTES: place}
+        return {_NOTES: {**place, "metrics": self._metric_names}}
 
     def _place_to_resume(self) -> dict[str, Any] | None:
         notes = self._job.peek()
@@ -184,11 +215,10 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         self.not_kept += self._job.not_kept
 
     def _warn_of_other_data(self, problem: str | None) -> None:
-        ranks = world()
         if problem is None:
             return
         self.not_kept = (problem,)
-        if ranks is None or ranks.is_main:
+        if is_main():
             _log.warning(
                 "the training is resumed in epoch %d, but may not end with the bits of an uninterrupted one: %s",
                 self._epoch + 1,
@@ -199,7 +229,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         if self._resume is not None:
             raise CheckpointError(
                 f"the checkpoint in {self._directory} is that of step {self._resume['step']} in epoch "
-                f"{self._resume['epoch'] + 1}, and that epoch has ended before.\nLikely cause: fewer data, or larger "
+                f"{self._resume['epoch'] + 1}, and that epoch has ended before.\nLikely cause: less data, or larger "
                 "batches, than in the training that wrote it.\nWhat to do: give fit the same data, or use another "
                 "directory."
             )

@@ -31,7 +31,7 @@ SHARED = "shared"
 _LATEST = "latest.json"
 _MANIFEST = "manifest.json"
 _FINISHED = re.compile(r"step-(\d{8,})")
-_PARTIAL = re.compile(r"\.step-\d{8,}-([0-9a-f]+)")
+_PARTIAL = re.compile(r"\.step-(?P<step>\d{8,})-(?P<token>[0-9a-f]+)")
 _CHUNK = 1 << 22
 
 
@@ -84,6 +84,20 @@ def finish(directory: Path, partial: str, step: int, manifest: dict[str, Any]) -
     shutil.rmtree(old, ignore_errors=True)
 
 
+def latest(directory: Path) -> int | None:
+    """Return the step of the newest checkpoint; None if none has been named.
+
+    Raises:
+        CheckpointError: that can't be read.
+    """
+    try:
+        return int(json.loads((directory / _LATEST).read_text(encoding="utf-8"))["step"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{directory / _LATEST} can't be read ({error})") from error
+
+
 def name_latest(directory: Path, step: int) -> None:
     """Write that a step's checkpoint is the newest."""
     _replace_json(directory / _LATEST, {"step": step})
@@ -98,18 +112,19 @@ def write_progress(path: str, step: int) -> None:
 
 def steps(directory: Path) -> tuple[list[int], str | None]:
     """Return the steps of the finished checkpoints up to the latest, newest first, and what is wrong with the name of
-    the latest.
+    the latest. If no checkpoint is as old as it, there is none to restore.
 
     A newer one than the latest was never named, or a user has named an older one to go back to it.
     """
     found = sorted((int(match[1]) for match in _matches(directory, _FINISHED)), reverse=True)
     try:
-        latest = int(json.loads((directory / _LATEST).read_text(encoding="utf-8"))["step"])
-    except FileNotFoundError:
-        return found, f"{_LATEST} is missing" if found else None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return found, f"{_LATEST} can't be read ({error})"
-    return [step for step in found if step <= latest], None
+        named = latest(directory)
+    except CheckpointError as error:
+        return found, str(error)
+    if named is None:
+        return found, f"{directory / _LATEST} is missing" if found else None
+    problem = f"{directory / _LATEST} names step {named}; the directory has {', '.join(map(str, found)) or 'no step'}"
+    return [step for step in found if step <= named], None if named in found else problem
 
 
 def manifest_of(directory: Path, step: int) -> dict[str, Any]:
@@ -166,9 +181,28 @@ def keep_only(directory: Path, latest: int, keep: int) -> list[str]:
     return _remove(directory / name_of(step) for step in found if step not in kept)
 
 
-def remove_partial(directory: Path, but: str = "") -> list[str]:
-    """Remove what killed jobs have left half-written, but not a given job's; return what could not be removed."""
-    return _remove(directory / match[0] for match in _matches(directory, _PARTIAL) if match[1] != but)
+def tidy(directory: Path, but: str = "") -> list[str]:
+    """Remove what killed jobs have left half-written, but not a given job's; return what could not be removed.
+
+    A complete folder gets its name: the job was killed while it replaced a checkpoint of the same step.
+    """
+    left = []
+    for match in sorted(_matches(directory, _PARTIAL), key=lambda match: match[0]):  # the new one before the old one
+        place = directory / name_of(int(match["step"]))
+        if match["token"] == but:
+            continue
+        if not place.exists() and _is_complete(directory / match[0]):
+            os.replace(directory / match[0], place)
+        else:
+            left.append(directory / match[0])
+    return _remove(left)
+
+
+def _is_complete(folder: Path) -> bool:
+    try:  # written after all other files
+        return isinstance(json.loads((folder / _MANIFEST).read_text(encoding="utf-8")), dict)
+    except (OSError, ValueError):
+        return False
 
 
 def _matches(directory: Path, pattern: re.Pattern[str]) -> list[re.Match[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -80,6 +81,7 @@ class JobCheckpoint:
         self._ranks: World | None = None
         self._place: Place | None = None
         self._last: int | None = None  # the step of the newest checkpoint; None before restore and save
+        self._named: int | None = None  # by latest.json, when this job last read or wrote it
         self._found: choice.Chosen | None = None  # by peek, for restore
         self._preemption = _watch_for_the_signal() if preemption else None
 
@@ -110,6 +112,7 @@ class JobCheckpoint:
         whole. A process that was sent the signal ends within ``NPU_DEVICE_PREEMPT_TIMEOUT`` seconds, and at once when
         it is sent a second one.
         """
+        step = int(step)
         if self._preemption is not None and self._preemption.is_last_step():
             self.save(step, notes)
             self._preemption.has_saved()
@@ -135,11 +138,17 @@ class JobCheckpoint:
             notes: values for JSON to find in ``notes`` after ``restore``; those of rank 0 are kept.
 
         Raises:
-            CheckpointError: a rank could not write its part; on all ranks. The checkpoint before is still whole and
-                the latest.
+            CheckpointError: a rank could not write its part, or another job writes there; on all ranks. The checkpoint
+                before is still whole and the latest.
+            TypeError: JSON has no form for the notes.
             RuntimeError: the directory holds another run's checkpoints; the ranks save different steps, or variables
                 of different shapes.
         """
+        step, notes = int(step), dict(notes or {})
+        try:
+            json.dumps(notes)
+        except TypeError as error:
+            raise TypeError(f"the notes of a checkpoint must be values for JSON: {error}") from error
         ranks, place = self._prepare()
         differing = self._compare(ranks, place, step)
         partial = self._directory / folder.partial_name(step, place.token)
@@ -156,18 +165,19 @@ class JobCheckpoint:
                 [found for found, _ in collected],
                 f"the checkpoint of step {step} could not be written to {self._directory}:",
             )
+            files = {
+                name: entry
+                for rank, (_, entries) in enumerate(collected)
+                if place.keepers[rank] == place.rank
+                for name, entry in entries.items()
+            }
+            self._name(ranks, place, step, partial, files, notes)
         except CheckpointError:
             if place.is_keeper:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        files = {
-            name: entry
-            for rank, (_, entries) in enumerate(collected)
-            if place.keepers[rank] == place.rank
-            for name, entry in entries.items()
-        }
-        self._name(ranks, place, step, partial, files, dict(notes or {}))
         self._last = step
+        self._tell_npurun(step)
 
     def peek(self) -> dict[str, Any] | None:
         """Return the notes of the checkpoint that ``restore`` will restore; None if there is none.
@@ -227,7 +237,8 @@ class JobCheckpoint:
     def _find(self) -> choice.Chosen | None:
         ranks, place = self._prepare()
         if place.is_keeper:
-            _warn_each(folder.remove_partial(self._directory, but=place.token))
+            _warn_each(folder.tidy(self._directory, but=place.token))
+            self._named = _latest(self._directory)
         return choice.newest_whole(ranks, place, self._directory)
 
     # Parts of saving
@@ -241,6 +252,7 @@ class JobCheckpoint:
         if self._place is None:
             self._ranks = world()
             self._place = places.find_place(self._ranks, self._directory)
+            self._named = _latest(self._directory)
             names, self._warned = self._warned, []
             if names and self._place.rank == 0:
                 _log.warning(
@@ -316,14 +328,21 @@ class JobCheckpoint:
         }
         what = f"the checkpoint of step {step} could not be completed in {self._directory}:"
 
+        def finish() -> None:
+            found = _latest(self._directory)
+            if found != self._named:
+                raise CheckpointError(
+                    f"another job writes checkpoints there: it has named step {found} the latest. What to do: stop one "
+                    "of the two, and give each a directory of its own"
+                )
+            folder.finish(self._directory, partial.name, step, manifest)
+
         def name_latest() -> None:
             folder.name_latest(self._directory, step)
+            self._named = step
             _warn_each(folder.keep_only(self._directory, step, self._keep))
-            path = environment.NPU_DEVICE_PROGRESS_FILE.get()
-            if path is not None and place.rank == 0:
-                folder.write_progress(path, step)
 
-        for stage in (lambda: folder.finish(self._directory, partial.name, step, manifest), name_latest):
+        for stage in (finish, name_latest):
             problem = None
             try:
                 if place.is_keeper:
@@ -332,12 +351,20 @@ class JobCheckpoint:
                 problem = _text(error)
             raise_together(ranks, everybody(ranks, problem), what)
 
+    def _tell_npurun(self, step: int) -> None:
+        path = environment.NPU_DEVICE_PROGRESS_FILE.get()
+        if path is not None and (self._ranks is None or self._ranks.is_main):
+            try:
+                folder.write_progress(path, step)
+            except OSError as error:
+                _log.warning("npurun can't be told of the checkpoint of step %d: %s", step, error)
+
     def _read(self, source: Path, here: Path, chosen: choice.Chosen) -> list[str]:
-        self._shared.read(source / folder.SHARED, chosen.variables)
+        lost = self._shared.read(source / folder.SHARED, chosen.variables)
         if not chosen.own:
-            return []
+            return lost + self._own.names_of_states()
         assert self._place is not None
-        return self._own.read(here / folder.own_prefix(self._place.rank), self._shared.variables())
+        return lost + self._own.read(here / folder.own_prefix(self._place.rank), self._shared.variables())
 
 
 def _watch_for_the_signal() -> Preemption | None:
@@ -348,6 +375,14 @@ def _watch_for_the_signal() -> Preemption | None:
         return Preemption(health, size, number, environment.NPU_DEVICE_PREEMPT_TIMEOUT.get())
     except ValueError:
         _log.warning("this thread can't handle %s. What to do: make the JobCheckpoint in the main thread.", number.name)
+        return None
+
+
+def _latest(directory: Path) -> int | None:
+    """Return the step that ``latest.json`` names; None if it can't be read, too."""
+    try:
+        return folder.latest(directory)
+    except CheckpointError:
         return None
 
 

@@ -29,6 +29,11 @@ class Own:
             name: trackable(thing, name) for name, thing in things.items() if name not in self._generators
         }
 
+    def names_of_states(self) -> list[str]:
+        """Return a sentence on what isn't restored in another number of ranks; none if there is nothing."""
+        names = ", ".join([*self._trackables, *self._generators])
+        return [f"{names} (per_rank): as this script has made them; an optimizer begins at step 0"] if names else []
+
     def write(self, prefix: Path, differing: Mapping[str, Any]) -> None:
         """Write everything.
 

@@ -56,7 +56,7 @@ def raise_together(world: World | None, problems: Sequence[str | None], what: st
 
 
 def _line(world: World | None, rank: int, text: str) -> str:
-    return text if world is None else f"  rank {rank} on host {world.runtime.cluster.hosts[rank]}: {text}"
+    return text if world is None else f"  {world.runtime.cluster.name_of(rank)}: {text}"
 
 
 def find_place(world: World | None, directory: Path) -> Place:
@@ -79,7 +79,7 @@ def find_place(world: World | None, directory: Path) -> Place:
     except OSError as error:
         problem = str(error)
     try:
-        raise_together(world, everybody(world, problem), f"there can't be checkpoints in {directory}:")
+        raise_together(world, everybody(world, problem), f"can't write checkpoints to {directory}:")
         # By name, since a network file system may show an old list of a directory's entries.
         keeper = next(other for other in range(size) if mark(other).exists())
         return Place(token, tuple(everybody(world, keeper)), rank)

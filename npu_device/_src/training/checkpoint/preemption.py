@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import secrets
 import select
@@ -30,6 +31,7 @@ _NEVER = -1
 _SAME_SIGNAL_SECONDS = 1.0  # a launcher, and the cluster's manager itself, may both send it
 _JOIN_SECONDS = 5.0  # it may be waiting for the other ranks' answers
 
+_log = logging.getLogger("npu_device")
 _numbers = itertools.count()
 _current: Preemption | None = None
 
@@ -64,6 +66,12 @@ class Preemption:
         self._pid = os.getpid()
         global _current
         if _current is not None:
+            _log.warning(
+                "a new JobCheckpoint handles %s from now on. The one before no longer does, and isn't saved when the "
+                "job is asked to stop.\nWhat to do: put everything into one; or close the one before when it isn't "
+                "used any more, or make it with preemption=False.",
+                number.name,
+            )
             _current.close()
         self._previous = signal.signal(number, _nothing)  # raises in other threads
         _current = self
@@ -134,9 +142,11 @@ class Preemption:
 
     def _watch(self) -> None:
         asked: float | None = None
+        poll = select.poll()  # select.select takes no descriptor above 1023
+        poll.register(self._reader, select.POLLIN)
         while True:
             left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-            if not select.select([self._reader], [], [], left)[0]:
+            if not poll.poll(None if left is None else 1000 * left):
                 self._end(f"the step and its checkpoint were not finished within {self._limit:g} s")
             numbers = os.read(self._reader, 4096)
             if not numbers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.cluster.frames import counted
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.same_variables import checksum
 
@@ -67,12 +69,15 @@ class Shared:
             if hasattr(thing, "apply_gradients"):
                 compat.build_optimizer(thing, models[0].trainable_variables)
 
-    def read(self, prefix: Path, paths: Sequence[str]) -> None:
+    def read(self, prefix: Path, paths: Sequence[str]) -> list[str]:
         """Read all variables.
 
         Args:
             prefix: the files.
             paths: the variables in them.
+
+        Returns:
+            What is in the files only.
 
         Raises:
             CheckpointError: the checkpoint and the script's variables don't match.
@@ -93,6 +98,17 @@ class Shared:
                 f"the checkpoint doesn't fit the script's model, optimizer or other trackables: {error}\n"
                 "What to do: make the same ones as in the script that saved it, under the same names."
             ) from error
+        return self._unused(absent)
+
+    def _unused(self, paths: Sequence[str]) -> list[str]:
+        """Return which of the paths will never be read, by their first names; those of what is built later will."""
+        numbers = Counter(path.partition("/")[0] for path in paths)
+        numbers.pop(_UNTRACKED, None)
+        return [
+            f"{name}: this script doesn't have {counted(number, 'variable')} of it"
+            for name, number in numbers.items()
+            if name not in self._trackables or getattr(self._trackables[name], "built", False)
+        ]
 
 
 def trackable(thing: Any, name: str) -> Any:

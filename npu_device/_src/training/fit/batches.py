@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,9 +22,9 @@ def pull(batches: Any, count: int) -> list[Any]:
 
 def again(batches: Any, pulled: list[Any]) -> Iterator[Any]:
     """Return an iterator of the same kind that begins with what was pulled, so that a function isn't traced again."""
-    if not isinstance(batches, tf.data.Iterator):
+    if not isinstance(batches, tf.data.Iterator) or not pulled:
         return iter(pulled)
-    try:
-        return iter(tf.data.Dataset.from_generator(lambda: iter(pulled), output_signature=batches.element_spec))
-    except TypeError:  # optional values, which Keras 3 takes from a list as well
-        return iter(pulled)
+    # Not a generator: its Python calls can wait for ever on a rank with one thread, and each one stays in memory.
+    parts = map(tf.data.Dataset.from_tensors, pulled)
+    variant = tf.data.experimental.to_variant(functools.reduce(tf.data.Dataset.concatenate, parts))
+    return iter(tf.data.experimental.from_variant(variant, batches.element_spec))  # which may have unknown dimensions

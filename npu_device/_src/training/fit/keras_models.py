@@ -1,6 +1,6 @@
 """Queries of a Keras model, in Keras 3 and in tf-keras: its metrics, losses and variables.
 
-Some of these have no public name in Keras; they are all here.
+Some of these have no public name in Keras.
 """
 
 from __future__ import annotations

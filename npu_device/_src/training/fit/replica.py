@@ -12,10 +12,12 @@ from npu_device._src.training import training_state, xla
 from npu_device._src.training.fit import keras_models, start, statement
 from npu_device._src.training.fit.batches import again, pull
 from npu_device._src.training.fit.divided import Divided, with_equal_length
-from npu_device._src.training.fit.files import callbacks_of_rank, counters_from_root, saving
+from npu_device._src.training.fit.epochs import callbacks_of_rank
+from npu_device._src.training.fit.files import counters_from_root, saving
 from npu_device._src.training.fit.optimizers import replicate_optimizer
+from npu_device._src.training.fit.running_checksum import RunningChecksum
 from npu_device._src.training.fit.share import Share, is_divided, rows_of
-from npu_device._src.training.fit.sources import same_everywhere, warn_if_all_the_same
+from npu_device._src.training.fit.sources import kinds_that_differ, same_everywhere, warn_if_all_the_same
 from npu_device._src.training.fit.step import Step, gather_outputs, share_of
 from npu_device._src.training.same_variables import warn_if_different
 from npu_device._src.training.world import World, world
@@ -40,6 +42,7 @@ class Replica:
         self._functions: dict[str, Any] = {}
         self._make: dict[str, Callable[..., Any]] = {}
         self._sent = {"train": False, "test": False, "predict": False}
+        self._checksums = {kind: RunningChecksum() for kind in self._sent}
         self._unstarted = {"train", "test", "predict"}
         self._sources: dict[str, Any] = {}
         self._depth = 0
@@ -105,7 +108,7 @@ class Replica:
         own = self._model.predict_step
 
         def predict_step(data: Any) -> Any:
-            share = share_of(self._world, data, self._sent["predict"])
+            share = self._share(data, "predict")
             outputs = gather_outputs(self._world, share, own(share.data))
             return own(data) if outputs is None else outputs
 
@@ -116,9 +119,15 @@ class Replica:
         if self._step is not None:  # one that failed
             self._step.abandon()
         self._step = None
-        share = share_of(self._world, data, self._sent[kind])
+        share = self._share(data, kind)
         self._step = Step(self._world, self._model, share, training=kind == "train")
         return share.data
+
+    @_as_it_is
+    def _share(self, data: Any, kind: str) -> Share:
+        if not self._sent[kind] and not is_divided(data):
+            self._checksums[kind].add(data)
+        return share_of(self._world, data, self._sent[kind])
 
     @_as_it_is
     def _end(self, logs: Any) -> Any:
@@ -168,6 +177,7 @@ class Replica:
 
     def _start(self, kind: str, batches: Any) -> Any:
         """Build the model, make it equal on all ranks, and check that they read the same data."""
+        self._checksums[kind].take()  # what an interrupted call has left
         several = isinstance(batches, list)  # what Keras 3 predicts
         pulled = batches if several else pull(batches, keras_models.steps_per_call(self._model))
         if pulled:
@@ -194,6 +204,12 @@ class Replica:
             self._make_anew(kind)
             setattr(self._model, f"{kind}_function", function)
 
+    def _compare_batches(self) -> None:
+        """Compare what the ranks' steps were given since the last comparison."""
+        found = {kind: checksum.take() for kind, checksum in self._checksums.items()}
+        for kind in kinds_that_differ(self._world, found, in_fit=self._depth > 0):
+            self._send(kind, True)
+
     # The methods that the user calls.
 
     def _fit(self, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -204,7 +220,9 @@ class Replica:
             if isinstance(validation, Divided):
                 bound.arguments["validation_data"] = with_equal_length(self._world, validation)
             given = bound.arguments.get("callbacks")
-            callbacks = bound.arguments["callbacks"] = callbacks_of_rank(self._world, self._model, given)
+            callbacks = bound.arguments["callbacks"] = callbacks_of_rank(
+                self._world, self._model, given, self._compare_batches
+            )
             self._steps = lambda: _steps(callbacks)
             start.share_random_state(self._world)
             self._unstarted |= {"train", "test"}
@@ -226,7 +244,9 @@ class Replica:
                 return own(*args, **kwargs)
             bound = self._bind(own, args, kwargs, kind)
             self._unstarted.add(kind)
-            return own(*bound.args, **bound.kwargs)
+            result = own(*bound.args, **bound.kwargs)
+            self._compare_batches()
+            return result
 
         return call
 

@@ -12,10 +12,11 @@ from npu_device._src.cluster.frames import counted
 from npu_device._src.training.world import World
 
 _log = logging.getLogger("npu_device")
+_USES = {"train": "training", "test": "validation", "predict": "prediction"}
 
 
 def same_everywhere(world: World, source: Any, digest: int, rows: int) -> bool:
-    """Compare the first batch of the ranks.
+    """Compare the first batches of the ranks.
 
     Args:
         world: the ranks.
@@ -34,8 +35,7 @@ def same_everywhere(world: World, source: Any, digest: int, rows: int) -> bool:
     if len({value for value, _ in found}) == 1:
         return True
     lines = "\n".join(
-        f"  rank {rank} on host {world.runtime.cluster.hosts[rank]}: first batch of {counted(size, 'sample')}, "
-        f"checksum {value:08x}"
+        f"  {world.runtime.cluster.name_of(rank)}: first batch of {counted(size, 'sample')}, checksum {value:08x}"
         for rank, (value, size) in enumerate(found)
     )
     pipelines = world.objects(_pipeline(source), "data pipeline")
@@ -55,6 +55,45 @@ def same_everywhere(world: World, source: Any, digest: int, rows: int) -> bool:
         "do: give every rank the same batch size and the same data in the same order; or pass this rank's part as "
         "npu.distribute.divided(dataset)."
     )
+
+
+def kinds_that_differ(world: World, checksums: dict[str, int], in_fit: bool) -> list[str]:
+    """Compare all batches since the last comparison, after the first batches were the same.
+
+    Args:
+        world: the ranks.
+        checksums: those of this rank's batches, for ``"train"``, ``"test"`` and ``"predict"``.
+        in_fit: an epoch of ``fit`` has ended. Else it was a call of ``evaluate`` or ``predict``.
+
+    Returns:
+        The kinds whose batches rank 0 is to send to all ranks from now on, which a warning says.
+
+    Raises:
+        ValueError: the ranks were given different data, and so the result of ``evaluate`` or ``predict`` is wrong.
+    """
+    found = world.objects(checksums, "checksums of all batches")
+    kinds = [kind for kind in checksums if len({each[kind] for each in found}) > 1]
+    if kinds and (world.is_main or not in_fit):
+        data = " and ".join(map(_USES.__getitem__, kinds))
+        text = f"the {data} data were not the same on all ranks; only the first batches were:\n" + "\n".join(
+            f"  {world.runtime.cluster.name_of(rank)}: checksum "
+            + " and ".join(f"{each[kind] & 0xFFFFFFFF:08x}" for kind in kinds)
+            for rank, each in enumerate(found)
+        )
+        advice = (
+            "Likely cause: each rank shuffles or changes the data at random by itself, for instance a Sequence in "
+            "on_epoch_end.\nWhat to do: use the same seed on every rank; or pass this rank's part as "
+            "npu.distribute.divided(dataset)."
+        )
+        if not in_fit:
+            raise ValueError(f"{text}\nThe result is that of a mixture of them.\n{advice}")
+        _log.warning(
+            "%s\nThis epoch has used a mixture of them: some samples perhaps twice, and others not at all. From now on "
+            "rank 0's batches are sent to all, which is right but costs time.\n%s",
+            text,
+            advice,
+        )
+    return kinds
 
 
 def warn_if_all_the_same(world: World, digest: int) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 
 from npu_device._src import environment
 from npu_device._src.cluster import runtime as running
+from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.arrays.heads import head_of
@@ -66,7 +67,7 @@ def open_world(runtime: Runtime, hosts: Hosts) -> None:
             return
     if wanted:
         raise ClusterError(
-            f"NPU_DEVICE_BACKEND is mpi, but MPI can't be used:\n{_lines(problems, runtime.cluster.hosts)}\n{_REMEDY}"
+            f"NPU_DEVICE_BACKEND is mpi, but MPI can't be used:\n{_lines(runtime.cluster, problems)}\n{_REMEDY}"
         )
     if mpiexec.read() is not None:
         REASONS[runtime] = next(problem for problem in problems if problem)
@@ -136,10 +137,8 @@ def _host() -> str:
         return ""
 
 
-def _lines(problems: Sequence[str], hosts: Sequence[str]) -> str:
-    return "\n".join(
-        f"  rank {rank} on host {hosts[rank]}: {problem}" for rank, problem in enumerate(problems) if problem
-    )
+def _lines(cluster: Cluster, problems: Sequence[str]) -> str:
+    return "\n".join(f"  {cluster.name_of(rank)}: {problem}" for rank, problem in enumerate(problems) if problem)
 
 
 def _check_sum(runtime: Runtime, world: MpiWorld) -> str:

@@ -67,8 +67,7 @@ def connect(runtime: Runtime, group: Group, size: int) -> Segment:
             return segment
         check()
     raise ClusterError(
-        f"rank {runtime.cluster.rank} on host {runtime.cluster.host} could not get {size >> 20} MiB of memory for "
-        f"group {group.name!r}: {problem}\n"
+        f"{runtime.cluster.name} could not get {size >> 20} MiB of memory for group {group.name!r}: {problem}\n"
         "What to do: free memory, or set NPU_DEVICE_BACKEND=tensorflow on all ranks."
     ) from problem
 

@@ -32,44 +32,36 @@ _MERGE_OPS = {"sum": "Add", "prod": "Mul", "min": "Min", "max": "Max"}
 
 def all_reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
     """Reduce one tensor over the group: sum, prod, min or max."""
-    device, kind = _device(runtime, tensor.dtype)
-
-    def reduce() -> tf.Tensor:
-        return tf.raw_ops.CollectiveReduceV2(
-            input=tensor,
-            merge_op=_MERGE_OPS[reduction],
-            final_op="Id",
-            max_subdivs_per_device=_SUBDIVISIONS,
-            **_keys(runtime, group, kind, ("all_reduce", reduction), tensor),
-            **_order(runtime, group, kind),
-        )
-
-    with tf.device(device):
-        return _noted(runtime, group, ("all_reduce", reduction), _watched(runtime, group, tensor, reduce))
+    how = {"merge_op": _MERGE_OPS[reduction], "final_op": "Id", "max_subdivs_per_device": _SUBDIVISIONS}
+    return _run(tf.raw_ops.CollectiveReduceV2, runtime, tensor, group, ("all_reduce", reduction), how)
 
 
 def all_gather(runtime: Runtime, tensor: tf.Tensor, group: Group) -> tf.Tensor:
     """Concatenate the tensors of all ranks of the group along the first dimension."""
-    device, kind = _device(runtime, tensor.dtype)
-
-    def gather() -> tf.Tensor:
-        keys = {**_keys(runtime, group, kind, "all_gather", tensor), **_order(runtime, group, kind)}
-        return tf.raw_ops.CollectiveGatherV2(input=tensor, **keys)
-
-    with tf.device(device):
-        return _noted(runtime, group, "all_gather", _watched(runtime, group, tensor, gather))
+    return _run(tf.raw_ops.CollectiveGatherV2, runtime, tensor, group, "all_gather", {})
 
 
 def all_to_all(runtime: Runtime, tensor: tf.Tensor, group: Group) -> tf.Tensor:
     """Send row i of the tensor to rank i, and return the row from rank i as row i. Shape [group.size, …]."""
+    return _run(tf.raw_ops.CollectiveAllToAllV2, runtime, tensor, group, "all_to_all", {})
+
+
+def _run(
+    kernel: Callable[..., tf.Tensor],
+    runtime: Runtime,
+    tensor: tf.Tensor,
+    group: Group,
+    operation: Hashable,
+    how: dict[str, Any],
+) -> tf.Tensor:
     device, kind = _device(runtime, tensor.dtype)
 
-    def exchange() -> tf.Tensor:
-        keys = {**_keys(runtime, group, kind, "all_to_all", tensor), **_order(runtime, group, kind)}
-        return tf.raw_ops.CollectiveAllToAllV2(input=tensor, **keys)
+    def transfer() -> tf.Tensor:
+        keys = _keys(runtime, group, kind, operation, tensor)
+        return kernel(input=tensor, **how, **keys, **_order(runtime, group, kind))
 
     with tf.device(device):
-        return _noted(runtime, group, "all_to_all", _watched(runtime, group, tensor, exchange))
+        return _noted(runtime, group, operation, _watched(runtime, group, tensor, transfer))
 
 
 def key_of_send(runtime: Runtime, tensor: tf.Tensor, pair: Group) -> tf.Tensor:

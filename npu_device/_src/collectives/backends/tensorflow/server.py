@@ -40,9 +40,8 @@ def require_in_time(runtime: Runtime, late: Sequence[int]) -> None:
         ClusterError: there are such ranks.
     """
     if late:
-        hosts = runtime.cluster.hosts
         raise ClusterError(
-            f"TensorFlow has been used before npu.open() on {', '.join(f'rank {r} on host {hosts[r]}' for r in late)}: "
+            f"TensorFlow has been used before npu.open() on {', '.join(map(runtime.cluster.name_of, late))}: "
             "its devices exist, and the collective runtime must be set up before that.\n"
             "The job needs it because not all of its ranks share memory, NPU_DEVICE_BACKEND is tensorflow, or its GPUs "
             "use NCCL.\n"
@@ -64,8 +63,7 @@ def start(runtime: Runtime) -> None:
         reserved = ReservedPort(environment.NPU_DEVICE_PORT_RANGE.get())
     except OSError as error:
         raise ClusterError(
-            f"rank {cluster.rank} on host {cluster.host} finds no free port for TensorFlow's server: "
-            f"{error.strerror}.\n"
+            f"{cluster.name} finds no free port for TensorFlow's server: {error.strerror}.\n"
             "What to do: let NPU_DEVICE_PORT_RANGE have two ports for each rank of a host, plus one."
         ) from error
     try:
@@ -100,8 +98,7 @@ def start(runtime: Runtime) -> None:
         context.ensure_initialized()
     except tf.errors.OpError as error:
         raise ClusterError(
-            f"rank {cluster.rank} on host {cluster.host} could not start TensorFlow's server at "
-            f"{addresses[cluster.rank]}: {error.message}\n"
+            f"{cluster.name} could not start TensorFlow's server at {addresses[cluster.rank]}: {error.message}\n"
             "Likely cause: another program took the port in the meantime.\n"
             "What to do: start the job again."
         ) from error
