@@ -47,13 +47,14 @@ def optimizer_state(model: Any) -> list[Any]:
 
 def optimizers(model: Any) -> list[Any]:
     """Return the optimizers among the model's attributes, lists and dicts included: a GAN has two of them."""
-    attributes = (vars(model)[name] for name in sorted(vars(model)))
     return unique(
-        value
-        for attribute in attributes
-        for value in _flat(attribute)
-        if hasattr(value, "apply_gradients") and hasattr(value, "iterations")
+        value for value in attributes(model) if hasattr(value, "apply_gradients") and hasattr(value, "iterations")
     )
+
+
+def attributes(model: Any) -> Iterable[Any]:
+    """Return the model's attributes, and what lists and dicts among them contain, ordered by name."""
+    return [value for name in sorted(vars(model)) for value in _flat(vars(model)[name])]
 
 
 def has_all_layers_built(model: Any) -> bool:

@@ -10,7 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.training.training_state import unique
+from npu_device._src import compat
+from npu_device._src.training.training_state import attributes, unique
 
 
 def metrics_of(model: Any) -> list[Any]:
@@ -30,9 +31,12 @@ def _flat(metric: Any) -> Iterator[Any]:
 
 
 def losses_of(model: Any) -> list[Any]:
-    """Return the compiled loss objects of a model, each once."""
+    """Return the compiled loss objects of a model, and those among its attributes, each once."""
     built = getattr(getattr(model, "_compile_loss", None), "_flat_losses", None)  # Keras 3
     losses = [entry.loss for entry in built or []]
+    base = compat.keras_of(model).losses.Loss
+    own = (value for value in attributes(model) if isinstance(value, base))
+    losses += [value for value in own if not hasattr(value, "_flat_losses")]
     container: Any = getattr(model, "compiled_loss", None)  # tf-keras; in Keras 3 a method
     if getattr(container, "built", False) is True:
         losses += [loss for loss in container._losses if hasattr(loss, "reduction")]

@@ -88,7 +88,11 @@ class MetricsInStep:
         if tensor.shape.rank == 0:
             mean = self._add_up(tf.cast(tensor, tf.float32) * self._share.weight)
             return tf.cast(mean, tensor.dtype)
-        return self._gather(tensor[: self._share.rows])
+        gathered = self._gather(tensor[: self._share.rows])
+        mask = getattr(value, "_keras_mask", None)
+        if mask is not None:
+            gathered._keras_mask = self._gather(mask[: self._share.rows])
+        return gathered
 
 
 def _part_of(result: Callable[[], Any], key: Any) -> Any:
@@ -105,14 +109,14 @@ def _name(value: Any) -> str | None:
 
 
 def sees_everything(metric: Any) -> bool:
-    """Return True for a metric whose state may not add up: of the user's own class or function."""
+    """Return True for a metric whose state may not add up: its own class or function computes it, not Keras's."""
     keras = compat.keras_of(metric)
     base = keras.metrics.Metric
     function = getattr(metric, "_fn", None)
     if function is not None:
         return not _is_keras(getattr(function, "__module__", None))
-    concrete = [cls for cls in type(metric).__mro__ if issubclass(cls, base) and cls is not base]
-    return not any(_is_keras(cls.__module__) for cls in concrete)
+    [updating, *_] = [cls for cls in type(metric).__mro__ if "update_state" in vars(cls)]
+    return updating is base or not _is_keras(updating.__module__)
 
 
 def is_plain_mean(metric: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from types import MethodType
@@ -13,6 +14,7 @@ from npu_device._src import compat
 from npu_device._src.gradients.reduction import Gradient, ReductionOptions, reduce_list
 from npu_device._src.gradients.sparse import weighted
 from npu_device._src.training import keras_hooks
+from npu_device._src.training.fit.share import Share
 from npu_device._src.training.optimizer_wrapper import GradientReduction
 from npu_device._src.training.world import World
 
@@ -29,19 +31,30 @@ class WeightedReduction(GradientReduction):
 
     def __init__(self, world: World, options: ReductionOptions, replica: Replica) -> None:
         super().__init__(world, options)
-        self._replica = replica
+        self._replicas = weakref.WeakSet([replica])
         self._loss_is_weighted = False
+
+    def serve(self, replica: Replica) -> None:
+        """Take part in the steps of another model, too."""
+        self._replicas.add(replica)
+
+    def _share(self) -> Share | None:
+        shares = (replica.share() for replica in self._replicas)
+        return next((share for share in shares if share is not None), None)
+
+    def _is_fits(self) -> bool:
+        return any(replica.is_fits() for replica in self._replicas)
 
     def begin(self, optimizer: Any, variables: Iterable[Any]) -> None:
         """Make the ranks begin with the same variables, unless ``fit`` has done so."""
-        if not self._replica.is_fits():
+        if not self._is_fits():
             super().begin(optimizer, variables)
 
     def reduce(self, gradients: Iterable[Gradient]) -> list[Gradient]:
         """Return the gradient of the whole batch."""
-        gradients, share = list(gradients), self._replica.share()
+        gradients, share = list(gradients), self._share()
         if share is None:
-            return gradients if self._replica.is_fits() else super().reduce(gradients)
+            return gradients if self._is_fits() else super().reduce(gradients)
         if not self._loss_is_weighted:
             gradients = [weighted(gradient, share.weight) for gradient in gradients]
         self._loss_is_weighted = False
@@ -52,7 +65,7 @@ class WeightedReduction(GradientReduction):
 
     def weighted_loss(self, loss: Any) -> Any:
         """Return the loss as it counts in the loss of the whole batch."""
-        share = self._replica.share()
+        share = self._share()
         if share is None:
             return loss
         self._loss_is_weighted = True
@@ -64,6 +77,7 @@ def replicate_optimizer(optimizer: Any, world: World, replica: Replica) -> None:
     carrier = _carrier(optimizer)
     before = keras_hooks.reduction_of(carrier)
     if isinstance(before, WeightedReduction):
+        before.serve(replica)
         return
     how = ReductionOptions("mean") if before is None else before.options
     keras = compat.keras_of(optimizer)

@@ -17,7 +17,7 @@ from npu_device._src.training.fit.files import counters_from_root, saving
 from npu_device._src.training.fit.optimizers import replicate_optimizer
 from npu_device._src.training.fit.running_checksum import RunningChecksum
 from npu_device._src.training.fit.share import Share, is_divided, rows_of
-from npu_device._src.training.fit.sources import kinds_that_differ, same_everywhere, warn_if_all_the_same
+from npu_device._src.training.fit.sources import can_be_sent, kinds_that_differ, same_everywhere, warn_if_all_the_same
 from npu_device._src.training.fit.step import Step, gather_outputs, share_of
 from npu_device._src.training.same_variables import warn_if_different
 from npu_device._src.training.world import World, world
@@ -45,6 +45,7 @@ class Replica:
         self._checksums = {kind: RunningChecksum() for kind in self._sent}
         self._unstarted = {"train", "test", "predict"}
         self._sources: dict[str, Any] = {}
+        self._sendable: dict[str, bool] = {}
         self._depth = 0
         self._root = 0
         self._said = False
@@ -185,6 +186,7 @@ class Replica:
         if kind == "train" or not self._depth:
             root, self._root = self._root, 0
             start.synchronise(self._world, self._model, training=kind == "train", root_rank=root)
+        self._sendable[kind] = bool(pulled) and can_be_sent(batches, pulled[0])
         own_data = bool(pulled) and is_divided(pulled[0])
         if kind == "train" and pulled and not self._said:
             self._said = True
@@ -198,6 +200,11 @@ class Replica:
         return batches if several else again(batches, pulled)
 
     def _send(self, kind: str, sent: bool) -> None:
+        if sent and not self._sendable[kind]:
+            raise ValueError(
+                "rank 0's batches can't be sent to all ranks: they have strings, sparse or ragged tensors, or sizes "
+                "that vary.\nWhat to do: give all ranks the same batches, by a seed wherever they are shuffled."
+            )
         if sent != self._sent[kind]:
             self._sent[kind] = sent
             function = getattr(self._model, f"{kind}_function")
@@ -233,7 +240,7 @@ class Replica:
                 self._depth -= 1
             if "train" in self._unstarted:  # no epoch was left to train
                 start.synchronise(self._world, self._model, training=True)
-            warn_if_different(self._world, self._model.trainable_variables)  # and so waits for rank 0's files
+            warn_if_different(self._world, training_state.weights(self._model))  # and so waits for rank 0's files
             return history
 
         return fit

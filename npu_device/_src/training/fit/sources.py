@@ -51,9 +51,24 @@ def same_everywhere(world: World, source: Any, digest: int, rows: int) -> bool:
     raise ValueError(
         f"the ranks were given different data:\n{lines}\nA replicated model takes the whole data on every rank and "
         "divides each batch itself.\nLikely cause: the script divides the data already, gives the ranks different "
-        "batch sizes, or creates random data or shuffles without a seed, or with another seed on each rank.\nWhat to "
-        "do: give every rank the same batch size and the same data in the same order; or pass this rank's part as "
-        "npu.distribute.divided(dataset)."
+        "batch sizes, or creates random data or shuffles without a seed, or with another seed on each rank; or an "
+        "earlier fit has read from the same generator.\nWhat to do: give every rank the same batch size and the same "
+        "data in the same order; or pass this rank's part as npu.distribute.divided(dataset)."
+    )
+
+
+def can_be_sent(batches: Any, batch: Any) -> bool:
+    """Return True if rank 0 can send all batches of an iterator, given one: numbers, whose number of samples alone
+    varies.
+    """
+    if isinstance(batches, tf.data.Iterator):
+        specs = tf.nest.flatten(batches.element_spec)
+    else:
+        specs = [tf.type_spec_from_value(leaf) for leaf in tf.nest.flatten(batch) if leaf is not None]
+    return all(
+        isinstance(spec, tf.TensorSpec) and spec.dtype != tf.string and spec.shape[1:].is_fully_defined()
+        for spec in specs
+        if type(spec).__name__ != "NoneTensorSpec"
     )
 
 

@@ -23,7 +23,7 @@ class Step:
         self._world = world
         self._replaced = Replaced()
         self._metrics = MetricsInStep(keras_models.metrics_of(model), share, world.add_up, world.gather, self._replaced)
-        LossesInStep(keras_models.losses_of(model), share, world.add_up, self._replaced)
+        LossesInStep(model, keras_models.losses_of(model), share, world.add_up, self._replaced)
         if training:
             batch_norm.synchronise(list(model._flatten_layers()), share, world.add_up, self._replaced)
         counts, weight = share.counts, share.weight
