@@ -164,6 +164,50 @@ def test_indexed_slices(ranks: Pool, reduction: str) -> None:
         np.testing.assert_array_equal(none, np.zeros([4, 2]))
 
 
+def body_rows_of_slices(length: int) -> list[int]:
+    """The same gradient of a short table, which travels as a dense sum, and of a long one."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    rank, _ = _identity()
+    slices = tf.IndexedSlices(tf.ones([3, 1]), tf.constant([0, 0, rank + 1]), tf.constant([length, 1]))
+    return sorted(npu.distribute.all_reduce(slices, "sum").indices.numpy().tolist())
+
+
+@pytest.mark.both_backends
+@pytest.mark.parametrize("length", [6, 1000])
+def test_only_rows_that_some_rank_has_are_returned(several_ranks: Pool, length: int) -> None:
+    for rows in several_ranks.run(body_rows_of_slices, length):
+        assert rows == list(range(several_ranks.size + 1))
+
+
+def body_bfloat16_scalars() -> list[float]:
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device.distribute import hccl_ops
+
+    rank, _ = _identity()
+    value = tf.cast(rank + 1, tf.bfloat16)
+    variable = tf.Variable(value)
+    npu.distribute.broadcast(variable)
+    found = [
+        npu.distribute.all_reduce(value, "sum"),
+        hccl_ops.broadcast([value], 0)[0],
+        npu.distribute.weighted_mean(value, 1),
+        variable,
+    ]
+    return [float(each) for each in found]
+
+
+@pytest.mark.both_backends
+def test_bfloat16_scalars(several_ranks: Pool) -> None:
+    total = sum(range(1, several_ranks.size + 1))
+    for found in several_ranks.run(body_bfloat16_scalars):
+        assert found == [total, 1, total / several_ranks.size, 1]
+
+
 def body_compressed_slices(length: int) -> list[list[float]]:
     """Values that bfloat16 rounds to 1. Of a short table, the ranks send the dense sum."""
     import tensorflow as tf
@@ -337,6 +381,9 @@ def body_refusals() -> dict[str, str]:
         "id": refusal(one, fusion=1, fusion_id=4),
         "group": refusal(one, group="nobody"),
         "slices": refusal(tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0])), "max"),
+        "dict": refusal({"a": one}),
+        "ragged": refusal([tf.ragged.constant([[1.0], [2.0, 3.0]])]),
+        "numpy": refusal(tf.IndexedSlices(np.ones([1, 2]), np.array([0]), (4, 2))),
     }
 
 
@@ -351,6 +398,9 @@ def test_bad_input_is_refused_with_a_reason(ranks: Pool) -> None:
         assert found["bool"].startswith("TypeError") and "bool" in found["bool"]
         assert found["group"].startswith("ValueError") and "nobody" in found["group"]
         assert found["slices"].startswith("ValueError") and "IndexedSlices" in found["slices"]
+        assert found["dict"].startswith("TypeError: all_reduce can't reduce a dict; expected tensors")
+        assert found["ragged"].startswith("TypeError: all_reduce can't reduce a RaggedTensor")
+        assert found["numpy"] == "accepted"
 
 
 def body_unknown_shapes() -> list[Any]:

@@ -142,3 +142,26 @@ def test_gradients(several_ranks: Pool, mode: str) -> None:
         for rank in range(size):
             for array, right in zip(found[rank][operation], (gradients[rank], seconds[rank])):
                 np.testing.assert_allclose(array, right.numpy(), rtol=1e-4, atol=1e-5, err_msg=f"{operation} {rank}")
+
+
+def body_rows_of_the_result(graph: bool) -> Any:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    value = tf.ones([3, 2]) * (npu.distribute.rank() + 1)
+
+    def gradient() -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(value)
+            loss = tf.reduce_sum(tf.gather(npu.distribute.all_reduce(value, "sum"), [0, 0, 2]))
+        return tape.gradient(loss, value)
+
+    return (tf.function(gradient) if graph else gradient)().numpy()[:, 0].tolist()
+
+
+@pytest.mark.both_backends
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_a_result_of_which_rows_are_used(several_ranks: Pool, graph: bool) -> None:
+    size = several_ranks.size
+    assert several_ranks.run(body_rows_of_the_result, graph) == [[2.0 * size, 0.0, 1.0 * size]] * size

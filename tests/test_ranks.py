@@ -96,6 +96,26 @@ def test_weighted_mean(ranks: Pool, size: int, graph: bool) -> None:
         assert none is None
 
 
+def body_weighted_numbers() -> list[Any]:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    rank = npu.distribute.rank()
+    values = [tf.constant(10 * (rank + 1)), 7, tf.constant(0.1, tf.float64)]
+    found = npu.distribute.weighted_mean(values, rank + 1)
+    with pytest.raises(ValueError, match=r"a weight of shape \(1,\); expected a scalar"):
+        npu.distribute.weighted_mean(1.0, [2.0])
+    return [float(value) for value in found]
+
+
+def test_weighted_mean_of_integers_and_doubles(several_ranks: Pool) -> None:
+    weights = range(1, several_ranks.size + 1)
+    tens = 10 * sum(weight**2 for weight in weights) / sum(weights)
+    for found in several_ranks.run(body_weighted_numbers):
+        assert found == pytest.approx([tens, 7, 0.1], rel=1e-14)
+
+
 def body_metrics() -> Any:
     import tensorflow as tf
 
@@ -115,6 +135,8 @@ def body_metrics() -> Any:
     again = npu.distribute.metric_results(metrics)
     assert float(metrics[1].result()) == before
     assert results == again
+    with pytest.raises(ValueError, match=r"several metrics of one name \(mean, mean\)"):
+        npu.distribute.metric_results([metrics[1], alone[1]])
     return results, {metric.name: float(metric.result()) for metric in alone}
 
 

@@ -54,6 +54,31 @@ def test_equal_to_the_plain_update(keras_ranks: Pool, graph: bool) -> None:
     assert sum(state for _, state, _, _ in results) == results[0][2], "each rank holds its own share of the state"
 
 
+def body_refused() -> list[str]:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    keras = tf.keras
+    scaling = getattr(keras.optimizers, "LossScaleOptimizer", None) or keras.mixed_precision.LossScaleOptimizer
+    found = []
+    for optimizer in (keras.optimizers.Adam(0.1, global_clipnorm=1.0), scaling(keras.optimizers.SGD(0.1))):
+        pairs = [(tf.ones([]), tf.Variable(1.0)) for _ in range(4)]
+        try:
+            npu.distribute.grouping_gradients_apply(optimizer.apply_gradients, pairs)
+            found.append("accepted")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_optimizers_that_need_all_gradients_are_refused(keras_ranks: Pool) -> None:
+    for clips, scales in keras_ranks.run(body_refused):
+        if keras_ranks.size > 1:
+            assert "clips by global_clipnorm, for which it needs all gradients" in clips
+            assert "scales the loss, for which it needs all gradients" in scales
+
+
 def test_shares_are_balanced_and_none_is_empty() -> None:
     from npu_device._src.training.sharded import shares
 

@@ -7,9 +7,11 @@ below. Each says when it can go; one that doesn't stays as long as TensorFlow ha
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 # Scripts take config_pb2, rewriter_config_pb2, session and session_run_hook from the adapter's star import.
@@ -77,6 +79,11 @@ def to_tensor(value: Any) -> tf.Tensor:
     if isinstance(value, (int, float, complex)) and tf.executing_eagerly():
         return tf.reshape(tf.convert_to_tensor([value]), [])
     return tf.convert_to_tensor(value)
+
+
+def to_array(tensor: tf.Tensor) -> np.ndarray:
+    """Return an eager tensor as an array. ``np.asarray`` refuses a bfloat16 scalar (TensorFlow 2.20)."""
+    return np.asarray(tensor) if tensor.shape.rank else np.array(tensor.numpy(), tensor.dtype.as_numpy_dtype)
 
 
 def context_is_initialized() -> bool:
@@ -211,6 +218,19 @@ def compiled_by_xla() -> bool:
     if tf.executing_eagerly():
         return False
     return bool(_control_flow_util.GraphOrParentsInXlaContext(_ops.get_default_graph()))
+
+
+def place_without_order() -> str | None:
+    """Return in words where the graph being built runs, if TensorFlow runs several such graphs at once; else None."""
+    graph: Any = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while graph is not None:
+        if getattr(graph, "name", "").startswith("Dataset_"):
+            return f"the function of a data set ({graph.name})"
+        found = re.match(r"(.*/)?loop_body(_\d+)?(?=/|$)", graph.get_name_scope())
+        if found and f"{found[0]}/PlaceholderWithDefault" in {operation.name for operation in graph.get_operations()}:
+            return "a loop that TensorFlow vectorizes (tf.vectorized_map, tape.jacobian or batch_jacobian)"
+        graph = getattr(graph, "outer_graph", None)
+    return None
 
 
 def has_nccl() -> bool:

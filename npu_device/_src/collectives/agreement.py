@@ -32,6 +32,7 @@ from npu_device._src.collectives.calling_thread import calling_thread, in_call
 from npu_device._src.collectives.choice import comparing_backend_of
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.terms import Agreement, Terms
+from npu_device._src.collectives.unordered import require_order
 
 _DETAILS_SECONDS = 2.0
 _PACKAGE = str(Path(__file__).parents[2])
@@ -129,7 +130,7 @@ def agreed(
         carries: what ``choice.carries`` says of the data that the call moves first.
 
     Raises:
-        RuntimeError: the call is in a function that XLA compiles.
+        RuntimeError: the call is in a function that XLA compiles, in one of a data set, or in a vectorized loop.
         MismatchError: the ranks' calls differ; in a tf.function it is raised as an error of the function, with the
             same text.
         PeerError: a rank has failed or left.
@@ -138,6 +139,7 @@ def agreed(
     if group.size == 1:
         yield Agreement(runtime)
         return
+    require_order(f"rank {runtime.cluster.rank}: {call.operation} was called at {call.line}")
     if group.tag is not None:
         call = replace(call, thread="")  # each tag keeps its own order, whichever threads send and receive
     with in_call(runtime, group) as overlaps:

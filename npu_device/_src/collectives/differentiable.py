@@ -16,6 +16,7 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.collectives.unordered import require_order
 
 BackwardFunction = Callable[..., Sequence[Any]]
 
@@ -33,7 +34,13 @@ class _Kept:
 
     def gradients(self, *upstream: Any) -> list[Any]:
         """Return the gradients of the results, which have none, and of the inputs."""
-        return [None] * self.results + list(self.backward(*upstream[: self.results]))
+        return [None] * self.results + list(self.backward(*_dense(upstream[: self.results])))
+
+
+def _dense(upstream: Sequence[Any]) -> list[Any]:
+    """Return gradients as tensors; those of a result whose rows were picked are ``tf.IndexedSlices``."""
+    require_order("the gradient of a collective was computed")
+    return [tf.convert_to_tensor(each) if isinstance(each, tf.IndexedSlices) else each for each in upstream]
 
 
 _by_number: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
@@ -53,7 +60,7 @@ def differentiable(
         return list(results)
     if tf.executing_eagerly():
         after = [tf.identity(result) for result in results]
-        compat.record_operation(_NAME, after, list(tensors), backward)
+        compat.record_operation(_NAME, after, list(tensors), lambda *upstream: backward(*_dense(upstream)))
         return after
     graph = tf.compat.v1.get_default_graph()
     kept, number = _Kept(backward, len(results)), next(_numbers)

@@ -95,9 +95,10 @@ def call_now(function: Callable[..., list[Any]], inputs: Sequence[Any], specs: S
         inputs: the arguments, at least one.
         specs: shapes and dtypes of the results.
     """
+    tensors = [tf.convert_to_tensor(value) for value in inputs]
     if tf.executing_eagerly():
-        return [tf.constant(result) for result in function(*(np.asarray(value) for value in inputs))]
-    results = python_call(function, [tf.convert_to_tensor(value) for value in inputs], [spec.dtype for spec in specs])
+        return [tf.constant(result) for result in function(*map(compat.to_array, tensors))]
+    results = python_call(function, tensors, [spec.dtype for spec in specs])
     for result, spec in zip(results, specs):
         result.set_shape(spec.shape)
     return list(results)

@@ -32,8 +32,8 @@ def reduce_slices(
 
     Returns:
         Rows whose sum by index is the result, the same on every rank. Each rank adds up its own rows of the same index
-        first. When all ranks' rows together would move more bytes than the dense tensor, the rows are those of the
-        dense sum.
+        first. When all ranks' rows together would move more bytes than the dense tensor, they are taken from the dense
+        sum.
     """
     dtype = reduced_dtype(slices.values.dtype, reduction)
     values, indices = _add_up_duplicates(slices.values, slices.indices)
@@ -52,15 +52,14 @@ def reduce_slices(
         def dense() -> tuple[tf.Tensor, tf.Tensor]:
             table = tf.math.unsorted_segment_sum(values, indices, length)
             [[total]] = all_reduce_segments(agreement, [[table]], reduction, group, wire)
-            return total, tf.range(slices.dense_shape[0], dtype=indices.dtype)
+            # Not all rows: an optimizer may move those that it is given, even by a gradient of 0.
+            present, _ = tf.unique(gather_ragged(agreement, indices, group))
+            return tf.gather(total, present), present
 
         # Every rank knows all ranks' numbers of rows, so all decide alike. A gather sends the longest rank's rows to
-        # all others; a ring all-reduce sends the dense tensor twice, less one n-th.
-        counts = moving.gather(agreement, tf.shape(values, tf.int64)[tf.newaxis, :1], group)
-        row_bytes = tf.reduce_prod(tf.shape(values, tf.int64)[1:]) * wire_dtype(values.dtype, wire).size
-        gather_bytes = tf.reduce_max(counts) * (row_bytes + indices.dtype.size)
-        dense_bytes = 2 * tf.cast(length, tf.int64) * row_bytes // group.size
-        worth = gather_bytes > dense_bytes
+        # all others; a ring all-reduce sends the dense tensor twice, less one n-th. Both gather the indices.
+        counts = moving.gather(agreement, tf.shape(values)[tf.newaxis, :1], group)
+        worth = tf.reduce_max(counts) * group.size > 2 * length
         rows, row_indices = tf.cond(worth, dense, gathered)
         rows.set_shape([None, *slices.values.shape[1:]])
     return tf.IndexedSlices(rows, row_indices, slices.dense_shape)

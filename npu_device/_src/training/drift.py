@@ -80,7 +80,7 @@ class Drift:
         self._differs = rows != rows[0]
         self._different = [int(place) for place in np.flatnonzero(self._differs.any(axis=0))]
         with compat.eager_mode():
-            named = [np.asarray(tf.convert_to_tensor(self._variables[place])) for place in self._shown]
+            named = [compat.to_array(tf.convert_to_tensor(self._variables[place])) for place in self._shown]
         self._mine = [value.astype(np.float64).reshape(-1) for value in named]
         return [np.concatenate([np.zeros([0]), *self._mine])]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
@@ -82,7 +83,10 @@ def npu_distributed_keras_optimizer_wrapper(
             "the loss-scale optimizer around it, a second time would reduce its gradients twice.\nWhat to do: call "
             "npu_distributed_keras_optimizer_wrapper once per optimizer."
         )
-    keras_hooks.install(optimizer, compat.keras_of(optimizer), GradientReduction(ranks, how))
+    keras = compat.keras_of(optimizer)
+    # tf-keras adds up rows of the same index itself; optimizers of Keras 3 may square each.
+    how = replace(how, adds_rows=not compat.is_keras_3(keras))
+    keras_hooks.install(optimizer, keras, GradientReduction(ranks, how))
     return optimizer
 
 

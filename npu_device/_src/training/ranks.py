@@ -8,8 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from npu_device._src.collectives.dtypes import mean_dtype
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
-from npu_device._src.gradients.sparse import weighted
+from npu_device._src.gradients.sparse import weighted, with_values
 from npu_device._src.training.world import world
 
 
@@ -121,9 +122,9 @@ def weighted_mean(values: Any, weight: Any) -> Any:
     """Average values over the ranks, each weighted, for instance by the number of samples that it comes from.
 
     Args:
-        values: a floating-point tensor, number or nested structure of them, which may contain ``None`` and
-            ``tf.IndexedSlices``, such as a loss and gradients; the same shapes on every rank. They travel like those of
-            ``all_reduce``.
+        values: a tensor, number or nested structure of them, which may contain ``None`` and ``tf.IndexedSlices``,
+            such as a loss and gradients; the same shapes on every rank. They travel like those of ``all_reduce``, and
+            integers become floating-point numbers as in its means.
         weight: this rank's weight: a number or scalar tensor, 0 or more.
 
     Returns:
@@ -131,7 +132,8 @@ def weighted_mean(values: Any, weight: Any) -> Any:
         weights are 0. On a single device ``values`` themselves.
 
     Raises:
-        ValueError: the weight is negative. Unchecked if it is only known when a tf.function runs.
+        ValueError: the weight isn't a scalar, or is negative. The latter is unchecked if the weight is only known when
+            a tf.function runs.
 
     Every rank has to make the call, eagerly or in a tf.function: a rank without samples passes weight 0 and finite
     values.
@@ -143,7 +145,12 @@ def weighted_mean(values: Any, weight: Any) -> Any:
     ranks = world()
     if ranks is None:
         return values
-    mine = tf.cast(weight, tf.float32)
+    mine = tf.cast(weight, tf.float64)
+    if mine.shape.rank not in (0, None):
+        raise ValueError(
+            f"rank {ranks.runtime.cluster.rank}: weighted_mean was given a weight of shape {mine.shape}; expected a "
+            "scalar, such as this rank's number of samples"
+        )
     known = tf.get_static_value(mine)
     if known is not None and known < 0:
         raise ValueError(
@@ -152,8 +159,12 @@ def weighted_mean(values: Any, weight: Any) -> Any:
         )
     part = tf.math.divide_no_nan(mine, ranks.add_up(mine))
 
-    parts = [weighted(value, part) for value in tf.nest.flatten(values)]
+    parts = [weighted(with_values(value, _as_mean), part) for value in tf.nest.flatten(values)]
     return tf.nest.pack_sequence_as(values, reduce_list(ranks.runtime, parts, ReductionOptions("sum"), ranks.group))
+
+
+def _as_mean(values: tf.Tensor) -> tf.Tensor:
+    return tf.cast(values, mean_dtype(values.dtype)) if values.dtype.is_integer else values
 
 
 def metric_results(metrics: Any) -> dict[str, Any]:
@@ -166,18 +177,29 @@ def metric_results(metrics: Any) -> dict[str, Any]:
     Returns:
         Each metric's name and its result, a numpy value. The metrics keep this rank's own state.
 
+    Raises:
+        ValueError: two of the metrics have the same name.
+
     Every rank has to make the call, eagerly.
     """
-    ranks = world()
+    ranks, metrics = world(), list(metrics)
+    names = [metric.name for metric in metrics]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"metric_results was given several metrics of one name ({', '.join(names)}), and returns results by name.\n"
+            "What to do: give each metric a name of its own."
+        )
     results = {}
     for metric in metrics:
         variables = list(metric.variables)
         mine = [tf.convert_to_tensor(variable) for variable in variables]
-        if ranks is not None:
+        try:
+            if ranks is not None:
+                for variable, value in zip(variables, mine):
+                    variable.assign(ranks.add_up(value))
+            result = metric.result()
+        finally:
             for variable, value in zip(variables, mine):
-                variable.assign(ranks.add_up(value))
-        result = metric.result()
+                variable.assign(value)
         results[metric.name] = tf.nest.map_structure(lambda value: tf.convert_to_tensor(value).numpy(), result)
-        for variable, value in zip(variables, mine):
-            variable.assign(value)
     return results

@@ -47,7 +47,7 @@ def all_reduce(
     Raises:
         ValueError: unknown reduction, group or compression; a combination of fusion and fusion_id that doesn't exist;
             a split strategy that doesn't fit the number of gradients.
-        TypeError: a dtype that can't be reduced.
+        TypeError: a dtype or a kind of value that can't be reduced.
         RuntimeError: another rank has failed or left; the environment names several ranks but the job can't be joined
             any more.
 
@@ -78,6 +78,14 @@ def all_reduce(
 
 
 def _to_tensor(value: Any) -> Any:
-    if value is None or isinstance(value, tf.IndexedSlices):
-        return value
+    if value is None:
+        return None
+    if isinstance(value, tf.IndexedSlices):
+        shape = None if value.dense_shape is None else tf.convert_to_tensor(value.dense_shape)
+        return tf.IndexedSlices(tf.convert_to_tensor(value.values), tf.convert_to_tensor(value.indices), shape)
+    if isinstance(value, (dict, tf.SparseTensor, tf.RaggedTensor)):
+        raise TypeError(
+            f"all_reduce can't reduce a {type(value).__name__}; expected tensors, numbers or tf.IndexedSlices.\n"
+            "What to do: pass the list of its values; or tf.sparse.to_dense, or a ragged tensor's flat_values."
+        )
     return compat.to_tensor(value)

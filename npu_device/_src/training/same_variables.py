@@ -241,7 +241,7 @@ def digest_of(variable: Any) -> tuple[tuple[int, ...], str, int]:
 
 def checksum(value: Any, before: int = 0) -> int:
     """Return a checksum of a tensor or an array; ``before`` is the checksum of the data that come before it."""
-    array = np.ascontiguousarray(value)
+    array = np.ascontiguousarray(compat.to_array(value) if tf.is_tensor(value) else value)
     data = repr(array.tolist()).encode() if array.dtype == object else array.reshape(-1).view(np.uint8).data
     return zlib.crc32(data, before)
 

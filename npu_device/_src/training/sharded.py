@@ -31,7 +31,8 @@ def grouping_gradients_apply(apply_func: Callable[..., Any], grads_and_vars: Any
         updates run with the function. On a single device the result of ``apply_func`` for all pairs.
 
     Raises:
-        ValueError: there are fewer variables than ranks.
+        ValueError: there are fewer variables than ranks; or ``apply_func`` is that of a Keras optimizer which needs all
+            gradients at once (``global_clipnorm``, ``LossScaleOptimizer``).
         RuntimeError: as for ``broadcast``.
 
     The variables are cut into one contiguous share per rank, of about the same number of bytes, and each rank keeps
@@ -42,6 +43,7 @@ def grouping_gradients_apply(apply_func: Callable[..., Any], grads_and_vars: Any
     ranks = world()
     if ranks is None:
         return apply_func(grads_and_vars, *args, **kwargs)
+    _refuse_what_needs_all_gradients(getattr(apply_func, "__self__", None), ranks.rank)
     pairs = list(grads_and_vars)
     variables = [variable for _, variable in pairs]
     mine = shares(variables, ranks.size)[ranks.rank]
@@ -51,6 +53,22 @@ def grouping_gradients_apply(apply_func: Callable[..., Any], grads_and_vars: Any
         tf.compat.v1.add_to_collection(VARIABLES_OF_ONE_RANK, variable)
     with after(applied):
         return grouping_broadcast(variables)
+
+
+def _refuse_what_needs_all_gradients(optimizer: Any, rank: int) -> None:
+    clips = getattr(optimizer, "global_clipnorm", None) is not None
+    if clips or hasattr(optimizer, "inner_optimizer"):
+        found = "clips by global_clipnorm" if clips else "scales the loss"
+        raise ValueError(
+            f"rank {rank}: this {type(optimizer).__name__} {found}, for which it needs all gradients; "
+            "grouping_gradients_apply gives each rank's only those of its share, so that the ranks would differ.\n"
+            "What to do: "
+            + (
+                "clip the reduced gradients by tf.clip_by_global_norm first, with an optimizer that doesn't clip."
+                if clips
+                else "use the optimizer inside it, or apply the gradients on every rank."
+            )
+        )
 
 
 @tf.autograph.experimental.do_not_convert

@@ -20,6 +20,7 @@ from typing import Any, Callable, NamedTuple, Union
 import numpy as np
 import tensorflow as tf
 
+from npu_device._src import compat
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.arrays.engine import Channel, Engine, PendingOperation
 from npu_device._src.collectives.backends.arrays.heads import head_of
@@ -241,7 +242,7 @@ def _orders_of(runtime: Runtime) -> _Orders:
 def _run_now(
     line: Line, operation: Operation, inputs: Sequence[tf.Tensor], terms: Terms | None, shapes: Shapes
 ) -> list[tf.Tensor]:
-    arrays = [np.asarray(tensor) for tensor in inputs]
+    arrays = [compat.to_array(tensor) for tensor in inputs]
     _, results = line.start(operation, terms, int(shapes), arrays, False)()
     return [_tensor(result) for result in results]
 
