@@ -266,6 +266,10 @@ def test_launchers_that_agree(outer: dict[str, str], inner: dict[str, str], monk
         ({**OPEN_MPI, **TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}, "is rank 0 of 1 by torchrun, but rank 3 of 4 (Open"),
         ({**SLURM, "RANK_SIZE": "1"}, "is one of 1 ranks by Ascend's variables or TF_CONFIG, but rank 3 of 4 (Slurm"),
         ({**MPICH, "CM_WORKER_SIZE": "1"}, "is one of 1 ranks by Ascend's"),
+        (
+            {**SLURM, "PMI_RANK": "0", "PMI_SIZE": "1"},
+            "is rank 0 of 1 by MPICH, but rank 3 of 4 (Slurm: SLURM_PROCID=3)",
+        ),
         ({**SLURM, "RANK_ID": "1"}, "is rank 1 of 4 by Slurm and RANK_ID, but rank 3 of 4 (Slurm"),
         (
             {**SLURM, "TF_CONFIG": tf_config({"type": "worker", "index": 1}, worker=["a:1", "b:1"])},

@@ -13,6 +13,7 @@ from test_rank_table import PODS, VERSION_1_0, write
 from npu_device._src import environment
 from npu_device._src.cluster.description import Membership
 from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.membership import interfaces
 from npu_device._src.membership.schemes import membership_from_environment, world_size_from_environment
 
 CM = {
@@ -126,7 +127,18 @@ def test_interface_that_a_rank_announces(names: str, monkeypatch: pytest.MonkeyP
     assert membership(monkeypatch, HCCL_IF_IP="10.0.0.9", **variables).host == "10.0.0.9"
 
 
-@pytest.mark.parametrize("names", ["=l", "eth9", f"^lo,{OTHERS}"])
+def test_the_loopback_is_announced_only_if_nothing_else_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    other = next((name for name, address in interfaces._ipv4() if not address.is_loopback), None)
+    if other is None:
+        pytest.skip("this host has no other interface")
+    found = {
+        membership(monkeypatch, **table(tmp_path, HCCL_SOCKET_IFNAME=names)).host
+        for names in (f"={other}", f"={other},", f"lo,{other}", "^docker9,", "^=docker9")
+    }
+    assert "127.0.0.1" not in found and None not in found
+
+
+@pytest.mark.parametrize("names", ["=l", "eth9", "eth9,", ",", f"^lo,{OTHERS}"])
 def test_interface_that_is_not_there(
     names: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

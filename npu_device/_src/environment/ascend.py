@@ -60,8 +60,8 @@ HCCL_SOCKET_IFNAME = optional(
     "HCCL_SOCKET_IFNAME",
     forms.TEXT,
     "network interfaces of this host, the first address of which the other ranks use to reach this rank: `eth,ib` for "
-    "those whose names begin so, `=eth0` for exactly that one, `^eth` and `^=eth0` for all others. HCCL_IF_IP takes "
-    "precedence.",
+    "those whose names begin so, `=eth0` for exactly that one, `^eth` and `^=eth0` for all others; the loopback only "
+    "if no other one fits. HCCL_IF_IP takes precedence.",
 )
 HCCL_IF_BASE_PORT = optional(
     "HCCL_IF_BASE_PORT",

@@ -24,15 +24,16 @@ _log = logging.getLogger("npu_device")
 
 def announced_address() -> str | None:
     """Return the address that this rank is to announce: ``HCCL_IF_IP``, else the first one of an interface that
-    ``HCCL_SOCKET_IFNAME`` allows, IPv4 before IPv6; None if neither is set.
+    ``HCCL_SOCKET_IFNAME`` allows, IPv4 before IPv6 and the loopback last; None if neither is set.
 
     Names that this host doesn't have are a warning: scripts bring those of Ascend's machines along.
     """
     given, names = environment.HCCL_IF_IP.get(), environment.HCCL_SOCKET_IFNAME.get()
     if given is not None or names is None:
         return given
-    interfaces = [*_ipv4(), *((name, address) for name, address in _ipv6() if not address.is_link_local)]
-    for name, address in interfaces:
+    interfaces: list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]] = [*_ipv4()]
+    interfaces += [(name, address) for name, address in _ipv6() if not address.is_link_local]
+    for name, address in sorted(interfaces, key=lambda one: one[1].is_loopback):
         if _is_allowed(name, names):
             return str(address)
     _log.warning(
@@ -53,7 +54,7 @@ def _is_allowed(name: str, names: str) -> bool:
     """
     excludes, names = names.startswith("^"), names.removeprefix("^")
     whole, names = names.startswith("="), names.removeprefix("=")
-    listed = [each.strip() for each in names.split(",")]
+    listed = [each.strip() for each in names.split(",") if each.strip()]
     return excludes != (name in listed if whole else name.startswith(tuple(listed)))
 
 

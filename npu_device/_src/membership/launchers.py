@@ -30,6 +30,8 @@ def read() -> Launched | None:
     # mpiexec may start its daemons with srun, whose variables the ranks inherit. Ranks that srun itself starts may have
     # PMI_RANK and PMI_SIZE (--mpi=pmi2), but no local rank of MPI's; srun's own variables then say more.
     if mpi is not None and step is not None:
+        if mpi.size == 1:  # left over from another job, perhaps; this process would train alone
+            require_agreement(f"by {mpi.launcher}", mpi.size, mpi.rank, step)
         same = (mpi.size, mpi.rank, mpi.local_rank) == (step.size, step.rank, None)
         mpi, step = (None, step) if same else (mpi, None)
     outer = mpi or step
