@@ -79,7 +79,9 @@ def test_help_is_short() -> None:
         (["--max-restarts", "-1", "good.py"], "must be a non-negative integer; found '-1'"),
         (["--nnodes", "3:2", "good.py"], "'3:2' is not MIN:MAX"),
         (["--preempt-signal", "KILL", "good.py"], "is not one of SIGTERM, SIGUSR1, SIGUSR2"),
+        (["--preempt-timeout", "0", "good.py"], "'0' is not a number above 0, at most 86400"),
         (["--tune", "--max-restarts", "1", "good.py"], "leave --max-restarts"),
+        (["--tune", "--log-dir", "logs", "good.py"], "--tune writes its own logs"),
         (["--no-such-option", "good.py"], "--no-such-option"),
         (["--master-addr", "no-such-host.invalid", "good.py"], "no-such-host.invalid"),
         (["--master-addr", "192.0.2.1", "good.py"], "an address of this host"),
@@ -93,6 +95,12 @@ def test_wrong_usage(tmp_path: Path, arguments: list[str], expected: str) -> Non
     assert expected in " ".join(done.stderr.decode().split())
     assert b"Traceback" not in done.stderr
     assert b"ran" not in done.stdout
+
+
+def test_aoe_mode_4_is_as_strict_as_tune(tmp_path: Path) -> None:
+    done = npurun("--trace", "traces", script(tmp_path, "print('ran')"), AOE_MODE="4")
+    assert done.returncode == 2
+    assert b"AOE_MODE=4 writes its own logs and traces: leave --log-dir and --trace out" in done.stderr
 
 
 def test_the_launcher_starts_without_tensorflow() -> None:

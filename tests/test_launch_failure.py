@@ -288,3 +288,11 @@ def test_a_program_that_cannot_be_executed(tmp_path: Path) -> None:
     assert done.returncode == 126
     assert b"could not start" in done.stderr and b"name the script's interpreter" in done.stderr
     assert b"Traceback" not in done.stderr
+
+
+def test_a_rank_that_cannot_be_started_stops_the_others(tmp_path: Path) -> None:
+    (tmp_path / "rank2.log").mkdir()
+    done = npurun("-n", "3", "--log-dir", str(tmp_path), "sleep", "60")
+    assert done.returncode == 126
+    assert b"could not start all ranks" in done.stderr and b"rank2.log" in done.stderr
+    assert b"Traceback" not in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -96,6 +97,64 @@ def test_a_host_that_cannot_be_reached(tmp_path: Path, ssh: str) -> None:
     assert b"npurun: off: the connection failed or ended" in done.stderr
 
 
+def test_a_rank_may_end_with_the_code_of_a_failed_connection(tmp_path: Path, ssh: str) -> None:
+    local = npurun("--hosts", "localhost", "sh", "-c", "exit 255")
+    assert local.returncode == 255
+    assert b"connection" not in local.stderr
+    remote = npurun("--hosts", "one", "sh", "-c", "exit 255", NPU_DEVICE_SSH=ssh)
+    assert remote.returncode == 255
+    assert b"), unless a rank there ended with this code" in remote.stderr
+
+
+def test_a_connection_that_outlives_the_job_is_not_waited_for(tmp_path: Path) -> None:
+    """ssh with ControlPersist leaves a process behind that has its standard error."""
+    master = script(tmp_path, f'sleep 60 & echo $! > {tmp_path}/master; shift; exec sh -c "$*"', "ssh")
+    began = time.monotonic()
+    done = npurun("--hosts", "one", "echo", "ran", NPU_DEVICE_SSH=f"sh {master}")
+    assert time.monotonic() - began < 20
+    os.kill(int((tmp_path / "master").read_text()), signal.SIGKILL)
+    assert (done.returncode, done.stdout) == (0, b"[0] ran\n")
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_a_host_does_not_answer(tmp_path: Path) -> None:
+    silent = script(tmp_path, f"echo $$ > {tmp_path}/ssh_pid; exec sleep 100", "ssh")
+    process = start("--hosts", "one", "--grace", "1", "true", NPU_DEVICE_SSH=f"sh {silent}")
+    (pid,) = wait_for_files(tmp_path, "ssh_pid", 1)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=25)
+    assert process.returncode == 137
+    assert not is_running(pid)
+
+
+def test_nohup_does_not_keep_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = start("--hosts", "localhost:2", "--grace", "1", script(tmp_path, WAITS))
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    pids = wait_for_files(tmp_path, "pid*", 2)
+    process.kill()
+    process.communicate(timeout=30)
+    wait_until(lambda: not any(map(is_running, pids)))
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"NPU_DEVICE_SSH": "ssh '"}, 'NPU_DEVICE_SSH is "ssh \'"; expected a command line'),
+        ({"NPU_DEVICE_SECRET_FILE": "secret"}, "the secret is not UTF-8 text"),
+    ],
+)
+def test_wrong_variables(variables: dict[str, str], says: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"\xff\xfe")
+    done = npurun("--hosts", "one", "sh", "-c", "true", cwd=tmp_path, **variables)
+    assert done.returncode == 2
+    assert says in done.stderr.decode()
+    assert b"Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_the_end_of_npurun_is_the_end_of_the_ranks(
     number: int, code: int, tmp_path: Path, ssh: str, monkeypatch: pytest.MonkeyPatch
@@ -120,6 +179,8 @@ def test_the_end_of_npurun_is_the_end_of_the_ranks(
         (["--hosts", "a,b", "--nnodes", "3"], "the list has 2 hosts"),
         (["--hosts", "a", "--hostfile", "b"], "give one of them"),
         (["--hostfile", "/not/there"], "No such file"),
+        (["--hostfile", "/bin/sh"], "/bin/sh is not UTF-8 text"),
+        (["--hosts", "localhost,b"], "localhost is another host for b"),
     ],
 )
 def test_wrong_usage(arguments: list[str], says: str) -> None:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import NPURUN, environment, npurun, script, start, wait_until, without_hint
+from launcher import NPURUN, environment, is_running, npurun, script, start, wait_for_files, wait_until, without_hint
 
 pytestmark = pytest.mark.xdist_group("waiting")
 
@@ -74,7 +74,7 @@ def test_large_output_is_complete_and_never_mixed(tmp_path: Path) -> None:
         def write(stream, name):
             for number in range(50_000):
                 stream.write(f"{name}{rank} {number} " + "x" * (number % 100) + "\\n")
-            stream.write("y" * 3_000_000 + "\\n")
+            stream.write("y" * 1_000_000 + "\\n")
         threads = [threading.Thread(target=write, args=a) for a in ((sys.stdout, "out"), (sys.stderr, "err"))]
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
@@ -86,7 +86,7 @@ def test_large_output_is_complete_and_never_mixed(tmp_path: Path) -> None:
         for name, output in ((b"out", done.stdout), (b"err", done.stderr)):
             lines = of_rank(output, rank)
             expected = [b"%s%d %d " % (name, rank, number) + b"x" * (number % 100) for number in range(50_000)]
-            assert lines == [*expected, b"y" * 3_000_000]
+            assert lines == [*expected, b"y" * 1_000_000]
 
 
 def test_progress_bars_in_a_pipe_are_one_line(tmp_path: Path) -> None:
@@ -191,6 +191,46 @@ def test_a_reader_that_goes_away_does_not_stop_the_ranks(tmp_path: Path) -> None
     launch.stderr.close()
 
 
+FLOODS = """
+    import os, sys
+    from pathlib import Path
+    if os.environ["RANK_ID"] == "1":
+        {other}
+    Path("pid").write_text(str(os.getpid()))
+    for number in range(20_000):
+        print("line", number)
+    """
+
+
+def test_a_reader_that_is_stopped_does_not_keep_a_signal_from_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    launch = start("-n", "2", "--grace", "1", script(tmp_path, FLOODS.format(other="import time; time.sleep(60)")))
+    (pid,) = wait_for_files(tmp_path, "pid", 1)
+    time.sleep(1.0)  # the pipe is full
+    launch.terminate()
+    wait_until(lambda: not is_running(pid), limit=5)
+    assert launch.wait(20) == 143
+    launch.communicate()
+
+
+def test_a_reader_that_is_stopped_does_not_keep_a_failure_from_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fails = "import time; time.sleep(2); sys.exit(3)"
+    launch = start("-n", "2", "--grace", "1", script(tmp_path, FLOODS.format(other=fails)))
+    (pid,) = wait_for_files(tmp_path, "pid", 1)
+    wait_until(lambda: not is_running(pid), limit=10)
+    time.sleep(1.0)
+    assert launch.poll() is None, "it waits for its reader"
+    out, err = launch.communicate(timeout=10)
+    assert launch.returncode == 3
+    assert of_rank(out, 0)[:2] == [b"line 0", b"line 1"]
+    assert b"rank 1 failed (exit code 3); stopping the others" in err
+
+
 def test_log_dir(tmp_path: Path) -> None:
     source = script(
         tmp_path,
@@ -248,6 +288,26 @@ def test_a_process_that_escaped_with_the_pipe_is_not_waited_for(tmp_path: Path) 
     assert (done.returncode, done.stdout) == (0, b"[0] bye\n")
     wait_until(pid.exists)
     os.kill(int(pid.read_text()), 9)
+
+
+def test_nor_is_one_that_goes_on_writing(tmp_path: Path) -> None:
+    source = script(
+        tmp_path,
+        """
+        import subprocess
+        subprocess.Popen(["sh", "-c", "for i in $(seq 250); do echo here; sleep 0.1; done"], start_new_session=True)
+        """,
+    )
+    began = time.monotonic()
+    assert npurun(source).returncode == 0
+    assert time.monotonic() - began < 10
+
+
+def test_a_line_without_an_end_is_cut(tmp_path: Path) -> None:
+    source = script(tmp_path, "import sys; [sys.stdout.write('x' * 1000) for _ in range(10_000)]")
+    lines = of_rank(npurun(source).stdout, 0)
+    assert sum(map(len, lines)) == 10_000_000
+    assert max(map(len, lines)) < 1_200_000
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from launcher import environment
+from launcher import NPURUN, environment, is_running, wait_for_files, wait_until
 from pool import Pool
 from test_tune import COST, write_trace
 
@@ -156,3 +156,24 @@ def test_a_run_that_makes_no_steps_says_so(
     assert f"Its output is in {tmp_path}/npu_tune/first.log; Ctrl-C ends the tuning." in said
     assert said.count("nothing for") < 5, "each time after twice as long"
     assert "first ended with exit code 0 after 0, 0 traced iterations" in said
+
+
+def test_the_ranks_end_with_a_tuning_that_is_killed(tmp_path: Path) -> None:
+    waits = """
+        import os, time
+        from pathlib import Path
+        Path("pid" + os.environ["RANK_ID"]).write_text(str(os.getpid()))
+        time.sleep(60)
+        """
+    (tmp_path / "train.py").write_text(dedent(waits))
+    tuning = subprocess.Popen(
+        [*NPURUN, "-n", "2", "--grace", "1", "--tune", "train.py"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    pids = wait_for_files(tmp_path, "pid*", 2)
+    tuning.kill()
+    tuning.wait()
+    wait_until(lambda: not any(map(is_running, pids)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from npu_device._src import environment
 from npu_device.launch import arguments, check, hosts, job, tune
 
 
@@ -15,8 +14,7 @@ def main() -> None:
         sys.exit(hosts.run(options))
     if options.check:
         sys.exit(check.run(options))
-    tuning = options.tune or environment.AOE_MODE.raw() == "4"
-    sys.exit(tune.run(options) if tuning else job.run(options))
+    sys.exit(tune.run(options) if options.tune else job.run(options))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from npu_device._src.cluster.frames import counted
 from npu_device.launch import host_list
 
 DEFAULT_PORT = 29688  # the port that Ascend's own launch scripts use for the chief
+LOOPBACK = frozenset(("localhost", "127.0.0.1"))
 _NUMBERS = ("-n", "-np", "--nproc-per-node", "--nproc_per_node")
 _JOB_ID = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -117,10 +118,12 @@ def parse(argv: Sequence[str]) -> Options:
                 f"--nnodes {nnodes} needs {names} too: run npurun once on every node, with --node-rank 0 to "
                 f"{nnodes - 1} and everywhere the same address of node 0 as --master-addr"
             )
-    if given.trace is not None and given.tune:
-        parser.error("--tune writes its own traces: leave --trace out")
+    by = "--tune" if given.tune else "AOE_MODE=4"
+    given.tune = given.tune or (environment.AOE_MODE.raw() == "4" and not given.check and not slots)
+    if given.tune and (given.trace is not None or given.log_dir is not None):
+        parser.error(f"{by} writes its own logs and traces: leave --log-dir and --trace out")
     if given.tune and (given.max_restarts or fewest < nnodes):
-        parser.error("--tune stops and starts the ranks by itself: leave --max-restarts and MIN:MAX nodes out")
+        parser.error(f"{by} stops and starts the ranks by itself: leave --max-restarts and MIN:MAX nodes out")
     if given.check and (given.script or given.tune or given.trace or given.max_restarts or fewest < nnodes):
         parser.error(
             "--check runs its own script once: omit the script, --tune, --trace, --max-restarts, MIN:MAX nodes"
@@ -159,8 +162,15 @@ def _hosts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[t
     fewest, most = given.nnodes
     if most not in (1, len(found)):
         parser.error(f"--nnodes {most}: the list has {counted(len(found), 'host')}")
+    first, *others = (host_list.name(host) for host, _ in found)
+    remote = [host for host in others if host not in LOOPBACK]
+    if given.master_addr is None and first in LOOPBACK and remote:
+        parser.error(
+            f"{first} is another host for {remote[0]}, and the ranks meet on the first host of the list: give its "
+            "name or address there, or as --master-addr"
+        )
     given.nnodes = (fewest if most > 1 else len(found), len(found))
-    given.master_addr = given.master_addr or (host_list.name(found[0][0]) if len(found) > 1 else None)
+    given.master_addr = given.master_addr or (first if len(found) > 1 else None)
     return found
 
 
@@ -214,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     _add(again, "--preempt-signal", type=_signal, default=default, metavar="SIG", help=preempt)
     limit = environment.NPU_DEVICE_PREEMPT_TIMEOUT.raw() or "25"
     within = "seconds that the ranks have to do that (default 25)"
-    _add(again, "--preempt-timeout", type=_seconds, default=limit, metavar="S", help=within)
+    _add(again, "--preempt-timeout", type=_preempt_seconds, default=limit, metavar="S", help=within)
     # One positional for both: argparse would swallow a "--" between a script and its arguments.
     parser.add_argument(
         "script", nargs=argparse.REMAINDER, help="a .py file, a program, or with -m a module, and its arguments"
@@ -300,6 +310,14 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     return seconds
+
+
+def _preempt_seconds(text: str) -> float:
+    form = environment.NPU_DEVICE_PREEMPT_TIMEOUT.form  # the ranks get the limit in this variable
+    try:
+        return form.parse(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {form.expected}") from None
 
 
 def _job_id(text: str) -> str:

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable
@@ -105,15 +106,16 @@ class Attempt:
         options = self._options
         try:
             self._start()
-            supervisor = Supervisor(
-                self._processes,
-                self._launch.events,
-                options,
-                self._console.say,
-                self._meeting.count,
-                self._on_failure,
-            )
-            supervisor.run()
+            with ThreadPoolExecutor(1) as speaker:  # a console whose reader is stopped mustn't hold up the supervisor
+                supervisor = Supervisor(
+                    self._processes,
+                    self._launch.events,
+                    options,
+                    lambda text: speaker.submit(self._console.say, text),
+                    self._meeting.count,
+                    self._on_failure,
+                )
+                supervisor.run()
         except OSError as error:
             self._kill()
             self._console.say(f"could not start all ranks: {error}{self._remedy(error)}")

@@ -7,8 +7,10 @@ in one line, each with its prefix and its ``\\r``. That line ends at the next ne
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import stat
 import sys
 import threading
 import time
@@ -16,6 +18,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 _REFRESH_SECONDS = 5.0
+_READER_SECONDS = 5.0  # a reader that is stopped delays the end of an npurun that was sent a signal by this much
+_TICK_SECONDS = 0.5
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
 _ERASE = b"\x1b[K"
 _WRAP_OFF, _WRAP_ON = b"\x1b[?7l", b"\x1b[?7h"  # a refresh that wraps can't be overwritten
@@ -41,6 +45,7 @@ class Console:
         self._refreshed = False
         self._broken: set[int] = set()
         self._terminals = {fd for fd in (1, 2) if _is_terminal(fd)}
+        self._ending_since: float | None = None
 
     def is_terminal(self, fd: int) -> bool:
         """Return True if ``fd`` (1 or 2) is a terminal."""
@@ -65,27 +70,45 @@ class Console:
         message = "".join(f"npurun: {line}".rstrip() + "\n" for line in text.splitlines())
         self.lines(2, message.encode(errors="backslashreplace"))
 
+    def end(self) -> None:
+        """From now on drop output that nobody reads, after some seconds: the launcher was sent a signal."""
+        self._ending_since = time.monotonic()
+
     def _write(self, fd: int, data: bytes) -> None:
         view = memoryview(data)
-        while view and fd not in self._broken:
-            try:
-                view = view[os.write(fd, view) :]
-            except BlockingIOError:  # another process that shares this terminal or pipe has made it non-blocking
-                select.select([], [fd], [])
-            except OSError:  # closed (npurun ... | head) or full: the training continues
-                self._broken.add(fd)
+        try:
+            # A pipe that poll calls writable takes this many bytes without blocking.
+            most = select.PIPE_BUF if stat.S_ISFIFO(os.fstat(fd).st_mode) else len(view)
+            while view and fd not in self._broken:
+                # Another process that shares this terminal or pipe may have made it non-blocking.
+                with contextlib.suppress(BlockingIOError):
+                    self._wait_for_reader(fd)
+                    view = view[os.write(fd, view[:most]) :]
+        except OSError:  # closed (npurun ... | head) or full: the training continues
+            self._broken.add(fd)
+
+    def _wait_for_reader(self, fd: int) -> None:
+        """Wait until a write doesn't block.
+
+        Raises:
+            TimeoutError: nobody reads, and the launcher is to end.
+        """
+        began = time.monotonic()
+        poll = select.poll()
+        poll.register(fd, select.POLLOUT)
+        while not poll.poll(_TICK_SECONDS * 1000):
+            if self._ending_since and time.monotonic() > max(began, self._ending_since) + _READER_SECONDS:
+                raise TimeoutError
 
 
 class Voice:
-    """One stream of one rank on the console. Used by one thread."""
+    """One stream of one rank on the console, or of another host's npurun (rank None). Used by one thread."""
 
-    def __init__(self, console: Console, fd: int, rank: int) -> None:
+    def __init__(self, console: Console, fd: int, rank: int | None) -> None:
         self._console = console
         self._fd = fd
         self._terminal = console.is_terminal(fd)
-        label = f"[{rank}]"
-        colour = _COLOURS[rank % len(_COLOURS)]
-        self._prefix = (f"\x1b[{colour}m{label}\x1b[0m " if self._terminal else f"{label} ").encode()
+        self._prefix = b"" if rank is None else _prefix(rank, self._terminal)
         self._shown = b""  # terminal: the refresh that no newline has confirmed yet
         self._kept = bytearray()  # file or pipe: the line of refreshes that has not been written yet
         self._kept_since = 0.0
@@ -134,6 +157,11 @@ class Voice:
         if kept and not text:
             return kept[:-1] + b"\n"
         return kept + self._prefix + text + (piece.end or b"\n")
+
+
+def _prefix(rank: int, coloured: bool) -> bytes:
+    colour = _COLOURS[rank % len(_COLOURS)]
+    return (f"\x1b[{colour}m[{rank}]\x1b[0m " if coloured else f"[{rank}] ").encode()
 
 
 def _is_terminal(fd: int) -> bool:

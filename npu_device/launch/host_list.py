@@ -35,9 +35,13 @@ def read(path: str) -> list[tuple[str, int | None]]:
 
     Raises:
         OSError: the file can't be read.
-        ValueError: as ``parse``; or it lists no host.
+        ValueError: as ``parse``; or it lists no host, or isn't text.
     """
-    lines = [line.partition("#")[0].strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8 text") from None
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     hosts = [re.sub(r"\s+slots\s*=\s*", ":", line) for line in lines if line]
     if not hosts:
         raise ValueError(f"{path} lists no host")

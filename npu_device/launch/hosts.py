@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import queue
 import secrets
@@ -20,14 +19,15 @@ import subprocess
 import sys
 import threading
 import time
-from typing import IO, Any
+from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.cluster.errors import RESUMABLE, ClusterError
 from npu_device._src.membership.schemes import secret
-from npu_device.launch import job
-from npu_device.launch.arguments import Options
-from npu_device.launch.console import Console
+from npu_device.launch import job, on_node
+from npu_device.launch.arguments import LOOPBACK, Options
+from npu_device.launch.console import Console, Voice
+from npu_device.launch.streams import Pump
 
 # When the npurun of one host has ended, those of the others have noticed by themselves, or get this long to do so.
 _NOTICE_SECONDS = 3.0
@@ -44,16 +44,22 @@ def run(options: Options) -> int:
     Returns:
         0; or 75 if the ranks can be resumed; or the exit code of the first host that failed, 255 if ssh failed.
     """
-    console, events = Console(), job.signals(options)
+    console = Console()
+    events = job.signals(options, console)
     nodes = []
     try:
         given = secret().decode() or secrets.token_hex(32)
         variables = {**_passed_on(), "NPU_DEVICE_SECRET": given, "NPU_DEVICE_SECRET_FILE": ""}
         for rank, host in enumerate(options.hosts):
             ours = dataclasses.replace(options, hosts=(), node_rank=rank)
-            order = {"options": dataclasses.asdict(ours), "variables": variables}
-            nodes.append(_Node(host, json.dumps(order), console, events))
-    except (OSError, ClusterError) as error:  # hosts that were reached stop with this process
+            nodes.append(_Node(host, on_node.order(ours, variables), console, events))
+    except UnicodeDecodeError:
+        console.say(
+            "the secret is not UTF-8 text, and can't be passed on to the hosts.\n"
+            "What to do: write random text into its file (openssl rand -hex 32)."
+        )
+        return _USAGE
+    except (OSError, ClusterError, ValueError) as error:  # hosts that were reached stop with this process
         console.say(str(error))
         return _USAGE
     return _wait(options, nodes, console, events)
@@ -74,15 +80,20 @@ def _wait(options: Options, nodes: list[_Node], console: Console, events: queue.
             asked, deadline = True, time.monotonic() + options.grace + _END_SECONDS
             continue
         if isinstance(event, int):
-            asked, deadline = True, None  # a second signal would cut short the time that the first one leaves
+            if not asked:  # a second signal leaves the deadline
+                seconds = options.preempt_timeout if event == options.preempt_signal else options.grace
+                asked, deadline = True, time.monotonic() + seconds + _END_SECONDS
             for node in running:
                 node.send(event)
             continue
         running.remove(event)
         code = event.code
         codes.append(code)
-        if code == _SSH_FAILED:
-            console.say(f"{event.host}: the connection failed or ended (exit code {code} of {event.command})")
+        if code == _SSH_FAILED and not event.is_here:
+            console.say(
+                f"{event.host}: the connection failed or ended (exit code {code} of {event.command}), unless a rank "
+                "there ended with this code"
+            )
         may_go_on = code in (0, RESUMABLE) or options.fewest_nodes < options.nnodes
         if running and not asked and not may_go_on and deadline is None:
             console.say(f"host {event.host} ended with exit code {code}; stopping the others")
@@ -102,6 +113,7 @@ class _Node:
 
     Attributes:
         host: its host, as the user names it.
+        is_here: no connection is needed.
         command: the program that connects to it.
         code: its exit code, when it has ended.
     """
@@ -113,8 +125,8 @@ class _Node:
         if os.environ.get("PYTHONPATH"):
             remote = f"env PYTHONPATH={shlex.quote(os.environ['PYTHONPATH'])} {remote}"
         remote = f"cd {shlex.quote(os.getcwd())} && exec {remote}"
-        here = host in ("localhost", "127.0.0.1", socket.gethostname())
-        connect = ["sh", "-c"] if here else [*shlex.split(environment.NPU_DEVICE_SSH.get()), host]
+        self.is_here = host in {*LOOPBACK, socket.gethostname()}
+        connect = ["sh", "-c"] if self.is_here else [*shlex.split(environment.NPU_DEVICE_SSH.get()), host]
         self.command = connect[0]
         self._process = subprocess.Popen(
             [*connect, remote],
@@ -125,13 +137,12 @@ class _Node:
         )
         self._tell(order)
         self._events = events
-        readers = [
-            threading.Thread(target=_copy, args=(pipe, console, fd), daemon=True)
+        assert self._process.stdout is not None and self._process.stderr is not None
+        pumps = [
+            Pump(pipe, Voice(console, fd, None), None)
             for fd, pipe in ((1, self._process.stdout), (2, self._process.stderr))
         ]
-        for reader in readers:
-            reader.start()
-        threading.Thread(target=self._report_end, args=(readers,), daemon=True).start()
+        threading.Thread(target=self._report_end, args=(pumps,), daemon=True).start()
 
     def send(self, number: int) -> None:
         """Let the host's npurun receive a signal."""
@@ -147,15 +158,9 @@ class _Node:
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
 
-    def _report_end(self, readers: list[threading.Thread]) -> None:
+    def _report_end(self, pumps: list[Pump]) -> None:
         code = self._process.wait()
-        for reader in readers:
-            reader.join()
+        for pump in pumps:
+            pump.finish()
         self.code = code if code >= 0 else 128 - code
         self._events.put(self)
-
-
-def _copy(pipe: IO[bytes], console: Console, fd: int) -> None:
-    with pipe:
-        for line in pipe:
-            console.lines(fd, line)

@@ -29,7 +29,8 @@ def run(options: Options) -> int:
     Returns:
         The job's exit code (``attempt.Outcome``), or 2 if the ranks can't meet at the master address.
     """
-    events, console = signals(options), Console()
+    console = Console()
+    events = signals(options, console)
     with tempfile.TemporaryDirectory(prefix="npurun-") as directory, Guard(directory) as guard:
         launch = Launch(options, console, guard, directory, events)
         try:
@@ -39,13 +40,18 @@ def run(options: Options) -> int:
             return _USAGE
 
 
-def signals(options: Options) -> queue.SimpleQueue[Any]:
+def signals(options: Options, console: Console) -> queue.SimpleQueue[Any]:
     """Return a queue into which the numbers of the signals go that this process receives from now on."""
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def receive(number: int, _: object) -> None:
+        console.end()
+        events.put(number)
+
     for number in {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, options.preempt_signal}:
         # nohup, and a shell script's background jobs, ask to ignore the signal.
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda got, _: events.put(got))
+            signal.signal(number, receive)
     return events
 
 

@@ -1,26 +1,34 @@
-"""The part of ``npurun --hosts`` that runs on each host: an npurun whose command line and signals come from standard
-input (see ``hosts``).
+"""An npurun whose command line and signals come from standard input, and that ends with it: each host's part of
+``npurun --hosts`` (see ``hosts``), and each run of ``npurun --tune``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from npu_device.launch import check, job
 from npu_device.launch.arguments import Options
 
 
+def order(options: Options, variables: Mapping[str, str]) -> str:
+    """Return the first line of the standard input: the command line, and variables for the environment."""
+    return json.dumps({"options": dataclasses.asdict(options), "variables": dict(variables)})
+
+
 def main() -> None:
-    """Read the order, run this host's part of the job, and exit with its exit code."""
+    """Read the order, run the job, and exit with its exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)  # nohup is for the npurun that sends the signals
     lines = _lines()
-    order = json.loads(next(lines))
-    os.environ.update(order["variables"])
-    options = Options(**{**order["options"], "command": tuple(order["options"]["command"]), "hosts": ()})
+    given = json.loads(next(lines))
+    os.environ.update(given["variables"])
+    options = Options(**{**given["options"], "command": tuple(given["options"]["command"]), "hosts": ()})
     threading.Thread(target=_forward, args=(lines,), daemon=True).start()
     sys.exit(check.run(options) if options.check else job.run(options))
 

@@ -71,7 +71,8 @@ class Process:
             start_new_session=True,  # Ctrl-C of the terminal goes to the launcher alone, which passes it on once
         )
         self.pid = self._popen.pid
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
 
     @property
     def stdout(self) -> IO[bytes]:
@@ -95,6 +96,7 @@ class Process:
 
     def reap(self) -> bool:
         """Release the ended process. Return True while children of it are left in its group."""
+        self._watcher.join()  # which looks at the zombie
         self._popen.wait()
         try:
             os.killpg(self.pid, 0)

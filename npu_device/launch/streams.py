@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import os
 import re
 import select
+import termios
 import threading
 from collections import deque
 from collections.abc import Iterable
@@ -15,6 +18,8 @@ from npu_device.launch.console import Piece, Voice
 _BLOCK_BYTES = 1 << 16
 _TICK_SECONDS = 0.5
 _TAIL_LINES = 200
+_TAIL_LINE_BYTES = 1 << 14  # the rest of a longer line isn't kept
+_LINE_BYTES = 1 << 20  # a longer line is cut into several
 _END = re.compile(rb"(\r\n|\n|\r)")
 
 
@@ -28,7 +33,10 @@ class Splitter:
         """Return the pieces that ``data`` completes."""
         if b"\n" not in data and b"\r" not in data:  # a long line: don't search all of it again for each block
             self._rest += data
-            return []
+            if len(self._rest) < _LINE_BYTES:
+                return []
+            text, self._rest = bytes(self._rest), bytearray()
+            return [Piece(text, b"\n")]
         parts = _END.split(bytes(self._rest) + data)
         self._rest = bytearray(parts[-1])
         return [Piece(text, end) for text, end in zip(parts[0::2], parts[1::2])]
@@ -39,7 +47,7 @@ class Splitter:
 
 
 class LogFile:
-    """One rank's log: the lines of its stdout and stderr as they come, otherwise byte for byte.
+    """One rank's log: the lines of its stdout and stderr as they come, byte for byte up to 1 MiB a line.
 
     Raises:
         OSError: the file can't be written.
@@ -83,7 +91,7 @@ class Pump:
         log: the rank's log file, or None.
 
     Attributes:
-        tail: the last 200 lines of the stream.
+        tail: the last 200 lines of the stream, of each the first 16 KiB.
     """
 
     def __init__(self, pipe: IO[bytes], voice: Voice | None, log: LogFile | None) -> None:
@@ -105,24 +113,30 @@ class Pump:
         poll = select.poll()
         poll.register(self._pipe, select.POLLIN)
         with self._pipe:
-            while True:
-                ending = self._ending.is_set()
+            while not self._ending.is_set():
                 if poll.poll(_TICK_SECONDS * 1000):
                     data = os.read(self._pipe.fileno(), _BLOCK_BYTES)
                     if not data:
                         break
                     self._carry(splitter.feed(data))
-                elif ending:
-                    break
                 if self._voice is not None:
                     self._voice.tick()
+            else:  # a process that escaped with the pipe may go on writing to it
+                data = os.read(self._pipe.fileno(), _bytes_in(self._pipe))
+                self._carry(splitter.feed(data))
         self._carry(splitter.finish())
         if self._voice is not None:
             self._voice.finish()
 
     def _carry(self, pieces: list[Piece]) -> None:
-        self.tail.extend(piece.text for piece in pieces if not piece.is_refresh)
+        self.tail.extend(piece.text[:_TAIL_LINE_BYTES] for piece in pieces if not piece.is_refresh)
         if self._log is not None:
             self._log.write(self, pieces)
         if self._voice is not None:
             self._voice.write(pieces)
+
+
+def _bytes_in(pipe: IO[bytes]) -> int:
+    count = array.array("i", [0])
+    fcntl.ioctl(pipe, termios.FIONREAD, count)
+    return count[0]

@@ -53,7 +53,7 @@ class Supervisor:
         processes: the running ranks.
         events: the number of a signal that the launcher received, None when a rank has ended, or a ``Stop``.
         options: the command line: how long to wait, and which signal asks for a resumable end.
-        say: prints a message of the launcher.
+        say: prints a message of the launcher, without waiting.
         count: number of the attempt.
         on_failure: called when the first rank has failed, with what happened.
 
@@ -68,7 +68,7 @@ class Supervisor:
         processes: Sequence[Process],
         events: queue.SimpleQueue[Any],
         options: Options,
-        say: Callable[[str], None],
+        say: Callable[[str], object],
         count: int,
         on_failure: Callable[[str], None],
     ) -> None:

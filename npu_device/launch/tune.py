@@ -6,6 +6,7 @@ wins; ``tune_nodes`` keeps several nodes in step.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Callable
 
+from npu_device.launch import on_node
 from npu_device.launch.arguments import Options
 from npu_device.launch.console import Console
 from npu_device.launch.tune_nodes import TuningFollower, TuningLeader, TuningRun
@@ -150,15 +152,18 @@ def _carry_out(
     """
     log = directory / f"{tuning_run.name}.log"
     traces = directory / tuning_run.name
-    command = _command(tuning_run, options)
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "npu_device.launch.on_node"],
             env=_environment(tuning_run, traces),
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # its end, when this process is killed, ends the run
             stdout=file,
             stderr=subprocess.STDOUT,
+            start_new_session=True,  # a Ctrl-C of the terminal goes to this process alone, which stops the run
         )
+        assert process.stdin is not None
+        process.stdin.write(on_node.order(_options(tuning_run, options), {}).encode() + b"\n")
+        process.stdin.flush()
         silence = _Silence(console, tuning_run, log)
         try:
             while process.poll() is None and not _is_enough(tuning_run, traces, options.world_size):
@@ -169,9 +174,11 @@ def _carry_out(
             if process.poll() is None:
                 process.terminate()
             process.wait()
+            process.stdin.close()
     # A stopped run ends with an error, and so does one whose ranks another node stopped first.
     done = process.returncode == 0 if tuning_run.measuring is not None else _has_enough(tuning_run, traces, options)
     if not done:
+        check()
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
         counts = ", ".join(str(_iterations(traces, rank)) for rank in range(options.world_size))
         what = f"{tuning_run.name} ended with exit code {process.returncode}"
@@ -193,18 +200,17 @@ def _has_enough(tuning_run: TuningRun, traces: Path, options: Options) -> bool:
     return enough
 
 
-def _command(tuning_run: TuningRun, options: Options) -> list[str]:
-    launcher = [sys.executable, "-m", "npu_device.launch", "-n", str(options.nproc_per_node)]
-    launcher += ["--job-id", f"tune-{tuning_run.key}"]
-    launcher += ["--grace", str(options.grace), "--preempt-timeout", str(options.grace)]
-    if options.nnodes > 1:
-        launcher += ["--nnodes", str(options.nnodes), "--node-rank", str(options.node_rank)]
-        launcher += ["--master-addr", options.master_addr]
-    if options.master_port is not None:
-        launcher += ["--master-port", str(options.master_port)]
+def _options(tuning_run: TuningRun, options: Options) -> Options:
+    command = options.command
     if tuning_run.measuring is not None:
-        return [*launcher, "-m", "npu_device.launch.measuring", *tuning_run.measuring]
-    return [*launcher, "--", *options.command]
+        command = (sys.executable, "-u", "-m", "npu_device.launch.measuring", *tuning_run.measuring)
+    return dataclasses.replace(
+        options,
+        tune=False,
+        command=command,
+        job_id=f"{options.job_id or 'tune'}-{tuning_run.key}",
+        preempt_timeout=options.grace or _POLL_SECONDS,  # which must not be 0
+    )
 
 
 def _environment(tuning_run: TuningRun, traces: Path) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import shlex
 
 from npu_device._src.environment.variable import Form
 
@@ -71,6 +72,12 @@ def audit(text: str) -> int | str:
     return int(text) or "off"
 
 
+def command(text: str) -> str:
+    """Parse a command line, which must be one that a shell can split into words."""
+    shlex.split(text)
+    return text
+
+
 def seconds(high: float) -> Form[float]:
     """Return the form of a time limit."""
 
@@ -89,3 +96,4 @@ PORT = integer(1, 65535)
 ADDRESS = Form(lambda text: str(ipaddress.ip_address(text)), "an IPv4 or IPv6 address")
 PATH = Form(str, "a path")
 TEXT = Form(str, "text")
+COMMAND = Form(command, "a command line")

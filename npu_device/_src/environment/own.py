@@ -29,8 +29,8 @@ NPU_DEVICE_PORT_RANGE = optional(
 )
 NPU_DEVICE_SSH = Variable(
     "NPU_DEVICE_SSH",
-    forms.TEXT,
-    "ssh -o BatchMode=yes -o ServerAliveInterval=15",
+    forms.COMMAND,
+    "ssh -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=15",
     "the command with which `npurun --hosts` reaches a host; the host and a shell command are added to it.",
 )
 NPU_DEVICE_HUB = optional("NPU_DEVICE_HUB", forms.PORT, "port of a hub that is already running; `npurun` sets this.")
