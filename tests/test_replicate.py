@@ -10,6 +10,7 @@ from typing import Any
 
 import fit_bodies
 import fit_call_bodies
+import fit_step_bodies
 import numpy as np
 import pytest
 from pool import Pool
@@ -87,11 +88,20 @@ def test_kinds_of_data(several_keras_ranks: Pool, keras_single: Pool, kind: str,
         pytest.param("accumulation", marks=pytest.mark.only_keras("3")),
         pytest.param("weighted mean", marks=pytest.mark.only_keras("3")),
         pytest.param("loss scale", marks=pytest.mark.only_keras("2")),
-        *_alternating("clipping", "eagerly", "schedule", "average", "sum", "masked", "words"),
+        *_alternating("clipping", "eagerly", "schedule", "average", "sum", "words"),
     ],
 )
 def test_what_is_compiled(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path) -> None:
     compare(several_keras_ranks, keras_single, fit_bodies.body_compiled, kind, directory=tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["masked", "ignored class", "own loss", "synchronised"])
+def test_masks(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path) -> None:
+    compare(several_keras_ranks, keras_single, fit_step_bodies.body_masked, kind, directory=tmp_path)
+
+
+def test_two_models_with_one_optimizer(several_keras_ranks: Pool, keras_single: Pool, tmp_path: Path) -> None:
+    compare(several_keras_ranks, keras_single, fit_step_bodies.body_one_optimizer, directory=tmp_path)
 
 
 @pytest.mark.slow
@@ -137,6 +147,14 @@ def test_another_order_on_each_rank_becomes_rank_0s(keras_two_ranks: Pool, keras
     (first, said), (second, _) = keras_two_ranks.run(fit_bodies.body_unshuffled, "shuffle")
     same([first, second], [alone, alone])
     assert ["Rank 0's batches are sent to all" in text for text in said] == [True]
+
+
+@pytest.mark.alternating
+@pytest.mark.parametrize("kind", ["strings", "sparse"])
+def test_batches_that_cannot_be_sent_are_an_error(keras_two_ranks: Pool, kind: str) -> None:
+    for error in keras_two_ranks.run(fit_step_bodies.body_that_cannot_be_sent, kind):
+        assert "rank 0's batches can't be sent to all ranks" in error
+        assert "give all ranks the same batches, by a seed" in error
 
 
 @pytest.mark.parametrize("kind", ["shard", "parts", "batch"])

@@ -26,23 +26,20 @@ def synchronise(
 
     def of_all_ranks(inputs: Any, axes: Any, keep: bool, mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
         wide = tf.cast(inputs, tf.float32) if inputs.dtype.size < 4 else inputs
-        if mask is not None:
-            return of_valid(wide, list(axes), keep, tf.cast(mask, wide.dtype)[..., tf.newaxis], inputs.dtype)
-        weight = tf.cast(share.weight, wide.dtype)
-        mean, variance = tf.nn.moments(wide, list(axes), keepdims=keep)
+        if mask is None:
+            weight = tf.cast(share.weight, wide.dtype)
+            mean, variance = tf.nn.moments(wide, list(axes), keepdims=keep)
+        else:
+            valid = tf.cast(mask, wide.dtype)
+            count = tf.reduce_sum(valid) * tf.cast(share.counts, wide.dtype)
+            weight = tf.math.divide_no_nan(count, add_up(count))
+            # Without a valid step, the moments of all steps, with weight 0: else they would be NaN.
+            steps = tf.where(tf.reduce_any(valid > 0), valid, tf.ones_like(valid))[..., tf.newaxis]
+            mean, variance = tf.nn.weighted_moments(wide, list(axes), steps, keepdims=keep)
         common = add_up(mean * weight)
         # Around the common mean: the difference of mean squares would lose digits.
         spread = add_up((variance + tf.square(mean - common)) * weight)
         return tf.cast(common, inputs.dtype), tf.cast(spread, inputs.dtype)
-
-    def of_valid(wide: Any, axes: list[int], keep: bool, valid: Any, dtype: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        valid = tf.ones_like(wide) * valid * tf.cast(share.counts, wide.dtype)
-        count = add_up(tf.reduce_sum(valid, axes, keepdims=True))
-        mean = tf.math.divide_no_nan(add_up(tf.reduce_sum(wide * valid, axes, keepdims=True)), count)
-        squares = add_up(tf.reduce_sum(tf.square(wide - mean) * valid, axes, keepdims=True))
-        found = [tf.cast(each, dtype) for each in (mean, tf.math.divide_no_nan(squares, count))]
-        mean, variance = found if keep else [tf.squeeze(each, axes) for each in found]
-        return mean, variance
 
     def moments(layer: Any, own: Callable[..., Any], inputs: Any, *rest: Any, mask: Any = None) -> Any:
         # Keras 3 passes the mask; tf-keras passes the axes and whether to keep their dimensions.

@@ -1,5 +1,5 @@
-"""Compiled losses inside a step: each rank's loss is reduced so that the ranks' losses, weighted by their samples, are
-the loss of the whole batch.
+"""Losses inside a step: each rank's loss is reduced so that the ranks' losses, weighted by their samples, are that of
+the whole batch.
 
 A mean over samples needs no change. Sums, means over the valid steps of masked sequences, and means by sample weights
 have other denominators.
@@ -19,11 +19,9 @@ from npu_device._src import compat
 from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.training.fit.share import Share
 
-_MASK = "_npu_mask"
-
 
 class LossesInStep:
-    """Stands in for the losses' ``call``, and the model's ``compute_loss``, while one step of a model runs.
+    """Stands in for the losses' ``call``, and in Keras 3 the model's ``compute_loss``, while one step of a model runs.
 
     Args:
         model: the model.
@@ -43,68 +41,74 @@ class LossesInStep:
     ) -> None:
         self._share = share
         self._add_up = add_up
-        self._casts = compat.is_keras_3(compat.keras_of(model))  # its losses cast outputs, and then have no mask
         for loss in losses:
-            replaced.replace(loss, "call", partial(self._call, loss))
-        if hasattr(model, "compute_loss"):
-            replaced.replace(model, "compute_loss", self._compute)
+            replaced.replace(loss, "call", partial(self._call, loss, loss.reduction))
+            replaced.keep(loss, "reduction")
+        if compat.is_keras_3(compat.keras_of(model)):
+            replaced.replace(model, "compute_loss", _compute_with_masks)
 
-    def _compute(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        bound = inspect.signature(own).bind(*args, **kwargs)
-        if "y_pred" in bound.arguments:
-            bound.arguments["y_pred"] = tf.nest.map_structure(self._with_some_mask, bound.arguments["y_pred"])
-        return own(*bound.args, **bound.kwargs)
-
-    def _with_some_mask(self, output: Any) -> Any:
-        """Return a masked output with a mask by which Keras can divide, if this rank has no valid step."""
-        mask = getattr(output, "_keras_mask", None)
-        if mask is None:
-            return output
-        copy = tf.cast(output, tf.float32) if self._casts and output.dtype.size < 4 else tf.identity(output)
-        setattr(copy, _MASK, mask)
-        copy._keras_mask = _not_empty(mask, mask)
-        return copy
-
-    def _call(self, loss: Any, own: Callable[..., Any], y_true: Any, y_pred: Any) -> Any:
+    def _call(self, loss: Any, reduction: Any, own: Callable[..., Any], y_true: Any, y_pred: Any) -> Any:
         values = own(y_true, y_pred)
-        out = getattr(values, "_keras_mask", None)  # by ignore_class
-        masks = [getattr(y_pred, _MASK, getattr(y_pred, "_keras_mask", None)), out]
-        masks = [tf.cast(mask, tf.bool) for mask in masks if mask is not None]
+        out_mask = getattr(values, "_keras_mask", None)  # by ignore_class
+        masks = [
+            tf.cast(mask, tf.bool) for mask in (getattr(y_pred, "_keras_mask", None), out_mask) if mask is not None
+        ]
         mask = functools.reduce(tf.logical_and, masks) if masks else None
-        factor = self._factor(loss, mask)
-        result = values if factor is None else values * tf.cast(factor, values.dtype)
-        if out is not None and result is not values:
-            result._keras_mask = _not_empty(out, mask)
+        loss.reduction = reduction
+        denominator: Any = 1.0
+        if reduction not in ("sum", "none", None):
+            denominator = self._denominator(reduction, mask, values)
+            if denominator is None:
+                return values
+            # Keras would divide by what is valid on this rank: perhaps by 0.
+            loss.reduction = "sum"
+        factor = tf.math.divide_no_nan(1.0, tf.cast(denominator * self._share.weight, tf.float32))
+        result = values * tf.cast(factor, values.dtype)
+        if out_mask is not None:
+            result._keras_mask = out_mask
         return result
 
-    def _factor(self, loss: Any, mask: tf.Tensor | None) -> tf.Tensor | None:
-        """Return the factor of this rank's loss before it is weighted by its samples; None for none."""
-        reduction = str(loss.reduction)
-        if reduction in ("sum", "none", "None"):
-            return tf.math.divide_no_nan(1.0, tf.cast(self._share.weight, tf.float32))
+    def _denominator(self, reduction: str, mask: tf.Tensor | None, values: tf.Tensor) -> tf.Tensor | None:
+        """Return by what Keras would divide the sum over the whole batch; None for the number of values."""
+        weights = self._sample_weights() if reduction == "mean_with_sample_weight" else None
+        if weights is None and mask is None:
+            return None
+        if weights is None:
+            per_step = tf.maximum(tf.size(values) / tf.size(mask), 1.0)  # values for each element of the mask
+            return tf.cast(per_step, tf.float32) * self._sum_of_all_ranks(mask)
+        weights = tf.cast(weights, tf.float32)
+        if mask is not None:
+            while weights.shape.rank < mask.shape.rank:
+                weights = weights[..., tf.newaxis]
+            weights *= tf.cast(mask, tf.float32)
+        return self._sum_of_all_ranks(weights)
+
+    def _sample_weights(self) -> Any:
         data = self._share.data
-        if reduction != "mean_with_sample_weight" or not isinstance(data, (tuple, list)) or len(data) < 3:
-            return None if mask is None else self._relative(mask)
-        if tf.nest.is_nested(data[2]):
+        weights = data[2] if isinstance(data, (tuple, list)) and len(data) > 2 else None
+        if tf.nest.is_nested(weights):
             raise ValueError(
                 "a loss with reduction 'mean_with_sample_weight' was given sample weights for each output, which a "
                 "replicated model can't divide.\nWhat to do: use one weight per sample, or the reduction "
                 "'sum_over_batch_size'."
             )
-        if mask is None:
-            return self._relative(data[2])
-        weights = tf.cast(data[2], tf.float32)
-        while weights.shape.rank < mask.shape.rank:
-            weights = weights[..., tf.newaxis]
-        return self._relative(weights * tf.cast(mask, tf.float32))
+        return weights
 
-    def _relative(self, denominator: Any) -> tf.Tensor:
-        """Return this rank's part of all ranks' denominator, relative to its part of the samples."""
-        mine = tf.reduce_sum(tf.cast(denominator, tf.float32)) * self._share.counts
-        part = tf.math.divide_no_nan(mine, self._add_up(mine))
-        return tf.math.divide_no_nan(part, tf.cast(self._share.weight, tf.float32))
+    def _sum_of_all_ranks(self, each: tf.Tensor) -> tf.Tensor:
+        return self._add_up(tf.reduce_sum(tf.cast(each, tf.float32)) * self._share.counts)
 
 
-def _not_empty(mask: Any, valid: Any) -> tf.Tensor:
-    """Return a mask; of ones if nothing is valid. The factor is 0 then."""
-    return tf.logical_or(tf.cast(mask, tf.bool), tf.logical_not(tf.reduce_any(tf.cast(valid, tf.bool))))
+def _compute_with_masks(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call Keras 3's ``compute_loss``, whose losses cast outputs of another dtype, which then have no mask any more."""
+    bound = inspect.signature(own).bind(*args, **kwargs)
+    if "y_pred" in bound.arguments:
+        bound.arguments["y_pred"] = tf.nest.map_structure(_as_losses_cast, bound.arguments["y_pred"])
+    return own(*bound.args, **bound.kwargs)
+
+
+def _as_losses_cast(output: Any) -> Any:
+    mask = getattr(output, "_keras_mask", None)
+    if mask is not None and output.dtype.size < 4:
+        output = tf.cast(output, tf.float32)
+        output._keras_mask = mask
+    return output

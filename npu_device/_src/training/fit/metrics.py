@@ -115,7 +115,7 @@ def sees_everything(metric: Any) -> bool:
     function = getattr(metric, "_fn", None)
     if function is not None:
         return not _is_keras(getattr(function, "__module__", None))
-    [updating, *_] = [cls for cls in type(metric).__mro__ if "update_state" in vars(cls)]
+    updating = next(cls for cls in type(metric).__mro__ if "update_state" in vars(cls))
     return updating is base or not _is_keras(updating.__module__)
 
 

@@ -1,0 +1,110 @@
+"""Trainings for the tests of ``npu.distribute.replicate`` whose steps don't treat all samples alike: masks, losses and
+layers that count the valid steps of sequences; two models with one optimizer; and batches that can't be sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from fit_models import SAMPLES, make_model, make_optimizer, outcome, samples
+
+STEPS = 5
+
+
+def sequences() -> tuple[np.ndarray, np.ndarray]:
+    """Words [SAMPLES, STEPS], 0 after the end of each sequence, and their classes.
+
+    In batches of 16, the last rank's share of the first batch has words of no sequence, be it one of 2 ranks or of 3.
+    """
+    random = np.random.default_rng(5)
+    lengths = random.integers(0, STEPS + 1, SAMPLES)
+    lengths[8:16] = 0
+    words = np.where(np.arange(STEPS) < lengths[:, None], random.integers(1, 9, [SAMPLES, STEPS]), 0)
+    return words.astype(np.int32), np.where(words == 0, 0, words % 3).astype(np.int32)
+
+
+def body_masked(kind: str, directory: str) -> Any:
+    """Sequences whose valid steps are counted by the loss of ``compile``, that of a train step, or a layer."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    del directory
+    keras = tf.keras
+    keras.utils.set_random_seed(7 + npu.distribute.rank())
+    layers = keras.layers
+
+    class OwnStep(keras.Model):  # type: ignore[misc]
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.criteria = [keras.losses.SparseCategoricalCrossentropy(from_logits=True)]
+
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.criteria[0](y, self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+            return {"loss": loss}
+
+    inputs = keras.Input([STEPS], dtype="int32")
+    embedded = layers.Embedding(10, 4, mask_zero=kind != "ignored class")(inputs)
+    if kind == "synchronised":
+        hidden = layers.BatchNormalization(synchronized=True, momentum=0.8)(embedded)
+    else:
+        hidden = layers.Dense(4, activation="tanh")(embedded)
+    model = (OwnStep if kind == "own loss" else keras.Model)(inputs, layers.Dense(3)(hidden))
+    ignored = 0 if kind == "ignored class" else None
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=ignored)
+    model.compile(make_optimizer("sgd"), None if kind == "own loss" else loss)
+    model = npu.distribute.replicate(model)
+    x, y = sequences()
+    return outcome(model, model.fit(x, y, batch_size=16, epochs=2, verbose=0, shuffle=False))
+
+
+def body_one_optimizer(directory: str) -> Any:
+    """Two replicated models that share their layers and one optimizer."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    keras = tf.keras
+    model = make_model("functional", directory)
+    second = keras.Model(model.inputs, model.outputs)
+    optimizer = make_optimizer("sgd")
+    x, y = samples()
+    for one in (model, second):
+        one.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        history = npu.distribute.replicate(one).fit(x, y, batch_size=15, verbose=0)
+    return outcome(second, history)
+
+
+def body_that_cannot_be_sent(kind: str) -> str:
+    """Return the error of data, ``strings`` or ``sparse`` ones, that each rank shuffles in another order."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    keras = tf.keras
+
+    class Dense(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = keras.layers.Dense(1)
+
+        def call(self, x: Any) -> Any:
+            numbers = tf.strings.to_number(x) if kind == "strings" else tf.sparse.to_dense(x)
+            return self.last(tf.reshape(numbers, [-1, 6]))
+
+    keras.utils.set_random_seed(npu.distribute.rank())
+    x, y = samples()
+    data = tf.strings.as_string(x) if kind == "strings" else tf.sparse.from_dense(x)
+    dataset = tf.data.Dataset.from_tensor_slices((data, y)).shuffle(SAMPLES).batch(16)
+    model = Dense()
+    model.compile("sgd", "mse")
+    try:
+        npu.distribute.replicate(model).fit(dataset, verbose=0)
+    except ValueError as error:
+        return str(error)
+    return ""
