@@ -31,15 +31,16 @@ def _flat(metric: Any) -> Iterator[Any]:
 
 
 def losses_of(model: Any) -> list[Any]:
-    """Return the compiled loss objects of a model, and those among its attributes, each once."""
+    """Return the loss objects of a model that reduce: the compiled ones, and those among its attributes, each once."""
     built = getattr(getattr(model, "_compile_loss", None), "_flat_losses", None)  # Keras 3
     losses = [entry.loss for entry in built or []]
-    base = compat.keras_of(model).losses.Loss
-    own = (value for value in attributes(model) if isinstance(value, base))
-    losses += [value for value in own if not hasattr(value, "_flat_losses")]
     container: Any = getattr(model, "compiled_loss", None)  # tf-keras; in Keras 3 a method
     if getattr(container, "built", False) is True:
         losses += [loss for loss in container._losses if hasattr(loss, "reduction")]
+    base = compat.keras_of(model).losses.Loss
+    own = [value for value in attributes(model) if isinstance(value, base) and not hasattr(value, "_flat_losses")]
+    # Without a reduction, the script reduces what an attribute gives; most take means, which need no change.
+    losses += [loss for loss in own if loss.reduction not in ("none", None)]
     return unique(losses)
 
 
