@@ -82,6 +82,31 @@ def body_one_optimizer(directory: str) -> Any:
     return outcome(second, history)
 
 
+def body_eager_logs(reset: bool) -> Any:
+    """Return the logs of a train step that returns a Python number, its rank; or the error if it resets a metric."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    keras = tf.keras
+
+    class Model(keras.Model):  # type: ignore[misc]
+        def train_step(self, data: Any) -> Any:
+            logs = super().train_step(data)
+            if reset:
+                self.metrics[0].reset_state()
+            return {**logs, "number": float(npu.distribute.rank())}
+
+    inputs = keras.Input([6])
+    model = Model(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", "mse", run_eagerly=True)
+    x, y = samples()
+    try:
+        return npu.distribute.replicate(model).fit(x[:12], y[:12], batch_size=6, verbose=0).history["number"]
+    except RuntimeError as error:
+        return str(error)
+
+
 def body_that_cannot_be_sent(kind: str) -> str:
     """Return the error of data, ``strings`` or ``sparse`` ones, that each rank shuffles in another order."""
     import tensorflow as tf

@@ -157,6 +157,16 @@ def test_batches_that_cannot_be_sent_are_an_error(keras_two_ranks: Pool, kind: s
         assert "give all ranks the same batches, by a seed" in error
 
 
+def test_numbers_of_an_eager_step_are_averaged(keras_two_ranks: Pool) -> None:
+    for numbers in keras_two_ranks.run(fit_step_bodies.body_eager_logs, False):
+        assert numbers == [0.5]
+
+
+def test_a_step_that_resets_a_metric_is_an_error(keras_two_ranks: Pool) -> None:
+    for error in keras_two_ranks.run(fit_step_bodies.body_eager_logs, True):
+        assert "called reset_state of its metric 'loss'" in error
+
+
 @pytest.mark.parametrize("kind", ["shard", "parts", "batch"])
 def test_other_data_on_each_rank_is_an_error(keras_two_ranks: Pool, kind: str) -> None:
     for error, _ in keras_two_ranks.run(fit_bodies.body_unshuffled, kind):

@@ -48,6 +48,7 @@ class MetricsInStep:
             elif is_plain_mean(metric):
                 replaced.replace(metric, "update_state", self._update_mean)
             replaced.replace(metric, "result", self._record)
+            replaced.replace(metric, "reset_state", functools.partial(_refuse_reset, metric.name))
 
     def added_up(self) -> list[Any]:
         """Return the variables whose increments on the ranks are to be added up."""
@@ -93,6 +94,14 @@ class MetricsInStep:
         if mask is not None:
             gathered._keras_mask = self._gather(mask[: self._share.rows])
         return gathered
+
+
+def _refuse_reset(name: str, reset: Callable[[], None]) -> None:
+    del reset
+    raise RuntimeError(
+        f"a step of a replicated model called reset_state of its metric {name!r}; the increments that all ranks have "
+        "made in the step could not be added up then.\nWhat to do: reset it between steps, in a callback."
+    )
 
 
 def _part_of(result: Callable[[], Any], key: Any) -> Any:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Callable
 
+import numpy as np
 import tensorflow as tf
 
+from npu_device._src import compat
 from npu_device._src.training.world import value_of
 
 Add = Callable[[tf.Tensor], tf.Tensor]
@@ -63,6 +65,7 @@ def _times(value: tf.Tensor, factor: Any) -> tf.Tensor:
 
 def mean_of_logs(values: Sequence[Any], weight: Any, add_up: Add) -> list[Any]:
     """Return the averages of scalars in logs over the ranks, weighted by samples; other values stay."""
+    values = [compat.to_tensor(value) if isinstance(value, (float, np.floating)) else value for value in values]
     places = [
         place
         for place, value in enumerate(values)
