@@ -18,7 +18,7 @@ from npu_device._src.cluster.errors import RESUMABLE
 from npu_device._src.training.checkpoint import choice, folder, places
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.checkpoint.own import Own
-from npu_device._src.training.checkpoint.places import Place, everybody, raise_together
+from npu_device._src.training.checkpoint.places import Place, everybody, on_all_ranks
 from npu_device._src.training.checkpoint.preemption import Preemption
 from npu_device._src.training.checkpoint.shared import Digests, Shared, with_hidden_random_state
 from npu_device._src.training.world import World, world
@@ -152,22 +152,12 @@ class JobCheckpoint:
         ranks, place = self._prepare()
         differing = self._compare(ranks, place, step)
         partial = self._directory / folder.partial_name(step, place.token)
-        written: dict[str, Any] = {}
-        problem = None
+        what = f"the checkpoint of step {step} could not be written to {self._directory}:"
         try:
-            written = self._write(partial, place, differing)
-        except Exception as error:
-            problem = _text(error)
-        collected = everybody(ranks, (problem, written))
-        try:
-            raise_together(
-                ranks,
-                [found for found, _ in collected],
-                f"the checkpoint of step {step} could not be written to {self._directory}:",
-            )
+            written = on_all_ranks(ranks, lambda: self._write(partial, place, differing), what)
             files = {
                 name: entry
-                for rank, (_, entries) in enumerate(collected)
+                for rank, entries in enumerate(written)
                 if place.keepers[rank] == place.rank
                 for name, entry in entries.items()
             }
@@ -209,21 +199,13 @@ class JobCheckpoint:
         borrowed = self._directory / folder.partial_name(chosen.step, place.token)
         takes = chosen.sends and place.keepers[chosen.holder] != place.keepers[place.rank]
         lost = list(chosen.not_kept)
-        problem = None
+        what = f"the checkpoint of step {chosen.step} in {self._directory} can't be read:"
         try:
             if chosen.sends and ranks is not None:
                 source = borrowed if takes else here
                 places.send_files(ranks, source, chosen.shared, chosen.holder, takes and place.is_keeper)
                 ranks.wait()
-            try:
-                lost += self._read(borrowed if takes else here, here, chosen)
-            except Exception as error:
-                problem = _text(error)
-            raise_together(
-                ranks,
-                everybody(ranks, problem),
-                f"the checkpoint of step {chosen.step} in {self._directory} can't be read:",
-            )
+            on_all_ranks(ranks, lambda: lost.extend(self._read(borrowed if takes else here, here, chosen)), what)
         finally:
             if place.is_keeper:
                 shutil.rmtree(borrowed, ignore_errors=True)
@@ -343,13 +325,7 @@ class JobCheckpoint:
             _warn_each(folder.keep_only(self._directory, step, self._keep))
 
         for stage in (finish, name_latest):
-            problem = None
-            try:
-                if place.is_keeper:
-                    stage()
-            except OSError as error:
-                problem = _text(error)
-            raise_together(ranks, everybody(ranks, problem), what)
+            on_all_ranks(ranks, stage if place.is_keeper else lambda: None, what)
 
     def _tell_npurun(self, step: int) -> None:
         path = environment.NPU_DEVICE_PROGRESS_FILE.get()
@@ -384,10 +360,6 @@ def _latest(directory: Path) -> int | None:
         return folder.latest(directory)
     except CheckpointError:
         return None
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if not isinstance(error, CheckpointError) else str(error)
 
 
 def _warn_each(problems: list[str]) -> None:

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 import tensorflow as tf
 
@@ -44,15 +43,24 @@ def everybody(world: World | None, value: Any) -> list[Any]:
     return [value] if world is None else world.objects(value, "checkpoint")
 
 
-def raise_together(world: World | None, problems: Sequence[str | None], what: str) -> None:
-    """Raise an error if any rank has a problem, given all ranks' problems.
+def on_all_ranks(world: World | None, part: Callable[[], Any], what: str) -> list[Any]:
+    """Do a part of the work on every rank; return every rank's result, by rank.
 
     Raises:
-        CheckpointError: it names the ranks and their problems.
+        CheckpointError: it failed on some; it names the ranks and their problems.
     """
-    lines = [_line(world, rank, text) for rank, text in enumerate(problems) if text is not None]
+    result = problem = None
+    try:
+        result = part()
+    except CheckpointError as error:
+        problem = str(error)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    found = everybody(world, (problem, result))
+    lines = [_line(world, rank, text) for rank, (text, _) in enumerate(found) if text is not None]
     if lines:
         raise CheckpointError("\n".join([what, *lines]))
+    return [result for _, result in found]
 
 
 def _line(world: World | None, rank: int, text: str) -> str:
@@ -72,14 +80,15 @@ def find_place(world: World | None, directory: Path) -> Place:
     def mark(of: int) -> Path:
         return directory / f".seen-{token}-{of}"
 
-    problem = None
+    def leave_mark() -> None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            mark(rank).touch()
+        except OSError as error:
+            raise CheckpointError(str(error)) from error
+
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        mark(rank).touch()
-    except OSError as error:
-        problem = str(error)
-    try:
-        raise_together(world, everybody(world, problem), f"can't write checkpoints to {directory}:")
+        on_all_ranks(world, leave_mark, f"can't write checkpoints to {directory}:")
         # By name, since a network file system may show an old list of a directory's entries.
         keeper = next(other for other in range(size) if mark(other).exists())
         return Place(token, tuple(everybody(world, keeper)), rank)
