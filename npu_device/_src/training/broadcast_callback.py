@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.training import device, training_state, xla
+from npu_device._src.training.fit.keras_models import steps_per_call
 from npu_device._src.training.fit.replica import replica_of
 from npu_device._src.training.reduce_values import all_reduce
 from npu_device._src.training.variables import broadcast
@@ -127,12 +128,13 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
             )
             return
         broadcast(training_state.training_variables(self.model), self._root_rank)
-        if _steps_per_execution(self.model) > 1:
+        steps = steps_per_call(self.model)
+        if steps > 1:
             _logger.warning(
                 "the optimizer's state was created in the first %d steps, which every rank made with its own state; "
                 "from now on, all ranks have the root's.\n"
                 "What to do: build the optimizer before fit, or use steps_per_execution=1.",
-                _steps_per_execution(self.model),
+                steps,
             )
 
 
@@ -165,7 +167,3 @@ def _compare(number: int, flag: bool = False) -> tuple[bool, bool]:
     """Return whether all ranks have the same number, and whether the flag is set on any; every rank has to ask."""
     most, least, any_flag = all_reduce(tf.constant([number, -number, int(flag)], tf.int32), "max").numpy()
     return most == -least, bool(any_flag)
-
-
-def _steps_per_execution(model: Any) -> int:
-    return int(getattr(model, "steps_per_execution", None) or getattr(model, "_steps_per_execution", None) or 1)
