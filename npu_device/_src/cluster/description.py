@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from npu_device._src import environment
@@ -82,6 +83,11 @@ class Cluster:
     def name_of(self, rank: int) -> str:
         """Return a rank's name in messages: ``rank 1 on host node0``."""
         return f"rank {rank} on host {self.hosts[rank]}"
+
+    def lines(self, texts: Mapping[int, str], most: int = sys.maxsize) -> list[str]:
+        """Return a line of a message for each rank that has a text, and one for those beyond the first ``most``."""
+        lines = [f"  {self.name_of(rank)}: {text}" for rank, text in texts.items()]
+        return lines if len(lines) <= most else [*lines[:most], f"  and {len(lines) - most} more ranks"]
 
     @classmethod
     def seen_by(cls, rank: int, device_id: int, hosts: Sequence[str], addresses: Sequence[str], job_id: str) -> Cluster:

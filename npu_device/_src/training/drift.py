@@ -108,15 +108,12 @@ class Drift:
         more = ", …" if len(self._different) > len(names) else ""
         before = "" if self._equal_after is None else f" (after step {self._equal_after} they were equal)"
         far = [place for place in range(len(ranks)) if self._differs[place].any()]
-        lines = [
-            f"  {cluster.name_of(ranks[place])}: {self._row(place, names, distances[place])}" for place in far[:_RANKS]
-        ]
-        lines += [f"  and {len(far) - _RANKS} more ranks"] if len(far) > _RANKS else []
+        rows = {ranks[place]: self._row(place, names, distances[place]) for place in far}
         return "\n".join(
             [
                 f"the ranks have drifted apart: seen after step {self._after}{before}, in {len(self._different)} of "
                 f"{len(self._variables)} variables ({', '.join(names)}{more}). They differ from rank {ranks[0]}'s on:",
-                *lines,
+                *cluster.lines(rows, _RANKS),
                 _ADVICE,
             ]
         )

@@ -73,9 +73,7 @@ def _kind(gradient: Any) -> tf.Tensor:
 def _text(world: World, steps: int, names: Sequence[str], kinds: np.ndarray) -> str:
     ranks, cluster = world.group.ranks, world.runtime.cluster
     bad = [place for place in range(world.size) if kinds[place].any()]
-    lines = [f"  {cluster.name_of(ranks[place])}: {_row(names, kinds[place])}" for place in bad]
-    if len(lines) > _RANKS:
-        lines[_RANKS:] = [f"  and {len(lines) - _RANKS} more ranks"]
+    lines = cluster.lines({ranks[place]: _row(names, kinds[place]) for place in bad}, _RANKS)
     head = (
         f"rank {cluster.rank}: the gradients of step {steps + 1} are not finite, and no variable was changed by them."
     )

@@ -216,10 +216,8 @@ def _differences(world: World, variables: Sequence[Any], exchange: _Exchange | N
     if not places:
         return None
     names = [variable_name(variables[place]) for place in places]
-    rows = [
-        f"  {world.runtime.cluster.name_of(rank)}: digest {digests[places[0]][2]:08x} of {names[0]}"
-        for rank, digests in zip(world.group.ranks, everybody)
-    ]
+    shown = [f"digest {digests[places[0]][2]:08x} of {names[0]}" for digests in everybody]
+    rows = world.runtime.cluster.lines(dict(zip(world.group.ranks, shown)))
     more = ", …" if len(names) > _SHOWN else ""
     head = f"{len(places)} of {len(variables)} variables ({', '.join(names[:_SHOWN])}{more}):"
     return places, "\n".join([head, *rows])

@@ -57,14 +57,11 @@ def on_all_ranks(world: World | None, part: Callable[[], Any], what: str) -> lis
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     found = everybody(world, (problem, result))
-    lines = [_line(world, rank, text) for rank, (text, _) in enumerate(found) if text is not None]
-    if lines:
+    problems = {rank: text for rank, (text, _) in enumerate(found) if text is not None}
+    if problems:
+        lines = problems.values() if world is None else world.runtime.cluster.lines(problems)
         raise CheckpointError("\n".join([what, *lines]))
     return [result for _, result in found]
-
-
-def _line(world: World | None, rank: int, text: str) -> str:
-    return text if world is None else f"  {world.runtime.cluster.name_of(rank)}: {text}"
 
 
 def find_place(world: World | None, directory: Path) -> Place:

@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import numpy as np
 
 from npu_device._src import environment
 from npu_device._src.cluster import runtime as running
-from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.arrays.heads import head_of
@@ -66,9 +64,8 @@ def open_world(runtime: Runtime, hosts: Hosts) -> None:
             _keep_going(world)
             return
     if wanted:
-        raise ClusterError(
-            f"NPU_DEVICE_BACKEND is mpi, but MPI can't be used:\n{_lines(runtime.cluster, problems)}\n{_REMEDY}"
-        )
+        lines = runtime.cluster.lines({rank: problem for rank, problem in enumerate(problems) if problem})
+        raise ClusterError("\n".join(["NPU_DEVICE_BACKEND is mpi, but MPI can't be used:", *lines, _REMEDY]))
     if mpiexec.read() is not None:
         REASONS[runtime] = next(problem for problem in problems if problem)
 
@@ -135,10 +132,6 @@ def _host() -> str:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
     except OSError:
         return ""
-
-
-def _lines(cluster: Cluster, problems: Sequence[str]) -> str:
-    return "\n".join(f"  {cluster.name_of(rank)}: {problem}" for rank, problem in enumerate(problems) if problem)
 
 
 def _check_sum(runtime: Runtime, world: MpiWorld) -> str:
