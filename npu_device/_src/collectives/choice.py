@@ -33,7 +33,7 @@ from npu_device._src.collectives.terms import Agreement
 
 _Moved = TypeVar("_Moved")
 
-_between_hosts = {True: TwoLevelBackend(mpi), False: TwoLevelBackend(tensorflow_backend)}
+_two_level: dict[Backend, TwoLevelBackend] = {one: TwoLevelBackend(one) for one in (mpi, tensorflow_backend)}
 
 
 def comparing_backend_of(runtime: Runtime, group: Group) -> ComparingBackend:
@@ -130,7 +130,7 @@ def _own_backend_of(runtime: Runtime, group: Group, dtype: tf.DType) -> Backend:
 def _own_reducing_backend_of(runtime: Runtime, group: Group, dtype: tf.DType) -> ReducingBackend:
     chosen = _own_backend_of(runtime, group, dtype)
     if not hosts_of(runtime).uses_nccl(dtype) and 1 < _number_of_hosts(runtime, group) < group.size:
-        return _between_hosts[chosen is mpi]
+        return _two_level[chosen]
     return chosen
 
 
