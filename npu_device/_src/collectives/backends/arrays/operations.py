@@ -128,25 +128,20 @@ class ArrayBackend:
 
     def all_gather(self, agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
         """Return all ranks' rows on every rank: [n] in, [group.size, n] out."""
-
-        def prepare(arrays: list[np.ndarray]) -> Action:
-            result = _array((group.size, len(arrays[0])), arrays[0].dtype)
-            return partial(self._programs.all_gather, row=arrays[0], result=result), [result]
-
-        output = tf.TensorSpec([group.size, *row.shape], row.dtype)
-        [[gathered]] = self._lines.run(agreement, group, [(Operation([output], _bytes([row]), prepare), [row])])
-        return gathered
+        return self._rows(agreement, lambda mine: partial(self._programs.all_gather, row=mine), row, group)
 
     def all_to_all(self, agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor:
         """Send row i to rank i, and return the row from rank i as row i: [group.size, n] in and out."""
+        return self._rows(agreement, lambda mine: partial(self._programs.all_to_all, rows=mine), rows, group)
 
+    def _rows(self, agreement: Agreement, program: Callable[..., Any], tensor: tf.Tensor, group: Group) -> tf.Tensor:
         def prepare(arrays: list[np.ndarray]) -> Action:
-            result = _array(arrays[0].shape, arrays[0].dtype)
-            return partial(self._programs.all_to_all, rows=arrays[0], result=result), [result]
+            result = _array((group.size, arrays[0].shape[-1]), arrays[0].dtype)
+            return partial(program(arrays[0]), result=result), [result]
 
-        output = tf.TensorSpec(rows.shape, rows.dtype)
-        [[exchanged]] = self._lines.run(agreement, group, [(Operation([output], _bytes([rows]), prepare), [rows])])
-        return exchanged
+        output = tf.TensorSpec([group.size, tensor.shape[-1]], tensor.dtype)
+        [[found]] = self._lines.run(agreement, group, [(Operation([output], _bytes([tensor]), prepare), [tensor])])
+        return found
 
     def release(self, runtime: Runtime, name: str) -> None:
         """Free what is held for a group that is destroyed."""
