@@ -71,8 +71,7 @@ class Leader:
         return "127.0.0.1" if host in ("::", "0.0.0.0") else host
 
     def __enter__(self) -> Leader:
-        serving = self._listener, self._secret, self._serve
-        threading.Thread(target=node_links.serve, args=serving, name="npurun-accept", daemon=True).start()
+        node_links.serve(self._listener, self._secret, self._serve)
         self._thread.start()
         threading.Thread(target=self._say_alive, name="npurun-alive", daemon=True).start()
         return self

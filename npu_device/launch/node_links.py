@@ -81,5 +81,6 @@ def connect(host: str, port: int, secret: bytes, **greeting: Any) -> Link:
 
 
 def serve(listener: socket.socket, secret: bytes, joined: Callable[[Link], None]) -> None:
-    """Let other nodes connect, on node 0, until the listener is shut down; call ``joined`` in a thread for each."""
-    handshake.serve(listener, secret + _OF_NODES, lambda line, greeting: joined(Link(line, greeting)))
+    """Let other nodes connect to node 0 until the listener is shut down; call ``joined`` in a thread for each."""
+    serving = listener, secret + _OF_NODES, lambda line, greeting: joined(Link(line, greeting))
+    threading.Thread(target=handshake.serve, args=serving, name="npurun-accept", daemon=True).start()

@@ -80,8 +80,7 @@ class TuningLeader:
         session.touch(mode=0o600)
         with listen_on_free(environment.NPU_DEVICE_PORT_RANGE.get(), (self._address,)) as listener:
             session.write_text(json.dumps({"port": listener.getsockname()[1], "secret": secret}), encoding="utf-8")
-            serving = listener, secret.encode(), self._joined
-            threading.Thread(target=node_links.serve, args=serving, name="npurun-accept", daemon=True).start()
+            node_links.serve(listener, secret.encode(), self._joined)
             try:
                 self._wait_for_others()
             finally:
