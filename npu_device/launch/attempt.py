@@ -26,7 +26,7 @@ from npu_device.launch.processes import Process
 from npu_device.launch.streams import LogFile, Pump
 from npu_device.launch.supervisor import Supervisor
 
-CANNOT_START = 126
+FAILED, USAGE, CANNOT_START = 1, 2, 126  # exit codes of npurun
 _PROGRESS = "progress"
 
 

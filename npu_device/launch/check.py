@@ -15,10 +15,10 @@ from npu_device._src.cluster.handshake import AttemptFailedError, resolve
 from npu_device._src.cluster.ports import is_loopback
 from npu_device.launch import job
 from npu_device.launch.arguments import Options
+from npu_device.launch.attempt import FAILED
 from npu_device.launch.console import Console
 
 _RESOLVE_SECONDS = 10.0
-_FAILED = 1
 # A check shouldn't wait as long as a training does. What the user sets is left alone.
 _SHORTER = {"HCCL_CONNECT_TIMEOUT": "60", "NPU_DEVICE_STALL_TIMEOUT": "60", "TF_CPP_MIN_LOG_LEVEL": "3"}
 _NOT_CHECKED = ("AOE_MODE", "PROFILING_MODE")  # they would tune or trace the check
@@ -38,7 +38,7 @@ def run(options: Options) -> int:
             f"--master-addr {options.master_addr}, on {socket.gethostname()}: {failure}.\n"
             "What to do: give node 0's IP address, or add the name to the DNS or to /etc/hosts on every node."
         )
-        return _FAILED
+        return FAILED
     for name, value in _SHORTER.items():
         os.environ.setdefault(name, value)
     for name in _NOT_CHECKED:
@@ -51,10 +51,10 @@ def run(options: Options) -> int:
         code = job.run(replace(options, command=command))
         if code != 0 or not file.exists():
             console.say("the check could not be completed, and a training would not start; the reason is above")
-            return code or _FAILED
+            return code or FAILED
         outcome = json.loads(file.read_text(encoding="utf-8"))
     print(outcome["report"] or f"{outcome['verdict']}; node 0 prints the report")
-    return 0 if outcome["works"] else _FAILED
+    return 0 if outcome["works"] else FAILED
 
 
 def _resolve(options: Options, console: Console) -> None:

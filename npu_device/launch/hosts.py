@@ -26,13 +26,13 @@ from npu_device._src.cluster.errors import RESUMABLE, ClusterError
 from npu_device._src.membership.schemes import secret
 from npu_device.launch import job, on_node
 from npu_device.launch.arguments import LOOPBACK, Options
+from npu_device.launch.attempt import USAGE
 from npu_device.launch.console import Console, Voice
 from npu_device.launch.streams import Pump
 
 # When the npurun of one host has ended, those of the others have noticed by themselves, or get this long to do so.
 _NOTICE_SECONDS = 3.0
 _END_SECONDS = 15.0  # for killing ranks, and for reports, after the grace period
-_USAGE = 2
 _SSH_FAILED = 255
 _PREFIXES = ("TF_", "KERAS_", "PYTHON")
 _KEPT_HERE = ("HCCL_IF_IP",)  # differs from host to host
@@ -58,10 +58,10 @@ def run(options: Options) -> int:
             "the secret is not UTF-8 text, and can't be passed on to the hosts.\n"
             "What to do: write random text into its file (openssl rand -hex 32)."
         )
-        return _USAGE
+        return USAGE
     except (OSError, ClusterError, ValueError) as error:  # hosts that were reached stop with this process
         console.say(str(error))
-        return _USAGE
+        return USAGE
     return _wait(options, nodes, console, events)
 
 

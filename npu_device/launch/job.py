@@ -13,14 +13,12 @@ from npu_device._src.cluster.handshake import NO_SECRET
 from npu_device._src.membership.schemes import secret
 from npu_device.launch import ledger, meeting
 from npu_device.launch.arguments import Options
-from npu_device.launch.attempt import Attempt, Launch
+from npu_device.launch.attempt import USAGE, Attempt, Launch
 from npu_device.launch.console import Console
 from npu_device.launch.guard import Guard
 from npu_device.launch.leader import Leader
 from npu_device.launch.ledger import Ledger
 from npu_device.launch.member import Member
-
-_USAGE = 2
 
 
 def run(options: Options) -> int:
@@ -37,7 +35,7 @@ def run(options: Options) -> int:
             return _together(launch) if options.nodes_meet else _alone(launch)
         except (OSError, ClusterError, ValueError) as error:
             console.say(str(error))
-            return _USAGE
+            return USAGE
 
 
 def signals(options: Options, console: Console) -> queue.SimpleQueue[Any]:

@@ -21,7 +21,7 @@ from npu_device._src.cluster.errors import RESUMABLE, ClusterError
 from npu_device._src.cluster.frames import ranges
 from npu_device._src.version import __version__
 from npu_device.launch import meeting, node_links
-from npu_device.launch.attempt import Launch, Outcome
+from npu_device.launch.attempt import FAILED, USAGE, Launch, Outcome
 from npu_device.launch.causes import Cause
 from npu_device.launch.ledger import Decision, Ended, Ledger
 from npu_device.launch.node_links import Link
@@ -30,8 +30,6 @@ ALIVE_SECONDS = 5.0  # between the messages with which node 0 says that it isn't
 _LAST_MESSAGE_SECONDS = 3.0
 _NOTICE_AFTER_SECONDS = 5.0
 _STOP_SECONDS = 30.0  # in addition to the ranks' time: notice, kill, and the last lines of output
-_FAILED = 1
-_USAGE = 2
 
 
 class Leader:
@@ -102,7 +100,7 @@ class Leader:
         try:
             decision = self._lead()
         except Exception:
-            decision = Decision(_FAILED, None, f"npurun failed on node 0:\n{traceback.format_exc()}")
+            decision = Decision(FAILED, None, f"npurun failed on node 0:\n{traceback.format_exc()}")
         over = {"code": decision.code, "text": decision.text, "attempts": self._history()}
         self._send(list(self._nodes), over=over)
         for link in self._nodes.values():
@@ -121,15 +119,13 @@ class Leader:
             if self._signal is not None:
                 return Decision(128 + self._signal, None, "")
             if self._ledger.count > self._options.max_restarts:
-                return Decision(
-                    _FAILED, None, f"no restart: all {self._options.max_restarts} restart(s) have been used"
-                )
+                return Decision(FAILED, None, f"no restart: all {self._options.max_restarts} restart(s) have been used")
             if nodes is None:
-                return Decision(_FAILED, None, self._complaint())
+                return Decision(FAILED, None, self._complaint())
             try:
                 place = meeting.prepare(self._options, lambda _: None, self._ledger.count, nodes)
             except (OSError, ClusterError, ValueError) as error:
-                return Decision(_USAGE, None, str(error))
+                return Decision(USAGE, None, str(error))
             with place:
                 decision = self._attempt(place)
             if decision.wait is None:

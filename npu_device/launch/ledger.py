@@ -10,11 +10,10 @@ from typing import Any
 from npu_device._src.cluster.errors import RESUMABLE
 from npu_device._src.cluster.frames import counted, ranges
 from npu_device.launch.arguments import Options
-from npu_device.launch.attempt import CANNOT_START, Outcome
+from npu_device.launch.attempt import CANNOT_START, FAILED, Outcome
 from npu_device.launch.causes import first
 
 _LONGEST_BACKOFF_SECONDS = 60.0
-_FAILED = 1
 _KEPT = 100  # attempts; of a job with more, the first ones are left out at the end
 
 
@@ -115,7 +114,7 @@ class Ledger:
         elif signalled:
             code, why = signalled[0], "stopped by a signal to npurun"
         elif lost is not None:
-            code, why = _FAILED, lost if cause is None or cause.is_consequence else f"{cause}; {lost}"
+            code, why = FAILED, lost if cause is None or cause.is_consequence else f"{cause}; {lost}"
         elif cause is not None:
             code = next(outcome.code for outcome in outcomes if cause in outcome.causes)
             why, place, hopeless = str(cause), cause.place, cause.hopeless

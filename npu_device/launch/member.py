@@ -10,7 +10,7 @@ from typing import Any
 
 from npu_device._src.version import __version__
 from npu_device.launch import ledger, meeting, node_links
-from npu_device.launch.attempt import Attempt, Launch
+from npu_device.launch.attempt import FAILED, USAGE, Attempt, Launch
 from npu_device.launch.leader import ALIVE_SECONDS
 from npu_device.launch.ledger import Ended
 from npu_device.launch.meeting import Meeting
@@ -19,8 +19,6 @@ from npu_device.launch.supervisor import Stop
 
 _PAUSE_SECONDS = 0.3
 _SILENT_SECONDS = 4 * ALIVE_SECONDS  # after which a node that only waits takes node 0's npurun for frozen
-_FAILED = 1
-_USAGE = 2
 
 
 class _End(Exception):
@@ -83,7 +81,7 @@ class Member:
             self._say(str(event["say"]))
         if "refused" in self._ending:
             self._say(str(self._ending["refused"]))
-            raise _End(_USAGE)
+            raise _End(USAGE)
         over = self._ending["over"]
         if over["text"]:
             self._say(over["text"])
@@ -159,7 +157,7 @@ class Member:
                         "What to do: look at npurun's output on node 0; compare --master-addr, --master-port and the "
                         "secret; let the cluster start npurun there again."
                     )
-                    raise _End(_FAILED) from None
+                    raise _End(FAILED) from None
                 self._pause()
         self._link.send(
             {

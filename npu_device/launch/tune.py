@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Callable
 
 from npu_device.launch import on_node
 from npu_device.launch.arguments import Options
+from npu_device.launch.attempt import FAILED
 from npu_device.launch.console import Console
 from npu_device.launch.tune_nodes import TuningFollower, TuningLeader, TuningRun
 
@@ -33,7 +34,6 @@ _POLL_SECONDS = 0.1
 _SILENT_SECONDS = 60.0  # the user is told after this long without a step, then after twice as long each time
 _OTHERS_SECONDS = 5.0  # the ranks of other nodes may end this much later than those of this one
 _TAIL_LINES = 20
-_FAILED = 1
 # Variables that would interfere: another way to ask for tuning, and the split to be found.
 _OURS = ("AOE_MODE", "NPU_DEVICE_SPLIT")
 
@@ -67,7 +67,7 @@ def run(options: Options, budget: Budget | None = None) -> int:
                 _carry_out(tuning_run, options, directory, console, follower.check)
     except (RunError, ValueError, OSError) as error:
         console.say(f"tuning failed: {error}")
-        return _FAILED
+        return FAILED
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return 0
