@@ -28,6 +28,11 @@ ALLOWED: list[tuple[str, type[Warning], str]] = [
         UserWarning,
         "Keras 3, at a gradient that is None, which the tests of such gradients mean",
     ),
+    (
+        r"non-integer arguments to randrange\(\)",
+        DeprecationWarning,
+        "Keras 2.15 draws a seed by randint(1, 1e9) (keras/src/backend.py); can go with TensorFlow 2.15",
+    ),
 ]
 
 

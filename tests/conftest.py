@@ -12,6 +12,7 @@ import allowed_warnings
 import forked
 import leaks
 import pytest
+import versions
 from pool import Pool
 
 # Tests and package are compiled once for all processes, even where the environment forbids it: hundreds of ranks would
@@ -148,9 +149,12 @@ def _first_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def _has_its_keras(item: pytest.Item) -> bool:
-    """Return False for what is marked to exist in the other Keras only."""
+    """Return False for what is marked to exist in the other Keras only, or in one that this TensorFlow lacks."""
     marker = item.get_closest_marker("only_keras")
-    return marker is None or _parameters(item)["keras"] in marker.args
+    if marker is None:
+        return True
+    keras = _parameters(item)["keras"]
+    return keras in marker.args and (keras != "3" or versions.HAS_KERAS_3)
 
 
 _COMBINED = {"size", "keras", "backend", "several_ranks", "several_keras_ranks"}

@@ -64,7 +64,9 @@ def _descriptors() -> dict[int, str]:
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # that of the listing itself
             found[int(number)] = os.readlink(f"/proc/self/fd/{number}")
-    return found
+    # TensorFlow 2.15 keeps this one from when it makes its devices, 2.20 doesn't. Can go with TensorFlow 2.15.
+    kept_by_tensorflow = f"/proc/{os.getpid()}/cmdline"
+    return {number: path for number, path in found.items() if path != kept_by_tensorflow}
 
 
 def _children() -> dict[int, str]:

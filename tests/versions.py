@@ -6,4 +6,6 @@ from importlib.metadata import version
 
 import pytest
 
-needs_keras_3 = pytest.mark.skipif(version("keras").startswith("2."), reason="this TensorFlow comes with Keras 2")
+HAS_KERAS_3 = not version("keras").startswith("2.")
+
+needs_keras_3 = pytest.mark.skipif(not HAS_KERAS_3, reason="this TensorFlow comes with Keras 2")
