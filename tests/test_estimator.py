@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,13 @@ from npu_device._src.training.groups import get_rank_id
 
 has_estimators = pytest.mark.skipif(compat.estimator_module() is None, reason="this TensorFlow has no Estimator")
 has_none = pytest.mark.skipif(compat.estimator_module() is not None, reason="this TensorFlow has Estimators")
+
+
+@pytest.fixture(autouse=True)
+def close_writers() -> Iterator[None]:
+    """Close the summary writers, which TensorFlow's Estimator leaves open."""
+    yield
+    tf.compat.v1.summary.FileWriterCache.clear()
 
 
 @has_none
@@ -76,6 +84,7 @@ def columns() -> Any:
 
 
 @has_estimators
+@pytest.mark.filterwarnings("ignore::UserWarning:keras.*")  # at what TensorFlow's Estimator calls
 def test_estimator_of_a_keras_model(tmp_path: Path) -> None:
     keras = tf.compat.v1.keras
     model = keras.Sequential([keras.layers.Dense(1, use_bias=False, input_shape=[1], kernel_initializer="zeros")])
@@ -99,6 +108,7 @@ def body_train() -> float:
     with tempfile.TemporaryDirectory() as directory:
         estimator = NPUEstimator(model_fn=model_fn, config=NPURunConfig(model_dir=directory))
         estimator.train(pairs, steps=2)
+        tf.compat.v1.summary.FileWriterCache.clear()
         return float(estimator.get_variable_value("w"))
 
 

@@ -137,7 +137,7 @@ def graphs_that_go() -> list[bool]:
 
     class Held:
         def __call__(self, value: Any) -> list[Any]:
-            return [value + 1, self][:1]
+            return [value + value, self][:1]  # value + 1 would be a double in NumPy 1
 
     alive: list[Any] = []
     for _ in range(3):
