@@ -82,7 +82,9 @@ def to_tensor(value: Any) -> tf.Tensor:
 
 
 def to_array(tensor: tf.Tensor) -> np.ndarray:
-    """Return an eager tensor as an array. ``np.asarray`` refuses a bfloat16 scalar (TensorFlow 2.20)."""
+    """Return an eager tensor as an array. ``np.asarray`` refuses a bfloat16 scalar (TensorFlow 2.20). Can go when
+    it doesn't.
+    """
     return np.asarray(tensor) if tensor.shape.rank else np.array(tensor.numpy(), tensor.dtype.as_numpy_dtype)
 
 

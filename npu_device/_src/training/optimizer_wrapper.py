@@ -84,10 +84,15 @@ def npu_distributed_keras_optimizer_wrapper(
             "npu_distributed_keras_optimizer_wrapper once per optimizer."
         )
     keras = compat.keras_of(optimizer)
-    # tf-keras adds up rows of the same index itself; optimizers of Keras 3 may square each.
-    how = replace(how, adds_rows=not compat.is_keras_3(keras))
-    keras_hooks.install(optimizer, keras, GradientReduction(ranks, how))
+    keras_hooks.install(optimizer, keras, GradientReduction(ranks, with_rows_for(keras, how)))
     return optimizer
+
+
+def with_rows_for(keras: Any, options: ReductionOptions) -> ReductionOptions:
+    """Return settings with which sparse gradients reach a Keras's optimizers as in one process: tf-keras's add up rows
+    of the same index themselves, those of Keras 3 may square each.
+    """
+    return replace(options, adds_rows=not compat.is_keras_3(keras))
 
 
 class GradientReduction:

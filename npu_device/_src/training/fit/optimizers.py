@@ -15,7 +15,7 @@ from npu_device._src.gradients.reduction import Gradient, ReductionOptions, redu
 from npu_device._src.gradients.sparse import weighted
 from npu_device._src.training import keras_hooks
 from npu_device._src.training.fit.share import Share
-from npu_device._src.training.optimizer_wrapper import GradientReduction
+from npu_device._src.training.optimizer_wrapper import GradientReduction, with_rows_for
 from npu_device._src.training.world import World
 
 if TYPE_CHECKING:
@@ -79,10 +79,8 @@ def replicate_optimizer(optimizer: Any, world: World, replica: Replica) -> None:
     if isinstance(before, WeightedReduction):
         before.serve(replica)
         return
-    how = ReductionOptions("mean") if before is None else before.options
     keras = compat.keras_of(optimizer)
-    # tf-keras adds up rows of the same index itself; optimizers of Keras 3 may square each.
-    how = replace(how, adds_rows=not compat.is_keras_3(keras))
+    how = with_rows_for(keras, ReductionOptions("mean")) if before is None else before.options
     keras_hooks.install(carrier, keras, WeightedReduction(world, how, replica))
     name, hook = ("scale_loss", _scale_loss) if compat.is_keras_3(keras) else ("minimize", _minimize)
     setattr(optimizer, name, MethodType(hook, optimizer))
