@@ -134,13 +134,12 @@ def _pipeline(source: Any) -> int | None:
         return None
     if b"ShardDataset" in graph or b"PyFunc" in graph:
         return None
-    return zlib.crc32(_without_seeds(tf.compat.v1.GraphDef.FromString(graph)).SerializeToString(deterministic=True))
+    return _checksum(_without_seeds(tf.compat.v1.GraphDef.FromString(graph)))
 
 
 def _without_seeds(graph: Any) -> Any:
-    """Return a data set's graph without parts that only set its elements' order or name where it was built."""
-    functions = [function.node_def for function in graph.library.function]
-    for nodes in [graph.node, *functions]:
+    """Return a data set's graph without parts that only set its elements' order or say when and where it was built."""
+    for nodes in [graph.node, *(function.node_def for function in graph.library.function)]:
         seeded = [node for node in nodes if "Shuffle" in node.op or "Random" in node.op]
         inputs = {name.split(":")[0] for node in seeded for name in node.input}
         for node in nodes:
@@ -148,8 +147,25 @@ def _without_seeds(graph: Any) -> Any:
             node.attr.pop("metadata", None)
             if node.op == "Const" and node.name in inputs and not node.attr["value"].tensor.tensor_shape.dim:
                 node.attr["value"].Clear()
+            for value in node.attr.values():
+                for function in [value.func] if value.HasField("func") else value.list.func:
+                    function.name = _unnumbered(function.name)
         for node in seeded:
             for name in ("seed", "seed2"):
                 if name in node.attr:
                     node.attr[name].i = 0
+    for function in graph.library.function:
+        function.signature.name = _unnumbered(function.signature.name)
     return graph
+
+
+def _unnumbered(name: str) -> str:
+    """Return a function's name without the number that it got because of the functions that were traced before it."""
+    return name.rstrip("0123456789")
+
+
+def _checksum(graph: Any) -> int:
+    """Return the checksum of a graph, whatever the order of its functions."""
+    functions = sorted(function.SerializeToString(deterministic=True) for function in graph.library.function)
+    graph.library.Clear()
+    return zlib.crc32(b"".join([graph.SerializeToString(deterministic=True), *functions]))
