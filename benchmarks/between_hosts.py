@@ -1,4 +1,4 @@
-"""Engines between hosts: TensorFlow's ring, MPI, torch's Gloo and MPICH alone, at links of any chosen speed.
+"""Engines between hosts: TCP, MPI, TensorFlow's ring, torch's Gloo and MPICH alone, at links of any chosen speed.
 
 ``sudo .venv/bin/python -m benchmarks.between_hosts`` needs root, ``ip`` and ``tc``. Two hosts are network namespaces
 with a core each. All processes of a case are started once, and take turns; the speed of the links changes between
@@ -31,7 +31,8 @@ from benchmarks.measuring import run_case
 from benchmarks.table import tables
 from npu_device.testing import hosts
 
-RING, MPI = "TensorFlow's ring", "MPI"
+TCP, RING, MPI = "TCP", "TensorFlow's ring", "MPI"
+_SIDES = {TCP: sides.TCP_OF_HOSTS, RING: sides.RING_OF_HOSTS, MPI: sides.MPI_OF_HOSTS}
 
 Tuned = Mapping[str, Optional[tuple[int, ...]]]
 """By engine, the ends of the segments that tuning has found."""
@@ -53,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 10.0, 25.0, 0.0], help=rates)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="what to measure (default: all)")
     tuned = "ends of the segments that tuning has found for {}, such as 20,100,213: one more rival"
-    parser.add_argument("--tuned-ring", type=_ends, help=tuned.format("TensorFlow's ring"))
-    parser.add_argument("--tuned-mpi", type=_ends, help=tuned.format("MPI"))
+    for engine, option in ((TCP, "--tuned-tcp"), (RING, "--tuned-ring"), (MPI, "--tuned-mpi")):
+        parser.add_argument(option, dest=engine, type=_ends, help=tuned.format(engine))
     parser.add_argument("--repeats", type=int, default=3, help="how often each rival is timed (default: 3)")
     parser.add_argument("--quick", action="store_true", help="two sizes, one step a repetition: to see that it works")
     parser.add_argument("--output", type=Path, default=Path("build/between_hosts"), help="default: build/between_hosts")
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run = results.begin(options.repeats)
     for name in options.cases:
         with hosts.hosts(_RANKS, options.rates[0]):
-            case = CASES[name](options.quick, options.rates, {RING: options.tuned_ring, MPI: options.tuned_mpi})
+            case = CASES[name](options.quick, options.rates, {engine: getattr(options, engine) for engine in _SIDES})
             run.cases.append(run_case(case, _RANKS, options.repeats, options.output / "logs"))
         run.write(options.output / "results.json")
     print(tables(run), end="")
@@ -79,10 +80,8 @@ def all_reduce(quick: bool, rates: Sequence[float], _: Tuned) -> Case:
     rounds = []
     for size in _QUICK_SIZES if quick else _SIZES:
         rivals = (
-            Rival(RING, sides.RING_OF_HOSTS, "all_reduce", (size, False)),
-            Rival(f"{RING}, eager", sides.RING_OF_HOSTS, "all_reduce", (size, True)),
-            Rival(MPI, sides.MPI_OF_HOSTS, "all_reduce", (size, False)),
-            Rival(f"{MPI}, eager", sides.MPI_OF_HOSTS, "all_reduce", (size, True)),
+            *(Rival(engine, side, "all_reduce", (size, False)) for engine, side in _SIDES.items()),
+            *(Rival(f"{engine}, eager", side, "all_reduce", (size, True)) for engine, side in _SIDES.items()),
             Rival(GLOO, sides.GLOO_OF_HOSTS, "all_reduce", (size,)),
             Rival(MPICH, sides.MPICH_OF_HOSTS, "all_reduce", (size,)),
         )
@@ -108,8 +107,8 @@ CASES = {case.__name__: case for case in (all_reduce, resnet50, bert)}
 
 
 def _training(model: str, size: int, steps: int, rates: Sequence[float], tuned: Tuned) -> tuple[Round, ...]:
-    rivals = [Rival(ALONE, sides.RING_OF_HOSTS, "training", (model, False, None))]
-    for label, side in ((RING, sides.RING_OF_HOSTS), (MPI, sides.MPI_OF_HOSTS)):
+    rivals = [Rival(ALONE, sides.TCP_OF_HOSTS, "training", (model, False, None))]
+    for label, side in _SIDES.items():
         for segments, compression in _SPLITS:
             split = "default split" if segments is None else f"{segments} segments" if segments > 1 else "1 segment"
             name = ", ".join(filter(None, (label, split, compression)))

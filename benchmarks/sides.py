@@ -25,11 +25,12 @@ TENSORFLOW = "tensorflow"
 MIRRORED = "mirrored"
 GLOO = "gloo"
 MPICH = "mpich"
-RING_OF_HOSTS, MPI_OF_HOSTS = "tensorflow_of_hosts", "mpi_of_hosts"
+TCP_OF_HOSTS, RING_OF_HOSTS, MPI_OF_HOSTS = "tcp_of_hosts", "tensorflow_of_hosts", "mpi_of_hosts"
 GLOO_OF_HOSTS, MPICH_OF_HOSTS = "gloo_of_hosts", "mpich_of_hosts"
 GPU_HOST_MEMORY, GPU_NCCL = "gpu_host_memory", "gpu_nccl"
 GPU_MIRRORED, GPU_ONE_PROCESS = "gpu_mirrored", "gpu_one_process"
-SOAK = (SHARED_MEMORY, TENSORFLOW, "none")
+TCP = "tcp"
+SOAK = (SHARED_MEMORY, TCP, TENSORFLOW, "none")
 """Backends of the soak; with none each rank is by itself."""
 
 _HOST = "127.0.0.1"
@@ -137,6 +138,7 @@ SIDES = {
     MIRRORED: Side("mirrored_side", "MirroredSide", _mirrored),
     GLOO: Side("gloo_side", "GlooSide", _gloo, needs=("torch",)),
     MPICH: Side("mpich_side", "MpichSide", _nothing, needs=("mpi4py",), started_by_mpiexec=True),
+    TCP_OF_HOSTS: Side("npu_side", "NpuSide", partial(_on_hosts, NPU_DEVICE_BACKEND="tcp"), on_hosts=True),
     RING_OF_HOSTS: Side("npu_side", "NpuSide", partial(_on_hosts, NPU_DEVICE_BACKEND="tensorflow"), on_hosts=True),
     MPI_OF_HOSTS: Side(
         "npu_side",
@@ -155,6 +157,7 @@ SIDES = {
     GPU_MIRRORED: Side("mirrored_side", "MirroredSide", _mirrored_on_gpus, uses_gpus=True),
     GPU_ONE_PROCESS: Side("mirrored_side", "OneProcessSide", _nothing, uses_gpus=True),
     soak_side(SHARED_MEMORY): Side("soak_side", "SoakSide", partial(_npu, backend="shared_memory")),
+    soak_side(TCP): Side("soak_side", "SoakSide", partial(_npu, backend="tcp")),
     soak_side(TENSORFLOW): Side("soak_side", "SoakSide", partial(_npu, backend="tensorflow")),
     soak_side("none"): Side("soak_side", "SoakSide", _nothing),
 }

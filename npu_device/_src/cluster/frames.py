@@ -133,6 +133,12 @@ def keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
+def wait_for_ever(connection: socket.socket) -> None:
+    """Let a connection outlive a receiver that is stopped. The hub detects a lost host."""
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
+
+
 def ranges(ranks: Iterable[int]) -> str:
     """Return ranks in compact form: ``0-3,7``."""
     parts: list[list[int]] = []

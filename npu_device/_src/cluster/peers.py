@@ -1,4 +1,5 @@
-"""Direct connections between ranks, for short messages that shouldn't take the way through the hub.
+"""Direct connections between ranks: one for short messages that shouldn't take the way through the hub, and others for
+whoever wants one of its own (``connect``).
 
 Each connection has one direction. A rank connects to another one when it first sends to it, and both prove that they
 belong to the job. Whoever waits for a message reads what the sender has sent, and puts what is for others into their
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any, Callable
 
 from npu_device._src import environment
+from npu_device._src.cluster import frames
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
@@ -143,6 +145,8 @@ class Peers:
         self._inboxes: dict[int, Inbox] = {}
         self._lock = threading.Lock()
         self._lost: dict[int, str] = {}
+        self._arrived: defaultdict[tuple[int, int], deque[socket.socket]] = defaultdict(deque)
+        self._owned: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         myself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _close_in_fork(myself()))
 
@@ -199,7 +203,25 @@ class Peers:
                     self._outgoing[rank] = self._connected(rank)
                 self._outgoing[rank].sendall(_HEADER.pack(number, len(message)) + message)
             except OSError as error:
-                self._raise_for(rank, str(error))
+                self.raise_for(rank, str(error))
+
+    def connect(self, rank: int, number: int) -> socket.socket:
+        """Return a new connection on which only this rank sends, and doesn't block; it belongs to the caller.
+
+        Args:
+            rank: who receives.
+            number: what it is for, 64 bits: the other rank gets it from ``accepted``.
+
+        Raises:
+            PeerError: a rank of the job has failed or ended, or can't be reached.
+        """
+        return self._owned_by_caller(self._connected(rank, number=number))
+
+    def accepted(self, rank: int, number: int) -> socket.socket | None:
+        """Return the first connection that a rank has made with ``connect`` for a number; None if there is none."""
+        with self._lock:
+            arrived = self._arrived.get((rank, number))
+            return arrived.popleft() if arrived else None
 
     def wait(self, inbox: Inbox, rank: int, spins: bool = False) -> None:
         """Wait until a rank's message is in an inbox.
@@ -249,39 +271,51 @@ class Peers:
         """
         self._health.require_running()
         if rank in self._lost:
-            self._raise_for(rank, self._lost[rank])
+            self.raise_for(rank, self._lost[rank])
 
     def close(self) -> None:
         """Close all connections; in a forked child only its copies."""
         mine = os.getpid() == self._pid
         incoming = [one.connection for one in self._incoming.values()]
-        for one in [self._listener, *incoming, *self._outgoing.values()]:
+        for one in [self._listener, *incoming, *self._outgoing.values(), *self._owned]:
             if one is not None and mine:
                 with contextlib.suppress(OSError):  # wakes the thread that reads from it
                     one.shutdown(socket.SHUT_RDWR)
             if one is not None:
                 one.close()
 
-    def _connected(self, rank: int) -> socket.socket:
+    def _connected(self, rank: int, **said: Any) -> socket.socket:
         """Return a connection to a rank; its threads may be slow to answer, or stopped for a while."""
         (port, token), host = self._others[rank], self._cluster.addresses[rank]
         until = time.monotonic() + environment.HCCL_CONNECT_TIMEOUT.get()
         while True:
             seconds = min(_ATTEMPT_SECONDS, max(_PAUSE_SECONDS, until - time.monotonic()))
             try:
-                line = reach(host, port, seconds, self._secret + token.encode(), rank=self._cluster.rank)
+                line = reach(host, port, seconds, self._secret + token.encode(), rank=self._cluster.rank, **said)
                 line.connection.settimeout(_SEND_SECONDS)
                 return line.connection
             except AttemptFailedError as error:
                 self._health.require_running()
                 if time.monotonic() > until:
-                    self._raise_for(rank, f"no connection to {join_address(host, port)}: {error}")
+                    self.raise_for(rank, f"no connection to {join_address(host, port)}: {error}")
                 time.sleep(_PAUSE_SECONDS)
 
     def _admitted(self, line: TimedConnection, said: dict[str, Any]) -> None:
+        rank = int(said["rank"])
+        if "number" in said:
+            with self._lock:
+                self._arrived[rank, int(said["number"])].append(self._owned_by_caller(line.connection))
+            return
         line.connection.settimeout(None)
-        self._incoming[int(said["rank"])] = _Incoming(line.connection)
+        self._incoming[rank] = _Incoming(line.connection)
         self._wake_all()
+
+    def _owned_by_caller(self, connection: socket.socket) -> socket.socket:
+        """Return a connection that doesn't block, and waits for a rank that is stopped; close it with the others."""
+        connection.setblocking(False)
+        frames.wait_for_ever(connection)
+        self._owned.add(connection)
+        return connection
 
     def _wake_all(self) -> None:
         with self._lock:
@@ -289,8 +323,12 @@ class Peers:
         for inbox in inboxes:
             inbox.wake()
 
-    def _raise_for(self, rank: int, reason: str) -> None:
-        """Raise the error for a rank that can't be reached. Usually it has ended, and the hub tells so soon."""
+    def raise_for(self, rank: int, reason: str) -> None:
+        """Raise the error for a rank that can't be reached. Usually it has ended, and the hub tells so soon.
+
+        Raises:
+            PeerError: always.
+        """
         end = time.monotonic() + _NEWS_SECONDS
         while time.monotonic() < end:
             self._health.require_running()

@@ -2,9 +2,10 @@
 
 A group whose ranks share memory uses that. One that spans hosts, some of which have several of its ranks, reduces and
 spreads on each host in shared memory, and uses another backend between them. That one, which all other groups use as
-well, is MPI if it connects all ranks of the job (``mpi.opening``), or else TensorFlow. If each rank of the job has a
-GPU of its own, floating-point tensors go through TensorFlow and NCCL in every group. Where the ranks have to compare a
-call before its data moves, small data travel with the comparison: among all ranks at once, whichever host they are on.
+well, is MPI if it connects all ranks of the job (``mpi.opening``), or else TCP. If each rank of the job has a GPU of
+its own, floating-point tensors go through TensorFlow and NCCL in every group; ``NPU_DEVICE_BACKEND`` can choose
+TensorFlow for all tensors. Where the ranks have to compare a call before its data moves, small data travel with the
+comparison: among all ranks at once, whichever host they are on.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from npu_device._src.collectives.backends.shared_memory.host import hosts_of
 from npu_device._src.collectives.backends.shared_memory.shared_memory_backend import shared_memory
 from npu_device._src.collectives.backends.tensorflow import lengths
 from npu_device._src.collectives.backends.tensorflow import operations as tensorflow_backend
+from npu_device._src.collectives.backends.tcp.tcp_backend import tcp
 from npu_device._src.collectives.backends.two_level import TwoLevelBackend
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.stall import forget_watches
@@ -33,7 +35,8 @@ from npu_device._src.collectives.terms import Agreement
 
 _Moved = TypeVar("_Moved")
 
-_two_level: dict[Backend, TwoLevelBackend] = {one: TwoLevelBackend(one) for one in (mpi, tensorflow_backend)}
+_two_level: dict[Backend, TwoLevelBackend] = {one: TwoLevelBackend(one) for one in (mpi, tcp)}
+_NAMES: dict[ArrayBackend, str] = {shared_memory: "shared_memory", mpi: "mpi", tcp: "tcp"}
 
 
 def comparing_backend_of(runtime: Runtime, group: Group) -> ComparingBackend:
@@ -78,7 +81,9 @@ def array_backend_of(runtime: Runtime, group: Group, dtypes: Iterable[tf.DType])
         return None
     if comparing_backend_of(runtime, group) is shared_memory:
         return shared_memory
-    return None if mpi_world_of(runtime) is None else mpi
+    if mpi_world_of(runtime) is not None:
+        return mpi
+    return None if environment.NPU_DEVICE_BACKEND.get() == "tensorflow" else tcp
 
 
 def through_backend(
@@ -137,7 +142,7 @@ def _own_reducing_backend_of(runtime: Runtime, group: Group, dtype: tf.DType) ->
 def backend_name(runtime: Runtime, group: Group, dtypes: Iterable[tf.DType]) -> str:
     """Return the name, as in ``NPU_DEVICE_BACKEND``, of the backend that serves a group's call between its hosts."""
     chosen = array_backend_of(runtime, group, dtypes)
-    return "tensorflow" if chosen is None else "mpi" if chosen is mpi else "shared_memory"
+    return "tensorflow" if chosen is None else _NAMES[chosen]
 
 
 def explained(runtime: Runtime, group: Group) -> str:
@@ -146,13 +151,13 @@ def explained(runtime: Runtime, group: Group) -> str:
     if name == "shared_memory":
         return "shared memory: all ranks share that of one host"
     world, wanted = mpi_world_of(runtime), environment.NPU_DEVICE_BACKEND.get()
-    between = "TensorFlow's ring" if name == "tensorflow" or world is None else f"MPI ({world.library})"
+    between = {"tensorflow": "TensorFlow's ring over gRPC", "tcp": "TCP"}.get(name) or f"MPI ({world.library})"
     if isinstance(_own_reducing_backend_of(runtime, group, tf.float32), TwoLevelBackend):
         text, why = f"shared memory within each host, and {between} between them", "hosts have several ranks"
     elif not hosts.no_nccl:
         text, why = "TensorFlow's collectives with NCCL", "each rank has a GPU of its own"
     else:
-        text = between if name == "mpi" else f"{between} over gRPC"
+        text = between
         why = "ranks of one host can't share memory" if any(hosts.problems) else "each rank has a host to itself"
         if wanted == name:
             why = f"NPU_DEVICE_BACKEND is {wanted}"
@@ -169,6 +174,7 @@ def release(runtime: Runtime, name: str) -> None:
     """Free what is held for a group that is destroyed."""
     shared_memory.release(runtime, name)
     mpi.release(runtime, name)
+    tcp.release(runtime, name)
     messages.release(runtime, name)
     forget_watches(runtime, name)
 

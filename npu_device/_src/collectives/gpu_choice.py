@@ -128,7 +128,7 @@ def why_no_nccl(devices: Sequence[Device], hosts: Sequence[str], backend: str) -
     without = [rank for rank, device in enumerate(devices) if not device.is_gpu]
     if len(without) == len(devices):
         return "no rank has a GPU"
-    if backend in ("shared_memory", "mpi"):
+    if backend in ("shared_memory", "mpi", "tcp"):
         return f"NPU_DEVICE_BACKEND is {backend}"
     if without:
         return f"rank {without[0]} has no GPU"

@@ -36,12 +36,12 @@ NPU_DEVICE_SSH = Variable(
 NPU_DEVICE_HUB = optional("NPU_DEVICE_HUB", forms.PORT, "port of a hub that is already running; `npurun` sets this.")
 NPU_DEVICE_BACKEND = Variable(
     "NPU_DEVICE_BACKEND",
-    forms.one_of("auto", "tensorflow", "shared_memory", "mpi"),
+    forms.one_of("auto", "shared_memory", "tcp", "mpi", "tensorflow"),
     "auto",
-    "how tensors are sent: `tensorflow` uses TensorFlow's collective operations; `shared_memory` uses memory that the "
-    "ranks of a host share, and TensorFlow between hosts; `mpi` uses MPI through mpi4py, also within a host, and needs "
-    "ranks that one `mpiexec` started. `auto` is `shared_memory` where possible, and between hosts MPI where an "
-    "`mpiexec` started the ranks and mpi4py is installed.",
+    "how tensors are sent: `shared_memory` uses memory that the ranks of a host share, and TCP between hosts; `tcp` "
+    "uses TCP connections, also within a host; `mpi` uses MPI through mpi4py, also within a host, and needs ranks that "
+    "one `mpiexec` started; `tensorflow` uses TensorFlow's collective operations over gRPC. `auto` is `shared_memory` "
+    "where possible, and between hosts MPI where an `mpiexec` started the ranks and mpi4py is installed, or else TCP.",
     everywhere=True,
 )
 NPU_DEVICE_STALL_WARNING = Variable(

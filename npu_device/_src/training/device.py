@@ -20,7 +20,6 @@ from npu_device._src.cluster import rendezvous, runtime
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives import gpus, resources
-from npu_device._src.collectives.backends.mpi.mpi_world import mpi_world_of
 from npu_device._src.collectives.backends.mpi.opening import open_world
 from npu_device._src.collectives.backends.shared_memory.host import detect_hosts
 from npu_device._src.collectives.backends.tensorflow import server
@@ -144,7 +143,7 @@ def _begin(running: Runtime, trace_settings: Settings | None) -> None:
         watch_for_stalls(running)
         hosts = detect_hosts(running, gpus.choose_device(running.cluster))
         open_world(running, hosts)
-        needs_server = not hosts.no_nccl or not (hosts.share_memory or mpi_world_of(running))
+        needs_server = not hosts.no_nccl or environment.NPU_DEVICE_BACKEND.get() == "tensorflow"
         if needs_server:
             server.require_in_time(running, hosts.late)
         resources.count_cores(running)

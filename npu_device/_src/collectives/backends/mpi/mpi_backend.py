@@ -5,10 +5,10 @@ from __future__ import annotations
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.arrays.lines import Lines
 from npu_device._src.collectives.backends.arrays.operations import ArrayBackend
-from npu_device._src.collectives.backends.mpi import programs
 from npu_device._src.collectives.backends.mpi.channel import Channel
 from npu_device._src.collectives.backends.mpi.mpi_world import mpi_world_of
-from npu_device._src.collectives.backends.mpi.slots import MpiSlots
+from npu_device._src.collectives.backends.point_to_point import programs
+from npu_device._src.collectives.backends.point_to_point.slots import TransferSlots
 from npu_device._src.collectives.group import Group
 
 # MPI proceeds only if a thread tests its requests, so even the smallest of several operations needs one.
@@ -21,8 +21,8 @@ def _channel(runtime: Runtime, group: Group) -> Channel:
     return Channel(world, runtime, group)
 
 
-def _slots_of(runtime: Runtime, pair: Group) -> MpiSlots:
-    return MpiSlots(_channel(runtime, pair))
+def _slots_of(runtime: Runtime, pair: Group) -> TransferSlots:
+    return TransferSlots(_channel(runtime, pair))
 
 
 mpi = ArrayBackend(programs, Lines(_channel, _slots_of, _BACKGROUND_FROM_BYTES))

@@ -93,7 +93,7 @@ def detect_hosts(runtime: Runtime, device: Device) -> Hosts:
     if offer is not None:  # all ranks have looked
         offer.withdraw()
         offer.memory.close()
-    if wanted in ("tensorflow", "mpi"):
+    if wanted in ("tensorflow", "mpi", "tcp"):
         leaders = tuple(range(cluster.world_size))
     else:
         _report(wanted, problems, cluster.hosts, cluster.rank)
@@ -150,9 +150,9 @@ def _report(wanted: str, problems: Sequence[str], hosts: Sequence[str], rank: in
         raise ClusterError(
             f"NPU_DEVICE_BACKEND is shared_memory, but ranks of one host can't share memory:\n{lines}\n"
             "What to do: start all ranks of a host as one user in one container, or unset NPU_DEVICE_BACKEND: "
-            "these ranks then use TensorFlow's collectives."
+            "these ranks then use TCP."
         )
     if rank == 0:
         _log.warning(
-            "ranks of one host can't share memory and use TensorFlow's collectives, which is slower:\n%s", lines
+            "ranks of one host can't share memory and use TCP, which is slower:\n%s", lines
         )
