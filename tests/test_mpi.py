@@ -1,4 +1,4 @@
-"""MPI as an engine: all kinds of calls under MPICH's and Open MPI's mpiexec, and a rank that stops."""
+"""MPI as an engine: Open MPI's ranks, and a rank that stops. ``test_point_to_point`` has those of MPICH."""
 
 from __future__ import annotations
 
@@ -12,14 +12,9 @@ import job
 import launcher
 import pytest
 import test_agreement
-import test_all_reduce
-import test_collective_numbers
-import test_collective_sizes
 import test_collectives
-import test_groups
 import test_segments
 import test_send_receive
-import test_sessions_collectives
 from mpi_ranks import MpiPool, mpiexec, run_under
 from pool import Pool
 
@@ -32,76 +27,11 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def mpi_ranks() -> Iterator[Pool]:
-    """Three ranks of MPICH."""
-    pool = MpiPool(3, "MPICH")
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
 def other_ranks() -> Iterator[Pool]:
     """Two ranks of Open MPI, for less: what differs between the two is in the library."""
     pool = MpiPool(2, "Open MPI")
     yield pool
     pool.close()
-
-
-@pytest.mark.slow
-def test_moves(mpi_ranks: Pool) -> None:
-    test_collectives.test_moves(mpi_ranks, "mpi", "world", "eager", test_collectives.EVERY_DTYPE)
-    test_collectives.test_moved_bits_stay_as_they_are(mpi_ranks)
-    test_collectives.test_in_a_loop(mpi_ranks)
-    test_collectives.test_barrier(mpi_ranks)
-
-
-@pytest.mark.slow
-def test_reductions(mpi_ranks: Pool) -> None:
-    test_collectives.test_reductions(mpi_ranks, "mpi", "world", "eager", test_collectives.EVERY_DTYPE)
-    test_collectives.test_reductions(mpi_ranks, "mpi", "sub", "graph", test_collectives.FEW_DTYPES)
-    test_all_reduce.test_every_rank_gets_the_same_bits(mpi_ranks)
-    test_collective_numbers.test_no_sum_is_infinite_that_has_a_number(mpi_ranks)
-    test_collective_numbers.test_the_mean_of_equal_values_is_that_value(mpi_ranks)
-    test_collective_numbers.test_reduce_scatter_gives_the_bits_of_all_reduce(mpi_ranks, "mpi")
-
-
-@pytest.mark.slow
-def test_sizes(mpi_ranks: Pool) -> None:
-    test_collective_sizes.test_without_elements(mpi_ranks, "eager")
-    test_collective_sizes.test_unknown_static_shapes(mpi_ranks)
-    test_collective_sizes.test_one_byte_and_scalars(mpi_ranks)
-
-
-@pytest.mark.slow
-def test_transfers(mpi_ranks: Pool) -> None:
-    test_send_receive.test_everybody_sends_first_in_a_graph(mpi_ranks)
-    test_send_receive.test_tags_are_not_mixed_up(mpi_ranks)
-    test_send_receive.test_refusals(mpi_ranks)
-
-
-@pytest.mark.slow
-def test_gradients(mpi_ranks: Pool) -> None:
-    test_segments.test_the_strategy_cuts_the_list(mpi_ranks)
-    test_segments.test_results_come_back_in_the_callers_order(mpi_ranks, False)
-    test_segments.test_compression_of_the_wire(mpi_ranks, "fp16")
-    test_segments.test_sparse_gradients_both_ways(mpi_ranks, 5, "mean")
-
-
-def test_groups_come_and_go(mpi_ranks: Pool) -> None:
-    test_groups.test_overlapping_groups_and_groups_of_one(mpi_ranks)
-    test_groups.test_destroyed_and_made_again(mpi_ranks)
-
-
-@pytest.mark.slow
-def test_sessions(mpi_ranks: Pool) -> None:
-    test_sessions_collectives.test_operators(mpi_ranks)
-    test_sessions_collectives.test_opposite_orders_with_one_thread(mpi_ranks)
-    test_sessions_collectives.test_a_mismatch_is_an_error_of_run_and_the_session_goes_on(mpi_ranks)
-
-
-def test_calls_that_do_not_match(mpi_ranks: Pool) -> None:
-    for case in ("dtype", "operation", "dense against sparse"):
-        test_agreement.test_calls_that_do_not_match(mpi_ranks, case)
 
 
 @pytest.mark.slow

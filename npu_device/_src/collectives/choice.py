@@ -25,9 +25,9 @@ from npu_device._src.collectives.backends.mpi.mpi_backend import mpi
 from npu_device._src.collectives.backends.mpi.mpi_world import mpi_world_of, reason_against
 from npu_device._src.collectives.backends.shared_memory.host import hosts_of
 from npu_device._src.collectives.backends.shared_memory.shared_memory_backend import shared_memory
+from npu_device._src.collectives.backends.tcp.tcp_backend import tcp
 from npu_device._src.collectives.backends.tensorflow import lengths
 from npu_device._src.collectives.backends.tensorflow import operations as tensorflow_backend
-from npu_device._src.collectives.backends.tcp.tcp_backend import tcp
 from npu_device._src.collectives.backends.two_level import TwoLevelBackend
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.stall import forget_watches

@@ -22,9 +22,9 @@ from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.arrays.heads import head_of
 from npu_device._src.collectives.backends.arrays.stream import Stream
-from npu_device._src.collectives.backends.point_to_point import programs
 from npu_device._src.collectives.backends.mpi.channel import Channel
 from npu_device._src.collectives.backends.mpi.mpi_world import REASONS, WORLDS, MpiWorld
+from npu_device._src.collectives.backends.point_to_point import programs
 from npu_device._src.collectives.backends.shared_memory.host import Hosts
 from npu_device._src.collectives.group import Group
 from npu_device._src.membership import mpiexec

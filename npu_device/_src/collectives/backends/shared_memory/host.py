@@ -153,6 +153,4 @@ def _report(wanted: str, problems: Sequence[str], hosts: Sequence[str], rank: in
             "these ranks then use TCP."
         )
     if rank == 0:
-        _log.warning(
-            "ranks of one host can't share memory and use TCP, which is slower:\n%s", lines
-        )
+        _log.warning("ranks of one host can't share memory and use TCP, which is slower:\n%s", lines)

@@ -1,0 +1,94 @@
+"""The backends whose messages travel between two ranks at a time, MPI and TCP: all kinds of calls on three ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+import test_agreement
+import test_all_reduce
+import test_collective_numbers
+import test_collective_sizes
+import test_collectives
+import test_groups
+import test_segments
+import test_send_receive
+import test_sessions_collectives
+from mpi_ranks import MpiPool
+from pool import Pool
+
+pytestmark = pytest.mark.xdist_group("point to point")
+
+_NEEDS_MPI4PY = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py")
+
+
+@pytest.fixture(scope="module", params=["tcp", pytest.param("mpi", marks=_NEEDS_MPI4PY)])
+def moves(request: pytest.FixtureRequest) -> str:
+    """The backend."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def three(moves: str) -> Iterator[Pool]:
+    """Three ranks on the backend; for MPI, MPICH's."""
+    pool = MpiPool(3, "MPICH") if moves == "mpi" else Pool(3, "3", NPU_DEVICE_BACKEND=moves)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.slow
+def test_moves(three: Pool, moves: str) -> None:
+    test_collectives.test_moves(three, moves, "world", "eager", test_collectives.EVERY_DTYPE)
+    test_collectives.test_moved_bits_stay_as_they_are(three)
+    test_collectives.test_in_a_loop(three)
+    test_collectives.test_barrier(three)
+
+
+@pytest.mark.slow
+def test_reductions(three: Pool, moves: str) -> None:
+    test_collectives.test_reductions(three, moves, "world", "eager", test_collectives.EVERY_DTYPE)
+    test_collectives.test_reductions(three, moves, "sub", "graph", test_collectives.FEW_DTYPES)
+    test_all_reduce.test_every_rank_gets_the_same_bits(three)
+    test_collective_numbers.test_no_sum_is_infinite_that_has_a_number(three)
+    test_collective_numbers.test_the_mean_of_equal_values_is_that_value(three)
+    test_collective_numbers.test_reduce_scatter_gives_the_bits_of_all_reduce(three, moves)
+
+
+@pytest.mark.slow
+def test_sizes(three: Pool) -> None:
+    test_collective_sizes.test_without_elements(three, "eager")
+    test_collective_sizes.test_unknown_static_shapes(three)
+    test_collective_sizes.test_one_byte_and_scalars(three)
+
+
+@pytest.mark.slow
+def test_transfers(three: Pool) -> None:
+    test_send_receive.test_everybody_sends_first_in_a_graph(three)
+    test_send_receive.test_tags_are_not_mixed_up(three)
+    test_send_receive.test_refusals(three)
+
+
+@pytest.mark.slow
+def test_gradients(three: Pool) -> None:
+    test_segments.test_the_strategy_cuts_the_list(three)
+    test_segments.test_results_come_back_in_the_callers_order(three, False)
+    test_segments.test_compression_of_the_wire(three, "fp16")
+    test_segments.test_sparse_gradients_both_ways(three, 5, "mean")
+
+
+def test_groups_come_and_go(three: Pool) -> None:
+    test_groups.test_overlapping_groups_and_groups_of_one(three)
+    test_groups.test_destroyed_and_made_again(three)
+
+
+@pytest.mark.slow
+def test_sessions(three: Pool) -> None:
+    test_sessions_collectives.test_operators(three)
+    test_sessions_collectives.test_opposite_orders_with_one_thread(three)
+    test_sessions_collectives.test_a_mismatch_is_an_error_of_run_and_the_session_goes_on(three)
+
+
+def test_calls_that_do_not_match(three: Pool) -> None:
+    for case in ("dtype", "operation", "dense against sparse"):
+        test_agreement.test_calls_that_do_not_match(three, case)
