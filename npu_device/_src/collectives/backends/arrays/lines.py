@@ -65,7 +65,7 @@ class GroupLine:
         runtime: the running cluster.
         group: the group.
         connect: makes the members' channel.
-        background_from: as for ``Lines``.
+        background_from: the size in bytes from which an operation goes to the background thread; see ``Lines``.
 
     Attributes:
         in_order: each operation begins when the one before it has ended.
@@ -162,15 +162,15 @@ class Lines:
     Args:
         channel: connects the members of a group.
         slots: connects the two ranks of a pair.
-        background_from: the size in bytes from which an operation goes to the background thread if TensorFlow computes
-            between its start and its finish.
+        background_from: returns the size in bytes from which an operation goes to the background thread if TensorFlow
+            computes between its start and its finish.
     """
 
     def __init__(
         self,
         channel: Callable[[Runtime, Group], Channel],
         slots: Callable[[Runtime, Group], Slots],
-        background_from: int,
+        background_from: Callable[[Runtime], int],
     ) -> None:
         self._channel, self._slots, self._background_from = channel, slots, background_from
         self._lines: weakref.WeakKeyDictionary[Runtime, dict[Group, Line]] = weakref.WeakKeyDictionary()
@@ -207,7 +207,7 @@ class Lines:
 
     def _made(self, runtime: Runtime, group: Group) -> Line:
         if group.tag is None:
-            return GroupLine(runtime, group, partial(self._channel, runtime, group), self._background_from)
+            return GroupLine(runtime, group, partial(self._channel, runtime, group), self._background_from(runtime))
         return PairLine(runtime, group, lambda: Mailbox(self._slots(runtime, group)))
 
     def close(self, runtime: Runtime, name: str) -> None:

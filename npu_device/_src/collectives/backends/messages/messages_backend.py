@@ -10,4 +10,4 @@ from npu_device._src.collectives.backends.messages import programs
 from npu_device._src.collectives.backends.messages.channel import Channel
 from npu_device._src.collectives.backends.messages.slots import MessageSlots
 
-messages = ComparingBackend(programs, Lines(Channel, MessageSlots, background_from=sys.maxsize))
+messages = ComparingBackend(programs, Lines(Channel, MessageSlots, lambda _: sys.maxsize))

@@ -25,4 +25,4 @@ def _slots_of(runtime: Runtime, pair: Group) -> TransferSlots:
     return TransferSlots(_channel(runtime, pair))
 
 
-mpi = ArrayBackend(programs, Lines(_channel, _slots_of, _BACKGROUND_FROM_BYTES))
+mpi = ArrayBackend(programs, Lines(_channel, _slots_of, lambda _: _BACKGROUND_FROM_BYTES))

@@ -19,19 +19,19 @@ from npu_device._src.collectives.backends.shared_memory.futex import Counter
 
 _PAGE = 4096
 _COUNTER_BYTES = 64
-_SLOT_BYTES = 256 << 10
+_SLOT_BYTES = 512 << 10
 _BUDGET_BYTES = 32 << 20
-_MOST_SLOTS, _FEWEST_SLOTS = 32, 4
+_MOST_SLOTS, _FEWEST_SLOTS = 8, 4
 _LOOKS, _LOOKS_IN_HURRY = 200, 1000  # some 40 and 200 µs
 
 
 class Layout:
     """The layout of the mapping for a group of a given size.
 
-    Slots are as large as fits into one core's cache together with the result (256 KiB: a compromise between the cost
-    of a step, some microseconds of Python, and that of leaving the cache), and so many that ranks may run apart for a
-    while. All rings together take at most 32 MiB, half of the /dev/shm of a default container, though this mapping
-    isn't in it.
+    Slots are a compromise between the cost of a step, some microseconds of Python, and that of leaving one core's
+    cache (512 KiB), and so many that ranks may run apart for a while, but no more: a ring that is written anew stays in
+    the cache (docs/notes.md). All rings together take at most 32 MiB, half of the /dev/shm of a default container,
+    though this mapping isn't in it.
     """
 
     def __init__(self, size: int) -> None:

@@ -20,7 +20,7 @@ from npu_device._src.collectives.backends.shared_memory.channel import Channel
 
 # How many slots a member publishes before it reads. More slots let the ranks drift further apart; but what it published
 # itself should still be in its core's cache when it reads it.
-_AHEAD = 8
+_AHEAD = 3
 
 # The size in bytes from which three or more ranks share the work of a reduction, instead of each doing all of it in one
 # round trip less. Two ranks gain nothing: adding half and copying the other half is as much work as adding all.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.arrays.lines import Lines
 from npu_device._src.collectives.backends.arrays.operations import ComparingBackend
@@ -11,7 +13,6 @@ from npu_device._src.collectives.backends.shared_memory.connection import FIRST_
 from npu_device._src.collectives.backends.shared_memory.slots import BYTES, MemorySlots
 from npu_device._src.collectives.group import Group
 
-# So that long operations proceed while TensorFlow computes.
 _BACKGROUND_FROM_BYTES = 256 << 10
 
 
@@ -27,4 +28,11 @@ def _slots_of(runtime: Runtime, pair: Group) -> MemorySlots:
     return MemorySlots(connect(runtime, pair, BYTES), pair.rank)
 
 
-shared_memory = ComparingBackend(programs, Lines(channel_of, _slots_of, _BACKGROUND_FROM_BYTES))
+def _background_from(runtime: Runtime) -> int:
+    """Let long operations proceed while TensorFlow computes, unless they would take its only core from it: all of this
+    backend's work is the cores', and the longer way takes more of it.
+    """
+    return _BACKGROUND_FROM_BYTES if runtime.cores > 1 else sys.maxsize
+
+
+shared_memory = ComparingBackend(programs, Lines(channel_of, _slots_of, _background_from))

@@ -18,4 +18,4 @@ def _slots_of(runtime: Runtime, pair: Group) -> TransferSlots:
     return TransferSlots(Channel(runtime, pair))
 
 
-tcp = ArrayBackend(programs, Lines(Channel, _slots_of, _BACKGROUND_FROM_BYTES))
+tcp = ArrayBackend(programs, Lines(Channel, _slots_of, lambda _: _BACKGROUND_FROM_BYTES))
