@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import time
@@ -238,8 +239,9 @@ def test_used_before_open_where_the_job_needs_tensorflows_server(tmp_path: Path)
         assert "right after the imports" in result.output
 
 
-@pytest.mark.skipif(CHOSEN_BACKEND == "tensorflow", reason="that one has to be opened first")
-def test_open_comes_at_any_time_where_the_ranks_share_memory(tmp_path: Path) -> None:
+@pytest.mark.skipif(CHOSEN_BACKEND is not None, reason="chooses the backends itself")
+@pytest.mark.parametrize("backend", ["auto", "tcp"])
+def test_open_comes_at_any_time_where_the_job_needs_no_server(tmp_path: Path, backend: str) -> None:
     script = """
 import tensorflow as tf
 value = tf.Variable(tf.ones([300_000]))
@@ -249,7 +251,7 @@ value.assign_add(tf.fill([300_000], float(rank)))
 step = tf.function(lambda: npu.distribute.all_reduce(value, "sum"))
 print("sum", float(step()[-1]), value.device)
 """
-    for result in job.run(tmp_path, 3, script):
+    for result in job.run(tmp_path, 3, script, NPU_DEVICE_BACKEND=backend):
         assert result.code == 0, result.output
         assert "sum 6.0 /job:localhost" in result.output
 
@@ -285,18 +287,15 @@ def test_a_job_that_tf_config_describes_in_part_is_refused(tmp_path: Path) -> No
     assert "has a sparseCluster and no cluster" in result.output
 
 
-@pytest.mark.slow
-def test_a_rank_that_stops_while_its_data_are_sent(tmp_path: Path) -> None:
-    """TensorFlow's own transfers have no limit: the stall watch ends them, as it ends agreements."""
-    script = (
-        BEGIN
-        + """
+TRANSFERS = (
+    BEGIN
+    + """
 import signal, threading
 value = tf.ones([8_000_000])  # sending it takes most of a step
 step = tf.function(lambda: npu.distribute.all_reduce(value, "sum"))
 step()
 if rank == 1:
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.{signal})).start()
 began = time.time()
 try:
     while True:
@@ -305,9 +304,16 @@ except Exception as error:
     print("after", time.time() - began, error, flush=True)
     os._exit(3)
 """
-    )
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tensorflow", "tcp"])
+def test_a_rank_that_stops_while_its_data_are_sent(tmp_path: Path, backend: str) -> None:
+    """Transfers have no limit of their own: the stall watch ends them, as it ends agreements."""
     limits = {"NPU_DEVICE_STALL_WARNING": "1", "NPU_DEVICE_STALL_TIMEOUT": "2"}
-    ranks = job.start(tmp_path, 2, script, NPU_DEVICE_BACKEND="tensorflow", **limits)
+    script = TRANSFERS.replace("{signal}", "SIGSTOP")
+    ranks = job.start(tmp_path, 2, script, NPU_DEVICE_BACKEND=backend, **limits)
     try:
         code = ranks[0].wait(45)
     finally:
@@ -316,3 +322,44 @@ except Exception as error:
             rank.wait()
     assert code == 3, ranks[0].output
     assert "rank 1 on host here: does not answer: stopped" in ranks[0].output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tensorflow", "tcp"])
+def test_a_rank_that_is_killed_while_its_data_are_sent(tmp_path: Path, backend: str) -> None:
+    results = job.run(tmp_path, 3, TRANSFERS.replace("{signal}", "SIGKILL"), NPU_DEVICE_BACKEND=backend)
+    for other in (results[0], results[2]):
+        assert other.code == 3, other.output
+        assert "rank 1 on host here" in other.output
+        assert other.at - results[1].at < 5
+
+
+@pytest.mark.slow
+def test_a_rank_that_goes_on_after_a_stop_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+    """Rank 1 is stopped amid transfers for longer than any limit of the kernel for data that nobody takes."""
+    script = (
+        BEGIN
+        + """
+value = tf.ones([8_000_000])
+step = tf.function(lambda: npu.distribute.all_reduce(value, "sum"))
+print("begins", flush=True)
+print("sum", [float(step()[-1]) for _ in range(40)][-1], flush=True)
+"""
+    )
+    ranks = job.start(tmp_path, 2, script, NPU_DEVICE_BACKEND="tcp")
+    try:
+        limit = time.monotonic() + 60
+        while "begins" not in ranks[1].output:
+            assert time.monotonic() < limit, ranks[1].output
+            time.sleep(0.01)
+        time.sleep(0.3)
+        os.kill(ranks[1].pid, signal.SIGSTOP)
+        time.sleep(15)  # TCP_USER_TIMEOUT of other connections is 10 s
+        os.kill(ranks[1].pid, signal.SIGCONT)
+        codes = [rank.wait(60) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert codes == [0, 0], ranks[0].output + ranks[1].output
+    assert all("sum 2.0" in rank.output for rank in ranks)

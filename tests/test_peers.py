@@ -75,15 +75,17 @@ def body_group_made_again() -> float:
 
 
 def test_messages_for_a_group_that_is_made_again_are_kept() -> None:
-    pool = Pool(3, "3", NPU_DEVICE_BACKEND="tensorflow")
+    pool = Pool(3, "3", NPU_DEVICE_BACKEND="tcp")
     try:
         assert pool.run(body_group_made_again, timeout=30) == [3.0] * 3
     finally:
         pool.close()
 
 
-def body_lost() -> tuple[str, float]:
-    """Close this rank's connections behind its back; return the error of the next sum, and how long it took."""
+def body_lost(elements: int) -> tuple[str, float]:
+    """Close this rank's connections behind its back: those for messages, or of a group; return the error of the next
+    sum, and how long it took.
+    """
     import tensorflow as tf
 
     import npu_device as npu
@@ -91,20 +93,22 @@ def body_lost() -> tuple[str, float]:
 
     running = current()
     assert running is not None
+    npu.distribute.all_reduce(tf.ones([elements]), "sum")
     began = time.monotonic()
-    for connection in running.peers._outgoing.values():
+    for connection in running.peers._outgoing.values() if elements < 1000 else list(running.peers._owned):
         connection.shutdown(socket.SHUT_RDWR)
     try:
-        npu.distribute.all_reduce(tf.ones([300]), "sum")
+        npu.distribute.all_reduce(tf.ones([elements]), "sum")
     except RuntimeError as error:
         return str(error), time.monotonic() - began
     return "", 0.0
 
 
-def test_a_lost_connection_is_an_error_on_both_sides() -> None:
-    pool = Pool(2, "3", NPU_DEVICE_BACKEND="tensorflow")
+@pytest.mark.parametrize("elements", [200, 300_000])
+def test_a_lost_connection_is_an_error_on_both_sides(elements: int) -> None:
+    pool = Pool(2, "3", NPU_DEVICE_BACKEND="tcp")
     try:
-        results = pool.run(body_lost)
+        results = pool.run(body_lost, elements)
     finally:
         pool.close()
     for rank, (error, seconds) in enumerate(results):

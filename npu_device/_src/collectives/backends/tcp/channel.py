@@ -22,6 +22,8 @@ from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.arrays.engine import Program
 from npu_device._src.collectives.group import Group
 
+_PART_BYTES = 512 << 10  # a member's part of a chunk, so that it stays in the cache (docs/notes.md)
+_MOST_CHUNK_BYTES = 8 << 20
 _LENGTH = struct.Struct("<Q")
 _CHECK_SECONDS = 0.1
 _SPIN_SECONDS = 1e-4
@@ -154,11 +156,11 @@ class Channel:
         check: raises if the job has failed.
     """
 
-    chunk_bytes = 2 << 20
     ahead = 4
 
     def __init__(self, runtime: Runtime, group: Group) -> None:
         self.size, self.rank = group.size, group.rank
+        self.chunk_bytes = min(_MOST_CHUNK_BYTES, group.size * _PART_BYTES)
         self.counts: Sequence[int] = group.counts or (1,) * group.size
         self.check = runtime.health.require_running
         self._spins = runtime.has_own_core
@@ -183,9 +185,11 @@ class Channel:
         for message in program:
             if not block:
                 return False
+            spins = hurry and self._spins  # for the first news of a message: those of a slow link come later anyway
             while not message.ended:
-                if not self._wait(_CHECK_SECONDS, hurry and self._spins):
+                if not self._wait(_CHECK_SECONDS, spins):
                     self.check()
+                spins = False
         return True
 
     def wait(self, first: bool, briefly: bool) -> bool:
