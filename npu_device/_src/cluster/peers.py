@@ -8,12 +8,15 @@ inboxes: a thread of its own for that would take twice as long.
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
 import os
 import secrets
 import select
 import socket
 import struct
+import termios
 import threading
 import time
 import weakref
@@ -37,6 +40,7 @@ _PAUSE_SECONDS = 0.2
 _SEND_SECONDS = 60.0
 _CHECK_SECONDS = 0.1
 _SPIN_SECONDS = 1e-4
+_DELIVER_SECONDS, _DELIVER_TICK_SECONDS = 60.0, 0.005
 _NEWS_SECONDS = 5.0  # by then the hub has told which rank has ended
 
 
@@ -171,7 +175,7 @@ class Peers:
         except OSError as error:
             raise ClusterError(
                 f"{self._cluster.name} finds no free port for the other ranks' messages: {error.strerror}.\n"
-                "What to do: let NPU_DEVICE_PORT_RANGE have two ports for each rank of a host, plus one."
+                "What to do: let NPU_DEVICE_PORT_RANGE have a port for each rank of a host, plus one."
             ) from error
         mine = self._listener.getsockname()[1], secrets.token_hex(_TOKEN_BYTES)
         self._others = [(int(port), str(token)) for port, token in store.gather("peers", mine, timeout)]
@@ -273,6 +277,13 @@ class Peers:
         if rank in self._lost:
             self.raise_for(rank, self._lost[rank])
 
+    def deliver(self) -> None:
+        """Wait until the hosts of the others have what this rank has sent: its own host may go away with it."""
+        until = time.monotonic() + _DELIVER_SECONDS
+        connections = [*self._outgoing.values(), *self._owned]
+        while any(map(_undelivered, connections)) and not self._health.has_failed and time.monotonic() < until:
+            time.sleep(_DELIVER_TICK_SECONDS)
+
     def close(self) -> None:
         """Close all connections; in a forked child only its copies."""
         mine = os.getpid() == self._pid
@@ -339,6 +350,14 @@ class Peers:
             f"What to do: look at the output of rank {rank}; let the two hosts reach each other's ports "
             "(NPU_DEVICE_PORT_RANGE)."
         )
+
+
+def _undelivered(connection: socket.socket) -> int:
+    """Return how many bytes of a connection the other host hasn't acknowledged; 0 where the system doesn't say."""
+    count = array.array("i", [0])
+    with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+        fcntl.ioctl(connection, termios.TIOCOUTQ, count)
+    return count[0]
 
 
 def _close_in_fork(peers: Peers | None) -> None:

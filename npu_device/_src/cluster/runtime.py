@@ -124,6 +124,7 @@ def close() -> None:
     try:
         for act in runtime.before_leaving:
             act(runtime)
+        runtime.peers.deliver()
     finally:
         _runtime, _closed_by = None, os.getpid()
         runtime.health.leave(runtime.serves_others)

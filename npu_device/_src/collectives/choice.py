@@ -151,7 +151,7 @@ def explained(runtime: Runtime, group: Group) -> str:
     if name == "shared_memory":
         return "shared memory: all ranks share that of one host"
     world, wanted = mpi_world_of(runtime), environment.NPU_DEVICE_BACKEND.get()
-    between = {"tensorflow": "TensorFlow's ring over gRPC", "tcp": "TCP"}.get(name) or f"MPI ({world.library})"
+    between = "TCP" if name == "tcp" else "TensorFlow's ring over gRPC" if world is None else f"MPI ({world.library})"
     if isinstance(_own_reducing_backend_of(runtime, group, tf.float32), TwoLevelBackend):
         text, why = f"shared memory within each host, and {between} between them", "hosts have several ranks"
     elif not hosts.no_nccl:

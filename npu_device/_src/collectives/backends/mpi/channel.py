@@ -118,7 +118,7 @@ class Channel:
         _pause(now - self._since)
         return False
 
-    def close(self, expected: Sequence[_Request] = ()) -> None:
+    def close(self, expected: Sequence[Any] = ()) -> None:
         """Free the communicator, and cancel messages that are still expected."""
         for request in expected:
             request.cancel()

@@ -28,7 +28,7 @@ class Channel(Protocol):
 
     size: int
     rank: int
-    counts: Sequence[int]
+    counts: tuple[int, ...]
     chunk_bytes: int
     ahead: int
 
@@ -47,5 +47,5 @@ class Channel(Protocol):
     def check(self) -> None:
         """Raise if the job has failed."""
 
-    def close(self, expected: Sequence[Request] = ()) -> None:
-        """Give up the channel, and messages that are still expected."""
+    def close(self, expected: Sequence[Any] = ()) -> None:
+        """Give up the channel, and messages that are still expected (its requests)."""

@@ -36,7 +36,7 @@ class _Message:
 
     def __init__(self, line: _Line, data: np.ndarray) -> None:
         self._line = line
-        self.data = memoryview(data)
+        self.data = data.data
         self.ended = False
 
     def Test(self) -> bool:
@@ -161,7 +161,7 @@ class Channel:
     def __init__(self, runtime: Runtime, group: Group) -> None:
         self.size, self.rank = group.size, group.rank
         self.chunk_bytes = min(_MOST_CHUNK_BYTES, group.size * _PART_BYTES)
-        self.counts: Sequence[int] = group.counts or (1,) * group.size
+        self.counts = group.counts or (1,) * group.size
         self.check = runtime.health.require_running
         self._spins = runtime.has_own_core
         ends = [(runtime.peers, rank, group.number) for rank in group.ranks]
@@ -217,7 +217,7 @@ class Channel:
     def settle(self) -> None:
         """Do nothing: what the members share is no secret to be withdrawn."""
 
-    def close(self, expected: Any = ()) -> None:
+    def close(self, expected: Sequence[Any] = ()) -> None:
         """Close the connections."""
         del expected
         for line in (*self._outgoing, *self._incoming):

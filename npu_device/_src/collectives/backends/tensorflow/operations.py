@@ -46,8 +46,7 @@ def all_reduce(
     wire: tf.DType | None,
 ) -> list[list[tf.Tensor]]:
     """Reduce segments, as ``contract`` says. The collectives run concurrently."""
-    counts = group.counts or [1] * group.size
-    return [_all_reduce_segment(agreement.runtime, segment, reduction, group, wire, counts) for segment in segments]
+    return [_all_reduce_segment(agreement.runtime, segment, reduction, group, wire) for segment in segments]
 
 
 def all_gather(agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
@@ -65,7 +64,7 @@ def reduce(
 ) -> list[tf.Tensor]:
     """Reduce tensors, as ``contract`` says, but to all ranks: TensorFlow has nothing else."""
     del root
-    return _all_reduce_segment(agreement.runtime, tensors, reduction, group, None, [1] * group.size)
+    return _all_reduce_segment(agreement.runtime, tensors, reduction, group, None)
 
 
 def broadcast(agreement: Agreement, tensors: Sequence[tf.Tensor], root: int, group: Group) -> list[tf.Tensor]:
@@ -114,11 +113,10 @@ def _all_reduce_segment(
     reduction: str,
     group: Group,
     wire: tf.DType | None,
-    counts: Sequence[int],
 ) -> list[tf.Tensor]:
     has_elements = any(tensor.shape.num_elements() for tensor in tensors)
     together = tensors[0] if len(tensors) == 1 else pack(tensors)
-    reduced = _all_reduce_one(runtime, together, has_elements, reduction, group, wire, counts)
+    reduced = _all_reduce_one(runtime, together, has_elements, reduction, group, wire)
     return [reduced] if len(tensors) == 1 else unpack(reduced, tensors)
 
 
@@ -149,7 +147,6 @@ def _all_reduce_one(
     reduction: str,
     group: Group,
     wire: tf.DType | None,
-    counts: Sequence[int],
 ) -> tf.Tensor:
     if reduction == "mean":
         tensor = tf.cast(tensor, mean_dtype(tensor.dtype))
@@ -164,23 +161,21 @@ def _all_reduce_one(
     dtype = tensor.dtype
     travels = wire_dtype(dtype, wire)
     if merge in ("sum", "prod") and sum_dtype(travels) != travels:
-        return _reduce_narrow(runtime, tensor, travels, reduction, group, counts)
+        return _reduce_narrow(runtime, tensor, travels, reduction, group)
     if dtype == tf.uint64:
         reduced = _reduce_uint64(reduce_native, tensor, merge)
     else:
         reduced = reduce_native(tf.cast(tensor, _CARRIERS.get(dtype, dtype)))
-    return tf.cast(reduced / sum(counts) if reduction == "mean" else reduced, dtype)
+    return tf.cast(reduced / group.size if reduction == "mean" else reduced, dtype)
 
 
-def _reduce_narrow(
-    runtime: Runtime, tensor: tf.Tensor, wire: tf.DType, reduction: str, group: Group, counts: Sequence[int]
-) -> tf.Tensor:
+def _reduce_narrow(runtime: Runtime, tensor: tf.Tensor, wire: tf.DType, reduction: str, group: Group) -> tf.Tensor:
     """Return the sum, mean or product of values sent in 16 bits and combined in float32 (float64 stays float64)."""
     wide, size = sum_dtype(tensor.dtype), group.size
-    shares, scale = wire_scales(reduction, counts)
+    shares, scale = wire_scales(reduction, [1] * size)
     if tensor.dtype != wide:
         scale = 1  # the result has 16 bits, too
-    divisor = sum(counts) if reduction == "mean" else scale
+    divisor = size if reduction == "mean" else scale
 
     def narrow(values: tf.Tensor, divisor: int) -> tf.Tensor:
         divided = values if divisor == 1 else values / divisor

@@ -43,8 +43,7 @@ def require_in_time(runtime: Runtime, late: Sequence[int]) -> None:
         raise ClusterError(
             f"TensorFlow has been used before npu.open() on {', '.join(map(runtime.cluster.name_of, late))}: "
             "its devices exist, and the collective runtime must be set up before that.\n"
-            "The job needs it because not all of its ranks share memory, NPU_DEVICE_BACKEND is tensorflow, or its GPUs "
-            "use NCCL.\n"
+            "The job needs it because its GPUs use NCCL, or NPU_DEVICE_BACKEND is tensorflow.\n"
             "What to do: call `npu.open().as_default()` right after the imports, before the first tensor, variable, "
             "model, data set or tf.config.list_logical_devices() of the script."
         )
