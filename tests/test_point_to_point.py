@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from typing import Callable, Optional
 
 import pytest
 import test_agreement
@@ -30,11 +31,18 @@ def moves(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def three(moves: str) -> Iterator[Pool]:
-    """Three ranks on the backend; for MPI, MPICH's."""
-    pool = MpiPool(3, "MPICH") if moves == "mpi" else Pool(3, "3", NPU_DEVICE_BACKEND=moves)
+def mpi_ranks(moves: str) -> Iterator[Optional[Pool]]:
+    """Three ranks of MPICH, where the backend is MPI."""
+    pool = MpiPool(3, "MPICH") if moves == "mpi" else None
     yield pool
-    pool.close()
+    if pool is not None:
+        pool.close()
+
+
+@pytest.fixture
+def three(moves: str, mpi_ranks: Optional[Pool], pool_with: Callable[..., Pool]) -> Pool:
+    """Three ranks on the backend."""
+    return mpi_ranks or pool_with(3, "3", NPU_DEVICE_BACKEND=moves)
 
 
 @pytest.mark.slow

@@ -169,8 +169,11 @@ class Channel:
         self._incoming = [_Incoming(*end) for end in ends]
 
     def send(self, member: int, data: np.ndarray) -> _Message:
-        """Start to send bytes to a member."""
-        return self._outgoing[member].add(data)
+        """Start to send bytes to a member; as many as the kernel takes leave at once."""
+        line = self._outgoing[member]
+        message = line.add(data)
+        line.advance()
+        return message
 
     def receive(self, member: int, data: np.ndarray) -> _Message:
         """Start to receive the next message of a member."""
