@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from typing import Callable
 
 import pytest
 from pool import Pool
@@ -115,3 +116,43 @@ def test_a_lost_connection_is_an_error_on_both_sides(elements: int) -> None:
         assert f"has lost its connection to rank {1 - rank} on host" in error
         assert "NPU_DEVICE_PORT_RANGE" in error
         assert seconds < 20
+
+
+def body_deliver() -> tuple[int, float]:
+    """Let rank 0 send as much as the kernel takes, and rank 1 read it a second later; return the number of bytes, and
+    how long rank 0 has waited for them to arrive.
+    """
+    import contextlib
+
+    import npu_device as npu
+    from npu_device._src.cluster.runtime import current
+
+    running = current()
+    assert running is not None
+    peers, total = running.peers, 0
+    if npu.distribute.rank() == 0:
+        connection = peers.connect(1, 77)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                total += connection.send(bytes(1 << 20))
+        npu.distribute.broadcast_object("sent", root_rank=0)
+        began = time.monotonic()
+        peers.deliver()
+        seconds = time.monotonic() - began
+        connection.close()
+        return total, seconds
+    npu.distribute.broadcast_object(None, root_rank=0)
+    time.sleep(1)
+    arrived = peers.accepted(0, 77)
+    assert arrived is not None
+    with arrived:
+        arrived.settimeout(30)
+        while data := arrived.recv(1 << 20):
+            total += len(data)
+    return total, 0.0
+
+
+def test_a_rank_waits_until_the_others_hosts_have_what_it_sent(pool_with: Callable[..., Pool]) -> None:
+    (sent, seconds), (received, _) = pool_with(2, "3", NPU_DEVICE_BACKEND="tcp").run(body_deliver)
+    assert sent == received > 0
+    assert 0.8 < seconds < 10

@@ -131,7 +131,7 @@ def test_a_backend_that_differs_or_is_unknown_is_an_error(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root to make a PID namespace")
 @pytest.mark.parametrize("backend", ["auto", "shared_memory"])
-def test_ranks_that_cannot_share_use_tensorflow_with_one_warning(tmp_path: Path, backend: str) -> None:
+def test_ranks_that_cannot_share_use_tcp_with_one_warning(tmp_path: Path, backend: str) -> None:
     from ranks import table_environment
 
     script = tmp_path / "script.py"
@@ -144,7 +144,7 @@ def test_ranks_that_cannot_share_use_tensorflow_with_one_warning(tmp_path: Path,
     results = job.run_anew(commands, environments)
     if backend == "auto":
         assert all(result.code == 0 and "shared False 2.0" in result.output for result in results), results
-        assert sum(result.output.count("use TensorFlow's collectives") for result in results) == 1
+        assert sum(result.output.count("use TCP, which is slower") for result in results) == 1
     else:
         for result in results:
             assert result.code != 0

@@ -54,24 +54,24 @@ def reduce(
 def broadcast(channel: Channel, stream: Stream, result: Optional[np.ndarray], root: int, head: Head) -> Program:
     """Send the root's stream, of bytes, into the ``result`` of all other members."""
     del head
-    senders = [(root + step) % channel.size for step in range(1, channel.size)]
+    relays = [(root + step) % channel.size for step in range(1, channel.size)]
 
     def start(first: int, last: int) -> _Started:
         """The root sends each other member a part of the chunk, which that one then sends to the rest."""
-        bounds = _bounds(last - first, len(senders))
+        bounds = _bounds(last - first, len(relays))
         if result is None:
             chunk = POOL.take(last - first)
             stream.copy_in(first, chunk)
             sent = [chunk[begin:end] for begin, end in zip(bounds, bounds[1:])]
-            return _exchange(channel, dict(zip(senders, sent)), {}), None
-        place = senders.index(channel.rank)
+            return _exchange(channel, dict(zip(relays, sent)), {}), None
+        place = relays.index(channel.rank)
         return _exchange(channel, {}, {root: result[first:last][bounds[place] : bounds[place + 1]]}), None
 
     def finish(first: int, last: int, _: Any) -> _More:
-        if result is None or len(senders) == 1:
+        if result is None or len(relays) == 1:
             return None
-        bounds, chunk = _bounds(last - first, len(senders)), result[first:last]
-        parts = {member: chunk[bounds[place] : bounds[place + 1]] for place, member in enumerate(senders)}
+        bounds, chunk = _bounds(last - first, len(relays)), result[first:last]
+        parts = {member: chunk[bounds[place] : bounds[place + 1]] for place, member in enumerate(relays)}
         mine = parts.pop(channel.rank)
         return _exchange(channel, dict.fromkeys(parts, mine), parts), _nothing
 

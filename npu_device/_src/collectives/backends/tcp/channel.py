@@ -133,7 +133,10 @@ class _Incoming(_Line):
         if self._in_data:
             [length] = _LENGTH.unpack(self._length)
             if length > message.data.nbytes:
-                raise AssertionError(f"rank {self._rank} has sent {length} bytes instead of {message.data.nbytes}")
+                raise AssertionError(
+                    f"rank {self._rank} has sent {length} bytes where this rank expected {message.data.nbytes}.\n"
+                    "What to do: start the job again, and report this as a bug of npu_device."
+                )
             self._left = message.data[:length]
         else:
             self._left = memoryview(self._length)
