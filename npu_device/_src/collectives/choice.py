@@ -83,7 +83,7 @@ def array_backend_of(runtime: Runtime, group: Group, dtypes: Iterable[tf.DType])
         return shared_memory
     if mpi_world_of(runtime) is not None:
         return mpi
-    return None if environment.NPU_DEVICE_BACKEND.get() == "tensorflow" else tcp
+    return None if hosts_of(runtime).all_through_tensorflow else tcp
 
 
 def through_backend(

@@ -143,15 +143,14 @@ def _begin(running: Runtime, trace_settings: Settings | None) -> None:
         watch_for_stalls(running)
         hosts = detect_hosts(running, gpus.choose_device(running.cluster))
         open_world(running, hosts)
-        needs_server = not hosts.no_nccl or environment.NPU_DEVICE_BACKEND.get() == "tensorflow"
-        if needs_server:
+        if hosts.needs_server:
             server.require_in_time(running, hosts.late)
         resources.count_cores(running)
         resources.divide_cores(running)
         gpus.prepare(running, hosts)
         if not hosts.share_memory:
             running.peers.open(running.store, environment.HCCL_CONNECT_TIMEOUT.get())
-        if needs_server:
+        if hosts.needs_server:
             server.start(running)
         send_splits(running)
         _start_trace(running, trace_settings)

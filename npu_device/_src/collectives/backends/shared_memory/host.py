@@ -39,6 +39,7 @@ class Hosts:
         no_nccl: why floating-point tensors don't go from GPU to GPU; "" if they do.
         late: ranks on which TensorFlow has already made its devices.
         problems: for each rank why it can't share memory with the lowest rank of its host; "" if it can.
+        all_through_tensorflow: ``NPU_DEVICE_BACKEND`` is ``tensorflow``.
     """
 
     leaders: tuple[int, ...]
@@ -46,6 +47,12 @@ class Hosts:
     no_nccl: str
     late: tuple[int, ...]
     problems: tuple[str, ...]
+    all_through_tensorflow: bool
+
+    @property
+    def needs_server(self) -> bool:
+        """Return whether tensors go through TensorFlow's collectives, which need its server."""
+        return self.all_through_tensorflow or not self.no_nccl
 
     @property
     def share_memory(self) -> bool:
@@ -104,7 +111,7 @@ def detect_hosts(runtime: Runtime, device: Device) -> Hosts:
     late_ranks = tuple(rank for rank, is_late in enumerate(late) if is_late)
     devices = tuple(Device(**each) for each in described)
     no_nccl = why_no_nccl(devices, cluster.hosts, wanted)
-    hosts = _hosts[runtime] = Hosts(leaders, devices, no_nccl, late_ranks, tuple(problems))
+    hosts = _hosts[runtime] = Hosts(leaders, devices, no_nccl, late_ranks, tuple(problems), wanted == "tensorflow")
     return hosts
 
 
