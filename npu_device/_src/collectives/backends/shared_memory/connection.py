@@ -68,7 +68,7 @@ def connect(runtime: Runtime, group: Group, size: int) -> Segment:
         check()
     raise ClusterError(
         f"{runtime.cluster.name} could not get {size >> 20} MiB of memory for group {group.name!r}: {problem}\n"
-        "What to do: free memory, or set NPU_DEVICE_BACKEND=tensorflow on all ranks."
+        "What to do: free memory, or set NPU_DEVICE_BACKEND=tcp on all ranks."
     ) from problem
 
 
