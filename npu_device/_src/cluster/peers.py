@@ -148,9 +148,10 @@ class Peers:
         self._sending: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
         self._inboxes: dict[int, Inbox] = {}
         self._lock = threading.Lock()
+        self._owning = threading.Lock()
         self._lost: dict[int, str] = {}
         self._arrived: defaultdict[tuple[int, int], deque[socket.socket]] = defaultdict(deque)
-        self._owned: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._owned: frozenset[socket.socket] = frozenset()  # replaced, so that others may go through it
         myself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _close_in_fork(myself()))
 
@@ -325,7 +326,8 @@ class Peers:
         """Return a connection that doesn't block, and waits for a rank that is stopped; close it with the others."""
         connection.setblocking(False)
         frames.wait_for_ever(connection)
-        self._owned.add(connection)
+        with self._owning:
+            self._owned = frozenset([connection, *(one for one in self._owned if one.fileno() >= 0)])
         return connection
 
     def _wake_all(self) -> None:
