@@ -14,10 +14,13 @@ class Job:
     def __init__(self) -> None:
         self.sent: list[tuple[int, Any]] = []
         self.later: list[Callable[[], None]] = []
+        self.said: list[str] = []
         self.services = Services(
             ["a", "a", "b"],
+            [7, 8, 9],
             lambda rank, frame: self.sent.append((rank, json.loads(frame[4:]))),
             lambda seconds, act: self.later.append(act),
+            self.said.append,
         )
 
     def gather(self, rank: int, value: Any, ranks: str | None, partial: bool = True) -> None:
@@ -67,3 +70,27 @@ def test_a_gather_of_all_ranks_fails_with_a_rank() -> None:
     job.gather(0, "x", None, partial=False)
     job.services.closed(1)
     assert job.answers() == {0: "gone"}
+
+
+
+def test_a_loss_is_told_once_with_what_came_before_and_after() -> None:
+    job = Job()
+    job.services.handle(1, {"do": "left", "issued": {}})
+    job.services.closed(1)
+    job.services.report_losses()
+    assert job.said == []
+    job.services.closed(2)
+    job.services.closed(0)
+    job.services.report_losses()
+    assert [text.splitlines()[0] for text in job.said] == [
+        "rank 2 on host b (process 9) is gone: its process ended or was killed, or its host can't be reached any more. "
+        "The script of rank(s) 1 had ended before. Then rank(s) 0 went, too."
+    ]
+
+
+def test_after_a_failure_no_loss_is_told() -> None:
+    job = Job()
+    job.services.handle(0, {"do": "failed", "event": {}})
+    job.services.closed(0)
+    job.services.report_losses()
+    assert job.said == []

@@ -27,6 +27,7 @@ class Membership:
         connect_timeout: seconds the ranks wait for each other; default ``HCCL_CONNECT_TIMEOUT``.
         expected_hosts: host of each rank if the scheme says it, else empty; for messages.
         secret: the job's secret; empty if there is none.
+        under_mpiexec: an ``mpiexec`` started the ranks. It kills all of them when one is killed.
     """
 
     scheme: str
@@ -42,6 +43,7 @@ class Membership:
     connect_timeout: float = field(default_factory=environment.HCCL_CONNECT_TIMEOUT.get)
     expected_hosts: tuple[str, ...] = ()
     secret: bytes = field(default=b"", repr=False)
+    under_mpiexec: bool = False
 
     @property
     def starts_hub(self) -> bool:

@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import resource
+import select
 import selectors
 import signal
 import socket
@@ -217,6 +218,11 @@ class Hub:
         elif len(connection.outbox) == len(frame):
             self._flush(connection)
 
+    def _say(self, text: str) -> None:
+        if self._settings["speaks"] and select.select([], [sys.stderr], [], 0)[1]:  # else printing could block
+            with contextlib.suppress(OSError):
+                print(f"npu_device: {text}", file=sys.stderr, flush=True)
+
     def _send_to_rank(self, rank: int, frame: bytes) -> None:
         connection = self._by_rank[rank]
         if connection is not None:
@@ -257,6 +263,8 @@ class Hub:
             self._roster.note_unknown_client(connection.address, problem)
 
     def _end(self) -> None:
+        if self._services is not None:
+            self._services.report_losses()
         self._is_over = True
         self._begin()
 
@@ -332,7 +340,8 @@ class Hub:
         roster = {"hosts": hosts, "addresses": self._roster.addresses(self._address)}
         shared = frames.encode({"roster": roster})
         self._by_rank = [None] * len(order)
-        self._services = Services(hosts, self._send_to_rank, self._later)
+        processes = [arrival.hello.pid for arrival in order]
+        self._services = Services(hosts, processes, self._send_to_rank, self._later, self._say)
         for connection in self._arrivals():
             connection.rank = rank_of[id(connection.arrival)]
             self._by_rank[connection.rank] = connection

@@ -31,6 +31,7 @@ class HubProcess:
         expected_hosts: host of each rank if known, for messages.
         host_key: name of this host.
         stays: after a job, wait for the next one of the same ranks, until ``close``.
+        speaks: say on standard error which rank is gone; the other ranks may not live to say it.
 
     Attributes:
         host: address it listens on.
@@ -52,13 +53,14 @@ class HubProcess:
         expected_hosts: Sequence[str],
         host_key: str,
         stays: bool,
+        speaks: bool = False,
     ) -> None:
         self._pid = os.getpid()
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _CODE, str(_ROOT)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=None if speaks else subprocess.DEVNULL,
             start_new_session=True,  # neither Ctrl-C nor the end of the starter's process group ends it
         )
         settings = {
@@ -70,6 +72,7 @@ class HubProcess:
             "expected_hosts": list(expected_hosts),
             "host_key": host_key,
             "stays": stays,
+            "speaks": speaks,
         }
         assert self._process.stdin is not None and self._process.stdout is not None
         with self._process.stdout as stdout:

@@ -124,6 +124,7 @@ def _start_hub(membership: Membership, search: _Search) -> _Met:
                 expected_hosts=membership.expected_hosts,
                 host_key=membership.host_key,
                 stays=False,
+                speaks=membership.under_mpiexec,
             )
         except PortTakenError:
             # The port is taken by the hub of an earlier process of this rank, or of a second process started as this

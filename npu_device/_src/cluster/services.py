@@ -7,7 +7,7 @@ the same thing (leave, fail, ask the same question), that is the cost for all of
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
@@ -43,19 +43,25 @@ class Services:
 
     Args:
         hosts: host of each rank, for messages.
+        processes: number of each rank's process, for messages.
         send: sends a frame to a rank; does nothing if the rank has gone.
         later: calls a function after some seconds.
+        say: tells the user of a lost rank.
     """
 
     def __init__(
         self,
         hosts: list[str],
+        processes: list[int],
         send: Callable[[int, bytes], None],
         later: Callable[[float, Callable[[], None]], None],
+        say: Callable[[str], None],
     ) -> None:
         self._hosts = hosts
+        self._processes = processes
         self._send = send
         self._later = later
+        self._say = say
         self._values: dict[str, str] = {}
         self._readers: dict[str, dict[tuple[int, int], None]] = {}
         self._gathers: dict[str, _Gather] = {}
@@ -98,7 +104,19 @@ class Services:
         gone, self._unreported_gone = self._unreported_gone, []
         if gone and not self._failing:
             self._failing = True
+            self._say(self._loss(gone))
             self._push({"push": "gone", "ranks": gone})
+
+    def _loss(self, gone: Sequence[int]) -> str:
+        first = gone[0]
+        after = f" Then rank(s) {frames.ranges(gone[1:])} went, too." if gone[1:] else ""
+        before = f" The script of rank(s) {frames.ranges(self._left)} had ended before." if self._left else ""
+        return (
+            f"{self._listed([first])} (process {self._processes[first]}) is gone: its process ended or was killed, or "
+            f"its host can't be reached any more.{before}{after}\n"
+            f"What to do: look at the output of rank {first}. mpiexec ends the other ranks, too, and may name the "
+            "process of one of them."
+        )
 
     # Values
 

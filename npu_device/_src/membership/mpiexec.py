@@ -53,6 +53,8 @@ _KINDS = (
     ),
 )
 
+LAUNCHERS = tuple(kind.launcher for kind in _KINDS)
+
 
 def read() -> Launched | None:
     """Return this process's place; None if no ``mpiexec`` started it.

@@ -16,7 +16,7 @@ from pathlib import Path
 from npu_device._src import environment
 from npu_device._src.cluster.description import Membership
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.membership import launchers, rank_table, table_fields, table_free, tf_config
+from npu_device._src.membership import launchers, mpiexec, rank_table, table_fields, table_free, tf_config
 from npu_device._src.membership.interfaces import announced_address
 from npu_device._src.membership.launched import Launched
 from npu_device._src.membership.rank_table import Entry, RankTable
@@ -107,7 +107,13 @@ def membership_from_environment(device_id: int | None = None) -> Membership | No
     if launched is not None:
         rank = environment.RANK_ID.get() if found.scheme == launched.launcher else found.rank
         launchers.require_agreement(f"by {found.scheme} and RANK_ID", size, rank, launched)
-    return replace(found, host=announced_address() or found.host, secret=secret() or found.secret)
+    under_mpiexec = launched is not None and launched.launcher in mpiexec.LAUNCHERS
+    return replace(
+        found,
+        host=announced_address() or found.host,
+        secret=secret() or found.secret,
+        under_mpiexec=under_mpiexec,
+    )
 
 
 def secret() -> bytes:

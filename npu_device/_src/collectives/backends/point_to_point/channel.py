@@ -22,14 +22,12 @@ class Channel(Protocol):
         size: number of members.
         rank: this member's number.
         counts: for each member, the number of ranks whose sum it contributes.
-        chunk_bytes: bytes per chunk in which an operation moves its data.
         ahead: chunks that are started before the first is waited for.
     """
 
     size: int
     rank: int
     counts: tuple[int, ...]
-    chunk_bytes: int
     ahead: int
 
     def send(self, member: int, data: np.ndarray) -> Request:

@@ -29,6 +29,9 @@ from npu_device._src.collectives.backends.point_to_point.channel import Channel,
 
 POOL = BufferPool()
 
+_PART_BYTES = 512 << 10  # a member's part of a chunk, so that it stays in the cache (docs/notes.md)
+_MOST_CHUNK_BYTES = 8 << 20
+
 
 def all_reduce(channel: Channel, stream: Stream, result: np.ndarray, reduction: str, head: Head) -> Program:
     """Reduce a stream; ``result`` is as long as the stream, and may be of another dtype. The ranks have agreed on the
@@ -75,7 +78,7 @@ def broadcast(channel: Channel, stream: Stream, result: Optional[np.ndarray], ro
         mine = parts.pop(channel.rank)
         return _exchange(channel, dict.fromkeys(parts, mine), parts), _nothing
 
-    yield from _pipeline(channel, stream.length, channel.chunk_bytes, start, finish)
+    yield from _pipeline(channel, stream.length, _chunk_bytes(channel), start, finish)
 
 
 def all_gather(channel: Channel, row: np.ndarray, result: np.ndarray, head: Head) -> Program:
@@ -89,7 +92,7 @@ def all_gather(channel: Channel, row: np.ndarray, result: np.ndarray, head: Head
         parts = {member: found[member, first:last] for member in others}
         return _exchange(channel, dict.fromkeys(others, mine[first:last]), parts), None
 
-    yield from _pipeline(channel, mine.nbytes, channel.chunk_bytes, start, _nothing)
+    yield from _pipeline(channel, mine.nbytes, _chunk_bytes(channel), start, _nothing)
 
 
 def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Head) -> Program:
@@ -102,7 +105,7 @@ def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Hea
         sent, parts = ({member: each[member, first:last] for member in _others(channel)} for each in (mine, found))
         return _exchange(channel, sent, parts), None
 
-    yield from _pipeline(channel, mine.shape[1], max(1, channel.chunk_bytes // channel.size), start, _nothing)
+    yield from _pipeline(channel, mine.shape[1], max(1, _chunk_bytes(channel) // channel.size), start, _nothing)
 
 
 _Started = tuple[list[Request], Any]
@@ -249,8 +252,12 @@ def _gather(channel: Channel, whole: np.ndarray, bounds: Sequence[int]) -> list[
     return _exchange(channel, dict.fromkeys(others, parts[channel.rank]), {member: parts[member] for member in others})
 
 
+def _chunk_bytes(channel: Channel) -> int:
+    return min(_MOST_CHUNK_BYTES, channel.size * _PART_BYTES)
+
+
 def _chunk(channel: Channel, stream: Stream) -> int:
-    return channel.chunk_bytes // stream.dtype.itemsize
+    return _chunk_bytes(channel) // stream.dtype.itemsize
 
 
 def _bounds(length: int, parts: int) -> list[int]:

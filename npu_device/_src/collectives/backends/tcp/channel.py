@@ -22,8 +22,6 @@ from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.arrays.engine import Program
 from npu_device._src.collectives.group import Group
 
-_PART_BYTES = 512 << 10  # a member's part of a chunk, so that it stays in the cache (docs/notes.md)
-_MOST_CHUNK_BYTES = 8 << 20
 _LENGTH = struct.Struct("<Q")
 _CHECK_SECONDS = 0.1
 _SPIN_SECONDS = 1e-4
@@ -154,8 +152,7 @@ class Channel:
         size: number of members.
         rank: this member's number.
         counts: for each member, the number of ranks whose sum it contributes.
-        chunk_bytes: see ``point_to_point.Channel``.
-        ahead: the same.
+        ahead: see ``point_to_point.Channel``.
         check: raises if the job has failed.
     """
 
@@ -163,7 +160,6 @@ class Channel:
 
     def __init__(self, runtime: Runtime, group: Group) -> None:
         self.size, self.rank = group.size, group.rank
-        self.chunk_bytes = min(_MOST_CHUNK_BYTES, group.size * _PART_BYTES)
         self.counts = group.counts or (1,) * group.size
         self.check = runtime.health.require_running
         self._spins = runtime.has_own_core
