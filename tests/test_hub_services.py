@@ -72,7 +72,6 @@ def test_a_gather_of_all_ranks_fails_with_a_rank() -> None:
     assert job.answers() == {0: "gone"}
 
 
-
 def test_a_loss_is_told_once_with_what_came_before_and_after() -> None:
     job = Job()
     job.services.handle(1, {"do": "left", "issued": {}})
