@@ -219,8 +219,10 @@ class Hub:
             self._flush(connection)
 
     def _say(self, text: str) -> None:
-        if self._settings["speaks"] and select.select([], [sys.stderr], [], 0)[1]:  # else printing could block
-            with contextlib.suppress(OSError):
+        if not self._settings["speaks"] or sys.stderr is None:
+            return
+        with contextlib.suppress(OSError):
+            if select.select([], [sys.stderr], [], 0)[1]:  # else printing could block
                 print(f"npu_device: {text}", file=sys.stderr, flush=True)
 
     def _send_to_rank(self, rank: int, frame: bytes) -> None:

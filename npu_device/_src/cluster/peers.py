@@ -226,7 +226,12 @@ class Peers:
         """Return the first connection that a rank has made with ``connect`` for a number; None if there is none."""
         with self._lock:
             arrived = self._arrived.get((rank, number))
-            return arrived.popleft() if arrived else None
+            if not arrived:
+                return None
+            connection = arrived.popleft()
+            if not arrived:
+                del self._arrived[rank, number]
+            return connection
 
     def wait(self, inbox: Inbox, rank: int, spins: bool = False) -> None:
         """Wait until a rank's message is in an inbox.
