@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, Callable
 
+import pytest
+
 from npu_device._src.cluster.services import Services
 
 
@@ -87,9 +89,10 @@ def test_a_loss_is_told_once_with_what_came_before_and_after() -> None:
     ]
 
 
-def test_after_a_failure_no_loss_is_told() -> None:
+@pytest.mark.parametrize("do", ["failed", "stopped"])
+def test_a_rank_that_ends_with_an_error_is_no_loss(do: str) -> None:
     job = Job()
-    job.services.handle(0, {"do": "failed", "event": {}})
+    job.services.handle(0, {"do": do, "event": {}})
     job.services.closed(0)
     job.services.report_losses()
     assert job.said == []

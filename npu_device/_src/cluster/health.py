@@ -292,6 +292,8 @@ class Health:
             self._channel.notify("left", issued=issued)
             if serves_others:
                 self._wait_for_others()
+        else:
+            self._channel.notify("stopped")
         self._channel.close()
 
     def _wait_for_others(self) -> None:

@@ -73,6 +73,7 @@ class Services:
         self._unreported_left: list[int] = []
         self._unreported_gone: list[int] = []
         self._failing = False
+        self._is_told = False
         self._last_ones: dict[tuple[int, int], None] = {}
         self._actions: dict[str, Callable[[int, dict[str, Any]], None]] = {
             "set": self._set,
@@ -84,6 +85,7 @@ class Services:
             "others": self._others,
             "failed": self._failed,
             "left": self._leave,
+            "stopped": self._stop,
         }
 
     def handle(self, rank: int, message: dict[str, Any]) -> None:
@@ -104,7 +106,8 @@ class Services:
         gone, self._unreported_gone = self._unreported_gone, []
         if gone and not self._failing:
             self._failing = True
-            self._say(self._loss(gone))
+            if not self._is_told:
+                self._say(self._loss(gone))
             self._push({"push": "gone", "ranks": gone})
 
     def _loss(self, gone: Sequence[int]) -> str:
@@ -273,6 +276,9 @@ class Services:
             alike.setdefault(json.dumps(self._left[rank]), []).append(rank)
         left = [[json.loads(issued), frames.ranges(ranks)] for issued, ranks in alike.items()]
         self._push({"push": "left", "left": left})
+
+    def _stop(self, rank: int, message: dict[str, Any]) -> None:
+        self._is_told = True  # the rank has raised an error, and ends because of it
 
     def _failed(self, rank: int, message: dict[str, Any]) -> None:
         if not self._failing:

@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.cluster import rendezvous, runtime
+from npu_device._src.cluster import last_words, rendezvous, runtime
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives import gpus, resources
@@ -114,7 +114,10 @@ def open(device_id: int | None = None) -> NpuDeviceHandle:
             runtime.require_unclosed()
             compat.renew_context_of_graphs()
             cluster, channel = rendezvous.meet(mine)
-            _begin(runtime.start(cluster, channel, mine.starts_hub, mine.secret), trace_settings)
+            running = runtime.start(cluster, channel, mine.starts_hub, mine.secret)
+            if mine.under_mpiexec:
+                last_words.allow_time()
+            _begin(running, trace_settings)
         except (ClusterError, TimeoutError) as error:
             raise type(error)(f"Failed open npu device {mine.device_id}: {error}") from error
         _handle = NpuDeviceHandle(cluster.device_id, cluster.world_size, cluster.rank)

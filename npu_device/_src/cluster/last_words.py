@@ -1,0 +1,32 @@
+"""Give the ranks of an ``mpiexec`` time to say that one of them was killed.
+
+MPICH's ``mpiexec`` kills the ranks of the other hosts once it hears of a killed one, which is when nobody has that
+rank's standard error open any more. So a small process keeps it open for a while. (On the killed rank's own host the
+other ranks are killed at once; the hub says then which rank is gone.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+
+from npu_device._src.cluster import runtime
+
+_SECONDS = 3
+_KEEP_OPEN = f"read line || sleep {_SECONDS}"  # the line comes when the rank exits; without it, the rank was killed
+
+
+def allow_time() -> None:
+    """Keep this process's standard error open for some seconds if it is killed."""
+    keeper = subprocess.Popen(
+        ["/bin/sh", "-c", _KEEP_OPEN],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,  # a signal to the rank's process group doesn't reach it
+    )
+
+    def release() -> None:
+        with contextlib.suppress(OSError):
+            keeper.communicate(b"\n")
+
+    runtime.on_exit(release)
