@@ -22,9 +22,6 @@ TENTHS = 10
 SETTLED = 3000
 """Steps. By then everything has happened many times, and the keys of TensorFlow's backend have come round."""
 
-_POOLED_THREADS = 2
-"""Threads that a rank may have more at the end. TensorFlow's pools take another one when all are busy, and keep it."""
-
 _AT_ONCE = 500  # steps; in between a rank that has failed is noticed
 
 
@@ -41,16 +38,16 @@ def grown(rows: Sequence[Row], tolerance: int) -> list[str]:
 
     Args:
         rows: by tenth.
-        tolerance: bytes of memory that a rank may hold more at the end. Descriptors and mappings are to be the same.
+        tolerance: bytes of memory that a rank may hold more at the end. Everything else is to be the same.
     """
     settled = _settled(rows)
     found = []
     for rank, (first, last) in enumerate(zip(settled.samples, rows[-1].samples)):
         if last.memory - first.memory > tolerance:
             found.append(f"rank {rank}: memory, from {_megabytes(first)} to {_megabytes(last)} MB")
-        for name, allowed in (("descriptors", 0), ("threads", _POOLED_THREADS), ("mappings", 0)):
+        for name in ("descriptors", "threads", "mappings"):
             before, after = getattr(first, name), getattr(last, name)
-            if after > before + allowed:
+            if after > before:
                 found.append(f"rank {rank}: {name}, from {before} to {after}")
     return [f"{line} since step {settled.steps}" for line in found]
 
@@ -121,7 +118,7 @@ def main() -> None:
     if problems:
         sys.exit("these grew:\n" + "\n".join(problems))
     between = f"from step {_settled(rows).steps} to {rows[-1].steps}"
-    print(f"flat {between}: no rank took {arguments.tolerance:g} MB more, nor more descriptors, threads or mappings")
+    print(f"flat {between}: no rank took {arguments.tolerance:g} MB more, or more of anything else")
     if rows[-1].steps <= SETTLED:
         print(f"These are too few steps to say much; a job settles in about {SETTLED}.")
 
