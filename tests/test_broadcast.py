@@ -104,9 +104,8 @@ def body_transfers() -> Any:
     graph = send.get_concrete_function().graph
     kinds = [op.type for op in graph.get_operations()]
     transfers = sum(kind.startswith("CollectiveBcast") for kind in kinds)
-    calls = kinds.count(
-        "PyFuncStateless"
-    )  # in shared memory the transfer; else the agreement, and the transfer or its key
+    # In shared memory the transfer; else the agreement, and the transfer or its key.
+    calls = kinds.count("PyFuncStateless")
     whole = TRANSFER_BYTES // 4
     large = [tf.Variable(tf.fill([whole // 2 + 1], float(rank))), tf.Variable(tf.fill([whole // 2 + 1], 2.0 * rank))]
     npu.distribute.broadcast(large)

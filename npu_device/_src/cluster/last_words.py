@@ -17,16 +17,19 @@ _KEEP_OPEN = f"read line || sleep {_SECONDS}"  # the line comes when the rank ex
 
 
 def allow_time() -> None:
-    """Keep this process's standard error open for some seconds if it is killed."""
-    keeper = subprocess.Popen(
-        ["/bin/sh", "-c", _KEEP_OPEN],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,  # a signal to the rank's process group doesn't reach it
-    )
+    """Keep this process's standard error open for some seconds if it is killed. Without /bin/sh, there is no time."""
+    try:
+        keeper = subprocess.Popen(
+            ["/bin/sh", "-c", _KEEP_OPEN],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # a signal to the rank's process group doesn't reach it
+        )
+    except OSError:
+        return
 
     def release() -> None:
-        with contextlib.suppress(OSError):
-            keeper.communicate(b"\n")
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            keeper.communicate(b"\n", _SECONDS)
 
     runtime.on_exit(release)
