@@ -7,6 +7,7 @@ session.
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import tempfile
 import time
@@ -112,6 +113,7 @@ class Pool:
         if problems:
             tails = self.tails()
             if len(answers) < self.size:
+                tails += "\n" + self._stacks()
                 self.close()
             raise AssertionError("\n".join(problems) + "\n" + tails)
         return answers
@@ -132,6 +134,15 @@ class Pool:
             lines = process.output.splitlines()[-_TAIL_LINES:]
             parts.append(f"--- output of rank {rank} ---\n" + "\n".join(lines))
         return "\n".join(parts)
+
+    def _stacks(self) -> str:
+        """Where the Python threads of each rank are."""
+        before = [len(process.output) for process in self._processes]
+        for process in self._processes:
+            process.send_signal(signal.SIGUSR1)  # pool_worker.py
+        time.sleep(1)
+        outputs = [process.output[length:] for process, length in zip(self._processes, before)]
+        return "\n".join(f"--- stacks of rank {rank} ---\n{output}" for rank, output in enumerate(outputs))
 
     def hang_up(self) -> None:
         """Let the workers end, without waiting for them."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import itertools
 import os
+import signal
 import sys
 import time
 import traceback
@@ -51,6 +53,7 @@ def _warm_up(rank: int, size: int) -> None:
 
 
 def main() -> None:
+    faulthandler.register(signal.SIGUSR1)  # a pool asks where a rank is that doesn't answer
     with Client(sys.argv[1], family="AF_UNIX") as connection:
         device = npu.open().as_default()
         backend = os.environ.get("NPU_DEVICE_BACKEND")
