@@ -45,8 +45,8 @@ def _allocated() -> int:
 
 
 def _growth(call: Callable[[], object], calls: int) -> int:
-    """Bytes that malloc has given out more after some calls; the median of three such series, because TensorFlow's other
-    threads take and return memory when they like.
+    """Bytes that malloc has given out more after some calls; the median of three such series, because other
+    threads of TensorFlow take and return memory when they like.
     """
     held = [_allocated()]
     for _ in range(3):

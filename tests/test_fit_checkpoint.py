@@ -124,6 +124,7 @@ def test_a_killed_rank_and_a_preemption_under_npurun(tmp_path: Path) -> None:
 def compare(directory: Path) -> None:
     """Compare what the ranks of a job have ended with to their training that nothing interrupted."""
     for one, other in zip(results_of(directory, 2, "whole"), results_of(directory, 2)):
-        assert (list(one["epochs"]), list(other["epochs"])) == ([0, 1, 2], [1, 2])
+        assert list(one["epochs"]) == [0, 1, 2]
+        assert list(other["epochs"]) in ([1, 2], [2])  # a signal takes some of the short steps to reach all ranks
         for name in set(one) - {"epochs"}:
             np.testing.assert_array_equal(one[name], other[name])
