@@ -69,7 +69,7 @@ class Pool:
     def alive(self) -> bool:
         return all(process.poll() is None for process in self._processes)
 
-    def run(self, body: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
+    def run(self, body: Callable[..., Any], *arguments: Any, timeout: float = 300) -> list[Any]:
         """Call ``body(*arguments)`` on every rank; the results by rank.
 
         An error or a warning on any rank fails the test, with all ranks' outputs. So does a thread or a descriptor that
