@@ -29,6 +29,7 @@ _NEW_GROUP_EVERY = 23
 _NEW_TAG_EVERY = 3
 _VARYING_EVERY = 7
 _BROADCAST_EVERY = 51
+_MANY = 40  # sums of one function, none of which waits for another
 _GROUP_NAMES = 20
 
 
@@ -67,6 +68,7 @@ class SoakSide:
         if number % _NEW_FUNCTION_EVERY == 0:
             self._step = self._function()
             self._other_shape(choice.randrange(1, _LONGEST))
+            self._many_at_once(choice.randrange(1, _LONGEST))
             gc.collect()  # by itself, Python does so after some twenty: 90 MB of garbage, and holes in malloc's memory
         loss = self._train()
         npu.distribute.all_reduce(loss, "mean")
@@ -130,6 +132,16 @@ class SoakSide:
             return npu.distribute.all_reduce(values, "sum")
 
         total(tf.ones([length]))
+
+    @staticmethod
+    def _many_at_once(length: int) -> None:
+        """Make many sums in one function, so that TensorFlow's pools become as large as they will ever be."""
+
+        @tf.function
+        def totals(values: tf.Tensor) -> list[tf.Tensor]:
+            return [npu.distribute.all_reduce(values + number, "sum") for number in range(_MANY)]
+
+        totals(tf.ones([length]))
 
     def _send(self, tag: int, length: int) -> None:
         """From an even rank to the next one, or back."""
