@@ -94,6 +94,20 @@ def context_is_initialized() -> bool:
     return current is not None and current._context_handle is not None
 
 
+def let_idle_threads_sleep() -> None:
+    """Let TensorFlow's idle threads sleep at once; by default they look for work for a while, and use a core for that.
+
+    To be called before TensorFlow has made its thread pools. There is no public setting for an existing context.
+    """
+    tf.config.get_visible_devices()  # or TensorFlow would take the visible GPUs from this configuration
+    current = _context.context()
+    config = config_pb2.ConfigProto()
+    if current._config is not None:
+        config.CopyFrom(current._config)
+    config.experimental.disable_thread_spinning = True
+    current._config = config
+
+
 def renew_context_of_graphs() -> None:
     """Replace TensorFlow's context if eager mode is switched off for the whole process.
 

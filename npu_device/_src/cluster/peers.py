@@ -40,6 +40,7 @@ _PAUSE_SECONDS = 0.2
 _SEND_SECONDS = 60.0
 _CHECK_SECONDS = 0.1
 _SPIN_SECONDS = 1e-4
+_READ_BYTES = 64 << 10  # malloc would ask the system for larger ones each time
 _DELIVER_SECONDS, _DELIVER_TICK_SECONDS = 60.0, 0.005
 _NEWS_SECONDS = 5.0  # by then the hub has told which rank has ended
 
@@ -109,12 +110,9 @@ class _Incoming:
         Raises:
             OSError: the connection has ended.
         """
-        until = time.perf_counter() + _SPIN_SECONDS
-        while spins and not self._poll.poll(0) and time.perf_counter() < until:
-            pass
-        if not self._poll.poll(1000 * seconds):
+        if not (spins and self._arrives_soon()) and not self._poll.poll(1000 * seconds):
             return []
-        data = self.connection.recv(1 << 18)
+        data = self.connection.recv(_READ_BYTES)
         if not data:
             raise ConnectionError("it has closed its connection")
         self._data += data
@@ -127,6 +125,13 @@ class _Incoming:
             messages.append((number, bytes(self._data[_HEADER.size : end])))
             del self._data[:end]
         return messages
+
+    def _arrives_soon(self) -> bool:
+        until = time.perf_counter() + _SPIN_SECONDS
+        while not self._poll.poll(0):
+            if time.perf_counter() > until:
+                return False
+        return True
 
 
 class Peers:

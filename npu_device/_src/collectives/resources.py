@@ -73,4 +73,7 @@ def divide_cores(running: Runtime) -> None:
     if running.cluster.local_size > 1 and threading.get_intra_op_parallelism_threads() == 0:
         threading.set_intra_op_parallelism_threads(share)
     if threading.get_inter_op_parallelism_threads() == 0:
-        threading.set_inter_op_parallelism_threads(max(LEAST_INTER_OP_THREADS, share))
+        threads = max(LEAST_INTER_OP_THREADS, share)
+        threading.set_inter_op_parallelism_threads(threads)
+        if threads > share:  # they would take the core from each other (docs/notes.md)
+            compat.let_idle_threads_sleep()

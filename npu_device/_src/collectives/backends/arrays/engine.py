@@ -54,7 +54,7 @@ class PendingOperation:
         self.refuse = refuse
         self.program: Program | None = None
         self.error: BaseException | None = None
-        self.ended_at = 0.0  # seconds since the epoch
+        self.ended_at = 0  # ns since the epoch
         self.ended = False
 
 
@@ -162,7 +162,7 @@ class Engine:
             self._broken = self._broken or error
         self._queue.popleft()
         pending.program = None
-        pending.ended_at = time.time()
+        pending.ended_at = time.time_ns()
         with self._ended:
             pending.ended = True
             self._ended.notify_all()

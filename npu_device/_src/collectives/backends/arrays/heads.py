@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from npu_device._src.collectives.terms import Terms
 
 Head = Sequence[int]
@@ -34,12 +32,12 @@ def compares(head: Head) -> bool:
     return head[-1] != _AGREED
 
 
-def require_same(heads: np.ndarray) -> None:
-    """Compare all members' heads, int32, shape [members, HEAD_WORDS].
+def require_same(heads: Sequence[Head]) -> None:
+    """Compare all members' heads.
 
     Raises:
         Mismatch: they differ, or a member is in two calls at once, which all members refuse.
     """
-    first, *others = heads.tolist()  # a few numbers: faster than with numpy
+    first, *others = heads
     if any(head != first for head in others) or first[-1] == _OVERLAPS:
         raise Mismatch

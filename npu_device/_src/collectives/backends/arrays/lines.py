@@ -54,8 +54,8 @@ class Operation(NamedTuple):
 OnTensors = tuple[Operation, Sequence[tf.Tensor]]
 """An operation and its inputs."""
 
-Finish = Callable[[], tuple[float, list[np.ndarray]]]
-"""Waits for an operation; returns when it ended, in seconds since the epoch, and its results. To be called once."""
+Finish = Callable[[], tuple[int, list[np.ndarray]]]
+"""Waits for an operation; returns when it ended, in ns since the epoch, and its results. To be called once."""
 
 
 class GroupLine:
@@ -98,7 +98,7 @@ class GroupLine:
         self._engine.start(pending, overlaps and operation.size > self._background_from)
         return partial(self._finish, pending)
 
-    def _finish(self, pending: PendingOperation) -> tuple[float, list[np.ndarray]]:
+    def _finish(self, pending: PendingOperation) -> tuple[int, list[np.ndarray]]:
         try:
             results: list[np.ndarray] = self._engine.finish(pending)
             return pending.ended_at, results
@@ -133,7 +133,7 @@ class PairLine:
             self._connect().start(transfer)
         return partial(self._finish, transfer, results)
 
-    def _finish(self, transfer: Transfer, results: list[np.ndarray]) -> tuple[float, list[np.ndarray]]:
+    def _finish(self, transfer: Transfer, results: list[np.ndarray]) -> tuple[int, list[np.ndarray]]:
         try:
             self._connect().finish(transfer)
             return transfer.ended_at, results
@@ -264,7 +264,7 @@ def _call(
 
     def run(shapes: Any, *arrays: np.ndarray) -> list[Any]:
         ended_at, results = line.start(operation, terms, int(shapes), list(arrays), False)()
-        return [np.float64(ended_at), *results]
+        return [np.int64(ended_at), *results]
 
     results = orders.starts.call(run, [tf.convert_to_tensor(shapes), *inputs], _dtypes(operation))
     return _waited_for(results, operation)
@@ -284,7 +284,7 @@ def _start(
         _pending[ticket] = line.start(operation, terms, int(shapes), list(arrays), True)
         return [np.int64(ticket)]
 
-    return orders.starts.call(start, [tf.convert_to_tensor(shapes), *inputs], [tf.int64])[0]
+    return orders.starts.call(start, [tf.convert_to_tensor(shapes), *inputs])[0]
 
 
 def _finish(orders: _Orders, operation: Operation, ticket: tf.Tensor) -> list[tf.Tensor]:
@@ -292,17 +292,16 @@ def _finish(orders: _Orders, operation: Operation, ticket: tf.Tensor) -> list[tf
 
     def finish(ticket: Any) -> list[Any]:
         ended_at, results = _pending.pop(int(ticket))()
-        return [np.float64(ended_at), *results]
+        return [np.int64(ended_at), *results]
 
     return _waited_for(orders.finishes.call(finish, [ticket], _dtypes(operation)), operation)
 
 
 def _dtypes(operation: Operation) -> list[tf.DType]:
-    return [tf.float64, *(output.dtype for output in operation.outputs)]
+    return [output.dtype for output in operation.outputs]
 
 
 _waiting: weakref.WeakSet[tf.Operation] = weakref.WeakSet()
-_ENDED_AT = 1  # index among the outputs of the waiting operation; the first output keeps the order
 
 
 def _waited_for(results: list[tf.Tensor], operation: Operation) -> list[tf.Tensor]:
@@ -316,4 +315,4 @@ def end_of(operation: tf.Operation) -> tf.Tensor | None:
     """Return when the collective that an operation of a graph waits for ended, possibly long before its results
     were needed: seconds since the epoch, float64, shape []. None for operations that aren't this backend's.
     """
-    return operation.outputs[_ENDED_AT] if operation in _waiting else None
+    return tf.cast(operation.outputs[0], tf.float64) / 1e9 if operation in _waiting else None

@@ -49,7 +49,7 @@ class Transfer:
         terms: must be the same on both sides.
         refuse: makes the error for sides whose terms differ.
         ended: whether it has ended.
-        ended_at: when, in seconds since the epoch.
+        ended_at: when, in ns since the epoch.
         refused: whether the terms differ.
         error: the error that ended it, if any.
     """
@@ -60,13 +60,13 @@ class Transfer:
     terms: TermWords
     refuse: Callable[[], Exception]
     ended: bool = False
-    ended_at: float = 0.0
+    ended_at: int = 0
     refused: bool = False
     error: Optional[BaseException] = None
 
     def end(self, refused: bool = False, error: BaseException | None = None) -> None:
         """Mark it as ended."""
-        self.refused, self.error, self.ended_at, self.ended = refused, error, time.time(), True
+        self.refused, self.error, self.ended_at, self.ended = refused, error, time.time_ns(), True
 
 
 @dataclass

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-import numpy as np
-
 from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.arrays.engine import Program
 from npu_device._src.collectives.group import Group
@@ -30,9 +28,9 @@ class Channel:
         self._inbox = self._peers.inbox(self._number)
         self._spins = runtime.has_own_core
 
-    def gather(self, row: np.ndarray) -> Generator[int, None, np.ndarray]:
-        """Return all members' rows, uint8, shape [size, n], given this member's, shape [n]; n is the same on all."""
-        known = [row.tobytes()]  # of this member, the one before it, and so on
+    def gather(self, row: bytes) -> Generator[int, None, list[bytes]]:
+        """Return all members' rows, by member, given this member's; they have the same length on all."""
+        known = [row]  # of this member, the one before it, and so on
         while len(known) < self.size:
             distance = len(known)
             to, source = (self._ranks[(self.rank + step) % self.size] for step in (distance, -distance))
@@ -40,9 +38,8 @@ class Channel:
             while self._inbox.first(source) is None:
                 yield source
             message = self._inbox.take(source)
-            known += [message[first : first + row.nbytes] for first in range(0, len(message), row.nbytes)]
-        rows = np.frombuffer(b"".join(known), np.uint8).reshape(self.size, -1)
-        return rows[(self.rank - np.arange(self.size)) % self.size]
+            known += [message[first : first + len(row)] for first in range(0, len(message), len(row))]
+        return [known[(self.rank - member) % self.size] for member in range(self.size)]
 
     def advance(self, program: Program, block: bool, hurry: bool = False) -> bool:
         """Run a program to its end, or as far as it goes without blocking; return whether it has ended.

@@ -5,7 +5,8 @@ The round always has the same form, whatever the operation, so that members whos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Generator, Sequence
 from typing import Any, Optional, Union
 
 import numpy as np
@@ -18,7 +19,7 @@ from npu_device._src.collectives.backends.arrays.heads import HEAD_WORDS, Head, 
 from npu_device._src.collectives.backends.arrays.stream import Stream
 from npu_device._src.collectives.backends.messages.channel import Channel
 
-_HEAD_BYTES = 4 * HEAD_WORDS
+_HEAD = struct.Struct(f"<{HEAD_WORDS}i")
 _ROOM_OF_ALL_BYTES = 64 << 10
 _LEAST_ROOM_BYTES = ALIGNMENT  # a scalar's
 MOST_ROOM_BYTES = 1024
@@ -76,14 +77,16 @@ def broadcast(channel: Channel, stream: Stream, result: Optional[np.ndarray], ro
 
 def all_gather(channel: Channel, row: np.ndarray, result: np.ndarray, head: Head) -> Program:
     """Gather all members' rows, shape [n], into ``result``, shape [size, n]."""
-    result.view(np.uint8)[:] = yield from _round(channel, row.view(np.uint8), head)
+    rows = yield from _round(channel, row, head)
+    for number, found in enumerate(rows):
+        result[number] = np.frombuffer(found, result.dtype)
 
 
 def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Head) -> Program:
     """Send row i of ``rows`` to member i, and receive row i of ``result`` from member i: both [size, n]."""
-    everything = yield from _round(channel, rows.reshape(-1).view(np.uint8), head)
-    found = result.view(np.uint8)
-    found[:] = everything.reshape(channel.size, *found.shape)[:, channel.rank]
+    everything = yield from _round(channel, rows, head)
+    for number, found in enumerate(everything):
+        result[number] = np.frombuffer(found, result.dtype).reshape(result.shape)[channel.rank]
 
 
 def meet(channel: Channel, head: Head) -> Program:
@@ -92,20 +95,20 @@ def meet(channel: Channel, head: Head) -> Program:
         yield from _round(channel, np.empty(0, np.uint8), head)
 
 
-def _rows(channel: Channel, stream: Stream, head: Head) -> Any:
+def _rows(channel: Channel, stream: Stream, head: Head) -> Generator[int, None, list[np.ndarray]]:
     """Return all members' streams."""
     packed = np.zeros(stream.length, stream.dtype)
     stream.copy_in(0, packed)
-    rows = yield from _round(channel, packed.view(np.uint8), head)
-    return np.ascontiguousarray(rows).view(stream.dtype)
+    rows = yield from _round(channel, packed, head)
+    return [np.frombuffer(row, stream.dtype) for row in rows]
 
 
-def _round(channel: Channel, mine: np.ndarray, head: Head) -> Any:
-    """Compare the heads, if the ranks haven't agreed on the call; return all members' data: uint8, shape [size, n].
+def _round(channel: Channel, mine: np.ndarray, head: Head) -> Generator[int, None, list[bytes]]:
+    """Compare the heads, if the ranks haven't agreed on the call; return all members' data, by member.
 
     Args:
         channel: the members.
-        mine: this member's bytes, shape [n].
+        mine: this member's data, of the same size on all.
         head: this member's head.
 
     Raises:
@@ -114,9 +117,8 @@ def _round(channel: Channel, mine: np.ndarray, head: Head) -> Any:
     space = room(channel.size)
     if mine.nbytes > space:
         raise AssertionError(f"{mine.nbytes} bytes don't fit into a message; choice.carries is wrong")
-    row = np.zeros(_HEAD_BYTES + (space if compares(head) else mine.nbytes), np.uint8)
-    row[:_HEAD_BYTES] = np.array(head, np.int32).view(np.uint8)
-    row[_HEAD_BYTES : _HEAD_BYTES + mine.nbytes] = mine
-    found = yield from channel.gather(row)
-    require_same(found[:, :_HEAD_BYTES].copy().view(np.int32))
-    return found[:, _HEAD_BYTES : _HEAD_BYTES + mine.nbytes]
+    row = _HEAD.pack(*head) + mine.tobytes()
+    end = len(row)
+    rows = yield from channel.gather(row.ljust(_HEAD.size + space, b"\0") if compares(head) else row)
+    require_same([_HEAD.unpack_from(row) for row in rows])
+    return [row[_HEAD.size : end] for row in rows]

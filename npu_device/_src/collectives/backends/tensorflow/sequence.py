@@ -77,12 +77,12 @@ class Sequence:
         graph = tf.compat.v1.get_default_graph()
         before = [graph.get_operation_by_name(names[-self._ring])] if len(names) >= self._ring else []
 
-        def drawn(*shape: Any) -> list[np.int32]:
+        def drawn(*shape: Any) -> list[np.int64]:
             sizes = shape[0].tolist() if known is None else known
-            return [np.int32(self._next((kind, dtype.name, tuple(sizes))))]
+            return [np.int64(self._next((kind, dtype.name, tuple(sizes))))]
 
         with tf.device("CPU:0"), tf.control_dependencies(before):
-            return self._order.call(drawn, [shape] if known is None else [], [tf.int32])[0]
+            return tf.cast(self._order.call(drawn, [shape] if known is None else [])[0], tf.int32)
 
     def _next(self, signature: Hashable) -> int:
         with self._lock:
