@@ -121,9 +121,9 @@ def body_keys() -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("tensorflow_ranks", [2], indirect=True)
 def test_instance_keys_of_tensorflow(tensorflow_ranks: Pool) -> None:
-    # 1000 sums: with a key of its own for each they took 1.5 MB.
+    # 1000 sums: with a key of its own for each they take 830 KB of malloc's.
     found = tensorflow_ranks.run(body_keys)
-    assert max(found) < 1 << 20, found
+    assert max(found) < 256 << 10, found
 
 
 def body_kept_memory() -> int:
