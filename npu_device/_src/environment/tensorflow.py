@@ -42,10 +42,12 @@ GRPC_MAX_RETRIES = Variable(
 TF_GRPC_DEFAULT_OPTIONS = Variable(
     "TF_GRPC_DEFAULT_OPTIONS",
     forms.TEXT,
+    "grpc.http2.bdp_probe=0,grpc.http2.lookahead_bytes=16777216,"
     f'grpc.min_reconnect_backoff_ms=86400000,grpc.service_config="{_SERVICE_CONFIG}"',
-    "options of TensorFlow's connections to other ranks: how long one may take (until a stopped rank goes on), and "
-    "that gRPC holds a failed `MarkRecvFinished`: TensorFlow may crash if it repeats that. Your own value replaces "
-    "this one, so keep these options in it.",
+    "options of TensorFlow's connections to other ranks: how many bytes a rank accepts before it has read them (gRPC's "
+    "own estimate is too low), how long a connection may take (until a stopped rank goes on), and that gRPC holds a "
+    "failed `MarkRecvFinished`: TensorFlow may crash if it repeats that. Your own value replaces this one, so keep "
+    "these options in it.",
 )
 MALLOC_MMAP_THRESHOLD_ = Variable(
     "MALLOC_MMAP_THRESHOLD_",

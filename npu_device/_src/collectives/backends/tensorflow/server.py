@@ -89,7 +89,8 @@ def start(runtime: Runtime) -> None:
     config.rpc_options.cache_rpc_response = True
     # And gRPC's client gives up a new connection that the other side doesn't answer for 20 s. The message by which the
     # sender learns that it can forget a transfer must not fail: TensorFlow would repeat it with memory that it has
-    # freed, and crash. So gRPC keeps it.
+    # freed, and crash. So gRPC keeps it. After some small transfers gRPC's estimate of how much it should accept at
+    # once is too low for a slow link (docs/notes.md).
     environment.TF_GRPC_DEFAULT_OPTIONS.pass_on()
     freed_memory.keep()
     context.enable_collective_ops(compat.server_def({_JOB: addresses}, _JOB, cluster.rank, reserved.number, config))
