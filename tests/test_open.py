@@ -138,10 +138,12 @@ THREADS = """
 import os
 import tensorflow as tf
 import npu_device as npu
+from npu_device._src import compat
 npu.open()
 threading = tf.config.threading
 print("cores", len(os.sched_getaffinity(0)), "intra", threading.get_intra_op_parallelism_threads(),
-      "inter", threading.get_inter_op_parallelism_threads())
+      "inter", threading.get_inter_op_parallelism_threads(),
+      "spin", not compat.eager_context().config.experimental.disable_thread_spinning)
 """
 
 
@@ -149,7 +151,8 @@ def test_the_ranks_of_a_host_divide_its_cores(tmp_path: Path) -> None:
     for result in job.run(tmp_path, 2, THREADS):
         words = result.output.split()
         cores = int(words[words.index("cores") + 1])
-        assert f"intra {max(1, cores // 2)} inter {max(2, cores // 2)}" in result.output
+        share = max(1, cores // 2)
+        assert f"intra {share} inter {max(2, share)} spin {share > 1}" in result.output
 
 
 def test_ranks_that_are_bound_to_cores_keep_them(tmp_path: Path) -> None:
@@ -176,14 +179,14 @@ os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
 npu.open = lambda: divide_cores(SimpleNamespace(cluster=SimpleNamespace(local_size=1), cores=1))
 """
     [result] = job.run(tmp_path, 1, alone + THREADS)
-    assert "cores 1 intra 0 inter 2" in result.output
+    assert "cores 1 intra 0 inter 2 spin False" in result.output
 
 
 @pytest.mark.parametrize("setting", ["environment", "script"])
 def test_the_users_threads_are_left_alone(tmp_path: Path, setting: str) -> None:
     if setting == "environment":
         results = job.run(tmp_path, 2, THREADS, TF_NUM_INTRAOP_THREADS="3")
-        expected = "intra 0 inter 0"  # TensorFlow reads the variable by itself
+        expected = "intra 0 inter 0 spin True"  # TensorFlow reads the variable by itself
     else:
         ours = "tf.config.threading.set_intra_op_parallelism_threads(3)\nnpu.open()"
         results = job.run(tmp_path, 2, THREADS.replace("npu.open()", ours))

@@ -97,15 +97,11 @@ def context_is_initialized() -> bool:
 def let_idle_threads_sleep() -> None:
     """Let TensorFlow's idle threads sleep at once; by default they look for work for a while, and use a core for that.
 
-    To be called before TensorFlow has made its thread pools. There is no public setting for an existing context.
+    To be called before TensorFlow has made its thread pools. In eager mode there is no public setting (TensorFlow 2.20).
     """
     tf.config.get_visible_devices()  # or TensorFlow would take the visible GPUs from this configuration
-    current = _context.context()
-    config = config_pb2.ConfigProto()
-    if current._config is not None:
-        config.CopyFrom(current._config)
-    config.experimental.disable_thread_spinning = True
-    current._config = config
+    thrifty = config_pb2.ConfigProto.Experimental(disable_thread_spinning=True)
+    _context.context()._config = config_pb2.ConfigProto(experimental=thrifty)
 
 
 def renew_context_of_graphs() -> None:
