@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 # Scripts take config_pb2, rewriter_config_pb2, session and session_run_hook from the adapter's star import.
-from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2  # noqa: F401
+from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.client import session  # noqa: F401
 
 # The eager context has no public counterpart for collective ops over several processes;
@@ -97,7 +97,7 @@ def context_is_initialized() -> bool:
 def let_idle_threads_sleep() -> None:
     """Let TensorFlow's idle threads sleep at once; by default they look for work for a while, and use a core for that.
 
-    To be called before TensorFlow has made its thread pools. In eager mode there is no public setting (TensorFlow 2.20).
+    To be called before TensorFlow has made its thread pools. Eager mode has no public setting (TensorFlow 2.20).
     """
     tf.config.get_visible_devices()  # or TensorFlow would take the visible GPUs from this configuration
     thrifty = config_pb2.ConfigProto.Experimental(disable_thread_spinning=True)
