@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 # Scripts take config_pb2, rewriter_config_pb2, session and session_run_hook from the adapter's star import.
-from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
+from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2  # noqa: F401
 from tensorflow.python.client import session  # noqa: F401
 
 # The eager context has no public counterpart for collective ops over several processes;
