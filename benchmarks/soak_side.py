@@ -68,7 +68,7 @@ class SoakSide:
         if number % _NEW_FUNCTION_EVERY == 0:
             self._step = self._function()
             self._other_shape(choice.randrange(1, _LONGEST))
-            self._many_at_once(choice.randrange(1, _LONGEST))
+            self._many_at_once()
             gc.collect()  # by itself, Python does so after some twenty: 90 MB of garbage, and holes in malloc's memory
         loss = self._train()
         npu.distribute.all_reduce(loss, "mean")
@@ -134,14 +134,17 @@ class SoakSide:
         total(tf.ones([length]))
 
     @staticmethod
-    def _many_at_once(length: int) -> None:
-        """Make many sums in one function, so that TensorFlow's pools become as large as they will ever be."""
+    def _many_at_once() -> None:
+        """Make many sums in one function, so that TensorFlow's pools become as large as they will ever be.
+
+        Their length is always the same: for each length TensorFlow's backend keeps up to 16 keys of 1.5 KB.
+        """
 
         @tf.function
         def totals(values: tf.Tensor) -> list[tf.Tensor]:
             return [npu.distribute.all_reduce(values + number, "sum") for number in range(_MANY)]
 
-        totals(tf.ones([length]))
+        totals(tf.ones([_LONGEST]))
 
     def _send(self, tag: int, length: int) -> None:
         """From an even rank to the next one, or back."""
