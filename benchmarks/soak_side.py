@@ -29,7 +29,7 @@ _NEW_GROUP_EVERY = 23
 _NEW_TAG_EVERY = 3
 _VARYING_EVERY = 7
 _BROADCAST_EVERY = 51
-_MANY = 40  # sums of one function, none of which waits for another
+_MANY = 40  # sums at once, so that TensorFlow's pools of threads become as large as they will ever be
 _GROUP_NAMES = 20
 
 
@@ -67,8 +67,8 @@ class SoakSide:
         choice = random.Random(number)
         if number % _NEW_FUNCTION_EVERY == 0:
             self._step = self._function()
-            self._other_shape(choice.randrange(1, _LONGEST))
-            self._many_at_once()
+            self._new_sums(choice.randrange(1, _LONGEST), 1)
+            self._new_sums(_LONGEST, _MANY)  # one length: TensorFlow's backend keeps up to 16 keys of 1 KB for each
             gc.collect()  # by itself, Python does so after some twenty: 90 MB of garbage, and holes in malloc's memory
         loss = self._train()
         npu.distribute.all_reduce(loss, "mean")
@@ -124,27 +124,14 @@ class SoakSide:
         return step
 
     @staticmethod
-    def _other_shape(length: int) -> None:
-        """Trace a function, call it once, and drop it."""
-
-        @tf.function
-        def total(values: tf.Tensor) -> tf.Tensor:
-            return npu.distribute.all_reduce(values, "sum")
-
-        total(tf.ones([length]))
-
-    @staticmethod
-    def _many_at_once() -> None:
-        """Make many sums in one function, so that TensorFlow's pools become as large as they will ever be.
-
-        Their length is always the same: for each length TensorFlow's backend keeps up to 16 keys of 1.5 KB.
-        """
+    def _new_sums(length: int, count: int) -> None:
+        """Trace a function that makes sums, none of which waits for another; call it once, and drop it."""
 
         @tf.function
         def totals(values: tf.Tensor) -> list[tf.Tensor]:
-            return [npu.distribute.all_reduce(values + number, "sum") for number in range(_MANY)]
+            return [npu.distribute.all_reduce(values + number, "sum") for number in range(count)]
 
-        totals(tf.ones([_LONGEST]))
+        totals(tf.ones([length]))
 
     def _send(self, tag: int, length: int) -> None:
         """From an even rank to the next one, or back."""

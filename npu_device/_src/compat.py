@@ -1,5 +1,4 @@
-"""Differences between TensorFlow and Keras releases, and the few private parts of TensorFlow that the package
-uses.
+"""Differences between TensorFlow and Keras releases, and the private parts of TensorFlow that the package uses.
 
 Only this module checks versions or imports from ``tensorflow.python``. Everything else uses the names
 below. Each says when it can go; one that doesn't stays as long as TensorFlow has no public counterpart.
@@ -18,8 +17,7 @@ import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2  # noqa: F401
 from tensorflow.python.client import session  # noqa: F401
 
-# The eager context has no public counterpart for collective ops over several processes;
-# tf.distribute.MultiWorkerMirroredStrategy goes through the same calls.
+# The eager context has no public counterpart for collective ops over several processes and for idle threads.
 from tensorflow.python.eager import context as _context
 from tensorflow.python.eager import record as _record
 from tensorflow.python.framework import ops as _ops
@@ -95,13 +93,10 @@ def context_is_initialized() -> bool:
 
 
 def let_idle_threads_sleep() -> None:
-    """Let TensorFlow's idle threads sleep at once; by default they look for work for a while, and use a core for that.
-
-    To be called before TensorFlow has made its thread pools. Eager mode has no public setting (TensorFlow 2.20).
-    """
+    """Let the threads that TensorFlow is going to make sleep when idle; by default they use a core to look for work."""
     tf.config.get_visible_devices()  # or TensorFlow would take the visible GPUs from this configuration
-    thrifty = config_pb2.ConfigProto.Experimental(disable_thread_spinning=True)
-    _context.context()._config = config_pb2.ConfigProto(experimental=thrifty)
+    sleepy = config_pb2.ConfigProto.Experimental(disable_thread_spinning=True)
+    _context.context()._config = config_pb2.ConfigProto(experimental=sleepy)
 
 
 def renew_context_of_graphs() -> None:

@@ -74,7 +74,8 @@ class Order:
 
         To TensorFlow the operation has no state, or it would be ordered with all other stateful operations. It takes
         the number in the order's variable, and its first result is written there: TensorFlow keeps reads and writes of
-        a variable in order, and operations connected by data can't be optimised away. Another result would take 10 µs.
+        a variable in order, and operations connected by data can't be optimised away. A result that only serves for
+        this would cost 10 µs.
         """
 
         def in_order(_: Any, *arrays: Any) -> Sequence[Any]:
