@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import signal
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +253,41 @@ def test_destroyed_and_made_again(ranks: Pool) -> None:
     for rank, found in enumerate(ranks.run(body_again)):
         ends = outer if rank in (0, ranks.size - 1) else []
         assert found == [ends, world, ends, ends]
+
+
+def body_destroyed_while_the_sender_sleeps(length: int) -> tuple[float, float]:
+    """Receive, and destroy the group, while the sender is stopped: it finds the answer, and then perhaps the end of a
+    connection, at the same time.
+    """
+    import tensorflow as tf
+
+    import npu_device as npu
+    from hccl.manage.api import create_group, destroy_group
+    from npu_device.distribute import hccl_ops
+
+    rank, size = npu.open().worker_id, npu.open().workers_num
+    sender = int(hccl_ops.broadcast([tf.constant(os.getpid())], 0)[0])
+    received = 0.0
+    create_group("brief", size, list(range(size)))
+    if rank == 0:
+        hccl_ops.send(tf.ones([length]), 0, 1, "brief")
+        destroy_group("brief")
+    elif rank == 1:
+        time.sleep(0.5)  # by then the sender waits for the answer
+        os.kill(sender, signal.SIGSTOP)
+        with subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {sender}"]):
+            received = float(tf.reduce_sum(hccl_ops.receive([length], tf.float32, 0, 0, "brief")))
+            destroy_group("brief")
+    else:
+        destroy_group("brief")
+    return received, float(npu.distribute.all_reduce(tf.ones([]), "sum"))
+
+
+def test_destroyed_while_the_sender_sleeps(several_ranks: Pool) -> None:
+    for length in (1, 100_000):
+        found = several_ranks.run(body_destroyed_while_the_sender_sleeps, length, timeout=30)
+        assert [received for received, _ in found] == [0, length, 0][: several_ranks.size]
+        assert {total for _, total in found} == {several_ranks.size}
 
 
 def body_unknown() -> str:

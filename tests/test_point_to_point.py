@@ -88,6 +88,7 @@ def test_gradients(three: Pool) -> None:
 def test_groups_come_and_go(three: Pool) -> None:
     test_groups.test_overlapping_groups_and_groups_of_one(three)
     test_groups.test_destroyed_and_made_again(three)
+    test_groups.test_destroyed_while_the_sender_sleeps(three)
 
 
 @pytest.mark.slow

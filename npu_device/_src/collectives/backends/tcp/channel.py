@@ -45,7 +45,12 @@ class _Message:
 
 
 class _Line:
-    """One direction of a pair: its messages, in their order."""
+    """One direction of a pair: its messages, in their order.
+
+    Attributes:
+        lost: why the connection has ended; None while it hasn't. That is an error only for those who still wait for a
+            message: the other member may have destroyed the group after its last one.
+    """
 
     events = 0
 
@@ -53,6 +58,7 @@ class _Line:
         self._peers, self._rank, self._number = peers, rank, number
         self.connection: socket.socket | None = None
         self.messages: deque[_Message] = deque()
+        self.lost: str | None = None
 
     def add(self, data: np.ndarray) -> _Message:
         """Start a message."""
@@ -61,20 +67,25 @@ class _Line:
         return message
 
     def advance(self) -> None:
-        """Send or receive what is possible without waiting.
-
-        Raises:
-            PeerError: the connection has ended.
-        """
+        """Send or receive what is possible without waiting."""
         if self.connection is None:
             self.connection = self._connected()
         try:
-            while self.messages and self.connection is not None:
+            while self.messages and self.connection is not None and self.lost is None:
                 self._move(self.connection, self.messages[0])
         except BlockingIOError:
             pass
         except OSError as error:
-            self._peers.raise_for(self._rank, str(error))
+            self.lost = str(error)
+
+    def check(self) -> None:
+        """Check that messages can still come or go.
+
+        Raises:
+            PeerError: the connection has ended.
+        """
+        if self.lost is not None:
+            self._peers.raise_for(self._rank, self.lost)
 
     def _connected(self) -> socket.socket | None:
         raise NotImplementedError
@@ -153,7 +164,6 @@ class Channel:
         rank: this member's number.
         counts: for each member, the number of ranks whose sum it contributes.
         ahead: see ``point_to_point.Channel``.
-        check: raises if the job has failed.
     """
 
     ahead = 4
@@ -161,7 +171,7 @@ class Channel:
     def __init__(self, runtime: Runtime, group: Group) -> None:
         self.size, self.rank = group.size, group.rank
         self.counts = group.counts or (1,) * group.size
-        self.check = runtime.health.require_running
+        self._health = runtime.health
         self._spins = runtime.has_own_core
         ends = [(runtime.peers, rank, group.number) for rank in group.ranks]
         self._outgoing = [_Outgoing(*end) for end in ends]
@@ -205,7 +215,7 @@ class Channel:
             if line.messages and line.connection is None:
                 seconds = min(seconds, _ARRIVAL_SECONDS)
                 line.advance()
-            if line.messages and line.connection is not None:
+            if line.messages and line.connection is not None and line.lost is None:
                 poll.register(line.connection, line.events)
                 busy[line.connection.fileno()] = line
         ready = poll.poll(0)
@@ -215,6 +225,17 @@ class Channel:
         for descriptor, _ in ready:
             busy[descriptor].advance()
         return bool(ready)
+
+    def check(self) -> None:
+        """Check that the messages can still come or go.
+
+        Raises:
+            PeerError: a rank of the job has failed or ended, or can't be reached any more.
+        """
+        self._health.require_running()
+        for line in (*self._outgoing, *self._incoming):
+            if line.messages:
+                line.check()
 
     def settle(self) -> None:
         """Do nothing: what the members share is no secret to be withdrawn."""
