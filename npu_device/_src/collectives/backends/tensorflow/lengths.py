@@ -5,6 +5,9 @@ TensorFlow keeps something for each length forever (``sequence``).
 
 from __future__ import annotations
 
+import functools
+
+import numpy as np
 import tensorflow as tf
 
 _LARGEST = 1 << 62
@@ -23,10 +26,13 @@ def _lengths() -> list[int]:
     return found
 
 
-_table = _lengths()
+@functools.cache
+def _table(dtype: tf.DType) -> np.ndarray:
+    largest = dtype.max
+    return np.array([*(length for length in _lengths() if length < largest), largest], dtype.as_numpy_dtype)
 
 
 def rounded(length: tf.Tensor) -> tf.Tensor:
     """Return the next length of the set: int32 or int64, shape [], not below the given one."""
-    table = tf.constant([entry for entry in _table if entry <= length.dtype.max], length.dtype)
+    table = tf.constant(_table(length.dtype))
     return table[tf.searchsorted(table, length[tf.newaxis])[0]]
