@@ -188,3 +188,14 @@ def test_500_mb(two_ranks: Pool, operation: str) -> None:
         assert elapsed < 25
         # The result, the half under way, and what gRPC holds of it while it sends and receives.
         assert peak < 5 * LARGE
+
+
+def test_lengths_of_rows_on_tensorflows_backend() -> None:
+    import tensorflow as tf
+
+    from npu_device._src.collectives.backends.tensorflow.lengths import rounded
+
+    for dtype in (tf.int32, tf.int64):
+        for length in (0, 1, 3, 4096, 4097, 10_000, 2**30 + 1, 2**31 - 5, 2**31 - 1):
+            padded = int(rounded(tf.constant(length, dtype)))
+            assert length <= padded <= max(length * 9 // 8, 2 * length if length <= 4096 else 0), (dtype, length)
