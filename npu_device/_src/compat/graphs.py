@@ -1,0 +1,164 @@
+"""The private parts of TensorFlow's graphs that the package uses: functions being traced, tapes, variables, data sets.
+
+Each function says when it can go; one that doesn't stays as long as TensorFlow has no public counterpart.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import record as _record
+from tensorflow.python.framework import ops as _ops
+from tensorflow.python.framework.func_graph import FuncGraph
+from tensorflow.python.ops import control_flow_util as _control_flow_util
+from tensorflow.python.ops import control_flow_v2_func_graphs as _branches
+from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
+from tensorflow.python.util import tf_stack as _tf_stack
+
+
+def variables_read() -> list[tuple[Any, tf.Tensor]]:
+    """Return the variables that the ``tf.function`` being traced has read so far, each with the handle by which its
+    graph knows it, in the order in which they were created; [] elsewhere.
+
+    The order in which they are read may differ among ranks: one may look at a variable first.
+    """
+    graph: Any = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    watched = getattr(graph, "_watched_variables", ())  # ``FuncGraph.variables`` is filled at the end only
+    handles = {id(outer): inner for outer, inner in graph.captures} if watched else {}
+    read = [(variable, handles[id(variable.handle)]) for variable in watched if id(variable.handle) in handles]
+    return sorted(read, key=lambda pair: int(pair[0].handle._id))
+
+
+def plain_variable(initial_value: Any, name: str | None = None) -> Any:
+    """Return a variable that no surrounding tf.distribute or Keras scope sees (tf.Variable goes through their
+    creators).
+    """
+    return _resource_variable_ops.ResourceVariable(initial_value, trainable=False, name=name)
+
+
+_CONTROL_FLOW = (_branches.CondBranchFuncGraph, _branches.WhileCondFuncGraph, _branches.WhileBodyFuncGraph)
+
+
+def through_outer_graphs(tensor: Any) -> Any:
+    """Return an eager tensor as the branch or loop that is being built sees it, captured by its outer graphs up to that
+    of the function. Elsewhere this is the tensor itself.
+
+    A graph inside another one captures it by itself, but TensorFlow can't build the gradient of a branch whose own
+    gradient captures an eager tensor (TensorFlow 2.20, ``cond_v2._resolve_grad_inputs``). Can go when it can.
+    """
+    graphs, graph = [], None if tf.executing_eagerly() else _ops.get_default_graph()
+    while isinstance(graph, _CONTROL_FLOW):
+        graphs.append(graph)
+        graph = graph.outer_graph
+    if not graphs or not isinstance(graph, FuncGraph):
+        return tensor
+    for outer in [graph, *reversed(graphs)]:
+        with outer.as_default():  # where TensorFlow puts the placeholder
+            tensor = outer.capture(tensor)
+    return tensor
+
+
+def is_shuffled_without_seed(dataset: Any) -> bool:
+    """Return True if a ``tf.data.Dataset`` or one that it is made of is shuffled in an order that no seed fixes."""
+    seeds = [getattr(dataset, name, None) for name in ("_seed", "_seed2")]
+    # Both are 0 where neither shuffle nor tf.random.set_seed was given a seed (TensorFlow 2.15 to 2.21).
+    if "Shuffle" in type(dataset).__name__ and all(seed is not None and int(seed) == 0 for seed in seeds):
+        return True
+    return any(is_shuffled_without_seed(other) for other in getattr(dataset, "_inputs", list)())
+
+
+def handle_of(variable: Any) -> Any:
+    """Return the resource handle of a variable, of TensorFlow or of Keras; None if it has none."""
+    inner = variable if hasattr(variable, "handle") else getattr(variable, "_value", None)  # Keras 3.0 to 3.15
+    return getattr(inner, "handle", None)
+
+
+def stack() -> list[Any]:
+    """Return the frames of the calling thread, outermost first (``filename``, ``lineno``, ``name``).
+
+    For code rewritten by AutoGraph, they show the lines that the user wrote.
+    """
+    return list(_tf_stack.extract_stack())
+
+
+def run_independently(operation: Any) -> None:
+    """Run a stateful operation of a tf.function in no order with others of its kind.
+
+    There is no public way; without this, automatic control dependencies run them one by one.
+    """
+    manager = operation.graph.experimental_acd_manager
+    if manager is not None:
+        manager.run_independently(operation)
+
+
+def replace_input(operation: Any, index: int, tensor: Any) -> None:
+    """Replace an input of an operation by another tensor, in a graph that has not run yet.
+
+    There is no public way to give an operation inputs that come after it.
+    """
+    operation._update_input(index, tensor)
+
+
+def operations_of_call(graph: Any, call: Any) -> set[str]:
+    """Return the types of the operations in the function that an operation of a graph calls, and in what that one
+    calls.
+    """
+    kinds: set[str] = set()
+    names, seen = [call.get_attr("f").name], set()
+    while names:
+        name = names.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for node in graph._get_function(name).cached_definition.node_def:
+            kinds.add(node.op)
+            names += [node.attr["f"].func.name] if node.attr["f"].func.name else []
+    return kinds
+
+
+def record_operation(name: str, outputs: Any, inputs: Any, backward: Any) -> None:
+    """Tell the gradient tapes that watch how the gradients of the inputs come from those of the outputs."""
+    _record.record_operation(name, outputs, inputs, backward)
+
+
+def may_be_differentiated() -> bool:
+    """Return False in eager mode without a gradient tape."""
+    return not tf.executing_eagerly() or bool(_record.could_possibly_record())
+
+
+def compiled_by_xla() -> bool:
+    """Return True while tracing a function that XLA will compile (``jit_compile=True``)."""
+    if tf.executing_eagerly():
+        return False
+    return bool(_control_flow_util.GraphOrParentsInXlaContext(_ops.get_default_graph()))
+
+
+def place_without_order() -> str | None:
+    """Return in words where the graph being built runs, if TensorFlow runs several such graphs at once; else None."""
+    graph: Any = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while graph is not None:
+        if getattr(graph, "name", "").startswith("Dataset_"):
+            return f"the function of a data set ({graph.name})"
+        found = re.match(r"(.*/)?loop_body(_\d+)?(?=/|$)", graph.get_name_scope())
+        if found and f"{found[0]}/PlaceholderWithDefault" in {operation.name for operation in graph.get_operations()}:
+            return "a loop that TensorFlow vectorizes (tf.vectorized_map, tape.jacobian or batch_jacobian)"
+        graph = getattr(graph, "outer_graph", None)
+    return None
+
+
+def dataset_of(iterator: Any) -> Any:
+    """Return the data set of an eager ``tf.data`` iterator; None for another one. It has no public name."""
+    return getattr(iterator, "_dataset", None)
+
+
+def is_generated(dataset: Any) -> bool:
+    """Return True if the elements of a ``tf.data.Dataset`` come from a Python generator; also of anything else."""
+    if not isinstance(dataset, tf.data.Dataset):
+        return True
+    function = getattr(getattr(dataset, "_map_func", None), "function", None)  # from_generator is a flat_map
+    operations = function.graph.get_operations() if function is not None else []
+    return any(operation.type == "GeneratorDataset" for operation in operations) or any(
+        map(is_generated, dataset._inputs())
+    )

@@ -1,0 +1,118 @@
+"""Differences between Keras releases, Keras 3 and tf-keras, and the private parts of both that the package uses.
+
+Each function says when it can go; one that doesn't stays as long as Keras has no public counterpart.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src.compat.tf_keras import slots
+
+
+def keras_of(thing: object) -> Any:
+    """Return the Keras package that an optimizer, a model or a layer belongs to; tf.keras if it can't be determined."""
+    for cls in type(thing).__mro__:
+        root = cls.__module__.split(".", 1)[0]
+        if root in ("keras", "tf_keras") and root in sys.modules:
+            return sys.modules[root]
+    return tf.keras
+
+
+def is_keras_3(keras: Any) -> bool:
+    """Return True for Keras 3 and later; False for tf_keras and for the Keras 2 of TensorFlow 2.15."""
+    version = getattr(keras, "__version__", None) or getattr(keras, "version", lambda: "2")()
+    return int(str(version).split(".", 1)[0]) >= 3
+
+
+def session_backend() -> Any:
+    """Return the Keras backend that supports sessions (``get_session``, ``set_session``).
+
+    It is tf-keras's if tf.keras is Keras 2; under Keras 3 it is the one inside TensorFlow, which models don't use.
+    """
+    backend = tf.compat.v1.keras.backend
+    if hasattr(backend, "set_session"):
+        return backend
+    from tensorflow.python.keras import backend as inside_tensorflow
+
+    return inside_tensorflow
+
+
+def belongs_to_keras(thing: Any) -> bool:
+    """Return True for a function or class of Keras itself, not the user's."""
+    return str(thing.__module__).split(".", 1)[0] in ("keras", "tf_keras")
+
+
+def layers_of(model: Any) -> list[Any]:
+    """Return a model's layers, including nested ones. No Keras has a public way to get those."""
+    return list(model._flatten_layers(include_self=False))  # in tf-keras 2.15 to 2.20, and Keras 3.0 to 3.15
+
+
+def build_optimizer(optimizer: Any, variables: Any) -> None:
+    """Create an optimizer's variables, if they don't exist. A legacy optimizer of tf-keras has no public way."""
+    if is_keras_3(keras_of(optimizer)):
+        if not optimizer.built:
+            optimizer.build(variables)
+    elif hasattr(optimizer, "build"):
+        optimizer.build(variables)
+    elif hasattr(optimizer, "_create_all_weights"):
+        optimizer._create_all_weights(variables)
+
+
+def begin_fit_at(model: Any, epoch: int | None) -> None:
+    """Let the ``fit`` that has called ``on_train_begin`` begin with an epoch; None undoes it, for later ones.
+
+    No Keras has a public way; their own ``BackupAndRestore`` does the same.
+    """
+    if is_keras_3(keras_of(model)):
+        model._initial_epoch = epoch
+    else:
+        model._training_state = None if epoch is None else _Counters(epoch)
+
+
+class _Counters:
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def maybe_load_initial_counters_from_ckpt(self, *_: Any, **__: Any) -> tuple[int, int]:
+        return self._epoch, 0
+
+
+def iterators_made(model: Any, used: int, knows_length: bool) -> list[int]:
+    """Return how many iterators of its data ``fit`` may have made when it has used some, most likely one last.
+
+    Args:
+        model: the model.
+        used: the number of iterators from which it has taken batches.
+        knows_length: ``fit`` knows the number of steps in an epoch.
+    """
+    # From Keras 3.7 on, an epoch ends by making an iterator; the next one uses it only if steps_per_epoch is given.
+    version = str(getattr(keras_of(model), "__version__", "2.0")).split(".")
+    makes_more = knows_length and (int(version[0]), int(version[1])) >= (3, 7)
+    return sorted({used, 2 * used}) if makes_more else [used]
+
+
+def optimizer_variables(optimizer: Any, weights: Any) -> list[Any]:
+    """Return all variables of an optimizer, including its learning rate and loss scale.
+
+    In Keras 3 ``variables`` has them all. In tf-keras it lacks the learning rate and the loss scale; that of a legacy
+    optimizer lacks all hyperparameters, and a restored checkpoint changes its order.
+    """
+    if is_keras_3(keras_of(optimizer)):
+        return list(optimizer.variables)
+    scale: Any = getattr(optimizer, "_loss_scale", None)
+    found = [scale.current_loss_scale, scale.counter] if hasattr(scale, "current_loss_scale") else []
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if hasattr(optimizer, "_hyper"):
+        if tf.executing_eagerly():
+            optimizer._create_hypers()
+        found += [optimizer.iterations, *(optimizer._hyper[name] for name in sorted(optimizer._hyper))]
+        found += slots(optimizer, weights)
+    else:
+        found += [getattr(optimizer, "learning_rate", None)]
+    more = getattr(optimizer, "variables", ())
+    found += more() if callable(more) else more
+    return [variable for variable in found if hasattr(variable, "assign")]

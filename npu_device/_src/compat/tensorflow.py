@@ -1,0 +1,117 @@
+"""The private parts of TensorFlow's runtime that the package uses: the eager context, threads, the server.
+
+Each function says when it can go; one that doesn't stays as long as TensorFlow has no public counterpart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+# Scripts take config_pb2, rewriter_config_pb2, session and session_run_hook from the adapter's star import.
+from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2  # noqa: F401
+from tensorflow.python.client import session  # noqa: F401
+
+# The eager context has no public counterpart for collective ops over several processes and for idle threads.
+from tensorflow.python.eager import context as _context
+from tensorflow.python.training import session_run_hook  # noqa: F401
+
+
+def eager_context() -> Any:
+    """Return the process's eager context (not created by this call)."""
+    return _context.context()
+
+
+def random_state() -> tuple[int | None, Any]:
+    """Return TensorFlow's global seed, None if unset, and the state of eager operations without a seed of their own."""
+    current = _context.context()
+    return current._seed, current._rng.getstate() if current._seed is not None else None
+
+
+def set_random_state(state: tuple[int | None, Any]) -> None:
+    """Set TensorFlow's random state to that of another process; see ``random_state``."""
+    seed, position = state
+    tf.random.set_seed(seed)
+    if position is not None:
+        _context.context()._rng.setstate(position)
+
+
+def eager_mode() -> Any:
+    """Return a context manager in which the calling thread runs eagerly, whatever graph the process builds, also after
+    ``tf.compat.v1.disable_v2_behavior()``.
+    """
+    return _context.eager_mode()
+
+
+def to_tensor(value: Any) -> tf.Tensor:
+    """Return a value as a tensor.
+
+    TensorFlow keeps 0.7 KB forever for each new Python number that becomes a tensor in eager mode, but not for a list
+    of numbers (2.20). Can go when it doesn't.
+    """
+    if isinstance(value, (int, float, complex)) and tf.executing_eagerly():
+        return tf.reshape(tf.convert_to_tensor([value]), [])
+    return tf.convert_to_tensor(value)
+
+
+def to_array(tensor: tf.Tensor) -> np.ndarray:
+    """Return an eager tensor as an array. ``np.asarray`` refuses a bfloat16 scalar (TensorFlow 2.20). Can go when
+    it doesn't.
+    """
+    return np.asarray(tensor) if tensor.shape.rank else np.array(tensor.numpy(), tensor.dtype.as_numpy_dtype)
+
+
+def context_is_initialized() -> bool:
+    """Return True if TensorFlow has made its devices and thread pools, after which nothing can be configured."""
+    current = _context.context_safe()
+    return current is not None and current._context_handle is not None
+
+
+def let_idle_threads_sleep() -> None:
+    """Let the threads that TensorFlow is going to make sleep when idle; by default they use a core to look for work."""
+    tf.config.get_visible_devices()  # or TensorFlow would take the visible GPUs from this configuration
+    sleepy = config_pb2.ConfigProto.Experimental(disable_thread_spinning=True)
+    _context.context()._config = config_pb2.ConfigProto(experimental=sleepy)
+
+
+def renew_context_of_graphs() -> None:
+    """Replace TensorFlow's context if eager mode is switched off for the whole process.
+
+    Building a graph with a data set makes a context, only to register functions that the graph holds as well, and
+    afterwards the collective runtime can't be configured any more. Nothing else lives in such a context.
+    """
+    if _context.default_execution_mode == _context.GRAPH_MODE and context_is_initialized():
+        _context._reset_context()
+
+
+def server_def(cluster: dict[str, list[str]], job: str, task: int, port: int, config: Any) -> Any:
+    """Return the protobuf that starts TensorFlow's gRPC server inside the eager context."""
+    from tensorflow.core.protobuf import tensorflow_server_pb2
+
+    return tensorflow_server_pb2.ServerDef(
+        cluster=tf.train.ClusterSpec(cluster).as_cluster_def(),
+        default_session_config=config,
+        job_name=job,
+        task_index=task,
+        protocol="grpc",
+        port=port,
+    )
+
+
+def has_nccl() -> bool:
+    """Return True if TensorFlow is built with NCCL. It has no public way to ask."""
+    from tensorflow.python.framework import kernels
+
+    return bool(kernels.get_registered_kernels_for_op("NcclAllReduce").kernel)
+
+
+def tensorflow_version() -> str:
+    """Return TensorFlow's version, for messages."""
+    return str(tf.__version__)
+
+
+def estimator_module() -> Any:
+    """Return ``tf.compat.v1.estimator`` in TensorFlow 2.15; None from 2.16 on, which dropped it. Can go with 2.15."""
+    return getattr(tf.compat.v1, "estimator", None)

@@ -1,0 +1,29 @@
+"""What only tf-keras (Keras 2) needs: its two loss-scale optimizers, and legacy optimizers' slots."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def loss_scale_class_of_tf_keras(keras: Any, optimizer: object) -> Any:
+    """Return the class of tf-keras's ``LossScaleOptimizer(optimizer)``: one for legacy optimizers, one for others.
+
+    The exported name chooses between the two, and a subclass of it can't add methods. Can go when tf-keras has no
+    legacy optimizers.
+    """
+    module = sys.modules[keras.mixed_precision.LossScaleOptimizer.__module__]
+    legacy = isinstance(optimizer, keras.optimizers.legacy.Optimizer)
+    return module.LossScaleOptimizer if legacy else module.LossScaleOptimizerV3
+
+
+def slots(optimizer: Any, weights: Any) -> list[Any]:
+    """Return the slot variables of a legacy optimizer, in the order of the weights and of the slots' names."""
+    found = []
+    for weight in weights:
+        for name in sorted(optimizer.get_slot_names()):
+            try:
+                found.append(optimizer.get_slot(weight, name))
+            except KeyError:  # a weight that it doesn't train
+                continue
+    return found
