@@ -19,7 +19,6 @@ from npu_device._src.operators.dropout import (
 )
 from npu_device._src.operators.dynamic_gru import (
     dynamic_augru,
-    dynamic_augru_grad,
     dynamic_gru_v2,
     dynamic_gru_v2_grad,
 )
@@ -42,6 +41,7 @@ from npu_device._src.operators.lstm_cell import (
     basic_lstm_cell_input_grad,
     basic_lstm_cell_weight_grad,
 )
+from npu_device._src.operators.refused import dynamic_augru_grad
 from npu_device._src.operators.refused import embeddingrankid as embedding_rank_id
 from npu_device._src.training.hccl_ops import all_to_all_v as hcom_all_to_all_v
 from npu_device._src.training.hccl_ops import all_to_all_v_c as hcom_all_to_all_vc

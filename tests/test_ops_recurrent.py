@@ -124,7 +124,7 @@ def body_rnn(mode: str, seq_length: list[int] | None) -> None:
     def by_hand(x: Any, w: Any, b: Any, init_h: Any, init_c: Any) -> Any:
         y, h, c, *gates = forward(x, w, b, init_h, init_c)
         dw, db, dx, dh, dc = gen_npu_ops.dynamic_rnn_grad(
-            x, w, b, y, init_h, init_c, h, c, DY, DH, DC, *gates, seq_length=seq_length, direction="UNIDIRECTIONAL"
+            x, w, b, y, init_h, init_c, h, c, DY, DH, DC, *gates, seq_length, 0.5, direction="UNIDIRECTIONAL"
         )
         return dx, dw, db, dh, dc
 
@@ -133,7 +133,7 @@ def body_rnn(mode: str, seq_length: list[int] | None) -> None:
     def last_step_only(x: Any, w: Any, b: Any, init_h: Any, init_c: Any) -> Any:
         y, h, c, *gates = forward(x, w, b, init_h, init_c)
         dw, db, dx, dh, dc = gen_npu_ops.dynamic_rnn_grad(
-            x, w, b, y, init_h[-1], init_c[-1], h, c, DY, DH[-1], DC[-1:], *gates, seq_length=seq_length
+            x, w, b, y, init_h[-1], init_c[-1], h, c, DY, DH[-1], DC[-1:], *gates, seq_length, forget_bias=0.5
         )
         return dx, dw, db, dh[None], dc[None]
 
@@ -172,21 +172,12 @@ def body_gru(mode: str, seq_length: list[int] | None) -> None:
         )
         return dx, dwi, dwh, dbi, dbh, dh
 
-    def by_hand_augru(x: Any, wi: Any, wh: Any, bi: Any, bh: Any, init_h: Any, attention: Any) -> Any:
-        y, h, *gates = forward_augru(x, wi, wh, bi, bh, init_h, attention)
-        dwi, dwh, dbi, dbh, dx, dh, da = gen_npu_ops.dynamic_augru_grad(
-            x, wi, wh, attention, y, init_h, h, DY, DH, *gates, seq_length=seq_length
-        )
-        return dx, dwi, dwh, dbi, dbh, dh, da
-
     plain = (X, WI, WH, BI, BH, H0)
-    for arguments, call, gradients, attention in [
-        (plain, forward, by_hand, np.zeros_like(ATTENTION)),
-        ((*plain, ATTENTION), forward_augru, by_hand_augru, ATTENTION),
-    ]:
-        for found, right in zip(evaluate(mode, call, *arguments), gru(lengths, attention)):
-            np.testing.assert_allclose(found, right)
-        compare_gradients(mode, call, (DY, DH), gradients, arguments)
+    for found, right in zip(evaluate(mode, forward, *plain), gru(lengths, np.zeros_like(ATTENTION))):
+        np.testing.assert_allclose(found, right)
+    for found, right in zip(evaluate(mode, forward_augru, *plain, ATTENTION), gru(lengths, ATTENTION)):
+        np.testing.assert_allclose(found, right)
+    compare_gradients(mode, forward, (DY, DH), by_hand, plain)
 
 
 @pytest.mark.parametrize("seq_length", [None, [3, 2]])
@@ -261,6 +252,7 @@ def body_refusals() -> list[str]:
         lambda: DynamicGRUV2(3, tf.float32, gate_order="rzh"),
         lambda: gen_npu_ops.basic_lstm_cell(X[0], H0[0], C0[0], W, B, keep_prob=0.5),
         lambda: gen_npu_ops.dynamic_rnn(X, W, B, colour="red"),
+        lambda: gen_npu_ops.dynamic_augru_grad(X),
     ):
         try:
             call()
@@ -275,6 +267,7 @@ def test_refusals(single: Pool) -> None:
     assert "gate_order='rzh'" in texts[1] and "update, reset, new" in texts[1]
     assert "keep_prob=0.5" in texts[2] and "npu_ops.dropout" in texts[2]
     assert texts[3].startswith("TypeError") and "colour" in texts[3]
+    assert texts[4].startswith("NotImplementedError") and "tape.gradient" in texts[4]
 
 
 def body_static_rnn() -> None:

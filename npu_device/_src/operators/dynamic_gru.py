@@ -1,4 +1,4 @@
-"""Ascend's DynamicGRUV2 over a whole time-major sequence, the same with attention (AUGRU), and their gradients.
+"""Ascend's DynamicGRUV2 over a whole time-major sequence, its gradient, and the same cell with attention (AUGRU).
 
 Gates stand in the order z (update), r (reset), n (new value); the reset gate acts after the multiplication by the
 hidden weights: ``n = tanh(x Wn + bn + r * (h Rn + cn))``, ``h' = z * h + (1 - z) * n``. With attention ``a`` the update
@@ -132,49 +132,48 @@ def dynamic_gru_v2_grad(
     """
     del y
     check_attributes("dynamic_gru_v2_grad", **attributes)
+
+    def step(later: tuple[tf.Tensor, ...], now: tuple[tf.Tensor, ...]) -> tuple[tf.Tensor, ...]:
+        within, dy_now, dh_now, h_before, update, reset, new, hidden_new = now
+        dh_now += later[2]
+        total = dh_now + dy_now
+        d_update = total * (h_before - new) * update * (1 - update)
+        d_new = total * (1 - update) * (1 - tf.square(new))
+        d_reset = d_new * hidden_new * reset * (1 - reset)
+        from_input = tf.concat([d_update, d_reset, d_new], axis=1)
+        from_hidden = tf.concat([d_update, d_reset, d_new * reset], axis=1)
+        dh_before = total * update + tf.matmul(from_hidden, weight_hidden, transpose_b=True)
+        return (
+            tf.where(within, from_input, tf.zeros_like(from_input)),
+            tf.where(within, from_hidden, tf.zeros_like(from_hidden)),
+            tf.where(within, dh_before, dh_now),
+        )
+
     with tf.name_scope(name or "DynamicGRUV2Grad"):
-        gates = (update, update, reset, new, hidden_new)
-        return _backward(x, weight_input, weight_hidden, None, init_h, h, dy, dh, gates, seq_length)[:-1]
-
-
-def dynamic_augru_grad(
-    x: Any,
-    weight_input: Any,
-    weight_hidden: Any,
-    weight_att: Any,
-    y: Any,
-    init_h: Any,
-    h: Any,
-    dy: Any,
-    dh: Any,
-    update: Any,
-    update_att: Any,
-    reset: Any,
-    new: Any,
-    hidden_new: Any,
-    seq_length: Any = None,
-    name: str | None = None,
-    **attributes: Any,
-) -> tuple[tf.Tensor, ...]:
-    """Return the gradients of ``dynamic_augru`` from its inputs, its results and the gradients of its results.
-
-    Args:
-        weight_att: what ``dynamic_augru`` was given.
-        update_att: as ``dynamic_augru`` gave it. All other arguments are those of ``dynamic_gru_v2_grad``.
-
-    Returns:
-        ``dw_input, dw_hidden, db_input, db_hidden, dx, dh_prev, dw_att``, in the shapes of what they are gradients of.
-
-    Raises:
-        NotImplementedError: an attribute has another value than the one that works.
-
-    Other ranks see nothing. Source: Ascend operator DynamicAUGRUGrad.
-    """
-    del y
-    check_attributes("dynamic_augru_grad", **attributes)
-    with tf.name_scope(name or "DynamicAUGRUGrad"):
-        gates = (update, update_att, reset, new, hidden_new)
-        return _backward(x, weight_input, weight_hidden, weight_att, init_h, h, dy, dh, gates, seq_length)
+        x, h = tf.convert_to_tensor(x), tf.convert_to_tensor(h)
+        first_h = time_steps.initial_state(x, init_h, tf.shape(weight_hidden)[0])
+        h_before = tf.concat([first_h[tf.newaxis], h[:-1]], axis=0)
+        thrice = tf.tile(tf.zeros_like(first_h), [1, 3])
+        from_input, from_hidden, dh_first = tf.scan(
+            step,
+            (
+                time_steps.mask(x, seq_length),
+                dy,
+                time_steps.for_each_step(dh, h),
+                h_before,
+                *(update, reset, new, hidden_new),
+            ),
+            (thrice, thrice, tf.zeros_like(first_h)),
+            reverse=True,
+        )
+        return (
+            tf.tensordot(x, from_input, [[0, 1], [0, 1]]),
+            tf.tensordot(h_before, from_hidden, [[0, 1], [0, 1]]),
+            tf.reduce_sum(from_input, axis=[0, 1]),
+            tf.reduce_sum(from_hidden, axis=[0, 1]),
+            tf.tensordot(from_input, weight_input, [[2], [1]]),
+            tf.reshape(dh_first[0], tf.shape(init_h)),
+        )
 
 
 def _attention(x: tf.Tensor, weight_att: Any) -> tf.Tensor:
@@ -211,56 +210,3 @@ def _forward(
     h = time_steps.initial_state(x, init_h, tf.shape(weight_hidden)[0])
     elements = (x, time_steps.mask(x, seq_length), _attention(x, weight_att))
     return tuple(tf.scan(step, elements, (h, h, *[tf.zeros_like(h)] * 5)))
-
-
-def _backward(
-    x: Any,
-    weight_input: Any,
-    weight_hidden: Any,
-    weight_att: Any,
-    init_h: Any,
-    h: Any,
-    dy: Any,
-    dh: Any,
-    gates: tuple[Any, ...],
-    seq_length: Any,
-) -> tuple[tf.Tensor, ...]:
-    def step(later: tuple[tf.Tensor, ...], now: tuple[tf.Tensor, ...]) -> tuple[tf.Tensor, ...]:
-        within, dy_now, dh_now, h_before, attention, update, update_att, reset, new, hidden_new = now
-        dh_now += later[2]
-        total = dh_now + dy_now
-        d_update_att = total * (h_before - new)
-        d_update = d_update_att * (1 - attention) * update * (1 - update)
-        d_new = total * (1 - update_att) * (1 - tf.square(new))
-        d_reset = d_new * hidden_new * reset * (1 - reset)
-        from_input = tf.concat([d_update, d_reset, d_new], axis=1)
-        from_hidden = tf.concat([d_update, d_reset, d_new * reset], axis=1)
-        dh_before = total * update_att + tf.matmul(from_hidden, weight_hidden, transpose_b=True)
-        d_attention = -tf.reduce_sum(d_update_att * update, axis=1, keepdims=True)
-        return (
-            tf.where(within, from_input, tf.zeros_like(from_input)),
-            tf.where(within, from_hidden, tf.zeros_like(from_hidden)),
-            tf.where(within, dh_before, dh_now),
-            tf.where(within, d_attention, tf.zeros_like(d_attention)),
-        )
-
-    x, h = tf.convert_to_tensor(x), tf.convert_to_tensor(h)
-    first_h = time_steps.initial_state(x, init_h, tf.shape(weight_hidden)[0])
-    h_before = time_steps.one_step_earlier(first_h, h)
-    attention = _attention(x, weight_att)
-    zeros = tf.zeros_like(first_h)
-    from_input, from_hidden, dh_first, d_attention = tf.scan(
-        step,
-        (time_steps.mask(x, seq_length), dy, time_steps.for_each_step(dh, h), h_before, attention, *gates),
-        (tf.tile(zeros, [1, 3]), tf.tile(zeros, [1, 3]), zeros, tf.zeros_like(attention[0])),
-        reverse=True,
-    )
-    return (
-        time_steps.summed_product(x, from_input),
-        time_steps.summed_product(h_before, from_hidden),
-        tf.reduce_sum(from_input, axis=[0, 1]),
-        tf.reduce_sum(from_hidden, axis=[0, 1]),
-        tf.tensordot(from_input, weight_input, [[2], [1]]),
-        tf.reshape(dh_first[0], tf.shape(init_h)),
-        tf.reshape(d_attention, tf.shape(x)[:2] if weight_att is None else tf.shape(weight_att)),
-    )

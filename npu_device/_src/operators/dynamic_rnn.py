@@ -7,11 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src.operators import time_steps
-from npu_device._src.operators.lstm_cell import (
-    basic_lstm_cell,
-    basic_lstm_cell_c_state_grad,
-    basic_lstm_cell_input_grad,
-)
+from npu_device._src.operators.lstm_cell import basic_lstm_cell
 from npu_device._src.operators.recurrent_attributes import check_attributes
 
 
@@ -97,17 +93,15 @@ def dynamic_rnn_grad(
     name: str | None = None,
     **attributes: Any,
 ) -> tuple[tf.Tensor, ...]:
-    """Return the gradients of ``dynamic_rnn`` from its inputs, its results and the gradients of its results.
+    """Return the gradients of ``dynamic_rnn`` from its inputs and the gradients of its results.
 
     Args:
-        x, w, init_h, init_c, seq_length: what ``dynamic_rnn`` was given.
-        b, y, forget_bias: have no part in the gradient.
-        h, c: ``output_h`` and ``output_c`` of ``dynamic_rnn``.
+        x, w, b, init_h, init_c, seq_length, forget_bias: what ``dynamic_rnn`` was given.
+        h: ``output_h`` of ``dynamic_rnn``; only its number of steps counts.
         dy: gradient of ``y``.
         dh, dc: gradients of ``output_h`` and ``output_c``, or of their last steps (``[batch, hidden]`` or ``[1, batch,
             hidden]``).
-        i, j, f, o: as ``dynamic_rnn`` gave them.
-        tanhct: ``tanhc`` of ``dynamic_rnn``.
+        y, c, i, j, f, o, tanhct: results of ``dynamic_rnn``, which are computed again here.
         name: of the operation.
         attributes: as in ``dynamic_rnn``.
 
@@ -115,50 +109,21 @@ def dynamic_rnn_grad(
         ``dw, db, dx, dh_prev, dc_prev``: gradients for ``w``, ``b``, ``x``, ``init_h`` and ``init_c``, in their shapes.
 
     Raises:
-        NotImplementedError: an attribute has another value than the one that works.
+        NotImplementedError: an attribute has a value other than the one that works.
 
     Other ranks see nothing. Source: Ascend operator DynamicRNNGrad.
     """
-    del b, y, forget_bias
-    check_attributes("dynamic_rnn_grad", **attributes)
-
-    def step(later: tuple[tf.Tensor, ...], now: tuple[tf.Tensor, ...]) -> tuple[tf.Tensor, ...]:
-        _, dh_later, dc_later = later
-        within, dy_now, dh_now, dc_now, c_before, *gates = now
-        dh_now += dh_later
-        dc_now += dc_later
-        dgate, dc_before = basic_lstm_cell_c_state_grad(c_before, dh_now + dy_now, dc_now, *gates)
-        _, dh_before = basic_lstm_cell_input_grad(dgate, w)
-        return (
-            tf.where(within, dgate, tf.zeros_like(dgate)),
-            tf.where(within, dh_before, dh_now),
-            tf.where(within, dc_before, dc_now),
-        )
-
+    del y, c, i, j, f, o, tanhct
     with tf.name_scope(name or "DynamicRNNGrad"):
-        x, w, h, c = (tf.convert_to_tensor(value) for value in (x, w, h, c))
-        hidden = tf.shape(w)[1] // 4
-        first_h = time_steps.initial_state(x, init_h, hidden)
-        first_c = time_steps.initial_state(x, init_c, hidden)
-        zeros = tf.zeros_like(first_h)
-        dgates, dh_first, dc_first = tf.scan(
-            step,
-            (
-                time_steps.mask(x, seq_length),
-                dy,
-                time_steps.for_each_step(dh, h),
-                time_steps.for_each_step(dc, c),
-                time_steps.one_step_earlier(first_c, c),
-                *(i, j, f, o, tanhct),
-            ),
-            (tf.tile(zeros, [1, 4]), zeros, zeros),
-            reverse=True,
-        )
-        inputs = tf.concat([x, time_steps.one_step_earlier(first_h, h)], axis=2)
-        return (
-            time_steps.summed_product(inputs, dgates),
-            tf.reduce_sum(dgates, axis=[0, 1]),
-            tf.tensordot(dgates, w[:-hidden], [[2], [1]]),
-            tf.reshape(dh_first[0], tf.shape(init_h)),
-            tf.reshape(dc_first[0], tf.shape(init_c)),
-        )
+        inputs = [tf.convert_to_tensor(value) for value in (w, b, x, init_h, init_c)]
+        from_results = [dy, time_steps.for_each_step(dh, h), time_steps.for_each_step(dc, h)]
+
+        def results(w: Any, b: Any, x: Any, init_h: Any, init_c: Any) -> tuple[tf.Tensor, ...]:
+            return dynamic_rnn(x, w, b, seq_length, init_h, init_c, forget_bias, **attributes)[:3]
+
+        if not tf.executing_eagerly():  # a tape can't follow the loops of TensorFlow 1's graphs
+            return tuple(tf.gradients(results(*inputs), inputs, from_results))
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            made = results(*inputs)
+        return tuple(tape.gradient(made, inputs, from_results))

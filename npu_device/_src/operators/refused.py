@@ -23,3 +23,12 @@ def embeddingrankid(*arguments: Any, **keywords: Any) -> NoReturn:
         "have.\nWhat to do: the rank that owns a row is index % rank_size (or index // rows_per_rank); exchange the "
         "rows with hccl_ops.all_to_all_v."
     )
+
+
+def dynamic_augru_grad(*arguments: Any, **keywords: Any) -> NoReturn:
+    """Raise NotImplementedError: TensorFlow differentiates ``dynamic_augru`` itself."""
+    del arguments, keywords
+    raise NotImplementedError(
+        "gen_npu_ops.dynamic_augru_grad was removed in 0.2.0: TensorFlow differentiates gen_npu_ops.dynamic_augru.\n"
+        "What to do: tape.gradient of its results, or tf.gradients in a session's graph."
+    )

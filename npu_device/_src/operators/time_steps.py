@@ -1,4 +1,4 @@
-"""Time steps in the recurrent operators: masks from sequence lengths, initial states, states one step earlier.
+"""Time steps in the recurrent operators: masks from sequence lengths, initial states, gradients of states.
 
 Everything is time-major. A step behind a sequence's end gives 0 as output and leaves the state as it was.
 """
@@ -24,11 +24,6 @@ def initial_state(x: tf.Tensor, state: Any, hidden: Any) -> tf.Tensor:
     return tf.zeros(shape, x.dtype) if state is None else tf.reshape(state, shape)
 
 
-def one_step_earlier(initial: tf.Tensor, states: tf.Tensor) -> tf.Tensor:
-    """Return the state before each step; ``initial`` is ``[batch, hidden]``, ``states`` ``[time, batch, hidden]``."""
-    return tf.concat([initial[tf.newaxis], states[:-1]], axis=0)
-
-
 def for_each_step(gradient: Any, states: tf.Tensor) -> tf.Tensor:
     """Return a gradient of the states, given for all steps (``[time, batch, hidden]``) or the last (``[batch,
     hidden]``, or with a 1 in front), as one of all steps.
@@ -38,8 +33,3 @@ def for_each_step(gradient: Any, states: tf.Tensor) -> tf.Tensor:
         gradient = gradient[tf.newaxis]
     missing = tf.shape(states)[0] - tf.shape(gradient)[0]
     return tf.pad(gradient, [[missing, 0], [0, 0], [0, 0]])
-
-
-def summed_product(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
-    """Return a weight matrix's gradient: inputs ``[time, batch, rows]``, gradients ``[time, batch, columns]``."""
-    return tf.tensordot(left, right, [[0, 1], [0, 1]])
