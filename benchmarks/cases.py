@@ -14,25 +14,22 @@ MIRRORED = "MultiWorkerMirroredStrategy"
 ALONE = "no communication"
 FUNCTION = "npu_device"
 EAGER = "npu_device eager"
-NUMPY = "npu_device in numpy"
 RING = "npu_device, TensorFlow backend"
 GLOO = "torch Gloo"
 MPICH = "MPICH"
 DEFAULT_SPLIT = "npu_device, default split"
-AGREEMENT = "agreement"
 TRACED = "npu_device, traced"
 
-BY_SIZE, STEPS, SHARES, PARTS, PAIRS = "by size", "steps", "shares", "parts", "pairs"
+BY_SIZE, STEPS, PAIRS = "by size", "steps", "pairs"
 LINK_SIZES, LINK_STEPS = "by size and link", "steps by link"
-"""The kinds of tables: bandwidths; steps one below the other; the share of one in another; parts of a step; by how much
-two steps differ; sizes over links of several speeds, and steps.
+"""The kinds of tables: bandwidths; steps one below the other; by how much two steps differ; sizes over links of several
+speeds, and steps.
 """
 
 _SEGMENTS = (1, 2, 4, 8)
 _KIB, _MIB = 1 << 10, 1 << 20
 _SIZES = (4, _KIB, 64 * _KIB, _MIB, 16 * _MIB, 100 * _MIB, 256 * _MIB)
 _QUICK_SIZES = (4, _MIB)
-_LARGEST_IN_NUMPY = _KIB  # beyond this, the code around the engine no longer matters
 _LARGEST_OF_MANY = 100 * _MIB  # from three ranks on
 RESNET50_BYTES = 102_334_368
 BERT_BYTES = 437_928_968
@@ -110,8 +107,6 @@ def all_reduce(quick: bool, ranks: int) -> Case:
             Rival(GLOO, sides.GLOO, "all_reduce", (size,)),
             Rival(MPICH, sides.MPICH, "all_reduce", (size,)),
         ]
-        if size <= _LARGEST_IN_NUMPY:
-            rivals.insert(2, Rival(NUMPY, sides.SHARED_MEMORY, "all_reduce_in_numpy", (size,)))
         rounds.append(Round(size_text(size), size, steps_for(size, quick), tuple(rivals)))
     return Case("all_reduce", "all_reduce of float32", BY_SIZE, 4, tuple(rounds))
 
@@ -129,28 +124,6 @@ def bert(quick: bool, ranks: int) -> Case:
     title = "training step of a BERT-base-sized stack, 2×32 tokens per rank"
     one_round = Round("step", BERT_BYTES, 1 if quick else 2, _training("bert", ranks))
     return Case("bert", title, STEPS, 2, (one_round,), one_side_at_a_time=True)
-
-
-def profile(quick: bool, ranks: int) -> Case:
-    """Return the case that shows where the time of a training step in shared memory goes."""
-    rivals = (
-        Rival(ALONE, sides.SHARED_MEMORY, "training", ("resnet50", False, None)),
-        Rival(DEFAULT_SPLIT, sides.SHARED_MEMORY, "profiled_training", ("resnet50",)),
-    )
-    one_round = Round("step", RESNET50_BYTES, 1 if quick else 5, rivals)
-    return Case("profile", "where the time of ResNet-50's step goes", PARTS, 2, (one_round,))
-
-
-def agreement(quick: bool, ranks: int) -> Case:
-    """Return the case that times how the ranks agree on each call before data moves."""
-    rounds = []
-    for label, side in ((FUNCTION, sides.SHARED_MEMORY), (RING, sides.TENSORFLOW)):
-        rivals = (
-            Rival(DEFAULT_SPLIT, side, "training", ("resnet50", True, None)),
-            Rival(AGREEMENT, side, "agreement", ("resnet50",)),
-        )
-        rounds.append(Round(label, RESNET50_BYTES, 1 if quick else 5, rivals))
-    return Case("agreement", "agreement beside ResNet-50's step", SHARES, 2, tuple(rounds))
 
 
 def trace(quick: bool, ranks: int) -> Case:
@@ -220,4 +193,4 @@ def size_text(size: int) -> str:
     return f"{size} B"
 
 
-CASES = {case.__name__: case for case in (all_reduce, resnet50, bert, profile, agreement, trace)}
+CASES = {case.__name__: case for case in (all_reduce, resnet50, bert, trace)}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import PARTS, Case, Rival, Round
+from benchmarks.cases import Case, Rival, Round
 from benchmarks.process_set import ProcessSet, RivalError
-from benchmarks.results import NOT_INSTALLED, CaseResult, Part, RoundResult, Timing
+from benchmarks.results import NOT_INSTALLED, CaseResult, RoundResult, Timing
 from benchmarks.sides import SIDES
 from npu_device.testing import hosts
 
@@ -33,7 +32,6 @@ def run_case(case: Case, ranks: int, repeats: int, logs: Path) -> CaseResult:
         for one_round in case.rounds
         for rival in one_round.rivals
     }
-    parts: dict[Round, list[Part]] = {one_round: [] for one_round in case.rounds}
     present = list(dict.fromkeys(rival.side for (_, rival), timing in timings.items() if timing.error is None))
     for together in [[side] for side in present] if case.one_side_at_a_time else [present]:
         progress(f"{name}: starting the processes ({', '.join(together)})")
@@ -45,14 +43,12 @@ def run_case(case: Case, ranks: int, repeats: int, logs: Path) -> CaseResult:
                 for host in range(ranks if one_round.gbit is not None else 0):
                     hosts.set_speed(host, one_round.gbit or 0.0)
                 _run_round(one_round, here, sets, prepared, repeats, f"{name}, {one_round.label}")
-                if case.shows == PARTS:
-                    parts[one_round] += _parts(one_round, sets)
         finally:
             for processes in sets.values():
                 processes.close()
     for one_round in case.rounds:
         in_order = [timings[one_round, rival] for rival in one_round.rivals]
-        result.rounds.append(RoundResult(one_round.label, one_round.size, one_round.steps, in_order, parts[one_round]))
+        result.rounds.append(RoundResult(one_round.label, one_round.size, one_round.steps, in_order))
     return result
 
 
@@ -102,19 +98,3 @@ def _run_round(
                     seconds, core_seconds = zip(*measured)
                     timings[rival].seconds.append(max(seconds))
                     timings[rival].core_seconds.append(sum(core_seconds) / len(core_seconds))
-
-
-def _parts(one_round: Round, sets: dict[str, ProcessSet]) -> Sequence[Part]:
-    """Return the parts of a profiled step, as the mean of the ranks."""
-    found: list[Part] = []
-    for side in dict.fromkeys(rival.side for rival in one_round.rivals):
-        try:
-            by_rank = sets[side].ask("call", "parts")
-        except RivalError as error:
-            progress(f"{one_round.label}: no parts: {error}")
-            continue
-        for thread, name in dict.fromkeys(key for parts in by_rank for key in parts):
-            seconds = [parts.get((thread, name), (0.0, 0.0)) for parts in by_rank]
-            wall, core = (sum(both[i] for both in seconds) / len(seconds) for i in (0, 1))
-            found.append(Part(thread, name, wall, core))
-    return found

@@ -41,23 +41,6 @@ class Timing:
         return statistics.median(self.seconds) if self.seconds and self.error is None else None
 
 
-@dataclass(frozen=True)
-class Part:
-    """A part of a step.
-
-    Attributes:
-        thread: the thread that spends the time.
-        name: name of the part.
-        seconds: of wall-clock time per step.
-        core_seconds: of processor time per step.
-    """
-
-    thread: str
-    name: str
-    seconds: float
-    core_seconds: float
-
-
 @dataclass
 class RoundResult:
     """Rivals that ran in turn; ``size`` in bytes, ``steps`` timed in one go."""
@@ -66,7 +49,6 @@ class RoundResult:
     size: int
     steps: int
     timings: list[Timing]
-    parts: list[Part] = field(default_factory=list)
 
     def timing(self, rival: str) -> Timing | None:
         """Return a rival's times; None when it took no part."""

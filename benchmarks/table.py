@@ -8,7 +8,6 @@ import textwrap
 from collections.abc import Sequence
 
 from benchmarks.cases import (
-    AGREEMENT,
     ALONE,
     BY_SIZE,
     DEFAULT_SPLIT,
@@ -20,8 +19,6 @@ from benchmarks.cases import (
     MIRRORED,
     MPICH,
     PAIRS,
-    PARTS,
-    SHARES,
     STEPS,
     TRACED,
     size_text,
@@ -84,34 +81,6 @@ def _steps(case: CaseResult) -> list[str]:
     return [f"MWMS: {MIRRORED}.", _markdown(rows)]
 
 
-def _shares(case: CaseResult) -> list[str]:
-    """Return the agreement's share of a step, one row per backend."""
-    rows = [["backend", "ms per step", "ms to agree", "share"]]
-    for one_round in case.rounds:
-        step, alone = one_round.median(DEFAULT_SPLIT), one_round.median(AGREEMENT)
-        share = _FAILED if step is None or alone is None else f"{alone / step:.2%}"
-        cells = [_milliseconds(one_round.timing(label)) for label in (DEFAULT_SPLIT, AGREEMENT)]
-        rows.append([one_round.label, *cells, share])
-    return [
-        "The agreement measured alone. In a step it travels with the first data, or while the forward pass runs.",
-        _markdown(rows),
-    ]
-
-
-def _parts(case: CaseResult) -> list[str]:
-    """Return the times of the parts inside a step."""
-    [one_round] = case.rounds
-    alone, step = one_round.median(ALONE), one_round.median(DEFAULT_SPLIT)
-    rows = [["part", "ms per step", "ms of a core"]]
-    for part in one_round.parts:
-        rows.append([f"{part.thread}: {part.name}", f"{part.seconds * 1000:.1f}", f"{part.core_seconds * 1000:.1f}"])
-    steps = [timing for timing in one_round.timings if timing.median is not None]
-    said = "; ".join(f"{timing.rival}: {_milliseconds(timing)} ms" for timing in steps)
-    over = "" if alone is None or step is None else f"; {(step - alone) * 1000:.1f} ms more."
-    text = f"{said}{over} The parts run at the same time as backward; the figures are means over the ranks:"
-    return [textwrap.fill(text, _WIDTH), _markdown(rows)]
-
-
 def _pairs(case: CaseResult) -> list[str]:
     """Return how much tracing slows a step down, one row per round."""
     rows = [["step", "ms", "ms traced", "longer by", "ms longer"]]
@@ -153,8 +122,11 @@ def _link_steps(case: CaseResult) -> list[str]:
 
 
 _SHOWN = {
-    **{BY_SIZE: _by_size, STEPS: _steps, SHARES: _shares, PARTS: _parts, PAIRS: _pairs},
-    **{LINK_SIZES: _link_sizes, LINK_STEPS: _link_steps},
+    BY_SIZE: _by_size,
+    STEPS: _steps,
+    PAIRS: _pairs,
+    LINK_SIZES: _link_sizes,
+    LINK_STEPS: _link_steps,
 }
 
 

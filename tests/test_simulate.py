@@ -1,14 +1,11 @@
-"""The simulation of a model on N ranks: figures that can be worked out by hand, the table and the picture."""
+"""The simulation of a model on N ranks: figures that can be worked out by hand, and the table."""
 
 from __future__ import annotations
-
-from xml.etree import ElementTree
 
 import pytest
 
 from npu_device._src.tuning.networks import PRESETS, Network, ring
 from npu_device._src.tuning.planner import Backward, predict
-from npu_device._src.tuning.plot import svg
 from npu_device._src.tuning.simulate import Expected, TracedStep, simulate, table
 
 GRADIENTS = 50
@@ -70,17 +67,3 @@ def test_the_table_has_a_line_a_row() -> None:
     assert len(lines) == 2 + len(rows) == 24
     assert lines[-1].split()[:2] == ["1024", "tree"]
     assert f"{rows[-1].efficiency:.1%}" in lines[-1]
-
-
-def test_the_picture_is_well_formed_and_has_every_curve() -> None:
-    rows = simulate(STEP, PRESETS["10gbe"])
-    picture = ElementTree.fromstring(svg(rows, "A <model> & 10 GbE"))
-    space = "{http://www.w3.org/2000/svg}"
-    assert picture.findtext(f"{space}title") == "A <model> & 10 GbE"
-    curves = picture.findall(f"{space}polyline")
-    assert len(curves) == 4
-    for curve in curves:
-        points = [tuple(map(float, point.split(","))) for point in curve.attrib["points"].split()]
-        assert len(points) == 11
-        assert all(0 <= x <= 760 and 0 <= y <= 420 for x, y in points)
-        assert [x for x, _ in points] == sorted(x for x, _ in points)

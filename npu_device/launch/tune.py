@@ -78,13 +78,12 @@ def _lead(options: Options, budget: Budget | None, directory: Path, console: Con
     # Imported here: npurun without --tune doesn't need numpy.
     from npu_device._src.trace.records import read
     from npu_device._src.tuning import messages
-    from npu_device._src.tuning.cost_model import CALIBRATED_FILE, MEASURED_FILE, CostModel
+    from npu_device._src.tuning.cost_model import MEASURED_FILE, CostModel
     from npu_device._src.tuning.keeping import keep
     from npu_device._src.tuning.traced_run import TracedRun, summarise
     from npu_device._src.tuning.trials import FIRST, WARM_UP, Budget, tune
 
-    files = directory / MEASURED_FILE, directory / CALIBRATED_FILE
-    for old in (*directory.glob("run*"), *directory.glob(f"{FIRST}*"), *files):
+    for old in (*directory.glob("run*"), *directory.glob(f"{FIRST}*"), directory / MEASURED_FILE):
         shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
     console.say(f"tuning: traces and output of all runs go to {directory}")
     with TuningLeader(directory, options.nnodes, options.master_addr) as leader:
@@ -102,7 +101,6 @@ def _lead(options: Options, budget: Budget | None, directory: Path, console: Con
             return CostModel.read(directory / MEASURED_FILE)
 
         result = tune(script, measure, console.say, budget or Budget())
-    result.calibrated.write(directory / CALIBRATED_FILE)
     kept = keep(result, directory)
     unchanged = f"leave the script unchanged and start it with NPU_DEVICE_SPLIT=auto, which reads {kept[0]}"
     advice = f"Or {unchanged}" if result.gained else "Keep the present split: nothing has to be changed."

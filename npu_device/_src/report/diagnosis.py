@@ -15,7 +15,7 @@ from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.gradients.split_strategy import firsts_and_lasts
 from npu_device._src.report.figures import RankFigures
 from npu_device._src.trace.records import Iteration, RankTrace
-from npu_device._src.tuning.cost_model import CostModel, best_known, fit
+from npu_device._src.tuning.cost_model import CostModel, fit, measured_in
 from npu_device._src.tuning.messages import line_to_paste
 from npu_device._src.tuning.planner import best_plan, predict
 from npu_device._src.tuning.traced_run import summarise
@@ -130,7 +130,7 @@ def _send_less(traces: Sequence[RankTrace], cost: CostModel) -> str:
 
 
 def _cost(traces: Sequence[RankTrace], directory: Path) -> tuple[CostModel, str]:
-    known = best_known(directory)
+    known = measured_in(directory)
     if known is not None:
         return known, "the measured collectives"
     samples = _samples(traces)

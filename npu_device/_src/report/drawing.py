@@ -1,13 +1,11 @@
-"""The report's charts, as SVG: the timeline of an iteration, each rank's time by part, and the spread of steps."""
+"""The report's picture, as SVG: the timeline of an iteration on all ranks."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from html import escape
 
-from npu_device._src.report.figures import RankFigures
 from npu_device._src.trace.records import Iteration, RankTrace
 from npu_device._src.tuning.messages import amount
 
@@ -15,18 +13,15 @@ COLOURS = {
     "input wait": "#cbd5e1",
     "forward": "#a5c8f5",
     "backward": "#4f86d9",
-    "compute": "#4f86d9",
-    "compute, reduction hidden behind it": "#2b57a5",
     "hidden reduction": "#f2a93b",
     "exposed reduction": "#d64545",
     "update": "#6fbf8b",
 }
-"""The meaning of each colour, the same in all charts."""
+"""The meaning of each colour."""
 
 _WIDTH, _LEFT, _RIGHT = 1080, 130, 20
 _ROW, _LANE, _LANES = 22, 12, 8
 _TICKS = 8
-_FAR = 3.0  # times the median
 
 
 def timeline(traces: Sequence[RankTrace], number: int) -> str:
@@ -50,55 +45,9 @@ def timeline(traces: Sequence[RankTrace], number: int) -> str:
     return _svg(y + 8, f"Iteration {number}", [*scale.axis(y - 6), *parts])
 
 
-def bars(ranks: Sequence[RankFigures]) -> str:
-    """Draw the parts of each rank's step as bars; medians."""
-    scale = _Scale(max(sum(milliseconds for _, milliseconds in _shares(rank)) for rank in ranks))
-    parts: list[str] = []
-    y = 30.0
-    for rank in ranks:
-        parts.append(_label(y + 15, f"rank {rank.rank}", rank.host))
-        begin = 0.0
-        for kind, milliseconds in _shares(rank):
-            text = f"rank {rank.rank}, {kind}: {milliseconds:.2f} ms, {milliseconds / scale.longest:.0%}"
-            parts.append(_bar(scale, begin, begin + milliseconds, y, _ROW, kind, text))
-            begin += milliseconds
-        y += _ROW + 12
-    return _svg(y + 8, "Where the time of a step goes", [*scale.axis(y - 6), *parts])
-
-
-def spread(traces: Sequence[RankTrace]) -> str:
-    """Draw the time of each step: that of the rank that took longest."""
-    numbers = [one.iteration for one in traces[0].iterations]
-    times = [max(each) / 1e3 for each in zip(*([one.time for one in trace.iterations] for trace in traces))]
-    height, top, bottom = 230.0, 24.0, 34.0
-    # A pause for a checkpoint would flatten all the others: far longer steps are drawn at the upper edge.
-    most = 1.08 * min(max(times), _FAR * statistics.median(times))
-    span = max(1, numbers[-1] - numbers[0])
-
-    def x(number: int) -> float:
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * (number - numbers[0]) / span
-
-    def y(milliseconds: float) -> float:
-        return top + (height - top - bottom) * (1 - milliseconds / most)
-
-    parts = []
-    for tick in _ticks(most, 5):
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g} ms</text>')
-    middle = statistics.median(times)
-    parts.append(f'<line class="end" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(middle):.1f}" y2="{y(middle):.1f}"/>')
-    for number, milliseconds in zip(numbers, times):
-        colour = COLOURS["compute" if milliseconds <= most else "exposed reduction"]
-        circle = f'<circle cx="{x(number):.1f}" cy="{y(min(milliseconds, most)):.1f}" r="3.2" fill="{colour}">'
-        parts.append(f"{circle}<title>iteration {number}: {milliseconds:.2f} ms</title></circle>")
-    for number in dict.fromkeys((numbers[0], numbers[len(numbers) // 2], numbers[-1])):
-        parts.append(f'<text x="{x(number):.1f}" y="{height - 12}" text-anchor="middle">{number}</text>')
-    return _svg(height, "Time of each step, by iteration", parts)
-
-
-def legend(*kinds: str) -> str:
+def legend() -> str:
     """Return the legend of the colours, as HTML."""
-    marks = (f'<span><i style="background:{COLOURS[kind]}"></i>{escape(kind)}</span>' for kind in kinds)
+    marks = (f'<span><i style="background:{colour}"></i>{escape(kind)}</span>' for kind, colour in COLOURS.items())
     return f'<p class="legend">{"".join(marks)}</p>'
 
 
@@ -136,18 +85,6 @@ def _rank(parts: list[str], trace: RankTrace, one: Iteration, begin: float, scal
             if left < right:
                 parts.append(_bar(scale, (left - begin) / 1e3, (right - begin) / 1e3, top, _LANE, kind, text))
     return _ROW + 4 + len(lanes) * (_LANE + 2)
-
-
-def _shares(rank: RankFigures) -> list[tuple[str, float]]:
-    """Return each kind with its milliseconds."""
-    parts = {
-        "input wait": rank.input_wait,
-        "compute": rank.alone,
-        "compute, reduction hidden behind it": rank.hidden,
-        "exposed reduction": rank.exposed,
-        "update": rank.update,
-    }
-    return [(kind, microseconds / 1e3) for kind, microseconds in parts.items()]
 
 
 class _Scale:

@@ -35,44 +35,22 @@ table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nu
 th, td { text-align: right; padding: 5px 8px; border-bottom: 1px solid #e7ebf1; }
 th:first-child, td:first-child, th:last-child, td:last-child { text-align: left; }
 th { font-weight: 600; font-size: 13px; color: #5b6675; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin-top: 16px; }
-.figures div { background: #ffffff; border: 1px solid #e1e6ee; border-radius: 10px; padding: 12px 16px; }
-.figures b { display: block; font-size: 22px; font-weight: 650; }
 """
 
 
 def page(found: Analysis) -> str:
     """Return the page's text."""
     shown = _to_show(found)
-    ranks = {trace.rank for trace in shown}
     left_out = len(found.traces) - len(shown)
     more = f" {left_out} further ranks are not drawn." if left_out else ""
     sections = [
         f"<h1>Iteration trace</h1><p>{escape(summary.headline(found))}</p>",
         f'<p class="small">{"<br>".join(map(escape, summary.notes(found)))}</p>',
-        _figures(found),
         _verdict(found),
-        _section(
-            f"Iteration {found.shown}, of median length",
-            drawing.timeline(shown, found.shown),
-            drawing.legend("input wait", "forward", "backward", "hidden reduction", "exposed reduction", "update"),
-            "The dashed line is the end of backward; white marks show when each gradient was ready. Forward is drawn "
-            f"up to the first of them. Pause the pointer on a bar for its figures.{more}",
-        ),
-        _section(
-            "Where the time of a step goes",
-            drawing.bars([rank for rank in found.ranks if rank.rank in ranks]),
-            drawing.legend(
-                "input wait", "compute", "compute, reduction hidden behind it", "exposed reduction", "update"
-            ),
-            f"Medians. {_sentence(summary.waiting(found))}",
-        ),
-        _section(
-            "Time of each step",
-            drawing.spread(found.traces),
-            "",
-            f"{_sentence(summary.spread(found))} A red point at the upper edge lies beyond it.",
-        ),
+        f"<section><h2>Iteration {found.shown}, of median length</h2>{drawing.timeline(shown, found.shown)}"
+        f'{drawing.legend()}<p class="small">The dashed line is the end of backward; white marks show when each '
+        "gradient was ready. Forward is drawn up to the first of them. Pause the pointer on a bar for its figures."
+        f"{more}</p></section>",
         _table(found),
     ]
     return (
@@ -91,16 +69,6 @@ def _to_show(found: Analysis) -> Sequence[RankTrace]:
     return sorted((*first, *(trace for trace in found.traces if trace.rank == last)), key=lambda trace: trace.rank)
 
 
-def _figures(found: Analysis) -> str:
-    names = {"step": "a step", "input_wait": "input wait", "hidden": "reduction hidden", "exposed": "reduction exposed"}
-    longest = {name: max(getattr(rank, part) for rank in found.ranks) for part, name in names.items()}
-    cells = "".join(
-        f'<div><b>{value / 1e3:.1f} ms</b><span class="small">{name}, {value / longest["a step"]:.0%}</span></div>'
-        for name, value in longest.items()
-    )
-    return f'<div class="figures">{cells}</div>'
-
-
 def _verdict(found: Analysis) -> str:
     diagnosis = found.diagnosis
     call = ""
@@ -113,10 +81,6 @@ def _verdict(found: Analysis) -> str:
     )
 
 
-def _section(title: str, chart: str, legend: str, text: str) -> str:
-    return f'<section><h2>{escape(title)}</h2>{chart}{legend}<p class="small">{escape(text)}</p></section>'
-
-
 def _table(found: Analysis) -> str:
     head = "".join(f"<th>{name}</th>" for name in ("rank", *summary.COLUMNS, "host"))
     rows = "".join(
@@ -124,7 +88,9 @@ def _table(found: Analysis) -> str:
         f"<td>{escape(rank.host)}</td></tr>"
         for rank in found.ranks
     )
-    return f"<section><h2>Milliseconds, by rank</h2><table><tr>{head}</tr>{rows}</table></section>"
+    words = escape(f"{_sentence(summary.waiting(found))} {_sentence(summary.spread(found))}")
+    table = f"<table><tr>{head}</tr>{rows}</table>"
+    return f'<section><h2>Milliseconds, by rank; medians</h2>{table}<p class="small">{words}</p></section>'
 
 
 def _sentence(text: str) -> str:

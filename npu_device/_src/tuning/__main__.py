@@ -12,15 +12,12 @@ from pathlib import Path
 
 from npu_device._src.trace.records import read
 from npu_device._src.tuning import messages, networks
-from npu_device._src.tuning.cost_model import MEASURED_FILE, CostModel, best_known
+from npu_device._src.tuning.cost_model import MEASURED_FILE, CostModel, measured_in
 from npu_device._src.tuning.networks import PRESETS, Network
 from npu_device._src.tuning.planner import best_plan
-from npu_device._src.tuning.plot import svg
 from npu_device._src.tuning.simulate import ASSUMPTIONS, RANKS, simulate, table
 from npu_device._src.tuning.traced_run import TracedRun, summarise
 from npu_device._src.tuning.trials import FIRST, WARM_UP
-
-CHART = "simulated.svg"
 
 _EXAMPLES = """\
 examples:
@@ -86,16 +83,14 @@ def _simulated(found: TracedRun, options: argparse.Namespace) -> str:
     sizes = step.backward.sizes
     title = f"{len(sizes)} gradients, {sum(sizes) / 1e6:.0f} MB, {step.alone * 1e3:.0f} ms per step on one rank; "
     title += f"network {network.name}"
-    chart = options.directory / CHART
-    chart.write_text(svg(rows, title), encoding="utf-8")
     link = f"alpha {network.alpha * 1e6:.1f} us per message, beta {network.beta * 1e9:.3f} ns per byte"
-    return f"{title} ({link})\n\n{table(rows)}\n\n{ASSUMPTIONS}\n\npicture: {chart}"
+    return f"{title} ({link})\n\n{table(rows)}\n\n{ASSUMPTIONS}"
 
 
 def _cost(options: argparse.Namespace) -> CostModel:
     if options.alpha is not None:
         return CostModel(options.alpha, options.beta, busy=options.alpha)
-    cost = best_known(options.directory)
+    cost = measured_in(options.directory)
     if cost is None:
         raise ValueError(
             f"there is a trace, but no {MEASURED_FILE}: the collectives were not measured.\n"

@@ -16,9 +16,6 @@ from typing import Any
 MEASURED_FILE = "collectives.json"
 """The measurements, in the tuner's directory."""
 
-CALIBRATED_FILE = "calibrated.json"
-"""The cost model that the tuner's runs have calibrated, beside it."""
-
 # The minimum error of a median against the line, however close the repetitions are: this fraction of itself for the
 # smallest size, which determines alpha; for the others, this fraction of the geometric mean of itself and the longest.
 # Throughput differs by size; with these weights, beta is about the total time divided by the total bytes. If each
@@ -98,11 +95,10 @@ class CostModel:
         return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
 
 
-def best_known(directory: Path) -> CostModel | None:
-    """Return the calibrated cost model of the tuner's directory, else the measured one; None if there is neither."""
-    places = (directory, directory.resolve().parent)
-    found = (place / name for place in places for name in (CALIBRATED_FILE, MEASURED_FILE))
-    return next((CostModel.read(path) for path in found if path.is_file()), None)
+def measured_in(directory: Path) -> CostModel | None:
+    """Return the cost model that was measured into the tuner's directory, or the one above; None if there is none."""
+    files = (place / MEASURED_FILE for place in (directory, directory.resolve().parent))
+    return next((CostModel.read(path) for path in files if path.is_file()), None)
 
 
 def fit(samples: Mapping[int, Sequence[float]], lanes: Mapping[int, Sequence[float]] | None = None) -> CostModel:

@@ -32,7 +32,7 @@ def keep(result: TuningResult, work_path: Path) -> list[Path]:
         "seconds_before": result.tried[0].seconds,
         "seconds": result.chosen.seconds,
     }
-    return _keep(result.traced, result.calibrated, result.chosen.plan.ends, True, figures, work_path)
+    return _keep(result.traced, result.cost, result.chosen.plan.ends, True, figures, work_path)
 
 
 def keep_prediction(found: TracedRun, cost: CostModel, ends: tuple[int, ...], work_path: Path) -> list[Path]:

@@ -76,7 +76,6 @@ def outcome(result: TuningResult) -> str:
     else:
         lines += ["", "no split was faster in every round than the present one, which is:"]
     lines.append(f"  {line_to_paste(result.chosen.plan.ends, result.traced.group)}")
-    lines += ["", f"calibrated with these runs, npu-tune's model is: {_collectives(result.calibrated)}"]
     return "\n".join(lines)
 
 

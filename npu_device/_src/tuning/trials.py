@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Callable, Optional
 
-from npu_device._src.tuning.calibration import calibrated
 from npu_device._src.tuning.cost_model import CostModel
 from npu_device._src.tuning.planner import Plan, contenders, predict
 from npu_device._src.tuning.traced_run import TracedRun
@@ -75,14 +74,12 @@ class TuningResult:
     Attributes:
         traced: the first run, with the split that the script has now.
         cost: the measured collectives.
-        calibrated: the same, calibrated with the runs of all splits.
         tried: the present split first, then the plans.
         chosen: the fastest of those that were faster than the present split, else the present one.
     """
 
     traced: TracedRun
     cost: CostModel
-    calibrated: CostModel
     tried: tuple[Tried, ...]
     chosen: Tried
 
@@ -131,8 +128,7 @@ def tune(run: Run, measure: Callable[[int], CostModel], report: Callable[[str], 
     if not plans:
         present.runs.append(first)
     faster = [one for one in tried[1:] if one.faster_than(present)]
-    learned = calibrated(first, cost, [result for one in tried for result in one.runs])
-    return TuningResult(first, cost, learned, tried, min(faster, key=lambda one: one.seconds, default=present))
+    return TuningResult(first, cost, tried, min(faster, key=lambda one: one.seconds, default=present))
 
 
 def _require_split(wanted: Tried, result: TracedRun) -> None:
