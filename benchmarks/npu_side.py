@@ -13,7 +13,7 @@ import npu_device as npu
 from benchmarks.payload import payload, require_sum
 from benchmarks.trainee import Trainee
 from hccl.split.api import set_split_strategy_by_idx, set_split_strategy_by_size
-from npu_device._src.cluster import runtime
+from npu_device._src.collectives.job import current
 from npu_device._src.gradients import split_strategy
 from npu_device._src.trace import trace
 from npu_device._src.trace.settings import Settings
@@ -24,7 +24,7 @@ class NpuSide:
 
     def __init__(self, rank: int, ranks: int) -> None:
         npu.open().as_default()
-        running = runtime.current()
+        running = current()
         assert running is not None
         self._runtime = running
         self._rank = rank

@@ -15,9 +15,9 @@ import tensorflow as tf
 import npu_device as npu
 from benchmarks.held import Sample, sample
 from hccl.manage.api import create_group, destroy_group
-from npu_device._src.cluster import runtime
 from npu_device._src.collectives.all_gather_v import all_gather_v
 from npu_device._src.collectives.group import group_of
+from npu_device._src.collectives.job import current
 from npu_device.distribute import hccl_ops
 
 _BATCHES = 50  # of an epoch, at whose end TensorFlow keeps 0.8 KB: an OutOfRangeError leaves a function
@@ -46,7 +46,7 @@ class SoakSide:
         npu.open().as_default()
         self._rank = rank
         self._ranks = ranks
-        self._shared = runtime.current() is not None
+        self._shared = current() is not None
         self._dense = tf.Variable(tf.ones([_WIDTH, 8]))
         self._table = tf.Variable(tf.ones([_ROWS, _WIDTH]))
         self._data = self._dataset()
@@ -145,7 +145,7 @@ class SoakSide:
 
     @staticmethod
     def _gather_all(rows: tf.Tensor) -> tf.Tensor:
-        running = runtime.current()
+        running = current()
         assert running is not None
         return all_gather_v(running, rows, group_of(running, "hccl_world_group"))
 

@@ -150,14 +150,14 @@ def body_keys_of_tags(calls: int) -> int:
     import tensorflow as tf
 
     import npu_device as npu
-    from npu_device._src.cluster import runtime
     from npu_device._src.collectives.backends.tensorflow import sequence
     from npu_device._src.collectives.group import group_of
+    from npu_device._src.collectives.job import current
     from npu_device._src.collectives.pair import pair_of
     from npu_device.distribute import hccl_ops
 
     rank = npu.open().worker_id
-    running = runtime.current()
+    running = current()
     assert running is not None
     pair = pair_of(group_of(running, "hccl_world_group"), 0, 1, 5)
     rings = sequence.sequence_of(running, pair)._drawn
@@ -215,14 +215,14 @@ def body_signatures(calls: int) -> int:
     import tensorflow as tf
 
     import npu_device as npu
-    from npu_device._src.cluster import runtime
     from npu_device._src.collectives.all_gather_v import all_gather_v
     from npu_device._src.collectives.backends.tensorflow.sequence import sequence_of
     from npu_device._src.collectives.group import group_of
+    from npu_device._src.collectives.job import current
     from npu_device.distribute import hccl_ops
 
     rank, size = npu.open().worker_id, npu.open().workers_num
-    running = runtime.current()
+    running = current()
     assert running is not None
     world = group_of(running, "hccl_world_group")
     gather = in_graph(lambda rows: all_gather_v(running, rows, world), input_signature=[tf.TensorSpec([None, 3])])

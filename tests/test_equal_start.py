@@ -159,12 +159,12 @@ main()
 # What the watching thread sees of an optimizer that a checkpoint has set to step 40, without a reduction.
 RESTORED = """
 import threading
-from npu_device._src.cluster import runtime
+from npu_device._src.collectives.job import current
 from npu_device._src.training.unreduced import _warn_if_trained_alone
 optimizer, told, seen = tf.keras.optimizers.SGD(), threading.Event(), dict()
 for steps in (40, 49, 50):
     optimizer.iterations.assign(steps)
-    _warn_if_trained_alone(runtime.current(), told, 10, seen)
+    _warn_if_trained_alone(current(), told, 10, seen)
     print("at step", steps, "told", told.is_set())
 del optimizer
 """

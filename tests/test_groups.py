@@ -43,9 +43,9 @@ def caught(call: Any, *arguments: Any) -> str:
 def forget_all() -> None:
     """The workers of a pool keep what a body leaves behind."""
     from hccl.manage.api import destroy_group
-    from npu_device._src.collectives import group
+    from npu_device._src.training.groups import _made
 
-    for name in list(group.made_groups):
+    for name in list(_made()):
         destroy_group(name)
 
 

@@ -11,9 +11,8 @@ from ranks import clean_environment
 
 RANK = """
 import atexit, os, signal, sys
-from npu_device._src.cluster import last_words, runtime
-atexit.register(runtime._exit)
-last_words.allow_time()
+from npu_device._src.cluster import last_words
+atexit.register(last_words.allow_time())
 os.write(2, b"ready")
 if sys.argv[1] == "killed":
     os.kill(os.getpid(), signal.SIGKILL)

@@ -158,13 +158,13 @@ def test_the_ranks_of_a_host_divide_its_cores(tmp_path: Path) -> None:
 def test_ranks_that_are_bound_to_cores_keep_them(tmp_path: Path) -> None:
     bound = """
 import os
-from npu_device._src.cluster import runtime
+from npu_device._src.collectives.job import current
 cores = sorted(os.sched_getaffinity(0))
 os.sched_setaffinity(0, cores[: len(cores) // 2] if os.environ["RANK_ID"] == "0" else cores[len(cores) // 2 :])
 """
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores")
-    for result in job.run(tmp_path, 2, bound + THREADS + "print('mine', runtime.current().cores)"):
+    for result in job.run(tmp_path, 2, bound + THREADS + "print('mine', current().cores)"):
         words = result.output.split()
         assert words[words.index("mine") + 1] == words[words.index("cores") + 1]
 

@@ -17,7 +17,7 @@ def body_strangers() -> tuple[list[bool], list[float]]:
     import npu_device as npu
     from npu_device._src.cluster import frames
     from npu_device._src.cluster.handshake import AttemptFailedError, TimedConnection, authenticate
-    from npu_device._src.cluster.runtime import current
+    from npu_device._src.collectives.job import current
 
     running = current()
     assert running is not None
@@ -90,7 +90,7 @@ def body_lost(elements: int) -> tuple[str, float]:
     import tensorflow as tf
 
     import npu_device as npu
-    from npu_device._src.cluster.runtime import current
+    from npu_device._src.collectives.job import current
 
     running = current()
     assert running is not None
@@ -125,7 +125,7 @@ def body_deliver() -> tuple[int, float]:
     import contextlib
 
     import npu_device as npu
-    from npu_device._src.cluster.runtime import current
+    from npu_device._src.collectives.job import current
 
     running = current()
     assert running is not None

@@ -115,8 +115,8 @@ def body_times(overlap: bool, cores: int) -> Any:
     import npu_device as npu
     from hccl.manage.api import create_group, destroy_group
     from hccl.split.api import set_split_strategy_by_idx
-    from npu_device._src.cluster.runtime import current
     from npu_device._src.collectives.backends.arrays.lines import end_of
+    from npu_device._src.collectives.job import current
     from npu_device._src.gradients import split_strategy
 
     weights = [tf.Variable(tf.eye(WIDTH)) for _ in range(12)]

@@ -34,11 +34,12 @@ COUNTING = """
 # Two ranks that need each other for each step, on the control channel alone, so that they start without TensorFlow.
 GATHERING = """
     import os, sys, time
-    from npu_device._src.cluster import rendezvous, runtime
+    from npu_device._src.cluster import rendezvous
+    from npu_device._src.collectives.job import start
     from npu_device._src.membership.schemes import membership_from_environment
 
     path = f"{sys.argv[1]}/step{os.environ['RANK_ID']}"
-    job = runtime.start(*rendezvous.meet(membership_from_environment()), serves_others=False)
+    job = start(*rendezvous.meet(membership_from_environment()), serves_others=False)
     step = min(job.store.gather("begin", int(open(path).read()) if os.path.exists(path) else 0, 60))
     while step < 40:
         time.sleep(0.05)

@@ -56,10 +56,10 @@ def test_numbers_from_the_environment(single: Pool) -> None:
 
 def auto(directory: str) -> dict[str, Any]:
     """Only rank 0 sees the directory."""
-    from npu_device._src.cluster import runtime
+    from npu_device._src.collectives.job import current
     from npu_device._src.gradients import split_choice
 
-    running = runtime.current()
+    running = current()
     assert running is not None
     os.environ["NPU_DEVICE_SPLIT_DIR"] = directory if running.cluster.rank == 0 else "/nowhere"
     os.environ["NPU_DEVICE_SPLIT"] = "auto"

@@ -22,11 +22,11 @@ TOLERANCE_US = 20_000  # between a point and what it stands for, on a machine wi
 
 
 def _start(directory: str, **points: str) -> Any:
-    from npu_device._src.cluster import runtime
+    from npu_device._src.collectives.job import current
     from npu_device._src.trace import trace
     from npu_device._src.trace.settings import Settings
 
-    running = runtime.current()
+    running = current()
     if running is not None:
         trace.start(running, Settings(Path(directory), **points))
     return running
@@ -203,10 +203,10 @@ def test_without_a_trace_nothing_is_added(two_ranks: Pool) -> None:
 
 
 def _clock() -> tuple[float, float | None]:
-    from npu_device._src.cluster import runtime
+    from npu_device._src.collectives.job import current
     from npu_device._src.trace import clock
 
-    running = runtime.current()
+    running = current()
     assert running is not None
     apart = replace(running.cluster, hosts=("here", "there"), host=("here", "there")[running.cluster.rank])
     found = clock.measure(SimpleNamespace(cluster=apart, store=running.store))  # type: ignore[arg-type]

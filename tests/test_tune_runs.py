@@ -27,10 +27,10 @@ def measured(directory: str) -> str:
     """Do what ``aoe_mode`` 4 does when the device is opened."""
     import atexit
 
-    from npu_device._src.cluster import runtime
+    from npu_device._src.collectives.job import current
     from npu_device._src.tuning import aoe
 
-    running = runtime.current()
+    running = current()
     assert running is not None
     try:
         return str(aoe.begin(running, Path(directory), largest=1_000_000).output)

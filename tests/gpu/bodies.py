@@ -13,12 +13,11 @@ def devices() -> dict[str, Any]:
     import tensorflow as tf
 
     import npu_device as npu
-    from npu_device._src.cluster import runtime
-    from npu_device._src.collectives.backends.shared_memory.host import hosts_of
+    from npu_device._src.collectives.job import current
 
-    running = runtime.current()
+    running = current()
     assert running is not None
-    hosts = hosts_of(running)
+    hosts = running.hosts
     rank = running.cluster.rank
     with npu.open().scope():
         scoped = tf.reduce_sum(tf.random.uniform([4, 4])).device
@@ -147,12 +146,12 @@ def traced_loop(directory: str) -> None:
 
     import npu_device as npu
     from hccl.split.api import set_split_strategy_by_size
-    from npu_device._src.cluster import runtime
+    from npu_device._src.collectives.job import current
     from npu_device._src.gradients import split_strategy
     from npu_device._src.trace import trace
     from npu_device._src.trace.settings import Settings
 
-    running = runtime.current()
+    running = current()
     assert running is not None
     set_split_strategy_by_size([25] * 4)
     trace.start(running, Settings(Path(directory)))

@@ -15,7 +15,7 @@ import numpy as np
 
 from npu_device._src import environment
 from npu_device._src.cluster.rendezvous import installed_versions
-from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.job import Job
 from npu_device._src.membership.interfaces import interface_of, speed_of
 from npu_device._src.trace import clock
 
@@ -61,7 +61,7 @@ class Facts:
     clock: float | None
 
 
-def collect(runtime: Runtime | None) -> Facts:
+def collect(runtime: Job | None) -> Facts:
     """Collect this rank's facts. Every rank of a job calls this, since the clocks are compared."""
     host, address = "node0", "127.0.0.1"  # npurun's names, for a single rank
     ahead: float | None = 0.0

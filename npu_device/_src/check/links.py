@@ -14,7 +14,7 @@ from typing import Callable
 
 from npu_device._src import environment
 from npu_device._src.cluster.ports import listen_on_free
-from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.job import Job
 
 _CONNECT_SECONDS = 3.0
 _ANSWER_SECONDS = 10.0
@@ -38,7 +38,7 @@ class LinkSpeed:
     speed: float
 
 
-def unreachable(runtime: Runtime, servers: tuple[str, ...]) -> dict[int, str]:
+def unreachable(runtime: Job, servers: tuple[str, ...]) -> dict[int, str]:
     """Connect to the server of one rank on each other host, the one with this rank's place among those of its host.
 
     Args:
@@ -54,7 +54,7 @@ def unreachable(runtime: Runtime, servers: tuple[str, ...]) -> dict[int, str]:
         return {rank: f"{servers[rank]}: {outcome}" for rank, outcome in zip(targets, outcomes) if outcome}
 
 
-def _peers(runtime: Runtime) -> Iterator[int]:
+def _peers(runtime: Job) -> Iterator[int]:
     hosts = runtime.cluster.hosts
     for host in dict.fromkeys(hosts):
         ranks = [rank for rank, other in enumerate(hosts) if other == host]
@@ -73,7 +73,7 @@ def _connect(server: str) -> str:
         return (error.strerror or str(error)).lower()
 
 
-def measure(runtime: Runtime, leaders: list[int], timeout: float) -> LinkSpeed | str:
+def measure(runtime: Job, leaders: list[int], timeout: float) -> LinkSpeed | str:
     """Measure the link from this host to the next one. All hosts do so at once, as in a ring.
 
     Args:
@@ -92,7 +92,7 @@ def measure(runtime: Runtime, leaders: list[int], timeout: float) -> LinkSpeed |
 
 
 def _with_next(
-    runtime: Runtime,
+    runtime: Job,
     leaders: list[int],
     timeout: float,
     serve: Callable[[socket.socket], None],

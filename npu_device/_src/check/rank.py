@@ -8,11 +8,9 @@ from dataclasses import asdict, dataclass
 from npu_device._src.check import judge, links, page, speeds
 from npu_device._src.check.facts import Facts, collect
 from npu_device._src.check.links import LinkSpeed
-from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives.backends.shared_memory.host import hosts_of
-from npu_device._src.collectives.backends.tensorflow.server import addresses_of
 from npu_device._src.collectives.choice import explained
 from npu_device._src.collectives.group import WORLD_GROUP, group_of
+from npu_device._src.collectives.job import Job
 from npu_device._src.training import device
 
 _SECONDS = 120.0  # the longest wait for another rank, which measures meanwhile
@@ -46,7 +44,7 @@ def check() -> CheckResult:
     return CheckResult(not problems, page.verdict(problems), report, runtime is None or runtime.cluster.local_rank == 0)
 
 
-def _found(runtime: Runtime) -> judge.Findings:
+def _found(runtime: Job) -> judge.Findings:
     """Find out everything, the same on all ranks."""
     store, cluster = runtime.store, runtime.cluster
     facts = [Facts(**each) for each in store.gather("check/facts", asdict(collect(runtime)), _SECONDS)]
@@ -54,12 +52,12 @@ def _found(runtime: Runtime) -> judge.Findings:
     leaders = [cluster.hosts.index(host) for host in hosts]
     failed = {
         **links.unreachable(runtime, runtime.peers.addresses),
-        **links.unreachable(runtime, addresses_of(runtime)),
+        **links.unreachable(runtime, runtime.server_addresses),
     }
     unreachable = [
         {int(rank): what for rank, what in each.items()} for each in store.gather("check/unreachable", failed, _SECONDS)
     ]
-    engine, sharing = explained(runtime, group_of(runtime, WORLD_GROUP)), hosts_of(runtime).problems
+    engine, sharing = explained(runtime, group_of(runtime, WORLD_GROUP)), runtime.hosts.problems
     if any(unreachable):  # a collective would wait for the stall watch
         return judge.Findings(facts, engine, sharing, unreachable)
     leads, several = cluster.rank in leaders, len(hosts) > 1

@@ -7,9 +7,9 @@ import time
 
 import tensorflow as tf
 
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.all_reduce import all_reduce
 from npu_device._src.collectives.group import WORLD_GROUP, Group, group_of
+from npu_device._src.collectives.job import Job
 
 SIZES = (4, 64 << 10, 1 << 20, 16 << 20)
 """Bytes."""
@@ -20,31 +20,31 @@ _SECONDS = 1.0  # for each size, if that is enough for the fewest repeats
 _FEWEST, _MOST = 3, 50
 
 
-def sum_is_right(runtime: Runtime) -> bool:
+def sum_is_right(runtime: Job) -> bool:
     """Return whether a sum over all ranks is what it should be. Every rank calls this."""
     rank, size = runtime.cluster.rank, runtime.cluster.world_size
     total = all_reduce(runtime, tf.fill([_ELEMENTS], float(rank + 1)), "sum", group_of(runtime, WORLD_GROUP))
     return bool(tf.reduce_all(total == size * (size + 1) / 2))
 
 
-def within(runtime: Runtime) -> list[float] | None:
+def within(runtime: Job) -> list[float] | None:
     """Return the seconds of an all_reduce of the ranks of this host, for each size; None for a single rank."""
     cluster = runtime.cluster
     ranks = [rank for rank, host in enumerate(cluster.hosts) if host == cluster.host]
     return _by_size(runtime, _WITHIN, ranks) if len(ranks) > 1 else None
 
 
-def between(runtime: Runtime, leaders: list[int]) -> list[float]:
+def between(runtime: Job, leaders: list[int]) -> list[float]:
     """Return the seconds of an all_reduce of one rank per host, for each size. The leaders call this."""
     return _by_size(runtime, _BETWEEN, leaders)
 
 
-def _by_size(runtime: Runtime, name: str, ranks: list[int]) -> list[float]:
+def _by_size(runtime: Job, name: str, ranks: list[int]) -> list[float]:
     group = Group(name, tuple(ranks), ranks.index(runtime.cluster.rank))
     return [_median_seconds(runtime, group, size) for size in SIZES]
 
 
-def _median_seconds(runtime: Runtime, group: Group, size: int) -> float:
+def _median_seconds(runtime: Job, group: Group, size: int) -> float:
     """Return the seconds of one of several calls, each of which begins when the one before has ended on all ranks."""
     value = tf.ones([size // 4])
 

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-
-from npu_device._src.cluster import runtime
+from typing import Callable
 
 _SECONDS = 3
 _KEEP_OPEN = f"read line || sleep {_SECONDS}"  # the line comes when the rank exits; without it, the rank was killed
 
 
-def allow_time() -> None:
-    """Keep this process's standard error open for some seconds if it is killed. Without /bin/sh, there is no time."""
+def allow_time() -> Callable[[], None]:
+    """Keep this process's standard error open for some seconds if it is killed. Without /bin/sh, there is no time.
+
+    Returns:
+        What to call when this process exits.
+    """
     try:
         keeper = subprocess.Popen(
             ["/bin/sh", "-c", _KEEP_OPEN],
@@ -26,10 +29,10 @@ def allow_time() -> None:
             start_new_session=True,  # a signal to the rank's process group doesn't reach it
         )
     except OSError:
-        return
+        return lambda: None
 
     def release() -> None:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             keeper.communicate(b"\n", _SECONDS)
 
-    runtime.on_exit(release)
+    return release

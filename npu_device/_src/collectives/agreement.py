@@ -27,10 +27,10 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.frames import counted
-from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives.calling_thread import calling_thread, in_call
+from npu_device._src.collectives.calling_thread import calling_thread
 from npu_device._src.collectives.choice import comparing_backend_of
 from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.terms import Agreement, Terms
 from npu_device._src.collectives.unordered import require_order
 
@@ -118,12 +118,12 @@ def describe(operation: str, values: Sequence[Any], ragged: bool = False, **deta
 
 @contextlib.contextmanager
 def agreed(
-    runtime: Runtime, group: Group, call: Call, values: Sequence[Any], carries: bool | tf.Tensor | None
+    job: Job, group: Group, call: Call, values: Sequence[Any], carries: bool | tf.Tensor | None
 ) -> Iterator[Agreement]:
     """Agree on a call with the group, then run the block, with the agreement for the backend.
 
     Args:
-        runtime: the running cluster.
+        job: the job.
         group: the ranks that take part.
         call: this rank's call.
         values: the call's tensors.
@@ -135,20 +135,20 @@ def agreed(
             same text.
         PeerError: a rank has failed or left.
     """
-    _refuse_xla(runtime, call)
+    _refuse_xla(job, call)
     if group.size == 1:
-        yield Agreement(runtime)
+        yield Agreement(job)
         return
-    require_order(f"rank {runtime.cluster.rank}: {call.operation} was called at {call.line}")
+    require_order(f"rank {job.cluster.rank}: {call.operation} was called at {call.line}")
     if group.tag is not None:
         call = replace(call, thread="")  # each tag keeps its own order, whichever threads send and receive
-    with in_call(runtime, group) as overlaps:
-        comparing = comparing_backend_of(runtime, group)
-        terms = _terms(runtime, group, call, overlaps)
-        agreement = Agreement(runtime, terms, _shapes_number(values, call.ragged), carries)
+    with job.threads.in_call(group) as overlaps:
+        comparing = comparing_backend_of(job, group)
+        terms = _terms(job, group, call, overlaps)
+        agreement = Agreement(job, terms, _shapes_number(values, call.ragged), carries)
         if carries is False:
             with tf.control_dependencies(comparing.exchange_terms(agreement, group)):
-                yield Agreement(runtime)
+                yield Agreement(job)
             return
         try:
             yield agreement
@@ -158,7 +158,7 @@ def agreed(
             agreement.take()
 
 
-def _refuse_xla(runtime: Runtime, call: Call) -> None:
+def _refuse_xla(job: Job, call: Call) -> None:
     """Refuse a call in a function that XLA compiles: there, the ranks can't agree on it, nor learn of a failure.
 
     Raises:
@@ -166,35 +166,35 @@ def _refuse_xla(runtime: Runtime, call: Call) -> None:
     """
     if compat.compiled_by_xla():
         raise RuntimeError(
-            f"rank {runtime.cluster.rank}: {call.operation} was called at {call.line} in a function that XLA compiles "
+            f"rank {job.cluster.rank}: {call.operation} was called at {call.line} in a function that XLA compiles "
             "(jit_compile=True), where a rank can't wait for the others.\n"
             "What to do: leave jit_compile out of tf.function; pass jit_compile=False to model.compile (on a GPU, "
             "Keras 3 turns XLA on by itself); or use npu.distribute.replicate(model), which turns it off."
         )
 
 
-def _terms(runtime: Runtime, group: Group, call: Call, overlaps: bool) -> Terms:
+def _terms(job: Job, group: Group, call: Call, overlaps: bool) -> Terms:
     eager = tf.executing_eagerly()
     if eager:
-        runtime.health.check(group.name, group.ranks)
+        job.health.check(group.name, group.ranks)
 
     def refuse(position: int) -> MismatchError:
-        text = _report(runtime, group, call, position, overlaps)
+        text = _report(job, group, call, position, overlaps)
         if not eager:
-            runtime.health.stop(text)  # the rest of the graph may already have started other collectives
+            job.health.stop(text)  # the rest of the graph may already have started other collectives
         return MismatchError(text)
 
     return Terms(call.fingerprint, call.row, overlaps, refuse)
 
 
-def _report(runtime: Runtime, group: Group, call: Call, position: int, overlaps: bool) -> str:
+def _report(job: Job, group: Group, call: Call, position: int, overlaps: bool) -> str:
     """Exchange the calls with the other ranks, and return the text of the error."""
     mine = {**call.row(), "overlaps": overlaps}
-    found = {runtime.cluster.rank: mine}  # if the hub is gone, the table has gaps
+    found = {job.cluster.rank: mine}  # if the hub is gone, the table has gaps
     with contextlib.suppress(ClusterError):
-        found = runtime.store.gather_from(f"mismatch/{group.key}/{position}", mine, group.ranks, _DETAILS_SECONDS)
+        found = job.store.gather_from(f"mismatch/{group.key}/{position}", mine, group.ranks, _DETAILS_SECONDS)
     rows = [found.get(rank) for rank in group.ranks]
-    return mismatch_text(group, runtime.cluster.hosts, rows, position)
+    return mismatch_text(group, job.cluster.hosts, rows, position)
 
 
 def mismatch_text(group: Group, hosts: Sequence[str], rows: Sequence[dict[str, Any] | None], position: int) -> str:

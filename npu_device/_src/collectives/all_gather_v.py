@@ -30,7 +30,7 @@ def all_gather_v(agreement: Agreement, tensor: tf.Tensor, group: Group, purpose:
     """Gather tensors whose first dimension may differ among the ranks.
 
     Args:
-        agreement: on this call; the caller passes the running cluster.
+        agreement: on this call; the caller passes the job.
         tensor: shape [n, …] where n is each rank's own and the rest is the same everywhere; any numeric dtype or bool.
         group: the group, of which this rank is a member.
         purpose: what the tensors are for; the same on every rank, so that unrelated calls aren't taken for one.
@@ -53,7 +53,7 @@ def gather_ragged(agreement: Agreement, tensor: tf.Tensor, group: Group) -> tf.T
     all_rows = moving.gather(agreement, tf.shape(tensor)[tf.newaxis, :1], group)[:, 0]
     counts = all_rows * tf.reduce_prod(row_shape)
     flat = tf.reshape(tensor, [1, -1])
-    longest = row_length(agreement.runtime, group, tensor.dtype, tf.reduce_max(counts))
+    longest = row_length(agreement.job, group, tensor.dtype, tf.reduce_max(counts))
     padded = tf.pad(flat, [[0, 0], [0, longest - tf.shape(flat)[1]]])
     gathered = moving.gather(agreement, padded, group)
     elements = tf.concat([gathered[rank, : counts[rank]] for rank in range(group.size)], axis=0)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.choice import through_reducing_backend
 from npu_device._src.collectives.differentiable import differentiable
 from npu_device._src.collectives.dtypes import REDUCED, reduced_dtype, wire_dtype
 from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.operation import Declaration, collective
 from npu_device._src.collectives.terms import Agreement
 
@@ -20,9 +20,9 @@ REDUCTIONS = ("sum", "mean", "min", "max", "prod")
 def _declare(tensor: tf.Tensor, reduction: str, group: Group) -> Declaration:
     require_reduction("all_reduce", tensor.dtype, reduction)
 
-    def gradient(runtime: Runtime, upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def gradient(job: Job, upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         require_differentiable("all_reduce", reduction)
-        return [all_reduce(runtime, upstream[0], reduction, group)]
+        return [all_reduce(job, upstream[0], reduction, group)]
 
     return Declaration(
         "all_reduce",
@@ -39,7 +39,7 @@ def all_reduce(agreement: Agreement, tensor: tf.Tensor, reduction: str, group: G
     """Reduce one dense tensor over a group.
 
     Args:
-        agreement: on this call; the caller passes the running cluster.
+        agreement: on this call; the caller passes the job.
         tensor: any shape, the same on every rank of the group; float16, bfloat16, float32, float64, int8 to int64,
             uint8 to uint64.
         reduction: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"prod"``.
@@ -120,7 +120,7 @@ def _reduce(
     def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
         require_differentiable("all_reduce", reduction)
         # Through the same function, so that second derivatives work.
-        return _reduce(Agreement(agreement.runtime), [upstream], reduction, group, wire)[0]
+        return _reduce(Agreement(agreement.job), [upstream], reduction, group, wire)[0]
 
     # Each segment separately: its results can be used while others are still in progress.
     return [differentiable(result, backward, segment) for result, segment in zip(results, segments)]

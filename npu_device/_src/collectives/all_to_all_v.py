@@ -46,7 +46,7 @@ def all_to_all_v(
     everybody = moving.gather(agreement, mine[tf.newaxis], group)
     sent, expected = everybody[:, :size], tf.transpose(everybody[:, size:])
     with tf.control_dependencies(_require_equal(sent, expected)):
-        longest = row_length(agreement.runtime, group, data.dtype, tf.reduce_max(sent))
+        longest = row_length(agreement.job, group, data.dtype, tf.reduce_max(sent))
     rows = moving.exchange(agreement, blocks.pad_blocks(data, outgoing, longest), group)
     return blocks.join(rows, incoming)
 

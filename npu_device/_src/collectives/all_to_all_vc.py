@@ -40,7 +40,7 @@ def all_to_all_vc(agreement: Agreement, data: tf.Tensor, send_count_matrix: Any,
     errors see ``training.hccl_ops.all_to_all_v_c``.
     """
     matrix = _matrix(send_count_matrix, group)
-    longest = row_length(agreement.runtime, group, data.dtype, tf.reduce_max(matrix))
+    longest = row_length(agreement.job, group, data.dtype, tf.reduce_max(matrix))
     outgoing = blocks.pad_blocks(data, blocks.packed(matrix[group.rank]), longest)
     return blocks.join(moving.exchange(agreement, outgoing, group), blocks.packed(matrix[:, group.rank]))
 

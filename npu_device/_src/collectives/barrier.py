@@ -19,7 +19,7 @@ def barrier(agreement: Agreement, group: Group) -> tf.Tensor:
     """Wait until every rank of the group has made this call.
 
     Args:
-        agreement: on this call; the caller passes the running cluster.
+        agreement: on this call; the caller passes the job.
         group: the group, of which this rank is a member.
 
     Returns:

@@ -42,7 +42,7 @@ def broadcast(agreement: Agreement, tensors: Sequence[tf.Tensor], root_rank: int
         from npu_device._src.collectives.reduce import reduce  # each is the other's gradient
 
         return [
-            reduce(agreement.runtime, value, "sum", root_rank, group) if floating else None
+            reduce(agreement.job, value, "sum", root_rank, group) if floating else None
             for value, floating in zip(upstream, floats)
         ]
 

@@ -16,21 +16,18 @@ from typing import Any, Callable, TypeVar
 import tensorflow as tf
 
 from npu_device._src import environment
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.arrays.operations import ArrayBackend, ComparingBackend
 from npu_device._src.collectives.backends.contract import Backend, ReducingBackend
 from npu_device._src.collectives.backends.messages.messages_backend import messages
 from npu_device._src.collectives.backends.messages.programs import fits
 from npu_device._src.collectives.backends.mpi.mpi_backend import mpi
-from npu_device._src.collectives.backends.mpi.mpi_world import mpi_world_of, reason_against
-from npu_device._src.collectives.backends.shared_memory.host import hosts_of
 from npu_device._src.collectives.backends.shared_memory.shared_memory_backend import shared_memory
 from npu_device._src.collectives.backends.tcp.tcp_backend import tcp
 from npu_device._src.collectives.backends.tensorflow import lengths
 from npu_device._src.collectives.backends.tensorflow import operations as tensorflow_backend
 from npu_device._src.collectives.backends.two_level import TwoLevelBackend
 from npu_device._src.collectives.group import Group
-from npu_device._src.collectives.stall import forget_watches
+from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.terms import Agreement
 
 _Moved = TypeVar("_Moved")
@@ -39,51 +36,51 @@ _two_level: dict[Backend, TwoLevelBackend] = {one: TwoLevelBackend(one) for one 
 _NAMES: dict[ArrayBackend, str] = {shared_memory: "shared_memory", mpi: "mpi", tcp: "tcp"}
 
 
-def comparing_backend_of(runtime: Runtime, group: Group) -> ComparingBackend:
+def comparing_backend_of(job: Job, group: Group) -> ComparingBackend:
     """Return the backend through which a group's ranks compare their calls; the same on every rank."""
-    return shared_memory if _number_of_hosts(runtime, group) == 1 else messages
+    return shared_memory if _number_of_hosts(job, group) == 1 else messages
 
 
-def _number_of_hosts(runtime: Runtime, group: Group) -> int:
+def _number_of_hosts(job: Job, group: Group) -> int:
     """Return into how many parts a group falls: the ranks of a part share memory."""
-    leaders = hosts_of(runtime).leaders
+    leaders = job.hosts.leaders
     return len({leaders[rank] for rank in group.ranks})
 
 
-def carries(runtime: Runtime, group: Group, values: Sequence[Any], ragged: bool = False) -> bool | tf.Tensor | None:
+def carries(job: Job, group: Group, values: Sequence[Any], ragged: bool = False) -> bool | tf.Tensor | None:
     """Return whether a call's values travel with the message in which the ranks compare it, which otherwise precedes
     them: a bool tensor if only the running graph knows. None if the ranks compare the call with its first data instead.
     The same on every rank.
 
     Args:
-        runtime: the running cluster.
+        job: the job.
         group: the ranks that take part.
         values: dense tensors, their specs, ``tf.IndexedSlices`` and ``None``.
         ragged: their size may differ among the ranks.
     """
     if group.tag is not None:
-        small = _own_backend_of(runtime, group, tf.int32) is tensorflow_backend and fits(group.size, values)
+        small = _own_backend_of(job, group, tf.int32) is tensorflow_backend and fits(group.size, values)
         return None if small is False else small  # the two always compare a call with its first data
     dtypes = [value.dtype for value in values if value is not None]
-    if array_backend_of(runtime, group, dtypes) is shared_memory:
+    if array_backend_of(job, group, dtypes) is shared_memory:
         return None
     dense = all(isinstance(value, (tf.Tensor, tf.TensorSpec)) for value in values)
-    if ragged or not dense or any(map(hosts_of(runtime).uses_nccl, dtypes)):
+    if ragged or not dense or any(map(job.hosts.uses_nccl, dtypes)):
         return False
     return fits(group.size, values)
 
 
-def array_backend_of(runtime: Runtime, group: Group, dtypes: Iterable[tf.DType]) -> ArrayBackend | None:
+def array_backend_of(job: Job, group: Group, dtypes: Iterable[tf.DType]) -> ArrayBackend | None:
     """Return the backend that serves all of a group's call on tensors of some dtypes; the same on every rank. None if
     some of them go through TensorFlow. Other modules ask this function which backend serves a call.
     """
-    if any(map(hosts_of(runtime).uses_nccl, dtypes)):
+    if any(map(job.hosts.uses_nccl, dtypes)):
         return None
-    if comparing_backend_of(runtime, group) is shared_memory:
+    if comparing_backend_of(job, group) is shared_memory:
         return shared_memory
-    if mpi_world_of(runtime) is not None:
+    if job.mpi_world is not None:
         return mpi
-    return None if hosts_of(runtime).all_through_tensorflow else tcp
+    return None if job.hosts.all_through_tensorflow else tcp
 
 
 def through_backend(
@@ -92,14 +89,14 @@ def through_backend(
     """Return ``move(backend, agreement)`` for the backend that moves a call's tensors of a dtype; the same on every
     rank.
     """
-    return _or_carried(agreement, group, _own_backend_of(agreement.runtime, group, dtype), move)
+    return _or_carried(agreement, group, _own_backend_of(agreement.job, group, dtype), move)
 
 
 def through_reducing_backend(
     agreement: Agreement, group: Group, dtype: tf.DType, move: Callable[[ReducingBackend, Agreement], _Moved]
 ) -> _Moved:
     """Do the same for the calls that a group of several hosts can divide between its hosts."""
-    return _or_carried(agreement, group, _own_reducing_backend_of(agreement.runtime, group, dtype), move)
+    return _or_carried(agreement, group, _own_reducing_backend_of(agreement.job, group, dtype), move)
 
 
 def _or_carried(
@@ -110,49 +107,49 @@ def _or_carried(
     """
     if agreement.carries is None:
         return move(own, agreement)
-    carrying = comparing_backend_of(agreement.runtime, group)
+    carrying = comparing_backend_of(agreement.job, group)
     if agreement.carries is True:
         return move(carrying, agreement)
-    runtime, terms = agreement.runtime, agreement.take()
+    job, terms = agreement.job, agreement.take()
 
     def carried() -> _Moved:
-        return move(carrying, Agreement(runtime, *terms))
+        return move(carrying, Agreement(job, *terms))
 
     def usual() -> _Moved:
         if group.tag is not None:
-            return move(own, Agreement(runtime, *terms))
-        with tf.control_dependencies(carrying.exchange_terms(Agreement(runtime, *terms), group)):
-            return move(own, Agreement(runtime))
+            return move(own, Agreement(job, *terms))
+        with tf.control_dependencies(carrying.exchange_terms(Agreement(job, *terms), group)):
+            return move(own, Agreement(job))
 
     moved: _Moved = tf.cond(agreement.carries, carried, usual)
     return moved
 
 
-def _own_backend_of(runtime: Runtime, group: Group, dtype: tf.DType) -> Backend:
-    return array_backend_of(runtime, group, [dtype]) or tensorflow_backend
+def _own_backend_of(job: Job, group: Group, dtype: tf.DType) -> Backend:
+    return array_backend_of(job, group, [dtype]) or tensorflow_backend
 
 
-def _own_reducing_backend_of(runtime: Runtime, group: Group, dtype: tf.DType) -> ReducingBackend:
-    chosen = _own_backend_of(runtime, group, dtype)
-    if not hosts_of(runtime).uses_nccl(dtype) and 1 < _number_of_hosts(runtime, group) < group.size:
+def _own_reducing_backend_of(job: Job, group: Group, dtype: tf.DType) -> ReducingBackend:
+    chosen = _own_backend_of(job, group, dtype)
+    if not job.hosts.uses_nccl(dtype) and 1 < _number_of_hosts(job, group) < group.size:
         return _two_level[chosen]
     return chosen
 
 
-def backend_name(runtime: Runtime, group: Group, dtypes: Iterable[tf.DType]) -> str:
+def backend_name(job: Job, group: Group, dtypes: Iterable[tf.DType]) -> str:
     """Return the name, as in ``NPU_DEVICE_BACKEND``, of the backend that serves a group's call between its hosts."""
-    chosen = array_backend_of(runtime, group, dtypes)
+    chosen = array_backend_of(job, group, dtypes)
     return "tensorflow" if chosen is None else _NAMES[chosen]
 
 
-def explained(runtime: Runtime, group: Group) -> str:
+def explained(job: Job, group: Group) -> str:
     """Return in words which backend reduces a group's gradients, and why."""
-    hosts, name = hosts_of(runtime), backend_name(runtime, group, [tf.float32])
+    hosts, name = job.hosts, backend_name(job, group, [tf.float32])
     if name == "shared_memory":
         return "shared memory: all ranks share that of one host"
-    world, wanted = mpi_world_of(runtime), environment.NPU_DEVICE_BACKEND.get()
+    world, wanted = job.mpi_world, environment.NPU_DEVICE_BACKEND.get()
     between = "TCP" if name == "tcp" else "TensorFlow's ring over gRPC" if world is None else f"MPI ({world.library})"
-    if isinstance(_own_reducing_backend_of(runtime, group, tf.float32), TwoLevelBackend):
+    if isinstance(_own_reducing_backend_of(job, group, tf.float32), TwoLevelBackend):
         text, why = f"shared memory within each host, and {between} between them", "hosts have several ranks"
     elif not hosts.no_nccl:
         text, why = "TensorFlow's collectives with NCCL", "each rank has a GPU of its own"
@@ -161,24 +158,23 @@ def explained(runtime: Runtime, group: Group) -> str:
         why = "ranks of one host can't share memory" if any(hosts.problems) else "each rank has a host to itself"
         if wanted == name:
             why = f"NPU_DEVICE_BACKEND is {wanted}"
-    against = reason_against(runtime)
-    return f"{text}: {why}" + (f". Not MPI: {against}" if against else "")
+    return f"{text}: {why}" + (f". Not MPI: {job.why_no_mpi}" if job.why_no_mpi else "")
 
 
-def packs(runtime: Runtime, group: Group, dtype: tf.DType) -> bool:
+def packs(job: Job, group: Group, dtype: tf.DType) -> bool:
     """Return whether a segment's tensors are packed into one buffer before they are sent."""
-    return _own_reducing_backend_of(runtime, group, dtype) is tensorflow_backend
+    return _own_reducing_backend_of(job, group, dtype) is tensorflow_backend
 
 
-def release(runtime: Runtime, name: str) -> None:
+def release(job: Job, name: str) -> None:
     """Free what is held for a group that is destroyed."""
-    shared_memory.release(runtime, name)
-    mpi.release(runtime, name)
-    tcp.release(runtime, name)
-    messages.release(runtime, name)
-    forget_watches(runtime, name)
+    shared_memory.release(job, name)
+    mpi.release(job, name)
+    tcp.release(job, name)
+    messages.release(job, name)
+    job.stall_watch.forget(name)
 
 
-def row_length(runtime: Runtime, group: Group, dtype: tf.DType, longest: tf.Tensor) -> tf.Tensor:
+def row_length(job: Job, group: Group, dtype: tf.DType, longest: tf.Tensor) -> tf.Tensor:
     """Return to how many elements rows of different lengths are padded, given the longest; the same on every rank."""
-    return lengths.rounded(longest) if _own_backend_of(runtime, group, dtype) is tensorflow_backend else longest
+    return lengths.rounded(longest) if _own_backend_of(job, group, dtype) is tensorflow_backend else longest

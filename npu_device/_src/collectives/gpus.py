@@ -10,10 +10,10 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives import cuda_driver, gpu_choice
 from npu_device._src.collectives.backends.shared_memory.host import Hosts
 from npu_device._src.collectives.gpu_choice import Device
+from npu_device._src.collectives.job import Job
 
 _log = logging.getLogger("npu_device")
 
@@ -51,7 +51,7 @@ def choose_device(cluster: Cluster) -> Device:
     return Device(name, found.model, found.uuid, found.bus, compat.has_nccl())
 
 
-def prepare(running: Runtime, hosts: Hosts) -> None:
+def prepare(running: Job, hosts: Hosts) -> None:
     """Let ranks that share a GPU share its memory, and let rank 0 say which rank has which device."""
     cluster = running.cluster
     shared = gpu_choice.sharing(hosts.devices, cluster.hosts)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from npu_device._src.cluster.runtime import Runtime
+if TYPE_CHECKING:
+    from npu_device._src.collectives.job import Job
 
 WORLD_GROUP = "hccl_world_group"
 """The group of all ranks, which always exists."""
@@ -82,26 +83,23 @@ class Group:
         return repr((self.name, self.ranks)).encode(errors="surrogatepass")
 
 
-made_groups: dict[str, Group] = {}
-"""By name: the groups that this rank's script has made (``training.groups``)."""
-
-
-def group_of(runtime: Runtime, name: str) -> Group:
-    """Return the group of a name on a rank of a running cluster.
+def group_of(job: Job, name: str) -> Group:
+    """Return the group of a name on a rank of a job.
 
     Raises:
         ValueError: this rank knows no group of that name.
     """
-    return find_group(name, runtime.cluster.rank, runtime.cluster.world_size)
+    return find_group(name, job.cluster.rank, job.cluster.world_size, job.groups)
 
 
-def find_group(name: str, rank: int, world_size: int) -> Group:
+def find_group(name: str, rank: int, world_size: int, made: Mapping[str, Group]) -> Group:
     """Return the group of a name.
 
     Args:
         name: name of the group.
         rank: this process's world rank.
         world_size: number of ranks in the job.
+        made: the groups that this rank's script has made.
 
     Raises:
         ValueError: not a valid name, or this rank has no group of that name.
@@ -109,10 +107,10 @@ def find_group(name: str, rank: int, world_size: int) -> Group:
     check_group_name(name)
     if name == WORLD_GROUP:
         return Group(name, tuple(range(world_size)), rank)
-    if name in made_groups:
-        return made_groups[name]
+    if name in made:
+        return made[name]
     known = [f"{WORLD_GROUP!r} (all {world_size} ranks)"]
-    known += [f"{group.name!r} (ranks {listed(group.ranks)})" for group in made_groups.values()]
+    known += [f"{group.name!r} (ranks {listed(group.ranks)})" for group in made.values()]
     raise ValueError(
         f"rank {rank}: there is no group named {name!r}; expected one of this rank's groups: {', '.join(known)}.\n"
         "Likely cause: the group was never made here, has been destroyed, or this rank doesn't belong to it.\n"

@@ -21,7 +21,7 @@ def gather(agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
     gathered = through_backend(agreement, group, row.dtype, lambda backend, now: backend.all_gather(now, row[0], group))
 
     def backward(upstream: tf.Tensor) -> tf.Tensor:
-        return tf.reduce_sum(exchange(Agreement(agreement.runtime), upstream, group), axis=0, keepdims=True)
+        return tf.reduce_sum(exchange(Agreement(agreement.job), upstream, group), axis=0, keepdims=True)
 
     return differentiable_move(gathered, backward, row)
 
@@ -31,7 +31,7 @@ def exchange(agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor:
     all ranks.
     """
     received = through_backend(agreement, group, rows.dtype, lambda backend, now: backend.all_to_all(now, rows, group))
-    return differentiable_move(received, lambda upstream: exchange(Agreement(agreement.runtime), upstream, group), rows)
+    return differentiable_move(received, lambda upstream: exchange(Agreement(agreement.job), upstream, group), rows)
 
 
 def differentiable_move(moved: tf.Tensor, backward: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, cast
 
 import tensorflow as tf
 
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives import session_graph
 from npu_device._src.collectives.agreement import Call, agreed, describe
 from npu_device._src.collectives.choice import carries
 from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.terms import Agreement
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Declaration:
     results: Optional[Callable[[], Any]] = None
     same: dict[str, Any] = field(default_factory=dict)
     ragged: bool = False
-    gradient: Optional[Callable[[Runtime, Sequence[tf.Tensor]], Sequence[tf.Tensor]]] = None
+    gradient: Optional[Callable[[Job, Sequence[tf.Tensor]], Sequence[tf.Tensor]]] = None
     key: Optional[str] = None
 
     def call(self) -> Call:
@@ -64,9 +64,7 @@ class Declaration:
 
 def collective(
     declare: Callable[..., Optional[Declaration]], *inputs: str
-) -> Callable[
-    [Callable[Concatenate[Agreement, _Arguments], _Result]], Callable[Concatenate[Runtime, _Arguments], _Result]
-]:
+) -> Callable[[Callable[Concatenate[Agreement, _Arguments], _Result]], Callable[Concatenate[Job, _Arguments], _Result]]:
     """Make a function a collective operation: the ranks agree on each call before the function runs.
 
     Args:
@@ -74,7 +72,7 @@ def collective(
             declaration, or None for a call that has nothing to do on any rank.
         inputs: names of the parameters that are tensors, numbers, or nested lists of them.
 
-    The function takes the agreement as its first argument, ``agreement``; callers pass the running cluster there.
+    The function takes the agreement as its first argument, ``agreement``; callers pass the job there.
     Operations composed of others call the parts of these (``moving``, a backend), so that a call is one agreement.
     """
 
@@ -82,20 +80,20 @@ def collective(
         names = list(inspect.signature(function).parameters)[1:]
 
         @functools.wraps(function)
-        def call(runtime: Runtime, *args: Any, **kwargs: Any) -> Any:
+        def call(job: Job, *args: Any, **kwargs: Any) -> Any:
             arguments = dict(zip(names, args), **kwargs)
             declared = declare(**arguments)
             if declared is None:
-                return function(Agreement(runtime), **arguments)
+                return function(Agreement(job), **arguments)
             way = place if session_graph.runs_if_fetched() else run
-            return way(runtime, declared, declared.call(), arguments)
+            return way(job, declared, declared.call(), arguments)
 
-        def run(runtime: Runtime, declared: Declaration, described: Call, arguments: dict[str, Any]) -> Any:
-            carried = carries(runtime, declared.group, declared.values, declared.ragged)
-            with agreed(runtime, declared.group, described, declared.values, carried) as agreement:
+        def run(job: Job, declared: Declaration, described: Call, arguments: dict[str, Any]) -> Any:
+            carried = carries(job, declared.group, declared.values, declared.ragged)
+            with agreed(job, declared.group, described, declared.values, carried) as agreement:
                 return function(agreement, **arguments)
 
-        def place(runtime: Runtime, declared: Declaration, described: Call, arguments: dict[str, Any]) -> Any:
+        def place(job: Job, declared: Declaration, described: Call, arguments: dict[str, Any]) -> Any:
             given = {name: arguments[name] for name in inputs}
             given = tf.nest.map_structure(tf.convert_to_tensor, given, expand_composites=True)
 
@@ -103,9 +101,9 @@ def collective(
                 # Joined calls have one parameter, a list.
                 joined = {inputs[0]: list(values)} if declared.key else None
                 now = {**arguments, **(joined or tf.nest.pack_sequence_as(given, values, expand_composites=True))}
-                return run(runtime, cast(Declaration, declare(**now)), described, now)
+                return run(job, cast(Declaration, declare(**now)), described, now)
 
-            return session_graph.place(runtime, declared, described, tf.nest.flatten(given, True), eagerly)
+            return session_graph.place(job, declared, described, tf.nest.flatten(given, True), eagerly)
 
         return call
 

@@ -46,7 +46,7 @@ def reduce(agreement: Agreement, tensor: tf.Tensor, reduction: str, root_rank: i
         from npu_device._src.collectives.broadcast import broadcast  # each is the other's gradient
 
         require_differentiable("reduce", reduction)
-        [incoming] = broadcast(agreement.runtime, [upstream], root_rank, group)
+        [incoming] = broadcast(agreement.job, [upstream], root_rank, group)
         return incoming / group.size if reduction == "mean" else incoming
 
     return moving.differentiable_move(reduced, backward, tensor)

@@ -11,8 +11,8 @@ from fractions import Fraction
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.shared_memory.host import SECONDS
+from npu_device._src.collectives.job import Job
 
 _log = logging.getLogger("npu_device")
 
@@ -23,7 +23,7 @@ input pipeline while the other runs the step.
 """
 
 
-def count_cores(running: Runtime) -> None:
+def count_cores(running: Job) -> None:
     """Set ``running.cores`` and ``running.has_own_core``, together with the other ranks of the host.
 
     The launcher may have bound each rank to cores of its own (Open MPI and Slurm do), so the ranks compare theirs.
@@ -53,7 +53,7 @@ def share_of_cores(mine: Sequence[int], ranks: Sequence[Sequence[int]]) -> Fract
     return sum((Fraction(1, users[core]) for core in mine), Fraction())
 
 
-def divide_cores(running: Runtime) -> None:
+def divide_cores(running: Job) -> None:
     """Give each rank of a host its share of the cores, unless the user has set the number of threads.
 
     TensorFlow starts a thread pool as wide as the machine in every process; several of them on a host compete for the

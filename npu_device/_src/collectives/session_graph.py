@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import tensorflow as tf
 
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.agreement import Call
 from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.session_call import call_python
 from npu_device._src.collectives.session_order import order_of
 
@@ -36,13 +36,11 @@ def runs_if_fetched() -> bool:
     return not tf.compat.v1.executing_eagerly_outside_functions()
 
 
-def place(
-    runtime: Runtime, declared: Declaration, call: Call, inputs: Sequence[tf.Tensor], eagerly: Callable[..., Any]
-) -> Any:
+def place(job: Job, declared: Declaration, call: Call, inputs: Sequence[tf.Tensor], eagerly: Callable[..., Any]) -> Any:
     """Add a collective to the session's graph.
 
     Args:
-        runtime: the running cluster.
+        job: the job.
         declared: the declaration of the call.
         call: what the ranks agree on.
         inputs: its tensors.
@@ -53,7 +51,7 @@ def place(
     """
     group = declared.group.of_one_order()
     number = _next_number(group)
-    order = order_of(runtime, group)
+    order = order_of(job, group)
     structure = declared.results() if declared.results else None
     specs = tf.nest.flatten(structure, True) if declared.results else [tf.TensorSpec([], tf.int32)]
 
@@ -67,7 +65,7 @@ def place(
     def gradient(*upstream: tf.Tensor) -> Sequence[tf.Tensor]:
         if declared.gradient is None:
             raise LookupError(f"{declared.operation} has no gradient in a session's graph, as on Ascend")
-        return declared.gradient(runtime, upstream)
+        return declared.gradient(job, upstream)
 
     @tf.custom_gradient
     def differentiable(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Any]:

@@ -12,7 +12,6 @@ The thread runs eagerly: TensorFlow's sessions are local, and their operations c
 from __future__ import annotations
 
 import threading
-import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,12 +21,11 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.agreement import Call, agreed
 from npu_device._src.collectives.calling_thread import calling_thread
 from npu_device._src.collectives.choice import carries, through_reducing_backend
 from npu_device._src.collectives.group import Group
-from npu_device._src.collectives.stall import held_back
+from npu_device._src.collectives.job import Job
 
 _SENT_AT_ONCE = 64
 _NOTHING = -1
@@ -67,8 +65,8 @@ def _run_joined(queued: Sequence[_Queued]) -> None:
 class SessionOrder:
     """The queue of one group on one of its members."""
 
-    def __init__(self, runtime: Runtime, group: Group) -> None:
-        self._runtime = runtime
+    def __init__(self, job: Job, group: Group) -> None:
+        self._job = job
         self._group = group
         self._changed = threading.Condition()
         self._closed = False
@@ -132,7 +130,7 @@ class SessionOrder:
         mine[:, : len(first)] = [list(first), [queued.key for queued in first.values()]]
         values = tf.constant(mine)
         call = Call("session.run", (), (), (), (), next(iter(first.values())).call.line, calling_thread())
-        with agreed(self._runtime, self._group, call, [], carries(self._runtime, self._group, [values])) as agreement:
+        with agreed(self._job, self._group, call, [], carries(self._job, self._group, [values])) as agreement:
             [sent] = through_reducing_backend(
                 agreement, self._group, tf.int32, lambda backend, now: backend.broadcast(now, [values], 0, self._group)
             )
@@ -148,7 +146,7 @@ class SessionOrder:
         """Return 1 for each number that waits on all ranks at this moment, 0 for the others."""
         with self._changed:
             here = tf.constant([int(number in self._queues) for number in numbers], tf.int32)
-        with agreed(self._runtime, self._group, call, [], carries(self._runtime, self._group, [here])) as agreement:
+        with agreed(self._job, self._group, call, [], carries(self._job, self._group, [here])) as agreement:
             [[least]] = through_reducing_backend(
                 agreement,
                 self._group,
@@ -159,10 +157,10 @@ class SessionOrder:
 
     def _next(self, number: int) -> _Queued:
         """Return the oldest entry that waits under a number, as soon as there is one."""
-        with self._changed, held_back(self._runtime, self._group) as held:
+        with self._changed, self._job.stall_watch.hold(self._group) as held:
             while number not in self._queues:
                 if not self._changed.wait(_CHECK_SECONDS):
-                    self._runtime.health.check(self._group.name, self._group.ranks)
+                    self._job.health.check(self._group.name, self._group.ranks)
                 # If anything else waits, a session.run waits here; if not, the rank is busy elsewhere.
                 held.call = next((queue[0].call.row() for queue in self._queues.values()), None)
             queue = self._queues[number]
@@ -181,23 +179,18 @@ class SessionOrder:
                 queued.result.set_exception(error)
 
 
-_orders: weakref.WeakKeyDictionary[Runtime, dict[Group, SessionOrder]] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
-
-
-def order_of(runtime: Runtime, group: Group) -> SessionOrder:
+def order_of(job: Job, group: Group) -> SessionOrder:
     """Return the order of a group, with its thread, made at the first use."""
-    with _lock:
-        orders = _orders.setdefault(runtime, {})
-        if group not in orders:
-            orders[group] = SessionOrder(runtime, group)
-        return orders[group]
+    with job.making:
+        if group not in job.session_orders:
+            job.session_orders[group] = SessionOrder(job, group)
+        return job.session_orders[group]
 
 
-def close_orders(runtime: Runtime, name: str) -> None:
+def close_orders(job: Job, name: str) -> None:
     """End the order of a group that is destroyed, and those of groups made for its operations."""
-    with _lock:
-        orders = _orders.get(runtime, {})
+    with job.making:
+        orders = job.session_orders
         closed = [orders.pop(group) for group in list(orders) if name in (group.name, group.parent)]
     for order in closed:
         order.close()

@@ -18,8 +18,8 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.frames import ranges
-from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives.group import Group, made_groups
+from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
 
 _log = logging.getLogger("npu_device")
 
@@ -33,10 +33,13 @@ _TRANSFER = {"operation": "a transfer of data", "line": "TensorFlow's backend"}
 class TransferWatch:
     """A watch of TensorFlow's transfers: the ranks have agreed on a call, and one of them may stop before its data have
     come.
+
+    Args:
+        device: this rank's CPU.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._device = runtime.device("CPU")
+    def __init__(self, device: str) -> None:
+        self._device = device
         with tf.init_scope(), tf.device(self._device):
             self._begun = compat.plain_variable(tf.constant(0, tf.int32))
             self._ended = compat.plain_variable(tf.constant(0, tf.int32))
@@ -62,10 +65,14 @@ class TransferWatch:
 
 
 class LocalWatch:
-    """A watch with counters in Python, for collectives that Python runs."""
+    """A watch with counters in Python, for collectives that Python runs.
+
+    Attributes:
+        begun: number of collectives that this rank has begun.
+    """
 
     def __init__(self) -> None:
-        self._begun = 0
+        self.begun = 0
         self._ended = 0
         self._row: Callable[[], dict[str, Any] | None] = lambda: None
 
@@ -73,9 +80,9 @@ class LocalWatch:
         """Note that this rank has begun a collective, described by ``row()``; return its position in the group's
         sequence. None repeats the previous call.
         """
-        self._begun += 1
+        self.begun += 1
         self._row = row or self._row
-        return self._begun - 1
+        return self.begun - 1
 
     def end(self) -> None:
         """Note that one has ended."""
@@ -83,7 +90,7 @@ class LocalWatch:
 
     def position(self) -> dict[str, Any]:
         """Return how many calls this rank has begun, and the last one: what it is, and whether it waits for others."""
-        return {"begun": self._begun, "waiting": self._begun > self._ended, "call": self._row()}
+        return {"begun": self.begun, "waiting": self.begun > self._ended, "call": self._row()}
 
 
 Watch = Union[TransferWatch, LocalWatch]
@@ -97,38 +104,53 @@ class Held:
 
 
 class StallWatch:
-    """One daemon thread per process that checks all groups."""
+    """One thread that checks all groups, and answers the other ranks' questions. It ends with the job.
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = weakref.ref(runtime)
+    Args:
+        job: the job, whose hub has been reached.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._watches: dict[Group, Watch] = {}
         self._making = threading.Lock()
         self._held: dict[Group, Held] = {}
         self._warn_after = environment.NPU_DEVICE_STALL_WARNING.get()
         self._give_up_after = environment.NPU_DEVICE_STALL_TIMEOUT.get()
-        runtime.health.on_question("where", self._answer)
+        job.health.on_question("where", self._answer)
         threading.Thread(target=self._run, name="npu_device-stall", daemon=True).start()
 
-    def watch(self, runtime: Runtime, group: Group, make: Callable[[], Any], counts: bool = True) -> Any:
-        """Return the watch of a group, made at its first use; ``counts`` if it counts the rank's collectives."""
+    def calls_of(self, group: Group) -> LocalWatch:
+        """Return the watch of a group's calls, made at its first use."""
         with self._making:
-            if group not in self._watches:
-                watch = self._watches[group] = make()
-                if counts:
-                    runtime.health.count_collectives_with(group.name, group.ranks, lambda: watch.position()["begun"])
-            return self._watches[group]
+            watch = self._watches.get(group)
+            if watch is None:
+                watch = self._watches[group] = LocalWatch()
+                self._job.health.count_collectives_with(group.name, group.ranks, lambda: watch.begun)
+            assert isinstance(watch, LocalWatch)
+            return watch
+
+    def transfers_of(self, group: Group, device: str) -> TransferWatch:
+        """Return the watch of a group's transfers through TensorFlow, made at its first use on this rank's CPU."""
+        transfers = replace(group, name=f"{group.name}/transfers", parent=group.parent or group.name)
+        with self._making:
+            watch = self._watches.get(transfers)
+            if watch is None:
+                watch = self._watches[transfers] = TransferWatch(device)
+            assert isinstance(watch, TransferWatch)
+            return watch
 
     def forget(self, name: str) -> None:
         """Stop watching a group, and the groups made for its operations."""
         for group in [group for group in self._watches if name in (group.name, group.parent)]:
             del self._watches[group]
-            runtime = self._runtime()
-            if runtime is not None:
-                runtime.health.forget_group(group.name, group.ranks)
+            self._job.health.forget_group(group.name, group.ranks)
 
     @contextlib.contextmanager
     def hold(self, group: Group) -> Iterator[Held]:
-        """Note a call that may have to wait; see ``held_back``."""
+        """Note that a call of this rank may have to wait before it begins; the block says which. After the call has
+        begun, the group's own watch shows it.
+        """
         held = self._held[group] = Held()
         try:
             yield held
@@ -147,11 +169,7 @@ class StallWatch:
     def _run(self) -> None:
         # By watch, since a group that is destroyed and made again has another one, which counts from the start.
         since: weakref.WeakKeyDictionary[Watch, tuple[int, float, bool]] = weakref.WeakKeyDictionary()
-        while True:
-            time.sleep(_POLL_SECONDS)
-            runtime = self._runtime()
-            if runtime is None or runtime.health.is_over:
-                return
+        while not self._job.health.is_over:
             for group, watch in list(self._watches.items()):
                 position = self._position(group)
                 begun, began, warned = since.get(watch, (-1, 0.0, False))
@@ -162,24 +180,24 @@ class StallWatch:
                 else:
                     waited = time.monotonic() - began
                     if waited > self._give_up_after:
-                        runtime.health.stop(self._text(runtime, group, position, waited, final=True))
+                        self._job.health.stop(self._text(group, position, waited, final=True))
                     elif waited > self._warn_after and not warned:
                         since[watch] = (begun, began, True)
-                        _log.warning("%s", self._text(runtime, group, position, waited, final=False))
-            del runtime
+                        _log.warning("%s", self._text(group, position, waited, final=False))
+            time.sleep(_POLL_SECONDS)
 
-    def _text(self, runtime: Runtime, group: Group, position: dict[str, Any], waited: float, final: bool) -> str:
-        rank = runtime.cluster.rank
+    def _text(self, group: Group, position: dict[str, Any], waited: float, final: bool) -> str:
+        rank = self._job.cluster.rank
         question = {"group": group.name, "ranks": ranges(group.ranks), "begun": position["begun"]}
         lines = [
             f"rank {rank} has waited {waited:.0f} s in group {group.name!r} for other ranks to make the same call:"
         ]
         try:
-            answers = runtime.health.ask("where", question, group.ranks, _ANSWER_SECONDS)
+            answers = self._job.health.ask("where", question, group.ranks, _ANSWER_SECONDS)
         except ClusterError as error:
             lines.append(f"  the others can't be asked where they are: {error}")
         else:
-            lines += _table(group, runtime.cluster.hosts, answers, position["begun"])
+            lines += _table(group, self._job.cluster.hosts, answers, position["begun"])
         if final:
             lines.append(
                 "This is the limit (NPU_DEVICE_STALL_TIMEOUT seconds), and the rank gives up.\n"
@@ -202,7 +220,7 @@ class StallWatch:
                 short = None if call is None else {"operation": call["operation"], "line": call["line"]}
                 return {**position, "call": short}
         answer: dict[str, Any] = {"begun": 0, "call": None}
-        other = made_groups.get(question["group"])
+        other = self._job.groups.get(question["group"])
         if other is not None and ranges(other.ranks) != question["ranks"]:
             answer["members"] = other.ranks
         return answer
@@ -234,36 +252,3 @@ def _position_text(position: dict[str, Any] | None, wanted: int) -> str:
     if position["begun"] >= wanted:
         return f"is waiting ({last})"
     return f"hasn't arrived: {position['begun']} of {wanted} calls made, the last one: {last}"
-
-
-_watches: weakref.WeakKeyDictionary[Runtime, StallWatch] = weakref.WeakKeyDictionary()
-
-
-def watch_for_stalls(runtime: Runtime) -> None:
-    """Start to answer the others' questions, and to ask them. Called once, when the cluster is up."""
-    _watches[runtime] = StallWatch(runtime)
-
-
-def held_back(runtime: Runtime, group: Group) -> contextlib.AbstractContextManager[Held]:
-    """Return a context in which a call of this rank may have to wait before it begins; it says which call. After
-    the call has begun, the group's own watch shows it.
-    """
-    return _watches[runtime].hold(group)
-
-
-def local_watch_of(runtime: Runtime, group: Group) -> LocalWatch:
-    """Return the watch of a group's calls."""
-    watch: LocalWatch = _watches[runtime].watch(runtime, group, LocalWatch)
-    return watch
-
-
-def transfer_watch_of(runtime: Runtime, group: Group) -> TransferWatch:
-    """Return the watch of a group's transfers through TensorFlow."""
-    transfers = replace(group, name=f"{group.name}/transfers", parent=group.parent or group.name)
-    watch: TransferWatch = _watches[runtime].watch(runtime, transfers, lambda: TransferWatch(runtime), counts=False)
-    return watch
-
-
-def forget_watches(runtime: Runtime, name: str) -> None:
-    """Stop watching a group that is destroyed."""
-    _watches[runtime].forget(name)

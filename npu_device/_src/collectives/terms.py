@@ -10,7 +10,7 @@ from typing import Any, Callable, NamedTuple, Union
 
 import tensorflow as tf
 
-from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.job import Job
 
 
 class Terms(NamedTuple):
@@ -40,21 +40,21 @@ class Agreement:
     """The agreement on one call.
 
     Args:
-        runtime: the running cluster.
+        job: the job.
         terms: what the call's first collective has to compare; None if nothing is left to be compared.
         shapes: belongs to the terms.
         carries: whether small data travel with the terms, instead of through the group's own backend
             (``choice.carries``).
 
     Attributes:
-        runtime: the running cluster.
+        job: the job.
         carries: see above.
     """
 
     def __init__(
-        self, runtime: Runtime, terms: Terms | None = None, shapes: Shapes = 0, carries: bool | tf.Tensor | None = None
+        self, job: Job, terms: Terms | None = None, shapes: Shapes = 0, carries: bool | tf.Tensor | None = None
     ) -> None:
-        self.runtime = runtime
+        self.job = job
         self.carries = carries
         self._open: tuple[Terms | None, Shapes] = terms, shapes
 

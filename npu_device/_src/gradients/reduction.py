@@ -16,7 +16,6 @@ from typing import Any, Optional, Union
 
 import tensorflow as tf
 
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.all_reduce import (
     REDUCTIONS,
     all_reduce_segments,
@@ -26,6 +25,7 @@ from npu_device._src.collectives.all_reduce import (
 from npu_device._src.collectives.choice import backend_name
 from npu_device._src.collectives.dtypes import reduced_dtype
 from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.operation import Declaration, collective
 from npu_device._src.collectives.session_graph import apart
 from npu_device._src.collectives.terms import Agreement
@@ -138,9 +138,7 @@ def wait_for_reduction(seconds: float) -> bool:
     return _reduced.wait(seconds)
 
 
-def reduce_list(
-    runtime: Runtime, values: Sequence[Gradient], options: ReductionOptions, group: Group
-) -> list[Gradient]:
+def reduce_list(runtime: Job, values: Sequence[Gradient], options: ReductionOptions, group: Group) -> list[Gradient]:
     """Reduce a list of tensors over a group.
 
     Args:
@@ -170,9 +168,7 @@ def reduce_list(
     return later_calls.reduce_with_earlier_calls(values, (group, options), reduce)
 
 
-def _reduce_list(
-    runtime: Runtime, values: Sequence[Gradient], options: ReductionOptions, group: Group
-) -> list[Gradient]:
+def _reduce_list(runtime: Job, values: Sequence[Gradient], options: ReductionOptions, group: Group) -> list[Gradient]:
     segments = cut(values, options.kind, options.fusion, group.name)
     parts = [*segments, *([i] for i, value in enumerate(values) if isinstance(value, tf.IndexedSlices))]
     results: list[Gradient] = [None] * len(values)
@@ -201,7 +197,7 @@ def _declare(values: Sequence[Gradient], segments: _Segments, options: Reduction
     def results() -> list[tf.TypeSpec | None]:
         return [_spec_of_result(value, options.kind) for value in values]
 
-    def gradient(runtime: Runtime, upstream: Sequence[tf.Tensor]) -> list[Gradient]:
+    def gradient(runtime: Job, upstream: Sequence[tf.Tensor]) -> list[Gradient]:
         require_differentiable("all_reduce", options.kind)
         return _reduce(runtime, upstream, segments, options, group)
 

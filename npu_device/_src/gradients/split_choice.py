@@ -11,16 +11,15 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import tensorflow as tf
 
 from npu_device._src import environment
-from npu_device._src.cluster import runtime as cluster_runtime
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.choice import backend_name
 from npu_device._src.collectives.group import group_of
+from npu_device._src.collectives.job import Job, current
 from npu_device._src.gradients.saved_splits import (
     SavedSplit,
     directory,
@@ -38,7 +37,8 @@ _log = logging.getLogger("npu_device")
 _said: set[str] = set()
 
 
-class _SharedSplits(NamedTuple):
+@dataclass(frozen=True)
+class _SharedSplits:
     """The splits that rank 0 has sent to all ranks."""
 
     processor: str
@@ -46,10 +46,7 @@ class _SharedSplits(NamedTuple):
     where: str
 
 
-_shared: tuple[Runtime, _SharedSplits] | None = None
-
-
-def send_splits(runtime: Runtime) -> None:
+def send_splits(runtime: Job) -> None:
     """Send the splits that rank 0 knows to every rank, with ``NPU_DEVICE_SPLIT=auto``; called once the cluster runs.
 
     Args:
@@ -59,7 +56,6 @@ def send_splits(runtime: Runtime) -> None:
         ValueError: ``NPU_DEVICE_SPLIT`` is malformed.
         TimeoutError: rank 0 did not tell; the ranks don't have the same ``NPU_DEVICE_SPLIT``.
     """
-    global _shared
     if environment.NPU_DEVICE_SPLIT.get() != "auto":
         return
     shared: dict[str, Any]
@@ -70,7 +66,7 @@ def send_splits(runtime: Runtime) -> None:
     else:
         shared = json.loads(runtime.store.get(_KEY, environment.HCCL_CONNECT_TIMEOUT.get()))
     splits = [SavedSplit.from_dict(split) for split in shared["splits"]]
-    _shared = runtime, _SharedSplits(shared["processor"], splits, shared["where"])
+    runtime.add(_SharedSplits(shared["processor"], splits, shared["where"]))
 
 
 def ends_for(sizes: Sequence[int], dtype: str, group: str) -> list[int] | None:
@@ -96,12 +92,14 @@ def ends_for(sizes: Sequence[int], dtype: str, group: str) -> list[int] | None:
             f"{group!r}: its last number has to be {len(sizes) - 1}",
         )
         return None
-    if _shared is None or _shared[0] is not cluster_runtime.current():
+    job = current()
+    shared = None if job is None else job.part(_SharedSplits)
+    if job is None or shared is None:
         return None
-    return _found(*_shared, sizes, dtype, group)
+    return _found(job, shared, sizes, dtype, group)
 
 
-def _found(runtime: Runtime, shared: _SharedSplits, sizes: Sequence[int], dtype: str, group: str) -> list[int] | None:
+def _found(runtime: Job, shared: _SharedSplits, sizes: Sequence[int], dtype: str, group: str) -> list[int] | None:
     model = fingerprint(dtype, sizes)
     backend = backend_name(runtime, group_of(runtime, group), [tf.as_dtype(dtype)])
     place = place_of(runtime.cluster.hosts, backend, shared.processor)

@@ -12,7 +12,7 @@ import time
 from dataclasses import asdict, dataclass
 
 from npu_device._src import environment
-from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.job import Job
 
 _ROUNDS = 20
 _KEY = "trace_clock"
@@ -28,7 +28,7 @@ class Offset:
     error_us: float | None
 
 
-def measure(runtime: Runtime) -> Offset:
+def measure(runtime: Job) -> Offset:
     """Compare clocks. Every rank calls this; rank 0 answers all hosts, one after the other.
 
     Returns:
@@ -56,14 +56,14 @@ def measure(runtime: Runtime) -> Offset:
         return Offset(0.0, None)
 
 
-def _answer(runtime: Runtime, rank: int) -> None:
+def _answer(runtime: Job, rank: int) -> None:
     timeout = environment.HCCL_CONNECT_TIMEOUT.get()
     for number in range(_ROUNDS):
         runtime.store.get(f"{_KEY}/ask/{rank}/{number}", timeout)
         runtime.store.set(f"{_KEY}/answer/{rank}/{number}", repr(time.time()))
 
 
-def _ask(runtime: Runtime) -> Offset:
+def _ask(runtime: Job) -> Offset:
     rank, timeout = runtime.cluster.rank, environment.HCCL_CONNECT_TIMEOUT.get()
     rounds = []
     for number in range(_ROUNDS):

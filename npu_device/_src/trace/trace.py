@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.job import Job, current
 from npu_device._src.collectives.session_graph import runs_if_fetched
 from npu_device._src.trace import clock
 from npu_device._src.trace.point_schema import PointSchema
@@ -40,7 +40,7 @@ class Tracer:
         OSError: the directory can't be written.
     """
 
-    def __init__(self, runtime: Runtime, settings: Settings) -> None:
+    def __init__(self, runtime: Job, settings: Settings) -> None:
         cluster = runtime.cluster
         offset = clock.measure(runtime)
         head = RankTrace(
@@ -85,7 +85,7 @@ class Tracer:
         return None
 
     def close(self) -> None:
-        """Record what has been handed over, and end."""
+        """Record what has been handed over, and end. Functions that TensorFlow has traced meanwhile fail later."""
         with compat.eager_mode():
             self._queue.close()
         self._thread.join()
@@ -112,26 +112,19 @@ def _remove_others(directory: Path, world_size: int) -> None:
             path.unlink(missing_ok=True)
 
 
-_tracer: Tracer | None = None
-
-
 def running() -> Tracer | None:
     """Return the trace that runs in this process, if any."""
-    return _tracer
+    job = current()
+    return None if job is None else job.part(Tracer)
 
 
-def start(runtime: Runtime, settings: Settings) -> None:
-    """Start a trace. Every rank calls this; see ``Tracer``."""
-    global _tracer
-    _tracer = Tracer(runtime, settings)
+def start(runtime: Job, settings: Settings) -> None:
+    """Start a trace, which ends with the job. Every rank calls this; see ``Tracer``."""
+    runtime.add(Tracer(runtime, settings))
 
 
-def stop() -> Tracer | None:
-    """End the trace with everything recorded, and return it; None without one. Functions that TensorFlow traced in the
-    meantime can no longer run.
-    """
-    global _tracer
-    tracer, _tracer = _tracer, None
-    if tracer is not None:
-        tracer.close()
-    return tracer
+def stop() -> None:
+    """End the trace before the job ends."""
+    job = current()
+    if job is not None:
+        job.end(Tracer)

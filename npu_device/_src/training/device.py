@@ -16,14 +16,16 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.cluster import last_words, rendezvous, runtime
+from npu_device._src.cluster import last_words, rendezvous
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives import gpus, resources
+from npu_device._src.collectives import job as jobs
 from npu_device._src.collectives.backends.mpi.opening import open_world
 from npu_device._src.collectives.backends.shared_memory.host import detect_hosts
 from npu_device._src.collectives.backends.tensorflow import server
-from npu_device._src.collectives.stall import watch_for_stalls
+from npu_device._src.collectives.calling_thread import CallingThreads
+from npu_device._src.collectives.job import Job
+from npu_device._src.collectives.stall import StallWatch
 from npu_device._src.gradients.split_choice import send_splits
 from npu_device._src.membership import schemes
 from npu_device._src.options import global_options
@@ -56,7 +58,7 @@ class NpuDeviceHandle:
     def scope(self) -> Any:
         """Return a context manager that places operations on this rank's device: its GPU if any, else its CPU."""
         kind = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
-        running = runtime.current()
+        running = jobs.current()
         return tf.device(running.device(kind) if running else f"/device:{kind}:0")
 
     def is_cluster_worker(self) -> bool:
@@ -111,12 +113,12 @@ def open(device_id: int | None = None) -> NpuDeviceHandle:
         profiling = global_options().profiling_config
         trace_settings = settings(profiling.enable_profiling.typed, profiling.profiling_options.typed)
         try:
-            runtime.require_unclosed()
+            jobs.require_unclosed()
             compat.renew_context_of_graphs()
             cluster, channel = rendezvous.meet(mine)
-            running = runtime.start(cluster, channel, mine.starts_hub, mine.secret)
+            running = jobs.start(cluster, channel, mine.starts_hub, mine.secret)
             if mine.under_mpiexec:
-                last_words.allow_time()
+                jobs.on_exit(last_words.allow_time())
             _begin(running, trace_settings)
         except (ClusterError, TimeoutError) as error:
             raise type(error)(f"Failed open npu device {mine.device_id}: {error}") from error
@@ -136,16 +138,17 @@ def _require_same_job(opened: NpuDeviceHandle, device_id: int | None) -> None:
         raise RuntimeError(
             f"TF_CONFIG has changed: it makes this process rank {wanted.rank} of {wanted.world_size}, but npu.open() "
             f"has made it rank {opened.worker_id} of {opened.workers_num} of another job, and a process can join only "
-            f"one.\n{runtime.NEW_PROCESS}"
+            f"one.\n{jobs.NEW_PROCESS}"
         )
 
 
-def _begin(running: Runtime, trace_settings: Settings | None) -> None:
+def _begin(running: Job, trace_settings: Settings | None) -> None:
     """Prepare the first collective together with the other ranks; a rank that fails here tells the others."""
     try:
-        watch_for_stalls(running)
-        hosts = detect_hosts(running, gpus.choose_device(running.cluster))
-        open_world(running, hosts)
+        running.threads = CallingThreads()
+        running.stall_watch = StallWatch(running)
+        hosts = running.hosts = detect_hosts(running, gpus.choose_device(running.cluster))
+        open_world(running)
         if hosts.needs_server:
             server.require_in_time(running, hosts.late)
         resources.count_cores(running)
@@ -159,7 +162,7 @@ def _begin(running: Runtime, trace_settings: Settings | None) -> None:
         _start_trace(running, trace_settings)
         watch_for_training_alone(running)
     except BaseException as error:
-        cause = runtime.abandon(error)
+        cause = jobs.abandon(error)
         if cause is not None:
             raise cause from error
         raise
@@ -167,17 +170,17 @@ def _begin(running: Runtime, trace_settings: Settings | None) -> None:
 
 def close() -> None:
     """Leave the job. Also runs at exit; on a single device, and in a forked child, only the handle is forgotten. See
-    ``cluster.runtime.close``.
+    ``collectives.job.close``.
 
     A trace ends here; rank 0 writes its report when the others have left.
     """
     global _handle
     _handle = None
-    running = runtime.current()
+    running = jobs.current()
     if running is not None and running.is_parents:
         return
-    tracer = trace.stop()
-    runtime.close()
+    tracer = trace.running()
+    jobs.close()
     if tracer is not None and tracer.rank == 0:
         write_report(tracer.settings.output)
 
@@ -187,14 +190,14 @@ def handle() -> NpuDeviceHandle | None:
     return _handle
 
 
-def cluster_runtime() -> Runtime | None:
+def cluster_runtime() -> Job | None:
     """Return the running cluster, opened now if the script hasn't done so; None on a single device.
 
     Raises:
         RuntimeError: the environment names several workers, but the cluster can't be joined any more.
         ValueError: a malformed environment variable.
     """
-    running = runtime.current()
+    running = jobs.current()
     if running is not None:
         return running
     if schemes.world_size_from_environment() == 1:
@@ -203,10 +206,10 @@ def cluster_runtime() -> Runtime | None:
         "npu.distribute or hccl is used before npu.open(): opening now, since the environment names several workers"
     )
     open()
-    return runtime.current()
+    return jobs.current()
 
 
-def _start_trace(running: Runtime, wanted: Settings | None) -> None:
+def _start_trace(running: Job, wanted: Settings | None) -> None:
     tuning = global_options().aoe_config
     if wanted is None and (tuning.aoe_mode.typed or environment.AOE_MODE.get()) == "4":
         wanted = aoe.begin(running, Path(tuning.work_path.typed))

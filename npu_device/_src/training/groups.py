@@ -16,9 +16,12 @@ import tensorflow as tf
 
 from npu_device._src.cluster.frames import counted
 from npu_device._src.collectives.choice import release
-from npu_device._src.collectives.group import WORLD_GROUP, Group, check_group_name, find_group, listed, made_groups
+from npu_device._src.collectives.group import WORLD_GROUP, Group, check_group_name, find_group, listed
 from npu_device._src.collectives.session_order import close_orders
 from npu_device._src.training import device
+
+_alone: dict[str, Group] = {}
+"""The groups that a script has made on a single device, where there is no job."""
 
 
 @tf.autograph.experimental.do_not_convert
@@ -67,12 +70,13 @@ def create_group(group: str, rank_num: int, rank_ids: list[int]) -> None:
             f"{where}rank {rank} is not among rank_ids {rank_ids}; expected a group to which the calling rank "
             "belongs.\nWhat to do: let each rank make only the groups that it is a member of."
         )
-    if group in made_groups:
+    made = _made()
+    if group in made:
         raise ValueError(
-            f"{where}this name belongs to the group of rank(s) {listed(made_groups[group].ranks)}; expected another "
+            f"{where}this name belongs to the group of rank(s) {listed(made[group].ranks)}; expected another "
             "one.\nWhat to do: make each group once, or call destroy_group first."
         )
-    made_groups[group] = Group(group, members, members.index(rank))
+    made[group] = Group(group, members, members.index(rank))
 
 
 @tf.autograph.experimental.do_not_convert
@@ -92,7 +96,7 @@ def destroy_group(group: str) -> None:
     if _find(group).name == WORLD_GROUP:
         rank, _ = _rank_and_size()
         raise ValueError(f"rank {rank}, destroy_group({group!r}): the group of all ranks can't be destroyed")
-    del made_groups[group]
+    del _made()[group]
     runtime = device.cluster_runtime()
     if runtime is not None:
         close_orders(runtime, group)
@@ -192,8 +196,14 @@ def _rank_and_size() -> tuple[int, int]:
     return (0, 1) if runtime is None else (runtime.cluster.rank, runtime.cluster.world_size)
 
 
+def _made() -> dict[str, Group]:
+    """Return the groups that this process's script has made, by name."""
+    runtime = device.cluster_runtime()
+    return _alone if runtime is None else runtime.groups
+
+
 def _find(name: str) -> Group:
-    return find_group(name, *_rank_and_size())
+    return find_group(name, *_rank_and_size(), _made())
 
 
 def _neighbours(name: str) -> list[int]:

@@ -23,8 +23,8 @@ import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.all_reduce import all_reduce
+from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.python_call import call_now
 from npu_device._src.collectives.step_data import step_data
 from npu_device._src.training.drift import Drift
@@ -203,7 +203,7 @@ def _alive(reference: weakref.ref[Audit]) -> Audit:
     return audit
 
 
-def warn_if_ended_apart(runtime: Runtime) -> None:
+def warn_if_ended_apart(runtime: Job) -> None:
     """Compare what audited optimizers have trained at the end of the job; rank 0 warns with the names of what differs.
 
     After a failure nothing is compared, and ranks that end much later than others are not waited for.

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.python_call import call_now
 from npu_device._src.gradients.reduction import Gradient
 from npu_device._src.training.same_variables import can_compare
@@ -35,7 +35,7 @@ def _count() -> tf.Variable:
         return compat.plain_variable(tf.constant(0), name="npu_device_same_samples")
 
 
-def watch(runtime: Runtime, mine: Sequence[Gradient], reduced: Sequence[Gradient]) -> None:
+def watch(runtime: Job, mine: Sequence[Gradient], reduced: Sequence[Gradient]) -> None:
     """Warn on rank 0 if in the first steps the gradients of all ranks are the same.
 
     Args:
@@ -89,7 +89,7 @@ def _tell(number: tf.Tensor) -> tf.Tensor:
     return call_now(tell, [number], [tf.TensorSpec([], tf.int32)])[0]
 
 
-def warn_if_shuffled_differently(runtime: Runtime, dataset: Any) -> None:
+def warn_if_shuffled_differently(runtime: Job, dataset: Any) -> None:
     """Warn on rank 0 if a data set that is about to be divided is shuffled without a seed, so on each rank differently.
 
     The ranks would then read some samples twice and others never.

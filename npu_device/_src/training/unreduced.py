@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives.job import Job
 from npu_device._src.gradients.reduction import wait_for_reduction
 from npu_device._src.training import keras_hooks
 
@@ -23,7 +23,7 @@ _STEPS = 10
 _log = logging.getLogger("npu_device")
 
 
-def watch_for_training_alone(runtime: Runtime) -> None:
+def watch_for_training_alone(runtime: Job) -> None:
     """Warn after the first steps, or at the end of the job, if this process trains by itself.
 
     Nothing calls the package in such a training, so a thread looks, less and less often, until something is reduced.
@@ -34,7 +34,7 @@ def watch_for_training_alone(runtime: Runtime) -> None:
     threading.Thread(target=_watch, args=arguments, name="npu_device-unreduced", daemon=True).start()
 
 
-def _watch(reference: weakref.ref[Runtime], told: threading.Event) -> None:
+def _watch(reference: weakref.ref[Job], told: threading.Event) -> None:
     seconds = _FIRST_LOOK_SECONDS
     seen: dict[int, int] = {}
     while not wait_for_reduction(seconds):
@@ -46,9 +46,7 @@ def _watch(reference: weakref.ref[Runtime], told: threading.Event) -> None:
         seconds *= 2
 
 
-def _warn_if_trained_alone(
-    runtime: Runtime, told: threading.Event, steps: int, seen: dict[int, int] | None = None
-) -> None:
+def _warn_if_trained_alone(runtime: Job, told: threading.Event, steps: int, seen: dict[int, int] | None = None) -> None:
     """Warn once if this process has reduced no list of tensors, while a Keras optimizer in it has made some steps.
 
     ``seen`` has the steps that each optimizer had made when it was first seen, by the object's id. They don't count:

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.all_gather_v import all_gather_v
 from npu_device._src.collectives.all_reduce import all_reduce
 from npu_device._src.collectives.barrier import barrier
 from npu_device._src.collectives.broadcast import broadcast
 from npu_device._src.collectives.group import WORLD_GROUP, Group, group_of
+from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.session_graph import fetchable
 from npu_device._src.training import device
 
@@ -28,7 +28,7 @@ class World:
         group: the group.
     """
 
-    def __init__(self, runtime: Runtime, group: Group) -> None:
+    def __init__(self, runtime: Job, group: Group) -> None:
         self.runtime = runtime
         self.group = group
 

@@ -11,8 +11,8 @@ import atexit
 import logging
 from pathlib import Path
 
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.group import WORLD_GROUP, group_of
+from npu_device._src.collectives.job import Job
 from npu_device._src.trace.records import read
 from npu_device._src.trace.settings import Settings
 from npu_device._src.tuning import messages
@@ -30,7 +30,7 @@ _LARGEST = 32_000_000
 _log = logging.getLogger("npu_device")
 
 
-def begin(runtime: Runtime, work_path: Path, largest: int = _LARGEST) -> Settings:
+def begin(runtime: Job, work_path: Path, largest: int = _LARGEST) -> Settings:
     """Measure the collectives, and have rank 0 plan when the script ends.
 
     Args:

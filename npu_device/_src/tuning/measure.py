@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import tensorflow as tf
 
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.all_reduce import all_reduce, all_reduce_segments
 from npu_device._src.collectives.choice import packs
 from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.terms import Agreement
 from npu_device._src.trace import points
 from npu_device._src.tuning.computing import Computing
@@ -33,7 +33,7 @@ _FEWEST_TURNS = 2
 _SECONDS = 6.0  # after this time, the minimum number of repeats is enough
 
 
-def measure(runtime: Runtime, group: Group, largest: int) -> CostModel:
+def measure(runtime: Job, group: Group, largest: int) -> CostModel:
     """Measure and fit.
 
     Args:
@@ -58,7 +58,7 @@ def measure(runtime: Runtime, group: Group, largest: int) -> CostModel:
     return _beside_backward(runtime, group, cost, _segment(min(largest, _SEVERAL), largest))
 
 
-def _beside_backward(runtime: Runtime, group: Group, cost: CostModel, segment: Sequence[int]) -> CostModel:
+def _beside_backward(runtime: Job, group: Group, cost: CostModel, segment: Sequence[int]) -> CostModel:
     """Return the cost model with packing, load and pace, from a segment that is reduced alone, as one tensor, and while
     all ranks compute. They take turns, so that a machine that gets slower or faster affects all of them.
     """
@@ -89,7 +89,7 @@ def _beside_backward(runtime: Runtime, group: Group, cost: CostModel, segment: S
     return replace(cost, beta=max(0.0, cost.beta - 2 * packing / size), pack=packing / size, load=load, pace=pace)
 
 
-def _alternately(runtime: Runtime, group: Group, reductions: Sequence[Callable[[], float]]) -> list[list[float]]:
+def _alternately(runtime: Job, group: Group, reductions: Sequence[Callable[[], float]]) -> list[list[float]]:
     """Time several reductions in turn, several times, so that noise of the machine affects all of them."""
     seconds: list[list[float]] = [[] for _ in reductions]
     for reduce in reductions:
@@ -103,23 +103,23 @@ def _alternately(runtime: Runtime, group: Group, reductions: Sequence[Callable[[
     return [_of_the_last(runtime, group, times) for times in seconds]
 
 
-def _seconds(runtime: Runtime, group: Group, reduce: Callable[[], float]) -> float:
+def _seconds(runtime: Job, group: Group, reduce: Callable[[], float]) -> float:
     """Return the seconds of a reduction on this rank when all ranks begin it at once."""
     _of_all(runtime, group, [0.0], "max")
     return reduce()
 
 
-def _spent(runtime: Runtime, group: Group, began: float) -> float:
+def _spent(runtime: Job, group: Group, began: float) -> float:
     """Return the seconds since a moment, the most on any rank, so that all ranks agree when to stop."""
     return _of_all(runtime, group, [time.monotonic() - began], "max")[0]
 
 
-def _of_the_last(runtime: Runtime, group: Group, seconds: Sequence[float]) -> list[float]:
+def _of_the_last(runtime: Job, group: Group, seconds: Sequence[float]) -> list[float]:
     """Return, for each of several reductions, the seconds of the last rank, which waited for nobody."""
     return _of_all(runtime, group, seconds, "min")
 
 
-def _of_all(runtime: Runtime, group: Group, values: Sequence[float], reduction: str) -> list[float]:
+def _of_all(runtime: Job, group: Group, values: Sequence[float], reduction: str) -> list[float]:
     return [float(value) for value in all_reduce(runtime, tf.constant(values, tf.float64), reduction, group)]
 
 
@@ -129,7 +129,7 @@ def _segment(size: int, largest: int) -> list[int]:
     return [max(4, size // count // 4 * 4)] * count
 
 
-def _reduction(runtime: Runtime, group: Group, segments: Sequence[Sequence[int]]) -> Callable[[], float]:
+def _reduction(runtime: Job, group: Group, segments: Sequence[Sequence[int]]) -> Callable[[], float]:
     """Return a function that runs the collectives of segments with these bytes, all started at once, and returns the
     seconds from when the tensors are there until all is over.
     """

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.contract import Backend
-from npu_device._src.collectives.backends.shared_memory.host import hosts_of
 from npu_device._src.collectives.backends.shared_memory.shared_memory_backend import shared_memory
 from npu_device._src.collectives.dtypes import reduced_dtype, sum_dtype, wire_dtype
 from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.terms import Agreement
 
 
@@ -41,7 +40,7 @@ class TwoLevelBackend:
     def _reduce(
         self, agreement: Agreement, segment: Sequence[tf.Tensor], reduction: str, group: Group, wire: tf.DType | None
     ) -> list[tf.Tensor]:
-        host, between = _levels(agreement.runtime, group)
+        host, between = _levels(agreement.job, group)
         dtype = reduced_dtype(segment[0].dtype, reduction)
         # A host's sum keeps the precision and range of the dtype it is added in; it is sent as narrow as one rank's
         # values.
@@ -62,8 +61,8 @@ class TwoLevelBackend:
 
     def broadcast(self, agreement: Agreement, tensors: Sequence[tf.Tensor], root: int, group: Group) -> list[tf.Tensor]:
         """Broadcast the root's tensors: to the lowest rank of the root's host, between hosts, and on every host."""
-        leaders = hosts_of(agreement.runtime).leaders
-        host, between = _levels(agreement.runtime, group)
+        leaders = agreement.job.hosts.leaders
+        host, between = _levels(agreement.job, group)
         source = group.ranks[root]
         values = list(tensors)
         if leaders[source] == leaders[group.ranks[group.rank]] and source != host.ranks[0]:
@@ -74,9 +73,9 @@ class TwoLevelBackend:
         return shared_memory.broadcast(agreement, values, 0, host)
 
 
-def _levels(runtime: Runtime, group: Group) -> tuple[Group, Group | None]:
+def _levels(job: Job, group: Group) -> tuple[Group, Group | None]:
     """Return this rank's part of the group that shares memory; and the lowest ranks of all parts, if it is one."""
-    leaders = hosts_of(runtime).leaders
+    leaders = job.hosts.leaders
     me = group.ranks[group.rank]
     parts: dict[int, list[int]] = {}
     for rank in group.ranks:

@@ -13,7 +13,6 @@ import itertools
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Callable, NamedTuple, Union
 
@@ -21,13 +20,12 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.arrays.engine import Channel, Engine, PendingOperation
 from npu_device._src.collectives.backends.arrays.heads import head_of
 from npu_device._src.collectives.backends.arrays.mailbox import Mailbox, Slots, Transfer
 from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.python_call import Order
-from npu_device._src.collectives.stall import local_watch_of
 from npu_device._src.collectives.step_data import step_data
 from npu_device._src.collectives.terms import Agreement, Shapes, Terms
 
@@ -62,7 +60,7 @@ class GroupLine:
     """The operations of a group in which all members take part.
 
     Args:
-        runtime: the running cluster.
+        job: the job.
         group: the group.
         connect: makes the members' channel.
         background_from: the size in bytes from which an operation goes to the background thread; see ``Lines``.
@@ -73,9 +71,9 @@ class GroupLine:
 
     in_order = True
 
-    def __init__(self, runtime: Runtime, group: Group, connect: Callable[[], Channel], background_from: int) -> None:
+    def __init__(self, job: Job, group: Group, connect: Callable[[], Channel], background_from: int) -> None:
         self._engine = Engine(connect)
-        self._watch = local_watch_of(runtime, group)
+        self._watch = job.stall_watch.calls_of(group)
         self._background_from = background_from
 
     def start(
@@ -115,10 +113,10 @@ class PairLine:
 
     in_order = False
 
-    def __init__(self, runtime: Runtime, group: Group, connect: Callable[[], Mailbox]) -> None:
+    def __init__(self, job: Job, group: Group, connect: Callable[[], Mailbox]) -> None:
         self._connect = functools.cache(connect)
         self._connecting = threading.Lock()
-        self._watch = local_watch_of(runtime, group)
+        self._watch = job.stall_watch.calls_of(group)
 
     def start(
         self, operation: Operation, terms: Terms | None, shapes: int, arrays: list[np.ndarray], overlaps: bool
@@ -168,25 +166,23 @@ class Lines:
 
     def __init__(
         self,
-        channel: Callable[[Runtime, Group], Channel],
-        slots: Callable[[Runtime, Group], Slots],
-        background_from: Callable[[Runtime], int],
+        channel: Callable[[Job, Group], Channel],
+        slots: Callable[[Job, Group], Slots],
+        background_from: Callable[[Job], int],
     ) -> None:
         self._channel, self._slots, self._background_from = channel, slots, background_from
-        self._lines: weakref.WeakKeyDictionary[Runtime, dict[Group, Line]] = weakref.WeakKeyDictionary()
-        self._making = threading.Lock()
 
     def run(self, agreement: Agreement, group: Group, operations: Sequence[OnTensors]) -> list[list[tf.Tensor]]:
         """Run operations of a group, and return the results of each; the first one carries the agreement's terms."""
-        runtime = agreement.runtime
-        line, (terms, shapes) = self._of(runtime, group), agreement.take()
+        job = agreement.job
+        line, (terms, shapes) = self._of(job, group), agreement.take()
         all_terms = [terms] + [None] * (len(operations) - 1)
         if tf.executing_eagerly():
             return [
                 _run_now(line, operation, inputs, terms, shapes)
                 for (operation, inputs), terms in zip(operations, all_terms)
             ]
-        orders, device = _orders_of(runtime), runtime.device("CPU")
+        orders, device = _orders_of(job), job.device("CPU")
         with tf.device(device), tf.control_dependencies(step_data()):
             if len(operations) == 1 and line.in_order:
                 return [_call(line, orders, *operations[0], terms, shapes)]
@@ -197,46 +193,44 @@ class Lines:
         with tf.device(device), tf.control_dependencies(tickets):
             return [_finish(orders, operation, ticket) for (operation, _), ticket in zip(operations, tickets)]
 
-    def _of(self, runtime: Runtime, group: Group) -> Line:
+    def _of(self, job: Job, group: Group) -> Line:
         """Return the line of a group, made at its first use."""
-        with self._making:
-            lines = self._lines.setdefault(runtime, {})
-            if group not in lines:
-                lines[group] = self._made(runtime, group)
-            return lines[group]
+        with job.making:
+            if (self, group) not in job.lines:
+                job.lines[self, group] = self._made(job, group)
+            return job.lines[self, group]
 
-    def _made(self, runtime: Runtime, group: Group) -> Line:
+    def _made(self, job: Job, group: Group) -> Line:
         if group.tag is None:
-            return GroupLine(runtime, group, partial(self._channel, runtime, group), self._background_from(runtime))
-        return PairLine(runtime, group, lambda: Mailbox(self._slots(runtime, group)))
+            return GroupLine(job, group, partial(self._channel, job, group), self._background_from(job))
+        return PairLine(job, group, lambda: Mailbox(self._slots(job, group)))
 
-    def close(self, runtime: Runtime, name: str) -> None:
+    def close(self, job: Job, name: str) -> None:
         """Close the line of a group that is destroyed, and those of groups made for its operations."""
-        with self._making:
-            lines = self._lines.get(runtime, {})
-            closed = [lines.pop(group) for group in list(lines) if name in (group.name, group.parent)]
+        with job.making:
+            found = [(on, group) for on, group in job.lines if on is self and name in (group.name, group.parent)]
+            closed = [job.lines.pop(key) for key in found]
         for line in closed:
             line.close()
 
 
-@dataclass(frozen=True)
-class _Orders:
-    """The orders in which starts and finishes run."""
+class Orders:
+    """The orders in which the starts and the finishes of a rank's graphs run.
 
-    starts: Order
-    finishes: Order
+    Args:
+        device: this rank's CPU.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.starts = Order(device)
+        self.finishes = Order(device)
 
 
-_orders: weakref.WeakKeyDictionary[Runtime, _Orders] = weakref.WeakKeyDictionary()
-_making = threading.Lock()
-
-
-def _orders_of(runtime: Runtime) -> _Orders:
-    with _making:
-        if runtime not in _orders:
-            device = runtime.device("CPU")
-            _orders[runtime] = _Orders(Order(device), Order(device))
-        return _orders[runtime]
+def _orders_of(job: Job) -> Orders:
+    with job.making:
+        if job.orders is None:
+            job.orders = Orders(job.device("CPU"))
+        return job.orders
 
 
 def _run_now(
@@ -255,7 +249,7 @@ def _tensor(array: np.ndarray) -> tf.Tensor:
 
 
 def _call(
-    line: Line, orders: _Orders, operation: Operation, inputs: Sequence[tf.Tensor], terms: Terms | None, shapes: Shapes
+    line: Line, orders: Orders, operation: Operation, inputs: Sequence[tf.Tensor], terms: Terms | None, shapes: Shapes
 ) -> list[tf.Tensor]:
     """Add one operation that starts and waits: a result needed at once needs no second one.
 
@@ -275,7 +269,7 @@ _pending: dict[int, Finish] = {}
 
 
 def _start(
-    line: Line, orders: _Orders, operation: Operation, inputs: Sequence[tf.Tensor], terms: Terms | None, shapes: Shapes
+    line: Line, orders: Orders, operation: Operation, inputs: Sequence[tf.Tensor], terms: Terms | None, shapes: Shapes
 ) -> tf.Tensor:
     """Add the starting operation; return a number by which the graph finishes it, int64, shape []."""
 
@@ -287,7 +281,7 @@ def _start(
     return orders.starts.call(start, [tf.convert_to_tensor(shapes), *inputs])[0]
 
 
-def _finish(orders: _Orders, operation: Operation, ticket: tf.Tensor) -> list[tf.Tensor]:
+def _finish(orders: Orders, operation: Operation, ticket: tf.Tensor) -> list[tf.Tensor]:
     """Add the waiting operation; return the results."""
 
     def finish(ticket: Any) -> list[Any]:

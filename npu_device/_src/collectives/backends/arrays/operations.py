@@ -19,7 +19,6 @@ from typing import Any, Callable, Optional, Protocol, Union
 import numpy as np
 import tensorflow as tf
 
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.arrays.buffers import BufferPool
 from npu_device._src.collectives.backends.arrays.engine import Program
 from npu_device._src.collectives.backends.arrays.heads import Head
@@ -28,6 +27,7 @@ from npu_device._src.collectives.backends.arrays.mailbox import Transfer
 from npu_device._src.collectives.backends.arrays.stream import Stream
 from npu_device._src.collectives.dtypes import reduced_dtype
 from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.terms import Agreement
 
 _LARGE = 1 << 30
@@ -143,9 +143,9 @@ class ArrayBackend:
         [[found]] = self._lines.run(agreement, group, [(Operation([output], _bytes([tensor]), prepare), [tensor])])
         return found
 
-    def release(self, runtime: Runtime, name: str) -> None:
+    def release(self, job: Job, name: str) -> None:
         """Free what is held for a group that is destroyed."""
-        self._lines.close(runtime, name)
+        self._lines.close(job, name)
 
 
 class ComparingBackend(ArrayBackend):

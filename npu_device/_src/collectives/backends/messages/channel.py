@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.arrays.engine import Program
 from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
 
 
 class Channel:
     """One member's end.
 
     Args:
-        runtime: the running cluster.
+        job: the job.
         group: the members.
 
     Attributes:
@@ -21,12 +21,12 @@ class Channel:
         rank: this member's number.
     """
 
-    def __init__(self, runtime: Runtime, group: Group) -> None:
+    def __init__(self, job: Job, group: Group) -> None:
         self.size, self.rank = group.size, group.rank
-        self._peers, self._ranks = runtime.peers, group.ranks
+        self._peers, self._ranks = job.peers, group.ranks
         self._number = group.number
         self._inbox = self._peers.inbox(self._number)
-        self._spins = runtime.has_own_core
+        self._spins = job.has_own_core
 
     def gather(self, row: bytes) -> Generator[int, None, list[bytes]]:
         """Return all members' rows, by member, given this member's; they have the same length on all."""

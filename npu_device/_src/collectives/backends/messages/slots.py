@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.arrays.mailbox import SLOT_BYTES, Slots
 from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
 
 _SLICE_SECONDS = 0.005  # nothing wakes a thread that reads
 _BRIEFLY_SECONDS = 0.001
@@ -16,15 +16,15 @@ class MessageSlots(Slots):
     """One side's end. A message wakes the other side, and a thread waits only briefly.
 
     Args:
-        runtime: the running cluster.
+        job: the job.
         pair: the two ranks.
     """
 
-    def __init__(self, runtime: Runtime, pair: Group) -> None:
-        self._peers, self._other, self._number = runtime.peers, pair.ranks[1 - pair.rank], pair.number
+    def __init__(self, job: Job, pair: Group) -> None:
+        self._peers, self._other, self._number = job.peers, pair.ranks[1 - pair.rank], pair.number
         self._inbox = self._peers.inbox(self._number)
         self._slot = np.empty(SLOT_BYTES, np.uint8)
-        self._spins = runtime.has_own_core
+        self._spins = job.has_own_core
 
     def look(self) -> None:
         """Read what there is now."""

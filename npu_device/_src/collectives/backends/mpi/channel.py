@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from npu_device._src.cluster.errors import ClusterError, PeerError
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.arrays.engine import Program
 from npu_device._src.collectives.backends.mpi.mpi_world import MpiWorld
 from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
 
 _SPIN_SECONDS = 100e-6
 _LONGEST_SLEEP_SECONDS = 500e-6
@@ -35,7 +35,7 @@ class Channel:
 
     Args:
         world: the job's MPI.
-        runtime: the running cluster.
+        job: the job.
         group: the members; at the first operation they meet, and get a communicator.
 
     Attributes:
@@ -48,10 +48,10 @@ class Channel:
 
     ahead = 8
 
-    def __init__(self, world: MpiWorld, runtime: Runtime, group: Group) -> None:
+    def __init__(self, world: MpiWorld, job: Job, group: Group) -> None:
         self.size, self.rank = group.size, group.rank
         self.counts = group.counts or (1,) * group.size
-        self.check = runtime.health.require_running
+        self.check = job.health.require_running
         self._world, self._group = world, group
         self._comm: Any = None
         self._meeting = self._meet()

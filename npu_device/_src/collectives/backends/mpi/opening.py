@@ -17,16 +17,15 @@ from typing import Any
 import numpy as np
 
 from npu_device._src import environment
-from npu_device._src.cluster import runtime as running
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.cluster.runtime import Runtime
+from npu_device._src.collectives import job as jobs
 from npu_device._src.collectives.backends.arrays.heads import head_of
 from npu_device._src.collectives.backends.arrays.stream import Stream
 from npu_device._src.collectives.backends.mpi.channel import Channel
-from npu_device._src.collectives.backends.mpi.mpi_world import REASONS, WORLDS, MpiWorld
+from npu_device._src.collectives.backends.mpi.mpi_world import MpiWorld
 from npu_device._src.collectives.backends.point_to_point import programs
-from npu_device._src.collectives.backends.shared_memory.host import Hosts
 from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
 from npu_device._src.membership import mpiexec
 
 _SECONDS = 60.0
@@ -42,7 +41,7 @@ _REMEDY = (
 )
 
 
-def open_world(runtime: Runtime, hosts: Hosts) -> None:
+def open_world(job: Job) -> None:
     """Start MPI if the ranks want it: because of ``NPU_DEVICE_BACKEND``, or, where not all ranks share memory, because
     MPI's launcher started them. Every rank calls this.
 
@@ -51,32 +50,34 @@ def open_world(runtime: Runtime, hosts: Hosts) -> None:
         TimeoutError: a rank did not come.
     """
     wanted = environment.NPU_DEVICE_BACKEND.get() == "mpi"
-    if not wanted and (environment.NPU_DEVICE_BACKEND.get() != "auto" or hosts.share_memory or not hosts.no_nccl):
+    if not wanted and (
+        environment.NPU_DEVICE_BACKEND.get() != "auto" or job.hosts.share_memory or not job.hosts.no_nccl
+    ):
         return
-    problems = runtime.store.gather("mpi/found", _problem(runtime, wanted), _SECONDS)
+    problems = job.store.gather("mpi/found", _problem(job, wanted), _SECONDS)
     if not any(problems):
-        problems = runtime.store.gather("mpi/started", _start(runtime), _SECONDS)
+        problems = job.store.gather("mpi/started", _start(job), _SECONDS)
     if not any(problems):
-        world = _world(runtime)
-        problems = runtime.store.gather("mpi/checked", _check_sum(runtime, world), _SECONDS)
+        world = _world(job)
+        problems = job.store.gather("mpi/checked", _check_sum(job, world), _SECONDS)
         if not any(problems):
-            WORLDS[runtime] = world
+            job.mpi_world = world
             _keep_going(world)
             return
     if wanted:
-        lines = runtime.cluster.lines({rank: problem for rank, problem in enumerate(problems) if problem})
+        lines = job.cluster.lines({rank: problem for rank, problem in enumerate(problems) if problem})
         raise ClusterError("\n".join(["NPU_DEVICE_BACKEND is mpi, but MPI can't be used:", *lines, _REMEDY]))
     if mpiexec.read() is not None:
-        REASONS[runtime] = next(problem for problem in problems if problem)
+        job.why_no_mpi = next(problem for problem in problems if problem)
 
 
-def _problem(runtime: Runtime, wanted: bool) -> str:
+def _problem(job: Job, wanted: bool) -> str:
     """Return why MPI can't be started on this rank; "" if it can."""
     launched = mpiexec.read()
     if launched is None and not wanted:
         return "not started by an mpiexec"
-    if launched is not None and launched.size != runtime.cluster.world_size:
-        return f"mpiexec started {launched.size} processes, and the job has {runtime.cluster.world_size} ranks"
+    if launched is not None and launched.size != job.cluster.world_size:
+        return f"mpiexec started {launched.size} processes, and the job has {job.cluster.world_size} ranks"
     if importlib.util.find_spec("mpi4py") is None:
         return "mpi4py isn't installed"
     try:
@@ -89,18 +90,18 @@ def _problem(runtime: Runtime, wanted: bool) -> str:
     return ""
 
 
-def _start(runtime: Runtime) -> str:
+def _start(job: Job) -> str:
     """Start MPI on all ranks; return the problem, "" if there is none."""
     mpi: Any = importlib.import_module("mpi4py.MPI")
     starts = not mpi.Is_initialized()
     if starts:
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
-    running.on_exit(lambda: _end(runtime, mpi, starts))
+    jobs.on_exit(lambda: _end(job, mpi, starts))
     library = _library(mpi)
     card = [mpi.Get_processor_name(), _host()]
-    cards = runtime.store.gather("mpi/hosts", card, _SECONDS)
+    cards = job.store.gather("mpi/hosts", card, _SECONDS)
     size = mpi.COMM_WORLD.Get_size()
-    if size != runtime.cluster.world_size:
+    if size != job.cluster.world_size:
         return f"in {library}, this rank is one of {size}: mpi4py uses another MPI than the launcher's"
     if mpi.Query_thread() != mpi.THREAD_MULTIPLE:
         return f"{library} doesn't support several threads (MPI_THREAD_MULTIPLE)"
@@ -113,9 +114,9 @@ def _start(runtime: Runtime) -> str:
     return ""
 
 
-def _world(runtime: Runtime) -> MpiWorld:
+def _world(job: Job) -> MpiWorld:
     mpi: Any = importlib.import_module("mpi4py.MPI")
-    comm = mpi.COMM_WORLD.Split(0, runtime.cluster.rank)
+    comm = mpi.COMM_WORLD.Split(0, job.cluster.rank)
     comm.Set_errhandler(mpi.ERRORS_RETURN)
     return MpiWorld(mpi, comm, min(comm.Get_attr(mpi.TAG_UB) or _TAGS_OF_ALL, _MOST_TAGS), _library(mpi))
 
@@ -134,11 +135,11 @@ def _host() -> str:
         return ""
 
 
-def _check_sum(runtime: Runtime, world: MpiWorld) -> str:
+def _check_sum(job: Job, world: MpiWorld) -> str:
     """Add up known numbers, few and many; return the problem, "" if the sums are right."""
-    cluster = runtime.cluster
+    cluster = job.cluster
     group = Group("mpi/check", tuple(range(cluster.world_size)), cluster.rank)
-    channel = Channel(world, runtime, group)
+    channel = Channel(world, job, group)
     wrong = ""
     for length in _CHECKED_LENGTHS:
         numbers = np.arange(length, dtype=np.int32)
@@ -161,12 +162,11 @@ def _keep_going(world: MpiWorld) -> None:
     threading.Thread(target=run, name="npu_device-mpi", daemon=True).start()
 
 
-def _end(runtime: Runtime, mpi: Any, starts: bool) -> None:
+def _end(job: Job, mpi: Any, starts: bool) -> None:
     """End MPI together with the other ranks. If the job has failed, end all of them, or MPI would wait for them."""
-    world = WORLDS.get(runtime)
-    if world is not None:
-        world.ended.set()
-    if runtime.health.has_failed:
+    if job.mpi_world is not None:
+        job.mpi_world.ended.set()
+    if job.health.has_failed:
         sys.stdout.flush()
         sys.stderr.flush()
         time.sleep(_GRACE_SECONDS)  # in which the other ranks say why they end

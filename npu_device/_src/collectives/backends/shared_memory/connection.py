@@ -9,10 +9,10 @@ import time
 from typing import Callable
 
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.shared_memory import mapping
 from npu_device._src.collectives.backends.shared_memory.host import SECONDS
 from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
 
 _TOKEN_BYTES = 32
 _RETRY_SECONDS = 0.2
@@ -41,11 +41,11 @@ class Segment:
             withdraw()
 
 
-def connect(runtime: Runtime, group: Group, size: int) -> Segment:
+def connect(job: Job, group: Group, size: int) -> Segment:
     """Share memory with the other members of a group. The first member to come makes it, so nothing waits here.
 
     Args:
-        runtime: the running cluster.
+        job: the job.
         group: the members.
         size: bytes.
 
@@ -54,12 +54,12 @@ def connect(runtime: Runtime, group: Group, size: int) -> Segment:
         PeerError: a rank of the group has failed or ended.
     """
     key = f"group/{group.name}/{'-'.join(map(str, group.ranks))}/memory"
-    check = runtime.health.require_running
+    check = job.health.require_running
     deadline = time.monotonic() + SECONDS
     problem: Exception = TimeoutError("its members were still leaving a group of the same name")
     while time.monotonic() < deadline:
         try:
-            segment = _offer(runtime, group, key, size, check) or _join(runtime, group, key, size, check)
+            segment = _offer(job, group, key, size, check) or _join(job, group, key, size, check)
         except OSError as error:
             segment, problem = None, error
             time.sleep(_RETRY_SECONDS)
@@ -67,19 +67,19 @@ def connect(runtime: Runtime, group: Group, size: int) -> Segment:
             return segment
         check()
     raise ClusterError(
-        f"{runtime.cluster.name} could not get {size >> 20} MiB of memory for group {group.name!r}: {problem}\n"
+        f"{job.cluster.name} could not get {size >> 20} MiB of memory for group {group.name!r}: {problem}\n"
         "What to do: free memory, or set NPU_DEVICE_BACKEND=tcp on all ranks."
     ) from problem
 
 
-def _offer(runtime: Runtime, group: Group, key: str, size: int, check: Callable[[], None]) -> Segment | None:
+def _offer(job: Job, group: Group, key: str, size: int, check: Callable[[], None]) -> Segment | None:
     """Make the memory, unless another member has."""
     offer = mapping.Offer(FIRST_BYTE + size)
     token = secrets.token_hex(_TOKEN_BYTES // 2)
     offer.memory[:_TOKEN_BYTES] = token.encode()
     offer.memory[_TOKEN_BYTES + group.rank] = 1
     try:
-        runtime.store.set(key, f"{token} {offer.path}")
+        job.store.set(key, f"{token} {offer.path}")
     except BaseException as error:
         offer.withdraw()
         offer.memory.close()
@@ -89,16 +89,16 @@ def _offer(runtime: Runtime, group: Group, key: str, size: int, check: Callable[
 
     def withdraw() -> None:
         with contextlib.suppress(ClusterError):
-            runtime.store.delete(key)
+            job.store.delete(key)
         offer.withdraw()
 
     return Segment(offer.memory, check, withdraw)
 
 
-def _join(runtime: Runtime, group: Group, key: str, size: int, check: Callable[[], None]) -> Segment | None:
+def _join(job: Job, group: Group, key: str, size: int, check: Callable[[], None]) -> Segment | None:
     """Map the memory that another member has made, unless it belongs to an earlier group of this name."""
     try:
-        token, path = runtime.store.get(key, _RETRY_SECONDS).split(" ", 1)
+        token, path = job.store.get(key, _RETRY_SECONDS).split(" ", 1)
     except TimeoutError:
         return None
     try:

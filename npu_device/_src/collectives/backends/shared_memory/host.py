@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,9 +17,9 @@ import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.shared_memory import mapping
 from npu_device._src.collectives.gpu_choice import Device, why_no_nccl
+from npu_device._src.collectives.job import Job
 
 _log = logging.getLogger("npu_device")
 SECONDS = 60.0
@@ -66,19 +65,11 @@ class Hosts:
         return bool(dtype.is_floating) and not self.no_nccl
 
 
-_hosts: weakref.WeakKeyDictionary[Runtime, Hosts] = weakref.WeakKeyDictionary()
-
-
-def hosts_of(runtime: Runtime) -> Hosts:
-    """Return the outcome of ``detect_hosts``."""
-    return _hosts[runtime]
-
-
-def detect_hosts(runtime: Runtime, device: Device) -> Hosts:
+def detect_hosts(job: Job, device: Device) -> Hosts:
     """Find out which ranks share memory, and which devices they have. Called once on every rank, when all have met.
 
     Args:
-        runtime: the running cluster.
+        job: the job.
         device: this rank's device.
 
     Raises:
@@ -86,7 +77,7 @@ def detect_hosts(runtime: Runtime, device: Device) -> Hosts:
         TimeoutError: a rank did not come.
         ValueError: ``NPU_DEVICE_BACKEND`` is unknown.
     """
-    cluster, store = runtime.cluster, runtime.store
+    cluster, store = job.cluster, job.store
     wanted = environment.NPU_DEVICE_BACKEND.get()  # on all ranks
     card, offer = _card(cluster.local_rank == 0)
     key = f"memory/{cluster.hosts.index(cluster.host)}"
@@ -111,8 +102,7 @@ def detect_hosts(runtime: Runtime, device: Device) -> Hosts:
     late_ranks = tuple(rank for rank, is_late in enumerate(late) if is_late)
     devices = tuple(Device(**each) for each in described)
     no_nccl = why_no_nccl(devices, cluster.hosts, wanted)
-    hosts = _hosts[runtime] = Hosts(leaders, devices, no_nccl, late_ranks, tuple(problems), wanted == "tensorflow")
-    return hosts
+    return Hosts(leaders, devices, no_nccl, late_ranks, tuple(problems), wanted == "tensorflow")
 
 
 def _card(leads: bool) -> tuple[dict[str, Any], mapping.Offer | None]:

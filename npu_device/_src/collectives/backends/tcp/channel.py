@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from npu_device._src.cluster.peers import Peers
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.arrays.engine import Program
 from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
 
 _LENGTH = struct.Struct("<Q")
 _CHECK_SECONDS = 0.1
@@ -156,7 +156,7 @@ class Channel:
     """One member's end.
 
     Args:
-        runtime: the running cluster.
+        job: the job.
         group: the members.
 
     Attributes:
@@ -168,12 +168,12 @@ class Channel:
 
     ahead = 4
 
-    def __init__(self, runtime: Runtime, group: Group) -> None:
+    def __init__(self, job: Job, group: Group) -> None:
         self.size, self.rank = group.size, group.rank
         self.counts = group.counts or (1,) * group.size
-        self._health = runtime.health
-        self._spins = runtime.has_own_core
-        ends = [(runtime.peers, rank, group.number) for rank in group.ranks]
+        self._health = job.health
+        self._spins = job.has_own_core
+        ends = [(job.peers, rank, group.number) for rank in group.ranks]
         self._outgoing = [_Outgoing(*end) for end in ends]
         self._incoming = [_Incoming(*end) for end in ends]
 

@@ -13,11 +13,9 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
-from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives.backends.shared_memory.host import hosts_of
 from npu_device._src.collectives.backends.tensorflow.sequence import order_of_nccl, sequence_of
 from npu_device._src.collectives.group import Group
-from npu_device._src.collectives.stall import transfer_watch_of
+from npu_device._src.collectives.job import Job
 
 MOVE_DTYPES = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 """The dtypes that TensorFlow's gather, all-to-all and broadcast kernels all support on the CPU."""
@@ -30,113 +28,111 @@ _SUBDIVISIONS = 32
 _MERGE_OPS = {"sum": "Add", "prod": "Mul", "min": "Min", "max": "Max"}
 
 
-def all_reduce(runtime: Runtime, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
+def all_reduce(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
     """Reduce one tensor over the group: sum, prod, min or max."""
     how = {"merge_op": _MERGE_OPS[reduction], "final_op": "Id", "max_subdivs_per_device": _SUBDIVISIONS}
-    return _run(tf.raw_ops.CollectiveReduceV2, runtime, tensor, group, ("all_reduce", reduction), how)
+    return _run(tf.raw_ops.CollectiveReduceV2, job, tensor, group, ("all_reduce", reduction), how)
 
 
-def all_gather(runtime: Runtime, tensor: tf.Tensor, group: Group) -> tf.Tensor:
+def all_gather(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
     """Concatenate the tensors of all ranks of the group along the first dimension."""
-    return _run(tf.raw_ops.CollectiveGatherV2, runtime, tensor, group, "all_gather", {})
+    return _run(tf.raw_ops.CollectiveGatherV2, job, tensor, group, "all_gather", {})
 
 
-def all_to_all(runtime: Runtime, tensor: tf.Tensor, group: Group) -> tf.Tensor:
+def all_to_all(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
     """Send row i of the tensor to rank i, and return the row from rank i as row i. Shape [group.size, …]."""
-    return _run(tf.raw_ops.CollectiveAllToAllV2, runtime, tensor, group, "all_to_all", {})
+    return _run(tf.raw_ops.CollectiveAllToAllV2, job, tensor, group, "all_to_all", {})
 
 
 def _run(
     kernel: Callable[..., tf.Tensor],
-    runtime: Runtime,
+    job: Job,
     tensor: tf.Tensor,
     group: Group,
     operation: Hashable,
     how: dict[str, Any],
 ) -> tf.Tensor:
-    device, kind = _device(runtime, tensor.dtype)
+    device, kind = _device(job, tensor.dtype)
 
     def transfer() -> tf.Tensor:
-        keys = _keys(runtime, group, kind, operation, tensor)
-        return kernel(input=tensor, **how, **keys, **_order(runtime, group, kind))
+        keys = _keys(job, group, kind, operation, tensor)
+        return kernel(input=tensor, **how, **keys, **_order(job, group, kind))
 
     with tf.device(device):
-        return _noted(runtime, group, operation, _watched(runtime, group, tensor, transfer))
+        return _noted(job, group, operation, _watched(job, group, tensor, transfer))
 
 
-def key_of_send(runtime: Runtime, tensor: tf.Tensor, pair: Group) -> tf.Tensor:
+def key_of_send(job: Job, tensor: tf.Tensor, pair: Group) -> tf.Tensor:
     """Return a key for ``broadcast`` from this rank to the other one of a pair: int32, shape []."""
-    with tf.device(runtime.device("CPU")):
-        return _draw(runtime, pair, ("broadcast", pair.rank), tensor)
+    with tf.device(job.device("CPU")):
+        return _draw(job, pair, ("broadcast", pair.rank), tensor)
 
 
-def broadcast(
-    runtime: Runtime, tensor: tf.Tensor, root_rank: int, group: Group, key: tf.Tensor | None = None
-) -> tf.Tensor:
+def broadcast(job: Job, tensor: tf.Tensor, root_rank: int, group: Group, key: tf.Tensor | None = None) -> tf.Tensor:
     """Return the root's tensor on every rank; the others pass one of the same shape and dtype.
 
     Args:
         key: in a pair, the one that the sender has drawn.
     """
-    device, kind = _device(runtime, tensor.dtype)
+    device, kind = _device(job, tensor.dtype)
 
     def spread() -> tf.Tensor:
-        keys = _keys(runtime, group, kind, ("broadcast", root_rank), tensor, key)
+        keys = _keys(job, group, kind, ("broadcast", root_rank), tensor, key)
         if group.rank == root_rank:
             return tf.raw_ops.CollectiveBcastSendV2(input=tensor, **keys)
         return tf.raw_ops.CollectiveBcastRecvV2(shape=tf.shape(tensor), T=tensor.dtype, **keys)
 
     with tf.device(device):
-        result = spread() if group.tag is not None else _watched(runtime, group, tensor, spread)
-        return _kept(runtime, group, _noted(runtime, group, ("broadcast", root_rank), result))
+        result = spread() if group.tag is not None else _watched(job, group, tensor, spread)
+        return _kept(job, group, _noted(job, group, ("broadcast", root_rank), result))
 
 
-def _watched(runtime: Runtime, group: Group, tensor: tf.Tensor, transfer: Callable[[], tf.Tensor]) -> tf.Tensor:
+def _watched(job: Job, group: Group, tensor: tf.Tensor, transfer: Callable[[], tf.Tensor]) -> tf.Tensor:
     """Return a transfer's result, and let the stall watch know from when to when it runs: a rank that stops in it would
     not be missed before the next agreement, which the others never reach. The agreement has a watch of its own.
     """
-    watch = transfer_watch_of(runtime, group)
+    watch = job.stall_watch.transfers_of(group, job.device("CPU"))
     watch.begin(tensor)
     result = transfer()
     watch.end(result)
     return result
 
 
-def _noted(runtime: Runtime, group: Group, operation: Hashable, result: tf.Tensor) -> tf.Tensor:
+def _noted(job: Job, group: Group, operation: Hashable, result: tf.Tensor) -> tf.Tensor:
     """Return a collective's result; the group's sequence notes it."""
-    sequence_of(runtime, group).note(operation, result)
+    sequence_of(job, group).note(operation, result)
     return result
 
 
-def _kept(runtime: Runtime, group: Group, result: tf.Tensor) -> tf.Tensor:
+def _kept(job: Job, group: Group, result: tf.Tensor) -> tf.Tensor:
     """Keep a broadcast whose result isn't used: of all collectives TensorFlow drops only those (``ASYNC_STATEFUL_OPS``
     of its automatic control dependencies, TensorFlow 2.20), and the ranks that do use it would wait forever. An
     operation that writes to a variable is never dropped. Can go when TensorFlow keeps broadcasts, too.
     """
     if not tf.executing_eagerly():
         with tf.control_dependencies([result]):
-            sequence_of(runtime, group).touch()
+            sequence_of(job, group).touch()
     return result
 
 
-def _device(runtime: Runtime, dtype: tf.DType) -> tuple[str, str]:
+def _device(job: Job, dtype: tf.DType) -> tuple[str, str]:
     """Return the device on which tensors of a dtype travel, the same on every rank: from GPU to GPU with NCCL, or
     between the hosts' memories.
     """
-    kind = "GPU" if hosts_of(runtime).uses_nccl(dtype) else "CPU"
-    return runtime.device(kind), kind
+    kind = "GPU" if job.hosts.uses_nccl(dtype) else "CPU"
+    return job.device(kind), kind
 
 
-def _draw(runtime: Runtime, group: Group, operation: Hashable, tensor: tf.Tensor) -> tf.Tensor:
+def _draw(job: Job, group: Group, operation: Hashable, tensor: tf.Tensor) -> tf.Tensor:
     shape = tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
-    return sequence_of(runtime, group).draw(operation, tensor.dtype, shape)
+    return sequence_of(job, group).draw(operation, tensor.dtype, shape)
 
 
 def _keys(
-    runtime: Runtime, group: Group, kind: str, operation: Hashable, tensor: tf.Tensor, key: tf.Tensor | None = None
+    job: Job, group: Group, kind: str, operation: Hashable, tensor: tf.Tensor, key: tf.Tensor | None = None
 ) -> dict[str, Any]:
-    with tf.device(runtime.device("CPU")):  # keys are the CPU's work, also for a collective between GPUs
-        instance_key = _draw(runtime, group, operation, tensor) if key is None else key
+    with tf.device(job.device("CPU")):  # keys are the CPU's work, also for a collective between GPUs
+        instance_key = _draw(job, group, operation, tensor) if key is None else key
     # TensorFlow's groups consist of devices, so a group has one key for its CPUs and another for its GPUs.
     return {
         "group_size": group.size,
@@ -146,7 +142,7 @@ def _keys(
     }
 
 
-def _order(runtime: Runtime, group: Group, kind: str) -> dict[str, Any]:
+def _order(job: Job, group: Group, kind: str) -> dict[str, Any]:
     """Return the resource that orders a collective: in a tf.function TensorFlow serializes stateful operations without
     a resource, and those on the same resource. On the CPU neighbouring collectives get different resources, so that
     none waits for another. NCCL needs the same order on every rank, in all groups, so there all get the same one.
@@ -154,5 +150,5 @@ def _order(runtime: Runtime, group: Group, kind: str) -> dict[str, Any]:
     if tf.executing_eagerly():
         return {"ordering_token": []}
     if kind == "GPU":
-        return {"ordering_token": [order_of_nccl(runtime)]}
-    return {"ordering_token": [sequence_of(runtime, group).lane()]}
+        return {"ordering_token": [order_of_nccl(job)]}
+    return {"ordering_token": [sequence_of(job, group).lane()]}

@@ -13,12 +13,12 @@ from typing import Callable
 
 import tensorflow as tf
 
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.backends.messages.messages_backend import messages
 from npu_device._src.collectives.backends.tensorflow import kernels, words
 from npu_device._src.collectives.dtypes import mean_dtype, sum_dtype, wire_dtype, wire_scales
 from npu_device._src.collectives.folding import fold
 from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.terms import Agreement
 
 TRANSFER_BYTES = 64 << 20
@@ -46,17 +46,17 @@ def all_reduce(
     wire: tf.DType | None,
 ) -> list[list[tf.Tensor]]:
     """Reduce segments, as ``contract`` says. The collectives run concurrently."""
-    return [_all_reduce_segment(agreement.runtime, segment, reduction, group, wire) for segment in segments]
+    return [_all_reduce_segment(agreement.job, segment, reduction, group, wire) for segment in segments]
 
 
 def all_gather(agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
     """Return all ranks' rows on every rank: [n] in, [group.size, n] out; n is the same on all ranks."""
-    return _gather_rows(agreement.runtime, row, group)
+    return _gather_rows(agreement.job, row, group)
 
 
 def all_to_all(agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor:
     """Send row i to rank i, and return the row from rank i as row i: [group.size, n] in and out."""
-    return _exchange_rows(agreement.runtime, rows, group)
+    return _exchange_rows(agreement.job, rows, group)
 
 
 def reduce(
@@ -64,7 +64,7 @@ def reduce(
 ) -> list[tf.Tensor]:
     """Reduce tensors, as ``contract`` says, but to all ranks: TensorFlow has nothing else."""
     del root
-    return _all_reduce_segment(agreement.runtime, tensors, reduction, group, None)
+    return _all_reduce_segment(agreement.job, tensors, reduction, group, None)
 
 
 def broadcast(agreement: Agreement, tensors: Sequence[tf.Tensor], root: int, group: Group) -> list[tf.Tensor]:
@@ -72,7 +72,7 @@ def broadcast(agreement: Agreement, tensors: Sequence[tf.Tensor], root: int, gro
     results: list[tf.Tensor] = []
     for transfer in _transfers(tensors):
         received = _with_an_element(
-            lambda vector: kernels.broadcast(agreement.runtime, vector, root, group), words.pack(transfer)
+            lambda vector: kernels.broadcast(agreement.job, vector, root, group), words.pack(transfer)
         )
         results.extend(words.unpack(received, transfer))
     return results
@@ -82,9 +82,9 @@ def send(agreement: Agreement, tensor: tf.Tensor, pair: Group) -> tf.Tensor:
     """Send a tensor through a broadcast in a group of two, as ``contract.Backend.send`` requires."""
 
     def move(vector: tf.Tensor) -> tf.Tensor:
-        key = kernels.key_of_send(agreement.runtime, vector, pair)
+        key = kernels.key_of_send(agreement.job, vector, pair)
         with tf.control_dependencies([messages.send(agreement, key, pair)]):
-            return kernels.broadcast(agreement.runtime, vector, pair.rank, pair, key)
+            return kernels.broadcast(agreement.job, vector, pair.rank, pair, key)
 
     return _with_an_element(move, words.pack([tensor]))
 
@@ -95,20 +95,20 @@ def receive(agreement: Agreement, like: tf.TensorSpec, pair: Group) -> tf.Tensor
     length = words.words_for(elements, like.dtype)
     key = messages.receive(agreement, tf.TensorSpec([], tf.int32), pair)
     empty = tf.zeros([max(length, 1)], tf.int32)
-    vector = kernels.broadcast(agreement.runtime, empty, 1 - pair.rank, pair, key)[:length]
+    vector = kernels.broadcast(agreement.job, empty, 1 - pair.rank, pair, key)[:length]
     return tf.reshape(words.from_words(vector[tf.newaxis], like.dtype, elements), like.shape)
 
 
-def _gather_rows(runtime: Runtime, row: tf.Tensor, group: Group) -> tf.Tensor:
-    return _carried(row[tf.newaxis], lambda carrier: kernels.all_gather(runtime, carrier, group), group.size)
+def _gather_rows(job: Job, row: tf.Tensor, group: Group) -> tf.Tensor:
+    return _carried(row[tf.newaxis], lambda carrier: kernels.all_gather(job, carrier, group), group.size)
 
 
-def _exchange_rows(runtime: Runtime, rows: tf.Tensor, group: Group) -> tf.Tensor:
-    return _carried(rows, lambda carrier: kernels.all_to_all(runtime, carrier, group), group.size)
+def _exchange_rows(job: Job, rows: tf.Tensor, group: Group) -> tf.Tensor:
+    return _carried(rows, lambda carrier: kernels.all_to_all(job, carrier, group), group.size)
 
 
 def _all_reduce_segment(
-    runtime: Runtime,
+    job: Job,
     tensors: Sequence[tf.Tensor],
     reduction: str,
     group: Group,
@@ -116,7 +116,7 @@ def _all_reduce_segment(
 ) -> list[tf.Tensor]:
     has_elements = any(tensor.shape.num_elements() for tensor in tensors)
     together = tensors[0] if len(tensors) == 1 else pack(tensors)
-    reduced = _all_reduce_one(runtime, together, has_elements, reduction, group, wire)
+    reduced = _all_reduce_one(job, together, has_elements, reduction, group, wire)
     return [reduced] if len(tensors) == 1 else unpack(reduced, tensors)
 
 
@@ -141,7 +141,7 @@ def _shape(tensor: tf.Tensor) -> tf.TensorShape | tf.Tensor:
 
 
 def _all_reduce_one(
-    runtime: Runtime,
+    job: Job,
     tensor: tf.Tensor,
     has_elements: bool,
     reduction: str,
@@ -153,7 +153,7 @@ def _all_reduce_one(
     merge = "sum" if reduction == "mean" else reduction
 
     def kernel(value: tf.Tensor) -> tf.Tensor:
-        return kernels.all_reduce(runtime, value, merge, group)
+        return kernels.all_reduce(job, value, merge, group)
 
     def reduce_native(value: tf.Tensor) -> tf.Tensor:
         return kernel(value) if has_elements else _with_an_element(kernel, value)
@@ -161,7 +161,7 @@ def _all_reduce_one(
     dtype = tensor.dtype
     travels = wire_dtype(dtype, wire)
     if merge in ("sum", "prod") and sum_dtype(travels) != travels:
-        return _reduce_narrow(runtime, tensor, travels, reduction, group)
+        return _reduce_narrow(job, tensor, travels, reduction, group)
     if dtype == tf.uint64:
         reduced = _reduce_uint64(reduce_native, tensor, merge)
     else:
@@ -169,7 +169,7 @@ def _all_reduce_one(
     return tf.cast(reduced / group.size if reduction == "mean" else reduced, dtype)
 
 
-def _reduce_narrow(runtime: Runtime, tensor: tf.Tensor, wire: tf.DType, reduction: str, group: Group) -> tf.Tensor:
+def _reduce_narrow(job: Job, tensor: tf.Tensor, wire: tf.DType, reduction: str, group: Group) -> tf.Tensor:
     """Return the sum, mean or product of values sent in 16 bits and combined in float32 (float64 stays float64)."""
     wide, size = sum_dtype(tensor.dtype), group.size
     shares, scale = wire_scales(reduction, [1] * size)
@@ -188,10 +188,10 @@ def _reduce_narrow(runtime: Runtime, tensor: tf.Tensor, wire: tf.DType, reductio
     flat = tf.reshape(tensor, [-1])
     elements = _count(flat)
     mine = tf.pad(narrow(flat, shares[group.rank]), [[0, -elements % size]])
-    received = tf.unstack(_exchange_rows(runtime, tf.reshape(mine, [size, -1]), group), num=size)
+    received = tf.unstack(_exchange_rows(job, tf.reshape(mine, [size, -1]), group), num=size)
     rows = [widen(row, share) for row, share in zip(received, shares)]
     block = narrow(fold(rows, "prod" if reduction == "prod" else "sum"), divisor)
-    gathered = tf.reshape(_gather_rows(runtime, block, group), [-1])[:elements]
+    gathered = tf.reshape(_gather_rows(job, block, group), [-1])[:elements]
     return tf.reshape(tf.cast(widen(gathered, scale), tensor.dtype), _shape(tensor))
 
 

@@ -24,8 +24,8 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.cluster.runtime import Runtime
 from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.python_call import Order
 
 RING = 16
@@ -43,15 +43,15 @@ class Sequence:
     """The keys of one group on one of its members.
 
     Args:
-        runtime: the running cluster.
+        job: the job.
         first: the first key.
         ring: the number of keys in a ring.
     """
 
-    def __init__(self, runtime: Runtime, first: int, ring: int) -> None:
-        with tf.init_scope(), tf.device(runtime.device("CPU")):
+    def __init__(self, job: Job, first: int, ring: int) -> None:
+        with tf.init_scope(), tf.device(job.device("CPU")):
             self._lanes = [compat.plain_variable(tf.constant(0, tf.int32)) for _ in range(_LANES)]
-        self._order = Order(runtime.device("CPU"))
+        self._order = Order(job.device("CPU"))
         self._used = 0
         self._lock = threading.Lock()
         self._first = first
@@ -108,36 +108,28 @@ class Sequence:
         tf.raw_ops.AssignAddVariableOp(resource=compat.through_outer_graphs(self._lanes[0].handle), value=0)
 
 
-_making = threading.Lock()
-_nccl: weakref.WeakKeyDictionary[Runtime, Any] = weakref.WeakKeyDictionary()
-
-
-def order_of_nccl(runtime: Runtime) -> tf.Tensor:
+def order_of_nccl(job: Job) -> tf.Tensor:
     """Return the resource by which TensorFlow orders all collectives that use NCCL.
 
     It is on the GPU: TensorFlow places an operation where its resources are, whatever device it was given, and a
     collective that moves to the CPU waits forever for the other ranks' GPUs (TensorFlow 2.20).
     """
-    with _making:
-        if runtime not in _nccl:
-            with tf.init_scope(), tf.device(runtime.device("GPU")):
-                _nccl[runtime] = compat.plain_variable(tf.constant(0.0))  # not every release has integers there
-        return compat.through_outer_graphs(_nccl[runtime].handle)
+    with job.making:
+        if job.nccl_order is None:
+            with tf.init_scope(), tf.device(job.device("GPU")):
+                job.nccl_order = compat.plain_variable(tf.constant(0.0))  # not every release has integers there
+        return compat.through_outer_graphs(job.nccl_order.handle)
 
 
-_sequences: weakref.WeakKeyDictionary[Runtime, dict[Group, Sequence]] = weakref.WeakKeyDictionary()
-
-
-def sequence_of(runtime: Runtime, group: Group) -> Sequence:
+def sequence_of(job: Job, group: Group) -> Sequence:
     """Return the sequence of a group, made at its first use.
 
     It outlives the group: TensorFlow remembers what the group's keys stand for. In a pair, each side has keys of its
     own for what it sends.
     """
-    with _making:  # or two threads might each make one
-        sequences = _sequences.setdefault(runtime, {})
-        if group not in sequences:
+    with job.making:  # or two threads might each make one
+        if group not in job.sequences:
             is_pair = group.tag is not None
             first, ring = (group.rank * _KEYS_OF_A_SENDER, _RING_OF_A_SENDER) if is_pair else (0, RING)
-            sequences[group] = Sequence(runtime, 1 + first, ring)
-        return sequences[group]
+            job.sequences[group] = Sequence(job, 1 + first, ring)
+        return job.sequences[group]

@@ -6,7 +6,6 @@ before TensorFlow has made its devices. TensorFlow's coordination service isn't 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -14,26 +13,18 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.ports import ReservedPort, join_address
-from npu_device._src.cluster.runtime import Runtime
-from npu_device._src.collectives.backends.shared_memory.host import hosts_of
 from npu_device._src.collectives.backends.tensorflow import freed_memory
+from npu_device._src.collectives.job import Job
 
 _JOB = "worker"
 _LEADER = f"/job:{_JOB}/replica:0/task:0"
 
-_addresses: weakref.WeakKeyDictionary[Runtime, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
-
-def addresses_of(runtime: Runtime) -> tuple[str, ...]:
-    """Return each rank's ``host:port`` of TensorFlow's server; empty if this job has none."""
-    return _addresses.get(runtime, ())
-
-
-def require_in_time(runtime: Runtime, late: Sequence[int]) -> None:
+def require_in_time(job: Job, late: Sequence[int]) -> None:
     """Refuse to continue if TensorFlow has already been used; all ranks get the same text.
 
     Args:
-        runtime: the running cluster.
+        job: the job.
         late: ranks on which TensorFlow's context exists.
 
     Raises:
@@ -41,7 +32,7 @@ def require_in_time(runtime: Runtime, late: Sequence[int]) -> None:
     """
     if late:
         raise ClusterError(
-            f"TensorFlow has been used before npu.open() on {', '.join(map(runtime.cluster.name_of, late))}: "
+            f"TensorFlow has been used before npu.open() on {', '.join(map(job.cluster.name_of, late))}: "
             "its devices exist, and the collective runtime must be set up before that.\n"
             "The job needs it because its GPUs use NCCL, or NPU_DEVICE_BACKEND is tensorflow.\n"
             "What to do: call `npu.open().as_default()` right after the imports, before the first tensor, variable, "
@@ -49,14 +40,14 @@ def require_in_time(runtime: Runtime, late: Sequence[int]) -> None:
         )
 
 
-def start(runtime: Runtime) -> None:
+def start(job: Job) -> None:
     """Start this rank's server and wait until all ranks have started theirs. Every rank calls this.
 
     Raises:
         ClusterError: the server can't be started, or a rank has gone.
         TimeoutError: a rank's server didn't come up in time.
     """
-    cluster = runtime.cluster
+    cluster = job.cluster
     timeout = environment.HCCL_CONNECT_TIMEOUT.get()
     try:
         reserved = ReservedPort(environment.NPU_DEVICE_PORT_RANGE.get())
@@ -66,7 +57,7 @@ def start(runtime: Runtime) -> None:
             "What to do: let NPU_DEVICE_PORT_RANGE have two ports for each rank of a host, plus one."
         ) from error
     try:
-        ports = runtime.store.gather("server/ports", reserved.number, timeout)
+        ports = job.store.gather("server/ports", reserved.number, timeout)
         reserved.leave_to_tensorflow()
     finally:
         reserved.close()
@@ -74,7 +65,7 @@ def start(runtime: Runtime) -> None:
     context = compat.eager_context()
     context.configure_collective_ops(
         collective_leader=_LEADER,
-        use_nccl_communication=not hosts_of(runtime).no_nccl,
+        use_nccl_communication=not job.hosts.no_nccl,
         # A rank never places operations on another rank's devices.
         device_filters=(f"/job:{_JOB}/task:{cluster.rank}",),
     )
@@ -102,10 +93,10 @@ def start(runtime: Runtime) -> None:
             "Likely cause: another program took the port in the meantime.\n"
             "What to do: start the job again."
         ) from error
-    _addresses[runtime] = tuple(addresses)
-    runtime.task = f"/job:{_JOB}/replica:0/task:{cluster.rank}"
+    job.server_addresses = tuple(addresses)
+    job.task = f"/job:{_JOB}/replica:0/task:{cluster.rank}"
     # Rank 0 leads TensorFlow's collectives, and each rank's server still sends the last one's data to the others when
     # this rank already has its result.
-    runtime.serves_others = True
-    runtime.store.barrier("server/up", timeout)
-    runtime.health.on_stop(lambda text: context.abort_collective_ops(tf.errors.UNAVAILABLE, text))
+    job.serves_others = True
+    job.store.barrier("server/up", timeout)
+    job.health.on_stop(lambda text: context.abort_collective_ops(tf.errors.UNAVAILABLE, text))

@@ -1,0 +1,213 @@
+"""The job as this rank sees it: one object that owns all its state, from the rendezvous until this process leaves.
+
+A process joins one job at most. ``current`` is that job. Whatever belongs to a job is an attribute of it, or one of its
+parts, which higher floors add; nothing else holds state of a job, so that all of it ends with the job.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from typing import TYPE_CHECKING, Any, Callable, TypeVar
+
+from npu_device._src.cluster.control_channel import ControlChannel
+from npu_device._src.cluster.description import Cluster
+from npu_device._src.cluster.errors import ClusterError, PeerError
+from npu_device._src.cluster.health import Health
+from npu_device._src.cluster.peers import Peers
+
+if TYPE_CHECKING:
+    from npu_device._src.collectives.backends.arrays.lines import Line, Orders
+    from npu_device._src.collectives.backends.mpi.mpi_world import MpiWorld
+    from npu_device._src.collectives.backends.shared_memory.host import Hosts
+    from npu_device._src.collectives.backends.tensorflow.sequence import Sequence
+    from npu_device._src.collectives.calling_thread import CallingThreads
+    from npu_device._src.collectives.group import Group
+    from npu_device._src.collectives.session_order import SessionOrder
+    from npu_device._src.collectives.stall import StallWatch
+
+_Part = TypeVar("_Part")
+
+NEW_PROCESS = (
+    "What to do if a cluster starts one job after another: let it start new processes for each. With Spark, set "
+    "spark.python.worker.reuse=false."
+)
+_LOCAL = "/job:localhost/replica:0/task:0"
+
+_log = logging.getLogger("npu_device")
+
+
+class Job:
+    """All state of a job on one of its ranks.
+
+    Args:
+        cluster: the ranks, their hosts and addresses.
+        channel: the control channel.
+        serves_others: the others need this process until they have finished, because the hub is its child.
+        secret: the job's secret.
+
+    Attributes:
+        cluster: the ranks, their hosts and addresses.
+        store: key-value store, gathers and barrier.
+        health: failures of the ranks, events and questions.
+        peers: direct connections to the other ranks; they have to be opened.
+        task: TensorFlow's name of this process; changes when TensorFlow's server starts.
+        server_addresses: each rank's ``host:port`` of TensorFlow's server; empty if this job has none.
+        cores: this rank's share of its host's cores, 1 or more; set when TensorFlow's threads are divided.
+        has_own_core: that share is a whole core or more, not less; set at the same time.
+        serves_others: the others need this process until they have finished; it waits for them at its end.
+        before_leaving: called with the job before this process leaves it; not in a forked child.
+        groups: the groups that this rank's script has made, by name.
+        hosts: which ranks share memory, and all ranks' devices; set by ``detect_hosts``.
+        mpi_world: the job's MPI, or None if it isn't used.
+        why_no_mpi: why MPI isn't used although its launcher started the ranks; "" if there is nothing to say.
+        stall_watch: reports ranks that are missing in a collective; set when the job begins.
+        making: held by whoever makes one of the objects below, each at its first use.
+        threads: the threads of this rank that are in a collective.
+        lines: the operations of each group on a backend, by backend and group.
+        orders: the orders in which graphs run starts and finishes.
+        sequences: TensorFlow's keys, by group.
+        nccl_order: the variable by which TensorFlow orders the collectives that use NCCL.
+        session_orders: the queues of collectives that sessions run, by group.
+    """
+
+    hosts: Hosts
+    stall_watch: StallWatch
+    threads: CallingThreads
+
+    def __init__(self, cluster: Cluster, channel: ControlChannel, serves_others: bool, secret: bytes) -> None:
+        self.cluster = cluster
+        self.store = channel
+        self.health = Health(cluster, channel)
+        self.peers = Peers(cluster, self.health, secret)
+        self.task = _LOCAL
+        self.server_addresses: tuple[str, ...] = ()
+        self.cores = 1
+        self.has_own_core = False
+        self.serves_others = serves_others
+        self.before_leaving: list[Callable[[Job], None]] = []
+        self.groups: dict[str, Group] = {}
+        self.mpi_world: MpiWorld | None = None
+        self.why_no_mpi = ""
+        self.making = threading.RLock()
+        self.lines: dict[tuple[Any, Group], Line] = {}
+        self.orders: Orders | None = None
+        self.sequences: dict[Group, Sequence] = {}
+        self.nccl_order: Any = None
+        self.session_orders: dict[Group, SessionOrder] = {}
+        self._parts: dict[type, Any] = {}
+        self._pid = os.getpid()
+
+    @property
+    def is_parents(self) -> bool:
+        """Return True in a forked child, which must not leave the job at its exit."""
+        return self._pid != os.getpid()
+
+    def device(self, kind: str) -> str:
+        """Return the full name of this rank's first device of a kind (``"CPU"`` or ``"GPU"``)."""
+        return f"{self.task}/device:{kind}:0"
+
+    def add(self, part: Any) -> None:
+        """Keep an object of a higher floor as long as the job; its ``close()``, if any, is called before this process
+        leaves. A job has one part of a class.
+        """
+        self._parts[type(part)] = part
+
+    def end(self, kind: type) -> None:
+        """Close the part of a class now, if there is one."""
+        close = getattr(self._parts.pop(kind, None), "close", None)
+        if close is not None:
+            close()
+
+    def part(self, kind: type[_Part]) -> _Part | None:
+        """Return the part of a class, or None."""
+        found: _Part | None = self._parts.get(kind)
+        return found
+
+    def finish(self) -> None:
+        """Close the parts, and let what this rank has sent arrive."""
+        for kind in reversed(list(self._parts)):
+            self.end(kind)
+        for act in self.before_leaving:
+            act(self)
+        self.peers.deliver()
+
+    def leave(self) -> None:
+        """Tell the others that this rank has finished. The rank that they depend on waits for them."""
+        self.health.leave(self.serves_others)
+        self.peers.close()
+
+
+_current: Job | None = None
+_closed_by: int | None = None
+_at_exit: list[Callable[[], None]] = []
+
+
+def current() -> Job | None:
+    """Return the job of this process; None before ``start`` and after ``close``."""
+    return _current
+
+
+def require_unclosed() -> None:
+    """Refuse to join a job a second time.
+
+    Raises:
+        ClusterError: the job has been closed in this process.
+    """
+    if _closed_by == os.getpid():
+        raise ClusterError(
+            "npu_device has been closed in this process, and a process can join its job only once.\n"
+            "What to do in a script: call npu.close() only at its end, or not at all: it also runs at exit.\n"
+            f"{NEW_PROCESS}"
+        )
+
+
+def start(cluster: Cluster, channel: ControlChannel, serves_others: bool, secret: bytes = b"") -> Job:
+    """Make the job of this process; see ``Job`` for the arguments."""
+    global _current
+    _current = Job(cluster, channel, serves_others, secret)
+    atexit.register(_exit)
+    _log.info("rank %d of %d on host %s is ready", cluster.rank, cluster.world_size, cluster.host)
+    return _current
+
+
+def abandon(error: BaseException) -> PeerError | None:
+    """Leave the job because of an error before the first collective, and tell the others.
+
+    Returns:
+        The error of another rank, if that was the cause.
+    """
+    global _current, _closed_by
+    job, _current = _current, None
+    assert job is not None
+    _closed_by = os.getpid()
+    job.peers.close()
+    return job.health.give_up(error)
+
+
+def close() -> None:
+    """Leave the job normally; also runs at exit. Does nothing without a job or in a forked child."""
+    global _current, _closed_by
+    job = _current
+    if job is None or job.is_parents:
+        _current = None
+        return
+    try:
+        job.finish()
+    finally:
+        _current, _closed_by = None, os.getpid()
+        job.leave()
+
+
+def on_exit(act: Callable[[], None]) -> None:
+    """Call a function when this process exits, after it has left the job; not in a forked child."""
+    pid = os.getpid()
+    _at_exit.append(lambda: act() if os.getpid() == pid else None)
+
+
+def _exit() -> None:
+    close()
+    for act in _at_exit:
+        act()
