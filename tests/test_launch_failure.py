@@ -95,6 +95,29 @@ def test_the_line_about_an_error_says_what_it_is(tmp_path: Path) -> None:
     assert "npurun: before that, rank 0 had ended with exit code 0\n" in stderr
 
 
+@pytest.mark.parametrize("keras", ["2", "3"])
+def test_the_first_failure_is_that_of_the_script_when_keras_adds_lines(tmp_path: Path, keras: str) -> None:
+    source = script(
+        tmp_path,
+        """
+        import sys
+        import tensorflow as tf
+        class Broken(tf.keras.layers.Layer):
+            def call(self, x):
+                raise ValueError(f"no {x.shape[0]} rows")
+        if sys.argv[1:]:
+            import npu_device as npu
+            npu.open()
+        layer = Broken()
+        tf.function(lambda: layer(tf.zeros([3, 1])))()
+        """,
+    )
+    for arguments in [], ["opens"]:  # its own record is read, or the end of its stderr
+        done = npurun("-n", "1", source, *arguments, TF_USE_LEGACY_KERAS="1" if keras == "2" else "0")
+        [line] = [line for line in done.stderr.decode().splitlines() if line.startswith("npurun: the first failure")]
+        assert line.endswith(" s after the start: ValueError: no 3 rows")
+
+
 def test_a_consequence_is_never_the_first(tmp_path: Path) -> None:
     source = script(
         tmp_path,

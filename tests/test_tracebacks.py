@@ -79,6 +79,19 @@ def test_frames_of_libraries_are_left_out(text: str, shown: str, left_out: int) 
             "    TypeError: bad\n      more\n",
             "TypeError: bad\n  more",
         ),
+        (
+            'ValueError: in user code:\n\n    File "x", line 1, in f  *\n        g()\n\n'
+            "    ValueError: Exception encountered when calling layer 'a b' (type A).\n    \n    in user code:\n    \n"
+            '        File "y", line 2, in call  *\n            h()\n    \n        TypeError: bad\n          more\n'
+            "    \n    \n    Call arguments received by layer 'a b' (type A):\n      • x=1\n",
+            "TypeError: bad\n  more",
+        ),
+        (
+            "a.InvalidArgumentError: Exception encountered when calling A.call().\n\n\x1b[1mbad\nmore\x1b[0m\n\n"
+            "Arguments received by A.call():\n  • x=1",
+            "a.InvalidArgumentError: bad\nmore",
+        ),
+        ("E: Exception encountered when calling f.\n", "E: Exception encountered when calling f.\n"),
     ],
     ids=[
         "plain",
@@ -90,7 +103,10 @@ def test_frames_of_libraries_are_left_out(text: str, shown: str, left_out: int) 
         "a session",
         "nothing",
         "tracing",
+        "tracing a layer of tf-keras",
+        "a layer of Keras 3",
+        "no text of a layer",
     ],
 )
-def test_the_error_inside_an_error_of_tensorflow(error: str, root: str) -> None:
+def test_the_error_inside_an_error_of_tensorflow_or_keras(error: str, root: str) -> None:
     assert root_error(error) == root

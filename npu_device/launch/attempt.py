@@ -243,7 +243,7 @@ class Attempt:
         if self._options.log_dir is not None:
             where = self._log_file(self._options.log_dir, ordered[0].rank)
             self._console.say(f"its output is in {where}")
-        evidence, left_out = failures.evidence(ordered[0])
+        evidence, left_out = ordered[0].evidence()
         self._console.lines(2, evidence.encode(errors="backslashreplace"))
         if left_out:
             self._console.say(f"frames of libraries left out: {left_out}; the whole traceback is in {where}")

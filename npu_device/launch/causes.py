@@ -10,8 +10,8 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from npu_device._src.cluster.tracebacks import FRAME, is_users
-from npu_device.launch.failures import Failure, excerpt, headline
+from npu_device._src.cluster.tracebacks import is_users
+from npu_device.launch.failures import Failure
 
 _CANNOT_IMPORT = ("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError")
 # Python's own messages about a missing script or module.
@@ -54,21 +54,17 @@ class Cause:
 
 def cause_of(failure: Failure, host: str) -> Cause:
     """Return the cause of a failed rank of this host."""
-    text = failure.record.traceback.splitlines() if failure.record else list(failure.stderr)
-    error, frames = _parsed(text)
-    if failure.record and failure.record.error.strip():
-        error = headline(failure.record.error)
     what = str(failure.exit)
-    if error:
-        what += f": {error}"
+    if failure.error:
+        what += f": {failure.error}"
     return Cause(
         rank=failure.rank,
         host=host,
         what=what,
         time=failure.time,
         is_consequence=failure.is_consequence,
-        place=_place(failure, error, frames),
-        hopeless=_hopeless(failure, error),
+        place=_place(failure),
+        hopeless=_hopeless(failure),
     )
 
 
@@ -77,21 +73,8 @@ def first(causes: Sequence[Cause]) -> Cause | None:
     return min(causes, key=lambda cause: (cause.is_consequence, cause.time), default=None)
 
 
-def _parsed(text: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    """Return the first line of the last traceback's error, "" without one, and its frames as file and line."""
-    lines = excerpt(text)
-    found = [(number, match) for number, line in enumerate(lines) if (match := FRAME.match(line))]
-    if not found:
-        return "", []
-    # The header of the last traceback; a syntax error in the script itself has none.
-    begin = max((n for n, line in enumerate(lines) if line.startswith("Traceback ")), default=found[-1][0])
-    frames = [(match["file"], match["line"]) for number, match in found if number >= begin]
-    errors = [line.strip() for line in lines[begin + 1 :] if line[:1].strip()]  # the traceback is indented
-    return (errors[0] if errors else ""), frames
-
-
-def _place(failure: Failure, error: str, frames: list[tuple[str, str]]) -> str | None:
-    kind = _kind(error)
+def _place(failure: Failure) -> str | None:
+    kind, frames = _kind(failure.error), failure.frames
     if kind in _LOST_PEER:
         return None
     if failure.record is None and failure.exit.code - 128 in _FROM_OUTSIDE:
@@ -103,9 +86,10 @@ def _place(failure: Failure, error: str, frames: list[tuple[str, str]]) -> str |
     return f"{file}:{line} ({kind})"
 
 
-def _hopeless(failure: Failure, error: str) -> str | None:
+def _hopeless(failure: Failure) -> str | None:
     if failure.opened or failure.is_consequence:
         return None
+    error = failure.error
     if failure.exit.status == _PYTHON_FAILED and _kind(error) in _CANNOT_IMPORT:
         return f"the script can't be imported: {error}"
     if failure.exit.status in (_PYTHON_FAILED, _WRONG_USAGE):

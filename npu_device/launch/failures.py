@@ -1,4 +1,4 @@
-"""Find the rank that failed first, and report on the failed ranks at the end of a job.
+"""Find the rank that failed first and its error, and report on the failed ranks at the end of a job.
 
 The process that *ends* first need not be the one: a rank that raises takes a while to shut down, and another one may
 die of the consequences meanwhile. Each rank that uses npu_device therefore writes a record at the moment it fails
@@ -11,7 +11,8 @@ import json
 from dataclasses import dataclass
 
 from npu_device._src.cluster.frames import counted
-from npu_device._src.cluster.tracebacks import CHAIN, HEADER, without_libraries
+from npu_device._src.cluster.root_error import root_error
+from npu_device._src.cluster.tracebacks import CHAIN, FRAME, HEADER, without_libraries
 from npu_device.launch.processes import Exit
 
 _LAST_LINES = 20
@@ -75,6 +76,34 @@ class Failure:
         return self.record.secondary if self.record else self.stopped
 
     @property
+    def error(self) -> str:
+        """Return the line that says most about its error: type and message; "" if no exception is known."""
+        if self.record and self.record.error.strip():
+            return headline(self.record.error)
+        lines = self._traceback()
+        begin = _last_header(lines)
+        # The traceback is indented.
+        end = next((number for number in range(begin + 1, len(lines)) if lines[number][:1].strip()), len(lines))
+        return headline(root_error("\n".join(lines[end:]))) if any(map(FRAME.match, lines)) else ""
+
+    @property
+    def frames(self) -> list[tuple[str, str]]:
+        """Return the frames of its last traceback, as file and line."""
+        lines = self._traceback()
+        found = map(FRAME.match, lines[_last_header(lines) :])
+        return [(match["file"], match["line"]) for match in found if match]
+
+    def evidence(self) -> tuple[str, int]:
+        """Return its traceback, or the last lines of its stderr, and how many frames of libraries are left out."""
+        return without_libraries("".join(line + "\n" for line in self._traceback()))
+
+    def _traceback(self) -> list[str]:
+        """Return the lines of its own record, else of the last traceback on its stderr, else its last lines."""
+        if self.record and self.record.traceback:
+            return self.record.traceback.rstrip().splitlines()
+        return _excerpt(list(self.stderr))
+
+    @property
     def code(self) -> int:
         """Return the exit code to report: 1, an exception's, for a rank that raised before the launcher killed it."""
         return 1 if self.record and self.stopped else self.exit.code
@@ -121,24 +150,20 @@ def headline(error: str) -> str:
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
-def evidence(failure: Failure) -> tuple[str, int]:
-    """Return a failure's traceback, or the last lines of its stderr, and how many frames of libraries are left out.
-
-    The rank's own record comes first, then a traceback on its stderr.
-    """
-    if failure.record and failure.record.traceback:
-        return without_libraries(failure.record.traceback.rstrip() + "\n")
-    return without_libraries("".join(line + "\n" for line in excerpt(list(failure.stderr))))
-
-
 def _line(failure: Failure, started: float) -> str:
     how = f"stopped by npurun, {failure.exit}" if failure.stopped else str(failure.exit)
     line = f"rank {failure.rank}: {how}, {failure.time - started:.1f} s after the start"
-    error = headline(failure.record.error) if failure.record else ""
-    return f"{line}: {error}" if error else line
+    return f"{line}: {failure.error}" if failure.error else line
 
 
-def excerpt(lines: list[str]) -> list[str]:
+def _last_header(lines: list[str]) -> int:
+    """Return where the last traceback begins; a syntax error in the script itself has no header."""
+    headers = [number for number, line in enumerate(lines) if line.startswith("Traceback ")]
+    frames = [number for number, line in enumerate(lines) if FRAME.match(line)]
+    return (headers or frames or [0])[-1]
+
+
+def _excerpt(lines: list[str]) -> list[str]:
     """Return the last traceback among the lines of a stderr, with the errors that caused it; else the last lines."""
     headers = [number for number, line in enumerate(lines) if HEADER.match(line)]
     if not headers:
