@@ -32,6 +32,7 @@ from npu_device._src.options import global_options
 from npu_device._src.report.output import write_report
 from npu_device._src.trace import trace
 from npu_device._src.trace.settings import Settings, settings
+from npu_device._src.training import seed as seeds
 from npu_device._src.training.unreduced import watch_for_training_alone
 from npu_device._src.tuning import aoe
 
@@ -73,21 +74,27 @@ class NpuDeviceHandle:
 _handle: NpuDeviceHandle | None = None
 _tf_config: str | None = None
 """``TF_CONFIG`` when the device was opened."""
+_seed: int | None = None
+"""What was passed as ``seed``."""
 
 
-def open(device_id: int | None = None) -> NpuDeviceHandle:
+def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHandle:
     """Open the device of this process, and join the other workers when the environment names some.
 
     Args:
         device_id: number of the device on this host; default ``ASCEND_DEVICE_ID``, else ``DEVICE_ID``, else the local
             rank, else 0.
+        seed: sets the random states of Python, numpy, TensorFlow and Keras, as ``keras.utils.set_random_seed`` does, on
+            a single device, too. The same on every rank; default: they stay as they are. Passing it again changes
+            nothing.
 
     Returns:
         The handle; the same one when the same device is opened again.
 
     Raises:
-        ValueError: a malformed environment variable, or both ``RANK_SIZE`` and ``CM_WORKER_SIZE``.
-        RuntimeError: another device is open in this process, or ``TF_CONFIG`` has changed; the environment is
+        ValueError: a malformed environment variable, or both ``RANK_SIZE`` and ``CM_WORKER_SIZE``; a seed that isn't an
+            integer from 0 to 4294967295, or isn't the same on all ranks.
+        RuntimeError: another device or seed is open in this process, or ``TF_CONFIG`` has changed; the environment is
             contradictory or incomplete; the ranks did not find each other; TensorFlow was used before. The text begins
             with "Failed open npu device" when the ranks could not be joined.
 
@@ -96,6 +103,7 @@ def open(device_id: int | None = None) -> NpuDeviceHandle:
     Source: Ascend TF Adapter 2.x, ``npu.open``.
     """
     global _handle, _tf_config
+    seed = None if seed is None else seeds.checked(seed)
     if _handle is not None:
         if device_id is not None and device_id != _handle._device_id:
             raise RuntimeError(
@@ -104,6 +112,7 @@ def open(device_id: int | None = None) -> NpuDeviceHandle:
                 "What to do: start one process per device, for instance with npurun."
             )
         _require_same_job(_handle, device_id)
+        _set_seed(seed)
         return _handle
     mine = schemes.membership_from_environment(device_id)
     if mine is None:
@@ -119,14 +128,28 @@ def open(device_id: int | None = None) -> NpuDeviceHandle:
             running = jobs.start(cluster, channel, mine.starts_hub, mine.secret)
             if mine.under_mpiexec:
                 jobs.on_exit(last_words.allow_time())
-            _begin(running, trace_settings)
+            _begin(running, trace_settings, seed)
         except (ClusterError, TimeoutError) as error:
             raise type(error)(f"Failed open npu device {mine.device_id}: {error}") from error
         _handle = NpuDeviceHandle(cluster.device_id, cluster.world_size, cluster.rank)
         _notify_launcher()
     _tf_config = environment.TF_CONFIG.raw()
     global_options().freeze()
+    _set_seed(seed)
     return _handle
+
+
+def _set_seed(seed: int | None) -> None:
+    global _seed
+    if seed is None or seed == _seed:
+        return
+    if _seed is not None:
+        raise RuntimeError(
+            f"npu.open(seed={seed}): this process has already called npu.open(seed={_seed}), and what it has drawn "
+            "since then depends on that.\nWhat to do: pass the seed in one place only."
+        )
+    _seed = seed
+    seeds.set_everywhere(seed)
 
 
 def _require_same_job(opened: NpuDeviceHandle, device_id: int | None) -> None:
@@ -142,11 +165,12 @@ def _require_same_job(opened: NpuDeviceHandle, device_id: int | None) -> None:
         )
 
 
-def _begin(running: Job, trace_settings: Settings | None) -> None:
+def _begin(running: Job, trace_settings: Settings | None, seed: int | None) -> None:
     """Prepare the first collective together with the other ranks; a rank that fails here tells the others."""
     try:
         running.threads = CallingThreads()
         running.stall_watch = StallWatch(running)
+        seeds.require_same(running, seed)
         hosts = running.hosts = detect_hosts(running, gpus.choose_device(running.cluster))
         open_world(running)
         if hosts.needs_server:
@@ -174,8 +198,8 @@ def close() -> None:
 
     A trace ends here; rank 0 writes its report when the others have left.
     """
-    global _handle
-    _handle = None
+    global _handle, _seed
+    _handle = _seed = None
     running = jobs.current()
     if running is not None and running.is_parents:
         return

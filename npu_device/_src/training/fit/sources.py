@@ -43,8 +43,8 @@ def same_everywhere(world: World, source: Any, digest: int, rows: int) -> bool:
         if world.is_main:
             _log.warning(
                 "the ranks shuffle the same data set in different orders:\n%s\nRank 0's batches are sent to all, which "
-                "is right but costs time.\nWhat to do: give shuffle a seed, or call keras.utils.set_random_seed before "
-                "the data set is made.",
+                "is right but costs time.\nWhat to do: give shuffle a seed, or call npu.open(seed=1) right after the "
+                "imports.",
                 lines,
             )
         return False
@@ -52,7 +52,8 @@ def same_everywhere(world: World, source: Any, digest: int, rows: int) -> bool:
         f"the ranks were given different data:\n{lines}\nA replicated model takes the whole data on every rank and "
         "divides each batch itself.\nLikely cause: the script divides the data already, gives the ranks different "
         "batch sizes, or creates random data or shuffles without a seed, or with another seed on each rank; or an "
-        "earlier fit has read from the same generator.\nWhat to do: give every rank the same batch size and the same "
+        "earlier fit has read from the same generator.\nWhat to do: for random data, npu.open(seed=1) right after the "
+        "imports gives all ranks the same random state. Otherwise give every rank the same batch size and the same "
         "data in the same order; or pass this rank's part as npu.distribute.divided(dataset)."
     )
 
@@ -97,8 +98,8 @@ def kinds_that_differ(world: World, checksums: dict[str, int], in_fit: bool) -> 
         )
         advice = (
             "Likely cause: each rank shuffles or changes the data at random by itself, for instance a Sequence in "
-            "on_epoch_end.\nWhat to do: use the same seed on every rank; or pass this rank's part as "
-            "npu.distribute.divided(dataset)."
+            "on_epoch_end.\nWhat to do: use the same seed on every rank (npu.open(seed=1)); or pass this rank's part "
+            "as npu.distribute.divided(dataset)."
         )
         if not in_fit:
             raise ValueError(f"{text}\nThe result is that of a mixture of them.\n{advice}")

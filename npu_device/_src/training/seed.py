@@ -1,0 +1,77 @@
+"""The seed of ``npu.open(seed=...)``: one value for Python, numpy, TensorFlow and Keras, the same on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import random
+import sys
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from npu_device._src import environment
+from npu_device._src.collectives.job import Job
+
+_LIMIT = 1 << 32  # numpy takes no larger seed
+
+
+def checked(seed: Any) -> int:
+    """Return a seed as Python's integer.
+
+    Raises:
+        ValueError: not an integer from 0 to 4294967295.
+    """
+    try:
+        number = -1 if isinstance(seed, bool) else operator.index(seed)
+    except TypeError:
+        number = -1
+    if not 0 <= number < _LIMIT:
+        raise ValueError(
+            f"npu.open(seed={seed!r}): expected an integer from 0 to {_LIMIT - 1}.\n"
+            "What to do: pass one such number, the same on every rank."
+        )
+    return number
+
+
+def require_same(running: Job, seed: int | None) -> None:
+    """Compare the seeds that the ranks have passed; every rank of the job makes this call.
+
+    Raises:
+        ValueError: they differ.
+    """
+    seeds = running.store.gather("seed", seed, environment.HCCL_CONNECT_TIMEOUT.get())
+    if any(each != seeds[0] for each in seeds):
+        lines = "\n".join(
+            f"  {running.cluster.name_of(rank)}: npu.open({'' if each is None else f'seed={each}'})"
+            for rank, each in enumerate(seeds)
+        )
+        raise ValueError(
+            f"the ranks opened with different seeds:\n{lines}\nLikely cause: the seed is computed from the rank or "
+            "drawn at random.\nWhat to do: pass the same seed on every rank. Numbers that each rank should draw by "
+            "itself come from a generator made of the seed and the rank: np.random.default_rng([seed, rank])."
+        )
+
+
+def set_everywhere(seed: int) -> None:
+    """Set the random states of Python, numpy, TensorFlow and Keras, as ``keras.utils.set_random_seed`` does.
+
+    TensorFlow's context isn't made.
+    """
+    for utils in _utils_of_kerases():
+        utils.set_random_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    tf.random.set_seed(seed)
+
+
+def _utils_of_kerases() -> list[Any]:
+    """Return ``utils`` of ``tf.keras``, and of any other Keras that the script has imported.
+
+    A Keras that is imported later takes its seeds from Python's random state.
+    """
+    found = [sys.modules[name].utils for name in ("keras", "tf_keras") if name in sys.modules]
+    with contextlib.suppress(ImportError):  # TF_USE_LEGACY_KERAS without tf_keras
+        found.append(tf.keras.utils)
+    return found
