@@ -1,4 +1,4 @@
-"""npurun --check: real jobs of the package's own check, and what it makes of facts that a test machine can't have."""
+"""npurun check: real jobs of the package's own check, and what it makes of facts that a test machine can't have."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def two_nodes(
     launches = []
     for node in range(2):
         where = ("--nnodes", "2", "--node-rank", str(node), "--master-addr", node0, "--master-port", port)
-        command = [*NPURUN, "-n", ranks, "--check", *where]
+        command = [*NPURUN, "check", "-n", ranks, *where]
         variables_of_node = environment(NPU_DEVICE_SECRET="ours", **variables, **(own if node else {}))
         launches.append(
             subprocess.Popen(
@@ -67,7 +67,7 @@ def two_nodes(
 
 
 def test_one_rank() -> None:
-    done = npurun("--check", limit=LIMIT)
+    done = npurun("check", limit=LIMIT)
     assert done.returncode == 0, done.stderr
     report = done.stdout.decode()
     assert report.startswith("1 rank on 1 host: training would work\n")
@@ -77,7 +77,7 @@ def test_one_rank() -> None:
 
 @pytest.mark.slow
 def test_two_ranks_of_one_host() -> None:
-    done = npurun("-n", "2", "--check", limit=LIMIT)
+    done = npurun("check", "-n", "2", limit=LIMIT)
     assert done.returncode == 0, done.stderr
     report = done.stdout.decode()
     assert report.startswith("2 ranks on 1 host: training would work\n")
@@ -102,7 +102,7 @@ def test_another_launcher(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_nodes_on_one_machine_from_one_command() -> None:
     where = ("--hosts", "localhost:1,127.0.0.1:1", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
-    done = npurun(*where, "--check", limit=LIMIT)
+    done = npurun("check", *where, limit=LIMIT)
     assert done.returncode == 0, done.stderr
     report = done.stdout.decode()
     assert "2 ranks on 2 hosts: training would work" in report
@@ -140,7 +140,7 @@ def test_ranks_that_cannot_open_end_with_their_own_error() -> None:
 def test_a_taken_port_is_told_before_ranks_start() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         began = time.monotonic()
-        done = npurun("-n", "2", "--check", "--master-port", str(taken.getsockname()[1]))
+        done = npurun("check", "-n", "2", "--master-port", str(taken.getsockname()[1]))
     assert done.returncode == 2
     assert b"another program uses this port" in done.stderr and b"could not be completed" in done.stderr
     assert time.monotonic() - began < 15
@@ -148,7 +148,7 @@ def test_a_taken_port_is_told_before_ranks_start() -> None:
 
 def test_a_name_that_does_not_resolve_is_told_at_once() -> None:
     began = time.monotonic()
-    done = npurun("--check", "--nnodes", "2", "--node-rank", "1", "--master-addr", "no-such-host.invalid")
+    done = npurun("check", "--nnodes", "2", "--node-rank", "1", "--master-addr", "no-such-host.invalid")
     assert done.returncode == 1
     assert b"--master-addr no-such-host.invalid" in done.stderr
     assert b"the name can't be resolved" in done.stderr and b"/etc/hosts on every node" in done.stderr
@@ -157,9 +157,9 @@ def test_a_name_that_does_not_resolve_is_told_at_once() -> None:
 
 @pytest.mark.parametrize("also", [["train.py"], ["--tune"], ["--max-restarts", "1"]])
 def test_wrong_usage(also: list[str]) -> None:
-    done = npurun("--check", *also)
+    done = npurun("check", *also)
     assert done.returncode == 2
-    assert b"--check runs its own script once" in done.stderr
+    assert b"check runs its own script once" in done.stderr
 
 
 @pytest.mark.slow

@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from launcher import environment, npurun, script
+from launcher import NPURUN, environment, npurun, script
+from ranks import free_port
+
+from npu_device.launch.arguments import parse
 
 ARGV = "import sys; print(sys.argv[1:])"
 
@@ -54,7 +57,9 @@ def test_help_is_short() -> None:
     done = npurun("--help")
     assert done.returncode == 0
     assert b"--nproc-per-node" in done.stdout
-    assert len(done.stdout.splitlines()) < 52
+    assert len(done.stdout.splitlines()) < 60
+    first_screen = b"\n".join(done.stdout.splitlines()[:24])
+    assert all(command in first_screen for command in (b"check ", b"trace DIR", b"tune DIR"))
 
 
 @pytest.mark.parametrize(
@@ -66,6 +71,9 @@ def test_help_is_short() -> None:
         (["no_such_program"], "no such script or program: no_such_program"),
         (["."], "is a directory"),
         (["plain"], "chmod +x"),
+        (["-n", "cpu", "plain"], "must be a positive integer; found 'cpu'"),
+        (["trace"], "npurun trace: error: the following arguments are required: DIR"),
+        (["check", "good.py"], "check runs its own script once"),
         (["-n", "0", "plain"], "must be a positive integer; found '0'"),
         (["-np", "2", "plain"], "-np is mpirun's spelling; npurun's is -n N"),
         (["-n", "two", "plain"], "must be a positive integer; found 'two'"),
@@ -95,6 +103,85 @@ def test_wrong_usage(tmp_path: Path, arguments: list[str], expected: str) -> Non
     assert expected in " ".join(done.stderr.decode().split())
     assert b"Traceback" not in done.stderr
     assert b"ran" not in done.stdout
+
+
+@pytest.mark.parametrize(("visible", "ranks"), [("0,1,GPU-8f", 3), ("", 1), ("-1", 1)])
+def test_a_rank_per_visible_gpu(tmp_path: Path, visible: str, ranks: int) -> None:
+    done = npurun(script(tmp_path, "print('here')"), CUDA_VISIBLE_DEVICES=visible, PET_NPROC_PER_NODE="7")
+    assert done.stdout.count(b"here") == ranks
+    assert npurun("-n", "2", "echo", "x", CUDA_VISIBLE_DEVICES=visible).stdout.count(b"x") == 2
+    assert npurun("-n", "auto", "echo", "x", CUDA_VISIBLE_DEVICES=visible).stdout.count(b"x") == ranks
+
+
+def test_commands_are_the_first_word_only(tmp_path: Path) -> None:
+    path = Path(script(tmp_path, "#!/bin/sh\necho its own: $*", "trace"))
+    path.chmod(0o755)
+    assert npurun("./trace", "tune", cwd=tmp_path).stdout == b"[0] its own: tune\n"
+    assert npurun("-n", "1", "trace", cwd=tmp_path).stdout == b"[0] its own:\n"
+    done = npurun("trace", "no_such_directory", cwd=tmp_path)
+    assert done.returncode == 1
+    assert b"npurun trace: no_such_directory: there is no trace" in done.stderr
+
+
+NODE_0 = {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": "29431"}
+SKY_0 = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "expected"),
+    [
+        (NODE_0, [], (2, 2, 0, "127.0.0.1", 29431)),
+        ({**NODE_0, "PET_NNODES": "2:3", "PET_NODE_RANK": "2"}, [], (2, 3, 2, "127.0.0.1", 29431)),
+        ({**NODE_0, "PET_NNODES": "1"}, [], (1, 1, 0, "127.0.0.1", None)),
+        (SKY_0, [], (2, 2, 0, "10.0.0.1", None)),
+        ({**SKY_0, **NODE_0, "PET_NODE_RANK": "1"}, [], (2, 2, 1, "127.0.0.1", 29431)),
+        (NODE_0, ["--node-rank", "1", "--master-port", "5"], (2, 2, 1, "127.0.0.1", 5)),
+        (NODE_0, ["--nnodes", "1"], (1, 1, 0, "127.0.0.1", None)),
+        (NODE_0, ["--hosts", "a:1,b:1,c:1"], (3, 3, 0, "a", None)),
+    ],
+)
+def test_platforms(
+    variables: dict[str, str], arguments: list[str], expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = parse([*arguments, "echo"])
+    place = (found.fewest_nodes, found.nnodes, found.node_rank, found.master_addr, found.master_port)
+    assert place == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"PET_NNODES": "2"}, "--nnodes 2 needs --node-rank and --master-addr"),
+        ({**NODE_0, "PET_NODE_RANK": "2"}, "--node-rank 2: with --nnodes 2 it is 0 to 1"),
+        ({**NODE_0, "PET_NNODES": "two"}, "PET_NNODES is 'two'; expected a number of nodes, or MIN:MAX"),
+        ({**SKY_0, "SKYPILOT_NODE_IPS": ""}, "--nnodes 2 needs --master-addr"),
+    ],
+)
+def test_platforms_that_say_too_little(variables: dict[str, str], expected: str) -> None:
+    done = npurun("echo", "ran", **variables)
+    assert done.returncode == 2
+    assert expected in " ".join(done.stderr.decode().split())
+    assert b"ran\n" not in done.stdout
+
+
+def test_two_nodes_of_a_platform_meet(tmp_path: Path) -> None:
+    path = script(tmp_path, "import os; print(os.environ['RANK_ID'], 'of', os.environ['RANK_SIZE'])")
+    port = str(free_port())
+    nodes = [
+        subprocess.Popen(
+            [*NPURUN, path],
+            env=environment(**{**NODE_0, "PET_NODE_RANK": str(node), "PET_MASTER_PORT": port}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for node in range(2)
+    ]
+    outputs = [node.communicate(timeout=60) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert b"0 of 2" in outputs[0][0] and b"1 of 2" in outputs[1][0]
+    assert b"PET_NNODES and others of the platform say that this is node 1 of 2" in outputs[1][1]
 
 
 def test_aoe_mode_4_is_as_strict_as_tune(tmp_path: Path) -> None:

@@ -88,6 +88,25 @@ def test_srun_starts_a_torchrun_on_each_node() -> None:
     assert [(one["rank"], one["device_id"]) for one in found] == [(0, 0), (1, 1), (2, 0), (3, 1)]
 
 
+def test_jax_variables() -> None:
+    loop = "for i in 0 1 2; do JAX_PROCESS_ID=$i " + " ".join(WORKER) + " & done; wait"
+    place = f"127.0.0.1:{free_port()}"
+    found = clusters(["sh", "-c", loop], JAX_NUM_PROCESSES="3", JAX_COORDINATOR_ADDRESS=place)
+    assert [one["rank"] for one in found] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("call", ["npu.open()", "npu.distribute.rank()", "npu.distribute.replicate(model)"])
+def test_a_process_without_a_rank_does_not_train_alone(call: str) -> None:
+    prepare = "model = tf.keras.Sequential([tf.keras.layers.Dense(1)])" if "model" in call else ""
+    script = f"import tensorflow as tf, npu_device as npu; {prepare}\n{call}; print('went on')"
+    variables = {"PET_NNODES": "2", "PET_NODE_RANK": "0"}
+    result = run([sys.executable, "-c", script], **variables)
+    assert result.returncode == 1 and "PET_NNODES is 2: Kubeflow's torch runtime" in result.stderr
+    assert "went on" not in result.stdout
+    result = run([sys.executable, "-c", script], NPU_DEVICE_LAUNCHER="off", **variables)
+    assert result.stdout == "went on\n"
+
+
 def test_npurun_in_a_step_starts_a_job_of_its_own(tmp_path: Path) -> None:
     script = launcher.script(
         tmp_path,

@@ -50,13 +50,15 @@ TORCHRUN = {
     "MASTER_ADDR": "10.0.0.1",
     "MASTER_PORT": "29500",
 }
-ALL = {"Slurm": SLURM, "Open MPI": OPEN_MPI, "MPICH": MPICH, "PALS": PALS, "torchrun": TORCHRUN}
+JAX = {"JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3", "JAX_COORDINATOR_ADDRESS": "a.b:6666"}
+ALL = {"Slurm": SLURM, "Open MPI": OPEN_MPI, "MPICH": MPICH, "PALS": PALS, "torchrun": TORCHRUN, "JAX": JAX}
 RANKS = {
     "SLURM_PROCID": "Slurm",
     "OMPI_COMM_WORLD_RANK": "Open MPI",
     "PMI_RANK": "MPICH",
     "PALS_RANKID": "PALS",
     "RANK": "torchrun",
+    "JAX_PROCESS_ID": "JAX",
 }
 
 
@@ -75,10 +77,13 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     "variables",
     [
         *({name: "3"} for name in RANKS),
-        {"WORLD_SIZE": "4"},
         {"RANK": "no number", "MASTER_ADDR": "a"},
-        {"WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-        {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"},
+        {"JOB_COMPLETION_INDEX": "1"},
+        {"LSB_DJOB_NUMPROC": "4", "LSB_HOSTS": "a b"},
+        {"PET_NNODES": "1", "PET_NODE_RANK": "0"},
+        {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},
+        {"WORLD_SIZE": "4", "NPU_DEVICE_LAUNCHER": "off"},
+        {"PET_NNODES": "4", "NPU_DEVICE_LAUNCHER": "off"},
         {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a"},
         {"PMI_SIZE": "4"},
         {"PMI_RANK": "0", "PMI_SIZE": "1"},
@@ -98,6 +103,31 @@ def test_alone(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> No
     assert membership_from_environment() is None
 
 
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "1"},
+        {"PET_NNODES": "1:2"},
+        {"SKYPILOT_NUM_NODES": "2"},
+        {"WORLD_SIZE": "4"},
+        {"WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+        {"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1"},
+        {"HOROVOD_SIZE": "2", "HOROVOD_RANK": "1"},
+        {"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "0"},
+        {"JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": "a:1"},
+        {"WORLD_SIZE": "4", "RANK_SIZE": "1"},
+    ],
+    ids=str,
+)
+def test_not_alone_in_one_of_several_processes(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    text = refused(monkeypatch, **variables)
+    name = next(iter(variables))
+    assert f"{name} is {variables[name][-1]}: " in text
+    assert "npurun" in text and "NPU_DEVICE_LAUNCHER=off" in text
+    with pytest.raises(ClusterError, match="nothing gives this one a rank"):
+        world_size_from_environment()
+
+
 # One launcher
 
 
@@ -105,12 +135,14 @@ def test_alone(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> No
 def test_place(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = membership(monkeypatch, **ALL[launcher])
     assert (found.scheme, found.world_size, found.rank, found.is_chief) == (launcher, 4, 3, False)
-    assert found.device_id == (1 if launcher in ("Slurm", "torchrun") else 3)
+    assert found.device_id == {"Slurm": 1, "torchrun": 1, "JAX": 0}.get(launcher, 3)
     assert world_size_from_environment() == 4
     assert membership(monkeypatch, DEVICE_ID="7").device_id == 7
     assert membership(monkeypatch, JOB_ID="mine").job_id == "mine"
     port = found.chief_port
-    assert membership(monkeypatch, HCCL_IF_BASE_PORT="6000").chief_port == (port if launcher == "torchrun" else 6000)
+    assert membership(monkeypatch, HCCL_IF_BASE_PORT="6000").chief_port == (
+        port if launcher in ("torchrun", "JAX") else 6000
+    )
 
 
 @pytest.mark.parametrize("launcher", ALL)

@@ -231,8 +231,8 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
 
 
 def test_without_a_trace_it_says_so(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"npu-trace: .*there is no trace in the directory"):
-        main([str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"npurun trace: .*there is no trace in the directory"):
+        main([str(tmp_path)], "npurun trace")
     with pytest.raises(SystemExit, match=r"npu-trace: .*/nope: there is no trace: no such directory"):
         main([str(tmp_path / "nope")])
 

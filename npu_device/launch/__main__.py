@@ -9,7 +9,26 @@ from npu_device.launch import arguments, check, hosts, job, tune
 
 def main() -> None:
     """Run the launcher with the command line of this process, and exit with the job's exit code."""
+    command, rest = sys.argv[1:2], sys.argv[2:]
+    if command == ["trace"]:
+        from npu_device._src.report.__main__ import main as report
+
+        report(rest, "npurun trace")
+        return
+    if command == ["tune"]:
+        from npu_device._src.tuning.__main__ import main as plan
+
+        plan(rest, "npurun tune")
+        return
+    if command == ["check"]:
+        _run(arguments.parse(["--check", *rest]))
     options = arguments.parse(sys.argv[1:])
+    if options.check:
+        print("npurun: --check is now npurun check, and will go in 0.3.0", file=sys.stderr)
+    _run(options)
+
+
+def _run(options: arguments.Options) -> None:
     if options.hosts:
         sys.exit(hosts.run(options))
     if options.check:

@@ -14,12 +14,24 @@ from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.cluster.frames import counted
-from npu_device.launch import host_list
+from npu_device.launch import host_list, platform_defaults, visible_gpus
 
 DEFAULT_PORT = 29688  # the port that Ascend's own launch scripts use for the chief
 LOOPBACK = frozenset(("localhost", "127.0.0.1"))
 _NUMBERS = ("-n", "-np", "--nproc-per-node", "--nproc_per_node")
 _JOB_ID = re.compile(r"[A-Za-z0-9_-]+")
+
+_USAGE = """\
+npurun [-n N] [options] [-m] script [argument ...]
+       npurun check [options] | trace DIR | tune DIR"""
+
+_DESCRIPTION = """\
+Start a script as several ranks, forward their output, and stop all of them when one fails.
+
+commands, as the first word (npurun ./trace runs a program of that name):
+  check         check hosts and network, without a script: would training work?
+  trace DIR     report on the trace that --trace has written
+  tune DIR      find the best gradient split in the files of --tune or --trace"""
 
 _EXAMPLES = """\
 examples:
@@ -37,7 +49,7 @@ class Options:
 
     Attributes:
         command: argument vector of every rank, ready to be executed.
-        nproc_per_node: ranks on each node.
+        nproc_per_node: ranks on each node; 0 if each of ``hosts`` counts its GPUs.
         nnodes: number of nodes; the largest number, if the job can go on with fewer.
         node_rank: number of this node, from 0.
         master_addr: address of node 0, where the ranks meet.
@@ -107,6 +119,8 @@ def parse(argv: Sequence[str]) -> Options:
     parser = _parser()
     given = parser.parse_args(argv)
     slots = _hosts(parser, given)
+    if not slots:
+        _take_from_platform(parser, given)
     fewest, nnodes = given.nnodes
     if given.tee and given.log_dir is None:
         parser.error("--tee writes to the console as well as to the files of --log-dir: give --log-dir too")
@@ -125,10 +139,9 @@ def parse(argv: Sequence[str]) -> Options:
     if given.tune and (given.max_restarts or fewest < nnodes):
         parser.error(f"{by} stops and starts the ranks by itself: leave --max-restarts and MIN:MAX nodes out")
     if given.check and (given.script or given.tune or given.trace or given.max_restarts or fewest < nnodes):
-        parser.error(
-            "--check runs its own script once: omit the script, --tune, --trace, --max-restarts, MIN:MAX nodes"
-        )
-    given.nproc_per_node = given.nproc_per_node or 1
+        parser.error("check runs its own script once: omit the script, --tune, --trace, --max-restarts, MIN:MAX nodes")
+    if given.nproc_per_node == visible_gpus.AUTO:  # each of --hosts counts its own GPUs
+        given.nproc_per_node = 0 if slots else visible_gpus.ranks_per_node()
     if given.nproc_per_node == 1 == nnodes:
         _hint_at_options_after_script(given.module, given.script)
     given.node_rank = given.node_rank or 0
@@ -139,6 +152,25 @@ def parse(argv: Sequence[str]) -> Options:
     given.fewest_nodes, given.nnodes = fewest, nnodes
     given.master_addr = given.master_addr or "127.0.0.1"
     return Options(**{field.name: getattr(given, field.name) for field in fields(Options)})
+
+
+def _take_from_platform(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Complete the arguments from a platform's variables; the command line takes precedence."""
+    try:
+        found = platform_defaults.read()
+    except ValueError as error:
+        parser.error(str(error))
+    if found is not None and given.nnodes is None:
+        given.nnodes = found.nnodes
+    given.nnodes = given.nnodes or (1, 1)
+    if found is None or given.nnodes[1] == 1:
+        return
+    for name in ("node_rank", "master_addr", "master_port"):
+        if getattr(given, name) is None:
+            setattr(given, name, getattr(found, name))
+    if given.node_rank is not None and given.master_addr is not None:
+        place = f"node {given.node_rank} of {given.nnodes[1]}, and node 0 is {given.master_addr}"
+        print(f"npurun: {found.variable} and others of the platform say that this is {place}", file=sys.stderr)
 
 
 def _hosts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[tuple[str, int | None]]:
@@ -154,12 +186,12 @@ def _hosts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[t
     except (OSError, ValueError) as error:
         parser.error(f"{'--hosts' if given.hostfile is None else '--hostfile'}: {error}")
     numbers = {number for _, number in found if number is not None}
-    if given.nproc_per_node is not None:
+    if given.nproc_per_node != visible_gpus.AUTO:
         numbers.add(given.nproc_per_node)
     if len(numbers) > 1:
         parser.error(f"npurun starts the same number of ranks on each host; found {sorted(numbers)}")
-    given.nproc_per_node = next(iter(numbers), None)
-    fewest, most = given.nnodes
+    given.nproc_per_node = next(iter(numbers), visible_gpus.AUTO)
+    fewest, most = given.nnodes or (1, 1)
     if most not in (1, len(found)):
         parser.error(f"--nnodes {most}: the list has {counted(len(found), 'host')}")
     first, *others = (host_list.name(host) for host, _ in found)
@@ -188,13 +220,14 @@ def _hint_at_options_after_script(module: bool, words: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="npurun",
-        usage="npurun [-n N] [options] [-m] script [argument ...]",
-        description="Start a script as several ranks, forward their output, and stop all of them when one fails.",
+        usage=_USAGE,
+        description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # an abbreviation that works today breaks when a second option begins with it
     )
-    _add(parser, "-n", "--nproc-per-node", type=_positive, metavar="N", help="ranks per node (default 1)")
+    ranks = "ranks per node, or auto: one per visible GPU, or one rank without GPUs (default auto)"
+    _add(parser, "-n", "--nproc-per-node", type=_ranks, default=visible_gpus.AUTO, metavar="N", help=ranks)
     _add(parser, "-m", "--module", action="store_true", help="the script is the name of a module, as with python -m")
     _add(parser, "--log-dir", metavar="DIR", help="write to DIR/rank<N>.log, not to the console")
     _add(parser, "--tee", action="store_true", help="with --log-dir: write to the console as well")
@@ -203,12 +236,12 @@ def _parser() -> argparse.ArgumentParser:
     _add(parser, "--grace", type=_seconds, default=5.0, metavar="S", help=grace)
     _add(parser, "--trace", metavar="DIR", help="write a trace of the iterations and a report to DIR")
     _add(parser, "--tune", action="store_true", help="run the script a few times to find the best gradient split")
-    _add(parser, "--check", action="store_true", help="check hosts and network, without a script: would training work?")
+    _add(parser, "--check", action="store_true", help=argparse.SUPPRESS)  # until 0.3.0; since 0.2.0: npurun check
     several = parser.add_argument_group("several nodes (run npurun once on each, or give --hosts)")
     _add(several, "--hosts", metavar="A:N,B:N", help="start all nodes from here, over ssh")
     _add(several, "--hostfile", metavar="FILE", help="the same, from lines such as: A slots=N")
     several_nodes = "number of nodes (default 1); MIN:MAX: start with MAX nodes, go on with MIN or more"
-    _add(several, "--nnodes", type=_nodes, default=(1, 1), metavar="N", help=several_nodes)
+    _add(several, "--nnodes", type=_nodes, metavar="N", help=several_nodes)
     _add(several, "--node-rank", type=int, metavar="R", help="number of this node, from 0")
     _add(several, "--master-addr", metavar="ADDR", help="address or name of node 0 (one node: 127.0.0.1)")
     where = f"port of node 0 where the ranks meet (default {DEFAULT_PORT}; one node: a free one)"
@@ -267,10 +300,10 @@ def _command(parser: argparse.ArgumentParser, module: bool, words: list[str]) ->
     return (program, *arguments)
 
 
-def _positive(text: str) -> int:
+def _ranks(text: str) -> int | str:
     if text == "p":
         raise argparse.ArgumentTypeError("-np is mpirun's spelling; npurun's is -n N")
-    return _count(text, 1)
+    return text if text == visible_gpus.AUTO else _count(text, 1)
 
 
 def _count(text: str, low: int = 0) -> int:
@@ -282,7 +315,7 @@ def _count(text: str, low: int = 0) -> int:
 def _nodes(text: str) -> tuple[int, int]:
     """Parse ``2``, or ``2:4`` for the fewest and the most nodes."""
     fewest, colon, most = text.partition(":")
-    found = _positive(fewest), _positive(most if colon else fewest)
+    found = _count(fewest, 1), _count(most if colon else fewest, 1)
     if found[0] > found[1]:
         raise argparse.ArgumentTypeError(f"{text!r} is not MIN:MAX")
     return found

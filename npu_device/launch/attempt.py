@@ -132,7 +132,7 @@ class Attempt:
                 self._launch.guard.forget(process.pid)
         trace = self._trace()
         if trace is not None:
-            self._console.say(f"the trace is in {trace}: npu-trace {trace} reports on it")
+            self._console.say(f"the trace is in {trace}: npurun trace {trace} reports on it")
         return self._conclude(supervisor)
 
     def _remedy(self, error: OSError) -> str:

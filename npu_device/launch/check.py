@@ -1,4 +1,4 @@
-"""``npurun --check``: runs ``checking`` on the ranks instead of a script, and prints what they found."""
+"""``npurun check``: runs ``checking`` on the ranks instead of a script, and prints what they found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of a check. ``npurun --check`` runs this on every rank; another launcher can, too.
+"""One rank of a check. ``npurun check`` runs this on every rank; another launcher can, too.
 
 ``srun python -m npu_device.launch.checking``; with the path of a FILE, the lowest rank of each host leaves its outcome
 there for npurun instead of printing it.

@@ -1,1 +1,1 @@
-"""``npurun --check``: the ranks examine their hosts, links and collectives, and rank 0 prints what it means."""
+"""``npurun check``: the ranks examine their hosts, links and collectives, and rank 0 prints what it means."""

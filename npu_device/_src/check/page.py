@@ -1,4 +1,4 @@
-"""The report of ``npurun --check`` as text."""
+"""The report of ``npurun check`` as text."""
 
 from __future__ import annotations
 

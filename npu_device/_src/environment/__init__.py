@@ -14,6 +14,7 @@ from npu_device._src.environment.documentation import page as page
 from npu_device._src.environment.mpi import *  # noqa: F403
 from npu_device._src.environment.nvidia import *  # noqa: F403
 from npu_device._src.environment.own import *  # noqa: F403
+from npu_device._src.environment.platforms import *  # noqa: F403
 from npu_device._src.environment.slurm import *  # noqa: F403
 from npu_device._src.environment.tensorflow import *  # noqa: F403
 from npu_device._src.environment.torchrun import *  # noqa: F403

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from npu_device._src.environment import ascend, mpi, nvidia, own, slurm, tensorflow, torchrun
+from npu_device._src.environment import ascend, mpi, nvidia, own, platforms, slurm, tensorflow, torchrun
 from npu_device._src.environment.variable import Variable
 
 _OWNERS = {
@@ -12,6 +12,7 @@ _OWNERS = {
     "Slurm": slurm,
     "MPI": mpi,
     "torchrun": torchrun,
+    "Platforms": platforms,
     "npu_device": own,
 }
 _BY_OWNER = {

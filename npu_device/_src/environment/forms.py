@@ -55,6 +55,27 @@ def windows(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
+def most_nodes(text: str) -> int:
+    """Parse ``4``, or ``2:4`` for the fewest and the most nodes; return the most."""
+    fewest, colon, most = text.partition(":")
+    numbers = [fewest, most] if colon else [fewest]
+    if not all(number.isdecimal() and int(number) > 0 for number in numbers):
+        raise ValueError(text)
+    return int(numbers[-1])
+
+
+def address_and_port(text: str) -> tuple[str, int]:
+    """Parse ``host:2222`` or ``[::1]:2222``."""
+    host, _, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        host = ""  # an IPv6 address without brackets: where the port begins is ambiguous
+    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise ValueError(text)
+    return host, int(port)
+
+
 def ports(text: str) -> tuple[int, int]:
     """Parse ``61000-61031``: first and last port."""
     first, _, last = text.partition("-")

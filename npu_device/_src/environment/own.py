@@ -16,10 +16,11 @@ NPU_DEVICE_SECRET_FILE = optional(
 )
 NPU_DEVICE_LAUNCHER = Variable(
     "NPU_DEVICE_LAUNCHER",
-    forms.one_of("auto", "slurm", "mpi", "torchrun", "off"),
+    forms.one_of("auto", "slurm", "mpi", "torchrun", "jax", "off"),
     "auto",
-    "the launcher whose variables describe the job if Ascend's and TF_CONFIG don't: `slurm`, `mpi` (MPI's `mpiexec`) "
-    "or `torchrun`; `auto` uses those that are set, `off` none of them. `npurun` sets `off` for its ranks.",
+    "the launcher whose variables describe the job if Ascend's and TF_CONFIG don't: `slurm`, `mpi` (MPI's `mpiexec`), "
+    "`torchrun` or `jax`; `auto` uses those that are set, `off` none of them, so that a single process may train. "
+    "`npurun` sets `off` for its ranks.",
 )
 NPU_DEVICE_PORT_RANGE = optional(
     "NPU_DEVICE_PORT_RANGE",

@@ -20,6 +20,7 @@ class Launched:
         node: the launcher's name of this host; "" if it has none.
         job: text that only the ranks of this job share; "" if there is none.
         address: address or name of rank 0's host; "" if unknown.
+        port: port at which the ranks meet there; None if the launcher names none.
     """
 
     launcher: str
@@ -31,6 +32,7 @@ class Launched:
     node: str = ""
     job: str = ""
     address: str = ""
+    port: int | None = None
 
     def __str__(self) -> str:
         """Return the place for messages."""

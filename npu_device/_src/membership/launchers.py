@@ -1,18 +1,18 @@
 """The launchers of clusters: which of them started this process, whether they contradict each other, where ranks meet.
 
-The readers are ``slurm``, ``mpiexec`` and ``torchrun``; ``schemes`` makes a job of what they find.
+The readers are ``slurm``, ``mpiexec``, ``torchrun`` and ``jax_variables``; ``schemes`` makes a job of what they find.
 """
 
 from __future__ import annotations
 
 from npu_device._src import environment
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.membership import mpi_broadcast, mpiexec, slurm, torchrun
+from npu_device._src.membership import jax_variables, mpi_broadcast, mpiexec, slurm, torchrun
 from npu_device._src.membership.launched import Launched, RendezvousAddress
 
 _REMEDY = (
     "What to do: unset the variables that don't belong to this job, or set NPU_DEVICE_LAUNCHER to the launcher that "
-    "started the ranks (slurm, mpi, torchrun), or to off if none of them did."
+    "started the ranks (slurm, mpi, torchrun, jax), or to off if none of them did."
 )
 
 
@@ -34,10 +34,12 @@ def read() -> Launched | None:
             require_agreement(f"by {mpi.launcher}", mpi.size, mpi.rank, step)
         same = (mpi.size, mpi.rank, mpi.local_rank) == (step.size, step.rank, None)
         mpi, step = (None, step) if same else (mpi, None)
-    outer = mpi or step
-    if torch is not None and outer is not None:
-        require_agreement("by torchrun", torch.size, torch.rank, outer)
-    found = torch or outer
+    jax = jax_variables.read() if wanted in ("auto", "jax") else None
+    found = mpi or step
+    for inner in (jax, torch):
+        if inner is not None and found is not None:
+            require_agreement(f"by {inner.launcher}", inner.size, inner.rank, found)
+        found = inner or found
     if found is not None and found.rank >= found.size:
         raise ClusterError(f"this process is {found}, but ranks count from 0.\n{_REMEDY}")
     return found
@@ -67,6 +69,8 @@ def rendezvous_address(launched: Launched) -> RendezvousAddress:
     Raises:
         ClusterError: nothing says where.
     """
+    if launched.port is not None:
+        return RendezvousAddress((launched.address,), launched.port)
     address, port = torchrun.rendezvous_address() or (launched.address, None)
     if launched.on_one_host:
         if port is None and not launched.job:

@@ -16,7 +16,7 @@ from pathlib import Path
 from npu_device._src import environment
 from npu_device._src.cluster.description import Membership
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.membership import launchers, mpiexec, rank_table, table_fields, table_free, tf_config
+from npu_device._src.membership import launchers, mpiexec, rank_table, table_fields, table_free, tf_config, without_rank
 from npu_device._src.membership.interfaces import announced_address
 from npu_device._src.membership.launched import Launched
 from npu_device._src.membership.rank_table import Entry, RankTable
@@ -40,6 +40,8 @@ def world_size_from_environment() -> int:
 def _size_and_launcher() -> tuple[int, Launched | None]:
     size, launched = _described_size(), launchers.read()
     if launched is None:
+        if size in (None, 1):
+            without_rank.require_single()
         return size or 1, None
     if size is not None:
         launchers.require_agreement("by Ascend's variables or TF_CONFIG", size, None, launched)

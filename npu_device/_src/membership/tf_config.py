@@ -14,6 +14,7 @@ from typing import Any
 from npu_device._src import environment
 from npu_device._src.cluster.description import Membership
 from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.environment.forms import address_and_port
 
 _EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
 _CHIEFS = ("chief", "master")
@@ -122,14 +123,10 @@ def _task(config: dict[str, Any]) -> tuple[str, int]:
 
 
 def _split(place: str, address: object) -> tuple[str, int]:
-    host, _, port = str(address).rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        host = ""  # an IPv6 address without brackets: where the port begins is ambiguous
-    if not isinstance(address, str) or not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
-        raise _fault(f'has {address!r} for {place}; expected "host:port", or "[address]:port" for IPv6')
-    return host, int(port)
+    try:
+        return address_and_port(address if isinstance(address, str) else "")
+    except ValueError:
+        raise _fault(f'has {address!r} for {place}; expected "host:port", or "[address]:port" for IPv6') from None
 
 
 def _fault(what: str) -> ClusterError:

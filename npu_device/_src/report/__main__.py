@@ -1,4 +1,4 @@
-"""The console script ``npu-trace``: the report about a trace, while the job runs or after it."""
+"""``npurun trace``: the report about a trace, while the job runs or after it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from pathlib import Path
 from npu_device._src.report.output import PAGE, PERFETTO, TABLE, write_all
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run with these arguments; by default those of the process."""
+def main(arguments: Sequence[str] | None = None, name: str | None = None) -> None:
+    """Run with these arguments and this name; by default, as ``npu-trace``, with those of the process."""
+    if name is None:
+        name = "npu-trace"
+        print("npu-trace is now npurun trace, and will go in 0.3.0", file=sys.stderr)
     parser = argparse.ArgumentParser(
-        prog="npu-trace",
+        prog=name,
         description="Report what an iteration trace shows: where the step time goes, and what to do about it.",
         epilog=f"DIR is the directory of npurun --trace; {TABLE}, {PERFETTO} (for ui.perfetto.dev) and {PAGE} are "
         "written into it.",
@@ -24,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         print(write_all(directory))
     except (OSError, ValueError) as error:
-        sys.exit(f"npu-trace: {directory}: {error}")
+        sys.exit(f"{name}: {directory}: {error}")
     print(f"\npage: {directory / PAGE}\nPerfetto: {directory / PERFETTO}\ntable: {directory / TABLE}")
 
 

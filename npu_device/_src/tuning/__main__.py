@@ -1,4 +1,4 @@
-"""The console script ``npu-tune``: the best split for a trace, and a forecast for other clusters.
+"""``npurun tune``: the best split for a trace, and a forecast for other clusters.
 
 ``npurun --tune`` runs the script and checks the splits it finds; this reads the files of such a run.
 """
@@ -21,16 +21,19 @@ from npu_device._src.tuning.trials import FIRST, WARM_UP
 
 _EXAMPLES = """\
 examples:
-  npurun -n 2 --tune train.py                    trace, measure, try, and keep the best split
-  npu-tune npu_tune                              that run's prediction once more
-  npu-tune trace --alpha 9e-4 --beta 7.4e-10     for a trace without a measurement
-  npu-tune --simulate npu_tune --network 25gbe   up to 1,024 ranks over 25 GbE"""
+  npurun -n 2 --tune train.py                       trace, measure, try, and keep the best split
+  npurun tune npu_tune                              that run's prediction once more
+  npurun tune trace --alpha 9e-4 --beta 7.4e-10     for a trace without a measurement
+  npurun tune npu_tune --simulate --network 25gbe   up to 1,024 ranks over 25 GbE"""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run with these arguments; by default those of the process."""
+def main(arguments: Sequence[str] | None = None, name: str | None = None) -> None:
+    """Run with these arguments and this name; by default, as ``npu-tune``, with those of the process."""
+    if name is None:
+        name = "npu-tune"
+        print("npu-tune is now npurun tune, and will go in 0.3.0", file=sys.stderr)
     parser = argparse.ArgumentParser(
-        prog="npu-tune",
+        prog=name,
         description="Find the best gradient split for a trace, or simulate the traced model on many ranks.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -53,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = _traced(options.directory)
         print(_simulated(found, options) if options.simulate else _planned(found, options))
     except (OSError, ValueError) as error:
-        sys.exit(f"npu-tune: {options.directory}: {error}")
+        sys.exit(f"{name}: {options.directory}: {error}")
 
 
 def _traced(directory: Path) -> TracedRun:
