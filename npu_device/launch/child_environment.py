@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 
+from npu_device._src.environment import NPU_DEVICE_RANK_PROCESS
 from npu_device.launch.arguments import Options
 from npu_device.launch.meeting import Meeting
 
@@ -49,7 +50,8 @@ def for_rank(
         progress_file: path where rank 0 writes the step of its newest checkpoint; None on the other nodes.
         trace: directory for an iteration trace; None for none.
     """
-    environment = {name: value for name, value in inherited.items() if name not in _OTHER_SCHEMES}
+    foreign = {*_OTHER_SCHEMES, NPU_DEVICE_RANK_PROCESS.name}  # a rank that starts npurun starts another job
+    environment = {name: value for name, value in inherited.items() if name not in foreign}
     environment.update(
         RANK_TABLE_FILE=table,
         RANK_ID=str(rank),

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Callable
@@ -50,6 +51,8 @@ class Health:
         self._departure = threading.Event()
         self._closing = False
         self._gave_up: str | None = None  # why this rank stopped on its own
+        myself = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _stop_in_fork(myself()))
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_uncaught
         # Started here: since Python 3.12 no thread can start during interpreter shutdown, which is when ranks leave.
@@ -319,6 +322,17 @@ class Health:
                     return
         except ClusterError:
             return  # the hub is gone; there is no rank to wait for
+
+
+def _stop_in_fork(health: Health | None) -> None:
+    """Let collectives raise in this forked child, which has copies of the rank's memory and none of its threads."""
+    if health is not None:
+        health._lock = threading.Lock()  # a thread of the parent's may have held it
+        health._failure = (
+            f"this process ({os.getpid()}) is a forked child of {health._cluster.name} (process {health._pid}), and no "
+            "rank: it takes part in no collective operation.\n"
+            "What to do: make the call in the rank's own process, outside of workers."
+        )
 
 
 def _key(group: _GroupId) -> str:

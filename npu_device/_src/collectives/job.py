@@ -65,6 +65,7 @@ class Job:
         why_no_mpi: why MPI isn't used although its launcher started the ranks; "" if there is nothing to say.
         stall_watch: reports ranks that are missing in a collective; set when the job begins.
         making: held by whoever makes one of the objects below, each at its first use.
+        pid: number of the rank's process; a forked child has another one.
         threads: the threads of this rank that are in a collective.
         lines: the operations of each group on a backend, by backend and group.
         orders: the orders in which graphs run starts and finishes.
@@ -98,12 +99,12 @@ class Job:
         self.nccl_order: Any = None
         self.session_orders: dict[Group, SessionOrder] = {}
         self._parts: dict[type, Any] = {}
-        self._pid = os.getpid()
+        self.pid = os.getpid()
 
     @property
     def is_parents(self) -> bool:
         """Return True in a forked child, which must not leave the job at its exit."""
-        return self._pid != os.getpid()
+        return self.pid != os.getpid()
 
     def device(self, kind: str) -> str:
         """Return the full name of this rank's first device of a kind (``"CPU"`` or ``"GPU"``)."""

@@ -130,6 +130,12 @@ NPU_DEVICE_RESTART_COUNT = Variable(
     "how often the job has been started again after a failure (`npurun --max-restarts`); `npurun` sets this.",
     "restarts",
 )
+NPU_DEVICE_RANK_PROCESS = optional(
+    "NPU_DEVICE_RANK_PROCESS",
+    forms.TEXT,
+    "the rank whose process, or whose child, this is: `npu.open()` sets it, so that processes which a rank starts know "
+    "that they are no ranks. Unset it for a child that is to be a rank.",
+)
 NPU_DEVICE_PROGRESS_FILE = optional(
     "NPU_DEVICE_PROGRESS_FILE",
     forms.PATH,

@@ -100,7 +100,7 @@ def npu_distributed_optimizer_wrapper(optimizer: Any) -> Any:
     """
     if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return npu_distributed_keras_optimizer_wrapper(optimizer)
-    if device.cluster_runtime() is None:
+    if device.unless_child() is None:
         return optimizer
     _require_unwrapped(optimizer)
     setattr(optimizer, _WRAPPED, True)
@@ -123,6 +123,8 @@ def _compute_gradients(self: Any, *args: Any, **kwargs: Any) -> list[tuple[Any, 
 
 def _averaged(pairs: Any) -> list[tuple[Any, Any]]:
     pairs = list(pairs)
+    if device.unless_child() is None:
+        return pairs
     averages = all_reduce([gradient for gradient, _ in pairs])
     return [(average, variable) for average, (_, variable) in zip(averages, pairs)]
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.tf1.hooks import NPUBroadcastGlobalVariablesHook
 from npu_device._src.tf1.run_config import NPURunConfig, require_estimator
-from npu_device._src.training.device import cluster_runtime
+from npu_device._src.training.device import unless_child
 
 _estimator = compat.estimator_module()
 _Estimator: Any = _estimator.Estimator if _estimator else object
@@ -62,7 +62,7 @@ class NPUEstimator(_Estimator):
         self, input_fn: Callable[..., Any], hooks: Sequence[Any] | None = None, **keywords: Any
     ) -> Any:
         hooks = list(hooks or ())
-        if cluster_runtime() is not None and not self.config.horovod_mode:
+        if unless_child() is not None and not self.config.horovod_mode:
             hooks.insert(0, NPUBroadcastGlobalVariablesHook(0))
         return super().train(input_fn, hooks=hooks, **keywords)
 

@@ -63,7 +63,7 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         if self._began:
             return
         self._began = True
-        if device.cluster_runtime() is None:
+        if device.unless_child() is None:
             return
         replica = replica_of(self.model)
         if replica is not None:  # it sends everything itself, once the first batch has built the model

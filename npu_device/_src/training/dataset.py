@@ -45,10 +45,11 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
 
     Source: Ascend TF Adapter 2.x, ``npu.distribute.shard_and_rebatch_dataset``.
     """
-    runtime = device.cluster_runtime()
-    if runtime is None:
+    runtime = device.unless_child()
+    place = device.parent_of_this_process() if runtime is None else runtime.cluster
+    if place is None:
         return dataset, global_bs
-    rank, world_size = runtime.cluster.rank, runtime.cluster.world_size
+    rank, world_size = place.rank, place.world_size
     try:
         batch_size = operator.index(global_bs)
     except TypeError:
@@ -65,9 +66,10 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
             f"{world_size} ranks.\n"
             f"What to do: use a multiple of {world_size}, for instance {below} or {below + world_size}."
         )
-    if rank == 0:
-        _warn_if_uneven(dataset, batch_size, world_size)
-    warn_if_shuffled_differently(runtime, dataset)
+    if runtime is not None:
+        if rank == 0:
+            _warn_if_uneven(dataset, batch_size, world_size)
+        warn_if_shuffled_differently(runtime, dataset)
     return dataset.shard(world_size, rank), batch_size // world_size
 
 

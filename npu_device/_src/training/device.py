@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from npu_device._src.collectives.calling_thread import CallingThreads
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.stall import StallWatch
 from npu_device._src.gradients.split_choice import send_splits
-from npu_device._src.membership import schemes
+from npu_device._src.membership import parent_rank, schemes
+from npu_device._src.membership.parent_rank import ParentRank
 from npu_device._src.options import global_options
 from npu_device._src.report.output import write_report
 from npu_device._src.trace import trace
@@ -35,6 +37,11 @@ from npu_device._src.trace.settings import Settings, settings
 from npu_device._src.training import seed as seeds
 from npu_device._src.training.unreduced import watch_for_training_alone
 from npu_device._src.tuning import aoe
+
+_TO_BE_A_RANK = (
+    "To make it a rank of another job, start it with npurun, or with that job's variables and NPU_DEVICE_RANK_PROCESS "
+    "unset."
+)
 
 _log = logging.getLogger("npu_device")
 
@@ -72,6 +79,8 @@ class NpuDeviceHandle:
 
 
 _handle: NpuDeviceHandle | None = None
+_told_as: int | None = None
+"""Number of the process that has been told that it is a child of a rank."""
 _tf_config: str | None = None
 """``TF_CONFIG`` when the device was opened."""
 _seed: int | None = None
@@ -98,11 +107,19 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
             contradictory or incomplete; the ranks did not find each other; TensorFlow was used before. The text begins
             with "Failed open npu device" when the ranks could not be joined.
 
-    Every rank waits here until all have arrived, at most ``HCCL_CONNECT_TIMEOUT`` seconds.
+    Every rank waits here until all have arrived, at most ``HCCL_CONNECT_TIMEOUT`` seconds. A process that a rank has
+    started, such as a worker of ``multiprocessing``, is no rank: nothing is opened there, and the handle gives the
+    parent's rank.
 
     Source: Ascend TF Adapter 2.x, ``npu.open``.
     """
     global _handle, _tf_config
+    parent = parent_of_this_process()
+    if parent is not None:
+        _tell_once(parent)
+        device = parent.device_id if device_id is None else device_id
+        _handle = _handle or NpuDeviceHandle(device, parent.world_size, parent.rank)
+        return _handle
     seed = None if seed is None else seeds.checked(seed)
     if _handle is not None:
         if device_id is not None and device_id != _handle._device_id:
@@ -125,6 +142,7 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
             jobs.require_unclosed()
             compat.renew_context_of_graphs()
             cluster, channel = rendezvous.meet(mine)
+            parent_rank.mark(cluster)  # before TensorFlow's threads start: C programs may read the environment
             running = jobs.start(cluster, channel, mine.starts_hub, mine.secret)
             if mine.under_mpiexec:
                 jobs.on_exit(last_words.allow_time())
@@ -186,6 +204,7 @@ def _begin(running: Job, trace_settings: Settings | None, seed: int | None) -> N
         _start_trace(running, trace_settings)
         watch_for_training_alone(running)
     except BaseException as error:
+        parent_rank.unmark()
         cause = jobs.abandon(error)
         if cause is not None:
             raise cause from error
@@ -222,6 +241,12 @@ def cluster_runtime() -> Job | None:
         ValueError: a malformed environment variable.
     """
     running = jobs.current()
+    parent = parent_of_this_process()
+    if parent is not None:
+        raise ClusterError(
+            f"this process ({os.getpid()}) is a child of {parent}, and no rank: it takes part in no collective "
+            f"operation.\nWhat to do: make the call in the rank's own process, outside of workers. {_TO_BE_A_RANK}"
+        )
     if running is not None:
         return running
     if schemes.world_size_from_environment() == 1:
@@ -231,6 +256,33 @@ def cluster_runtime() -> Job | None:
     )
     open()
     return jobs.current()
+
+
+def unless_child() -> Job | None:
+    """Return the running cluster as ``cluster_runtime``; None also in a child process of a rank, where there is nothing
+    to do for calls that begin or prepare training.
+    """
+    return None if parent_of_this_process() else cluster_runtime()
+
+
+def parent_of_this_process() -> ParentRank | None:
+    """Return the rank that has started this process, or has been forked; None if this isn't a child of a rank."""
+    running = jobs.current()
+    if running is None:
+        return parent_rank.inherited()
+    return ParentRank.of(running.cluster, running.pid) if running.is_parents else None
+
+
+def _tell_once(parent: ParentRank) -> None:
+    global _told_as
+    if _told_as != os.getpid():
+        _told_as = os.getpid()
+        _log.warning(
+            "npu.open() does nothing in this process (%d): it is a child of %s, and no rank.\n%s",
+            os.getpid(),
+            parent,
+            _TO_BE_A_RANK,
+        )
 
 
 def _start_trace(running: Job, wanted: Settings | None) -> None:

@@ -14,14 +14,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.cluster.frames import counted
+from npu_device._src.cluster.frames import counted, ranks_of
 from npu_device._src.collectives.choice import release
 from npu_device._src.collectives.group import WORLD_GROUP, Group, check_group_name, find_group, listed
 from npu_device._src.collectives.session_order import close_orders
 from npu_device._src.training import device
 
 _alone: dict[str, Group] = {}
-"""The groups that a script has made on a single device, where there is no job."""
+"""The groups that a script has made on a single device, or in a child of a rank, where there is no job."""
 
 
 @tf.autograph.experimental.do_not_convert
@@ -97,7 +97,7 @@ def destroy_group(group: str) -> None:
         rank, _ = _rank_and_size()
         raise ValueError(f"rank {rank}, destroy_group({group!r}): the group of all ranks can't be destroyed")
     del _made()[group]
-    runtime = device.cluster_runtime()
+    runtime = device.unless_child()
     if runtime is not None:
         close_orders(runtime, group)
         release(runtime, group)
@@ -192,13 +192,16 @@ def get_group_rank_from_world_rank(world_rank_id: int, group: str) -> int:
 
 
 def _rank_and_size() -> tuple[int, int]:
+    parent = device.parent_of_this_process()
+    if parent is not None:
+        return parent.rank, parent.world_size
     runtime = device.cluster_runtime()
     return (0, 1) if runtime is None else (runtime.cluster.rank, runtime.cluster.world_size)
 
 
 def _made() -> dict[str, Group]:
     """Return the groups that this process's script has made, by name."""
-    runtime = device.cluster_runtime()
+    runtime = device.unless_child()
     return _alone if runtime is None else runtime.groups
 
 
@@ -209,6 +212,9 @@ def _find(name: str) -> Group:
 def _neighbours(name: str) -> list[int]:
     """Return the group ranks of the members on the calling rank's host."""
     members = _find(name)
+    parent = device.parent_of_this_process()
+    if parent is not None:
+        return [rank for rank, world_rank in enumerate(members.ranks) if world_rank in ranks_of(parent.neighbours)]
     runtime = device.cluster_runtime()
     if runtime is None:
         return [members.rank]

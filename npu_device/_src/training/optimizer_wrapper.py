@@ -22,7 +22,7 @@ from npu_device._src.training.finite_gradients import checked, is_wanted
 from npu_device._src.training.replica_audit import Audit
 from npu_device._src.training.same_variables import can_compare, make_equal
 from npu_device._src.training.training_state import unique
-from npu_device._src.training.world import World, world
+from npu_device._src.training.world import World, world_unless_child
 
 
 def npu_distributed_keras_optimizer_wrapper(
@@ -74,7 +74,7 @@ def npu_distributed_keras_optimizer_wrapper(
     how = ReductionOptions(reduce_reduction, fusion, fusion_id, compression=compression)
     if isinstance(optimizer, (str, dict)):
         optimizer = tf.keras.optimizers.get(optimizer)
-    ranks = world(group)
+    ranks = world_unless_child(group)
     if ranks is None:
         return optimizer
     if keras_hooks.is_wrapped(optimizer):

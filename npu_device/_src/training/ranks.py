@@ -11,12 +11,13 @@ import tensorflow as tf
 from npu_device._src.collectives.dtypes import mean_dtype
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
 from npu_device._src.gradients.sparse import weighted, with_values
-from npu_device._src.training.world import world
+from npu_device._src.training import device
+from npu_device._src.training.world import world, world_unless_child
 
 
 @tf.autograph.experimental.do_not_convert
 def rank() -> int:
-    """Return this process's rank, from 0; 0 on a single device.
+    """Return this process's rank, from 0; 0 on a single device. A child process of a rank gets the parent's.
 
     Raises:
         RuntimeError: the environment names several ranks, but the job can't be joined any more; so does each call here.
@@ -25,13 +26,19 @@ def rank() -> int:
     >>> npu.distribute.rank(), npu.distribute.size(), npu.distribute.is_main()  # a single device
     (0, 1, True)
     """
+    parent = device.parent_of_this_process()
+    if parent is not None:
+        return parent.rank
     ranks = world()
     return 0 if ranks is None else ranks.rank
 
 
 @tf.autograph.experimental.do_not_convert
 def size() -> int:
-    """Return the number of ranks in the job; 1 on a single device."""
+    """Return the number of ranks in the job, also in a child process of a rank; 1 on a single device."""
+    parent = device.parent_of_this_process()
+    if parent is not None:
+        return parent.world_size
     ranks = world()
     return 1 if ranks is None else ranks.size
 
@@ -43,8 +50,8 @@ def is_main() -> bool:
 
 
 def barrier() -> None:
-    """Wait until every rank has made this call. On a single device nothing happens."""
-    ranks = world()
+    """Wait until every rank has made this call. Nothing happens on a single device, or in a child of a rank."""
+    ranks = world_unless_child()
     if ranks is not None:
         ranks.wait()
 
@@ -86,16 +93,17 @@ def rank_zero_first() -> Iterator[bool]:
         True on rank 0.
 
     Every rank has to enter. The others wait while rank 0 is inside, and raise instead of entering if it fails there;
-    the wait is limited like that of other collectives (``NPU_DEVICE_STALL_TIMEOUT``).
+    the wait is limited like that of other collectives (``NPU_DEVICE_STALL_TIMEOUT``). A child process of a rank, which
+    has passed this block, enters at once.
 
     >>> import npu_device as npu
     >>> with npu.distribute.rank_zero_first() as main:
     ...     main
     True
     """
-    ranks = world()
+    ranks = world_unless_child()
     if ranks is None:
-        yield True
+        yield is_main()
         return
     if ranks.is_main:
         problem = "an exception"

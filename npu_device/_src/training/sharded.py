@@ -10,7 +10,7 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device._src.collectives.session_graph import after, fetchable
-from npu_device._src.training.world import world
+from npu_device._src.training.world import world_unless_child
 
 VARIABLES_OF_ONE_RANK = "npu_device/variables_of_one_rank"
 """Collection of a session's graph: the optimizer's state of this rank's share, which the other ranks don't have."""
@@ -40,7 +40,7 @@ def grouping_gradients_apply(apply_func: Callable[..., Any], grads_and_vars: Any
 
     Source: Ascend TF Adapter 2.x, ``npu.distribute.grouping_gradients_apply``.
     """
-    ranks = world()
+    ranks = world_unless_child()
     if ranks is None:
         return apply_func(grads_and_vars, *args, **kwargs)
     _refuse_what_needs_all_gradients(getattr(apply_func, "__self__", None), ranks.rank)
@@ -88,7 +88,7 @@ def grouping_broadcast(variables: Any) -> Any:
 
     Source: Ascend TF Adapter 2.x, ``npu.distribute.grouping_broadcast``.
     """
-    ranks = world()
+    ranks = world_unless_child()
     if ranks is None:
         return variables
     variables = list(variables)

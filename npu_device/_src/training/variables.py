@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.collectives.session_graph import fetchable
-from npu_device._src.training.world import world
+from npu_device._src.training.world import world_unless_child
 
 _log = logging.getLogger("npu_device")
 
@@ -49,7 +49,7 @@ def broadcast(values: Any, root_rank: int = 0, fusion: int = 2, fusion_id: int =
     del fusion_id
     if fusion not in (0, 2):
         raise ValueError(f"fusion {fusion!r} is unknown to broadcast; expected 0 or 2")
-    ranks = world(group)
+    ranks = world_unless_child(group)
     if ranks is None:
         return fetchable([])
     variables = list(values) if isinstance(values, (list, tuple)) else [values]

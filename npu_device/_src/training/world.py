@@ -99,8 +99,17 @@ def world(group: str = WORLD_GROUP) -> World | None:
     """Return the job that this process is a rank of, or one of its groups; None on a single device.
 
     Raises:
-        RuntimeError: the environment names several ranks, but the job can't be joined any more.
+        RuntimeError: the environment names several ranks, but the job can't be joined any more; this process is a
+            child of a rank.
         ValueError: this rank knows no group of that name.
     """
-    runtime = device.cluster_runtime()
+    return _world(device.cluster_runtime(), group)
+
+
+def world_unless_child(group: str = WORLD_GROUP) -> World | None:
+    """Return the job as ``world`` does; None also in a child process of a rank, whose model trains by itself."""
+    return _world(device.unless_child(), group)
+
+
+def _world(runtime: Job | None, group: str) -> World | None:
     return None if runtime is None else World(runtime, group_of(runtime, group))

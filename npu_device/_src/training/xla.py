@@ -14,7 +14,7 @@ def turn_off(model: Any) -> None:
     """Set a Keras model's ``jit_compile`` to False before its step is traced; rank 0 logs it. Does nothing on a single
     device.
     """
-    running = device.cluster_runtime()
+    running = device.unless_child()
     if running is None or not getattr(model, "jit_compile", False):
         return
     model.jit_compile = False

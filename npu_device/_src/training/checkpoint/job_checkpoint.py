@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from npu_device._src import environment
 from npu_device._src.cluster.errors import RESUMABLE
+from npu_device._src.training import device
 from npu_device._src.training.checkpoint import choice, folder, places
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.checkpoint.own import Own
@@ -344,6 +345,8 @@ class JobCheckpoint:
 
 
 def _watch_for_the_signal() -> Preemption | None:
+    if device.parent_of_this_process() is not None:
+        return None
     ranks = world()
     health, size = (None, 1) if ranks is None else (ranks.runtime.health, ranks.size)
     number = signal.Signals[environment.NPU_DEVICE_PREEMPT_SIGNAL.get()]

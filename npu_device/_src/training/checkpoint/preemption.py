@@ -203,10 +203,26 @@ def _nothing(number: int, frame: Any) -> None:
     """Handle the signal in Python: the thread does everything."""
 
 
+# A signal that a forked child gets before it has its default behaviour back would count as the parent's: the child has
+# the parent's descriptor. So it waits for that.
+_mask_before_fork = threading.local()
+
+
+def _hold_signal() -> None:
+    number = None if _current is None else _current._signal
+    mask = set() if number is None else {number}
+    _mask_before_fork.value = signal.pthread_sigmask(signal.SIG_BLOCK, mask)
+
+
+def _release_signal() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask_before_fork.value)
+
+
 def _let_go() -> None:
-    """Give a forked child back its default behaviour: its signals must not count as the parent's."""
+    """Give a forked child back its default behaviour."""
     if _current is not None:
         _current.close()
+    _release_signal()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(before=_hold_signal, after_in_parent=_release_signal, after_in_child=_let_go)

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src.training.fit.share import ROWS, rows_of
-from npu_device._src.training.world import World, world
+from npu_device._src.training.world import World, world_unless_child
 
 
 class Divided:
@@ -47,7 +47,7 @@ def divided(dataset: Any) -> Any:
             f"expected a tf.data.Dataset of this rank's batches; found a {type(dataset).__name__}.\n"
             "What to do: make one, for instance tf.data.Dataset.from_tensor_slices((x, y)).batch(size)."
         )
-    return dataset if world() is None else Divided(dataset)
+    return dataset if world_unless_child() is None else Divided(dataset)
 
 
 def with_equal_length(world: World, data: Divided) -> tf.data.Dataset:

@@ -1,0 +1,133 @@
+"""Tell ranks from their children: processes that a rank has started, and that inherit the variables which made it a
+rank.
+
+A rank marks its environment when it has met the others. A process that finds the mark of another process is a child of
+that rank, unless the variables that describe a rank have changed since: then a launcher, or the rank itself, has made
+it a rank of another job. ``npurun`` removes the mark from its ranks' environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from npu_device._src import environment
+from npu_device._src.cluster.description import Cluster
+from npu_device._src.cluster.frames import ranges
+
+_START_TIME = 19  # in /proc/PID/stat, behind the program's name
+
+_OF_A_RANK = (
+    environment.RANK_TABLE_FILE,
+    environment.RANK_ID,
+    environment.RANK_SIZE,
+    environment.POD_NAME,
+    environment.CM_CHIEF_IP,
+    environment.CM_CHIEF_PORT,
+    environment.CM_CHIEF_DEVICE,
+    environment.CM_WORKER_SIZE,
+    environment.CM_WORKER_IP,
+    environment.JOB_ID,
+    environment.HCCL_IF_BASE_PORT,
+    environment.TF_CONFIG,
+    environment.RANK,
+    environment.WORLD_SIZE,
+    environment.MASTER_ADDR,
+    environment.MASTER_PORT,
+    environment.JAX_NUM_PROCESSES,
+    environment.JAX_PROCESS_ID,
+    environment.JAX_COORDINATOR_ADDRESS,
+    environment.SLURM_STEP_NUM_TASKS,
+    environment.SLURM_PROCID,
+    environment.SLURM_JOB_ID,
+    environment.SLURM_STEP_ID,
+    environment.OMPI_COMM_WORLD_SIZE,
+    environment.OMPI_COMM_WORLD_RANK,
+    environment.PMIX_NAMESPACE,
+    environment.PMI_SIZE,
+    environment.PMI_RANK,
+    environment.MPI_LOCALRANKID,
+    environment.MPI_LOCALNRANKS,
+    environment.PALS_RANKID,
+    environment.PALS_APID,
+    environment.NPU_DEVICE_LAUNCHER,
+    environment.NPU_DEVICE_HUB,
+)
+# They tell ranks apart only where nothing numbers these. Elsewhere a rank may give a child another device.
+_DEVICES = (environment.ASCEND_DEVICE_ID, environment.DEVICE_ID)
+
+
+@dataclass(frozen=True)
+class ParentRank:
+    """The rank whose child this process is.
+
+    Attributes:
+        pid: number of the rank's process.
+        rank: its rank.
+        world_size: number of ranks in its job.
+        neighbours: the ranks of its host, itself among them, as ``frames.ranges`` writes them.
+        device_id: number of its device.
+    """
+
+    pid: int
+    rank: int
+    world_size: int
+    neighbours: str
+    device_id: int
+
+    def __str__(self) -> str:
+        """Return the rank for messages."""
+        return f"rank {self.rank} of {self.world_size} (process {self.pid})"
+
+    @classmethod
+    def of(cls, cluster: Cluster, pid: int) -> ParentRank:
+        """Return the description of a rank as its children see it."""
+        neighbours = ranges(rank for rank, host in enumerate(cluster.hosts) if host == cluster.host)
+        return cls(pid, cluster.rank, cluster.world_size, neighbours, cluster.device_id)
+
+
+def mark(cluster: Cluster) -> None:
+    """Mark the environment of this process, which is a rank now."""
+    me = {"since": _start_time(), "variables": _fingerprint(), **asdict(ParentRank.of(cluster, os.getpid()))}
+    environment.NPU_DEVICE_RANK_PROCESS.set(json.dumps(me, separators=(",", ":")))
+
+
+def unmark() -> None:
+    """Remove this process's mark: it has not become a rank."""
+    environment.NPU_DEVICE_RANK_PROCESS.set("")
+
+
+def inherited() -> ParentRank | None:
+    """Return the rank whose child this process is, by its environment; None if it isn't a child."""
+    text = environment.NPU_DEVICE_RANK_PROCESS.raw()
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+        since, variables = found.pop("since"), found.pop("variables")
+        parent = ParentRank(**found)
+    except (ValueError, TypeError, KeyError, AttributeError):  # not written by this version of the package
+        return None
+    is_this_process = (parent.pid, since) == (os.getpid(), _start_time())
+    return None if is_this_process or variables != _fingerprint() else parent
+
+
+def _fingerprint() -> str:
+    """Return a digest of the variables that describe a rank."""
+    rank = environment.RANK_ID.raw()
+    variables = _OF_A_RANK if rank is not None and rank.strip().isdecimal() else (*_OF_A_RANK, *_DEVICES)
+    texts = [(variable.name, variable.raw()) for variable in variables]
+    return hashlib.sha256(repr(texts).encode(errors="surrogateescape")).hexdigest()[:16]
+
+
+def _start_time() -> str:
+    """Return when this process started, in the kernel's ticks, since numbers of processes are used again; "" if
+    unknown.
+    """
+    with contextlib.suppress(OSError, IndexError):
+        return Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()[_START_TIME]
+    return ""

@@ -1,0 +1,194 @@
+"""Processes that a rank starts: they are no ranks, stay outside the job, and leave it alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import job
+import pytest
+from launcher import environment, npurun, script
+
+from npu_device._src.cluster.description import Cluster
+from npu_device._src.membership import parent_rank
+
+pytestmark = pytest.mark.xdist_group("waiting")
+
+# Every child imports this: `open` at the top of a script, as the README has it.
+_CHILD = """
+import os, sys
+import numpy as np
+import tensorflow as tf
+import npu_device as npu
+from hccl.manage import api as hccl
+
+handle = npu.open().as_default()
+npu.distribute.barrier()
+with npu.distribute.rank_zero_first() as is_main:
+    pass
+model = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Dense(1)])
+checkpoint = npu.train.JobCheckpoint(os.environ["FOLDER"], model=model)
+
+
+def is_child():
+    optimizer = tf.keras.optimizers.SGD()
+    before, plain = model.get_weights(), model.train_step
+    assert npu.distribute.replicate(model) is model
+    assert npu.distribute.npu_distributed_keras_optimizer_wrapper(optimizer) is optimizer
+    assert "apply" not in vars(optimizer) and model.train_step == plain
+    npu.distribute.broadcast(model.trainable_variables)
+    assert all(map(np.array_equal, before, model.get_weights()))
+    data = tf.data.Dataset.range(4)
+    shard, batch = npu.distribute.shard_and_rebatch_dataset(data, 2)
+    mine = [int(element) for element in shard]
+    problems = []
+    for call in (
+        lambda: npu.distribute.all_reduce(np.float32(1)),
+        lambda: npu.distribute.broadcast_object("x"),
+        lambda: npu.distribute.weighted_mean(1.0, 1),
+        lambda: checkpoint.save(1),
+    ):
+        try:
+            call()
+        except RuntimeError as error:
+            problems.append(str(error))
+    assert len(problems) == 4, problems
+    place = hccl.get_rank_id(), hccl.get_local_rank_id(), hccl.get_local_rank_size()
+    print("child of", npu.distribute.rank(), npu.distribute.size(), handle.worker_id, handle.workers_num, is_main, mine,
+          batch, *place, problems[0], flush=True)
+    npu.close()
+"""
+
+
+def _expected(rank: int) -> str:
+    """Return what a child of a rank prints: its parent's place, and the error of a collective."""
+    place = f"child of {rank} 2 {rank} 2 {rank == 0} [{rank}, {rank + 2}] 1 {rank} {rank} 2"
+    return rf"{re.escape(place)} this process \(\d+\) is a child of rank {rank} of 2 \(process \d+\), and no rank"
+
+
+_STARTED = (
+    _CHILD
+    + """
+if __name__ == "__main__" and "again" in sys.argv:
+    is_child()
+elif __name__ == "__main__":
+    import concurrent.futures, multiprocessing, subprocess
+    again = [sys.executable, __file__, "again"]
+    if os.environ["HOW"] == "subprocess":
+        subprocess.run(again, check=True)
+    else:
+        context = multiprocessing.get_context(os.environ["HOW"])
+        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+            pool.submit(is_child).result()
+    print("sum", float(npu.distribute.all_reduce(np.float32(npu.distribute.rank() + 1), "sum")))
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["spawn", pytest.param("forkserver", marks=pytest.mark.slow), pytest.param("subprocess", marks=pytest.mark.slow)],
+)
+def test_a_started_process_stays_outside_the_job(tmp_path: Path, how: str) -> None:
+    for rank, ended in enumerate(job.run(tmp_path, 2, _STARTED, FOLDER=str(tmp_path / "saved"), HOW=how)):
+        assert ended.code == 0, ended.output
+        assert len(re.findall(_expected(rank), ended.output)) == 1, ended.output
+        said = rf"npu.open\(\) does nothing in this process \(\d+\): it is a child of rank {rank} of 2 \(process \d+\)"
+        assert len(re.findall(said, ended.output)) == 1, ended.output
+        assert "sum 3.0" in ended.output, ended.output
+
+
+_FORKED = (
+    _CHILD
+    + """
+import multiprocessing, signal
+
+def total():
+    return float(npu.distribute.all_reduce(np.float32(npu.distribute.rank() + 1), "sum"))
+
+def opens_again():
+    npu.open()
+    is_child()
+
+def fork(act):
+    pid = os.fork()
+    if pid == 0:
+        act()
+        os._exit(3)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+assert total() == 3
+optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(tf.keras.optimizers.SGD())
+weight = tf.Variable(1.0)
+
+def updates():
+    try:
+        optimizer.apply_gradients([(tf.constant(1.0), weight)])
+    except RuntimeError as error:
+        print("update:", error, flush=True)
+
+worker = multiprocessing.get_context("fork").Process(target=opens_again)
+worker.start()
+worker.join()
+print("codes", worker.exitcode, fork(updates), fork(sys.exit), fork(npu.close), fork(lambda: 1 / 0), flush=True)
+assert total() == 3  # the job goes on, whatever its children did
+endless = multiprocessing.get_context("fork").Process(target=signal.pause)
+endless.start()
+endless.terminate()
+endless.join()
+print("terminated", endless.exitcode, total())
+"""
+)
+
+
+def test_a_forked_process_leaves_the_job_alone(tmp_path: Path) -> None:
+    for rank, ended in enumerate(job.run(tmp_path, 2, _FORKED, FOLDER=str(tmp_path / "saved"))):
+        assert ended.code == 0, ended.output
+        assert len(re.findall(_expected(rank), ended.output)) == 1, ended.output
+        assert ended.output.count("npu.open() does nothing in this process") == 1, ended.output
+        assert re.search(rf"update: this process \(\d+\) is a forked child of rank {rank} on host", ended.output)
+        assert "codes 0 3 0 3 1" in ended.output, ended.output
+        assert "terminated -15 3.0" in ended.output, ended.output
+
+
+_WHOSE_CHILD = "from npu_device._src.membership import parent_rank; print(parent_rank.inherited())"
+
+
+@pytest.mark.parametrize(
+    "scheme, changes, is_child",
+    [
+        ({"RANK_ID": "1", "RANK_SIZE": "2"}, {}, True),
+        ({"RANK_ID": "1", "RANK_SIZE": "2"}, {"ASCEND_DEVICE_ID": "3"}, True),  # the rank's number is given
+        ({"RANK_ID": "1", "RANK_SIZE": "2"}, {"RANK_ID": "0"}, False),
+        ({"RANK_ID": "1", "RANK_SIZE": "2"}, {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, False),
+        ({"CM_WORKER_SIZE": "2", "ASCEND_DEVICE_ID": "1"}, {"ASCEND_DEVICE_ID": "0"}, False),  # the device is the rank
+        ({"PMIX_NAMESPACE": "a", "OMPI_COMM_WORLD_RANK": "0"}, {"PMIX_NAMESPACE": "b"}, False),  # mpirun within mpirun
+        ({"TF_CONFIG": "{}"}, {"TF_CONFIG": '{"task": 1}'}, False),
+        ({"RANK": "0"}, {"NPU_DEVICE_RANK_PROCESS": ""}, False),
+        ({"RANK": "0"}, {"NPU_DEVICE_RANK_PROCESS": "something else"}, False),
+    ],
+)
+def test_who_is_a_child(
+    monkeypatch: pytest.MonkeyPatch, scheme: dict[str, str], changes: dict[str, str], is_child: bool
+) -> None:
+    for name, value in environment(**scheme).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NPU_DEVICE_RANK_PROCESS", "")  # is restored
+    parent_rank.mark(Cluster.seen_by(1, 1, ("here", "here"), ("127.0.0.1",) * 2, "job"))
+    assert parent_rank.inherited() is None
+    for name, value in changes.items():
+        monkeypatch.setenv(name, value)
+    found = subprocess.run([sys.executable, "-c", _WHOSE_CHILD], capture_output=True, text=True, check=True).stdout
+    assert found == (f"rank 1 of 2 (process {os.getpid()})\n" if is_child else "None\n")
+
+
+def test_npurun_makes_ranks_of_a_ranks_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_DEVICE_RANK_PROCESS", "")
+    parent_rank.mark(Cluster.seen_by(1, 1, ("here", "here"), ("127.0.0.1",) * 2, "job"))
+    marked = os.environ["NPU_DEVICE_RANK_PROCESS"]
+    text = "import os; assert 'NPU_DEVICE_RANK_PROCESS' not in os.environ"
+    ended = npurun("-n", "2", script(tmp_path, text), NPU_DEVICE_RANK_PROCESS=marked)
+    assert ended.returncode == 0, ended.stderr
