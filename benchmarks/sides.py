@@ -84,11 +84,18 @@ def _free_port() -> int:
 
 
 def _npu(ranks: int, directory: Path, backend: str) -> list[dict[str, str]]:
+    """Return the variables of ranks on this host: in shared memory, or through an engine."""
     table = directory / f"ranks_{backend}.json"
     table.write_text(rank_table((0,), ranks, _HOST, _free_port()))
     common = {"RANK_TABLE_FILE": str(table.resolve()), "RANK_SIZE": str(ranks), "JOB_ID": "benchmarks"}
-    common["NPU_DEVICE_BACKEND"] = backend
+    if backend != SHARED_MEMORY:
+        common |= {"NPU_DEVICE_BACKEND": backend, "NPU_DEVICE_SHARED_MEMORY": "off"}
     return [{**common, "RANK_ID": str(rank), "ASCEND_DEVICE_ID": str(rank)} for rank in range(ranks)]
+
+
+def _host_memory(ranks: int, directory: Path) -> list[dict[str, str]]:
+    """Return what keeps NCCL from being used: the name of another engine."""
+    return [{**each, "NPU_DEVICE_BACKEND": "tensorflow"} for each in _npu(ranks, directory, SHARED_MEMORY)]
 
 
 def _mirrored(ranks: int, _: Path) -> list[dict[str, str]]:
@@ -162,8 +169,8 @@ SIDES = {
     MPICH_OF_HOSTS: Side(
         "mpich_side", "MpichSide", _mpi_on_hosts, needs=("mpi4py",), started_by_mpiexec=True, on_hosts=True
     ),
-    GPU_HOST_MEMORY: Side("npu_side", "NpuSide", partial(_npu, backend="shared_memory"), uses_gpus=True),
-    GPU_NCCL: Side("npu_side", "NpuSide", partial(_npu, backend="tensorflow"), uses_gpus=True),
+    GPU_HOST_MEMORY: Side("npu_side", "NpuSide", _host_memory, uses_gpus=True),
+    GPU_NCCL: Side("npu_side", "NpuSide", partial(_npu, backend="nccl"), uses_gpus=True),
     GPU_MIRRORED: Side("mirrored_side", "MirroredSide", _mirrored_on_gpus, uses_gpus=True),
     GPU_ONE_PROCESS: Side("mirrored_side", "OneProcessSide", _nothing, uses_gpus=True),
     **{soak_side(backend): Side("soak_side", "SoakSide", partial(_soak, backend=backend)) for backend in SOAK},

@@ -14,6 +14,7 @@ import leaks
 import pytest
 import versions
 from pool import Pool
+from ranks import all_through
 
 # Tests and package are compiled once for all processes, even where the environment forbids it: hundreds of ranks would
 # compile the package each.
@@ -29,6 +30,8 @@ WORLD_SIZES = (1, 2, 3)
 KERAS = ("2", "3")
 
 CHOSEN_BACKEND = os.environ.get("NPU_DEVICE_BACKEND")  # for all tests
+if CHOSEN_BACKEND:
+    os.environ.setdefault("NPU_DEVICE_SHARED_MEMORY", "off")
 BACKENDS = (CHOSEN_BACKEND,) if CHOSEN_BACKEND else ("shared_memory", "tensorflow")
 
 _MOST_RANKS = 6
@@ -44,7 +47,7 @@ _pools: dict[_Kind, Pool] = {}  # the last used one is the last
 def _kind(size: int, keras: str, backend: str | None = None) -> _Kind:
     if size == 1 or (backend == "shared_memory" and not CHOSEN_BACKEND):
         backend = None  # ranks of one host share memory by themselves
-    return size, keras, (("NPU_DEVICE_BACKEND", backend),) if backend else ()
+    return size, keras, tuple(sorted(all_through(backend).items()))
 
 
 def _pool(size: int, keras: str, backend: str | None = None) -> Pool:

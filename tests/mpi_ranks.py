@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from pool import Pool
-from ranks import LEAN, clean_environment
+from ranks import LEAN, all_through, clean_environment
 
 from benchmarks import mpiexecs
 
@@ -32,7 +32,7 @@ def mpiexec(kind: str) -> list[str]:
 def environment_for(command: list[str], **variables: str) -> dict[str, str]:
     """Return the environment of an ``mpiexec`` whose ranks use MPI."""
     path = os.pathsep.join([LEAN, str(_ROOT), *sys.path[1:]])
-    library = mpiexecs.library_of(command[0])
+    library = mpiexecs.library_of(next(word for word in command if word.endswith("mpiexec")))
     common = {**AS_ROOT, "LD_LIBRARY_PATH": library, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
     return {**clean_environment(), **common, **variables}
 
@@ -78,7 +78,7 @@ class MpiPool(Pool):
 
     def __init__(self, size: int, kind: str) -> None:
         self._command = mpiexec(kind)
-        super().__init__(size, "3", **environment_for(self._command, NPU_DEVICE_BACKEND="mpi"))
+        super().__init__(size, "3", **environment_for(self._command, **all_through("mpi")))
 
     def _start(self, arguments: list[str], environment: dict[str, str]) -> list[Any]:
         command = [*self._command, "-n", str(self.size), sys.executable, *arguments]

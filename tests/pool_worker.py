@@ -57,7 +57,7 @@ def main() -> None:
     with Client(sys.argv[1], family="AF_UNIX") as connection:
         device = npu.open().as_default()
         backend = os.environ.get("NPU_DEVICE_BACKEND")
-        if backend in ("tcp", "mpi") or (backend == "tensorflow" and device.workers_num == 2):
+        if os.environ.get("NPU_DEVICE_SHARED_MEMORY") == "off" and (backend != "tensorflow" or device.workers_num == 2):
             programs.MOST_ROOM_BYTES = 0  # the backend moves all data, however small; elsewhere messages carry some
         _warm_up(device.worker_id, device.workers_num)
         connection.send(device.worker_id)

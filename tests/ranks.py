@@ -43,12 +43,19 @@ def table_environment(directory: Path, size: int, rank: int) -> dict[str, str]:
     }
 
 
+def all_through(backend: str | None) -> dict[str, str]:
+    """Return what lets all tensors of ranks on one host go through an engine; nothing for shared memory."""
+    if backend in (None, "auto", "shared_memory"):
+        return {}
+    return {"NPU_DEVICE_BACKEND": str(backend), "NPU_DEVICE_SHARED_MEMORY": "off"}
+
+
 def clean_environment() -> dict[str, str]:
-    """This process's environment without anything that describes a cluster. ``NPU_DEVICE_BACKEND`` stays: with it the
-    whole suite can be run on one backend. Python finds ``LEAN``. GPUs are hidden;
+    """This process's environment without anything that describes a cluster. What chooses the engine stays: with it the
+    whole suite can be run on one. Python finds ``LEAN``. GPUs are hidden;
     ``tests/gpu`` shows them to its ranks.
     """
-    kept = ("NPU_DEVICE_BACKEND", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+    kept = ("NPU_DEVICE_BACKEND", "NPU_DEVICE_SHARED_MEMORY", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
     ours = {variable.name for variable in environment.ALL}.difference(kept)
     inherited = {name: value for name, value in os.environ.items() if name not in ours}
     path = os.pathsep.join(filter(None, (LEAN, os.environ.get("PYTHONPATH"))))

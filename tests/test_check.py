@@ -13,7 +13,7 @@ from pathlib import Path
 import job
 import pytest
 from launcher import NPURUN, environment, npurun
-from ranks import free_port
+from ranks import all_through, free_port
 
 from npu_device._src.check import judge, page
 from npu_device._src.check.facts import Facts
@@ -92,9 +92,12 @@ def test_two_ranks_of_one_host() -> None:
 
 def test_another_launcher(tmp_path: Path) -> None:
     script = "from npu_device.launch import checking; checking.main()"
-    first, second = job.run(tmp_path, 2, script, LIMIT, NPU_DEVICE_BACKEND="tensorflow")
+    first, second = job.run(tmp_path, 2, script, LIMIT, **all_through("tensorflow"))
     assert (first.code, second.code) == (0, 0), first.output + second.output
-    assert "TensorFlow's ring over gRPC: NPU_DEVICE_BACKEND is tensorflow" in first.output
+    assert (
+        "TensorFlow's ring over gRPC: NPU_DEVICE_BACKEND is tensorflow, and NPU_DEVICE_SHARED_MEMORY is off"
+        in first.output
+    )
     assert tuple(rows(first.output)) == SIZES
     assert "training would work" not in second.output
 
@@ -106,7 +109,7 @@ def test_two_nodes_on_one_machine_from_one_command() -> None:
     assert done.returncode == 0, done.stderr
     report = done.stdout.decode()
     assert "2 ranks on 2 hosts: training would work" in report
-    assert "TCP: each rank has a host to itself" in report
+    assert "TensorFlow's ring over gRPC: each rank has a host to itself" in report
     assert re.search(r"link from node1 to the next host, over bare sockets: [0-9.e+]+ Gbit/s, \d+ us", report)
     found = rows(report)
     assert tuple(found) == SIZES and all(min(row) > 0 for row in found.values())

@@ -16,7 +16,7 @@ import pytest
 from conftest import BACKENDS
 from forked import Process
 from launcher import NPURUN, ROOT, environment, is_running, script, start, wait_until
-from ranks import clean_environment, table_environment
+from ranks import all_through, clean_environment, table_environment
 
 from npu_device._src.environment import TF_GRPC_DEFAULT_OPTIONS
 from npu_device.testing.hosts import address, can_be_made, cut_off, hosts, on_host
@@ -75,7 +75,7 @@ def test_a_frozen_rank_that_goes_on_harms_nobody(tmp_path: Path) -> None:
     for backend in BACKENDS:
         for frozen in (0, 1):
             (directory := tmp_path / f"{backend}{frozen}").mkdir()
-            variables = {"NPU_DEVICE_BACKEND": backend, TF_GRPC_DEFAULT_OPTIONS.name: options}
+            variables = {**all_through(backend), TF_GRPC_DEFAULT_OPTIONS.name: options}
             jobs.append((job.start(directory, 2, source, **variables), frozen))
     for processes, _ in jobs:
         _until(processes)
@@ -97,7 +97,7 @@ def test_a_frozen_rank_that_goes_on_harms_nobody(tmp_path: Path) -> None:
 def test_when_rank_0_is_frozen_the_others_end_after_the_limit(tmp_path: Path, backend: str) -> None:
     source = READY + "time.sleep(1)\nstep()\n"
     processes = job.start(
-        tmp_path, 3, source, NPU_DEVICE_BACKEND=backend, NPU_DEVICE_STALL_WARNING="2", NPU_DEVICE_STALL_TIMEOUT="5"
+        tmp_path, 3, source, **all_through(backend), NPU_DEVICE_STALL_WARNING="2", NPU_DEVICE_STALL_TIMEOUT="5"
     )
     _until(processes)
     processes[0].send_signal(signal.SIGSTOP)
@@ -158,7 +158,7 @@ finally:
     print("raised at", time.time(), flush=True)
 """
     )
-    results = job.run(tmp_path, 3, source, NPU_DEVICE_BACKEND=backend)
+    results = job.run(tmp_path, 3, source, **all_through(backend))
     for result in results[1:]:
         assert result.code == 1
         assert _stamp(result.output, "raised") - _stamp(results[0].output, "killed") < 1.0  # 0.1 s on a free machine
@@ -290,7 +290,7 @@ def test_tensorflows_server_listens_where_the_port_range_allows(tmp_path: Path) 
             "npu.distribute.all_reduce(one, 'sum')\n"
         )
     )
-    environments = [{**table_environment(tmp_path, 2, rank), "NPU_DEVICE_BACKEND": "tensorflow"} for rank in range(2)]
+    environments = [{**table_environment(tmp_path, 2, rank), **all_through("tensorflow")} for rank in range(2)]
     for result in job.finish(
         job.start_each(tmp_path, source, [{**e, "NPU_DEVICE_PORT_RANGE": "61200-61207"} for e in environments])
     ):

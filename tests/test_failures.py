@@ -12,6 +12,7 @@ from pathlib import Path
 import job
 import pytest
 from conftest import CHOSEN_BACKEND
+from ranks import all_through
 
 from npu_device._src.cluster.tracebacks import FRAME, without_libraries
 
@@ -141,7 +142,7 @@ finally:
 def test_a_rank_whose_server_the_others_may_still_read_from_waits_for_them(tmp_path: Path) -> None:
     # Between hosts, a rank that had ended right after its last collective cut off those that were still receiving.
     script = BEGIN + "time.sleep(0 if rank == 1 else 6)"
-    results = job.run(tmp_path, 3, script, NPU_DEVICE_BACKEND="tensorflow")
+    results = job.run(tmp_path, 3, script, **all_through("tensorflow"))
     assert [result.code for result in results] == [0, 0, 0]
     ends = [result.at for result in results]
     assert max(ends) - ends[1] < 5, results[1].output
@@ -232,7 +233,7 @@ if os.environ["RANK_ID"] == "1":
 
 def test_used_before_open_where_the_job_needs_tensorflows_server(tmp_path: Path) -> None:
     """One rank did; both say so."""
-    for result in job.run(tmp_path, 2, USED + "npu.open()", NPU_DEVICE_BACKEND="tensorflow"):
+    for result in job.run(tmp_path, 2, USED + "npu.open()", **all_through("tensorflow")):
         assert result.code == 1
         assert "Failed open npu device" in result.output
         assert "TensorFlow has been used before npu.open() on rank 1 on host here" in result.output
@@ -251,7 +252,7 @@ value.assign_add(tf.fill([300_000], float(rank)))
 step = tf.function(lambda: npu.distribute.all_reduce(value, "sum"))
 print("sum", float(step()[-1]), value.device)
 """
-    for result in job.run(tmp_path, 3, script, NPU_DEVICE_BACKEND=backend):
+    for result in job.run(tmp_path, 3, script, **all_through(backend)):
         assert result.code == 0, result.output
         assert "sum 6.0 /job:localhost" in result.output
 
@@ -274,7 +275,7 @@ import tensorflow as tf
 import npu_device as npu
 npu.distribute.all_reduce(tf.constant(1.0), "sum")
 """
-    for result in job.run(tmp_path, 2, script, NPU_DEVICE_BACKEND="tensorflow"):
+    for result in job.run(tmp_path, 2, script, **all_through("tensorflow")):
         assert result.code == 1
         assert "npu.open().as_default()" in result.output
 
@@ -313,7 +314,7 @@ def test_a_rank_that_stops_while_its_data_are_sent(tmp_path: Path, backend: str)
     """Transfers have no limit of their own: the stall watch ends them, as it ends agreements."""
     limits = {"NPU_DEVICE_STALL_WARNING": "1", "NPU_DEVICE_STALL_TIMEOUT": "2"}
     script = TRANSFERS.replace("{signal}", "SIGSTOP")
-    ranks = job.start(tmp_path, 2, script, NPU_DEVICE_BACKEND=backend, **limits)
+    ranks = job.start(tmp_path, 2, script, **all_through(backend), **limits)
     try:
         code = ranks[0].wait(45)
     finally:
@@ -327,7 +328,7 @@ def test_a_rank_that_stops_while_its_data_are_sent(tmp_path: Path, backend: str)
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["tensorflow", "tcp"])
 def test_a_rank_that_is_killed_while_its_data_are_sent(tmp_path: Path, backend: str) -> None:
-    results = job.run(tmp_path, 3, TRANSFERS.replace("{signal}", "SIGKILL"), NPU_DEVICE_BACKEND=backend)
+    results = job.run(tmp_path, 3, TRANSFERS.replace("{signal}", "SIGKILL"), **all_through(backend))
     for other in (results[0], results[2]):
         assert other.code == 3, other.output
         assert "rank 1 on host here" in other.output
@@ -346,7 +347,7 @@ print("begins", flush=True)
 print("sum", [float(step()[-1]) for _ in range(40)][-1], flush=True)
 """
     )
-    ranks = job.start(tmp_path, 2, script, NPU_DEVICE_BACKEND="tcp")
+    ranks = job.start(tmp_path, 2, script, **all_through("tcp"))
     try:
         limit = time.monotonic() + 60
         while "begins" not in ranks[1].output:

@@ -111,12 +111,12 @@ def test_why_there_is_none(cuda: str | None, nvidia: str | None, why: str) -> No
     ("devices", "hosts", "backend", "why"),
     [
         ((GPU0, GPU1), "aa", "auto", ""),
-        ((GPU0, GPU1), "aa", "tensorflow", ""),
+        ((GPU0, GPU1), "aa", "nccl", ""),
         ((GPU0, GPU0), "ab", "auto", ""),  # GPU 0 of two hosts
-        ((GPU0, GPU1), "aa", "shared_memory", "NPU_DEVICE_BACKEND is shared_memory"),
+        ((GPU0, GPU1), "aa", "tensorflow", "NPU_DEVICE_BACKEND is tensorflow"),
         ((CPU, CPU), "aa", "tensorflow", "no rank has a GPU"),
         ((GPU0, CPU), "aa", "auto", "rank 1 has no GPU"),
-        ((GPU0, GPU1, GPU0), "aaa", "tensorflow", "ranks 0, 2 share a GPU of host a"),
+        ((GPU0, GPU1, GPU0), "aaa", "nccl", "ranks 0, 2 share a GPU of host a"),
         ((MIG0, MIG1), "aa", "auto", "ranks 0, 1 share a GPU of host a"),
         ((MIG0, MIG1), "ab", "auto", ""),
         ((GPU0, NO_NCCL), "aa", "auto", "the TensorFlow of rank 1 is built without NCCL"),

@@ -8,6 +8,7 @@ from typing import Callable
 
 import pytest
 from pool import Pool
+from ranks import all_through
 
 
 def body_strangers() -> tuple[list[bool], list[float]]:
@@ -76,7 +77,7 @@ def body_group_made_again() -> float:
 
 
 def test_messages_for_a_group_that_is_made_again_are_kept() -> None:
-    pool = Pool(3, "3", NPU_DEVICE_BACKEND="tcp")
+    pool = Pool(3, "3", **all_through("tcp"))
     try:
         assert pool.run(body_group_made_again, timeout=30) == [3.0] * 3
     finally:
@@ -107,7 +108,7 @@ def body_lost(elements: int) -> tuple[str, float]:
 
 @pytest.mark.parametrize("elements", [200, 300_000])
 def test_a_lost_connection_is_an_error_on_both_sides(elements: int) -> None:
-    pool = Pool(2, "3", NPU_DEVICE_BACKEND="tcp")
+    pool = Pool(2, "3", **all_through("tcp"))
     try:
         results = pool.run(body_lost, elements)
     finally:
@@ -153,6 +154,6 @@ def body_deliver() -> tuple[int, float]:
 
 
 def test_a_rank_waits_until_the_others_hosts_have_what_it_sent(pool_with: Callable[..., Pool]) -> None:
-    (sent, seconds), (received, _) = pool_with(2, "3", NPU_DEVICE_BACKEND="tcp").run(body_deliver)
+    (sent, seconds), (received, _) = pool_with(2, "3", **all_through("tcp")).run(body_deliver)
     assert sent == received > 0
     assert 0.8 < seconds < 10

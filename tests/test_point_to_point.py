@@ -18,6 +18,7 @@ import test_send_receive
 import test_sessions_collectives
 from mpi_ranks import MpiPool
 from pool import Pool
+from ranks import all_through
 
 pytestmark = pytest.mark.xdist_group("point to point")
 
@@ -42,7 +43,7 @@ def mpi_ranks(moves: str) -> Iterator[Optional[Pool]]:
 @pytest.fixture
 def three(moves: str, mpi_ranks: Optional[Pool], pool_with: Callable[..., Pool]) -> Pool:
     """Three ranks on the backend."""
-    return mpi_ranks or pool_with(3, "3", NPU_DEVICE_BACKEND=moves)
+    return mpi_ranks or pool_with(3, "3", **all_through(moves))
 
 
 @pytest.mark.slow

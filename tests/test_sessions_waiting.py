@@ -9,7 +9,7 @@ from typing import Any
 import job
 import pytest
 from pool import Pool
-from ranks import table_environment
+from ranks import all_through, table_environment
 
 # Every rank has its own limit, so that one gives up while the others go on waiting.
 WAITING = """
@@ -48,7 +48,7 @@ def test_a_rank_that_waits_in_a_session_says_so_and_gives_up(
     environments = [
         {
             **table_environment(tmp_path, size, rank),
-            "NPU_DEVICE_BACKEND": backend,
+            **all_through(backend),
             "NPU_DEVICE_STALL_WARNING": "1" if rank == 1 else "90",
             "NPU_DEVICE_STALL_TIMEOUT": "3" if rank == 1 else "100",
         }

@@ -130,8 +130,8 @@ def test_a_backend_that_differs_or_is_unknown_is_an_error(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root to make a PID namespace")
-@pytest.mark.parametrize("backend", ["auto", "shared_memory"])
-def test_ranks_that_cannot_share_use_tcp_with_one_warning(tmp_path: Path, backend: str) -> None:
+@pytest.mark.parametrize("use", ["on", "required"])
+def test_ranks_that_cannot_share_use_an_engine_with_one_warning(tmp_path: Path, use: str) -> None:
     from ranks import table_environment
 
     script = tmp_path / "script.py"
@@ -140,11 +140,11 @@ def test_ranks_that_cannot_share_use_tcp_with_one_warning(tmp_path: Path, backen
         [sys.executable, str(script)],
         ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, str(script)],
     ]
-    environments = [{**table_environment(tmp_path, 2, rank), "NPU_DEVICE_BACKEND": backend} for rank in range(2)]
+    environments = [{**table_environment(tmp_path, 2, rank), "NPU_DEVICE_SHARED_MEMORY": use} for rank in range(2)]
     results = job.run_anew(commands, environments)
-    if backend == "auto":
+    if use == "on":
         assert all(result.code == 0 and "shared False 2.0" in result.output for result in results), results
-        assert sum(result.output.count("use TCP, which is slower") for result in results) == 1
+        assert sum(result.output.count("use the slower engine between hosts") for result in results) == 1
     else:
         for result in results:
             assert result.code != 0

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from pool import Pool
+from ranks import all_through
 
 HOST_MEMORY, NCCL = "host memory", "NCCL"
 _HERE = Path(__file__).parent
@@ -65,7 +66,7 @@ def way(request: pytest.FixtureRequest, pytestconfig: pytest.Config, pool_with: 
     """Both ways; NCCL needs two GPUs."""
     on_gpu = pytestconfig.getoption("--device") == "gpu"
     shares = request.param == HOST_MEMORY
-    environment = {"NPU_DEVICE_BACKEND": "shared_memory" if shares else "tensorflow"}
+    environment = {} if shares else all_through("nccl" if on_gpu else "tensorflow")
     if on_gpu:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(_gpus())))
         if not shares and _gpus() < 2:

@@ -1,10 +1,9 @@
 """Choose the backend for a call; the operations use this module.
 
-A group whose ranks share memory uses that. One that spans hosts, some of which have several of its ranks, reduces and
-spreads on each host in shared memory, and uses another backend between them. That one, which all other groups use as
-well, is MPI if it connects all ranks of the job (``mpi.opening``), or else TCP. If each rank of the job has a GPU of
-its own, floating-point tensors go through TensorFlow and NCCL in every group; ``NPU_DEVICE_BACKEND`` can choose
-TensorFlow for all tensors. Where the ranks have to compare a call before its data moves, small data travel with the
+A group whose ranks share memory uses that. All other groups use the engine between hosts (``engine_choice``), among all
+of their ranks. But if hosts have several of a group's ranks, each host reduces and spreads in shared memory, and only
+one rank per host uses the engine. If that is NCCL, floating-point tensors go through it in every group, and the others
+through TensorFlow's ring. Where the ranks have to compare a call before its data moves, small data travel with the
 comparison: among all ranks at once, whichever host they are on.
 """
 
@@ -26,14 +25,16 @@ from npu_device._src.collectives.backends.tcp.tcp_backend import tcp
 from npu_device._src.collectives.backends.tensorflow import lengths
 from npu_device._src.collectives.backends.tensorflow import operations as tensorflow_backend
 from npu_device._src.collectives.backends.two_level import TwoLevelBackend
+from npu_device._src.collectives.gpu_choice import UNVERIFIED
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.terms import Agreement
 
 _Moved = TypeVar("_Moved")
 
-_two_level: dict[Backend, TwoLevelBackend] = {one: TwoLevelBackend(one) for one in (mpi, tcp)}
-_NAMES: dict[ArrayBackend, str] = {shared_memory: "shared_memory", mpi: "mpi", tcp: "tcp"}
+_ENGINES: dict[str, Backend] = {"nccl": tensorflow_backend, "mpi": mpi, "tensorflow": tensorflow_backend, "tcp": tcp}
+_TWO_LEVEL = {name: TwoLevelBackend(engine) for name, engine in _ENGINES.items()}
+_SHOWN_PORTS = 8
 
 
 def comparing_backend_of(job: Job, group: Group) -> ComparingBackend:
@@ -78,9 +79,8 @@ def array_backend_of(job: Job, group: Group, dtypes: Iterable[tf.DType]) -> Arra
         return None
     if comparing_backend_of(job, group) is shared_memory:
         return shared_memory
-    if job.mpi_world is not None:
-        return mpi
-    return None if job.hosts.all_through_tensorflow else tcp
+    engine = _ENGINES[job.hosts.engine]
+    return engine if isinstance(engine, ArrayBackend) else None
 
 
 def through_backend(
@@ -130,35 +130,57 @@ def _own_backend_of(job: Job, group: Group, dtype: tf.DType) -> Backend:
 
 
 def _own_reducing_backend_of(job: Job, group: Group, dtype: tf.DType) -> ReducingBackend:
-    chosen = _own_backend_of(job, group, dtype)
-    if not job.hosts.uses_nccl(dtype) and 1 < _number_of_hosts(job, group) < group.size:
-        return _two_level[chosen]
-    return chosen
+    hosts = job.hosts
+    if not hosts.uses_nccl(dtype) and 1 < _number_of_hosts(job, group) < group.size:
+        return _TWO_LEVEL[hosts.engine]
+    return _own_backend_of(job, group, dtype)
 
 
 def backend_name(job: Job, group: Group, dtypes: Iterable[tf.DType]) -> str:
-    """Return the name, as in ``NPU_DEVICE_BACKEND``, of the backend that serves a group's call between its hosts."""
-    chosen = array_backend_of(job, group, dtypes)
-    return "tensorflow" if chosen is None else _NAMES[chosen]
+    """Return the name of what serves a group's call between its hosts: ``"shared_memory"`` on one host, or else the
+    engine's, as in ``NPU_DEVICE_BACKEND``.
+    """
+    hosts = job.hosts
+    if any(map(hosts.uses_nccl, dtypes)):
+        return "nccl"
+    if comparing_backend_of(job, group) is shared_memory:
+        return "shared_memory"
+    return "tensorflow" if hosts.engine == "nccl" else hosts.engine
 
 
 def explained(job: Job, group: Group) -> str:
     """Return in words which backend reduces a group's gradients, and why."""
     hosts, name = job.hosts, backend_name(job, group, [tf.float32])
+    wanted = environment.NPU_DEVICE_BACKEND.get()
+    chosen = f"NPU_DEVICE_BACKEND is {wanted}" if wanted == name else ""
     if name == "shared_memory":
         return "shared memory: all ranks share that of one host"
-    world, wanted = job.mpi_world, environment.NPU_DEVICE_BACKEND.get()
-    between = "TCP" if name == "tcp" else "TensorFlow's ring over gRPC" if world is None else f"MPI ({world.library})"
+    if name == "nccl":
+        why = chosen or "each rank has a GPU of its own"
+        return f"TensorFlow's collectives with NCCL: {why} ({UNVERIFIED})"
+    world = job.mpi_world
+    engine = {"mpi": f"MPI ({world.library})" if world else "MPI", "tcp": "TCP"}.get(
+        name, "TensorFlow's ring over gRPC"
+    )
     if isinstance(_own_reducing_backend_of(job, group, tf.float32), TwoLevelBackend):
-        text, why = f"shared memory within each host, and {between} between them", "hosts have several ranks"
-    elif not hosts.no_nccl:
-        text, why = "TensorFlow's collectives with NCCL", "each rank has a GPU of its own"
+        text, why = f"shared memory within each host, and {engine} between them", "hosts have several ranks"
+    elif environment.NPU_DEVICE_SHARED_MEMORY.get() == "off":
+        text, why = engine, "NPU_DEVICE_SHARED_MEMORY is off"
     else:
-        text = between
+        text = engine
         why = "ranks of one host can't share memory" if any(hosts.problems) else "each rank has a host to itself"
-        if wanted == name:
-            why = f"NPU_DEVICE_BACKEND is {wanted}"
+    why = f"{chosen}, and {why}" if chosen else why
     return f"{text}: {why}" + (f". Not MPI: {job.why_no_mpi}" if job.why_no_mpi else "")
+
+
+def open_ports(job: Job) -> str:
+    """Return in words where this job's ranks serve whoever reaches them, without the job secret; "" if they don't."""
+    addresses = job.server_addresses
+    if not addresses:
+        return ""
+    shown = ", ".join(addresses[:_SHOWN_PORTS])
+    more = f" and {len(addresses) - _SHOWN_PORTS} more" if len(addresses) > _SHOWN_PORTS else ""
+    return f"TensorFlow's servers at {shown}{more} serve whoever reaches them, without the job secret"
 
 
 def packs(job: Job, group: Group, dtype: tf.DType) -> bool:

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 _ENTRY = re.compile(r"\d+|(GPU|MIG)-[0-9A-Za-z/-]+")
 _SHOWN_HOSTS = 8
 
+UNVERIFIED = "unverified: this package has never run it on a GPU"
+"""The remark on NCCL in statements."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -128,7 +131,7 @@ def why_no_nccl(devices: Sequence[Device], hosts: Sequence[str], backend: str) -
     without = [rank for rank, device in enumerate(devices) if not device.is_gpu]
     if len(without) == len(devices):
         return "no rank has a GPU"
-    if backend in ("shared_memory", "mpi", "tcp"):
+    if backend in ("tensorflow", "mpi", "tcp"):
         return f"NPU_DEVICE_BACKEND is {backend}"
     if without:
         return f"rank {without[0]} has no GPU"
@@ -144,7 +147,7 @@ def statement(devices: Sequence[Device], hosts: Sequence[str], no_nccl: str) -> 
     """Return the lines that say which rank has which device, one per host; none in a job without GPUs."""
     if not any(device.is_gpu for device in devices):
         return []
-    way = f"host memory ({no_nccl})" if no_nccl else "NCCL"
+    way = f"host memory ({no_nccl})" if no_nccl else f"NCCL ({UNVERIFIED})"
     lines = [f"npu_device: {len(devices)} ranks; floating-point tensors go through {way}"]
     shared = {rank for ranks in sharing(devices, hosts) for rank in ranks}
     by_host: dict[str, list[str]] = {}

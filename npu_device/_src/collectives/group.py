@@ -83,6 +83,11 @@ class Group:
         return repr((self.name, self.ranks)).encode(errors="surrogatepass")
 
 
+def counts_of(group: Group) -> tuple[int, ...]:
+    """Return, for each member, the number of ranks whose sum it contributes."""
+    return group.counts or (1,) * group.size
+
+
 def group_of(job: Job, name: str) -> Group:
     """Return the group of a name on a rank of a job.
 

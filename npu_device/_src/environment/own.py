@@ -37,12 +37,21 @@ NPU_DEVICE_SSH = Variable(
 NPU_DEVICE_HUB = optional("NPU_DEVICE_HUB", forms.PORT, "port of a hub that is already running; `npurun` sets this.")
 NPU_DEVICE_BACKEND = Variable(
     "NPU_DEVICE_BACKEND",
-    forms.one_of("auto", "shared_memory", "tcp", "mpi", "tensorflow"),
+    forms.one_of("auto", "nccl", "tensorflow", "mpi", "tcp", "shared_memory"),
     "auto",
-    "how tensors are sent: `shared_memory` uses memory that the ranks of a host share, and TCP between hosts; `tcp` "
-    "uses TCP connections, also within a host; `mpi` uses MPI through mpi4py, also within a host, and needs ranks that "
-    "one `mpiexec` started; `tensorflow` uses TensorFlow's collective operations over gRPC. `auto` is `shared_memory` "
-    "where possible, and between hosts MPI where an `mpiexec` started the ranks and mpi4py is installed, or else TCP.",
+    "the engine that sends tensors between hosts: `nccl` is NCCL through TensorFlow, also within a host, and needs a "
+    "GPU for each rank; `tensorflow` is TensorFlow's collective operations over gRPC; `mpi` is MPI through mpi4py, and "
+    "needs ranks that one `mpiexec` started; `tcp` is the package's own TCP connections. `auto` is `nccl` where each "
+    "rank has a GPU; or else `mpi` where one `mpiexec` started the ranks and mpi4py is installed; or else "
+    "`tensorflow`. In this release, `shared_memory` still stands for `NPU_DEVICE_SHARED_MEMORY=required`.",
+    everywhere=True,
+)
+NPU_DEVICE_SHARED_MEMORY = Variable(
+    "NPU_DEVICE_SHARED_MEMORY",
+    forms.one_of("on", "off", "required"),
+    "on",
+    "whether the ranks of a host share memory for their tensors: `on`, where they can; `off` sends tensors through the "
+    "engine of `NPU_DEVICE_BACKEND` within a host, too; with `required`, ranks that can't share memory are an error.",
     everywhere=True,
 )
 NPU_DEVICE_STALL_WARNING = Variable(

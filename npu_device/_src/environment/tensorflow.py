@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 
 from npu_device._src.environment import forms
 from npu_device._src.environment.variable import Form, Variable, optional
@@ -49,6 +50,13 @@ TF_GRPC_DEFAULT_OPTIONS = Variable(
     "failed `MarkRecvFinished`: TensorFlow may crash if it repeats that. Your own value replaces this one, so keep "
     "these options in it.",
 )
+NO_GRPC_PROXY = optional(
+    "no_grpc_proxy",
+    forms.TEXT,
+    "gRPC's own setting: hosts that it reaches without the proxy of `grpc_proxy`, `https_proxy` or `http_proxy`. "
+    "TensorFlow's backend adds the ranks' addresses: a proxy would not connect the ranks.",
+)
+NO_PROXY = optional("no_proxy", forms.TEXT, "what gRPC takes where `no_grpc_proxy` isn't set.")
 MALLOC_MMAP_THRESHOLD_ = Variable(
     "MALLOC_MMAP_THRESHOLD_",
     forms.integer(0),
@@ -69,6 +77,12 @@ TF_FORCE_GPU_ALLOW_GROWTH = optional(
     forms.TEXT,
     "TensorFlow's own setting. If it is set, the package doesn't choose how ranks that share a GPU take its memory.",
 )
+
+
+def reach_without_proxy(hosts: Iterable[str]) -> None:
+    """Let gRPC reach hosts directly, besides those that the user has named."""
+    named = NO_GRPC_PROXY.raw() or NO_PROXY.raw()
+    NO_GRPC_PROXY.set(",".join(dict.fromkeys([*(named.split(",") if named else ()), *hosts])))
 
 
 def user_sets_threads() -> bool:

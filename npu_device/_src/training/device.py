@@ -21,10 +21,10 @@ from npu_device._src.cluster import last_words, rendezvous
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.collectives import gpus, resources
 from npu_device._src.collectives import job as jobs
-from npu_device._src.collectives.backends.mpi.opening import open_world
 from npu_device._src.collectives.backends.shared_memory.host import detect_hosts
 from npu_device._src.collectives.backends.tensorflow import server
 from npu_device._src.collectives.calling_thread import CallingThreads
+from npu_device._src.collectives.engine_choice import choose_engine
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.stall import StallWatch
 from npu_device._src.gradients.split_choice import send_splits
@@ -189,10 +189,8 @@ def _begin(running: Job, trace_settings: Settings | None, seed: int | None) -> N
         running.threads = CallingThreads()
         running.stall_watch = StallWatch(running)
         seeds.require_same(running, seed)
-        hosts = running.hosts = detect_hosts(running, gpus.choose_device(running.cluster))
-        open_world(running)
-        if hosts.needs_server:
-            server.require_in_time(running, hosts.late)
+        found = detect_hosts(running, gpus.choose_device(running.cluster))
+        hosts = running.hosts = choose_engine(running, found)
         resources.count_cores(running)
         resources.divide_cores(running)
         gpus.prepare(running, hosts)

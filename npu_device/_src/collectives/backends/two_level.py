@@ -34,12 +34,24 @@ class TwoLevelBackend:
         group: Group,
         wire: tf.DType | None,
     ) -> list[list[tf.Tensor]]:
-        """Reduce segments, as ``contract`` says. The ranks between the hosts take the mean, of whole sums."""
-        return [self._reduce(agreement, segment, reduction, group, wire) for segment in segments]
+        """Reduce segments, as ``contract`` says. The ranks between the hosts take the mean, of whole sums.
+
+        A segment is spread within the hosts after the next one has started between them: the operations in shared
+        memory run in order, and would otherwise keep the next segment waiting for the network.
+        """
+        host, _ = _levels(agreement.job, group)
+        results: list[list[tf.Tensor]] = []
+        between: list[list[tf.Tensor]] = []
+        for segment in segments:
+            between.append(self._reduce(agreement, segment, reduction, group, wire))
+            if len(between) > 1:
+                results.append(shared_memory.broadcast(agreement, between.pop(0), 0, host))
+        return results + [shared_memory.broadcast(agreement, values, 0, host) for values in between]
 
     def _reduce(
         self, agreement: Agreement, segment: Sequence[tf.Tensor], reduction: str, group: Group, wire: tf.DType | None
     ) -> list[tf.Tensor]:
+        """Return a segment's results on the lowest rank of each host, and values of their shapes on the others."""
         host, between = _levels(agreement.job, group)
         dtype = reduced_dtype(segment[0].dtype, reduction)
         # A host's sum keeps the precision and range of the dtype it is added in; it is sent as narrow as one rank's
@@ -50,14 +62,15 @@ class TwoLevelBackend:
             travels = wire_dtype(dtype, wire) if reduction in ("sum", "mean") else None
             travels = None if travels == values[0].dtype else travels
             [values] = self._between.all_reduce(agreement, [values], reduction, between, travels)
-        return shared_memory.broadcast(agreement, [tf.cast(value, dtype) for value in values], 0, host)
+        return [tf.cast(value, dtype) for value in values]
 
     def reduce(
         self, agreement: Agreement, tensors: Sequence[tf.Tensor], reduction: str, root: int, group: Group
     ) -> list[tf.Tensor]:
         """Reduce tensors, as ``contract`` says, but to all ranks."""
         del root
-        return self._reduce(agreement, tensors, reduction, group, None)
+        [reduced] = self.all_reduce(agreement, [tensors], reduction, group, None)
+        return reduced
 
     def broadcast(self, agreement: Agreement, tensors: Sequence[tf.Tensor], root: int, group: Group) -> list[tf.Tensor]:
         """Broadcast the root's tensors: to the lowest rank of the root's host, between hosts, and on every host."""

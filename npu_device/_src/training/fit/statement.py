@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from npu_device._src import environment
 from npu_device._src.cluster.frames import counted
-from npu_device._src.collectives.choice import explained
+from npu_device._src.collectives.choice import explained, open_ports
 from npu_device._src.training import training_state
 from npu_device._src.training.world import World
 
@@ -40,12 +40,13 @@ def lines(world: World, model: Any, rows: int | None, steps: int | None) -> list
     rates = ", ".join(_rate(optimizer) for optimizer in training_state.optimizers(model)) or "none"
     number = tf.config.threading.get_intra_op_parallelism_threads()
     threads = counted(number, "thread") if number else "TensorFlow's default number of threads"
-    backend = explained(world.runtime, world.group)
+    backend, ports = explained(world.runtime, world.group), open_ports(world.runtime)
     return [
         f"npu_device: {type(model).__name__} {model.name!r} trains on {world.size} ranks ({where})",
         f"  global batch   {batch}; {'unknown' if steps is None else steps} steps per epoch",
         f"  learning rate  {rates}, as given, not scaled by the number of ranks",
         f"  backend        {backend}; {threads} per rank",
+        *([f"  open ports     {ports}"] if ports else []),
         "  files          callbacks write on rank 0; the others wait after each epoch",
         "  (NPU_DEVICE_STATEMENT=off leaves this out)",
     ]

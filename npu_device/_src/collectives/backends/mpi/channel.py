@@ -16,7 +16,7 @@ import numpy as np
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.collectives.backends.arrays.engine import Program
 from npu_device._src.collectives.backends.mpi.mpi_world import MpiWorld
-from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.group import Group, counts_of
 from npu_device._src.collectives.job import Job
 
 _SPIN_SECONDS = 100e-6
@@ -50,7 +50,7 @@ class Channel:
 
     def __init__(self, world: MpiWorld, job: Job, group: Group) -> None:
         self.size, self.rank = group.size, group.rank
-        self.counts = group.counts or (1,) * group.size
+        self.counts = counts_of(group)
         self.check = job.health.require_running
         self._world, self._group = world, group
         self._comm: Any = None

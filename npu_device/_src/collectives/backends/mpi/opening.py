@@ -11,13 +11,12 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from npu_device._src import environment
-from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.collectives import job as jobs
 from npu_device._src.collectives.backends.arrays.heads import head_of
 from npu_device._src.collectives.backends.arrays.stream import Stream
@@ -34,26 +33,17 @@ _TICK_SECONDS = 0.02
 _TAGS_OF_ALL, _MOST_TAGS = 32767, (1 << 31) - 1  # what MPI guarantees, and what an int holds
 _CHECKED_LENGTHS = (1, 1 << 18)
 
-_REMEDY = (
-    "What to do: install mpi4py on every host (pip install mpi4py), start all ranks with one mpiexec, and "
-    "let mpi4py find the launcher's libmpi.so (LD_LIBRARY_PATH, or MPI4PY_LIBMPI=/path/to/libmpi.so); or unset "
-    "NPU_DEVICE_BACKEND."
-)
 
+def open_world(job: Job, wanted: bool) -> Sequence[str]:
+    """Start MPI, and return for each rank why that fails; nothing if it works. Every rank calls this.
 
-def open_world(job: Job) -> None:
-    """Start MPI if the ranks want it: because of ``NPU_DEVICE_BACKEND``, or, where not all ranks share memory, because
-    MPI's launcher started them. Every rank calls this.
+    Args:
+        job: the job.
+        wanted: ``NPU_DEVICE_BACKEND`` is ``mpi``; otherwise MPI is started only if an ``mpiexec`` started the ranks.
 
     Raises:
-        ClusterError: ``NPU_DEVICE_BACKEND`` is ``mpi``, and MPI can't be used.
         TimeoutError: a rank did not come.
     """
-    wanted = environment.NPU_DEVICE_BACKEND.get() == "mpi"
-    if not wanted and (
-        environment.NPU_DEVICE_BACKEND.get() != "auto" or job.hosts.share_memory or not job.hosts.no_nccl
-    ):
-        return
     problems = job.store.gather("mpi/found", _problem(job, wanted), _SECONDS)
     if not any(problems):
         problems = job.store.gather("mpi/started", _start(job), _SECONDS)
@@ -63,12 +53,7 @@ def open_world(job: Job) -> None:
         if not any(problems):
             job.mpi_world = world
             _keep_going(world)
-            return
-    if wanted:
-        lines = job.cluster.lines({rank: problem for rank, problem in enumerate(problems) if problem})
-        raise ClusterError("\n".join(["NPU_DEVICE_BACKEND is mpi, but MPI can't be used:", *lines, _REMEDY]))
-    if mpiexec.read() is not None:
-        job.why_no_mpi = next(problem for problem in problems if problem)
+    return list(problems) if any(problems) else []
 
 
 def _problem(job: Job, wanted: bool) -> str:

@@ -50,7 +50,7 @@ def reduce(
     """Reduce a stream to the root, the only one with a ``result``."""
     del head
     reduced_dtype = np.dtype(dtypes.reduced_dtype(tf.as_dtype(stream.dtype), reduction).as_numpy_dtype)
-    fold = folding(reduction, channel.size)
+    fold = folding(reduction, sum(channel.counts))
     yield from _reduce_to_root(channel, stream, result, reduced_dtype, root, fold)
 
 

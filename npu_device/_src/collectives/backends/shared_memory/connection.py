@@ -68,7 +68,7 @@ def connect(job: Job, group: Group, size: int) -> Segment:
         check()
     raise ClusterError(
         f"{job.cluster.name} could not get {size >> 20} MiB of memory for group {group.name!r}: {problem}\n"
-        "What to do: free memory, or set NPU_DEVICE_BACKEND=tcp on all ranks."
+        "What to do: free memory, or set NPU_DEVICE_SHARED_MEMORY=off on all ranks."
     ) from problem
 
 

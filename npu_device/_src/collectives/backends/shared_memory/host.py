@@ -1,7 +1,7 @@
 """Find which ranks share memory: those of one host that proved it when the job began. And learn all ranks' devices.
 
 A common host name only means that ranks may try. The lowest rank of each host writes a random text into
-memory, the others must find it there, and every rank learns the outcome, so that all choose the same backend.
+memory, the others must find it there, and every rank learns the outcome, so that all choose the same engine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.collectives.backends.shared_memory import mapping
-from npu_device._src.collectives.gpu_choice import Device, why_no_nccl
+from npu_device._src.collectives.gpu_choice import Device
 from npu_device._src.collectives.job import Job
 
 _log = logging.getLogger("npu_device")
@@ -35,23 +35,23 @@ class Hosts:
     Attributes:
         leaders: for each rank the lowest rank with which it shares memory; the rank itself when there is none.
         devices: of each rank.
-        no_nccl: why floating-point tensors don't go from GPU to GPU; "" if they do.
         late: ranks on which TensorFlow has already made its devices.
         problems: for each rank why it can't share memory with the lowest rank of its host; "" if it can.
-        all_through_tensorflow: ``NPU_DEVICE_BACKEND`` is ``tensorflow``.
+        engine: the one between hosts (``engine_choice``).
+        no_nccl: why floating-point tensors don't go from GPU to GPU; "" if they do.
     """
 
     leaders: tuple[int, ...]
     devices: tuple[Device, ...]
-    no_nccl: str
     late: tuple[int, ...]
     problems: tuple[str, ...]
-    all_through_tensorflow: bool
+    engine: str = ""
+    no_nccl: str = ""
 
     @property
     def needs_server(self) -> bool:
         """Return whether tensors go through TensorFlow's collectives, which need its server."""
-        return self.all_through_tensorflow or not self.no_nccl
+        return self.engine == "nccl" or (self.engine == "tensorflow" and not self.share_memory)
 
     @property
     def share_memory(self) -> bool:
@@ -62,7 +62,7 @@ class Hosts:
         """Return whether tensors of a dtype go from GPU to GPU; the same on every rank. All others go through the
         hosts' memories, wherever they are.
         """
-        return bool(dtype.is_floating) and not self.no_nccl
+        return bool(dtype.is_floating) and self.engine == "nccl"
 
 
 def detect_hosts(job: Job, device: Device) -> Hosts:
@@ -73,12 +73,11 @@ def detect_hosts(job: Job, device: Device) -> Hosts:
         device: this rank's device.
 
     Raises:
-        ClusterError: ``NPU_DEVICE_BACKEND`` is ``shared_memory`` while ranks of one host can't share memory.
+        ClusterError: ``NPU_DEVICE_SHARED_MEMORY`` is ``required`` while ranks of one host can't share memory.
         TimeoutError: a rank did not come.
-        ValueError: ``NPU_DEVICE_BACKEND`` is unknown.
     """
     cluster, store = job.cluster, job.store
-    wanted = environment.NPU_DEVICE_BACKEND.get()  # on all ranks
+    wanted = _wanted(cluster.rank)
     card, offer = _card(cluster.local_rank == 0)
     key = f"memory/{cluster.hosts.index(cluster.host)}"
     if cluster.local_rank == 0:
@@ -91,7 +90,7 @@ def detect_hosts(job: Job, device: Device) -> Hosts:
     if offer is not None:  # all ranks have looked
         offer.withdraw()
         offer.memory.close()
-    if wanted in ("tensorflow", "mpi", "tcp"):
+    if wanted == "off":
         leaders = tuple(range(cluster.world_size))
     else:
         _report(wanted, problems, cluster.hosts, cluster.rank)
@@ -101,8 +100,20 @@ def detect_hosts(job: Job, device: Device) -> Hosts:
         )
     late_ranks = tuple(rank for rank, is_late in enumerate(late) if is_late)
     devices = tuple(Device(**each) for each in described)
-    no_nccl = why_no_nccl(devices, cluster.hosts, wanted)
-    return Hosts(leaders, devices, no_nccl, late_ranks, tuple(problems), wanted == "tensorflow")
+    return Hosts(leaders, devices, late_ranks, tuple(problems))
+
+
+def _wanted(rank: int) -> str:
+    """Return ``NPU_DEVICE_SHARED_MEMORY``, or what stands for it; the same on all ranks."""
+    if environment.NPU_DEVICE_BACKEND.get() != "shared_memory":
+        return environment.NPU_DEVICE_SHARED_MEMORY.get()
+    if rank == 0:
+        _log.warning(
+            "NPU_DEVICE_BACKEND=shared_memory stands for NPU_DEVICE_SHARED_MEMORY=required in this release, and will "
+            "be an error in the next: NPU_DEVICE_BACKEND now names the engine between hosts.\n"
+            "What to do: set NPU_DEVICE_SHARED_MEMORY=required, and unset NPU_DEVICE_BACKEND."
+        )
+    return "required"
 
 
 def _card(leads: bool) -> tuple[dict[str, Any], mapping.Offer | None]:
@@ -143,11 +154,11 @@ def _report(wanted: str, problems: Sequence[str], hosts: Sequence[str], rank: in
     if not alone:
         return
     lines = "\n".join(f"  rank {other} on host {hosts[other]}: {problems[other]}" for other in alone)
-    if wanted == "shared_memory":
+    if wanted == "required":
         raise ClusterError(
-            f"NPU_DEVICE_BACKEND is shared_memory, but ranks of one host can't share memory:\n{lines}\n"
-            "What to do: start all ranks of a host as one user in one container, or unset NPU_DEVICE_BACKEND: "
-            "these ranks then use TCP."
+            f"NPU_DEVICE_SHARED_MEMORY is required, but ranks of one host can't share memory:\n{lines}\n"
+            "What to do: start all ranks of a host as one user in one container, or unset NPU_DEVICE_SHARED_MEMORY: "
+            "these ranks then use the engine between hosts."
         )
     if rank == 0:
-        _log.warning("ranks of one host can't share memory and use TCP, which is slower:\n%s", lines)
+        _log.warning("ranks of one host can't share memory; they use the slower engine between hosts:\n%s", lines)

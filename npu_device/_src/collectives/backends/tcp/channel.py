@@ -19,7 +19,7 @@ import numpy as np
 
 from npu_device._src.cluster.peers import Peers
 from npu_device._src.collectives.backends.arrays.engine import Program
-from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.group import Group, counts_of
 from npu_device._src.collectives.job import Job
 
 _LENGTH = struct.Struct("<Q")
@@ -170,7 +170,7 @@ class Channel:
 
     def __init__(self, job: Job, group: Group) -> None:
         self.size, self.rank = group.size, group.rank
-        self.counts = group.counts or (1,) * group.size
+        self.counts = counts_of(group)
         self._health = job.health
         self._spins = job.has_own_core
         ends = [(job.peers, rank, group.number) for rank in group.ranks]

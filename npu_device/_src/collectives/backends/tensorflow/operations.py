@@ -17,7 +17,7 @@ from npu_device._src.collectives.backends.messages.messages_backend import messa
 from npu_device._src.collectives.backends.tensorflow import kernels, words
 from npu_device._src.collectives.dtypes import mean_dtype, sum_dtype, wire_dtype, wire_scales
 from npu_device._src.collectives.folding import fold
-from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.group import Group, counts_of
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.terms import Agreement
 
@@ -166,16 +166,16 @@ def _all_reduce_one(
         reduced = _reduce_uint64(reduce_native, tensor, merge)
     else:
         reduced = reduce_native(tf.cast(tensor, _CARRIERS.get(dtype, dtype)))
-    return tf.cast(reduced / group.size if reduction == "mean" else reduced, dtype)
+    return tf.cast(reduced / sum(counts_of(group)) if reduction == "mean" else reduced, dtype)
 
 
 def _reduce_narrow(job: Job, tensor: tf.Tensor, wire: tf.DType, reduction: str, group: Group) -> tf.Tensor:
     """Return the sum, mean or product of values sent in 16 bits and combined in float32 (float64 stays float64)."""
-    wide, size = sum_dtype(tensor.dtype), group.size
-    shares, scale = wire_scales(reduction, [1] * size)
+    wide, size, counts = sum_dtype(tensor.dtype), group.size, counts_of(group)
+    shares, scale = wire_scales(reduction, counts)
     if tensor.dtype != wide:
         scale = 1  # the result has 16 bits, too
-    divisor = size if reduction == "mean" else scale
+    divisor = sum(counts) if reduction == "mean" else scale
 
     def narrow(values: tf.Tensor, divisor: int) -> tf.Tensor:
         divided = values if divisor == 1 else values / divisor

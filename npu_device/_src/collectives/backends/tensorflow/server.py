@@ -6,8 +6,6 @@ before TensorFlow has made its devices. TensorFlow's coordination service isn't 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import tensorflow as tf
 
 from npu_device._src import compat, environment
@@ -18,26 +16,6 @@ from npu_device._src.collectives.job import Job
 
 _JOB = "worker"
 _LEADER = f"/job:{_JOB}/replica:0/task:0"
-
-
-def require_in_time(job: Job, late: Sequence[int]) -> None:
-    """Refuse to continue if TensorFlow has already been used; all ranks get the same text.
-
-    Args:
-        job: the job.
-        late: ranks on which TensorFlow's context exists.
-
-    Raises:
-        ClusterError: there are such ranks.
-    """
-    if late:
-        raise ClusterError(
-            f"TensorFlow has been used before npu.open() on {', '.join(map(job.cluster.name_of, late))}: "
-            "its devices exist, and the collective runtime must be set up before that.\n"
-            "The job needs it because its GPUs use NCCL, or NPU_DEVICE_BACKEND is tensorflow.\n"
-            "What to do: call `npu.open().as_default()` right after the imports, before the first tensor, variable, "
-            "model, data set or tf.config.list_logical_devices() of the script."
-        )
 
 
 def start(job: Job) -> None:
@@ -65,7 +43,7 @@ def start(job: Job) -> None:
     context = compat.eager_context()
     context.configure_collective_ops(
         collective_leader=_LEADER,
-        use_nccl_communication=not job.hosts.no_nccl,
+        use_nccl_communication=job.hosts.engine == "nccl",
         # A rank never places operations on another rank's devices.
         device_filters=(f"/job:{_JOB}/task:{cluster.rank}",),
     )
@@ -83,6 +61,7 @@ def start(job: Job) -> None:
     # freed, and crash. So gRPC keeps it. After some small transfers gRPC's estimate of how much it should accept at
     # once is too low for a slow link (docs/notes.md).
     environment.TF_GRPC_DEFAULT_OPTIONS.pass_on()
+    environment.reach_without_proxy(cluster.addresses)
     freed_memory.keep()
     context.enable_collective_ops(compat.server_def({_JOB: addresses}, _JOB, cluster.rank, reserved.number, config))
     try:

@@ -1,0 +1,141 @@
+"""The engines between hosts, as one list, and the choice of one of them for the job.
+
+The first engine that can be used is taken. ``NPU_DEVICE_BACKEND`` names one instead, and then no other is taken. Within
+a host, ranks share memory underneath each of them, unless NCCL takes the tensor (``choice``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Callable, NamedTuple
+
+from npu_device._src import environment
+from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.collectives.backends.mpi.opening import open_world
+from npu_device._src.collectives.backends.shared_memory.host import Hosts
+from npu_device._src.collectives.gpu_choice import why_no_nccl
+from npu_device._src.collectives.job import Job
+from npu_device._src.membership import mpiexec
+
+_log = logging.getLogger("npu_device")
+
+_IN_TIME = (
+    "call `npu.open().as_default()` right after the imports, before the first tensor, variable, model, data set or "
+    "tf.config.list_logical_devices() of the script"
+)
+
+
+class Engine(NamedTuple):
+    """One engine between hosts.
+
+    Attributes:
+        name: its name in ``NPU_DEVICE_BACKEND``.
+        title: its name in messages.
+        problems: called on every rank; prepares the engine, and returns why the job can't use it, in one or more lines,
+            the same on all ranks. Empty if it can.
+        remedy: what to do if it has been named and can't be used.
+    """
+
+    name: str
+    title: str
+    problems: Callable[[Job, Hosts], Sequence[str]]
+    remedy: str
+
+
+def _problems_of_nccl(job: Job, hosts: Hosts) -> Sequence[str]:
+    problem = why_no_nccl(hosts.devices, job.cluster.hosts, environment.NPU_DEVICE_BACKEND.get())
+    if not problem and hosts.late:
+        lines = "\n".join(_late(job, hosts))
+        raise ClusterError(f"NCCL needs TensorFlow's server, which can't be started:\n{lines}\nWhat to do: {_IN_TIME}.")
+    return [f"  {problem}"] if problem else []
+
+
+def _problems_of_mpi(job: Job, hosts: Hosts) -> Sequence[str]:
+    del hosts
+    problems = open_world(job, environment.NPU_DEVICE_BACKEND.get() == "mpi")
+    return job.cluster.lines({rank: problem for rank, problem in enumerate(problems) if problem})
+
+
+def _problems_of_tensorflow(job: Job, hosts: Hosts) -> Sequence[str]:
+    return [] if hosts.share_memory else _late(job, hosts)
+
+
+def _late(job: Job, hosts: Hosts) -> Sequence[str]:
+    if not hosts.late:
+        return []
+    names = ", ".join(map(job.cluster.name_of, hosts.late))
+    return [
+        f"  TensorFlow has been used before npu.open() on {names}: its devices exist, and its server must be started "
+        "before that."
+    ]
+
+
+ENGINES = (
+    Engine(
+        "nccl",
+        "NCCL",
+        _problems_of_nccl,
+        "What to do: start one rank per GPU, with a TensorFlow that is built for CUDA; or unset NPU_DEVICE_BACKEND.",
+    ),
+    Engine(
+        "mpi",
+        "MPI",
+        _problems_of_mpi,
+        "What to do: install mpi4py on every host (pip install mpi4py), start all ranks with one mpiexec, and let "
+        "mpi4py find the launcher's libmpi.so (LD_LIBRARY_PATH, or MPI4PY_LIBMPI=/path/to/libmpi.so); or unset "
+        "NPU_DEVICE_BACKEND.",
+    ),
+    Engine(
+        "tensorflow",
+        "TensorFlow's server",
+        _problems_of_tensorflow,
+        f"What to do: {_IN_TIME}; or set NPU_DEVICE_BACKEND=tcp, which can be opened at any time.",
+    ),
+    Engine("tcp", "TCP", lambda job, hosts: [], ""),
+)
+"""All engines, in the order in which they are tried:
+
+1. NCCL through TensorFlow, where each rank has a GPU of its own; tensors that it can't reduce take TensorFlow's ring.
+2. The site's MPI, where one ``mpiexec`` started all ranks and mpi4py is installed.
+3. TensorFlow's collectives, whose ring over gRPC is there with every TensorFlow.
+4. TCP, the package's own, is there to be named. Unnamed, it is taken only if ``npu.open()`` comes too late for 3.
+"""
+
+
+def choose_engine(job: Job, hosts: Hosts) -> Hosts:
+    """Choose the engine between hosts, and return what the ranks know of each other, with it. Every rank calls this.
+
+    Raises:
+        ClusterError: ``NPU_DEVICE_BACKEND`` names an engine that the job can't use; or its GPUs could use NCCL, but
+            TensorFlow has been used before.
+        TimeoutError: a rank did not come.
+    """
+    wanted = environment.NPU_DEVICE_BACKEND.get()
+    named = [engine for engine in ENGINES if engine.name == wanted]
+    # Ranks of one host need no engine between hosts, but may have GPUs.
+    listed = named or [engine for engine in ENGINES if engine.name != "mpi" or not hosts.share_memory]
+    against: dict[str, Sequence[str]] = {}
+    for engine in listed:
+        problems = engine.problems(job, hosts)
+        if not problems:
+            break
+        if named:
+            lines = "\n".join(problems)
+            raise ClusterError(
+                f"NPU_DEVICE_BACKEND is {wanted}, but {engine.title} can't be used:\n{lines}\n{engine.remedy}"
+            )
+        against[engine.name] = problems
+    if "tensorflow" in against and job.cluster.rank == 0:
+        lines = "\n".join(against["tensorflow"])
+        _log.warning(
+            "TensorFlow's collectives can't be used between hosts, and all ranks use TCP:\n%s\n"
+            "What to do: %s; or set NPU_DEVICE_BACKEND=tcp, which leaves out this warning.",
+            lines,
+            _IN_TIME,
+        )
+    no_nccl = "" if engine.name == "nccl" else why_no_nccl(hosts.devices, job.cluster.hosts, wanted)
+    if "mpi" in against and mpiexec.read() is not None:
+        job.why_no_mpi = against["mpi"][0].strip()
+    return replace(hosts, engine=engine.name, no_nccl=no_nccl)
