@@ -173,7 +173,7 @@ def test_two_hosts_and_a_port_blocked_in_one_direction() -> None:
     with hosts(2, gbit=1.0):
         (first, report), (second, _) = two_nodes(ranks="2", node0=address(0), on=True, port=ports)
         assert (first, second) == (0, 0)
-        assert "shared memory within each host, and TCP between them" in report
+        assert "shared memory within each host, and TensorFlow's ring over gRPC between them" in report
         speeds = [float(speed) for speed in re.findall(r"bare sockets: ([0-9.]+) Gbit/s", report)]
         assert len(speeds) == 2 and all(0.1 < speed < 1.1 for speed in speeds)
         *_, between, wire = rows(report)["16 MiB"]
