@@ -6,15 +6,20 @@ The names are loaded from ``_api`` when first used, so that ``npu_device.launch`
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
+from npu_device._src.neighbours import require_own_folders
 from npu_device._src.version import __version__ as __version__
 
+require_own_folders(os.path.dirname(os.path.dirname(__file__)))
+
 if TYPE_CHECKING:
-    from npu_device import compat, configs, distribute, gen_npu_ops, npu_device, ops, train, utils
+    from npu_device import callbacks, compat, configs, distribute, errors, gen_npu_ops, npu_device, ops, train, utils
     from npu_device._api import (
         NpuDeviceHandle,
         close,
+        get_schedule_aicore_task_early,
         global_options,
         is_inf_nan_enabled,
         keep_dtype_scope,
@@ -24,15 +29,19 @@ if TYPE_CHECKING:
         open,
         set_device_sat_mode,
         set_npu_loop_size,
+        set_schedule_aicore_task_early,
     )
 
 __all__ = [
     "NpuDeviceHandle",
+    "callbacks",
     "close",
     "compat",
     "configs",
     "distribute",
+    "errors",
     "gen_npu_ops",
+    "get_schedule_aicore_task_early",
     "global_options",
     "is_inf_nan_enabled",
     "keep_dtype_scope",
@@ -44,6 +53,7 @@ __all__ = [
     "ops",
     "set_device_sat_mode",
     "set_npu_loop_size",
+    "set_schedule_aicore_task_early",
     "train",
     "utils",
 ]

@@ -2,8 +2,14 @@
 this at their first use.
 """
 
-from npu_device import compat, configs, distribute, gen_npu_ops, npu_device, ops, train, utils
-from npu_device._src.no_effect.modes import is_inf_nan_enabled, set_device_sat_mode, set_npu_loop_size
+from npu_device import callbacks, compat, configs, distribute, errors, gen_npu_ops, npu_device, ops, train, utils
+from npu_device._src.no_effect.modes import (
+    get_schedule_aicore_task_early,
+    is_inf_nan_enabled,
+    set_device_sat_mode,
+    set_npu_loop_size,
+    set_schedule_aicore_task_early,
+)
 from npu_device._src.options import global_options
 from npu_device._src.training.compat_function import npu_compat_function
 from npu_device._src.training.device import NpuDeviceHandle, close, open
@@ -12,11 +18,14 @@ from npu_device.utils.scope import keep_dtype_scope, npu_recompute_scope
 
 __all__ = [
     "NpuDeviceHandle",
+    "callbacks",
     "close",
     "compat",
     "configs",
     "distribute",
+    "errors",
     "gen_npu_ops",
+    "get_schedule_aicore_task_early",
     "global_options",
     "is_inf_nan_enabled",
     "keep_dtype_scope",
@@ -28,6 +37,7 @@ __all__ = [
     "ops",
     "set_device_sat_mode",
     "set_npu_loop_size",
+    "set_schedule_aicore_task_early",
     "train",
     "utils",
 ]

@@ -103,7 +103,12 @@ def body_kinds() -> dict[str, Any]:
         "size": size,
         "single": float(single),
         "several": [None if value is None else np.asarray(value).tolist() for value in many],
-        "list": isinstance(many, list),
+        "types": [type(many).__name__, type(mixed).__name__],
+        "nested": {
+            key: np.asarray(value).tolist()
+            for key, value in reduce({"loss": own, "rest": tf.constant([rank])}, "sum").items()
+        },
+        "deep": reduce([{"a": (own, None)}], "sum")[0]["a"][1],
         "mixed": [None if value is None else np.asarray(value).tolist() for value in mixed],
         "nothing": reduce([], "sum"),
         "empty": [tuple(value.shape) for value in empty],
@@ -116,7 +121,9 @@ def test_kinds_of_values(ranks: Pool) -> None:
     for result in ranks.run(body_kinds):
         assert result["single"] == total
         assert result["several"] == [[total], None, [[total, 2.0 * n]], 3 * n, total]
-        assert result["list"] == (n > 1)
+        assert result["types"] == ["tuple", "list"]
+        assert result["nested"] == {"loss": total, "rest": [total - n]}
+        assert result["deep"] is None
         mean = total / n
         assert result["mixed"] == [[[mean, mean], [mean, mean]], None, [(n - 1) / 2, 1]]
         assert result["nothing"] == []
@@ -385,7 +392,7 @@ def body_refusals() -> dict[str, str]:
         "id": refusal(one, fusion=1, fusion_id=4),
         "group": refusal(one, group="nobody"),
         "slices": refusal(tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0])), "max"),
-        "dict": refusal({"a": one}),
+        "sparse": refusal({"a": tf.sparse.from_dense([1.0])}),
         "ragged": refusal([tf.ragged.constant([[1.0], [2.0, 3.0]])]),
         "numpy": refusal(tf.IndexedSlices(np.ones([1, 2]), np.array([0]), (4, 2))),
     }
@@ -402,7 +409,7 @@ def test_bad_input_is_refused_with_a_reason(ranks: Pool) -> None:
         assert found["bool"].startswith("TypeError") and "bool" in found["bool"]
         assert found["group"].startswith("ValueError") and "nobody" in found["group"]
         assert found["slices"].startswith("ValueError") and "IndexedSlices" in found["slices"]
-        assert found["dict"].startswith("TypeError: all_reduce can't reduce a dict; expected tensors")
+        assert found["sparse"].startswith("TypeError: all_reduce can't reduce a SparseTensor; expected tensors")
         assert found["ragged"].startswith("TypeError: all_reduce can't reduce a RaggedTensor")
         assert found["numpy"] == "accepted"
 

@@ -34,6 +34,11 @@ def test_unset_and_empty_give_the_default(variable: Variable, monkeypatch: pytes
         (environment.CM_WORKER_IP, "FD00:0:0::1", "fd00::1"),
         (environment.JOB_ID, "10087", "10087"),
         (environment.RANK_TABLE_FILE, "/a b/8p.json", "/a b/8p.json"),
+        (environment.NPU_DEVICE_LOG_LEVEL, "info", "INFO"),
+        (environment.NPU_DEVICE_PREEMPT_SIGNAL, "USR1", "SIGUSR1"),
+        (environment.NPU_DEVICE_PREEMPT_SIGNAL, "SIGUSR2", "SIGUSR2"),
+        (environment.PET_NNODES, "2:4", 4),
+        (environment.JAX_COORDINATOR_ADDRESS, "[::1]:77", ("::1", 77)),
     ],
 )
 def test_values(variable: Variable, text: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,6 +66,10 @@ def test_values(variable: Variable, text: str, value: object, monkeypatch: pytes
         (environment.HCCL_CONNECT_TIMEOUT, "nan", "a number above 0, at most 7200"),
         (environment.HCCL_CONNECT_TIMEOUT, "2 min", "a number above 0, at most 7200"),
         (environment.NPU_LOOP_SIZE, "0", "a whole number of at least 1"),
+        (environment.NPU_DEVICE_LOG_LEVEL, "loud", "one of DEBUG, INFO, WARNING, ERROR, CRITICAL"),
+        (environment.NPU_DEVICE_PREEMPT_SIGNAL, "KILL", "one of SIGTERM, SIGUSR1, SIGUSR2, with or without SIG"),
+        (environment.PET_NNODES, "2:", "a number of nodes, or MIN:MAX"),
+        (environment.JAX_COORDINATOR_ADDRESS, "::1:77", '"host:port", or "[address]:port" for IPv6'),
     ],
 )
 def test_malformed_values_name_variable_found_and_expected(

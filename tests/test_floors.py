@@ -19,7 +19,7 @@ SOURCE_FOLDER = "npu_device/_src/"
 PACKAGES = ("npu_device", "hccl", "npu_bridge")
 
 MORE_THAN_IMPORTS = {
-    "npu_device/__init__.py": "loads its names at their first use, so that the launcher does without TensorFlow",
+    "npu_device/__init__.py": "refuses to be mixed with Ascend's wheels; loads names late, for npurun",
     "npu_device/distribute/__init__.py": "loads its callbacks at their first use, which imports Keras",
     "npu_device/compat/v1/__init__.py": "takes npu_bridge's modules in by its __path__",
     "npu_bridge/helper/helper.py": "get_gen_ops() returns another public module, which no component may import",

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import job
-from ranks import table_environment
+from ranks import clean_environment, table_environment
 
 SCRIPT = """
 import os, threading
@@ -81,6 +81,18 @@ def test_one_rank_with_a_table_of_one_device_is_inert_too(tmp_path: Path) -> Non
     )
     assert result.code == 0, result.output
     assert "inert" in result.output
+
+
+def test_the_level_of_the_logger() -> None:
+    script = "import logging, npu_device as npu; npu.open(); logging.getLogger('npu_device').info('said')"
+    for level, times in (("INFO", 1), ("warning", 0)):
+        environment = {**clean_environment(), "TF_CPP_MIN_LOG_LEVEL": "3", "NPU_DEVICE_LOG_LEVEL": level}
+        result = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+        )
+        assert [line for line in result.stderr.splitlines(keepends=True) if line == "said\n"] == (
+            [said] if said else []
+        )
 
 
 def test_the_launcher_does_not_import_tensorflow() -> None:

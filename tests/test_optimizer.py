@@ -356,6 +356,7 @@ def body_copy_and_refusals() -> Any:
         "around": refusal(_loss_scale(tf, inner)),
         "scaled twice": refusal(scaled),
         "not an optimizer": refusal(object()),
+        "none": refusal(None),
         "reduction": refusal(tf.keras.optimizers.SGD(1.0), "median"),
         "named": isinstance(named, tf.keras.optimizers.Optimizer),
         "config": wrapped.get_config() == config,
@@ -366,6 +367,7 @@ def body_copy_and_refusals() -> Any:
 
 def test_refusals_and_copies(keras_ranks: Pool) -> None:
     for found in keras_ranks.run(body_copy_and_refusals):
+        assert found["none"] == "TypeError: expected a Keras optimizer, or a name such as 'sgd'; found None"
         assert found["named"] and found["config"]
         assert found["iterations"] == (1, 1), "a deep copy applies with its own state"
         assert found["values"] == (-1.0, -1.0)

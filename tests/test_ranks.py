@@ -19,6 +19,8 @@ def body_objects(root: int) -> Any:
     large = npu.distribute.broadcast_object(np.full([300_000], rank), root)
     with pytest.raises(ValueError, match="root_rank 9"):
         npu.distribute.broadcast_object(1, 9) if npu.distribute.size() > 1 else _raise()
+    assert npu.distribute.gather_object({"rank": rank}) == [{"rank": each} for each in range(npu.distribute.size())]
+    assert (npu.distribute.local_rank(), npu.distribute.local_size()) == (rank, npu.distribute.size())
     return rank, npu.distribute.size(), npu.distribute.is_main(), small, set(large.tolist())
 
 

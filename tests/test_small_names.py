@@ -12,9 +12,11 @@ import pytest
 
 from npu_device._src.no_effect.modes import (
     get_npu_loop_size,
+    get_schedule_aicore_task_early,
     is_inf_nan_enabled,
     set_device_sat_mode,
     set_npu_loop_size,
+    set_schedule_aicore_task_early,
     stupid_repeat,
 )
 from npu_device._src.options import global_options
@@ -48,6 +50,13 @@ def test_a_loop_size_below_one_is_logged_and_ignored(size: int, caplog: pytest.L
     assert get_npu_loop_size() == 10
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
     assert f"found {size}; it stays 10" in caplog.text
+
+
+def test_early_scheduling_is_recorded() -> None:
+    assert get_schedule_aicore_task_early() is False
+    set_schedule_aicore_task_early(True)
+    assert get_schedule_aicore_task_early() is True
+    set_schedule_aicore_task_early(False)
 
 
 def test_a_loop_size_that_is_no_integer_is_refused() -> None:

@@ -7,10 +7,14 @@ from npu_device._src.training.dataset import shard_and_rebatch_dataset
 from npu_device._src.training.fit.divided import divided
 from npu_device._src.training.fit.replica import replicate
 from npu_device._src.training.optimizer_wrapper import npu_distributed_keras_optimizer_wrapper
+from npu_device._src.training.optimizer_wrapper import npu_distributed_keras_optimizer_wrapper as DistributedOptimizer
 from npu_device._src.training.ranks import (
     barrier,
     broadcast_object,
+    gather_object,
     is_main,
+    local_rank,
+    local_size,
     metric_results,
     rank,
     rank_zero_first,
@@ -23,15 +27,19 @@ from npu_device._src.training.variables import broadcast
 from npu_device.distribute import hccl_ops
 
 __all__ = [
+    "DistributedOptimizer",
     "all_reduce",
     "barrier",
     "broadcast",
     "broadcast_object",
     "divided",
+    "gather_object",
     "grouping_broadcast",
     "grouping_gradients_apply",
     "hccl_ops",
     "is_main",
+    "local_rank",
+    "local_size",
     "metric_results",
     "npu_distributed_keras_optimizer_wrapper",
     "rank",

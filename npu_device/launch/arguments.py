@@ -322,11 +322,11 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _signal(text: str) -> int:
-    names = environment.PREEMPT_SIGNALS
-    name = "SIG" + text.upper().removeprefix("SIG")
-    if name not in names:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(names)}")
-    return int(signal.Signals[name])
+    form = environment.NPU_DEVICE_PREEMPT_SIGNAL.form
+    try:
+        return int(signal.Signals[form.parse(text)])
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {form.expected}") from None
 
 
 def _port(text: str) -> int:

@@ -11,7 +11,11 @@ RESUMABLE: int = os.EX_TEMPFAIL
 """Exit code 75: the rank was asked to stop, and a checkpoint has been written from which the job can go on."""
 
 
-class ClusterError(RuntimeError):
+class NpuDeviceError(Exception):
+    """Base class of the errors that a script may want to catch; see ``npu_device.errors``."""
+
+
+class ClusterError(NpuDeviceError, RuntimeError):
     """The description of the job is wrong, incomplete or contradictory, or the ranks can't work together."""
 
 

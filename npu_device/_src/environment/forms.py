@@ -5,6 +5,8 @@ from __future__ import annotations
 import ipaddress
 import re
 import shlex
+from collections.abc import Sequence
+from typing import Callable
 
 from npu_device._src.environment.variable import Form
 
@@ -97,6 +99,25 @@ def command(text: str) -> str:
     """Parse a command line, which must be one that a shell can split into words."""
     shlex.split(text)
     return text
+
+
+def log_level(text: str) -> str:
+    """Parse one of the names that Python's logging has for its levels."""
+    if text.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"):
+        raise ValueError(text)
+    return text.upper()
+
+
+def signal_of(names: Sequence[str]) -> Callable[[str], str]:
+    """Return the parser of a signal's name, which may lack ``SIG``."""
+
+    def parse(text: str) -> str:
+        name = "SIG" + text.upper().removeprefix("SIG")
+        if name not in names:
+            raise ValueError(text)
+        return name
+
+    return parse
 
 
 def seconds(high: float) -> Form[float]:

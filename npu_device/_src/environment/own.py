@@ -132,6 +132,11 @@ NPU_DEVICE_STATEMENT = Variable(
     "`on` makes rank 0 report the ranks, batch size and learning rate on stderr when a replicated model starts "
     "training, and which rank has which GPU when the job begins.",
 )
+NPU_DEVICE_LOG_LEVEL = optional(
+    "NPU_DEVICE_LOG_LEVEL",
+    Form(forms.log_level, "one of DEBUG, INFO, WARNING, ERROR, CRITICAL"),
+    "the level of the logger `npu_device`, from `npu.open()` on; default: Python's, which shows warnings and errors.",
+)
 NPU_DEVICE_RESTART_COUNT = Variable(
     "NPU_DEVICE_RESTART_COUNT",
     forms.integer(0),
@@ -154,7 +159,7 @@ NPU_DEVICE_PROGRESS_FILE = optional(
 PREEMPT_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 NPU_DEVICE_PREEMPT_SIGNAL = Variable(
     "NPU_DEVICE_PREEMPT_SIGNAL",
-    forms.one_of(*PREEMPT_SIGNALS),
+    Form(forms.signal_of(PREEMPT_SIGNALS), f"one of {', '.join(PREEMPT_SIGNALS)}, with or without SIG"),
     "SIGTERM",
     "the signal that asks the ranks to finish the step, write a checkpoint, and end so that the job can be resumed. "
     "`npurun` forwards it to its ranks, and sets this to `--preempt-signal`.",

@@ -12,6 +12,7 @@ _log = logging.getLogger("npu_device")
 _SATURATION, _INF_NAN, _BY_BACK_END = 0, 1, 2
 
 _loop_size: int | None = None
+_schedule_early = False
 
 
 def set_npu_loop_size(loop_size: int) -> None:
@@ -63,6 +64,29 @@ def set_device_sat_mode(mode: int) -> None:
         _log.error("set_device_sat_mode: the mode must be 0, 1 or 2; found %r; nothing changes", mode)
     elif mode == _SATURATION:
         _log.warning("set_device_sat_mode(0) has no effect: on CPU and GPU numbers that overflow become infinite")
+
+
+def set_schedule_aicore_task_early(enable: bool) -> None:
+    """Set whether an NPU schedules the tasks of its AI cores early. CPUs and GPUs don't: the value is recorded only.
+
+    Args:
+        enable: True or False.
+
+    Source: Ascend TF Adapter 9.2, ``npu.set_schedule_aicore_task_early``.
+    """
+    global _schedule_early
+    _schedule_early = bool(enable)
+
+
+def get_schedule_aicore_task_early() -> bool:
+    """Return the value of ``set_schedule_aicore_task_early``; False if it wasn't called.
+
+    >>> get_schedule_aicore_task_early()
+    False
+
+    Source: Ascend TF Adapter 9.2, ``npu.get_schedule_aicore_task_early``.
+    """
+    return _schedule_early
 
 
 def is_inf_nan_enabled() -> bool:

@@ -131,6 +131,7 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
         _require_same_job(_handle, device_id)
         _set_seed(seed)
         return _handle
+    _set_log_level()
     mine = schemes.membership_from_environment(device_id)
     if mine is None:
         _handle = NpuDeviceHandle(_single_device_id(device_id), 1, 0)
@@ -168,6 +169,16 @@ def _set_seed(seed: int | None) -> None:
         )
     _seed = seed
     seeds.set_everywhere(seed)
+
+
+def _set_log_level() -> None:
+    """Give the package's logger the level of ``NPU_DEVICE_LOG_LEVEL``, and a handler if the script has none."""
+    level = environment.NPU_DEVICE_LOG_LEVEL.get()
+    if level is None:
+        return
+    _log.setLevel(level)
+    if not _log.hasHandlers():  # Python's own last resort shows warnings and errors only
+        _log.addHandler(logging.StreamHandler())
 
 
 def _require_same_job(opened: NpuDeviceHandle, device_id: int | None) -> None:

@@ -71,6 +71,8 @@ def npu_distributed_keras_optimizer_wrapper(
 
     Source: Ascend TF Adapter 2.x, ``npu.distribute.npu_distributed_keras_optimizer_wrapper``.
     """
+    if optimizer is None:
+        raise TypeError("expected a Keras optimizer, or a name such as 'sgd'; found None")
     how = ReductionOptions(reduce_reduction, fusion, fusion_id, compression=compression)
     if isinstance(optimizer, (str, dict)):
         optimizer = tf.keras.optimizers.get(optimizer)

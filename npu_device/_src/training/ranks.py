@@ -44,6 +44,20 @@ def size() -> int:
 
 
 @tf.autograph.experimental.do_not_convert
+def local_rank() -> int:
+    """Return this process's number among the ranks of its host, from 0; 0 on a single device."""
+    ranks = world()
+    return 0 if ranks is None else ranks.runtime.cluster.local_rank
+
+
+@tf.autograph.experimental.do_not_convert
+def local_size() -> int:
+    """Return the number of ranks on this process's host; 1 on a single device."""
+    ranks = world()
+    return 1 if ranks is None else ranks.runtime.cluster.local_size
+
+
+@tf.autograph.experimental.do_not_convert
 def is_main() -> bool:
     """Return True on rank 0, which writes and prints."""
     return rank() == 0
@@ -83,6 +97,28 @@ def broadcast_object(value: Any, root_rank: int = 0) -> Any:
             f"rank {ranks.rank}: broadcast_object has no root_rank {root_rank!r}; expected 0 to {ranks.size - 1}"
         )
     return ranks.object_from_root(value, root_rank)
+
+
+def gather_object(value: Any) -> list[Any]:
+    """Return every rank's Python object, in the order of ranks, on every rank.
+
+    Args:
+        value: this rank's object; anything that ``broadcast_object`` can send.
+
+    Returns:
+        One object for each rank; ``[value]`` on a single device.
+
+    Raises:
+        MismatchError: another rank makes a different call.
+
+    Every rank has to make the call, eagerly.
+
+    >>> import npu_device as npu
+    >>> npu.distribute.gather_object({"samples": 12})  # a single device
+    [{'samples': 12}]
+    """
+    ranks = world()
+    return [value] if ranks is None else ranks.objects(value, "gather_object")
 
 
 @contextlib.contextmanager

@@ -25,9 +25,9 @@ def all_reduce(
     """Reduce values over all ranks; every rank gets the result.
 
     Args:
-        values: a tensor, numpy array or number, or a list or tuple of them, which may contain ``None`` and
-            ``tf.IndexedSlices``. float16, bfloat16, float32, float64, int8 to int64, uint8 to uint32; the same number,
-            shapes and dtypes on every rank.
+        values: a tensor, numpy array or number, or a nested structure of them (lists, tuples, dictionaries; see
+            ``tf.nest``), which may contain ``None`` and ``tf.IndexedSlices``. float16, bfloat16, float32, float64, int8
+            to int64, uint8 to uint64; the same number, shapes and dtypes on every rank.
         reduction: ``"mean"`` (default), ``"sum"``, ``"min"``, ``"max"`` or ``"prod"``.
         fusion: 0 sends each tensor alone; 1 (default) cuts the list by the group's split strategy (``hccl.split.api``)
             into segments that are reduced while backward still produces the others; 2 sends those of a dtype together,
@@ -40,9 +40,8 @@ def all_reduce(
             ranks share memory.
 
     Returns:
-        On several ranks a tensor for a single value and a list for a list or tuple, in the same order, ``None`` where
-        ``None`` was. The mean of integers is floating-point. On a single device ``values`` itself, the very same
-        object.
+        On several ranks tensors in the same structure, ``None`` where ``None`` was. The mean of integers is
+        floating-point. On a single device ``values`` itself, the very same object.
 
     Raises:
         ValueError: unknown reduction, group or compression; a combination of fusion and fusion_id that doesn't exist;
@@ -64,8 +63,8 @@ def all_reduce(
     ranks = world(group)
     if ranks is None:
         return values
-    several = isinstance(values, (list, tuple))
-    tensors = [_to_tensor(value) for value in (values if several else [values])]
+    several = tf.nest.is_nested(values)
+    tensors = [_to_tensor(value) for value in tf.nest.flatten(values)]
     behind = []
     if several and reduction in ("mean", "sum"):
         behind = same_variables.make_equal_behind(ranks, tensors)
@@ -74,7 +73,7 @@ def all_reduce(
         reduced = reduce_list(ranks.runtime, tensors, how, ranks.group)
     if several and reduction == "mean" and group == WORLD_GROUP and not how.waits_for_later_calls:
         same_samples.watch(ranks.runtime, tensors, reduced)
-    return reduced if several else reduced[0]
+    return tf.nest.pack_sequence_as(values, reduced)
 
 
 def _to_tensor(value: Any) -> Any:
@@ -83,9 +82,9 @@ def _to_tensor(value: Any) -> Any:
     if isinstance(value, tf.IndexedSlices):
         shape = None if value.dense_shape is None else tf.convert_to_tensor(value.dense_shape)
         return tf.IndexedSlices(tf.convert_to_tensor(value.values), tf.convert_to_tensor(value.indices), shape)
-    if isinstance(value, (dict, tf.SparseTensor, tf.RaggedTensor)):
+    if isinstance(value, (tf.SparseTensor, tf.RaggedTensor)):
         raise TypeError(
             f"all_reduce can't reduce a {type(value).__name__}; expected tensors, numbers or tf.IndexedSlices.\n"
-            "What to do: pass the list of its values; or tf.sparse.to_dense, or a ragged tensor's flat_values."
+            "What to do: pass tf.sparse.to_dense of it, or a ragged tensor's flat_values."
         )
     return compat.to_tensor(value)

@@ -19,8 +19,8 @@ def broadcast(values: Any, root_rank: int = 0, fusion: int = 2, fusion_id: int =
     """Overwrite variables, in place, with the root's values.
 
     Args:
-        values: a variable, or a list or tuple of variables: ``tf.Variable``, Keras 2 or Keras 3; the same number,
-            shapes and dtypes on every rank. For an empty list, a warning says that nothing is sent.
+        values: a variable, or a nested structure of variables (see ``tf.nest``): ``tf.Variable``, Keras 2 or Keras 3;
+            the same number, shapes and dtypes on every rank. For an empty list, a warning says that nothing is sent.
         root_rank: the rank whose values are sent (default 0).
         fusion: 0 or 2; either way, many variables travel in few large transfers.
         fusion_id: any number, without effect.
@@ -52,7 +52,7 @@ def broadcast(values: Any, root_rank: int = 0, fusion: int = 2, fusion_id: int =
     ranks = world_unless_child(group)
     if ranks is None:
         return fetchable([])
-    variables = list(values) if isinstance(values, (list, tuple)) else [values]
+    variables = tf.nest.flatten(values)
     if not variables:
         _log.warning(
             "rank %d: broadcast was given an empty list, so that every rank keeps the values it has.\nLikely cause: "

@@ -25,8 +25,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from npu_device._src.cluster.errors import NpuDeviceError
+
 FORMAT = 1
 SHARED = "shared"
+
 
 _LATEST = "latest.json"
 _MANIFEST = "manifest.json"
@@ -35,7 +38,7 @@ _PARTIAL = re.compile(r"\.step-(?P<step>\d{8,})-(?P<token>[0-9a-f]+)")
 _CHUNK = 1 << 22
 
 
-class CheckpointError(OSError):
+class CheckpointError(NpuDeviceError, OSError):
     """A checkpoint can't be written or read."""
 
 
