@@ -44,7 +44,7 @@ def body_keras_fit(directory: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.alternating
-@pytest.mark.parametrize("name", ["custom_loop", "data", "gan", "keras_fit"])
+@pytest.mark.parametrize("name", ["contrastive", "custom_loop", "data", "gan", "keras_fit", "memory_bank"])
 def test_recipe(several_keras_ranks: Pool, keras_single: Pool, name: str, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     if name == "data" and several_keras_ranks.size == 3:

@@ -6,6 +6,7 @@ from typing import Any
 from npu_device._src.training.dataset import shard_and_rebatch_dataset
 from npu_device._src.training.fit.divided import divided
 from npu_device._src.training.fit.replica import replicate
+from npu_device._src.training.gather_values import all_gather
 from npu_device._src.training.optimizer_wrapper import npu_distributed_keras_optimizer_wrapper
 from npu_device._src.training.optimizer_wrapper import npu_distributed_keras_optimizer_wrapper as DistributedOptimizer
 from npu_device._src.training.ranks import (
@@ -28,6 +29,7 @@ from npu_device.distribute import hccl_ops
 
 __all__ = [
     "DistributedOptimizer",
+    "all_gather",
     "all_reduce",
     "barrier",
     "broadcast",

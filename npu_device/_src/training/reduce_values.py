@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.collectives.dtypes import mean_dtype
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
+from npu_device._src.gradients.sparse import weighted, with_values
 from npu_device._src.training import replica_audit, same_samples, same_variables
+from npu_device._src.training.fit.current import CurrentStep, current_step
 from npu_device._src.training.world import world
 
 
@@ -50,6 +54,9 @@ def all_reduce(
         RuntimeError: another rank has failed or left; the environment names several ranks but the job can't be joined
             any more.
 
+    In the step of a replicated model (``replicate``) a rank counts by its samples: the mean is that of all samples, and
+    gradients reduced here are not reduced once more by the optimizer, whatever the step makes of them.
+
     Every rank has to make the call; it works eagerly, in tf.function, in loops and in graphs for sessions. Sum and mean
     are differentiable.
 
@@ -65,6 +72,9 @@ def all_reduce(
         return values
     several = tf.nest.is_nested(values)
     tensors = [_to_tensor(value) for value in tf.nest.flatten(values)]
+    step = current_step()
+    if step is not None and group == WORLD_GROUP:
+        return tf.nest.pack_sequence_as(values, _reduce_in_step(step, tensors, how))
     behind = []
     if several and reduction in ("mean", "sum"):
         behind = same_variables.make_equal_behind(ranks, tensors)
@@ -74,6 +84,24 @@ def all_reduce(
     if several and reduction == "mean" and group == WORLD_GROUP and not how.waits_for_later_calls:
         same_samples.watch(ranks.runtime, tensors, reduced)
     return tf.nest.pack_sequence_as(values, reduced)
+
+
+def _reduce_in_step(step: CurrentStep, tensors: list[Any], how: ReductionOptions) -> list[Any]:
+    """Reduce in a replicated model's step, in which a rank counts by its samples."""
+    share, kind = step.share, how.kind
+    if kind not in ("mean", "sum"):
+        return step.reduce(tensors, how)
+    weight = share.weight if kind == "mean" else share.counts
+    parts = [
+        weighted(step.to_exchange(with_values(each, _floating) if kind == "mean" else each), weight) for each in tensors
+    ]
+    reduced = [step.exchanged(each) for each in step.reduce(parts, replace(how, kind="sum"))]
+    step.reduced += reduced
+    return reduced
+
+
+def _floating(values: tf.Tensor) -> tf.Tensor:
+    return tf.cast(values, mean_dtype(values.dtype)) if values.dtype.is_integer else values
 
 
 def _to_tensor(value: Any) -> Any:

@@ -17,6 +17,7 @@ from npu_device._src.collectives.broadcast import broadcast
 from npu_device._src.collectives.group import WORLD_GROUP, Group, group_of
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.session_graph import fetchable
+from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
 from npu_device._src.training import device
 
 
@@ -50,6 +51,10 @@ class World:
     def add_up(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return the sum of all ranks' tensors, of the same shape and dtype."""
         return all_reduce(self.runtime, tensor, "sum", self.group)
+
+    def reduce(self, tensors: Sequence[Any], options: ReductionOptions) -> list[Any]:
+        """Return a list of tensors, ``None`` and ``tf.IndexedSlices`` reduced over the ranks."""
+        return reduce_list(self.runtime, tensors, options, self.group)
 
     def gather(self, tensor: tf.Tensor, purpose: str = "") -> tf.Tensor:
         """Return all ranks' tensors one after the other along the first dimension, which may differ among the ranks."""

@@ -14,6 +14,8 @@ from npu_device._src import compat
 from npu_device._src.gradients.reduction import Gradient, ReductionOptions, reduce_list
 from npu_device._src.gradients.sparse import weighted
 from npu_device._src.training import keras_hooks
+from npu_device._src.training.fit.current import current_step
+from npu_device._src.training.fit.reduced_by_step import reduced_by_step
 from npu_device._src.training.fit.share import Share
 from npu_device._src.training.optimizer_wrapper import GradientReduction, with_rows_for
 from npu_device._src.training.world import World
@@ -26,13 +28,14 @@ class WeightedReduction(GradientReduction):
     """Adds up the gradients of the ranks' shares of a batch; outside a step it takes the mean, as elsewhere.
 
     Weighting the loss costs nothing; gradients are weighted themselves only if the loss didn't pass through the
-    optimizer.
+    optimizer. In a script's own step only ``minimize`` weights the loss: between the loss and the optimizer, the step
+    may reduce gradients itself.
     """
 
     def __init__(self, world: World, options: ReductionOptions, replica: Replica) -> None:
         super().__init__(world, options)
         self._replicas = weakref.WeakSet([replica])
-        self._loss_is_weighted = False
+        self.loss_is_weighted = False
 
     def serve(self, replica: Replica) -> None:
         """Take part in the steps of another model, too."""
@@ -55,9 +58,11 @@ class WeightedReduction(GradientReduction):
         gradients, share = list(gradients), self._share()
         if share is None:
             return gradients if self._is_fits() else super().reduce(gradients)
-        if not self._loss_is_weighted:
+        if reduced_by_step(gradients):
+            return gradients
+        if not self.loss_is_weighted:
             gradients = [weighted(gradient, share.weight) for gradient in gradients]
-        self._loss_is_weighted = False
+        self.loss_is_weighted = False
         how = replace(self.options, kind="sum")
         reduced = reduce_list(self._world.runtime, gradients, how, self._world.group)
         self._remember(reduced)
@@ -68,7 +73,7 @@ class WeightedReduction(GradientReduction):
         share = self._share()
         if share is None:
             return loss
-        self._loss_is_weighted = True
+        self.loss_is_weighted = True
         return loss * tf.cast(share.weight, loss.dtype)
 
 
@@ -92,6 +97,12 @@ def _carrier(optimizer: Any) -> Any:
     return inner if inner is not None and keras_hooks.reduction_of(inner) is not None else optimizer
 
 
+def loss_is_weighted(optimizer: Any) -> bool:
+    """Return True once an optimizer has multiplied a step's loss by this rank's part of the samples."""
+    reduction = keras_hooks.reduction_of(_carrier(optimizer))
+    return isinstance(reduction, WeightedReduction) and reduction.loss_is_weighted
+
+
 def _weighted_loss(optimizer: Any, loss: Any) -> Any:
     reduction = keras_hooks.reduction_of(_carrier(optimizer))
     return reduction.weighted_loss(loss) if isinstance(reduction, WeightedReduction) else loss
@@ -99,7 +110,8 @@ def _weighted_loss(optimizer: Any, loss: Any) -> Any:
 
 @tf.autograph.experimental.do_not_convert
 def _scale_loss(self: Any, loss: Any) -> Any:
-    return _weighted_loss(self, type(self).scale_loss(self, loss))
+    loss, step = type(self).scale_loss(self, loss), current_step()
+    return loss if step is not None and step.is_scripts else _weighted_loss(self, loss)
 
 
 @tf.autograph.experimental.do_not_convert

@@ -8,13 +8,15 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
+from npu_device._src import compat
 from npu_device._src.training import training_state, xla
 from npu_device._src.training.fit import keras_models, start, statement
 from npu_device._src.training.fit.batches import again, pull
+from npu_device._src.training.fit.current import CurrentStep, running
 from npu_device._src.training.fit.divided import Divided, with_equal_length
 from npu_device._src.training.fit.epochs import callbacks_of_rank
 from npu_device._src.training.fit.files import counters_from_root, saving
-from npu_device._src.training.fit.optimizers import replicate_optimizer
+from npu_device._src.training.fit.optimizers import loss_is_weighted, replicate_optimizer
 from npu_device._src.training.fit.running_checksum import RunningChecksum
 from npu_device._src.training.fit.share import Share, is_divided, rows_of
 from npu_device._src.training.fit.sources import can_be_sent, kinds_that_differ, same_everywhere, warn_if_all_the_same
@@ -100,7 +102,8 @@ class Replica:
 
         def step(data: Any) -> Any:
             mine = self._begin(data, kind)
-            logs = own(mine)
+            with running(self._current()):
+                logs = own(mine)
             return self._end(logs)
 
         return step
@@ -110,7 +113,9 @@ class Replica:
 
         def predict_step(data: Any) -> Any:
             share = self._share(data, "predict")
-            outputs = gather_outputs(self._world, share, own(share.data))
+            with running(self._current_with(share)):
+                mine = own(share.data)
+            outputs = gather_outputs(self._world, share, mine)
             return own(data) if outputs is None else outputs
 
         return predict_step
@@ -123,6 +128,18 @@ class Replica:
         share = self._share(data, kind)
         self._step = Step(self._world, self._model, share, training=kind == "train")
         return share.data
+
+    @_as_it_is
+    def _current(self) -> CurrentStep:
+        assert self._step is not None
+        return self._current_with(self._step.share)
+
+    @_as_it_is
+    def _current_with(self, share: Share) -> CurrentStep:
+        optimizers = training_state.optimizers(self._model)
+        own = not compat.belongs_to_keras(type(self._model).train_step)
+        world = self._world
+        return CurrentStep(share, own, world.reduce, world.gather, lambda: any(map(loss_is_weighted, optimizers)))
 
     @_as_it_is
     def _share(self, data: Any, kind: str) -> Share:
