@@ -53,6 +53,8 @@ from npu_device._src.compat.tensorflow import (
     to_tensor,
 )
 from npu_device._src.compat.tf_keras import (
+    is_vocabulary,
+    layer_of_vocabulary,
     loss_scale_class_of_tf_keras,
 )
 
@@ -73,8 +75,10 @@ __all__ = [
     "is_generated",
     "is_keras_3",
     "is_shuffled_without_seed",
+    "is_vocabulary",
     "iterators_made",
     "keras_of",
+    "layer_of_vocabulary",
     "layers_of",
     "let_idle_threads_sleep",
     "loss_scale_class_of_tf_keras",

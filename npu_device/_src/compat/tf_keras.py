@@ -1,4 +1,4 @@
-"""What only tf-keras (Keras 2) needs: its two loss-scale optimizers, and legacy optimizers' slots."""
+"""What only tf-keras (Keras 2) needs: loss-scale optimizers, vocabularies among weights, legacy optimizers' slots."""
 
 from __future__ import annotations
 
@@ -15,6 +15,16 @@ def loss_scale_class_of_tf_keras(keras: Any, optimizer: object) -> Any:
     module = sys.modules[keras.mixed_precision.LossScaleOptimizer.__module__]
     legacy = isinstance(optimizer, keras.optimizers.legacy.Optimizer)
     return module.LossScaleOptimizer if legacy else module.LossScaleOptimizerV3
+
+
+def is_vocabulary(weight: Any) -> bool:
+    """Return True for what tf-keras lists among a layer's weights for its vocabulary, which isn't a variable."""
+    return hasattr(weight, "get_tensors") and hasattr(weight, "set_weights") and not hasattr(weight, "assign")
+
+
+def layer_of_vocabulary(weight: Any) -> Any:
+    """Return the layer whose vocabulary stands among the weights; None if it is something else."""
+    return getattr(weight, "_layer", None)
 
 
 def slots(optimizer: Any, weights: Any) -> list[Any]:

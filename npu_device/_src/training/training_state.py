@@ -31,7 +31,7 @@ def training_variables(model: Any) -> list[Any]:
 def weights(model: Any) -> list[Any]:
     """Return the model's weights; an empty list before it is built (tf-keras raises an error then)."""
     try:
-        return unique(model.weights)
+        return unique(weight for weight in model.weights if not compat.is_vocabulary(weight))
     except ValueError:
         return []
 

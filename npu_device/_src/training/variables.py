@@ -7,8 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from npu_device._src import compat
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.collectives.session_graph import fetchable
+from npu_device._src.training import layer_state
 from npu_device._src.training.world import world_unless_child
 
 _log = logging.getLogger("npu_device")
@@ -31,7 +33,8 @@ def broadcast(values: Any, root_rank: int = 0, fusion: int = 2, fusion_id: int =
 
     Raises:
         TypeError: something that isn't a variable (it has no ``assign``), or a dtype that can't be sent.
-        ValueError: ``root_rank`` out of range, ``fusion`` neither 0 nor 2, unknown group.
+        ValueError: ``root_rank`` out of range, ``fusion`` neither 0 nor 2, unknown group; a layer of tf-keras among the
+            values has different vocabularies on the ranks (vocabularies are compared, not sent).
         RuntimeError: another rank has failed or left; the environment names several ranks but the job can't be joined
             any more.
 
@@ -52,8 +55,10 @@ def broadcast(values: Any, root_rank: int = 0, fusion: int = 2, fusion_id: int =
     ranks = world_unless_child(group)
     if ranks is None:
         return fetchable([])
-    variables = tf.nest.flatten(values)
-    if not variables:
+    given = tf.nest.flatten(values)
+    vocabularies = [value for value in given if compat.is_vocabulary(value)]
+    variables = [value for value in given if not compat.is_vocabulary(value)]
+    if not given:
         _log.warning(
             "rank %d: broadcast was given an empty list, so that every rank keeps the values it has.\nLikely cause: "
             "the model isn't built yet, and has no variables before its first call.\nWhat to do: call "
@@ -61,11 +66,14 @@ def broadcast(values: Any, root_rank: int = 0, fusion: int = 2, fusion_id: int =
             "npu.distribute.replicate(model) see to it.",
             ranks.runtime.cluster.rank,
         )
-    for position, variable in enumerate(variables):
-        if not hasattr(variable, "assign"):
+    for position, variable in enumerate(given):
+        if not (hasattr(variable, "assign") or compat.is_vocabulary(variable)):
             raise TypeError(
                 f"rank {ranks.runtime.cluster.rank}: broadcast overwrites variables in place, and number {position} of "
-                f"the {len(variables)} values is of type {type(variable).__name__}, which can't be assigned to. Pass "
+                f"the {len(given)} values is of type {type(variable).__name__}, which can't be assigned to. Pass "
                 "variables, for instance model.trainable_variables."
             )
+    if vocabularies and tf.executing_eagerly():
+        layers = map(compat.layer_of_vocabulary, vocabularies)
+        layer_state.require_same(ranks, [layer for layer in layers if layer is not None])
     return ranks.assign_from_root(variables, int(root_rank))

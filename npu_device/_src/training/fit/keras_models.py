@@ -65,7 +65,8 @@ def moving_statistics(model: Any) -> list[Any]:
     others = [layer for layer in layers if not layer.trainable or hasattr(layer, "update_state")]
     frozen = {id(variable) for layer in [*others, *metrics_of(model)] for variable in layer.variables}
     updated = unique(variable for layer in layers if layer.trainable for variable in layer.non_trainable_weights)
-    return [each for each in updated if id(each) not in frozen and tf.as_dtype(each.dtype).is_floating]
+    variables = [each for each in updated if id(each) not in frozen and not compat.is_vocabulary(each)]
+    return [variable for variable in variables if tf.as_dtype(variable.dtype).is_floating]
 
 
 def steps_per_call(model: Any) -> int:

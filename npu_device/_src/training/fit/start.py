@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.training import training_state
+from npu_device._src.training import layer_state, training_state
 from npu_device._src.training.fit import keras_models
 from npu_device._src.training.same_variables import checksum, not_yet
 from npu_device._src.training.world import World
@@ -68,8 +68,15 @@ def _spec(leaf: Any) -> Any:
 
 
 def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) -> None:
-    """Send the root's model variables to every rank, and those of its optimizers if it trains."""
-    variables = [*model.variables]
+    """Send the root's model variables to every rank, and those of its optimizers if it trains.
+
+    Raises:
+        ValueError: what layers hold outside variables isn't the same on all ranks.
+    """
+    # An eager model's layers may keep tensors of their last call, which are of the rank's share.
+    constants = not getattr(model, "run_eagerly", False)
+    layer_state.require_same(world, [model, *compat.layers_of(model)], constants)
+    variables = [variable for variable in model.variables if not compat.is_vocabulary(variable)]
     if training:
         variables += training_state.optimizer_state(model)
     each = [variable for variable in training_state.unique(variables) if tf.as_dtype(variable.dtype) != tf.string]

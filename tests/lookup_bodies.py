@@ -1,0 +1,129 @@
+"""Models with preprocessing layers inside: vocabularies and what else a layer holds outside variables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+WORDS = np.array([["a b"], ["b c"], ["c"], ["a"], ["b"], ["d a"]])
+NUMBERS = np.array([[1], [2], [3], [1], [2], [9]])
+
+
+def make_layer(kind: str, words: Any = WORDS, numbers: Any = NUMBERS, **more: Any) -> Any:
+    """Return a layer that has adapted, or been given its vocabulary, and data for it."""
+    import tensorflow as tf
+
+    layers = tf.keras.layers
+    name, _, how = kind.partition(", ")
+    mode = {} if name in ("Normalization", "Hashing") else {"output_mode": "multi_hot"}
+    data = {"Normalization": numbers.astype("f4"), "Discretization": numbers.astype("f4")}
+    data.update(IntegerLookup=numbers, CategoryEncoding=numbers)
+    if how == "tf_idf":
+        mode = {"output_mode": "tf_idf"}
+    sizes = {"Discretization": {"num_bins": 3}, "Hashing": {"num_bins": 3}, "CategoryEncoding": {"num_tokens": 10}}
+    given = {"vocabulary": ["a", "b"]} if how == "vocabulary" else {}
+    layer = getattr(layers, name)(**mode, **sizes.get(name, {}), **given, **more)
+    if how in ("adapted", "tf_idf"):
+        layer.adapt(data.get(name, words))
+    elif how == "set_vocabulary":
+        layer.set_vocabulary(["a", "b"])
+    return layer
+
+
+KINDS = (
+    "StringLookup, adapted",
+    "StringLookup, vocabulary",
+    "StringLookup, set_vocabulary",
+    "IntegerLookup, adapted",
+    "TextVectorization, adapted",
+    "TextVectorization, tf_idf",
+    "Normalization, adapted",
+    "Discretization, adapted",
+    "CategoryEncoding",
+)
+
+
+def _model(layer: Any, dtype: str) -> Any:
+    import tensorflow as tf
+
+    keras = tf.keras
+    inputs = keras.Input((1,), dtype=dtype)
+    outputs = keras.layers.Dense(1, kernel_initializer="ones")(layer(inputs))
+    model = keras.Model(inputs, outputs)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+def body_preprocessing() -> Any:
+    """Fit, evaluate and predict with each kind of layer; return the numbers by kind."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    found = {}
+    for kind in KINDS:
+        name = kind.partition(",")[0]
+        data = NUMBERS.astype("f4") if name in ("Normalization", "Discretization") else NUMBERS
+        data = WORDS if name in ("StringLookup", "TextVectorization") else data
+        dtype = {"U": "string", "i": "int64", "f": "float32"}[data.dtype.kind]
+        model = _model(make_layer(kind), dtype)
+        npu.distribute.broadcast(model.variables)  # with vocabularies among them, in tf-keras
+        model = npu.distribute.replicate(model)
+        dataset = tf.data.Dataset.from_tensor_slices((tf.constant(data), tf.ones((6, 1)))).batch(4)
+        model.fit(dataset, verbose=0)
+        scores = model.evaluate(dataset, verbose=0)
+        predicted = model.predict(dataset.map(lambda x, y: x), verbose=0)
+        found[kind] = float(scores), predicted.tolist(), [weight.tolist() for weight in model.get_weights()[-2:]]
+    return found
+
+
+def body_different(kind: str, how: str) -> str:
+    """Adapt to this rank's part of the data, and return the error of ``fit`` or ``broadcast``."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    rank = npu.distribute.rank()
+    if kind == "table":
+        table = tf.lookup.StaticHashTable(
+            tf.lookup.KeyValueTensorInitializer(tf.constant(["a", "b"]), tf.constant([0.0, float(rank)])), -1.0
+        )
+
+        class Own(tf.keras.layers.Layer):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__(name="own_table")
+                self.table = table
+
+            def call(self, x: Any) -> Any:
+                return tf.reshape(self.table.lookup(x), (-1, 1))
+
+            def compute_output_shape(self, shape: Any) -> Any:
+                return (shape[0], 1)
+
+        layer: Any = Own()
+        data: Any = WORDS
+    elif kind == "constant":
+
+        class Projection(tf.keras.layers.Layer):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__(name="projection")
+                self.matrix = np.full((1, 2), rank, "f4")
+
+            def call(self, x: Any) -> Any:
+                return x @ self.matrix
+
+        layer, data = Projection(), NUMBERS.astype("f4")
+    else:
+        layer = make_layer(kind, WORDS[rank::2], NUMBERS[rank::2], name="adapted")
+        data = WORDS if "String" in kind else NUMBERS.astype("f4")
+    model = _model(layer, "string" if data.dtype.kind == "U" else "float32")
+    try:
+        if how == "broadcast":
+            npu.distribute.broadcast(model.variables)
+        else:
+            dataset = tf.data.Dataset.from_tensor_slices((tf.constant(data), tf.ones((6, 1)))).batch(6)
+            npu.distribute.replicate(model).fit(dataset, verbose=0)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
