@@ -115,7 +115,7 @@ def body_different(kind: str, how: str) -> str:
 
         layer, data = Projection(), NUMBERS.astype("f4")
     else:
-        layer = make_layer(kind, WORDS[rank::2], NUMBERS[rank::2], name="adapted")
+        layer = make_layer(kind, WORDS[rank::2], NUMBERS[rank::2] * (1 + rank), name="adapted")
         data = WORDS if "String" in kind else NUMBERS.astype("f4")
     model = _model(layer, "string" if data.dtype.kind == "U" else "float32")
     try:
@@ -127,3 +127,20 @@ def body_different(kind: str, how: str) -> str:
     except ValueError as error:
         return str(error)
     return "nothing"
+
+
+def body_strategy(kind: str) -> str:
+    """Train a model made in the scope of a strategy of ``tf.distribute`` with one device."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    devices: Any = ["CPU:0"] if kind == "MirroredStrategy" else "CPU:0"
+    with getattr(tf.distribute, kind)(devices).scope():
+        model = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(1)], name="of_a_scope")
+        model.compile("sgd", "mse")
+    try:
+        npu.distribute.replicate(model).fit(np.ones((8, 3), "f4"), np.ones((8, 1), "f4"), batch_size=4, verbose=0)
+    except ValueError as error:
+        return str(error)
+    return "trained"

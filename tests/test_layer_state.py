@@ -32,3 +32,13 @@ def test_a_difference_names_the_layer(
     for text in several_keras_ranks.run(bodies.body_different, kind, how):
         for part in parts:
             assert part in text
+
+
+@pytest.mark.alternating
+@pytest.mark.parametrize("kind", ["MirroredStrategy", "OneDeviceStrategy"])
+def test_a_model_of_a_strategy(several_keras_ranks: Pool, kind: str) -> None:
+    for text in several_keras_ranks.run(bodies.body_strategy, kind):
+        if kind == "OneDeviceStrategy":
+            assert text == "trained"
+        else:
+            assert "'of_a_scope' was made under MirroredStrategy" in text and "outside strategy.scope()" in text

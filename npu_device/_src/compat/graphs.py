@@ -60,6 +60,11 @@ def through_outer_graphs(tensor: Any) -> Any:
     return tensor
 
 
+def is_default_strategy(strategy: Any) -> bool:
+    """Return True for the strategy of ``tf.distribute`` that there is outside of all scopes; its class isn't public."""
+    return type(strategy).__name__ == "_DefaultDistributionStrategy"
+
+
 def is_shuffled_without_seed(dataset: Any) -> bool:
     """Return True if a ``tf.data.Dataset`` or one that it is made of is shuffled in an order that no seed fixes."""
     seeds = [getattr(dataset, name, None) for name in ("_seed", "_seed2")]

@@ -16,6 +16,9 @@ from npu_device._src import compat
 from npu_device._src.cluster.frames import counted
 from npu_device._src.training.world import World
 
+_WHILE_ADAPTING = ("summary",)
+"""Attributes that Keras's layers only use in ``adapt``: samples that differ may well give the same result."""
+
 State = dict[str, tuple[str, int]]
 """By the name of an attribute, what to call it in a message and a checksum."""
 
@@ -60,7 +63,7 @@ def state_of(layer: Any, constants: bool = True) -> State:
         if _is_table(value):
             if "vocabulary" not in state:  # whose tables have counts of what the layer has adapted to, too
                 state[name] = _of_table(value)
-        elif constants or hasattr(layer, "adapt"):
+        elif (constants or hasattr(layer, "adapt")) and name not in _WHILE_ADAPTING:
             found = _array(value, lists=hasattr(layer, "adapt"))
             if found is not None:
                 state[name] = f"{found.dtype} {list(found.shape)}", _checksum(found)

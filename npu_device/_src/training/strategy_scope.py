@@ -1,4 +1,8 @@
-"""``npu_broadcast_scope_wrapper``: variables made in a strategy's scope start with the same values on all ranks."""
+"""Strategies of ``tf.distribute`` inside one rank.
+
+``npu_broadcast_scope_wrapper`` makes variables of a strategy's scope start with the same values on all ranks. A model
+of such a scope can't be replicated.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from npu_device._src import compat
 from npu_device._src.training.variables import broadcast
 
 
@@ -46,3 +51,20 @@ def npu_broadcast_scope_wrapper(strategy: Any) -> Any:
 
     strategy.scope = scope
     return strategy
+
+
+def require_no_strategy(model: Any) -> None:
+    """Refuse a Keras model whose variables a strategy of ``tf.distribute`` has made for several devices.
+
+    Raises:
+        ValueError: it was made under such a strategy; one device is fine.
+    """
+    strategy = model.distribute_strategy
+    if compat.is_default_strategy(strategy) or isinstance(strategy, tf.distribute.OneDeviceStrategy):
+        return
+    raise ValueError(
+        f"the model {model.name!r} was made under {type(strategy).__name__}, which copies variables to the devices of "
+        "one process and divides its batches itself. npu.distribute.replicate does that over the ranks, and takes a "
+        "model of one device.\nWhat to do: make and compile the model outside strategy.scope(), or with "
+        "tf.distribute.get_strategy() as the strategy (in the model garden: --distribution_strategy=off)."
+    )

@@ -22,6 +22,7 @@ from npu_device._src.training.fit.share import Share, is_divided, rows_of
 from npu_device._src.training.fit.sources import can_be_sent, kinds_that_differ, same_everywhere, warn_if_all_the_same
 from npu_device._src.training.fit.step import Step, gather_outputs, share_of
 from npu_device._src.training.same_variables import warn_if_different
+from npu_device._src.training.strategy_scope import require_no_strategy
 from npu_device._src.training.world import World, world_unless_child
 
 _REPLICA = "_npu_replica"
@@ -320,11 +321,13 @@ def replicate(model: Any) -> Any:
 
     Raises:
         TypeError: not a Keras model.
+        ValueError: the model was made under a strategy of ``tf.distribute`` for several devices.
         RuntimeError: the environment names several ranks, but the job can't be joined any more.
     """
     if not all(hasattr(model, name) for name in ("fit", "train_step", "make_train_function")):
         raise TypeError(f"expected a Keras model; found a {type(model).__module__}.{type(model).__name__}")
     ranks = world_unless_child()
     if ranks is not None and replica_of(model) is None:
+        require_no_strategy(model)
         Replica(ranks, model)
     return model
