@@ -16,6 +16,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Callable
 
@@ -109,7 +110,10 @@ class Health:
     # Questions between ranks
 
     def on_question(self, kind: str, answer: Callable[[Any], Any]) -> None:
-        """Answer questions of a kind with a function, called in the channel's thread."""
+        """Answer questions of a kind with a function, called in the channel's thread.
+
+        The function may return a ``Future``, whose result is the answer.
+        """
         self._answers[kind] = answer
 
     def ask(self, kind: str, body: Any, ranks: Iterable[int], timeout: float) -> dict[int, Any]:
@@ -119,6 +123,15 @@ class Health:
             ClusterError: the hub is gone, or doesn't answer.
         """
         return self._channel.ask(kind, body, ranks, timeout)
+
+    def has_left(self, rank: int) -> bool:
+        """Return True if another rank's script has ended without an error."""
+        return rank in self._left
+
+    @property
+    def is_closed(self) -> bool:
+        """Return True when this rank is leaving the job, or has left it."""
+        return self._closing
 
     @property
     def is_over(self) -> bool:
@@ -137,7 +150,7 @@ class Health:
         if kind == "question":
             answer = self._answers.get(message["kind"])
             if answer is not None:
-                self._channel.reply(message["question"], answer(message["body"]))
+                self._reply(message["question"], answer(message["body"]))
         elif kind == "left":
             for issued, ranks in message["left"]:
                 self._left.update((rank, issued) for rank in ranks_of(ranks) if rank != self._cluster.rank)
@@ -148,6 +161,12 @@ class Health:
                 self._abort(self._failed_text(message["event"]))
         elif kind == "gone":
             self._abort(self._gone_text(message["ranks"]))
+
+    def _reply(self, question: int, value: Any) -> None:
+        if isinstance(value, Future):
+            value.add_done_callback(lambda done: self._channel.reply(question, done.result()))
+        else:
+            self._channel.reply(question, value)
 
     def _watch_for_departures(self) -> None:
         """Stop this rank once it has started a collective that a rank which has left should have joined."""
@@ -224,7 +243,10 @@ class Health:
             self._previous_hook(kind, error, trace)
             return
         secondary = (
-            self._failure is not None or isinstance(error, PeerError) or "Collective ops is aborted" in str(error)
+            self._failure is not None
+            or isinstance(error, PeerError)
+            or isinstance(error.__cause__, PeerError)
+            or "Collective ops is aborted" in str(error)
         )
         record = self._record(error, secondary)
         self._write_record(record)

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import copy
+import functools
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any, Callable
 
 from npu_device._src import compat
 from npu_device._src.training import training_state
-from npu_device._src.training.fit.files import writes
 from npu_device._src.training.world import World
 
 _END_OF_EPOCH = "end of an epoch (earlier on ranks with fewer batches, or that set stop_training)"
+
+_WRITE = ("CSVLogger", "TensorBoard", "RemoteMonitor", "BackupAndRestore", "OrbaxCheckpoint")
+"""Keras's callbacks that write by themselves. ``ModelCheckpoint`` writes by the model's methods."""
+
+_SPEAK = ("ModelCheckpoint", "EarlyStopping", "ReduceLROnPlateau", "LearningRateScheduler")
+"""Keras's callbacks that decide on every rank, and print what they do if ``verbose`` is set."""
 
 
 def callbacks_of_rank(world: World, model: Any, callbacks: Any, compare_batches: Callable[[], None]) -> Any:
@@ -21,12 +29,13 @@ def callbacks_of_rank(world: World, model: Any, callbacks: Any, compare_batches:
     files are there; stops all ranks when one wants to stop; compares their learning rates and batches; and tells them
     at which epoch rank 0's backup begins.
     """
-    if callbacks is not None and not isinstance(callbacks, (list, tuple)):
-        if hasattr(callbacks, "callbacks"):  # Keras's own list, created by the script
-            return callbacks
-        callbacks = [callbacks]
     keras = compat.keras_of(model)
-    mine = [callback for callback in callbacks or [] if world.is_main or not writes(callback, keras)]
+    given = getattr(callbacks, "callbacks", callbacks)  # of Keras's own list, created by the script
+    given = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    mine = [callback for callback in given if world.is_main or not _is_one_of(_WRITE, callback, keras)]
+    for callback in given:
+        if _is_one_of(("ModelCheckpoint",), callback, keras):
+            _make_directory(str(callback.filepath))
 
     class RanksMeet(keras.callbacks.Callback):  # type: ignore[name-defined]
         """The last callback; without methods for batches, which would slow Keras down."""
@@ -41,7 +50,49 @@ def callbacks_of_rank(world: World, model: Any, callbacks: Any, compare_batches:
             _require_equal_rates(world, [rates for _, rates in found])
             compare_batches()
 
-    return [*mine, RanksMeet()]
+    meet = RanksMeet()
+    if not hasattr(callbacks, "callbacks"):
+        return [*mine, meet]
+    meet.set_model(model)
+    own_list = copy.copy(callbacks)  # the script's may serve another ``fit``
+    own_list.callbacks = [*mine, meet]
+    return own_list
+
+
+@contextlib.contextmanager
+def silent(world: World, model: Any, callbacks: Any) -> Iterator[None]:
+    """Let only rank 0 print what Keras's callbacks decide, which all ranks do alike."""
+    keras = compat.keras_of(model)
+    before = {} if world.is_main else {each: each.verbose for each in callbacks if _is_one_of(_SPEAK, each, keras)}
+    for callback in before:
+        callback.verbose = 0
+    try:
+        yield
+    finally:
+        for callback, verbose in before.items():
+            callback.verbose = verbose
+
+
+def counters_from_root(world: World, own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return tf-keras's method for the epoch and step with which ``fit`` begins, which are rank 0's."""
+
+    @functools.wraps(own)
+    def counters(*args: Any, **kwargs: Any) -> Any:
+        return world.object_from_root(own(*args, **kwargs))
+
+    return counters
+
+
+def _is_one_of(names: Sequence[str], callback: Any, keras: Any) -> bool:
+    kinds = [getattr(keras.callbacks, name) for name in names if hasattr(keras.callbacks, name)]
+    return isinstance(callback, tuple(kinds))
+
+
+def _make_directory(file: str) -> None:
+    """Make the directory of a callback's files, which Keras 3 would try on all ranks at once; one of them fails."""
+    directory = os.path.dirname(file)
+    if directory and "{" not in directory and "://" not in directory:
+        os.makedirs(directory, exist_ok=True)
 
 
 def _learning_rates(model: Any) -> list[float]:

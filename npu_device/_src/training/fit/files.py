@@ -1,64 +1,259 @@
-"""Files that a replicated model and its callbacks write: each is written once, and complete when anybody reads it."""
+"""Files that a replicated model writes: rank 0 writes each once, and the others wait until it is complete.
+
+Rank 0 may save alone, or more often than the others, so that saving is no collective: rank 0 never waits. Another rank
+asks rank 0, on the control channel, for the save that belongs to its own. Collectives are the clock: two ranks that
+have called the same number of them are at the same place of the script. The save that belongs to the n-th save of a
+path since a collective is rank 0's n-th one since the same collective, or any later one of that path. If rank 0 has
+gone past that place without it, the call is made on some ranks only, and the rank writes by itself, unless the path is
+one that rank 0 has written before.
+
+Where rank 0's file can't be seen, since the hosts have no common file system, the first rank of the host writes, and
+the others of that host wait for it.
+"""
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import functools
+import glob
+import itertools
+import json
 import os
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Callable
+import secrets
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Callable, Optional
 
+from npu_device._src import environment
+from npu_device._src.cluster.errors import ClusterError, PeerError
+from npu_device._src.collectives.group import WORLD_GROUP, group_of
+from npu_device._src.collectives.job import Job
 from npu_device._src.training.world import World
 
-_WRITERS = ("CSVLogger", "TensorBoard", "RemoteMonitor", "BackupAndRestore")
-"""Callbacks that only rank 0 runs. ``ModelCheckpoint`` decides on every rank and writes by the model's methods."""
+METHODS = ("save", "save_weights", "export")
+"""A model's methods that write."""
 
-_FILES = (".keras", ".h5", ".hdf5")
+_OVER = "save is over"
+_SEES = "sees file"
+_REMEMBERED = 1000  # paths
+_FIRST_SECONDS, _LONGEST_SECONDS = 0.5, 5.0  # until a rank asks again whether rank 0 has gone past this place
+_ANSWER_SECONDS = 10.0
+_LEFT_SECONDS = 1.0
+_PAUSE_SECONDS = 0.05
+
+_Moment = tuple[int, int]  # number of collectives before a save, and of saves of the path since then
+_Outcome = tuple[bool, Optional[tuple[str, str]]]  # whether the rank has written the path; its error's type and text
 
 
-def saving(world: World, own: Callable[..., Any], in_fit: Callable[[], bool]) -> Callable[..., Any]:
-    """Return a model's ``save`` or ``save_weights`` that every rank may call with one path.
+@dataclass
+class _Save:
+    """A rank's newest save of a path.
 
-    Args:
-        world: the ranks.
-        own: the model's own method.
-        in_fit: tells whether ``fit`` is running, so that the call comes from a callback, on all ranks.
-
-    Returns:
-        The method. In ``fit`` rank 0 writes. Elsewhere, each calling rank writes a single file next to its destination
-        and moves it there when complete; rank 0 writes a directory, or several files.
+    Attributes:
+        moment: when it began.
+        is_over: it has ended.
+        wrote: this rank has written the file, and hasn't waited for another one.
+        error: type and text of the exception with which it ended.
     """
 
-    @functools.wraps(own)
-    def save(filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        alone = not isinstance(filepath, (str, os.PathLike)) or args or set(kwargs) - {"overwrite"}
-        path = None if alone or "://" in str(filepath) else Path(filepath)
-        if path is None or path.suffix not in _FILES or path.is_dir() or not kwargs.get("overwrite", True):
-            return own(filepath, *args, **kwargs) if world.is_main else None
-        if in_fit() and not world.is_main:
-            return None
-        beside = path.with_name(f".rank{world.rank}-{os.getpid()}-{path.name}")
+    moment: _Moment
+    is_over: bool = False
+    wrote: bool = False
+    error: tuple[str, str] | None = None
+
+    @property
+    def outcome(self) -> _Outcome:
+        """Return what other ranks need to know of it when it is over."""
+        return self.wrote, self.error
+
+
+class Saves:
+    """The saves of this rank in a job, and its answers to ranks that wait for them."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._rank = job.cluster.rank
+        self._calls = job.stall_watch.calls_of(group_of(job, WORLD_GROUP))
+        self._numbers = itertools.count()  # so that no two questions are the same to the hub
+        self._lock = threading.Lock()
+        self._saves: dict[str, _Save] = {}
+        self._asked: dict[int, tuple[str, _Moment, Future[_Outcome]]] = {}  # by the rank that waits
+        job.health.on_question(_OVER, self._answer)
+        job.health.on_question(_SEES, lambda body: os.path.exists(body[0]))
+
+    def close(self) -> None:
+        """Leave what this rank has written to ranks that come to the place of a save after it has left the job."""
+        with self._lock:
+            wrote = {path: save.outcome for path, save in self._saves.items() if save.wrote}
+        if wrote:
+            with contextlib.suppress(ClusterError):
+                self._job.store.set(f"{_OVER} {self._rank}", json.dumps(wrote))
+
+    def save(self, path: str, write: Callable[[], Any]) -> Any:
+        """Let rank 0 write a path; on the other ranks wait for it, or write where its file can't be seen.
+
+        Args:
+            path: the path, the same text on all ranks.
+            write: writes it.
+
+        Returns:
+            What ``write`` returns, or None where it isn't called.
+
+        Raises:
+            Exception: the rank that writes has failed to; of the same type, if that is one of Python's own.
+            TimeoutError: that rank has neither written it nor gone on within ``NPU_DEVICE_STALL_TIMEOUT``.
+        """
+        with self._lock:
+            save = self._begin(path)
         try:
-            result = own(str(beside), **kwargs)
-            os.replace(beside, path)
+            if not any(self._is_written_by(rank, path, save.moment) for rank in self._writers()):
+                save.wrote = True
+                return write()
+        except BaseException as error:
+            save.error = type(error).__name__, str(error)
+            raise
         finally:
-            beside.unlink(missing_ok=True)
-        return result
+            self._end(path, save)
+        return None
+
+    def _begin(self, path: str) -> _Save:
+        begun, before = self._calls.begun, self._saves.pop(path, None)
+        count = 1 if before is None or before.moment[0] < begun else before.moment[1] + 1
+        if len(self._saves) == _REMEMBERED:
+            del self._saves[next(iter(self._saves))]
+        save = self._saves[path] = _Save((begun, count))
+        return save
+
+    def _end(self, path: str, save: _Save) -> None:
+        answers = []
+        with self._lock:
+            save.is_over = True
+            for rank, (asked, moment, answer) in list(self._asked.items()):
+                outcome = self._outcome(path, moment) if asked == path else None
+                if outcome is not None:
+                    del self._asked[rank]
+                    answers.append((answer, outcome))
+        for answer, outcome in answers:
+            answer.set_result(outcome)
+
+    # On the rank that writes
+
+    def _outcome(self, path: str, moment: _Moment) -> _Outcome | None:
+        """Return how the save of a path that belongs to a moment has ended; None if that isn't known yet."""
+        save, has_passed = self._saves.get(path), self._calls.begun > moment[0]
+        if save is None:
+            return (False, None) if has_passed else None
+        return save.outcome if save.is_over and (has_passed or save.moment >= moment) else None
+
+    def _answer(self, body: Any) -> _Outcome | Future[_Outcome]:
+        rank, path, begun, count, _ = body
+        with self._lock:
+            outcome = self._outcome(path, (begun, count))
+            if outcome is not None:
+                return outcome
+            answer: Future[_Outcome] = Future()
+            self._asked[rank] = path, (begun, count), answer  # in place of one that this rank no longer waits for
+            return answer
+
+    # On a rank that waits
+
+    def _writers(self) -> list[int]:
+        """Return the ranks that may write for this one, in the order in which they are asked."""
+        hosts = self._job.cluster.hosts
+        return [rank for rank in sorted({0, hosts.index(hosts[self._rank])}) if rank < self._rank]
+
+    def _is_written_by(self, writer: int, path: str, moment: _Moment) -> bool:
+        """Wait for another rank's save; return True if it has written the path where this rank sees it."""
+        wrote, error = self._wait_for(writer, path, moment)
+        if error is not None:
+            kind, text = error
+            failed = f"rank {writer} failed to write {path}: {kind}: {text}"
+            raise _like(kind, f"rank {self._rank} waited for another rank's file: {failed}") from PeerError(failed)
+        return wrote and ("://" in path or self._sees_files_of(writer, path))
+
+    def _wait_for(self, writer: int, path: str, moment: _Moment) -> _Outcome:
+        limit = environment.NPU_DEVICE_STALL_TIMEOUT.get()
+        until, seconds = time.monotonic() + limit, _FIRST_SECONDS
+        while True:
+            self._job.health.require_running()
+            outcome = self._ask(writer, _OVER, [self._rank, path, *moment], seconds)
+            if outcome is not None:
+                return outcome
+            if self._job.health.has_left(writer):
+                return self._left_by(writer).get(path, (False, None))
+            if time.monotonic() >= until:
+                raise TimeoutError(
+                    f"rank {self._rank}: rank {writer} writes {path} for this one, and has neither finished nor gone "
+                    f"on for {limit:g} s (NPU_DEVICE_STALL_TIMEOUT).\n"
+                    f"Likely cause: rank {writer} doesn't save here, or it is slow or stopped.\n"
+                    "What to do: let all ranks save to one path, or only rank 0 (`if npu.distribute.is_main():`); "
+                    "set a larger limit if the file takes longer."
+                )
+            time.sleep(_PAUSE_SECONDS)  # the hub tells that a rank has left a moment after it stops to wait for it
+            seconds = min(2 * seconds, _LONGEST_SECONDS)
+
+    def _ask(self, rank: int, kind: str, body: list[Any], seconds: float) -> Any:
+        return self._job.health.ask(kind, [*body, next(self._numbers)], [rank], seconds).get(rank)
+
+    def _left_by(self, writer: int) -> dict[str, _Outcome]:
+        """Return what a rank that has left the job has written."""
+        with contextlib.suppress(TimeoutError):
+            found: dict[str, _Outcome] = json.loads(self._job.store.get(f"{_OVER} {writer}", _LEFT_SECONDS))
+            return found
+        return {}
+
+    def _sees_files_of(self, writer: int, path: str) -> bool:
+        """Return True if this rank sees the same directory as another one: a new file of the one appears to the other.
+
+        A new name is asked for, because a network file system may remember that an old one wasn't there.
+        """
+        name = f".npu_device-{secrets.token_hex(8)}"
+        beside = os.path.join(os.path.dirname(path), name)  # relative to each rank's own working directory
+        try:
+            with open(beside, "x"):
+                pass
+        except OSError:  # this rank couldn't write here either
+            return _exists(path)
+        try:
+            sees = self._ask(writer, _SEES, [beside], _ANSWER_SECONDS)
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(beside)
+        return _exists(path) if sees is None else bool(sees)  # None: the rank has left
+
+
+def saving(world: World, own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return one of a model's methods that write (``METHODS``) as one that every rank may call, or only rank 0."""
+    job = world.runtime
+    saves = job.part(Saves)
+    if saves is None:
+        saves = Saves(job)
+        job.add(saves)
+
+    @functools.wraps(own)
+    def save(*args: Any, **kwargs: Any) -> Any:
+        given = [kwargs["filepath"]] if "filepath" in kwargs else [*args, *kwargs.values()]
+        if job.is_parents or not given or not isinstance(given[0], (str, os.PathLike)):
+            return own(*args, **kwargs)  # a file object, for instance, is this rank's
+        if job.health.is_closed:
+            return own(*args, **kwargs) if world.is_main else None
+        return saves.save(os.fsdecode(given[0]), lambda: own(*args, **kwargs))
 
     return save
 
 
-def writes(callback: Any, keras: Any) -> bool:
-    """Return True for a callback that only rank 0 runs."""
-    kinds: Sequence[type] = [getattr(keras.callbacks, name) for name in _WRITERS if hasattr(keras.callbacks, name)]
-    return isinstance(callback, tuple(kinds))
+def _exists(path: str) -> bool:
+    """Return True if there is a file or directory, or files with endings of their own."""
+    return os.path.exists(path) or bool(glob.glob(f"{glob.escape(path)}.*"))
 
 
-def counters_from_root(world: World, own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return tf-keras's method for the epoch and step with which ``fit`` begins, which are rank 0's."""
-
-    @functools.wraps(own)
-    def counters(*args: Any, **kwargs: Any) -> Any:
-        return world.object_from_root(own(*args, **kwargs))
-
-    return counters
+def _like(kind: str, text: str) -> Exception:
+    """Return an error of a type of Python's own, so that a script that handles it does so on all ranks."""
+    python = getattr(builtins, kind, None)
+    if isinstance(python, type) and issubclass(python, Exception):
+        with contextlib.suppress(TypeError):  # it takes other arguments
+            return python(text)
+    return RuntimeError(text)

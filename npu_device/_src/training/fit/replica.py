@@ -10,12 +10,11 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.training import training_state, xla
-from npu_device._src.training.fit import keras_models, start, statement
+from npu_device._src.training.fit import files, keras_models, start, statement
 from npu_device._src.training.fit.batches import again, pull
 from npu_device._src.training.fit.current import CurrentStep, running
 from npu_device._src.training.fit.divided import Divided, with_equal_length
-from npu_device._src.training.fit.epochs import callbacks_of_rank
-from npu_device._src.training.fit.files import counters_from_root, saving
+from npu_device._src.training.fit.epochs import callbacks_of_rank, counters_from_root, silent
 from npu_device._src.training.fit.optimizers import loss_is_weighted, replicate_optimizer
 from npu_device._src.training.fit.running_checksum import RunningChecksum
 from npu_device._src.training.fit.share import Share, is_divided, rows_of
@@ -60,8 +59,9 @@ class Replica:
         self._replace("train_step", self._counting_step("train"))
         self._replace("test_step", self._counting_step("test"))
         self._replace("predict_step", self._predict_step())
-        for name in ("save", "save_weights"):
-            self._replace(name, saving(world, getattr(model, name), lambda: self._depth > 0))
+        for name in files.METHODS:
+            if hasattr(model, name):
+                self._replace(name, files.saving(world, getattr(model, name)))
         if hasattr(model, "_maybe_load_initial_counters_from_ckpt"):
             counters = counters_from_root(world, model._maybe_load_initial_counters_from_ckpt)
             self._replace("_maybe_load_initial_counters_from_ckpt", counters)
@@ -253,7 +253,8 @@ class Replica:
             self._unstarted |= {"train", "test"}
             self._depth += 1
             try:
-                history = own(*bound.args, **bound.kwargs)
+                with silent(self._world, self._model, callbacks):
+                    history = own(*bound.args, **bound.kwargs)
             finally:
                 self._depth -= 1
             if "train" in self._unstarted:  # no epoch was left to train
@@ -266,7 +267,10 @@ class Replica:
     def _outside(self, own: Callable[..., Any], kind: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._depth:
-                return own(*args, **kwargs)
+                bound = inspect.signature(own).bind(*args, **kwargs)
+                if not self._world.is_main:
+                    bound.arguments["verbose"] = 0
+                return own(*bound.args, **bound.kwargs)
             bound = self._bind(own, args, kwargs, kind)
             self._unstarted.add(kind)
             result = own(*bound.args, **bound.kwargs)

@@ -1,0 +1,201 @@
+"""Bodies of ``test_files.py``: what a replicated model writes. Each returns what its test compares."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def make(value: float = 0.0) -> Any:
+    """Return a replicated model whose weights all have a value, and the paths for which this rank's own methods are
+    called; these take a while.
+    """
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    keras = tf.keras
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, activation="tanh")])
+    model.compile("sgd", keras.losses.MeanSquaredError())
+    fill(model, value)
+    written: list[str] = []
+
+    def slow(own: Any) -> Any:
+        def write(path: Any, *args: Any, **kwargs: Any) -> Any:
+            time.sleep(0.2)
+            written.append(os.path.basename(path))
+            return own(path, *args, **kwargs)
+
+        return write
+
+    for name in ("save", "save_weights", "export"):
+        object.__setattr__(model, name, slow(getattr(model, name)))
+    return npu.distribute.replicate(model), written
+
+
+def fill(model: Any, value: float) -> None:
+    model.set_weights([np.full_like(weight, value) for weight in model.get_weights()])
+
+
+def value_in(weights: Any) -> float:
+    [value] = {float(entry) for weight in weights for entry in np.ravel(weight)}
+    return value
+
+
+def body_next_line(keras_version: str, directory: str) -> Any:
+    """The next line reads each kind of file, on every rank."""
+    import tensorflow as tf
+
+    load_model, load = tf.keras.models.load_model, tf.saved_model.load
+    found = {}
+    for number, (kind, method, name) in enumerate(
+        [
+            ("model", "save", "model.keras"),
+            ("older model", "save", "model.h5"),
+            ("weights", "save_weights", "a.weights.h5"),
+            ("exported", "export", "exported"),
+            ("exported again", "export", "exported"),  # over the old one
+            ("directory", "save", "saved_model"),
+            ("weights in TensorFlow's format", "save_weights", "prefix"),
+        ]
+    ):
+        if keras_version == "3" and kind in ("directory", "weights in TensorFlow's format"):
+            continue
+        model, written = make(number)
+        path = f"{directory}/{name}"
+        getattr(model, method)(path)
+        if method == "export":
+            weights = [variable.numpy() for variable in load(path).variables]
+        elif method == "save":
+            weights = load_model(path).get_weights()
+        else:
+            fill(model, -1)
+            model.load_weights(path)
+            weights = model.get_weights()
+        found[kind] = value_in(weights), written
+    return found
+
+
+def body_other_numbers_of_saves(directory: str) -> Any:
+    """Rank 0 saves alone and more often; each rank reads what its own save stands for."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    main, rank = npu.distribute.is_main(), npu.distribute.rank()
+    model, written = make(0)
+    path = f"{directory}/model.keras"
+
+    def value() -> float:
+        return value_in(tf.keras.models.load_model(path).get_weights())
+
+    found = {}
+    if main:
+        began = time.monotonic()
+        model.save(path)
+        found["seconds"] = time.monotonic() - began
+    npu.distribute.barrier()
+    fill(model, 1)
+    model.save(path)
+    found["after one of rank 0"] = value()
+    for number in (2, 3):  # nothing in between, but that they differ
+        npu.distribute.barrier()
+        fill(model, number)
+        model.save(path)
+        fill(model, number + 0.5)
+        model.save(path)
+        found[f"second of {number}"] = value()
+    with npu.distribute.rank_zero_first():
+        model.save(f"{directory}/first.keras")
+    if not main:
+        model.save(f"{directory}/other{rank}.keras")
+    model.save(Path(directory) / f"own{rank}.keras")
+    npu.distribute.barrier()
+    found["written"] = written
+    return found
+
+
+def body_fails(directory: str) -> Any:
+    """Return each rank's error when rank 0 can't write, and the value that is read after another try."""
+    import tensorflow as tf
+
+    model, _ = make(4)
+    (Path(directory) / "file").touch()
+    try:
+        model.save(f"{directory}/file/model.keras")
+        error = None
+    except OSError as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    path = f"{directory}/model.keras"
+    model.save(path)
+    return error, value_in(tf.keras.models.load_model(path).get_weights())
+
+
+def body_apart(directory: str) -> Any:
+    """Every rank in a directory of its own, as on hosts without a common file system."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    here, mine = os.getcwd(), Path(directory) / str(npu.distribute.rank())
+    mine.mkdir()
+    os.chdir(mine)
+    try:
+        model, written = make(5)
+        model.save("model.keras")
+        return value_in(tf.keras.models.load_model("model.keras").get_weights()), written, os.listdir()
+    finally:
+        os.chdir(here)
+
+
+def body_in_fit(keras_version: str, directory: str) -> Any:
+    """Callbacks: files in a new directory, read in the same call; what is printed; callbacks that write."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    keras = tf.keras
+    model, written = make(0)
+    x = np.linspace(0, 1, 24).reshape(8, 3).astype(np.float32)
+    read = []
+
+    class Look(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.predict(x)
+            self.model.evaluate(x, x[:, :2])
+            path = f"{directory}/look.keras"
+            self.model.save(path)
+            same = map(np.array_equal, keras.models.load_model(path).get_weights(), self.model.get_weights())
+            read.append(all(same))
+
+    kinds = keras.callbacks
+    given = [
+        kinds.ModelCheckpoint(f"{directory}/new/best.keras", monitor="loss", save_best_only=True, verbose=1),
+        kinds.ModelCheckpoint(f"{directory}/new/{{epoch}}.weights.h5", save_weights_only=True, save_freq=1),
+        kinds.ReduceLROnPlateau(monitor="loss", min_delta=100.0, patience=1, verbose=1),
+        kinds.EarlyStopping(monitor="loss", min_delta=100.0, patience=5, verbose=1),
+        kinds.LearningRateScheduler(lambda epoch, rate: rate, verbose=1),
+        kinds.CSVLogger(f"{directory}/log.csv", append=True),
+        Look(),
+    ]
+    if keras_version == "2":
+        given.append(kinds.ModelCheckpoint(f"{directory}/new/prefix", save_weights_only=True))
+        given.append(kinds.ModelCheckpoint(f"{directory}/new/saved_model"))
+    elif hasattr(kinds, "SwapEMAWeights"):
+        model.compile(keras.optimizers.SGD(use_ema=True, ema_momentum=0.5), "mse")
+        given.insert(0, kinds.SwapEMAWeights(swap_on_epoch=True))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        model.fit(x, x[:, :2], batch_size=4, epochs=2, verbose=0, callbacks=given)
+    assert all(callback.verbose == 1 for callback in given if hasattr(callback, "verbose") and callback.verbose)
+    speaking = sum(bool(getattr(callback, "verbose", 0)) for callback in given)
+    rows = len(Path(f"{directory}/log.csv").read_text().splitlines())
+    files = sorted(path.name for path in Path(directory, "new").iterdir())
+    npu.distribute.barrier()
+    return bool(printed.getvalue()), written, read, speaking, rows, files
