@@ -16,6 +16,10 @@ time instead of 5.3 s.
 """
 
 
+DEAD_PROXY = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+"""A proxy at which nobody answers."""
+
+
 def free_port() -> int:
     """A TCP port that nobody uses now."""
     with socket.socket() as listener:

@@ -12,7 +12,7 @@ from pathlib import Path
 import job
 import pytest
 from conftest import CHOSEN_BACKEND
-from ranks import all_through
+from ranks import DEAD_PROXY, all_through
 
 from npu_device._src.cluster.tracebacks import FRAME, without_libraries
 
@@ -238,6 +238,50 @@ def test_used_before_open_where_the_job_needs_tensorflows_server(tmp_path: Path)
         assert "Failed open npu device" in result.output
         assert "TensorFlow has been used before npu.open() on rank 1 on host here" in result.output
         assert "right after the imports" in result.output
+
+
+@pytest.mark.skipif(CHOSEN_BACKEND is not None, reason="chooses the backends itself")
+def test_used_before_open_where_no_engine_is_named(tmp_path: Path) -> None:
+    """One rank did; all use TCP, with one warning."""
+    script = USED + "npu.open()\nprint('sum', float(npu.distribute.all_reduce(tf.ones([1000]), 'sum')[0]))"
+    results = job.run(tmp_path, 2, script, NPU_DEVICE_SHARED_MEMORY="off")
+    assert [result.code for result in results] == [0, 0], results
+    assert all("sum 2.0" in result.output for result in results)
+    warnings = "".join(result.output for result in results)
+    assert warnings.count("TensorFlow's collectives can't be used between hosts, and all ranks use TCP") == 1
+    assert "TensorFlow has been used before npu.open() on rank 1 on host here" in warnings
+    assert "NPU_DEVICE_BACKEND=tcp" in warnings
+
+
+@pytest.mark.skipif(CHOSEN_BACKEND is not None, reason="chooses the backends itself")
+@pytest.mark.parametrize("backend", ["auto", "tensorflow", "tcp"])
+def test_a_dead_proxy_in_the_environment(tmp_path: Path, backend: str) -> None:
+    """gRPC would reach the other ranks through it. ``test_mpi`` has MPI."""
+    limits = {"NPU_DEVICE_STALL_WARNING": "2", "NPU_DEVICE_STALL_TIMEOUT": "4", "no_proxy": "elsewhere"}
+    script = BEGIN + (
+        "big = tf.function(lambda: npu.distribute.all_reduce(tf.ones([100_000]), 'sum'))()\n"
+        "print('sum', float(big[-1]), os.environ.get('no_grpc_proxy'))"
+    )
+    for result in job.run(tmp_path, 2, script, **DEAD_PROXY, **limits, **all_through(backend)):
+        assert result.code == 0, result.output
+        assert ("sum 2.0 elsewhere,127.0.0.1" if backend == "tensorflow" else "sum 2.0 None") in result.output
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        (all_through("nccl"), "NPU_DEVICE_BACKEND is nccl, but NCCL can't be used:\n  no rank has a GPU"),
+        ({"NPU_DEVICE_BACKEND": "shared_memory"}, "NPU_DEVICE_SHARED_MEMORY=required"),
+    ],
+    ids=["nccl", "shared_memory"],
+)
+def test_a_backend_that_there_is_not(tmp_path: Path, variables: dict[str, str], text: str) -> None:
+    """An error on all ranks, or on rank 0 a warning."""
+    results = job.run(tmp_path, 2, BEGIN + "npu.distribute.all_reduce(tf.ones([1000]), 'sum')", **variables)
+    failed = variables["NPU_DEVICE_BACKEND"] == "nccl"
+    assert [result.code for result in results] == 2 * [int(failed)], results
+    assert [text in result.output for result in results] == [True, failed]
+    assert "What to do: " in results[0].output
 
 
 @pytest.mark.skipif(CHOSEN_BACKEND is not None, reason="chooses the backends itself")

@@ -17,7 +17,7 @@ import test_segments
 import test_send_receive
 from mpi_ranks import MpiPool, mpiexec, run_under
 from pool import Pool
-from ranks import all_through
+from ranks import DEAD_PROXY, all_through
 
 from benchmarks import mpiexecs
 
@@ -62,7 +62,7 @@ tf.function(lambda: npu.distribute.all_reduce(big, "sum"))()
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", mpiexecs.KINDS)
 def test_a_rank_that_stops_is_named_and_ends_the_job(kind: str, tmp_path: Path) -> None:
-    limits = {"NPU_DEVICE_STALL_WARNING": "2", "NPU_DEVICE_STALL_TIMEOUT": "4", **all_through("mpi")}
+    limits = {"NPU_DEVICE_STALL_WARNING": "2", "NPU_DEVICE_STALL_TIMEOUT": "4", **all_through("mpi"), **DEAD_PROXY}
     result = run_under([*mpiexec(kind), "-n", "2", sys.executable, launcher.script(tmp_path, STOPPING)], **limits)
     assert result.returncode != 0
     assert re.search(r"rank 1 on host \S+: does not answer", result.stdout), result.stdout
