@@ -113,6 +113,9 @@ def test_two_nodes_on_one_machine_from_one_command() -> None:
     assert re.search(r"link from node1 to the next host, over bare sockets: [0-9.e+]+ Gbit/s, \d+ us", report)
     found = rows(report)
     assert tuple(found) == SIZES and all(min(row) > 0 for row in found.values())
+    assert re.search(
+        "^fastest between these hosts: (tensorflow, which is in use|tcp. To use it, set NPU_D)", report, re.M
+    )
     assert "hosts node0, node1 are the same machine" in report
     assert "\ntraining would work; node 0 prints the report\n" in f"\n{report}"
     assert b"is 127.0.0.1 on" in done.stderr and b"unless node 0 runs here too" in done.stderr
@@ -176,8 +179,9 @@ def test_two_hosts_and_a_port_blocked_in_one_direction() -> None:
         assert "shared memory within each host, and TensorFlow's ring over gRPC between them" in report
         speeds = [float(speed) for speed in re.findall(r"bare sockets: ([0-9.]+) Gbit/s", report)]
         assert len(speeds) == 2 and all(0.1 < speed < 1.1 for speed in speeds)
-        *_, between, wire = rows(report)["16 MiB"]
-        assert len(rows(report)["16 MiB"]) == 4 and between > 100 and wire > 100
+        *_, ring, tcp, wire = rows(report)["16 MiB"]
+        assert len(rows(report)["16 MiB"]) == 5 and min(ring, tcp, wire) > 100
+        assert "between hosts, tensorflow" in report and "between hosts, tcp" in report
         # Host 0's own connections leave from these ports; its answers come from those of the range.
         subprocess.run(on_host(0, block), check=True)
         (first, report), (second, _) = two_nodes(
@@ -214,6 +218,13 @@ def test_nothing_to_report() -> None:
 def test_problems_of_a_rank(there: Facts, expected: list[str]) -> None:
     (text,) = judge.problems(replace(WELL, facts=(HERE, there)))
     assert all(part in text for part in (*expected, "What to do: "))
+
+
+def test_the_fastest_engine() -> None:
+    measured = replace(WELL, between={"tensorflow": (1.0, 3.1), "tcp": (2.0, 1.42)}, in_use="tensorflow")
+    assert judge.fastest(measured) == "tcp"
+    assert judge.fastest(replace(measured, between={"tensorflow": (1.0, 3.1), "tcp": (2.0, 3.0)})) == "tensorflow"
+    assert judge.fastest(WELL) == ""
 
 
 def test_a_wrong_sum_and_blocked_ports_are_problems() -> None:

@@ -12,6 +12,7 @@ from npu_device._src.cluster.ports import is_loopback
 
 _CLOCK_SECONDS = 1.0
 _LEAST_MEMORY = 1 << 30  # bytes a rank; TensorFlow itself takes about half of that
+_CLOSE = 1.1  # times the shortest time: as fast
 _SLOW_LINK = 0.5  # of the speed that the interface claims
 
 
@@ -26,7 +27,8 @@ class Findings:
         unreachable: for each rank, by rank, the address and what happened for those that it can't connect to.
         links: from each host to the next one, by host; why not where it could not be measured. Empty for one host.
         within: seconds of an all_reduce by size among the ranks of a host, the slowest host's; empty if there is none.
-        between: the same among hosts.
+        between: the same among hosts, by engine.
+        in_use: the engine between hosts that the job uses.
         right: False if a sum over all ranks was wrong.
     """
 
@@ -36,7 +38,8 @@ class Findings:
     unreachable: Sequence[dict[int, str]] = ()
     links: dict[str, LinkSpeed | str] = field(default_factory=dict)
     within: Sequence[float] = ()
-    between: Sequence[float] = ()
+    between: dict[str, Sequence[float]] = field(default_factory=dict)
+    in_use: str = ""
     right: bool = True
 
     @property
@@ -51,6 +54,17 @@ class Findings:
         """Return a rank's name for messages."""
         facts = self.facts[rank]
         return f"rank {rank} on host {facts.host} ({facts.machine})"
+
+
+def fastest(found: Findings) -> str:
+    """Return the engine that takes the shortest time for the largest size between hosts; that in use, if it is close;
+    "" if none was measured.
+    """
+    seconds = {name: each[-1] for name, each in found.between.items()}
+    if not seconds:
+        return ""
+    best = min(seconds, key=lambda name: seconds[name])
+    return found.in_use if seconds.get(found.in_use, float("inf")) < _CLOSE * seconds[best] else best
 
 
 def problems(found: Findings) -> list[str]:
@@ -110,7 +124,8 @@ def _wrong_sum(found: Findings) -> Iterator[str]:
     if not found.right:
         yield (
             "an all_reduce over all ranks gave a wrong sum.\n"
-            "What to do: set NPU_DEVICE_BACKEND=tensorflow on all ranks and check again; report it as a bug."
+            f"What to do: set NPU_DEVICE_BACKEND={'tcp' if found.in_use == 'tensorflow' else 'tensorflow'} or "
+            "NPU_DEVICE_SHARED_MEMORY=off on all ranks and check again; report it as a bug."
         )
 
 
@@ -129,8 +144,8 @@ def _not_shared(found: Findings) -> Iterator[str]:
     for rank, why in enumerate(found.sharing):
         if why and len(found.hosts[found.facts[rank].host]) > 1:
             yield (
-                f"{found.name(rank)} can't share memory with the others of its host: {why}. It uses TensorFlow's "
-                "collectives, which is slower.\n"
+                f"{found.name(rank)} can't share memory with the others of its host: {why}. It uses the engine "
+                f"between hosts ({found.in_use}), which is slower.\n"
                 "What to do: start all ranks of a host as one user in one container."
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from npu_device._src.check.judge import Findings
+from npu_device._src.check.judge import Findings, fastest
 from npu_device._src.check.links import LinkSpeed
 from npu_device._src.check.speeds import SIZES
 from npu_device._src.cluster.frames import counted, ranges
@@ -70,24 +70,37 @@ def _speeds(found: Findings) -> str:
     columns: list[list[str]] = [["all_reduce of", *(_UNITS[size] for size in SIZES)]]
     if found.within:
         copy = statistics.median(facts.copy for facts in found.facts)
-        columns += _columns(
-            "within a host", found.within, [size / copy if size > 4 else None for size in SIZES], "a copy"
-        )
+        columns += _columns("within a host", found.within)
+        columns.append(_limits("a copy", [size / copy if size > 4 else None for size in SIZES]))
     if found.between:
-        links = [link for link in found.links.values() if isinstance(link, LinkSpeed)]
         limits: list[float | None] = [None] * len(SIZES)
+        links = [link for link in found.links.values() if isinstance(link, LinkSpeed)]
         if links:
             network = Network("", max(link.round_trip for link in links) / 2, 1 / min(link.speed for link in links))
             cost = ring(network, len(found.hosts))
             limits = [cost.alpha + cost.beta * size for size in SIZES]
-        columns += _columns("between hosts", found.between, limits, "the wire")
-    return _table([list(row) for row in zip(*columns)])
+        for name, seconds in found.between.items():
+            columns += _columns(f"between hosts, {name}", seconds)
+        columns.append(_limits("the wire", limits))
+    table = _table([list(row) for row in zip(*columns)])
+    return f"{table}\n{_advice(found)}" if len(found.between) > 1 else table
 
 
-def _columns(title: str, seconds: Sequence[float], limits: Sequence[float | None], limit: str) -> list[list[str]]:
+def _advice(found: Findings) -> str:
+    """Return which engine is the fastest between the hosts, and what to set."""
+    best = fastest(found)
+    if best == found.in_use:
+        return f"fastest between these hosts: {best}, which is in use"
+    return f"fastest between these hosts: {best}. To use it, set NPU_DEVICE_BACKEND={best} on all ranks"
+
+
+def _columns(title: str, seconds: Sequence[float]) -> list[list[str]]:
     speeds = [f"{size / each / 1e9:.2f} GB/s" if size > 4 else "" for size, each in zip(SIZES, seconds)]
-    best = ["" if each is None else _milliseconds(each) for each in limits]
-    return [[title, *map(_milliseconds, seconds)], ["", *speeds], [limit, *best]]
+    return [[title, *map(_milliseconds, seconds)], ["", *speeds]]
+
+
+def _limits(title: str, seconds: Sequence[float | None]) -> list[str]:
+    return [title, *("" if each is None else _milliseconds(each) for each in seconds)]
 
 
 def _milliseconds(seconds: float) -> str:

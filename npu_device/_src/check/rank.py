@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
+from npu_device._src import environment
 from npu_device._src.check import judge, links, page, speeds
 from npu_device._src.check.facts import Facts, collect
 from npu_device._src.check.links import LinkSpeed
+from npu_device._src.collectives.backends.tensorflow import server
 from npu_device._src.collectives.choice import explained
 from npu_device._src.collectives.group import WORLD_GROUP, group_of
 from npu_device._src.collectives.job import Job
@@ -62,10 +64,11 @@ def _found(runtime: Job) -> judge.Findings:
         return judge.Findings(facts, engine, sharing, unreachable)
     leads, several = cluster.rank in leaders, len(hosts) > 1
     link = links.measure(runtime, leaders, _SECONDS) if leads and several else None
+    engines = _engines(runtime) if several else []  # before the first tensor
     right = speeds.sum_is_right(runtime)
     within = speeds.within(runtime)
     store.barrier("check/within", _SECONDS)
-    between = speeds.between(runtime, leaders) if leads and several else None
+    between = speeds.between(runtime, leaders, engines) if leads and several else None
     mine = [asdict(link) if isinstance(link, LinkSpeed) else link, right, within, between]
     measured = store.gather("check/speeds", mine, _SECONDS)
     found_links = {
@@ -80,9 +83,33 @@ def _found(runtime: Job) -> judge.Findings:
         unreachable,
         found_links,
         _slowest(within for _, _, within, _ in measured),
-        _slowest(between for *_, between in measured),
+        {name: _slowest(between[name] for *_, between in measured if between) for name in engines},
+        runtime.hosts.engine,
         all(right for _, right, *_ in measured),
     )
+
+
+def _engines(runtime: Job) -> list[str]:
+    """Return the engines that can be measured between the hosts, that in use first; the same on all ranks."""
+    found = [runtime.hosts.engine, *(["mpi"] if runtime.mpi_world else [])]
+    if _has_server(runtime):
+        found.append("tensorflow")
+    return list(dict.fromkeys([*found, "tcp"]))
+
+
+def _has_server(runtime: Job) -> bool:
+    """Return whether TensorFlow's servers can be reached. They are started now if the job's engine doesn't need them,
+    and if there are ports for them.
+    """
+    if runtime.server_addresses:
+        return True
+    ports, hosts = environment.NPU_DEVICE_PORT_RANGE.get(), runtime.cluster.hosts
+    most = 2 * max(map(hosts.count, hosts)) + 1
+    if runtime.hosts.late or (ports is not None and ports[1] - ports[0] + 1 < most):
+        return False
+    server.start(runtime)
+    failed = links.unreachable(runtime, runtime.server_addresses)
+    return not any(runtime.store.gather("check/servers", len(failed), _SECONDS))
 
 
 def _slowest(seconds: Iterable[list[float] | None]) -> list[float]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 
 import tensorflow as tf
 
@@ -34,9 +36,16 @@ def within(runtime: Job) -> list[float] | None:
     return _by_size(runtime, _WITHIN, ranks) if len(ranks) > 1 else None
 
 
-def between(runtime: Job, leaders: list[int]) -> list[float]:
-    """Return the seconds of an all_reduce of one rank per host, for each size. The leaders call this."""
-    return _by_size(runtime, _BETWEEN, leaders)
+def between(runtime: Job, leaders: list[int], engines: Sequence[str]) -> dict[str, list[float]]:
+    """Return the seconds of an all_reduce of one rank per host, for each engine and size. The leaders call this."""
+    chosen, found = runtime.hosts, {}
+    try:
+        for name in engines:
+            runtime.hosts = replace(chosen, engine=name)
+            found[name] = _by_size(runtime, f"{_BETWEEN}_{name}", leaders)
+    finally:
+        runtime.hosts = chosen
+    return found
 
 
 def _by_size(runtime: Job, name: str, ranks: list[int]) -> list[float]:
