@@ -43,3 +43,12 @@ JAX_COORDINATOR_ADDRESS = optional(
 )
 HOROVOD_SIZE = optional("HOROVOD_SIZE", forms.COUNT, f"number of Horovod's processes. {_SEVERAL}")
 FLUX_JOB_SIZE = optional("FLUX_JOB_SIZE", forms.COUNT, f"number of Flux's tasks. {_SEVERAL}")
+KUBEFLOW_TRAINER_SERVER_URL = optional(
+    "KUBEFLOW_TRAINER_SERVER_URL", forms.TEXT, "where `npu.callbacks.KubeflowProgress` reports progress."
+)
+KUBEFLOW_TRAINER_SERVER_CA_CERT = optional(
+    "KUBEFLOW_TRAINER_SERVER_CA_CERT", forms.PATH, "file with the certificate of that server's authority."
+)
+KUBEFLOW_TRAINER_SERVER_TOKEN = optional(
+    "KUBEFLOW_TRAINER_SERVER_TOKEN", forms.PATH, "file with the token that the server wants to see."
+)

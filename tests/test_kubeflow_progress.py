@@ -1,0 +1,109 @@
+"""``npu.callbacks.KubeflowProgress`` against an HTTPS server with a certificate of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pool import Pool
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+
+
+class _Server(HTTPServer):
+    received: list[Any]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert isinstance(self.server, _Server)
+        self.server.received.append((self.headers["Authorization"], body["trainerStatus"]))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[_Server, dict[str, str]]]:
+    key, certificate, token = tmp_path / "key.pem", tmp_path / "certificate.pem", tmp_path / "token"
+    new = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    names = ["-addext", "subjectAltName=DNS:localhost"]
+    command = [*new, *names, "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    token.write_text("secret\n")
+    found = _Server(("localhost", 0), _Handler)
+    found.received = []
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    found.socket = context.wrap_socket(found.socket, server_side=True)
+    thread = threading.Thread(target=found.serve_forever)
+    thread.start()
+    variables = {
+        "KUBEFLOW_TRAINER_SERVER_URL": f"https://localhost:{found.server_port}/status",
+        "KUBEFLOW_TRAINER_SERVER_CA_CERT": str(certificate),
+        "KUBEFLOW_TRAINER_SERVER_TOKEN": str(token),
+    }
+    try:
+        yield found, variables
+    finally:
+        found.shutdown()
+        thread.join()
+        found.server_close()
+
+
+def body(variables: dict[str, str]) -> list[str]:
+    import logging
+    import os
+
+    import numpy as np
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("npu_device")
+    log.addHandler(handler)
+    os.environ.update(variables)
+    try:
+        model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        npu.distribute.replicate(model)
+        data = np.ones([4, 2], np.float32), np.ones([4, 1], np.float32)
+        model.fit(*data, epochs=3, verbose=0, callbacks=[npu.callbacks.KubeflowProgress()])
+    finally:
+        log.removeHandler(handler)
+        for name in variables:
+            del os.environ[name]
+    return texts
+
+
+@pytest.mark.alternating
+def test_progress(keras_ranks: Pool, server: tuple[_Server, dict[str, str]]) -> None:
+    found, variables = server
+    texts = keras_ranks.run(body, variables)
+    assert not any("Kubeflow" in text for each in texts for text in each)
+    (first, one), (_, last) = found.received  # the second epoch is less than 5 s after the first
+    assert first == "Bearer secret"
+    assert (one["progressPercentage"], last["progressPercentage"], last["estimatedRemainingSeconds"]) == (33, 100, 0)
+    assert [metric["name"] for metric in last["metrics"]] == ["loss"] and float(last["metrics"][0]["value"]) >= 0
+
+
+def test_a_report_that_fails_is_a_warning(keras_ranks: Pool, server: tuple[_Server, dict[str, str]]) -> None:
+    found, variables = server
+    texts = keras_ranks.run(body, {**variables, "KUBEFLOW_TRAINER_SERVER_TOKEN": "/no/such/file"})
+    assert sum("was not reported to Kubeflow" in text for text in texts[0]) == 2
+    assert not any("Kubeflow" in text for each in texts[1:] for text in each)
+    assert found.received == []
