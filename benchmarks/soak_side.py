@@ -15,9 +15,9 @@ import tensorflow as tf
 import npu_device as npu
 from benchmarks.held import Sample, sample
 from hccl.manage.api import create_group, destroy_group
-from npu_device._src.collectives.all_gather_v import all_gather_v
 from npu_device._src.collectives.group import group_of
 from npu_device._src.collectives.job import current
+from npu_device._src.collectives.moves import all_gather_v
 from npu_device.distribute import hccl_ops
 
 _BATCHES = 50  # of an epoch, at whose end TensorFlow keeps 0.8 KB: an OutOfRangeError leaves a function

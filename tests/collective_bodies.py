@@ -45,7 +45,7 @@ def all_to_all(runtime: Any, tensor: Any, mine: Any) -> Any:
     """``all_to_all_v`` of equal blocks of the first dimension."""
     import tensorflow as tf
 
-    from npu_device._src.collectives.all_to_all_v import all_to_all_v
+    from npu_device._src.collectives.moves import all_to_all_v
 
     counts = tf.fill([mine.size], tf.size(tensor) // mine.size)
     places = tf.cumsum(counts, exclusive=True)

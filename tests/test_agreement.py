@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any, Callable
@@ -11,6 +12,7 @@ import job
 import numpy as np
 import pytest
 from pool import Pool
+from ranks import table_environment
 
 BEGIN = """
 import sys, time
@@ -204,3 +206,36 @@ def test_results_that_nobody_uses_do_not_hang(tmp_path: Path) -> None:
     for result in job.run(tmp_path, 2, script):
         assert result.code == 0, result.output
         assert "[2. 2. 2.]" in result.output
+
+
+def _in_a_function(folder: Path, autograph: bool, rank_1: str) -> list[job.Ended]:
+    """Run a script where Python isn't in UTF-8 mode: a collective in a function, on rank 1 with another reduction."""
+    script = f"""
+import tensorflow as tf
+import npu_device as npu
+rank = npu.open().worker_id
+@tf.function(autograph={autograph})
+def step(x):
+    for i in {"tf.range(2)" if autograph else "range(2)"}:
+        x = npu.distribute.all_reduce(x, "{rank_1}" if rank else "sum")  # line 8
+    return x
+step(tf.ones([3]))
+"""
+    folder.mkdir()
+    (folder / "script.py").write_text(script)
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environments = [{**table_environment(folder.parent, 2, rank), **ascii_only} for rank in range(2)]
+    return job.run_anew([[sys.executable, str(folder / "script.py")]] * 2, environments)
+
+
+def test_the_line_of_code_that_autograph_rewrites(tmp_path: Path) -> None:
+    for result in _in_a_function(tmp_path / "ascii", True, "max"):
+        assert result.code == 1, result.output
+        for rank in range(2):
+            assert re.search(rf"rank {rank} on host \w+: .* called at .*script\.py:8 \(step\)", result.output)
+
+
+def test_a_script_whose_path_is_not_ascii(tmp_path: Path) -> None:
+    """AutoGraph, and TensorFlow's own errors, fail there by themselves (TensorFlow 2.20)."""
+    for result in _in_a_function(tmp_path / "Größe", False, "sum"):
+        assert result.code == 0, result.output

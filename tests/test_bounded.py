@@ -153,7 +153,7 @@ def body_keys_of_tags(calls: int) -> int:
     from npu_device._src.collectives.backends.tensorflow import sequence
     from npu_device._src.collectives.group import group_of
     from npu_device._src.collectives.job import current
-    from npu_device._src.collectives.pair import pair_of
+    from npu_device._src.collectives.moves import _pair_of as pair_of
     from npu_device.distribute import hccl_ops
 
     rank = npu.open().worker_id
@@ -191,8 +191,8 @@ def body_many_at_once() -> tuple[list[float], int]:
     """Return sums that one function makes, more of a kind than there are keys, and how many rings of keys."""
     import tensorflow as tf
 
-    from npu_device._src.collectives.all_reduce import all_reduce
     from npu_device._src.collectives.backends.tensorflow.sequence import RING, sequence_of
+    from npu_device._src.collectives.ops import all_reduce
 
     runtime, mine = group("world")
     rings = sequence_of(runtime, mine)._drawn
@@ -215,10 +215,10 @@ def body_signatures(calls: int) -> int:
     import tensorflow as tf
 
     import npu_device as npu
-    from npu_device._src.collectives.all_gather_v import all_gather_v
     from npu_device._src.collectives.backends.tensorflow.sequence import sequence_of
     from npu_device._src.collectives.group import group_of
     from npu_device._src.collectives.job import current
+    from npu_device._src.collectives.moves import all_gather_v
     from npu_device.distribute import hccl_ops
 
     rank, size = npu.open().worker_id, npu.open().workers_num
@@ -256,8 +256,8 @@ def body_graphs(known: bool) -> dict[str, int]:
     import tensorflow as tf
 
     import npu_device as npu
-    from npu_device._src.collectives.all_gather_v import all_gather_v
-    from npu_device._src.collectives.broadcast import broadcast
+    from npu_device._src.collectives.moves import all_gather_v
+    from npu_device._src.collectives.ops import broadcast
 
     runtime, mine = group("world")
 
@@ -334,15 +334,15 @@ def body_functions() -> int:
     import tensorflow as tf
 
     import npu_device as npu
-    from npu_device._src.collectives import python_call
+    from npu_device._src.collectives import graph
 
     npu.open()
     gc.collect()
-    before = len(python_call._functions)
+    before = len(graph._functions)
     for length in range(1, 16):
         _nested(npu.distribute.all_reduce, tf.ones([length]))
     gc.collect()
-    return len(python_call._functions) - before
+    return len(graph._functions) - before
 
 
 @pytest.mark.both_backends

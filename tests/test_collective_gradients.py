@@ -77,13 +77,8 @@ def alone(operation: str, tensors: list[Any], rank: int) -> Any:
 def body_gradients(mode: str) -> dict[str, Any]:
     import tensorflow as tf
 
-    from npu_device._src.collectives.all_gather import all_gather
-    from npu_device._src.collectives.all_gather_v import all_gather_v
-    from npu_device._src.collectives.all_to_all_v import all_to_all_v
-    from npu_device._src.collectives.all_to_all_vc import all_to_all_vc
-    from npu_device._src.collectives.broadcast import broadcast
-    from npu_device._src.collectives.reduce import reduce
-    from npu_device._src.collectives.reduce_scatter import reduce_scatter
+    from npu_device._src.collectives.moves import all_gather, all_gather_v, all_to_all_v, all_to_all_vc
+    from npu_device._src.collectives.ops import broadcast, reduce, reduce_scatter
 
     runtime, mine = group("world")
     size, me = mine.size, mine.rank

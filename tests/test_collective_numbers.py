@@ -43,11 +43,8 @@ def body_operations(slots: bool, edge_bytes: int = SLOT) -> tuple[list[Any], int
     import tensorflow as tf
 
     import npu_device as npu
-    from npu_device._src.collectives.all_gather import all_gather
-    from npu_device._src.collectives.all_reduce import all_reduce
-    from npu_device._src.collectives.broadcast import broadcast
-    from npu_device._src.collectives.reduce import reduce
-    from npu_device._src.collectives.reduce_scatter import reduce_scatter
+    from npu_device._src.collectives.moves import all_gather
+    from npu_device._src.collectives.ops import all_reduce, broadcast, reduce, reduce_scatter
 
     runtime, mine = group("world")
     size, rank = mine.size, mine.rank
@@ -114,8 +111,8 @@ def body_messages() -> tuple[tuple[list[Any], int, int], int, int]:
     """
     import tensorflow as tf
 
-    from npu_device._src.collectives.all_reduce import all_reduce
     from npu_device._src.collectives.backends.tensorflow.sequence import sequence_of
+    from npu_device._src.collectives.ops import all_reduce
 
     runtime, mine = group("world")
 
@@ -145,7 +142,7 @@ def body_mixed() -> list[list[float]]:
     """Sums, with gradients, of lengths that only the graph of the first rank doesn't know before it runs."""
     import tensorflow as tf
 
-    from npu_device._src.collectives.all_reduce import all_reduce
+    from npu_device._src.collectives.ops import all_reduce
 
     runtime, mine = group("world")
 
@@ -211,9 +208,7 @@ def body_equal() -> list[Any]:
     import tensorflow as tf
 
     import npu_device as npu
-    from npu_device._src.collectives.all_reduce import all_reduce
-    from npu_device._src.collectives.reduce import reduce
-    from npu_device._src.collectives.reduce_scatter import reduce_scatter
+    from npu_device._src.collectives.ops import all_reduce, reduce, reduce_scatter
 
     runtime, mine = group("world")
     wrong = []
@@ -265,8 +260,7 @@ def test_the_mean_of_equal_values_is_that_value(several_ranks: Pool) -> None:
 def body_block() -> list[bool]:
     import tensorflow as tf
 
-    from npu_device._src.collectives.all_reduce import all_reduce
-    from npu_device._src.collectives.reduce_scatter import reduce_scatter
+    from npu_device._src.collectives.ops import all_reduce, reduce_scatter
 
     runtime, mine = group("world")
     same = []

@@ -16,13 +16,8 @@ EMPTY_DTYPES = ("float32", "int8", "bfloat16", "uint64", "bool")
 def body_empty(mode: str) -> dict[str, Any]:
     import tensorflow as tf
 
-    from npu_device._src.collectives.all_gather import all_gather
-    from npu_device._src.collectives.all_gather_v import all_gather_v
-    from npu_device._src.collectives.all_reduce import all_reduce
-    from npu_device._src.collectives.all_to_all_vc import all_to_all_vc
-    from npu_device._src.collectives.broadcast import broadcast
-    from npu_device._src.collectives.reduce import reduce
-    from npu_device._src.collectives.reduce_scatter import reduce_scatter
+    from npu_device._src.collectives.moves import all_gather, all_gather_v, all_to_all_vc
+    from npu_device._src.collectives.ops import all_reduce, broadcast, reduce, reduce_scatter
 
     runtime, mine = group("world")
 
@@ -69,10 +64,8 @@ def test_without_elements(several_ranks: Pool, mode: str) -> None:
 def body_unknown() -> dict[str, Any]:
     import tensorflow as tf
 
-    from npu_device._src.collectives.all_gather import all_gather
-    from npu_device._src.collectives.all_to_all_v import all_to_all_v
-    from npu_device._src.collectives.broadcast import broadcast
-    from npu_device._src.collectives.reduce_scatter import reduce_scatter
+    from npu_device._src.collectives.moves import all_gather, all_to_all_v
+    from npu_device._src.collectives.ops import broadcast, reduce_scatter
 
     runtime, mine = group("world")
     size = mine.size
@@ -127,10 +120,8 @@ def test_unknown_static_shapes(several_ranks: Pool) -> None:
 def body_small() -> list[Any]:
     import tensorflow as tf
 
-    from npu_device._src.collectives.all_gather import all_gather
-    from npu_device._src.collectives.all_reduce import all_reduce
-    from npu_device._src.collectives.broadcast import broadcast
-    from npu_device._src.collectives.reduce import reduce
+    from npu_device._src.collectives.moves import all_gather
+    from npu_device._src.collectives.ops import all_reduce, broadcast, reduce
 
     runtime, mine = group("world")
     byte = tf.constant([mine.rank + 1], tf.uint8)
@@ -158,8 +149,7 @@ LARGE = 500_000_000
 def body_large(operation: str) -> tuple[float, float, bool]:
     import tensorflow as tf
 
-    from npu_device._src.collectives.all_reduce import all_reduce
-    from npu_device._src.collectives.broadcast import broadcast
+    from npu_device._src.collectives.ops import all_reduce, broadcast
 
     def resident(which: str) -> float:
         with open("/proc/self/status") as status:

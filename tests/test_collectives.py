@@ -51,13 +51,8 @@ KINDS_MODES_AND_DTYPES = [
 def body_moves(kind: str, mode: str, dtypes: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     import tensorflow as tf
 
-    from npu_device._src.collectives.all_gather import all_gather
-    from npu_device._src.collectives.all_gather_v import all_gather_v
-    from npu_device._src.collectives.all_to_all_v import all_to_all_v
-    from npu_device._src.collectives.all_to_all_vc import all_to_all_vc
-    from npu_device._src.collectives.broadcast import broadcast
-    from npu_device._src.collectives.receive import receive
-    from npu_device._src.collectives.send import send
+    from npu_device._src.collectives.moves import all_gather, all_gather_v, all_to_all_v, all_to_all_vc, receive, send
+    from npu_device._src.collectives.ops import broadcast
 
     runtime, mine = group(kind)
     size, me = mine.size, mine.rank
@@ -135,9 +130,7 @@ def test_moves(several_ranks: Pool, backend: str, kind: str, mode: str, dtypes: 
 def body_reductions(kind: str, mode: str, dtypes: tuple[str, ...]) -> dict[str, dict[Any, Any]]:
     import tensorflow as tf
 
-    from npu_device._src.collectives.all_reduce import all_reduce
-    from npu_device._src.collectives.reduce import reduce
-    from npu_device._src.collectives.reduce_scatter import reduce_scatter
+    from npu_device._src.collectives.ops import all_reduce, reduce, reduce_scatter
 
     runtime, mine = group(kind)
 
@@ -189,8 +182,8 @@ def test_reductions(several_ranks: Pool, backend: str, kind: str, mode: str, dty
 def body_bits() -> dict[str, Any]:
     import tensorflow as tf
 
-    from npu_device._src.collectives.all_gather import all_gather
-    from npu_device._src.collectives.all_reduce import all_reduce
+    from npu_device._src.collectives.moves import all_gather
+    from npu_device._src.collectives.ops import all_reduce
 
     runtime, mine = group("world")
     bits = np.frombuffer(np.random.default_rng(mine.rank).bytes(96), np.uint8)
@@ -222,8 +215,8 @@ def test_moved_bits_stay_as_they_are(several_ranks: Pool) -> None:
 def body_loop() -> Any:
     import tensorflow as tf
 
-    from npu_device._src.collectives.all_gather_v import all_gather_v
-    from npu_device._src.collectives.reduce_scatter import reduce_scatter
+    from npu_device._src.collectives.moves import all_gather_v
+    from npu_device._src.collectives.ops import reduce_scatter
 
     runtime, mine = group("world")
 
@@ -255,7 +248,7 @@ def test_in_a_loop(several_ranks: Pool) -> None:
 def body_barrier() -> tuple[float, float, int]:
     import time
 
-    from npu_device._src.collectives.barrier import barrier
+    from npu_device._src.collectives.ops import barrier
 
     runtime, mine = group("world")
     barrier(runtime, mine)

@@ -1,4 +1,4 @@
-"""``fusion=2``: calls with one ``fusion_id`` in a graph are one collective, unless they would wait for each other."""
+"""``fusion=2``: the tensors of a call travel together, and in a session those of calls that wait at the same time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,6 @@ import pytest
 from pool import Pool
 
 pytestmark = pytest.mark.both_backends
-
-
-def _collectives(function: Any, *arguments: Any) -> int:
-    """Reductions in a traced function, loops' bodies not counted."""
-    operations = function.get_concrete_function(*arguments).graph.get_operations()
-    # The start of the shared-memory backend has three inputs of its own, and the tensors.
-    starts = [op for op in operations if op.type == "PyFuncStateless" and len(op.inputs) > 3]
-    return len(starts) + sum(op.type == "CollectiveReduceV2" for op in operations)
 
 
 def body_together() -> dict[str, Any]:
@@ -47,20 +39,18 @@ def body_together() -> dict[str, Any]:
         return all_reduce(number), all_reduce(number, "mean"), all_reduce(number, identity=2), all_reduce(number, "max")
 
     def outputs(function: Any, *arguments: Any) -> Any:
-        results = tf.nest.map_structure(lambda tensor: tensor.numpy().tolist(), function(*arguments))
-        return _collectives(function, *arguments), results
+        return tf.nest.map_structure(lambda tensor: tensor.numpy().tolist(), function(*arguments))
 
     return {"calls": outputs(calls, number, vector, whole), "different": outputs(different, number)}
 
 
-def test_calls_with_one_id_are_one_collective(two_ranks: Pool) -> None:
+def test_calls_with_one_id(two_ranks: Pool) -> None:
     for found in two_ranks.run(body_together):
-        count, (first, whole, second, between, third, last) = found["calls"]
-        assert count == 3, "float32, int32, and the one that was made with fusion 0"
+        first, whole, second, between, third, last = found["calls"]
         assert (first, whole, second, between) == ([3.0, 5.0, 7.0], [1, 14], 3.0, [3.0, 5.0, 7.0])
         assert third == [[3.0, 5.0, 7.0], [-3.0, -5.0, -7.0]]
         assert last == [[], 3.0, [3, 16]]
-        assert found["different"] == (4, (3.0, 1.5, 3.0, 2.0))
+        assert found["different"] == (3.0, 1.5, 3.0, 2.0)
 
 
 def body_dependent() -> dict[str, Any]:
@@ -100,22 +90,18 @@ def body_dependent() -> dict[str, Any]:
         return number, outside, all_reduce(number)
 
     functions = (on_the_result, on_a_variable, on_an_effect, in_a_loop)
-    return {
-        function.python_function.__name__: (_collectives(function, number), [float(x) for x in function(number)])
-        for function in functions
-    }
+    return {function.python_function.__name__: [float(x) for x in function(number)] for function in functions}
 
 
-def test_calls_that_would_wait_for_each_other_stay_apart(two_ranks: Pool) -> None:
-    """The third call of each function joins the second one where the first one is closed to it as well."""
+def test_calls_that_need_each_other(two_ranks: Pool) -> None:
     for found in two_ranks.run(body_dependent):
-        assert found["on_the_result"] == (2, [3.0, 9.0, 9.0])
-        assert found["on_a_variable"] == (2, [3.0, 9.0, 3.0])
-        assert found["on_an_effect"] == (3, [3.0, 5.0, 3.0])
-        assert found["in_a_loop"] == (2, [12.0, 24.0, 24.0])
+        assert found["on_the_result"] == [3.0, 9.0, 9.0]
+        assert found["on_a_variable"] == [3.0, 9.0, 3.0]
+        assert found["on_an_effect"] == [3.0, 5.0, 3.0]
+        assert found["in_a_loop"] == [12.0, 24.0, 24.0]
 
 
-def body_gradients() -> tuple[int, list[float]]:
+def body_gradients() -> list[float]:
     import tensorflow as tf
 
     import npu_device as npu
@@ -130,17 +116,16 @@ def body_gradients() -> tuple[int, list[float]]:
             loss = x * first + 10.0 * y * second
         return tape.gradient(loss, [x, y])
 
-    return _collectives(step), [float(gradient) for gradient in step()]
+    return [float(gradient) for gradient in step()]
 
 
-def test_later_calls_have_gradients(two_ranks: Pool) -> None:
-    for count, gradients in two_ranks.run(body_gradients):
-        assert count == 3, "both calls at once, and the gradient of each"
+def test_calls_have_gradients(two_ranks: Pool) -> None:
+    for gradients in two_ranks.run(body_gradients):
         # What the product rule says: the sum itself, and the sum of what comes in on both ranks.
         assert gradients == [3.0 + 3.0, 30.0 + 30.0]
 
 
-def body_optimizers() -> tuple[int, list[float]]:
+def body_optimizers() -> list[float]:
     import tensorflow as tf
     import tf_keras
 
@@ -164,11 +149,11 @@ def body_optimizers() -> tuple[int, list[float]]:
             optimizer.apply_gradients([(gradient, variable)])
 
     step()
-    return _collectives(step), [float(variable) for variable in variables]
+    return [float(variable) for variable in variables]
 
 
-def test_two_optimizers_share_a_collective(two_ranks: Pool) -> None:
-    assert two_ranks.run(body_optimizers) == [(1, [-1.5, -15.0])] * 2
+def test_two_optimizers_of_one_id(two_ranks: Pool) -> None:
+    assert two_ranks.run(body_optimizers) == [[-1.5, -15.0]] * 2
 
 
 def body_session() -> tuple[list[int], bool]:
@@ -176,17 +161,17 @@ def body_session() -> tuple[list[int], bool]:
     import tensorflow as tf
 
     import npu_device as npu
-    from npu_device._src.collectives import session_order
+    from npu_device._src.collectives import sessions
     from npu_device.distribute import hccl_ops
 
     lengths: list[int] = []
-    run_joined = session_order._run_joined
+    run_joined = sessions._run_joined
 
     def count(waiting: Any) -> None:
         lengths.append(len(waiting))
         run_joined(waiting)
 
-    session_order._run_joined = count
+    sessions._run_joined = count
     try:
         right = True
         with tf.Graph().as_default(), tf.compat.v1.Session() as session:
@@ -197,7 +182,7 @@ def body_session() -> tuple[list[int], bool]:
                 results = np.array(session.run(sums))[:, 0]
                 right &= results.tolist() == [2.0 * i + 1 for i in range(24)] + [i + 1.0 for i in range(24)]
     finally:
-        session_order._run_joined = run_joined
+        sessions._run_joined = run_joined
     return lengths, right
 
 
@@ -243,25 +228,3 @@ def test_one_thread_is_enough(tmp_path: Path) -> None:
     for ended in job.run(tmp_path, 2, ONE_THREAD):
         assert ended.code == 0, ended.output
         assert str([expected(turn) for turn in range(3)]) in ended.output
-
-
-UNEVEN = """
-import tensorflow as tf
-import npu_device as npu
-
-npu.open().as_default()
-rank = npu.open().worker_id
-
-@tf.function
-def step():
-    for i in range(2 + rank):
-        npu.distribute.all_reduce(tf.zeros([4]), "sum", fusion=2, fusion_id=0)
-
-step()
-"""
-
-
-def test_one_call_more_on_a_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    for ended in job.run(tmp_path, 2, UNEVEN):
-        assert ended.code != 0
-        assert "the ranks of group 'hccl_world_group' called different collective operations" in ended.output

@@ -16,8 +16,7 @@ pytestmark = pytest.mark.both_backends
 def body_ring(length: int) -> Any:
     import tensorflow as tf
 
-    from npu_device._src.collectives.receive import receive
-    from npu_device._src.collectives.send import send
+    from npu_device._src.collectives.moves import receive, send
 
     runtime, mine = group("world")
     send_as_it_is, receive_as_it_is = as_they_are(send, receive)
@@ -47,8 +46,7 @@ def test_everybody_sends_first_in_a_graph(several_ranks: Pool) -> None:
 def body_tags() -> Any:
     import tensorflow as tf
 
-    from npu_device._src.collectives.receive import receive
-    from npu_device._src.collectives.send import send
+    from npu_device._src.collectives.moves import receive, send
 
     runtime, mine = group("world")
     last = mine.size - 1
@@ -80,8 +78,7 @@ def body_small() -> list[list[float]]:
     """Send what fits into a message and what doesn't, in turns, with one function that doesn't know how much it is."""
     import tensorflow as tf
 
-    from npu_device._src.collectives.receive import receive
-    from npu_device._src.collectives.send import send
+    from npu_device._src.collectives.moves import receive, send
 
     runtime, mine = group("world")
     to, source = (mine.rank + 1) % mine.size, (mine.rank - 1) % mine.size
@@ -112,8 +109,7 @@ def test_small_data_and_large_data_in_turns(several_ranks: Pool) -> None:
 def body_refusals() -> dict[str, str]:
     import tensorflow as tf
 
-    from npu_device._src.collectives.receive import receive
-    from npu_device._src.collectives.send import send
+    from npu_device._src.collectives.moves import receive, send
 
     runtime, mine = group("world")
 

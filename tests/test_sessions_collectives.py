@@ -262,7 +262,7 @@ def overlap() -> bool:
     import tensorflow as tf
 
     import npu_device as npu
-    from npu_device._src.collectives.session_call import call_python
+    from npu_device._src.collectives.sessions import call_python
 
     first_is_there = threading.Event()
 

@@ -133,7 +133,7 @@ def graphs_that_go() -> list[bool]:
 
     import tensorflow as tf
 
-    from npu_device._src.collectives.session_call import call_python
+    from npu_device._src.collectives.sessions import call_python
 
     class Held:
         def __call__(self, value: Any) -> list[Any]:

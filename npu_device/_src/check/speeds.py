@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import tensorflow as tf
 
-from npu_device._src.collectives.all_reduce import all_reduce
 from npu_device._src.collectives.group import WORLD_GROUP, Group, group_of
 from npu_device._src.collectives.job import Job
+from npu_device._src.collectives.ops import all_reduce
 
 SIZES = (4, 64 << 10, 1 << 20, 16 << 20)
 """Bytes."""

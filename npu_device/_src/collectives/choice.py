@@ -25,10 +25,10 @@ from npu_device._src.collectives.backends.tcp.tcp_backend import tcp
 from npu_device._src.collectives.backends.tensorflow import lengths
 from npu_device._src.collectives.backends.tensorflow import operations as tensorflow_backend
 from npu_device._src.collectives.backends.two_level import TwoLevelBackend
+from npu_device._src.collectives.call import Agreement
 from npu_device._src.collectives.gpu_choice import UNVERIFIED
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
-from npu_device._src.collectives.terms import Agreement
 
 _Moved = TypeVar("_Moved")
 
@@ -186,15 +186,6 @@ def open_ports(job: Job) -> str:
 def packs(job: Job, group: Group, dtype: tf.DType) -> bool:
     """Return whether a segment's tensors are packed into one buffer before they are sent."""
     return _own_reducing_backend_of(job, group, dtype) is tensorflow_backend
-
-
-def release(job: Job, name: str) -> None:
-    """Free what is held for a group that is destroyed."""
-    shared_memory.release(job, name)
-    mpi.release(job, name)
-    tcp.release(job, name)
-    messages.release(job, name)
-    job.stall_watch.forget(name)
 
 
 def row_length(job: Job, group: Group, dtype: tf.DType, longest: tf.Tensor) -> tf.Tensor:

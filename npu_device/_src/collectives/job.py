@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from npu_device._src.collectives.backends.mpi.mpi_world import MpiWorld
     from npu_device._src.collectives.backends.shared_memory.host import Hosts
     from npu_device._src.collectives.backends.tensorflow.sequence import Sequence
-    from npu_device._src.collectives.calling_thread import CallingThreads
+    from npu_device._src.collectives.call import CallingThreads
     from npu_device._src.collectives.group import Group
-    from npu_device._src.collectives.session_order import SessionOrder
+    from npu_device._src.collectives.sessions import Sessions
     from npu_device._src.collectives.stall import StallWatch
 
 _Part = TypeVar("_Part")
@@ -64,19 +64,20 @@ class Job:
         mpi_world: the job's MPI, or None if it isn't used.
         why_no_mpi: why MPI isn't used although its launcher started the ranks; "" if there is nothing to say.
         stall_watch: reports ranks that are missing in a collective; set when the job begins.
+        threads: the threads of this rank that are in a collective; set when the job begins.
+        sessions: the collectives in this rank's session graphs; set when the job begins.
         making: held by whoever makes one of the objects below, each at its first use.
         pid: number of the rank's process; a forked child has another one.
-        threads: the threads of this rank that are in a collective.
         lines: the operations of each group on a backend, by backend and group.
         orders: the orders in which graphs run starts and finishes.
         sequences: TensorFlow's keys, by group.
         nccl_order: the variable by which TensorFlow orders the collectives that use NCCL.
-        session_orders: the queues of collectives that sessions run, by group.
     """
 
     hosts: Hosts
     stall_watch: StallWatch
     threads: CallingThreads
+    sessions: Sessions
 
     def __init__(self, cluster: Cluster, channel: ControlChannel, serves_others: bool, secret: bytes) -> None:
         self.cluster = cluster
@@ -97,7 +98,6 @@ class Job:
         self.orders: Orders | None = None
         self.sequences: dict[Group, Sequence] = {}
         self.nccl_order: Any = None
-        self.session_orders: dict[Group, SessionOrder] = {}
         self._parts: dict[type, Any] = {}
         self.pid = os.getpid()
 
@@ -109,6 +109,17 @@ class Job:
     def device(self, kind: str) -> str:
         """Return the full name of this rank's first device of a kind (``"CPU"`` or ``"GPU"``)."""
         return f"{self.task}/device:{kind}:0"
+
+    def forget_group(self, name: str) -> None:
+        """Free what is held for a group that is destroyed, and for the groups made for its operations."""
+        del self.groups[name]
+        self.sessions.forget(name)
+        with self.making:
+            found = [(on, group) for on, group in self.lines if name in (group.name, group.parent)]
+            closed = [self.lines.pop(key) for key in found]
+        for line in closed:
+            line.close()
+        self.stall_watch.forget(name)
 
     def add(self, part: Any) -> None:
         """Keep an object of a higher floor as long as the job; its ``close()``, if any, is called before this process

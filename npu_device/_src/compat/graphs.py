@@ -6,6 +6,7 @@ Each function says when it can go; one that doesn't stays as long as TensorFlow 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -15,7 +16,6 @@ from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops import control_flow_v2_func_graphs as _branches
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
-from tensorflow.python.util import tf_stack as _tf_stack
 
 
 def variables_read() -> list[tuple[Any, tf.Tensor]]:
@@ -80,12 +80,26 @@ def handle_of(variable: Any) -> Any:
     return getattr(inner, "handle", None)
 
 
-def stack() -> list[Any]:
-    """Return the frames of the calling thread, outermost first (``filename``, ``lineno``, ``name``).
+def lines_of_stack(frame: Any) -> Iterator[tuple[str, int, str]]:
+    """Yield file, line and function of a Python frame and of its callers, innermost first.
 
-    For code rewritten by AutoGraph, they show the lines that the user wrote.
+    For code rewritten by AutoGraph, these are the lines that the user wrote: the function that calls such code has its
+    map from lines to lines (TensorFlow 2.15 to 2.21). ``tf_stack`` knows it as well, but ends the process if a path
+    isn't ASCII while Python isn't in UTF-8 mode (TensorFlow 2.20).
     """
-    return list(_tf_stack.extract_stack())
+    rewritten: list[tuple[str, int]] = []
+    while frame is not None:
+        code = frame.f_code
+        if "__autograph_generated_file" in code.co_filename:
+            rewritten.append((code.co_filename, frame.f_lineno))
+        elif rewritten and code.co_name == "converted_call":
+            origins = getattr(frame.f_locals.get("converted_f"), "ag_source_map", {})
+            for origin in filter(None, map(origins.get, rewritten)):
+                yield origin.loc.filename, origin.loc.lineno, origin.function_name
+            rewritten.clear()
+        else:
+            yield code.co_filename, frame.f_lineno, code.co_name
+        frame = frame.f_back
 
 
 def run_independently(operation: Any) -> None:
@@ -96,14 +110,6 @@ def run_independently(operation: Any) -> None:
     manager = operation.graph.experimental_acd_manager
     if manager is not None:
         manager.run_independently(operation)
-
-
-def replace_input(operation: Any, index: int, tensor: Any) -> None:
-    """Replace an input of an operation by another tensor, in a graph that has not run yet.
-
-    There is no public way to give an operation inputs that come after it.
-    """
-    operation._update_input(index, tensor)
 
 
 def operations_of_call(graph: Any, call: Any) -> set[str]:

@@ -11,25 +11,24 @@ import contextlib
 import threading
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Optional, Union
 
 import tensorflow as tf
 
-from npu_device._src.collectives.all_reduce import (
+from npu_device._src.collectives.call import Agreement
+from npu_device._src.collectives.choice import backend_name
+from npu_device._src.collectives.dtypes import reduced_dtype
+from npu_device._src.collectives.graph import apart
+from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
+from npu_device._src.collectives.operation import Operation
+from npu_device._src.collectives.ops import (
     REDUCTIONS,
-    all_reduce_segments,
+    reduce_segments,
     require_differentiable,
     require_reduction,
 )
-from npu_device._src.collectives.choice import backend_name
-from npu_device._src.collectives.dtypes import reduced_dtype
-from npu_device._src.collectives.group import Group
-from npu_device._src.collectives.job import Job
-from npu_device._src.collectives.operation import Declaration, collective
-from npu_device._src.collectives.session_graph import apart
-from npu_device._src.collectives.terms import Agreement
-from npu_device._src.gradients import later_calls
 from npu_device._src.gradients.segments import cut
 from npu_device._src.gradients.sparse import gather_slices, reduce_slices, require_sparse_reduction
 from npu_device._src.gradients.split_strategy import MAX_SEGMENTS
@@ -51,8 +50,8 @@ class ReductionOptions:
 
     Attributes:
         kind: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"prod"``.
-        fusion: 0 sends each tensor alone, 1 cuts by the split strategy, 2 makes one segment per dtype, in a
-            ``tf.function`` from all calls with the same id.
+        fusion: 0 sends each tensor alone, 1 cuts by the split strategy, 2 makes one segment per dtype; in a session
+            also of calls with the same id that wait at the same time.
         fusion_id: -1, or with ``fusion=2`` any number from 0.
         overlap: let the first segments travel while backward still makes the others; default: the option
             ``hcom_parallel``.
@@ -82,15 +81,8 @@ class ReductionOptions:
 
     @property
     def joins_calls(self) -> bool:
-        """Return True when several calls can be one collective."""
+        """Return True when several calls that wait at the same time in a session can be one collective."""
         return self.fusion == 2 and self.kind in ("sum", "mean")
-
-    @property
-    def waits_for_later_calls(self) -> bool:
-        """Return True if what is reduced now may be joined with a later call of the graph. Whatever looks at the result
-        and has to come before that call would wait for itself.
-        """
-        return self.joins_calls and later_calls.possible()
 
     @property
     def wire(self) -> tf.DType | None:
@@ -138,11 +130,11 @@ def wait_for_reduction(seconds: float) -> bool:
     return _reduced.wait(seconds)
 
 
-def reduce_list(runtime: Job, values: Sequence[Gradient], options: ReductionOptions, group: Group) -> list[Gradient]:
+def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions, group: Group) -> list[Gradient]:
     """Reduce a list of tensors over a group.
 
     Args:
-        runtime: the running cluster.
+        job: the job.
         values: dense tensors, ``tf.IndexedSlices`` and ``None``, of the same kinds, shapes and dtypes on every rank;
             ``tf.IndexedSlices`` may have a different number of rows on each.
         options: the settings.
@@ -158,28 +150,17 @@ def reduce_list(runtime: Job, values: Sequence[Gradient], options: ReductionOpti
         MismatchError: the ranks' calls differ.
     """
     _reduced.set()
-    if not options.waits_for_later_calls:
-        return _reduce_list(runtime, values, options, group)
-
-    def reduce(values: Sequence[Gradient], alone: bool) -> list[Gradient]:
-        how = replace(options, fusion=0) if alone else options
-        return _reduce_list(runtime, values, how, group)
-
-    return later_calls.reduce_with_earlier_calls(values, (group, options), reduce)
-
-
-def _reduce_list(runtime: Job, values: Sequence[Gradient], options: ReductionOptions, group: Group) -> list[Gradient]:
     segments = cut(values, options.kind, options.fusion, group.name)
     parts = [*segments, *([i] for i, value in enumerate(values) if isinstance(value, tf.IndexedSlices))]
     results: list[Gradient] = [None] * len(values)
 
     def backend() -> str:
-        return backend_name(runtime, group, [value.dtype for value in values if value is not None])
+        return backend_name(job, group, [value.dtype for value in values if value is not None])
 
     seen = traced_reduction(values, segments, options.kind, group.name, backend, options.overlap)
     with seen as trace, _all_first(values, options):
         for positions, within in apart([(part, None) for part in parts], (range(len(values)), segments)):
-            reduced = _reduce(runtime, [values[position] for position in positions], within, options, group)
+            reduced = _reduction([values[position] for position in positions], within, options, group).run(job)
             for position, result in zip(positions, reduced):
                 results[position] = _of_the_shape_of(values[position], result)
         for part in parts:
@@ -187,28 +168,44 @@ def _reduce_list(runtime: Job, values: Sequence[Gradient], options: ReductionOpt
     return trace.recorded_with(results)
 
 
-def _declare(values: Sequence[Gradient], segments: _Segments, options: ReductionOptions, group: Group) -> Declaration:
+def _reduction(values: Sequence[Gradient], segments: _Segments, options: ReductionOptions, group: Group) -> Operation:
+    """Return the operation that reduces a list whose segments are known: positions of dense tensors. None is one
+    segment of all of them, or a sparse gradient: a session's graph has an operation for each of these parts.
+    """
     for value in values:
         if isinstance(value, tf.IndexedSlices):
             require_sparse_reduction(options.kind)
         if value is not None:
             require_reduction("all_reduce", value.dtype, options.kind)
 
-    def results() -> list[tf.TypeSpec | None]:
-        return [_spec_of_result(value, options.kind) for value in values]
+    def body(agreement: Agreement) -> list[Gradient]:
+        results: list[Gradient] = [None] * len(values)
+        cuts = ([range(len(values))] if isinstance(values[0], tf.Tensor) else []) if segments is None else segments
+        lists = [[values[position] for position in positions] for positions in cuts]
+        for positions, tensors in zip(cuts, reduce_segments(agreement, lists, options.kind, group, options.wire)):
+            for position, tensor in zip(positions, tensors):
+                results[position] = tensor
+        for position, value in enumerate(values):
+            if isinstance(value, tf.IndexedSlices):
+                reduce_rows = reduce_slices if options.adds_rows else gather_slices
+                results[position] = reduce_rows(agreement, value, options.kind, group, options.wire)
+        return results
 
-    def gradient(runtime: Job, upstream: Sequence[tf.Tensor]) -> list[Gradient]:
+    def gradient(job: Job, upstream: Sequence[tf.Tensor]) -> list[Gradient]:
         require_differentiable("all_reduce", options.kind)
-        return _reduce(runtime, upstream, segments, options, group)
+        reduced: list[Gradient] = _reduction(upstream, segments, options, group).run(job)
+        return reduced
 
-    # In a session's graph, a list has a single part: a segment or a sparse gradient.
     dense = values[0] if segments is None and isinstance(values[0], tf.Tensor) else None
-    return Declaration(
+    return Operation(
         "all_reduce",
         group,
         values,
-        results,
-        {
+        body=body,
+        again=lambda values: _reduction(values, segments, options, group),
+        inputs=[values],
+        results=lambda: [_spec_of_result(value, options.kind) for value in values],
+        same={
             "reduction": options.kind,
             "segments": "1" if segments is None else _summary(segments),
             "compression": options.compression or "none",
@@ -216,25 +213,6 @@ def _declare(values: Sequence[Gradient], segments: _Segments, options: Reduction
         gradient=None if dense is None else gradient,
         key=None if dense is None or not options.joins_calls else f"{options} {dense.dtype.name}",
     )
-
-
-@collective(_declare, "values")
-def _reduce(
-    agreement: Agreement, values: Sequence[Gradient], segments: _Segments, options: ReductionOptions, group: Group
-) -> list[Gradient]:
-    """Reduce a list whose segments are known: positions of dense tensors. None is one segment of all of them."""
-    results: list[Gradient] = [None] * len(values)
-    if segments is None:
-        segments = [range(len(values))] if isinstance(values[0], tf.Tensor) else []
-    lists = [[values[position] for position in positions] for positions in segments]
-    for positions, tensors in zip(segments, all_reduce_segments(agreement, lists, options.kind, group, options.wire)):
-        for position, tensor in zip(positions, tensors):
-            results[position] = tensor
-    for position, value in enumerate(values):
-        if isinstance(value, tf.IndexedSlices):
-            reduce_rows = reduce_slices if options.adds_rows else gather_slices
-            results[position] = reduce_rows(agreement, value, options.kind, group, options.wire)
-    return results
 
 
 def _spec_of_result(value: Gradient, kind: str) -> tf.TypeSpec | None:

@@ -9,12 +9,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.collectives import moving
-from npu_device._src.collectives.all_gather_v import gather_ragged
-from npu_device._src.collectives.all_reduce import all_reduce_segments
+from npu_device._src.collectives.call import Agreement
 from npu_device._src.collectives.dtypes import reduced_dtype, sum_dtype, wire_dtype
 from npu_device._src.collectives.group import Group
-from npu_device._src.collectives.terms import Agreement
+from npu_device._src.collectives.moves import gather, gather_ragged
+from npu_device._src.collectives.ops import reduce_segments
 
 
 def reduce_slices(
@@ -51,14 +50,14 @@ def reduce_slices(
 
         def dense() -> tuple[tf.Tensor, tf.Tensor]:
             table = tf.math.unsorted_segment_sum(values, indices, length)
-            [[total]] = all_reduce_segments(agreement, [[table]], reduction, group, wire)
+            [[total]] = reduce_segments(agreement, [[table]], reduction, group, wire)
             # Not all rows: an optimizer may move those that it is given, even by a gradient of 0.
             present, _ = tf.unique(gather_ragged(agreement, indices, group))
             return tf.gather(total, present), present
 
         # Every rank knows all ranks' numbers of rows, so all decide alike. A gather sends the longest rank's rows to
         # all others; a ring all-reduce sends the dense tensor twice, less one n-th. Both gather the indices.
-        counts = moving.gather(agreement, tf.shape(values)[tf.newaxis, :1], group)
+        counts = gather(agreement, tf.shape(values)[tf.newaxis, :1], group)
         worth = tf.reduce_max(counts) * group.size > 2 * length
         rows, row_indices = tf.cond(worth, dense, gathered)
         rows.set_shape([None, *slices.values.shape[1:]])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from npu_device._src.collectives.session_call import call_python
+from npu_device._src.collectives.sessions import call_python
 
 
 class IterationPerLoop:

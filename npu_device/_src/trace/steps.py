@@ -14,7 +14,7 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
-from npu_device._src.collectives.session_graph import runs_if_fetched
+from npu_device._src.collectives.graph import runs_if_fetched
 from npu_device._src.trace import points, trace
 from npu_device._src.trace.point_schema import PointSchema
 from npu_device._src.trace.records import GradientRecord

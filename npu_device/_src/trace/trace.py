@@ -16,8 +16,8 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.collectives.graph import runs_if_fetched
 from npu_device._src.collectives.job import Job, current
-from npu_device._src.collectives.session_graph import runs_if_fetched
 from npu_device._src.trace import clock
 from npu_device._src.trace.point_schema import PointSchema
 from npu_device._src.trace.recorder import Recorder

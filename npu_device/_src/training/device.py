@@ -23,9 +23,10 @@ from npu_device._src.collectives import gpus, resources
 from npu_device._src.collectives import job as jobs
 from npu_device._src.collectives.backends.shared_memory.host import detect_hosts
 from npu_device._src.collectives.backends.tensorflow import server
-from npu_device._src.collectives.calling_thread import CallingThreads
+from npu_device._src.collectives.call import CallingThreads
 from npu_device._src.collectives.engine_choice import choose_engine
 from npu_device._src.collectives.job import Job
+from npu_device._src.collectives.sessions import Sessions
 from npu_device._src.collectives.stall import StallWatch
 from npu_device._src.gradients.split_choice import send_splits
 from npu_device._src.membership import parent_rank, schemes
@@ -197,7 +198,7 @@ def _require_same_job(opened: NpuDeviceHandle, device_id: int | None) -> None:
 def _begin(running: Job, trace_settings: Settings | None, seed: int | None) -> None:
     """Prepare the first collective together with the other ranks; a rank that fails here tells the others."""
     try:
-        running.threads = CallingThreads()
+        running.threads, running.sessions = CallingThreads(), Sessions(running)
         running.stall_watch = StallWatch(running)
         seeds.require_same(running, seed)
         found = detect_hosts(running, gpus.choose_device(running.cluster))

@@ -11,9 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.collectives.all_gather import all_gather
-from npu_device._src.collectives.broadcast import broadcast
-from npu_device._src.collectives.python_call import call_now
+from npu_device._src.collectives.graph import call_now
+from npu_device._src.collectives.moves import all_gather
+from npu_device._src.collectives.ops import broadcast
 from npu_device._src.training.same_variables import variable_name
 from npu_device._src.training.world import World
 

@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import environment
-from npu_device._src.collectives.all_gather import all_gather
-from npu_device._src.collectives.python_call import call_now
+from npu_device._src.collectives.graph import call_now
+from npu_device._src.collectives.moves import all_gather
 from npu_device._src.gradients.reduction import Gradient
 from npu_device._src.training.loss_scale_step import all_finite
 from npu_device._src.training.same_variables import variable_name

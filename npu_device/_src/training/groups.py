@@ -15,9 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src.cluster.frames import counted, ranks_of
-from npu_device._src.collectives.choice import release
 from npu_device._src.collectives.group import WORLD_GROUP, Group, check_group_name, find_group, listed
-from npu_device._src.collectives.session_order import close_orders
 from npu_device._src.training import device
 
 _alone: dict[str, Group] = {}
@@ -96,11 +94,11 @@ def destroy_group(group: str) -> None:
     if _find(group).name == WORLD_GROUP:
         rank, _ = _rank_and_size()
         raise ValueError(f"rank {rank}, destroy_group({group!r}): the group of all ranks can't be destroyed")
-    del _made()[group]
     runtime = device.unless_child()
-    if runtime is not None:
-        close_orders(runtime, group)
-        release(runtime, group)
+    if runtime is None:
+        del _made()[group]
+    else:
+        runtime.forget_group(group)
 
 
 @tf.autograph.experimental.do_not_convert

@@ -19,18 +19,11 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.collectives import all_gather as _all_gather
-from npu_device._src.collectives import all_reduce as _all_reduce
-from npu_device._src.collectives import all_to_all_v as _all_to_all_v
-from npu_device._src.collectives import all_to_all_vc as _all_to_all_vc
 from npu_device._src.collectives import blocks as _blocks
-from npu_device._src.collectives import broadcast as _broadcast
-from npu_device._src.collectives import receive as _receive
-from npu_device._src.collectives import reduce as _reduce
-from npu_device._src.collectives import reduce_scatter as _reduce_scatter
-from npu_device._src.collectives import send as _send
+from npu_device._src.collectives import moves as _moves
+from npu_device._src.collectives import ops as _ops
+from npu_device._src.collectives.graph import overwriting
 from npu_device._src.collectives.group import WORLD_GROUP
-from npu_device._src.collectives.session_graph import overwriting
 from npu_device._src.gradients.reduction import ReductionOptions, check_fusion, check_fusion_0_or_2, reduce_list
 from npu_device._src.training.world import World, world
 
@@ -65,7 +58,7 @@ def allreduce(tensor: Any, reduction: str, fusion: int = 1, fusion_id: int = -1,
     if fusion == 2:
         together = ReductionOptions(reduction, fusion, fusion_id)
         return reduce_list(ranks.runtime, [compat.to_tensor(tensor)], together, ranks.group)[0]
-    return _all_reduce.all_reduce(ranks.runtime, compat.to_tensor(tensor), reduction, ranks.group)
+    return _ops.all_reduce(ranks.runtime, compat.to_tensor(tensor), reduction, ranks.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -88,7 +81,7 @@ def allgather(tensor: Any, rank_size: int, group: str = WORLD_GROUP) -> Any:
     _check_rank_size("allgather", rank_size, group, ranks)
     if ranks is None:
         return tensor
-    return _all_gather.all_gather(ranks.runtime, compat.to_tensor(tensor), ranks.group)
+    return _moves.all_gather(ranks.runtime, compat.to_tensor(tensor), ranks.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -118,7 +111,7 @@ def broadcast(
     ranks = world(group)
     if ranks is None:
         return list(tensor)
-    sent = _broadcast.broadcast(ranks.runtime, [compat.to_tensor(value) for value in tensor], root_rank, ranks.group)
+    sent = _ops.broadcast(ranks.runtime, [compat.to_tensor(value) for value in tensor], root_rank, ranks.group)
     return [overwriting(value, result) for value, result in zip(tensor, sent)]
 
 
@@ -148,7 +141,7 @@ def reduce(
     ranks = world(group)
     if ranks is None:
         return tensor
-    return _reduce.reduce(ranks.runtime, compat.to_tensor(tensor), reduction, root_rank, ranks.group)
+    return _ops.reduce(ranks.runtime, compat.to_tensor(tensor), reduction, root_rank, ranks.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -174,7 +167,7 @@ def reduce_scatter(tensor: Any, reduction: str, rank_size: int, group: str = WOR
     _check_rank_size("reduce_scatter", rank_size, group, ranks)
     if ranks is None:
         return tensor
-    return _reduce_scatter.reduce_scatter(ranks.runtime, compat.to_tensor(tensor), reduction, ranks.group)
+    return _ops.reduce_scatter(ranks.runtime, compat.to_tensor(tensor), reduction, ranks.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -198,7 +191,7 @@ def send(tensor: Any, sr_tag: int, dest_rank: int, group: str = WORLD_GROUP) -> 
     Inside one ``tf.function`` they don't.
     """
     ranks = _others("send", group)
-    return _send.send(ranks.runtime, compat.to_tensor(tensor), sr_tag, dest_rank, ranks.group)
+    return _moves.send(ranks.runtime, compat.to_tensor(tensor), sr_tag, dest_rank, ranks.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -221,7 +214,7 @@ def receive(shape: Any, data_type: Any, sr_tag: int, src_rank: int, group: str =
         TypeError: a dtype that has no bits to send.
     """
     ranks = _others("receive", group)
-    return _receive.receive(ranks.runtime, shape, tf.as_dtype(data_type), sr_tag, src_rank, ranks.group)
+    return _moves.receive(ranks.runtime, shape, tf.as_dtype(data_type), sr_tag, src_rank, ranks.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -257,7 +250,7 @@ def all_to_all_v(
         outgoing = _blocks.checked("send", send_counts, send_displacements, 1, data.shape[0])
         incoming = _blocks.checked("recv", recv_counts, recv_displacements, 1)
         return _blocks.join(_blocks.pad_blocks(data, outgoing, incoming.counts[0]), incoming)
-    return _all_to_all_v.all_to_all_v(
+    return _moves.all_to_all_v(
         ranks.runtime, data, send_counts, send_displacements, recv_counts, recv_displacements, ranks.group
     )
 
@@ -293,7 +286,7 @@ def all_to_all_v_c(
     if ranks is None:
         outgoing = _blocks.packed(_blocks.whole_numbers("send_count_matrix", send_count_matrix, [1, 1])[0])
         return _blocks.join(_blocks.pad_blocks(data, outgoing, outgoing.counts[0]), outgoing)
-    return _all_to_all_vc.all_to_all_vc(ranks.runtime, data, send_count_matrix, ranks.group)
+    return _moves.all_to_all_vc(ranks.runtime, data, send_count_matrix, ranks.group)
 
 
 alltoallv = all_to_all_v

@@ -133,7 +133,7 @@ class GradientReduction:
     ) -> contextlib.AbstractContextManager[None]:
         """Return a context for the update of variables; before it the ranks compare them, if an audit is due."""
         off = environment.NPU_DEVICE_AUDIT.get() == "off"
-        if off or self.options.waits_for_later_calls or self._applying or not can_compare():
+        if off or self._applying or not can_compare():
             return contextlib.nullcontext()
         if self._audit is None:
             self._audit = Audit(self._world, optimizer, not self._compared)
@@ -143,7 +143,7 @@ class GradientReduction:
         """Return the gradients reduced over the ranks, ``None`` where ``None`` was."""
         gradients, options, runtime, group = list(gradients), self.options, self._world.runtime, self._world.group
         reduced = reduce_list(runtime, gradients, options, group)
-        if options.kind == "mean" and group.name == WORLD_GROUP and not options.waits_for_later_calls:
+        if options.kind == "mean" and group.name == WORLD_GROUP:
             same_samples.watch(runtime, gradients, reduced)
         self._remember(reduced)
         return reduced

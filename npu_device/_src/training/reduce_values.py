@@ -34,8 +34,7 @@ def all_reduce(
             to int64, uint8 to uint64; the same number, shapes and dtypes on every rank.
         reduction: ``"mean"`` (default), ``"sum"``, ``"min"``, ``"max"`` or ``"prod"``.
         fusion: 0 sends each tensor alone; 1 (default) cuts the list by the group's split strategy (``hccl.split.api``)
-            into segments that are reduced while backward still produces the others; 2 sends those of a dtype together,
-            even from several calls of a ``tf.function`` with the same ``fusion_id``.
+            into segments that are reduced while backward still produces the others; 2 sends those of a dtype together.
         fusion_id: -1 unless ``fusion`` is 2.
         group: name of the group; the mean divides by its size.
         compression: ``"fp16"`` or ``"bf16"`` sends float32 and float64 in 16 bits (default: as they are). They are
@@ -78,10 +77,9 @@ def all_reduce(
     behind = []
     if several and reduction in ("mean", "sum"):
         behind = same_variables.make_equal_behind(ranks, tensors)
-    # With fusion=2 values of later calls may join this one, and must not wait for it.
-    with replica_audit.step_behind(ranks, [] if how.waits_for_later_calls else behind):
+    with replica_audit.step_behind(ranks, behind):
         reduced = reduce_list(ranks.runtime, tensors, how, ranks.group)
-    if several and reduction == "mean" and group == WORLD_GROUP and not how.waits_for_later_calls:
+    if several and reduction == "mean" and group == WORLD_GROUP:
         same_samples.watch(ranks.runtime, tensors, reduced)
     return tf.nest.pack_sequence_as(values, reduced)
 

@@ -23,10 +23,9 @@ import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.collectives.all_reduce import all_reduce
+from npu_device._src.collectives.graph import call_now, step_data
 from npu_device._src.collectives.job import Job
-from npu_device._src.collectives.python_call import call_now
-from npu_device._src.collectives.step_data import step_data
+from npu_device._src.collectives.ops import all_reduce
 from npu_device._src.training.drift import Drift
 from npu_device._src.training.same_variables import (
     can_compare,

@@ -15,8 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.job import Job
-from npu_device._src.collectives.python_call import call_now
 from npu_device._src.gradients.reduction import Gradient
 from npu_device._src.training.same_variables import can_compare
 

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.collectives.session_graph import runs_if_fetched
+from npu_device._src.collectives.graph import runs_if_fetched
 from npu_device._src.training.world import World
 
 _log = logging.getLogger("npu_device")

@@ -9,7 +9,7 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
-from npu_device._src.collectives.session_graph import after, fetchable
+from npu_device._src.collectives.graph import after, fetchable
 from npu_device._src.training.world import world_unless_child
 
 VARIABLES_OF_ONE_RANK = "npu_device/variables_of_one_rank"

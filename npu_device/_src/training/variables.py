@@ -8,8 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.collectives.graph import fetchable
 from npu_device._src.collectives.group import WORLD_GROUP
-from npu_device._src.collectives.session_graph import fetchable
 from npu_device._src.training import layer_state
 from npu_device._src.training.world import world_unless_child
 

@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from npu_device._src.collectives.all_gather_v import all_gather_v
-from npu_device._src.collectives.all_reduce import all_reduce
-from npu_device._src.collectives.barrier import barrier
-from npu_device._src.collectives.broadcast import broadcast
+from npu_device._src.collectives.graph import fetchable
 from npu_device._src.collectives.group import WORLD_GROUP, Group, group_of
 from npu_device._src.collectives.job import Job
-from npu_device._src.collectives.session_graph import fetchable
+from npu_device._src.collectives.moves import all_gather_v
+from npu_device._src.collectives.ops import all_reduce, barrier, broadcast
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
 from npu_device._src.training import device
 

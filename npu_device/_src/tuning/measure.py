@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import tensorflow as tf
 
-from npu_device._src.collectives.all_reduce import all_reduce, all_reduce_segments
+from npu_device._src.collectives.call import Agreement
 from npu_device._src.collectives.choice import packs
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
-from npu_device._src.collectives.terms import Agreement
+from npu_device._src.collectives.ops import all_reduce, reduce_segments
 from npu_device._src.trace import points
 from npu_device._src.tuning.computing import Computing
 from npu_device._src.tuning.cost_model import CostModel, fit
@@ -140,7 +140,7 @@ def _reduction(runtime: Job, group: Group, segments: Sequence[Sequence[int]]) ->
         number = itertools.count()
         made = [[tf.fill([size // 4], value + next(number)) for size in sizes] for sizes in segments]
         begun = points.when([tensor for segment in made for tensor in segment])
-        results = all_reduce_segments(Agreement(runtime), made, "mean", group, None)
+        results = reduce_segments(Agreement(runtime), made, "mean", group, None)
         return begun, [points.reduced(result[0]) for result in results], [result[0][:1] for result in results]
 
     # A concrete function, since TensorFlow warns of calls that trace again, and each size does.

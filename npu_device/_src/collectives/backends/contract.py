@@ -12,8 +12,8 @@ from typing import Protocol
 
 import tensorflow as tf
 
+from npu_device._src.collectives.call import Agreement
 from npu_device._src.collectives.group import Group
-from npu_device._src.collectives.terms import Agreement
 
 
 class ReducingBackend(Protocol):

@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from npu_device._src.collectives.backends.contract import Backend
 from npu_device._src.collectives.backends.shared_memory.shared_memory_backend import shared_memory
+from npu_device._src.collectives.call import Agreement
 from npu_device._src.collectives.dtypes import reduced_dtype, sum_dtype, wire_dtype
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
-from npu_device._src.collectives.terms import Agreement
 
 
 class TwoLevelBackend:

@@ -10,7 +10,7 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
-from npu_device._src.collectives.differentiable import differentiable
+from npu_device._src.collectives.graph import differentiable
 from npu_device._src.gradients.reduction import ReductionOptions
 from npu_device._src.training.fit.share import Share
 

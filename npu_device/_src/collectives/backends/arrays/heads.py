@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from npu_device._src.collectives.terms import Terms
+from npu_device._src.collectives.call import Terms
 
 Head = Sequence[int]
 """A member's description of a call, in 32-bit words. It must be the same on all members."""

@@ -23,11 +23,10 @@ from npu_device._src import compat
 from npu_device._src.collectives.backends.arrays.engine import Channel, Engine, PendingOperation
 from npu_device._src.collectives.backends.arrays.heads import head_of
 from npu_device._src.collectives.backends.arrays.mailbox import Mailbox, Slots, Transfer
+from npu_device._src.collectives.call import Agreement, Shapes, Terms
+from npu_device._src.collectives.graph import Order, step_data
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
-from npu_device._src.collectives.python_call import Order
-from npu_device._src.collectives.step_data import step_data
-from npu_device._src.collectives.terms import Agreement, Shapes, Terms
 
 Action = tuple[Callable[..., Any], list[np.ndarray]]
 """The action of an operation, and the arrays that it fills: in a group it makes a program, ``act(channel, head=...)``;
@@ -204,14 +203,6 @@ class Lines:
         if group.tag is None:
             return GroupLine(job, group, partial(self._channel, job, group), self._background_from(job))
         return PairLine(job, group, lambda: Mailbox(self._slots(job, group)))
-
-    def close(self, job: Job, name: str) -> None:
-        """Close the line of a group that is destroyed, and those of groups made for its operations."""
-        with job.making:
-            found = [(on, group) for on, group in job.lines if on is self and name in (group.name, group.parent)]
-            closed = [job.lines.pop(key) for key in found]
-        for line in closed:
-            line.close()
 
 
 class Orders:

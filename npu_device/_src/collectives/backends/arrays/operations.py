@@ -25,10 +25,9 @@ from npu_device._src.collectives.backends.arrays.heads import Head
 from npu_device._src.collectives.backends.arrays.lines import Action, Lines, OnTensors, Operation
 from npu_device._src.collectives.backends.arrays.mailbox import Transfer
 from npu_device._src.collectives.backends.arrays.stream import Stream
+from npu_device._src.collectives.call import Agreement
 from npu_device._src.collectives.dtypes import reduced_dtype
 from npu_device._src.collectives.group import Group
-from npu_device._src.collectives.job import Job
-from npu_device._src.collectives.terms import Agreement
 
 _LARGE = 1 << 30
 
@@ -142,10 +141,6 @@ class ArrayBackend:
         output = tf.TensorSpec([group.size, tensor.shape[-1]], tensor.dtype)
         [[found]] = self._lines.run(agreement, group, [(Operation([output], _bytes([tensor]), prepare), [tensor])])
         return found
-
-    def release(self, job: Job, name: str) -> None:
-        """Free what is held for a group that is destroyed."""
-        self._lines.close(job, name)
 
 
 class ComparingBackend(ArrayBackend):

@@ -15,11 +15,11 @@ import tensorflow as tf
 
 from npu_device._src.collectives.backends.messages.messages_backend import messages
 from npu_device._src.collectives.backends.tensorflow import kernels, words
+from npu_device._src.collectives.call import Agreement
 from npu_device._src.collectives.dtypes import mean_dtype, sum_dtype, wire_dtype, wire_scales
 from npu_device._src.collectives.folding import fold
 from npu_device._src.collectives.group import Group, counts_of
 from npu_device._src.collectives.job import Job
-from npu_device._src.collectives.terms import Agreement
 
 TRANSFER_BYTES = 64 << 20
 """Approximate bytes per transfer of a broadcast: large enough for the full bandwidth, small enough not to double

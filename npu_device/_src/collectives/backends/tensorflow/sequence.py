@@ -24,9 +24,9 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.collectives.graph import Order
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
-from npu_device._src.collectives.python_call import Order
 
 RING = 16
 """The number of keys for one kind, dtype and shape before they repeat. That many collectives may run at once. In a

@@ -1,0 +1,284 @@
+"""A rank's next call of a collective: what the ranks compare of it, and the thread and line that made it.
+
+Every rank sends a fingerprint of its call (operation, dtypes, shapes, reduction, root, thread) before data moves. It
+has the same form for every call, so that the messages fit even if the calls don't. ``mismatch`` makes the error for
+calls that differ, and ``operation`` lets the ranks agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import operator
+import re
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, Union
+
+import numpy as np
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.collectives.group import Group
+
+if TYPE_CHECKING:
+    from npu_device._src.collectives.job import Job
+
+_PACKAGE = str(Path(__file__).parents[2])
+_OTHERS = ("tensorflow", "keras", "tf_keras")
+_UNKNOWN_LINE = "an unknown line"
+_MAX_DIMENSIONS = 16
+_COUNTED_NAME = re.compile(r"^(Thread|ThreadPoolExecutor|asyncio)[-_]\d+(?:_\d+)?")
+"""The names that Python gives to threads: numbers of a process, which differ among the ranks."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The description of a rank's next call.
+
+    Attributes:
+        operation: name of the collective.
+        kinds: one text for each value of a list, by position: its dtype and whether it is sparse, or ``None``.
+        shapes: the part of each value's shape that must be the same on every rank, as far as known while tracing; None
+            for ``None``. The ranks compare the shapes of the running graph, because a rank may have traced with
+            different static shapes.
+        names: the values' names, for the message only; they may differ among ranks.
+        details: whatever else must be the same on all ranks: reduction, root, tag, …
+        line: the line of the script that made the call, for the message only.
+        thread: the thread that made or traced the call: calls from two threads come in a different order on each rank.
+    """
+
+    operation: str
+    kinds: tuple[str, ...]
+    shapes: tuple[Optional[tf.TensorShape], ...]
+    names: tuple[str, ...]
+    details: tuple[tuple[str, str], ...]
+    line: str
+    thread: str
+
+    @property
+    def fingerprint(self) -> tuple[int, int]:
+        """Return two 32-bit numbers that are the same for calls that match."""
+        return _fingerprint(self.operation, self.kinds, self.details, self.thread)
+
+    def row(self) -> dict[str, Any]:
+        """Return the call in the form that the other ranks need to describe the mismatch."""
+        return {
+            "operation": self.operation,
+            "tensors": [f"{kind} {_text(shape)}".rstrip() for kind, shape in zip(self.kinds, self.shapes)],
+            "names": list(self.names),
+            "details": dict(self.details),
+            "line": self.line,
+            "thread": self.thread,
+        }
+
+
+@functools.lru_cache(maxsize=1024)
+def _fingerprint(*parts: Any) -> tuple[int, int]:
+    digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
+    first, second = np.frombuffer(digest, dtype="<i4")
+    return int(first), int(second)
+
+
+def describe(operation: str, values: Sequence[Any], ragged: bool, details: dict[str, Any]) -> Call:
+    """Return the description of a call.
+
+    Args:
+        operation: name of the collective.
+        values: dense tensors, their specs, ``tf.IndexedSlices`` and ``None``.
+        ragged: the first dimension may differ among the ranks.
+        details: what else must be the same on every rank.
+    """
+    kinds, shapes = [], []
+    for value in values:
+        sparse = isinstance(value, tf.IndexedSlices)
+        dense = value.values if sparse else value
+        kinds.append("None" if value is None else f"sparse {dense.dtype.name} rows of" if sparse else dense.dtype.name)
+        shapes.append(None if value is None else dense.shape[1:] if sparse or ragged else dense.shape)
+    in_graph = not tf.executing_eagerly()
+    names = tuple(str(getattr(value, "name", "-")) if in_graph and value is not None else "-" for value in values)
+    texts = tuple((key, str(value)) for key, value in details.items())
+    return Call(operation, tuple(kinds), tuple(shapes), names, texts, user_line(), calling_thread())
+
+
+def shapes_number(call: Call, values: Sequence[Any], ragged: bool) -> int | tf.Tensor:
+    """Return one 32-bit number for all shapes, an int or int32; the same for static and dynamic shapes."""
+    known = 0
+    unknown: list[tf.Tensor] = []
+    for position, (value, shape) in enumerate(zip(values, call.shapes)):
+        if shape is None:
+            continue
+        weights = _weights(position)
+        if shape.is_fully_defined():
+            known += sum(map(operator.mul, shape.as_list(), weights)) + len(shape) * weights[-1]
+        else:
+            dense = value.values if isinstance(value, tf.IndexedSlices) else value
+            sizes = tf.shape(dense)[1:] if ragged or dense is not value else tf.shape(dense)
+            table = tf.constant(weights, tf.int32)
+            unknown.append(tf.reduce_sum(sizes * table[: tf.size(sizes)]) + tf.size(sizes) * table[-1])
+    total = (known + (1 << 31)) % (1 << 32) - (1 << 31)
+    return tf.add_n([*unknown, tf.constant(total)]) if unknown else total
+
+
+@functools.cache
+def _weights(position: int) -> tuple[int, ...]:
+    """Return random numbers, the same on every rank: one for each dimension of a value, and one for their number."""
+    return tuple(np.random.default_rng(position).integers(1 << 30, size=_MAX_DIMENSIONS + 1).tolist())
+
+
+def _text(shape: tf.TensorShape | None) -> str:
+    if shape is None:
+        return ""
+    if shape.rank is None:
+        return "[…]"
+    return "[" + ", ".join("?" if size is None else str(size) for size in shape) + "]"
+
+
+# The line of the script
+
+
+def user_line() -> str:
+    """Return the innermost line of the script, outside this package, TensorFlow and Keras."""
+    for filename, line, name in compat.lines_of_stack(sys._getframe(1)):
+        if _is_users(filename):
+            return f"{filename}:{line} ({name})"
+    return _UNKNOWN_LINE
+
+
+@functools.cache
+def _is_users(filename: str) -> bool:
+    ours = filename.startswith((_PACKAGE, "<")) or filename == contextlib.__file__
+    return not ours and not any(name in Path(filename).parts for name in _OTHERS)
+
+
+# The calling thread: the calls of one group come in one order, and two threads have none. The ranks compare the
+# thread's name with the call. Threads that they could not tell apart are refused on all ranks.
+
+
+def calling_thread() -> str:
+    """Return the name of the calling thread as far as it is the same on all ranks."""
+    thread = threading.current_thread()
+    return "a thread of TensorFlow" if isinstance(thread, threading._DummyThread) else _own_name(thread)
+
+
+def _own_name(thread: threading.Thread) -> str:
+    """Return a thread's name without the number that Python gives to threads without a name."""
+    return _COUNTED_NAME.sub(r"\1", thread.name)
+
+
+class CallingThreads:
+    """The threads of this rank that call collectives."""
+
+    def __init__(self) -> None:
+        # By group and tag: the thread that is in an eager call.
+        self._calling: dict[tuple[Group, int | None], int] = {}
+        # By thread: the groups in which it has called, and whether another living thread of its name has, too.
+        self._alike: weakref.WeakKeyDictionary[threading.Thread, dict[int, bool]] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def in_call(self, group: Group) -> Iterator[bool]:
+        """Note that this thread is in a call of the group, and yield whether the ranks can mix it up with another."""
+        key, me = (group, group.tag), threading.get_ident()
+        if group.tag is None and self._mixed_up(group):
+            yield True
+        elif not tf.executing_eagerly():
+            yield False
+        elif self._calling.setdefault(key, me) != me:
+            yield True
+        else:
+            try:
+                yield False
+            finally:
+                del self._calling[key]
+
+    def _mixed_up(self, group: Group) -> bool:
+        """Return whether another living thread that calls in the group has this thread's name, or had it once: the
+        ranks cannot tell the two apart.
+        """
+        me = threading.current_thread()
+        if me is threading.main_thread() or isinstance(me, threading._DummyThread) or _is_replica_of_a_strategy():
+            return False
+        key = group.key
+        with self._lock:
+            self._alike.setdefault(me, {}).setdefault(key, False)
+            found = [
+                groups
+                for one, groups in self._alike.items()
+                if key in groups and one.is_alive() and _own_name(one) == _own_name(me)
+            ]
+            if len(found) > 1:
+                for groups in found:
+                    groups[key] = True
+            return self._alike[me][key]
+
+
+def _is_replica_of_a_strategy() -> bool:
+    """Return whether the thread belongs to a ``tf.distribute.Strategy``, which lets them take turns."""
+    return tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None
+
+
+# The agreement, which an operation passes on to its backend. The ranks may agree before the call, or with the first
+# data that the call sends: then the first transfer takes the terms and carries them.
+
+
+class Terms(NamedTuple):
+    """The part of an agreement that the ranks compare before they read each other's data.
+
+    Attributes:
+        head: two 32-bit numbers that are the same on all ranks.
+        row: returns the call as the stall watch shows it.
+        overlaps: whether another thread of this rank is in a call of the group; if so, every rank refuses.
+        refuse: makes the error for ranks whose heads differ; takes the position of the call in the group's
+            sequence.
+    """
+
+    head: tuple[int, int]
+    row: Callable[[], dict[str, Any]]
+    overlaps: bool
+    refuse: Callable[[int], Exception]
+
+
+Shapes = Union[int, tf.Tensor]
+"""A 32-bit number that is the same on all ranks if the tensors' shapes are; int32 if only the running graph knows
+it.
+"""
+
+
+class Agreement:
+    """The agreement on one call.
+
+    Args:
+        job: the job.
+        terms: what the call's first collective has to compare; None if nothing is left to be compared.
+        shapes: belongs to the terms.
+        carries: whether small data travel with the terms, instead of through the group's own backend
+            (``choice.carries``).
+
+    Attributes:
+        job: the job.
+        carries: see above.
+    """
+
+    def __init__(
+        self, job: Job, terms: Terms | None = None, shapes: Shapes = 0, carries: bool | tf.Tensor | None = None
+    ) -> None:
+        self.job = job
+        self.carries = carries
+        self._open: tuple[Terms | None, Shapes] = terms, shapes
+
+    @property
+    def is_open(self) -> bool:
+        """Return True while no collective has taken the terms."""
+        return self._open[0] is not None
+
+    def take(self) -> tuple[Terms | None, Shapes]:
+        """Return terms and shapes for the first collective of the call, and ``(None, 0)`` for those that follow."""
+        taken, self._open = self._open, (None, 0)
+        return taken

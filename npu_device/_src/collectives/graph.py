@@ -1,0 +1,308 @@
+"""What collectives add to a graph: calls of Python, in order, after the step's data, and with gradients.
+
+An operation asks here which kind of graph is being built, and what follows from that. A ``tf.function`` runs its
+operations whenever it is called; a session of TensorFlow 1 runs what it fetches (``sessions``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import re
+import weakref
+from collections.abc import Sequence
+from typing import Any, Callable, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+from npu_device._src import compat
+
+_Part = TypeVar("_Part")
+_numbers = itertools.count()
+
+# Which graph is being built
+
+
+def runs_if_fetched() -> bool:
+    """Return True while a graph for a session is built, also in its functions, branches and loops. Its operations run
+    if a session fetches them, apart from the eager runtime; False where operations run in any case, in eager mode and
+    in a ``tf.function`` that eager code calls.
+    """
+    return not tf.compat.v1.executing_eagerly_outside_functions()
+
+
+def require_order(what: str) -> None:
+    """Raise RuntimeError if the graph being built runs several times at once.
+
+    Args:
+        what: the call, for the message.
+    """
+    place = compat.place_without_order()
+    if place is not None:
+        raise RuntimeError(
+            f"{what} in {place}, where calls run in another order on each rank and would get each other's data.\n"
+            "What to do: call it outside, before or after, on the whole batch instead of each element; give "
+            "tape.jacobian the argument experimental_use_pfor=False."
+        )
+
+
+def apart(parts: Sequence[_Part], whole: _Part) -> Sequence[_Part]:
+    """Return the parts that are one collective each: in a session's graph the parts, so that each can start when its
+    inputs are ready; elsewhere the whole, whose parts start on their own.
+    """
+    return parts if runs_if_fetched() else [whole]
+
+
+def after(operation: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return a context whose operations run after another one. Only a session's graph needs this."""
+    return tf.control_dependencies([operation]) if runs_if_fetched() else contextlib.nullcontext()
+
+
+def fetchable(operations: Sequence[Any]) -> tf.Operation | None:
+    """Return one operation for a session to fetch; None if operations run without being fetched."""
+    return tf.group(*operations) if runs_if_fetched() else None
+
+
+def overwriting(value: Any, result: tf.Tensor) -> tf.Tensor:
+    """Return a result. In a session's graph, fetching it also overwrites the variable whose new value it is, as on
+    Ascend.
+
+    Args:
+        value: the value that was passed, a variable or not.
+        result: its new value.
+    """
+    if not runs_if_fetched() or not hasattr(value, "assign"):
+        return result
+    with tf.control_dependencies([tf.compat.v1.assign(value, result)]):
+        return tf.identity(result)
+
+
+# Calls of Python in a ``tf.function``
+
+# ``tf.numpy_function`` keeps the Python function, and with it 2 to 7 KB, for as long as the process lives: it hangs it
+# on the outermost graph, which for a ``tf.function`` is the process's default graph (TensorFlow 2.20,
+# ``script_ops._internal_py_func``). A script that retraces would grow forever. Here all calls share one such function,
+# which finds the one to run by a number, and the number is an eager tensor that the graph captures: whatever can run
+# the graph holds the tensor, and when the tensor goes, so does the function. Can go when ``tf.numpy_function`` releases
+# the function with the graph that calls it.
+_CAPTURED_FROM = 129
+"""Elements. TensorFlow copies a smaller eager tensor into the graph as a constant, and doesn't hold the tensor."""
+
+_functions: dict[int, Callable[..., Any]] = {}
+
+
+def python_call(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> Any:
+    """Add an operation to the graph of a ``tf.function`` that calls a Python function.
+
+    Args:
+        function: called with the inputs as numpy arrays; returns a list of arrays, one for each dtype. It must not
+            refer to tensors of the graph.
+        inputs: its inputs.
+        dtypes: the dtypes of its results, whose shapes are unknown.
+
+    Returns:
+        The results as a list; the operation, if there are none.
+    """
+    number = next(_numbers)
+    with tf.init_scope(), tf.device("CPU:0"):
+        captured = tf.fill([_CAPTURED_FROM], np.int64(number))  # see compat.to_tensor
+    _functions[number] = function
+    weakref.finalize(captured, _functions.pop, number, None)
+    inputs = [compat.through_outer_graphs(captured), *inputs]
+    return tf.raw_ops.PyFuncStateless(input=inputs, token=_registered(), Tout=list(dtypes))
+
+
+class Order:
+    """One order of calls: each call runs after all earlier ones of the same order.
+
+    Args:
+        device: the name of this process's CPU.
+    """
+
+    def __init__(self, device: str) -> None:
+        with tf.init_scope(), tf.device(device):
+            self._variable = compat.plain_variable(tf.constant(0, tf.int64))
+
+    def call(
+        self, function: Callable[..., Sequence[Any]], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType] = ()
+    ) -> list[tf.Tensor]:
+        """Add an operation to the graph that calls a Python function; TensorFlow never prunes it.
+
+        Args:
+            function: called with the inputs as numpy arrays; returns an int64, and one array for each dtype.
+            inputs: its inputs.
+            dtypes: the dtypes of its results but for the first one, which is an int64.
+
+        To TensorFlow the operation has no state, or it would be ordered with all other stateful operations. It takes
+        the number in the order's variable, and its first result is written there: TensorFlow keeps reads and writes of
+        a variable in order, and operations connected by data can't be optimised away. A result that only serves for
+        this would cost 10 µs.
+        """
+
+        def in_order(_: Any, *arrays: Any) -> Sequence[Any]:
+            return function(*arrays)
+
+        variable = compat.through_outer_graphs(self._variable.handle)
+        number = tf.raw_ops.ReadVariableOp(resource=variable, dtype=tf.int64)
+        results = python_call(in_order, [number, *inputs], [tf.int64, *dtypes])
+        tf.raw_ops.AssignVariableOp(resource=variable, value=results[0])
+        return list(results)
+
+
+def call_now(function: Callable[..., list[Any]], inputs: Sequence[Any], specs: Sequence[tf.TensorSpec]) -> list[Any]:
+    """Call a Python function with arrays, at once or in the graph that is built now, in no order but that of its data.
+
+    Args:
+        function: returns a list of arrays, one for each spec. It lives as long as the graph, and must not refer to it.
+        inputs: the arguments, at least one.
+        specs: shapes and dtypes of the results.
+    """
+    tensors = [tf.convert_to_tensor(value) for value in inputs]
+    if tf.executing_eagerly():
+        return [tf.constant(result) for result in function(*map(compat.to_array, tensors))]
+    results = python_call(function, tensors, [spec.dtype for spec in specs])
+    for result, spec in zip(results, specs):
+        result.set_shape(spec.shape)
+    return list(results)
+
+
+def _call(captured: Any, *arrays: Any) -> Any:
+    return _functions[int(captured[0])](*arrays)
+
+
+@functools.cache
+def _graph() -> tf.Graph:
+    """Return a graph with a call of ``_call``: TensorFlow keeps a function registered while its graph lives."""
+    with tf.Graph().as_default() as graph:
+        tf.numpy_function(_call, [tf.constant([0])], [], name="call")
+    return graph
+
+
+def _registered() -> bytes:
+    token: bytes = _graph().get_operation_by_name("call").get_attr("token")
+    return token
+
+
+# The step's data. The end of a data set is an error inside the step, which cancels what hasn't run yet. A collective
+# that needs none of the step's data could run on some ranks and not on others, and their counts would differ from then
+# on.
+
+# Operations that can end a step: reads of data, and the script's own checks and functions.
+_MAY_END = (
+    "IteratorGetNext",
+    "IteratorGetNextSync",
+    "MultiDeviceIteratorGetNextFromShard",
+    "OptionalGetValue",
+    "QueueDequeueV2",
+    "QueueDequeueManyV2",
+    "QueueDequeueUpToV2",
+    "Assert",
+    "EagerPyFunc",
+    "PyFunc",
+)
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+
+_seen: weakref.WeakKeyDictionary[tf.Graph, tuple[int, list[str]]] = weakref.WeakKeyDictionary()
+
+
+def step_data() -> Sequence[tf.Operation]:
+    """Return what the next collective of the graph being built must come after: the reads of data before it, and the
+    inputs of a nested function, branch or loop.
+
+    Empty in eager mode, where earlier operations have ended.
+    """
+    if tf.executing_eagerly():
+        return []
+    graph = tf.compat.v1.get_default_graph()
+    looked_at, names = _seen.get(graph, (0, []))
+    operations = graph.get_operations()
+    names = names + [operation.name for operation in operations[looked_at:] if _may_end(graph, operation)]
+    _seen[graph] = len(operations), names
+    return [*(graph.get_operation_by_name(name) for name in names), *_inputs(graph)]
+
+
+def _may_end(graph: tf.Graph, operation: tf.Operation) -> bool:
+    if operation.type in _CALLS:
+        return any(kind in _MAY_END for kind in compat.operations_of_call(graph, operation))
+    return operation.type in _MAY_END
+
+
+def _inputs(graph: tf.Graph) -> list[tf.Operation]:
+    """Return the data passed to a nested graph. TensorFlow may inline the call, and then runs operations without inputs
+    before the inputs are there.
+    """
+    if not isinstance(getattr(graph, "outer_graph", None), compat.FuncGraph):
+        return []
+    inputs = [tensor for tensor in graph.inputs if tensor.dtype not in (tf.resource, tf.variant)]
+    return [tf.identity(tensor).op for tensor in inputs]
+
+
+# Gradients. ``tf.custom_gradient`` does the same; in a graph it keeps the graph forever (TensorFlow 2.20: each call
+# registers a gradient under a name of its own, which nothing removes), so that each retracing would cost memory. Can go
+# when TensorFlow removes such a gradient with its graph.
+
+_GRADIENT = "npu_device_gradient"
+_KEPT_IN = "_npu_device_gradients"
+
+
+class _Kept:
+    """The gradient function of one call in a graph, which keeps it."""
+
+    def __init__(self, backward: Callable[..., Sequence[Any]], results: int) -> None:
+        self.backward = backward
+        self.results = results
+
+    def gradients(self, *upstream: Any) -> list[Any]:
+        """Return the gradients of the results, which have none, and of the inputs."""
+        return [None] * self.results + list(self.backward(*_dense(upstream[: self.results])))
+
+
+def _dense(upstream: Sequence[Any]) -> list[Any]:
+    """Return gradients as tensors; those of a result whose rows were picked are ``tf.IndexedSlices``."""
+    require_order("the gradient of a collective was computed")
+    return [tf.convert_to_tensor(each) if isinstance(each, tf.IndexedSlices) else each for each in upstream]
+
+
+_gradients: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
+
+
+def differentiable(
+    results: Sequence[tf.Tensor], backward: Callable[..., Sequence[Any]], tensors: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    """Return results with a gradient of their own.
+
+    Args:
+        results: made from the tensors.
+        backward: called with the gradients of the results; returns those of the tensors.
+        tensors: the tensors that the results depend on, for gradients.
+    """
+    if not compat.may_be_differentiated():
+        return list(results)
+    if tf.executing_eagerly():
+        after = [tf.identity(result) for result in results]
+        compat.record_operation(_GRADIENT, after, list(tensors), lambda *upstream: backward(*_dense(upstream)))
+        return after
+    graph = tf.compat.v1.get_default_graph()
+    kept, number = _Kept(backward, len(results)), next(_numbers)
+    _gradients[number] = kept
+    # In an attribute, not a table: if the function refers to tensors of the graph, both go together.
+    setattr(graph, _KEPT_IN, [*getattr(graph, _KEPT_IN, []), kept])
+    before = [*results, *tensors]
+    with graph.gradient_override_map({"IdentityN": _GRADIENT}):
+        after = tf.identity_n(before, name=f"{_GRADIENT}_{number}")
+    compat.record_operation(_GRADIENT, after, before, kept.gradients)
+    return list(after[: len(results)])
+
+
+@tf.RegisterGradient(_GRADIENT)
+def _gradient(operation: tf.Operation, *upstream: Any) -> list[Any]:
+    found = re.search(rf"{_GRADIENT}_(\d+)", operation.name.rpartition("/")[2])
+    kept = _gradients.get(int(found.group(1))) if found else None
+    if kept is None:
+        raise LookupError(
+            f"the collective behind {operation.name!r} has no gradient any more: the function that it was traced in is "
+            "gone. Trace the function again, not a saved copy of it."
+        )
+    return kept.gradients(*upstream)

@@ -1,0 +1,317 @@
+"""The collective operations that only move data: all_gather, all_gather_v, all_to_all_v, all_to_all_vc, send, receive.
+
+They are made like those of ``ops``. All but send and receive consist of two moves, ``gather`` and ``exchange``, for any
+dtype and any number of elements. Both are differentiable; everything around them is TensorFlow's own, and therefore
+differentiable as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import numpy as np
+import tensorflow as tf
+
+from npu_device._src.collectives import blocks
+from npu_device._src.collectives.call import Agreement
+from npu_device._src.collectives.choice import row_length, through_backend
+from npu_device._src.collectives.dtypes import require_bits
+from npu_device._src.collectives.graph import differentiable
+from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
+from npu_device._src.collectives.operation import Operation
+from npu_device._src.collectives.shapes import (
+    require_first_dimension,
+    require_member,
+    require_vector,
+    spec_with_first_dimension,
+    with_first_dimension,
+)
+
+_TAGS = 1 << 61
+
+
+def all_gather(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
+    """Gather tensors of one shape, [n, …], into [n * group.size, …], ordered by group rank and the same on every rank.
+
+    The gradient is the sum of all ranks' incoming gradients of this rank's part. For arguments and errors see
+    ``training.hccl_ops.allgather``.
+    """
+    return _all_gather(tensor, group).run(job)
+
+
+def _all_gather(tensor: tf.Tensor, group: Group) -> Operation:
+    require_first_dimension("all_gather", tensor)
+    require_bits(tensor.dtype)
+
+    def body(agreement: Agreement) -> tf.Tensor:
+        gathered = gather(agreement, tf.reshape(tensor, [1, -1]), group)
+        return with_first_dimension(gathered, tensor, lambda rows: rows * group.size)
+
+    return Operation(
+        "all_gather",
+        group,
+        [tensor],
+        body=body,
+        again=lambda tensor: _all_gather(tensor, group),
+        inputs=[tensor],
+        results=lambda: spec_with_first_dimension(tensor, lambda rows: rows * group.size),
+    )
+
+
+def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "") -> tf.Tensor:
+    """Gather tensors whose first dimension may differ among the ranks.
+
+    Args:
+        job: the job.
+        tensor: shape [n, …] where n is each rank's own and the rest is the same everywhere; any numeric dtype or bool.
+        group: the group, of which this rank is a member.
+        purpose: what the tensors are for; the same on every rank, so that unrelated calls aren't taken for one.
+
+    Returns:
+        Shape [sum of n, …], ordered by group rank, the same on every rank. Its gradient is the sum of all ranks'
+        incoming gradients of this rank's part. Each part is sent padded to the longest.
+
+    Raises:
+        ValueError: a scalar.
+        TypeError: a dtype that has no bits to send.
+    """
+    return _all_gather_v(tensor, group, purpose).run(job)
+
+
+def _all_gather_v(tensor: tf.Tensor, group: Group, purpose: str) -> Operation:
+    require_first_dimension("all_gather_v", tensor)
+    require_bits(tensor.dtype)
+    return Operation(
+        "all_gather_v",
+        group,
+        [tensor],
+        body=lambda agreement: gather_ragged(agreement, tensor, group),
+        again=lambda tensor: _all_gather_v(tensor, group, purpose),
+        inputs=[tensor],
+        results=lambda: spec_with_first_dimension(tensor, lambda _: None),
+        same={"purpose": purpose} if purpose else {},
+        ragged=True,
+    )
+
+
+def all_to_all_v(
+    job: Job,
+    data: tf.Tensor,
+    send_counts: Any,
+    send_displacements: Any,
+    recv_counts: Any,
+    recv_displacements: Any,
+    group: Group,
+) -> tf.Tensor:
+    """Exchange blocks of different lengths among all ranks; its gradient is sent the other way.
+
+    Each rank sends each other rank a block of its own length from a buffer, and chooses where the blocks that it
+    receives go. The ranks exchange their counts first, and each block is sent padded to the longest of all. In a
+    ``tf.function``, counts that don't fit each other are an InvalidArgumentError. For arguments, result and errors see
+    ``training.hccl_ops.all_to_all_v``.
+    """
+    places = send_counts, send_displacements, recv_counts, recv_displacements
+    return _all_to_all_v(data, places, group).run(job)
+
+
+def _all_to_all_v(data: tf.Tensor, places: Any, group: Group) -> Operation:
+    require_vector("all_to_all_v", data)
+    require_bits(data.dtype)
+    size = group.size
+
+    def body(agreement: Agreement) -> tf.Tensor:
+        send_counts, send_displacements, recv_counts, recv_displacements = places
+        outgoing = blocks.checked("send", send_counts, send_displacements, size, data.shape[0])
+        incoming = blocks.checked("recv", recv_counts, recv_displacements, size)
+        mine = tf.concat([outgoing.counts, incoming.counts], axis=0)
+        everybody = gather(agreement, mine[tf.newaxis], group)
+        sent, expected = everybody[:, :size], tf.transpose(everybody[:, size:])
+        with tf.control_dependencies(_require_equal(sent, expected)):
+            longest = row_length(agreement.job, group, data.dtype, tf.reduce_max(sent))
+        rows = exchange(agreement, blocks.pad_blocks(data, outgoing, longest), group)
+        return blocks.join(rows, incoming)
+
+    return Operation(
+        "all_to_all_v",
+        group,
+        [data],
+        body=body,
+        again=lambda data, *places: _all_to_all_v(data, places, group),
+        inputs=[data, *places],
+        results=lambda: tf.TensorSpec([None], data.dtype),
+        ragged=True,
+    )
+
+
+def _require_equal(sent: tf.Tensor, expected: tf.Tensor) -> list[Any]:
+    """Check that each rank is sent what it expects: row i, column j holds the elements from rank i to rank j."""
+    text = "all_to_all_v: what a rank sends to another (send_counts) is not what the other expects (recv_counts)"
+    if not tf.executing_eagerly():
+        same = tf.reduce_all(sent == expected)
+        details = [f"{text}. Rows are the senders, columns the receivers. Sent:", sent, "expected:", expected]
+        return [tf.debugging.Assert(same, details, summarize=-1)]
+    differing = np.argwhere(sent.numpy() != expected.numpy())
+    if len(differing):
+        lines = [f"group rank {i} sends {sent[i, j]} to rank {j}, which expects {expected[i, j]}" for i, j in differing]
+        raise ValueError("\n  ".join([f"{text}:", *lines]))
+    return []
+
+
+def all_to_all_vc(job: Job, data: tf.Tensor, send_count_matrix: Any, group: Group) -> tf.Tensor:
+    """Do what ``all_to_all_v`` does, with all ranks' counts in one matrix that every rank knows.
+
+    The ranks compare their matrices, and each block is sent padded to the longest of all. For arguments, result and
+    errors see ``training.hccl_ops.all_to_all_v_c``.
+    """
+    return _all_to_all_vc(data, send_count_matrix, group).run(job)
+
+
+def _all_to_all_vc(data: tf.Tensor, send_count_matrix: Any, group: Group) -> Operation:
+    require_vector("all_to_all_vc", data)
+    require_bits(data.dtype)
+    matrix = blocks.whole_numbers("send_count_matrix", send_count_matrix, [group.size, group.size])
+    outgoing = blocks.packed(matrix[group.rank])
+    blocks.checked("send", outgoing.counts, outgoing.displacements, group.size, data.shape[0])
+    known = tf.get_static_value(matrix)
+
+    def body(agreement: Agreement) -> tf.Tensor:
+        longest = row_length(agreement.job, group, data.dtype, tf.reduce_max(matrix))
+        rows = exchange(agreement, blocks.pad_blocks(data, outgoing, longest), group)
+        return blocks.join(rows, blocks.packed(matrix[:, group.rank]))
+
+    return Operation(
+        "all_to_all_vc",
+        group,
+        [data],
+        body=body,
+        again=lambda data, matrix: _all_to_all_vc(data, matrix, group),
+        inputs=[data, send_count_matrix],
+        results=lambda: tf.TensorSpec([None], data.dtype),
+        same={"send_count_matrix": "known to the running graph only" if known is None else known.tolist()},
+        ragged=True,
+    )
+
+
+def send(job: Job, tensor: tf.Tensor, tag: int, destination: int, group: Group) -> Any:
+    """Send a tensor to one other rank; return the operation in a graph, and None in eager mode.
+
+    A graph uses the operation for control dependencies. Each tag is a separate queue, first in, first out. There is no
+    gradient: nothing of a send comes back to this rank. For arguments, errors and deadlocks see
+    ``training.hccl_ops.send``.
+    """
+    return _send(tensor, tag, destination, group).run(job)
+
+
+def _send(tensor: tf.Tensor, tag: int, destination: int, group: Group) -> Operation:
+    require_bits(tensor.dtype)
+    pair = _pair_of(group, group.rank, destination, tag)
+
+    def body(agreement: Agreement) -> Any:
+        sent = through_backend(agreement, pair, tf.int32, lambda backend, now: backend.send(now, tensor, pair))
+        return None if tf.executing_eagerly() else sent.op
+
+    return Operation(
+        "send and receive",
+        pair,
+        [tensor],
+        body=body,
+        again=lambda tensor: _send(tensor, tag, destination, group),
+        inputs=[tensor],
+        same={"tag": tag},
+    )
+
+
+def receive(job: Job, shape: Any, dtype: tf.DType, tag: int, source: int, group: Group) -> tf.Tensor:
+    """Receive the tensor that one other rank sends with the same tag.
+
+    For arguments and errors see ``training.hccl_ops.receive``.
+    """
+    return _receive(tf.TensorSpec(shape, dtype), tag, source, group).run(job)
+
+
+def _receive(like: tf.TensorSpec, tag: int, source: int, group: Group) -> Operation:
+    require_bits(like.dtype)
+    if not like.shape.is_fully_defined():
+        raise ValueError(f"receive needs to know every dimension of the tensor; found shape {like.shape}")
+    pair = _pair_of(group, source, group.rank, tag)
+
+    def body(agreement: Agreement) -> tf.Tensor:
+        return through_backend(agreement, pair, tf.int32, lambda backend, now: backend.receive(now, like, pair))
+
+    return Operation(
+        "send and receive",
+        pair,
+        [like],
+        body=body,
+        again=lambda: _receive(like, tag, source, group),
+        results=lambda: like,
+        same={"tag": tag},
+    )
+
+
+def _pair_of(group: Group, source: int, destination: int, tag: int) -> Group:
+    """Return the group of a send and its receive: the two ranks, whose transfers with different tags can't be mixed up,
+    whatever order the two sides call them in. It serves both directions and all tags.
+
+    Raises:
+        ValueError: a rank isn't in the group, or both are the same; the tag doesn't fit into 62 bits.
+    """
+    require_member("src_rank", source, group)
+    require_member("dest_rank", destination, group)
+    if source == destination:
+        raise ValueError(
+            f"group rank {source} of {group.name!r} can't exchange data with itself; expected another rank of 0 to "
+            f"{group.size - 1}"
+        )
+    if not -_TAGS <= tag < _TAGS:
+        raise ValueError(f"tag {tag} is too large; expected a whole number from {-_TAGS} to {_TAGS - 1}")
+    me = group.ranks[group.rank]
+    ranks = tuple(sorted((group.ranks[source], group.ranks[destination])))
+    tag = 2 * tag + (source < destination)
+    return Group(f"{group.name}/{ranks[0]}-{ranks[1]}", ranks, ranks.index(me), group.name, tag)
+
+
+# Parts of operations on which the ranks have agreed
+
+
+def gather(agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
+    """Return all ranks' rows on every rank: [1, n] in, [group.size, n] out; n is the same on all ranks."""
+    gathered = through_backend(agreement, group, row.dtype, lambda backend, now: backend.all_gather(now, row[0], group))
+
+    def backward(upstream: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(exchange(Agreement(agreement.job), upstream, group), axis=0, keepdims=True)
+
+    return differentiable_move(gathered, backward, row)
+
+
+def gather_ragged(agreement: Agreement, tensor: tf.Tensor, group: Group) -> tf.Tensor:
+    """Do the same as ``all_gather_v``."""
+    row_shape = tf.shape(tensor)[1:]
+    all_rows = gather(agreement, tf.shape(tensor)[tf.newaxis, :1], group)[:, 0]
+    counts = all_rows * tf.reduce_prod(row_shape)
+    flat = tf.reshape(tensor, [1, -1])
+    longest = row_length(agreement.job, group, tensor.dtype, tf.reduce_max(counts))
+    padded = tf.pad(flat, [[0, 0], [0, longest - tf.shape(flat)[1]]])
+    gathered = gather(agreement, padded, group)
+    elements = tf.concat([gathered[rank, : counts[rank]] for rank in range(group.size)], axis=0)
+    result = tf.reshape(elements, tf.concat([[tf.reduce_sum(all_rows)], row_shape], axis=0))
+    result.set_shape([None, *tensor.shape[1:]] if tensor.shape.rank else None)
+    return result
+
+
+def exchange(agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor:
+    """Send row i to rank i, and return the row from rank i as row i: [group.size, n] in and out; n is the same on
+    all ranks.
+    """
+    received = through_backend(agreement, group, rows.dtype, lambda backend, now: backend.all_to_all(now, rows, group))
+    return differentiable_move(received, lambda upstream: exchange(Agreement(agreement.job), upstream, group), rows)
+
+
+def differentiable_move(moved: tf.Tensor, backward: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:
+    """Return ``moved`` with the gradient ``backward(incoming gradient)`` for ``tensor``, of which it was made. Integers
+    and other discrete values have no gradient.
+    """
+    if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
+        return moved
+    return differentiable([moved], lambda upstream: [backward(upstream)], [tensor])[0]

@@ -1,0 +1,310 @@
+"""The collective operations that combine or spread tensors: all_reduce, reduce, reduce_scatter, broadcast, barrier.
+
+Each public function checks and runs a call on every rank of a group; the function of the same name with an underscore
+makes its ``Operation``: check, what the ranks compare, the results' specs, and the body. Operations composed of others
+call the functions that take an agreement, so that a call is one agreement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from npu_device._src.collectives.call import Agreement
+from npu_device._src.collectives.choice import through_reducing_backend
+from npu_device._src.collectives.dtypes import REDUCED, reduced_dtype, require_bits, wire_dtype
+from npu_device._src.collectives.folding import fold
+from npu_device._src.collectives.graph import differentiable
+from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
+from npu_device._src.collectives.moves import differentiable_move, exchange
+from npu_device._src.collectives.operation import Operation
+from npu_device._src.collectives.shapes import (
+    require_first_dimension,
+    require_member,
+    spec_with_first_dimension,
+    with_first_dimension,
+)
+
+REDUCTIONS = ("sum", "mean", "min", "max", "prod")
+
+
+def all_reduce(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
+    """Reduce one dense tensor over a group.
+
+    Args:
+        job: the job.
+        tensor: any shape, the same on every rank of the group; float16, bfloat16, float32, float64, int8 to int64,
+            uint8 to uint64.
+        reduction: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"prod"``.
+        group: the group, of which this rank is a member.
+
+    Returns:
+        A tensor of the same shape and dtype; the mean of integers is floating-point (float32 for 8 and 16 bits,
+        float64 otherwise), as with ``tf.divide``. 16-bit floats are combined in float32 and rounded once. Sum and
+        mean of floating-point tensors are differentiable: the gradient is the sum, or the mean, of all ranks' incoming
+        gradient.
+
+    Raises:
+        ValueError: an unknown reduction.
+        TypeError: a dtype that can't be reduced.
+    """
+    return _all_reduce(tensor, reduction, group).run(job)
+
+
+def _all_reduce(tensor: tf.Tensor, reduction: str, group: Group) -> Operation:
+    require_reduction("all_reduce", tensor.dtype, reduction)
+
+    def gradient(job: Job, upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        require_differentiable("all_reduce", reduction)
+        return [all_reduce(job, upstream[0], reduction, group)]
+
+    return Operation(
+        "all_reduce",
+        group,
+        [tensor],
+        body=lambda agreement: reduce_segments(agreement, [[tensor]], reduction, group)[0][0],
+        again=lambda tensor: _all_reduce(tensor, reduction, group),
+        inputs=[tensor],
+        results=lambda: tf.TensorSpec(tensor.shape, reduced_dtype(tensor.dtype, reduction)),
+        same={"reduction": reduction},
+        gradient=gradient,
+    )
+
+
+def reduce(job: Job, tensor: tf.Tensor, reduction: str, root_rank: int, group: Group) -> tf.Tensor:
+    """Reduce one dense tensor over a group to its root; the arguments are those of ``all_reduce``.
+
+    The root gets what ``all_reduce`` gives, the others zeros of the same shape and dtype, so that a value without
+    meaning can't be mistaken for a result. Sum and mean of floating-point tensors are differentiable: every rank's
+    gradient is the root's incoming gradient, or its share.
+
+    TensorFlow can't reduce to one rank only: between hosts this moves as many bytes as ``all_reduce``.
+    """
+    return _reduce(tensor, reduction, root_rank, group).run(job)
+
+
+def _reduce(tensor: tf.Tensor, reduction: str, root_rank: int, group: Group) -> Operation:
+    require_reduction("reduce", tensor.dtype, reduction)
+    require_member("root_rank", root_rank, group)
+
+    def body(agreement: Agreement) -> tf.Tensor:
+        [reduced] = through_reducing_backend(
+            agreement,
+            group,
+            tensor.dtype,
+            lambda backend, now: backend.reduce(now, [tensor], reduction, root_rank, group),
+        )
+        if group.rank != root_rank:
+            with tf.control_dependencies([reduced]):
+                reduced = tf.zeros_like(reduced)
+
+        def backward(upstream: tf.Tensor) -> tf.Tensor:
+            require_differentiable("reduce", reduction)
+            [incoming] = broadcast(agreement.job, [upstream], root_rank, group)
+            return incoming / group.size if reduction == "mean" else incoming
+
+        return differentiable_move(reduced, backward, tensor)
+
+    return Operation(
+        "reduce",
+        group,
+        [tensor],
+        body=body,
+        again=lambda tensor: _reduce(tensor, reduction, root_rank, group),
+        inputs=[tensor],
+        results=lambda: tf.TensorSpec(tensor.shape, reduced_dtype(tensor.dtype, reduction)),
+        same={"reduction": reduction, "root_rank": root_rank},
+    )
+
+
+def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
+    """Reduce over a group, and give each rank its block of the first dimension: [n, …] in, [n / group.size, …] out.
+
+    The mean of integers is floating-point, as in ``all_reduce``; on ranks that share memory it is bit by bit the block
+    of ``all_reduce``. Differentiable. For arguments and errors see ``training.hccl_ops.reduce_scatter``.
+
+    TensorFlow has no kernel for it on the CPU. The blocks are exchanged and each rank reduces its own, which moves half
+    the bytes of an all_reduce.
+    """
+    return _reduce_scatter(tensor, reduction, group).run(job)
+
+
+def _reduce_scatter(tensor: tf.Tensor, reduction: str, group: Group) -> Operation:
+    require_reduction("reduce_scatter", tensor.dtype, reduction)
+    require_first_dimension("reduce_scatter", tensor)
+    rows = tensor.shape[0] if tensor.shape.rank is not None else None
+    text = (
+        f"reduce_scatter: the first dimension (dim0) must be a multiple of rank_size, the {group.size} ranks of "
+        f"{group.name!r}"
+    )
+    if rows is not None and rows % group.size:
+        raise ValueError(
+            f"{text}; found {rows} in shape {tuple(tensor.shape)}. Pad the tensor to a multiple of {group.size}."
+        )
+
+    def body(agreement: Agreement) -> tf.Tensor:
+        checks = []
+        if rows is None:
+            found = tf.shape(tensor)[0]
+            checks.append(tf.debugging.Assert(found % group.size == 0, [f"{text}; found", found]))
+        with tf.control_dependencies(checks):
+            blocks = exchange(agreement, tf.reshape(tensor, [group.size, -1]), group)
+        reduced = fold(tf.unstack(blocks, num=group.size), reduction)
+        return with_first_dimension(reduced, tensor, lambda rows: rows // group.size)
+
+    def results() -> tf.TensorSpec:
+        block = spec_with_first_dimension(tensor, lambda rows: rows // group.size)
+        return tf.TensorSpec(block.shape, reduced_dtype(tensor.dtype, reduction))
+
+    return Operation(
+        "reduce_scatter",
+        group,
+        [tensor],
+        body=body,
+        again=lambda tensor: _reduce_scatter(tensor, reduction, group),
+        inputs=[tensor],
+        results=results,
+        same={"reduction": reduction},
+    )
+
+
+def broadcast(job: Job, tensors: Sequence[tf.Tensor], root_rank: int, group: Group) -> list[tf.Tensor]:
+    """Send the root's tensors to every rank of the group; return them in the order of ``tensors``.
+
+    Differentiable: the root's gradient is the sum of all ranks' incoming gradients, the others' is zero. For arguments
+    and errors see ``training.hccl_ops.broadcast``.
+    """
+    sent: list[tf.Tensor] = _broadcast(tensors, root_rank, group).run(job) if tensors else []
+    return sent
+
+
+def _broadcast(tensors: Sequence[tf.Tensor], root_rank: int, group: Group) -> Operation:
+    require_member("root_rank", root_rank, group)
+    for tensor in tensors:
+        require_bits(tensor.dtype)
+
+    def body(agreement: Agreement) -> list[tf.Tensor]:
+        def backward(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
+            return [
+                reduce(agreement.job, value, "sum", root_rank, group) if floating else None
+                for value, floating in zip(upstream, floats)
+            ]
+
+        floats = [tensor.dtype.is_floating for tensor in tensors]
+        return differentiable(spread(agreement, tensors, root_rank, group), backward, tensors)
+
+    return Operation(
+        "broadcast",
+        group,
+        tensors,
+        body=body,
+        again=lambda tensors: _broadcast(tensors, root_rank, group),
+        inputs=[tensors],
+        results=lambda: [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors],
+        same={"root_rank": root_rank},
+    )
+
+
+def barrier(job: Job, group: Group) -> tf.Tensor:
+    """Wait until every rank of the group has made this call.
+
+    Returns:
+        The number of ranks that came, int32 of shape []. In eager mode the wait is over when the call returns; in a
+        ``tf.function`` it is over when this tensor exists, so make later operations depend on it
+        (``tf.control_dependencies``).
+    """
+    return _barrier(group).run(job)
+
+
+def _barrier(group: Group) -> Operation:
+    return Operation(
+        "barrier",
+        group,
+        [],
+        body=lambda agreement: reduce_segments(agreement, [[tf.constant(1)]], "sum", group)[0][0],
+        again=lambda: _barrier(group),
+        results=lambda: tf.TensorSpec([], tf.int32),
+    )
+
+
+def require_reduction(operation: str, dtype: tf.DType, reduction: str) -> None:
+    """Raise ValueError for an unknown reduction, and TypeError for a dtype that can't be reduced."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction {reduction!r} is unknown; expected one of {', '.join(map(repr, REDUCTIONS))}")
+    if dtype not in REDUCED:
+        raise TypeError(
+            f"{operation} can't reduce dtype {dtype.name}; expected one of "
+            f"{', '.join(dtype.name for dtype in REDUCED)}. Cast the tensor first."
+        )
+
+
+def require_differentiable(operation: str, reduction: str) -> None:
+    """Raise LookupError if a reduction has no gradient."""
+    if reduction not in ("sum", "mean"):
+        raise LookupError(
+            f"{operation} has no gradient for reduction {reduction!r}; it is differentiable for 'sum' and 'mean'"
+        )
+
+
+# Parts of operations on which the ranks have agreed
+
+
+def reduce_segments(
+    agreement: Agreement,
+    segments: Sequence[Sequence[tf.Tensor]],
+    reduction: str,
+    group: Group,
+    wire: tf.DType | None = None,
+) -> list[list[tf.Tensor]]:
+    """Reduce segments of tensors on every rank.
+
+    Args:
+        agreement: on this call.
+        segments: each of one dtype. Each is reduced as soon as its own tensors are ready.
+        reduction: as in ``all_reduce``.
+        group: the group, of which this rank is a member.
+        wire: dtype in which float32 and float64 are sent, or None. They are added up in their own dtype.
+
+    Returns:
+        The results in the same lists, as ``all_reduce`` gives them, and differentiable like those.
+    """
+    results: list[list[tf.Tensor]] = [[] for _ in segments]
+    kinds: dict[tuple[bool, bool], list[int]] = {}
+    for place, segment in enumerate(segments):
+        dtype = segment[0].dtype
+        kinds.setdefault((dtype.is_floating, wire_dtype(dtype, wire) == wire), []).append(place)
+    for (_, compressed), places in kinds.items():
+        lists = [segments[place] for place in places]
+        reduced = _reduce_alike(agreement, lists, reduction, group, wire if compressed else None)
+        for place, tensors in zip(places, reduced):
+            results[place] = tensors
+    return results
+
+
+def _reduce_alike(
+    agreement: Agreement, segments: Sequence[Sequence[tf.Tensor]], reduction: str, group: Group, wire: tf.DType | None
+) -> list[list[tf.Tensor]]:
+    """Reduce segments that are either all of floating-point dtypes, or all of others."""
+    dtype = segments[0][0].dtype
+    results = through_reducing_backend(
+        agreement, group, dtype, lambda backend, now: backend.all_reduce(now, segments, reduction, group, wire)
+    )
+    if not dtype.is_floating:
+        return results
+
+    def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
+        require_differentiable("all_reduce", reduction)
+        # Through the same function, so that second derivatives work.
+        return _reduce_alike(Agreement(agreement.job), [upstream], reduction, group, wire)[0]
+
+    # Each segment separately: its results can be used while others are still in progress.
+    return [differentiable(result, backward, segment) for result, segment in zip(results, segments)]
+
+
+def spread(agreement: Agreement, tensors: Sequence[tf.Tensor], root_rank: int, group: Group) -> list[tf.Tensor]:
+    """Return the root's tensors on every rank."""
+    return through_reducing_backend(
+        agreement, group, tf.int32, lambda backend, now: backend.broadcast(now, tensors, root_rank, group)
+    )

@@ -1,0 +1,347 @@
+"""Collectives in a graph that a session of TensorFlow 1 runs. Only ``operation`` calls this, through the job.
+
+A session is local: operations in its graph can't see the other ranks. A collective is therefore an operation that calls
+Python, which runs the collective eagerly. Errors that need the data, and those of the other ranks, are errors of
+``session.run``. Only sums and means of ``all_reduce`` have gradients, as on Ascend.
+
+Operations of a graph that don't depend on each other run in any order, different on each rank, and which of them a
+``session.run`` needs isn't known in advance. So each collective queues when its inputs are ready. A thread runs them
+one by one in the order in which they came on the group's first rank, which sends that order to the others. The first
+rank sends everything that is waiting at once. Calls with the same key that wait on all ranks are joined: they run as
+one.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.collectives.call import Agreement, Call, calling_thread
+from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
+from npu_device._src.collectives.operation import Operation
+from npu_device._src.collectives.ops import reduce_segments, spread
+
+_SENT_AT_ONCE = 64
+_NOTHING = -1
+_ALONE = 0
+_LARGEST_KEY = (1 << 31) - 1
+_CHECK_SECONDS = 0.5
+
+_Function = Callable[..., Sequence[tf.Tensor]]
+
+
+class Sessions:
+    """The collectives in this rank's session graphs.
+
+    Args:
+        job: the job.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._orders: dict[Group, SessionOrder] = {}
+        self._lock = threading.Lock()
+        self._made: weakref.WeakKeyDictionary[tf.Graph, Counter[Group]] = weakref.WeakKeyDictionary()
+
+    def place(self, operation: Operation, call: Call) -> Any:
+        """Add a collective to the session's graph.
+
+        Args:
+            operation: the collective.
+            call: its description.
+
+        Returns:
+            The results; the operation itself if there are none.
+        """
+        inputs = tf.nest.map_structure(tf.convert_to_tensor, list(operation.inputs), expand_composites=True)
+        group = operation.group.of_one_order()
+        order, number = self._order_of(group), self._next_number(group)
+        structure = operation.results() if operation.results else None
+        specs = tf.nest.flatten(structure, True) if operation.results else [tf.TensorSpec([], tf.int32)]
+
+        def eagerly(*values: tf.Tensor) -> list[tf.Tensor]:
+            # Joined calls have one input, a list.
+            now = [list(values)] if operation.key else tf.nest.pack_sequence_as(inputs, values, expand_composites=True)
+            results = operation.again(*now).run(self._job, call)
+            return tf.nest.flatten(results, True) if operation.results else [tf.constant(0)]
+
+        def run(*arrays: Any) -> list[Any]:
+            return order.run(number, call, arrays, eagerly, operation.key)
+
+        def gradient(*upstream: tf.Tensor) -> Sequence[tf.Tensor]:
+            if operation.gradient is None:
+                raise LookupError(f"{operation.name} has no gradient in a session's graph, as on Ascend")
+            return operation.gradient(self._job, upstream)
+
+        @tf.custom_gradient
+        def differentiable(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
+            return call_python(run, tensors, specs), gradient
+
+        results = tf.nest.flatten(differentiable(*tf.nest.flatten(inputs, True)))
+        if structure is None:
+            return results[0].op
+        return tf.nest.pack_sequence_as(structure, results, expand_composites=True)
+
+    def forget(self, name: str) -> None:
+        """End the order of a group that is destroyed, and those of groups made for its operations."""
+        with self._lock:
+            closed = [self._orders.pop(group) for group in list(self._orders) if name in (group.name, group.parent)]
+        for order in closed:
+            order.close()
+
+    def _order_of(self, group: Group) -> SessionOrder:
+        """Return the order of a group, with its thread, made at the first use."""
+        with self._lock:
+            if group not in self._orders:
+                self._orders[group] = SessionOrder(self._job, group)
+            return self._orders[group]
+
+    def _next_number(self, group: Group) -> int:
+        """Return how many collectives of the group the graph has so far; scripts build the same graph on each rank."""
+        with tf.init_scope():  # outside functions, branches and loops
+            graph = tf.compat.v1.get_default_graph()
+        counter = self._made.setdefault(graph, Counter())
+        counter[group] += 1
+        return counter[group]
+
+
+# The order
+
+
+class _Queued:
+    """One queued execution of a collective."""
+
+    def __init__(self, call: Call, values: Sequence[np.ndarray], function: _Function, key: str | None) -> None:
+        self.call = call
+        self.values = values
+        self.function = function
+        self.key = _ALONE if key is None else 1 + zlib.crc32(key.encode()) % _LARGEST_KEY
+        self.result: Future[list[np.ndarray]] = Future()
+
+
+def _run_joined(queued: Sequence[_Queued]) -> None:
+    """Run several as one; each value then has one result."""
+    try:
+        values = [tf.convert_to_tensor(value) for one in queued for value in one.values]
+        results = [tensor.numpy() for tensor in queued[0].function(*values)]
+    except BaseException as error:
+        for one in queued:
+            one.result.set_exception(error)
+        return
+    for one in queued[:-1]:
+        one.result.set_result(results[: len(one.values)])
+        del results[: len(one.values)]
+    queued[-1].result.set_result(results)
+
+
+class SessionOrder:
+    """The queue of one group on one of its members."""
+
+    def __init__(self, job: Job, group: Group) -> None:
+        self._job = job
+        self._group = group
+        self._changed = threading.Condition()
+        self._closed = False
+        self._queues: dict[int, deque[_Queued]] = {}
+        threading.Thread(target=self._run, name=f"npu_device-session-{group.name}", daemon=True).start()
+
+    def run(
+        self, number: int, call: Call, values: Sequence[np.ndarray], function: _Function, key: str | None
+    ) -> list[np.ndarray]:
+        """Run a collective when its turn comes.
+
+        Args:
+            number: number of the collective in the graph; the same on all ranks.
+            call: its description.
+            values: the function's arguments, as tensors.
+            function: called eagerly, in another thread.
+            key: calls with the same key may be joined: one function is called with the values of all, and returns one
+                result for each value. None for a call that runs alone.
+
+        Returns:
+            The function's results for these values, as numpy arrays.
+
+        Raises:
+            Exception: raised by the function, or the reason why the ranks found no order.
+        """
+        queued = _Queued(call, values, function, key)
+        with self._changed:
+            if self._closed:
+                raise RuntimeError(f"group {self._group.name!r} was destroyed on this rank")
+            self._queues.setdefault(number, deque()).append(queued)
+            self._changed.notify_all()
+        return queued.result.result()
+
+    def close(self) -> None:
+        """End the thread; later calls fail."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        with compat.eager_mode():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._queues or self._closed)
+                if self._closed:
+                    self._refuse(RuntimeError(f"group {self._group.name!r} was destroyed on this rank"))
+                    return
+                try:
+                    for numbers in self._order():
+                        _run_joined([self._next(number) for number in numbers])
+                except Exception as error:
+                    self._refuse(error)
+
+    def _order(self) -> list[list[int]]:
+        """Return the numbers that wait on the group's first rank; the numbers in one list are joined."""
+        with self._changed:
+            first = {number: queue[0] for number, queue in list(self._queues.items())[:_SENT_AT_ONCE]}
+        if self._group.size == 1:
+            return [[number] for number in first]
+        mine = np.full([2, _SENT_AT_ONCE], _NOTHING, np.int32)
+        mine[:, : len(first)] = [list(first), [queued.key for queued in first.values()]]
+        values = tf.constant(mine)
+        line = next(iter(first.values())).call.line
+        [sent] = self._agree(line, values, lambda agreement: spread(agreement, [values], 0, self._group))
+        numbers, keys = sent.numpy()[:, sent.numpy()[0] != _NOTHING].tolist()
+        if len(set(keys) - {_ALONE}) < len(keys) - keys.count(_ALONE):
+            keys = self._waits_everywhere(numbers, line) * keys
+        order: dict[tuple[int, int], list[int]] = {}
+        for number, key in zip(numbers, keys):
+            order.setdefault((key, number if key == _ALONE else 0), []).append(number)
+        return list(order.values())
+
+    def _waits_everywhere(self, numbers: Sequence[int], line: str) -> np.ndarray:
+        """Return 1 for each number that waits on all ranks at this moment, 0 for the others."""
+        with self._changed:
+            here = tf.constant([int(number in self._queues) for number in numbers], tf.int32)
+        least = self._agree(
+            line, here, lambda agreement: reduce_segments(agreement, [[here]], "min", self._group)[0][0]
+        )
+        waits: np.ndarray = least.numpy()
+        return waits
+
+    def _agree(self, line: str, value: tf.Tensor, body: Callable[[Agreement], Any]) -> Any:
+        """Run a collective of this thread's own, for the call at a line of the script."""
+        own = Operation("session.run", self._group, [value], body, again=lambda: own)
+        return own.run(self._job, Call("session.run", (), (), (), (), line, calling_thread()))
+
+    def _next(self, number: int) -> _Queued:
+        """Return the oldest entry that waits under a number, as soon as there is one."""
+        with self._changed, self._job.stall_watch.hold(self._group) as held:
+            while number not in self._queues:
+                if not self._changed.wait(_CHECK_SECONDS):
+                    self._job.health.check(self._group.name, self._group.ranks)
+                # If anything else waits, a session.run waits here; if not, the rank is busy elsewhere.
+                held.call = next((queue[0].call.row() for queue in self._queues.values()), None)
+            queue = self._queues[number]
+            first = queue.popleft()
+            if not queue:
+                del self._queues[number]
+            return first
+
+    def _refuse(self, error: Exception) -> None:
+        """Fail everything that waits with an error."""
+        with self._changed:
+            queues = list(self._queues.values())
+            self._queues.clear()
+        for queue in queues:
+            for queued in queue:
+                queued.result.set_exception(error)
+
+
+# The operation that calls Python without holding one of the session's threads. ``tf.numpy_function`` alone keeps a
+# thread of the session's pool while it waits. On a machine with few cores the pool has one or two, and two ranks that
+# wait in different operations would never reach the one that the other waits for.
+
+
+class _Functions(list[Callable[..., Any]]):
+    """The Python functions that one graph calls with values of the same dtypes."""
+
+    def call(self, number: np.ndarray, *values: np.ndarray) -> Any:
+        """Call the function of a number with values, and return its results."""
+        return self[int(number)](*values)
+
+
+_SharedFunction = tuple[str, "weakref.ref[_Functions]"]
+"""The name of a function of a graph's library, and the Python functions that it calls. The graph keeps both alive."""
+
+_shared: weakref.WeakKeyDictionary[tf.Graph, dict[Any, _SharedFunction]] = weakref.WeakKeyDictionary()
+
+
+@tf.autograph.experimental.do_not_convert
+def call_python(
+    function: Callable[..., Any], tensors: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec]
+) -> list[tf.Tensor]:
+    """Add an operation to the graph that calls a Python function outside of the session's threads.
+
+    Args:
+        function: called with the values as numpy arrays; returns a list of arrays, one for each spec. What it raises is
+            an error of ``session.run``.
+        tensors: the values.
+        specs: shapes and dtypes of the results, at least one.
+
+    Returns:
+        The results.
+    """
+    dtypes, shapes = [spec.dtype for spec in specs], [spec.shape for spec in specs]
+    name, reference = _shared_function([tensor.dtype for tensor in tensors], dtypes)
+    functions = reference()
+    assert functions is not None  # the graph has them
+    functions.append(function)
+    inputs = [tf.constant(len(functions) - 1, tf.int64), *tensors]
+    # Reading the only element of a data set is an asynchronous operation with its own thread, which also runs the data
+    # set's function.
+    one = tf.raw_ops.TensorDataset(components=inputs, output_shapes=[tensor.shape for tensor in inputs])
+    mapped = tf.raw_ops.MapDataset(
+        input_dataset=one,
+        other_arguments=[],
+        f=name,
+        output_types=dtypes,
+        output_shapes=[None] * len(dtypes),
+        use_inter_op_parallelism=False,
+        preserve_cardinality=True,
+    )
+    return list(tf.raw_ops.DatasetToSingleElement(dataset=mapped, output_types=dtypes, output_shapes=shapes))
+
+
+def _shared_function(inputs: Sequence[tf.DType], outputs: Sequence[tf.DType]) -> _SharedFunction:
+    """Return the default graph's function for values and results of some dtypes, made at its first use: a separate
+    function for each would cost a graph's first run more than the rest of the operation.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    made = _shared.setdefault(graph, {})
+    key = (*inputs, None, *outputs)
+    if key not in made:
+        functions = _Functions()
+
+        def body(*values: tf.Tensor) -> Any:
+            return tf.numpy_function(functions.call, list(values), list(outputs))
+
+        specs = [tf.TensorSpec([], tf.int64), *(tf.TensorSpec(None, dtype) for dtype in inputs)]
+        # Enter it again, so that TensorFlow finds the session's graph around the function. It would find eager mode
+        # if anything ran before that was switched off, and place the function on the device of the job's task,
+        # which no session has (``tf.numpy_function`` names the device of the eager context, TensorFlow 2.20). Can
+        # go when it names none in a graph.
+        with _outermost(graph).as_default():
+            concrete = tf.function(body, autograph=False).get_concrete_function(*specs)
+        concrete.add_to_graph(graph)
+        made[key] = tf.compat.as_str(concrete.name), weakref.ref(functions)
+    return made[key]
+
+
+def _outermost(graph: tf.Graph) -> tf.Graph:
+    """Return the session's graph, given that graph or the graph of a function, branch or loop in it."""
+    while hasattr(graph, "outer_graph"):
+        graph = graph.outer_graph
+    return graph
