@@ -65,6 +65,8 @@ class Cluster:
         hosts: host of each rank, as the scheme names it (server_id, IP address or host name); equal names: one host.
         addresses: address of each rank, as the others reach it.
         job_id: name of the job.
+        trusted: only the job's ranks can have sent what comes from another one: the job has a secret, or its ports are
+            on one host's loopback interface.
     """
 
     rank: int
@@ -76,6 +78,7 @@ class Cluster:
     hosts: tuple[str, ...]
     addresses: tuple[str, ...]
     job_id: str
+    trusted: bool = False
 
     @property
     def name(self) -> str:
@@ -92,7 +95,15 @@ class Cluster:
         return lines if len(lines) <= most else [*lines[:most], f"  and {len(lines) - most} more ranks"]
 
     @classmethod
-    def seen_by(cls, rank: int, device_id: int, hosts: Sequence[str], addresses: Sequence[str], job_id: str) -> Cluster:
+    def seen_by(
+        cls,
+        rank: int,
+        device_id: int,
+        hosts: Sequence[str],
+        addresses: Sequence[str],
+        job_id: str,
+        trusted: bool = False,
+    ) -> Cluster:
         """Return the description for one rank; local ranks and sizes follow from ``hosts``."""
         neighbours = [other for other, host in enumerate(hosts) if host == hosts[rank]]
         return cls(
@@ -105,4 +116,5 @@ class Cluster:
             hosts=tuple(hosts),
             addresses=tuple(addresses),
             job_id=job_id,
+            trusted=trusted,
         )

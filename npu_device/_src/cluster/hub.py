@@ -339,7 +339,8 @@ class Hub:
         order = self._roster.in_order()
         rank_of = {id(arrival): rank for rank, arrival in enumerate(order)}
         hosts = [arrival.host for arrival in order]
-        roster = {"hosts": hosts, "addresses": self._roster.addresses(self._address)}
+        on_loopback = ports.is_loopback(self._listener.getsockname()[0])
+        roster = {"hosts": hosts, "addresses": self._roster.addresses(self._address), "loopback": on_loopback}
         shared = frames.encode({"roster": roster})
         self._by_rank = [None] * len(order)
         processes = [arrival.hello.pid for arrival in order]

@@ -74,7 +74,9 @@ def broadcast_object(value: Any, root_rank: int = 0) -> Any:
     """Return the root's Python object on every rank.
 
     Args:
-        value: anything that can be pickled; only the root's is used.
+        value: anything that can be pickled; only the root's is used. If the job has no secret and other hosts can
+            reach its ports, only numbers, strings, bytes, arrays, tensors, and lists, tuples, dictionaries and sets of
+            them.
         root_rank: the rank whose object is sent (default 0).
 
     Returns:
@@ -82,6 +84,7 @@ def broadcast_object(value: Any, root_rank: int = 0) -> Any:
 
     Raises:
         ValueError: there is no such rank.
+        RuntimeError: the object can't be sent in a job without a secret (``NPU_DEVICE_SECRET``); on all ranks.
 
     Every rank has to make the call, eagerly.
 

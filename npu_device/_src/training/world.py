@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +15,7 @@ from npu_device._src.collectives.moves import all_gather_v
 from npu_device._src.collectives.ops import all_reduce, barrier, broadcast
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
 from npu_device._src.training import device
+from npu_device._src.training.sent_objects import packed, unpacked
 
 
 class World:
@@ -63,13 +62,20 @@ class World:
         return broadcast(self.runtime, list(tensors), root_rank, self.group)
 
     def object_from_root(self, value: Any, root_rank: int = 0) -> Any:
-        """Return the root's Python object; those of the other ranks are ignored."""
-        mine = self.rank == root_rank
-        data = np.frombuffer(pickle.dumps(value), np.uint8) if mine else np.zeros([0], np.uint8)
+        """Return the root's Python object; those of the other ranks are ignored.
+
+        Raises:
+            ClusterError: it can't be sent in this job, see ``sent_objects``; on all ranks.
+        """
+        mine, cluster = self.rank == root_rank, self.runtime.cluster
+        data = np.frombuffer(packed(value, cluster.trusted), np.uint8) if mine else np.zeros([0], np.uint8)
         [length] = self.from_root([tf.constant(np.int64(len(data)))], root_rank)
         buffer = tf.constant(data) if mine else tf.zeros([int(length)], tf.uint8)
         [sent] = self.from_root([buffer], root_rank)
-        return value if mine else pickle.loads(sent.numpy().tobytes())
+        if mine and cluster.trusted:
+            return value
+        [found] = unpacked(sent.numpy().tobytes(), [f"rank {root_rank}"], cluster.trusted)
+        return value if mine else found
 
     def objects(self, value: Any, purpose: str) -> list[Any]:
         """Return every rank's Python object, by rank.
@@ -77,10 +83,14 @@ class World:
         Args:
             value: this rank's.
             purpose: what the objects are, for the error if the ranks exchange unrelated ones.
+
+        Raises:
+            ClusterError: one can't be sent in this job, see ``sent_objects``; on all ranks.
         """
-        data = np.frombuffer(pickle.dumps(value), np.uint8)
-        everything = io.BytesIO(self.gather(tf.constant(data), purpose).numpy().tobytes())
-        return [pickle.load(everything) for _ in range(self.size)]  # each knows where it ends
+        trusted = self.runtime.cluster.trusted
+        data = np.frombuffer(packed(value, trusted), np.uint8)
+        everything = self.gather(tf.constant(data), purpose).numpy().tobytes()
+        return unpacked(everything, [f"rank {rank}" for rank in self.group.ranks], trusted)
 
     def assign_from_root(self, variables: Sequence[Any], root_rank: int = 0) -> Any:
         """Set variables to the root's values; return the operation in a graph for a session, else None."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def newest_whole(world: World | None, place: Place, directory: Path) -> Chosen |
     problems: list[str] = []
     partly: Chosen | None = None
     for step in steps:
-        views = everybody(world, _judge(directory, step, place))
+        views = [_RankView(*fields) for fields in everybody(world, astuple(_judge(directory, step, place)))]
         damaged = _problems(world, place, views)
         holders = [rank for rank in sorted(set(place.keepers)) if views[rank].shared is None]
         if not holders:

@@ -1,0 +1,175 @@
+"""Python objects as bytes that the ranks send each other: pickled if only the job's ranks can have sent them, else as
+JSON with arrays, since whoever sends a pickled object can run any code where it is read.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import pickle
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from npu_device._src.cluster.errors import ClusterError
+
+_HEADER = struct.Struct("<cQ")  # kind, length
+_PICKLED, _PLAIN, _REFUSED = b"p", b"j", b"r"
+_REMEDY = (
+    "This job has no secret, and other hosts can reach its ports, so objects that could run code are neither sent nor "
+    "read.\nWhat to do: set NPU_DEVICE_SECRET_FILE, or NPU_DEVICE_SECRET, to the same random text on every rank; or "
+    "send numbers, strings, bytes, arrays, tensors, and lists, tuples, dictionaries and sets of them."
+)
+
+
+class _CannotBeSentError(TypeError):
+    """The object isn't plain."""
+
+
+def packed(value: Any, trusted: bool) -> bytes:
+    """Return an object as bytes. If it can't be sent, these raise on all ranks, see ``unpacked``.
+
+    Args:
+        value: any object that can be pickled; in a job that isn't trusted, one of those that ``_REMEDY`` lists.
+        trusted: only the job's ranks can send.
+    """
+    kind, data = _PICKLED, b""
+    try:
+        if trusted:
+            data = pickle.dumps(value)
+        else:
+            kind, data = _PLAIN, json.dumps(_plain(value), separators=(",", ":")).encode()
+    except _CannotBeSentError as error:
+        kind, data = _REFUSED, str(error).encode(errors="replace")
+    except RecursionError:
+        kind, data = _REFUSED, b"can't be sent: it is nested too deeply, or contains itself."
+    return _HEADER.pack(kind, len(data)) + data
+
+
+def unpacked(data: bytes, ranks: Sequence[str], trusted: bool) -> list[Any]:
+    """Return the objects in bytes that ``packed`` has made, one after the other.
+
+    Args:
+        data: the bytes.
+        ranks: name of the rank that has sent each object.
+        trusted: only the job's ranks can send.
+
+    Raises:
+        ClusterError: an object couldn't be sent; what has arrived can't be read.
+    """
+    values, place = [], 0
+    for rank in ranks:
+        if len(data) < place + _HEADER.size:
+            raise _unreadable(rank)
+        kind, length = _HEADER.unpack_from(data, place)
+        place += _HEADER.size
+        part, place = data[place : place + length], place + length
+        if len(part) != length:
+            raise _unreadable(rank)
+        if kind == _REFUSED:
+            raise ClusterError(f"an object of {rank} {part[:1000].decode(errors='replace')}\n{_REMEDY}")
+        if kind == _PICKLED and not trusted:
+            raise ClusterError(f"{rank} has sent a pickled object, which isn't read.\n{_REMEDY}")
+        if kind not in (_PICKLED, _PLAIN):
+            raise _unreadable(rank)
+        values.append(pickle.loads(part) if kind == _PICKLED else _read(part, rank))
+    return values
+
+
+def _unreadable(rank: str) -> ClusterError:
+    return ClusterError(
+        f"{rank} has sent an object that can't be read.\n"
+        "Likely cause: another program sends to this rank's ports, or the ranks have different versions.\n"
+        "What to do: let only the job's hosts reach them (docs/security.md); install the same version everywhere."
+    )
+
+
+def _read(part: bytes, rank: str) -> Any:
+    try:
+        return _value(json.loads(part))
+    except Exception as error:  # whatever is wrong with it
+        raise _unreadable(rank) from error
+
+
+def _plain(value: Any) -> Any:
+    """Return a value for JSON: single values as they are, others as a list of their kind and contents.
+
+    Raises:
+        _CannotBeSentError: of another type. Subclasses count as such, since they would arrive as something else.
+    """
+    if value is None or type(value) in (bool, float, str):
+        return value
+    if type(value) is int:
+        return value if abs(value) < 1 << 63 else ["int", hex(value)]
+    if type(value) in (list, tuple, set, frozenset):
+        return [type(value).__name__, [_plain(part) for part in value]]
+    if type(value) is dict:
+        return ["dict", [[_plain(key), _plain(part)] for key, part in value.items()]]
+    if type(value) in (bytes, bytearray):
+        return [type(value).__name__, base64.b64encode(value).decode()]
+    if isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
+        return ["tensor", _plain(np.asarray(value.numpy()))]
+    if isinstance(value, np.generic):
+        return ["number", _plain(np.asarray(value))]
+    if type(value) is np.ndarray:
+        return ["array", _dtype_name(value.dtype), list(value.shape), base64.b64encode(value.tobytes()).decode()]
+    raise _CannotBeSentError(f"can't be sent: it is, or contains, a {type(value).__module__}.{type(value).__name__}.")
+
+
+def _dtype_name(dtype: np.dtype) -> str:
+    if dtype.kind not in "OV" and np.dtype(dtype.str) == dtype:
+        return dtype.str
+    try:
+        name = tf.as_dtype(dtype).name  # bfloat16 and the like
+    except TypeError:
+        name = "string"
+    if name in ("string", "resource", "variant"):
+        raise _CannotBeSentError(f"can't be sent: it is, or contains, an array of {dtype}.")
+    return str(name)
+
+
+def _value(plain: Any) -> Any:
+    """Return the object for which ``_plain`` has returned a value.
+
+    Raises:
+        Exception: not of its form.
+    """
+    if not isinstance(plain, list):
+        if isinstance(plain, dict):
+            raise ValueError("no kind")
+        return plain
+    kind, contents = plain[0], plain[1:]
+    if kind == "array":
+        return _array(*contents)
+    (content,) = contents
+    if kind == "int":
+        return int(content, 16)
+    if kind in ("list", "tuple", "set", "frozenset"):
+        return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind](map(_value, content))
+    if kind == "dict":
+        return {_value(key): _value(part) for key, part in content}
+    if kind in ("bytes", "bytearray"):
+        data = base64.b64decode(content, validate=True)
+        return data if kind == "bytes" else bytearray(data)
+    array = _value(content)
+    if not isinstance(array, np.ndarray):
+        raise ValueError("no array")
+    if kind == "tensor":
+        return tf.constant(array)
+    if kind == "number" and not array.shape:
+        return array[()]
+    raise ValueError("no such kind")
+
+
+def _array(name: str, shape: list[int], text: str) -> np.ndarray:
+    dtype = np.dtype(name) if name[:1] in "<>|=" else np.dtype(tf.as_dtype(name).as_numpy_dtype)
+    if dtype.hasobject or not dtype.itemsize:
+        raise ValueError("no numbers")
+    data = base64.b64decode(text, validate=True)
+    if len(data) != math.prod(shape) * dtype.itemsize or min(shape, default=0) < 0:
+        raise ValueError("not as many numbers")
+    return np.frombuffer(data, dtype).reshape(shape).copy()
