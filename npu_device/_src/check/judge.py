@@ -23,6 +23,7 @@ class Findings:
     Attributes:
         facts: of each rank.
         engine: how gradients will travel, and why.
+        ports: where the ranks serve whoever reaches them; "" if nowhere.
         sharing: for each rank why it can't share memory with the lowest rank of its host; "" if it can.
         unreachable: for each rank, by rank, the address and what happened for those that it can't connect to.
         links: from each host to the next one, by host; why not where it could not be measured. Empty for one host.
@@ -34,6 +35,7 @@ class Findings:
 
     facts: Sequence[Facts]
     engine: str = ""
+    ports: str = ""
     sharing: Sequence[str] = ()
     unreachable: Sequence[dict[int, str]] = ()
     links: dict[str, LinkSpeed | str] = field(default_factory=dict)

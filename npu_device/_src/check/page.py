@@ -56,6 +56,8 @@ def _settings(found: Findings) -> str:
         lines.append(f"addresses chosen by {' and '.join(chosen)}")
     if found.engine:
         lines.append(f"gradients travel through {found.engine}")
+    if found.ports:
+        lines.append(f"open ports: {found.ports}")
     for host, link in found.links.items():
         if isinstance(link, LinkSpeed):
             speed = f"{8 * link.speed / 1e9:.3g} Gbit/s, {1e6 * link.round_trip:.0f} us round trip"

@@ -10,7 +10,7 @@ from npu_device._src.check import judge, links, page, speeds
 from npu_device._src.check.facts import Facts, collect
 from npu_device._src.check.links import LinkSpeed
 from npu_device._src.collectives.backends.tensorflow import server
-from npu_device._src.collectives.choice import explained
+from npu_device._src.collectives.choice import explained, open_ports
 from npu_device._src.collectives.group import WORLD_GROUP, group_of
 from npu_device._src.collectives.job import Job
 from npu_device._src.training import device
@@ -59,9 +59,10 @@ def _found(runtime: Job) -> judge.Findings:
     unreachable = [
         {int(rank): what for rank, what in each.items()} for each in store.gather("check/unreachable", failed, _SECONDS)
     ]
-    engine, sharing = explained(runtime, group_of(runtime, WORLD_GROUP)), runtime.hosts.problems
+    engine, ports = explained(runtime, group_of(runtime, WORLD_GROUP)), open_ports(runtime)
+    sharing = runtime.hosts.problems
     if any(unreachable):  # a collective would wait for the stall watch
-        return judge.Findings(facts, engine, sharing, unreachable)
+        return judge.Findings(facts, engine, ports, sharing, unreachable)
     leads, several = cluster.rank in leaders, len(hosts) > 1
     link = links.measure(runtime, leaders, _SECONDS) if leads and several else None
     engines = _engines(runtime) if several else []  # before the first tensor
@@ -79,6 +80,7 @@ def _found(runtime: Job) -> judge.Findings:
     return judge.Findings(
         facts,
         engine,
+        ports,
         sharing,
         unreachable,
         found_links,
