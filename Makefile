@@ -8,7 +8,7 @@ WORKERS ?= auto
 PARALLEL := -n $(WORKERS) --dist loadgroup
 DIGITS := build/digits
 
-.PHONY: help example test test-quick test-full test-gpu test-matrix lint check docs clean
+.PHONY: help example test test-quick test-full test-gpu test-matrix test-canary lint check docs clean
 
 help:
 	@echo "make example      train ResNet-50 on real images with two workers (sets up $(VENV) first)"
@@ -17,10 +17,11 @@ help:
 	@echo "make test-full    run the suite with every combination of ranks, Keras and backend"
 	@echo "make test-gpu     run the tests of GPUs, if there is one"
 	@echo "make test-matrix  run the suite on the default, the oldest and the newest TensorFlow (each in its own .venv-…)"
+	@echo "make test-canary  run a representative part on the next TensorFlow, with Keras 3"
 	@echo "make lint         check style and types"
 	@echo "make check        build the wheel, install it into a fresh environment, and test it outside the repository"
 	@echo "make docs         regenerate the generated pages of docs/"
-	@echo "make clean        remove $(VENV), .venv-oldest, .venv-newest and build/"
+	@echo "make clean        remove $(VENV), .venv-oldest, .venv-newest, .venv-canary and build/"
 
 example: $(STAMP)
 	$(BIN)/python examples/resnet_ctl/make_digits_imagenet.py --data_dir $(DIGITS)
@@ -52,6 +53,16 @@ test-matrix: test .venv-oldest/.installed .venv-newest/.installed
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test,benchmarks]" $(TENSORFLOW)
 	@touch $@
 
+# The next TensorFlow, before its release. tf-keras doesn't support it yet.
+test-canary: .venv-canary/.installed
+	.venv-canary/bin/python -m pytest $(PARALLEL) --quick -k "not keras2"
+
+.venv-canary/.installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e . "tensorflow==2.22.0rc0" "pytest>=8,<9.2" \
+	    pytest-xdist hypothesis mpi4py matplotlib
+	@touch $@
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -73,7 +84,7 @@ docs: $(STAMP)
 	$(BIN)/python -m npu_device._src.options > docs/options.md
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-newest build
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-canary build
 
 # For the tests. Each MPI has its own folder, since both have an mpiexec.
 # The stamp is written last, so that an interrupted set-up starts over.
