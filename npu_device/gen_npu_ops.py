@@ -43,6 +43,11 @@ from npu_device._src.operators.lstm_cell import (
 )
 from npu_device._src.operators.refused import dynamic_augru_grad
 from npu_device._src.operators.refused import embeddingrankid as embedding_rank_id
+from npu_device._src.operators.refused import gather_all_to_all_v as hcom_gather_all_to_all_v
+from npu_device._src.operators.refused import remote_read as hcom_remote_read
+from npu_device._src.operators.refused import remote_ref_read as hcom_remote_ref_read
+from npu_device._src.operators.refused import remote_scatter_write as hcom_remote_scatter_write
+from npu_device._src.operators.refused import remote_write as hcom_remote_write
 from npu_device._src.training.hccl_ops import all_to_all_v as hcom_all_to_all_v
 from npu_device._src.training.hccl_ops import all_to_all_v_c as hcom_all_to_all_vc
 from npu_device._src.training.hcom_ops import (
@@ -54,11 +59,6 @@ from npu_device._src.training.hcom_ops import (
     hcom_reduce_scatter,
     hcom_send,
 )
-from npu_device._src.training.remote_ops import gather_all_to_all_v as hcom_gather_all_to_all_v
-from npu_device._src.training.remote_ops import remote_read as hcom_remote_read
-from npu_device._src.training.remote_ops import remote_ref_read as hcom_remote_ref_read
-from npu_device._src.training.remote_ops import remote_scatter_write as hcom_remote_scatter_write
-from npu_device._src.training.remote_ops import remote_write as hcom_remote_write
 
 __all__ = [
     "adam_apply_one_assign",

@@ -1,9 +1,9 @@
-"""Ascend's import path of the collective operators, with the signatures of the TensorFlow 1 adapter."""
+"""Ascend's import path of the collective operators in the TensorFlow 1 adapter."""
 
-from npu_device._src.tf1.hccl_ops import allgather, reduce_scatter
 from npu_device.distribute.hccl_ops import (
     all_to_all_v,
     all_to_all_v_c,
+    allgather,
     allreduce,
     alltoallv,
     alltoallvc,
@@ -11,6 +11,7 @@ from npu_device.distribute.hccl_ops import (
     gather_all_to_all_v,
     receive,
     reduce,
+    reduce_scatter,
     remote_read,
     remote_ref_read,
     remote_scatter_write,

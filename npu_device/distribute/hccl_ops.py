@@ -1,5 +1,12 @@
 """Ascend's import path of the collective operators, with the signatures of the TensorFlow 2 adapter."""
 
+from npu_device._src.operators.refused import (
+    gather_all_to_all_v,
+    remote_read,
+    remote_ref_read,
+    remote_scatter_write,
+    remote_write,
+)
 from npu_device._src.training.hccl_ops import (
     all_to_all_v,
     all_to_all_v_c,
@@ -12,13 +19,6 @@ from npu_device._src.training.hccl_ops import (
     reduce,
     reduce_scatter,
     send,
-)
-from npu_device._src.training.remote_ops import (
-    gather_all_to_all_v,
-    remote_read,
-    remote_ref_read,
-    remote_scatter_write,
-    remote_write,
 )
 
 __all__ = [

@@ -1,7 +1,7 @@
-"""Ascend's collective operators with the signatures of the TensorFlow 2 adapter (``npu_device.distribute.hccl_ops``).
+"""Ascend's collective operators (``npu_device.distribute.hccl_ops``, ``npu_bridge.hccl.hccl_ops``).
 
-They delegate to ``collectives``; this file only checks the arguments, and returns a single device's own data.
-``npu_bridge.hccl.hccl_ops`` has the signatures of the TensorFlow 1 adapter.
+They delegate to ``collectives``; this file only checks the arguments, and returns a single device's own data. The
+signatures are those of the TensorFlow 1 adapter, which has all arguments of the TensorFlow 2 adapter in the same order.
 
 ``group`` is a group's name, default the group of all ranks; ranks are ranks in the group. ``fusion`` and ``fusion_id``
 are checked, and take effect in ``allreduce``; every other call is a transfer of its own. Operations and dtypes are
@@ -62,21 +62,23 @@ def allreduce(tensor: Any, reduction: str, fusion: int = 1, fusion_id: int = -1,
 
 
 @tf.autograph.experimental.do_not_convert
-def allgather(tensor: Any, rank_size: int, group: str = WORLD_GROUP) -> Any:
+def allgather(tensor: Any, rank_size: int, group: str = WORLD_GROUP, fusion: int = 0, fusion_id: int = -1) -> Any:
     """Gather the tensors of all ranks along the first dimension.
 
     Args:
         tensor: shape [n, …], the same on every rank.
         rank_size: number of ranks in the group.
         group: name of the group.
+        fusion, fusion_id: of the TensorFlow 1 adapter: 0, or 2 with an id of 0 or more; without effect.
 
     Returns:
         Shape [n * rank_size, …], ordered by group rank. On a single device ``tensor`` itself.
 
     Raises:
-        ValueError: a scalar, unknown group, or ``rank_size`` is not the group's size.
+        ValueError: a scalar, unknown group, ``fusion`` neither 0 nor 2, or ``rank_size`` is not the group's size.
         TypeError: a dtype that has no bits to send.
     """
+    check_fusion_0_or_2("allgather", fusion, fusion_id)
     ranks = world(group)
     _check_rank_size("allgather", rank_size, group, ranks)
     if ranks is None:
@@ -145,7 +147,9 @@ def reduce(
 
 
 @tf.autograph.experimental.do_not_convert
-def reduce_scatter(tensor: Any, reduction: str, rank_size: int, group: str = WORLD_GROUP) -> Any:
+def reduce_scatter(
+    tensor: Any, reduction: str, rank_size: int, group: str = WORLD_GROUP, fusion: int = 0, fusion_id: int = -1
+) -> Any:
     """Reduce a tensor over the group; each rank gets its block of the first dimension.
 
     Args:
@@ -153,15 +157,17 @@ def reduce_scatter(tensor: Any, reduction: str, rank_size: int, group: str = WOR
         reduction: ``"sum"``, ``"max"``, ``"min"`` or ``"prod"``.
         rank_size: number of ranks in the group.
         group: name of the group.
+        fusion, fusion_id: of the TensorFlow 1 adapter: 0, or 2 with an id of 0 or more; without effect.
 
     Returns:
         Shape [n / rank_size, …]. On a single device ``tensor`` itself.
 
     Raises:
         ValueError: unknown reduction or group; a scalar; n is not a multiple of ``rank_size``; ``rank_size`` is not the
-            group's size.
+            group's size; ``fusion`` neither 0 nor 2.
         TypeError: a dtype that can't be reduced.
     """
+    check_fusion_0_or_2("reduce_scatter", fusion, fusion_id)
     _check_reduction("reduce_scatter", reduction)
     ranks = world(group)
     _check_rank_size("reduce_scatter", rank_size, group, ranks)
