@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
-HAS_KERAS_3 = not version("keras").startswith("2.")
+try:
+    _KERAS = version("keras")
+except PackageNotFoundError:  # a TensorFlow before its release
+    _KERAS = version("keras-nightly")
+HAS_KERAS_3 = not _KERAS.startswith("2.")
 
 needs_keras_3 = pytest.mark.skipif(not HAS_KERAS_3, reason="this TensorFlow comes with Keras 2")
