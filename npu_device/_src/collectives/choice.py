@@ -9,8 +9,9 @@ comparison: among all ranks at once, whichever host they are on.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, Callable, TypeVar
+from typing import Any, Callable
 
 import tensorflow as tf
 
@@ -30,8 +31,6 @@ from npu_device._src.collectives.gpu_choice import UNVERIFIED
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 
-_Moved = TypeVar("_Moved")
-
 _ENGINES: dict[str, Backend] = {"nccl": tensorflow_backend, "mpi": mpi, "tensorflow": tensorflow_backend, "tcp": tcp}
 _TWO_LEVEL = {name: TwoLevelBackend(engine) for name, engine in _ENGINES.items()}
 _SHOWN_PORTS = 8
@@ -44,8 +43,7 @@ def comparing_backend_of(job: Job, group: Group) -> ComparingBackend:
 
 def _number_of_hosts(job: Job, group: Group) -> int:
     """Return into how many parts a group falls: the ranks of a part share memory."""
-    leaders = job.hosts.leaders
-    return len({leaders[rank] for rank in group.ranks})
+    return len(set(map(job.hosts.leaders.__getitem__, group.ranks)))
 
 
 def carries(job: Job, group: Group, values: Sequence[Any], ragged: bool = False) -> bool | tf.Tensor | None:
@@ -83,46 +81,49 @@ def array_backend_of(job: Job, group: Group, dtypes: Iterable[tf.DType]) -> Arra
     return engine if isinstance(engine, ArrayBackend) else None
 
 
-def through_backend(
-    agreement: Agreement, group: Group, dtype: tf.DType, move: Callable[[Backend, Agreement], _Moved]
-) -> _Moved:
-    """Return ``move(backend, agreement)`` for the backend that moves a call's tensors of a dtype; the same on every
-    rank.
+def backend_of(agreement: Agreement, group: Group, dtype: tf.DType) -> Backend:
+    """Return the backend that moves a call's tensors of a dtype; the same on every rank."""
+    own = _own_backend_of(agreement.job, group, dtype)
+    return own if agreement.carries is None else _or_messages(agreement, group, own)
+
+
+def reducing_backend_of(agreement: Agreement, group: Group, dtype: tf.DType) -> ReducingBackend:
+    """Return the backend for a call that a group of several hosts can divide between its hosts."""
+    own = _own_reducing_backend_of(agreement.job, group, dtype)
+    return own if agreement.carries is None else _or_messages(agreement, group, own)
+
+
+def _or_messages(agreement: Agreement, group: Group, own: ReducingBackend) -> Any:
+    """Return the backend of messages if a call's data are small. If only the running graph knows that, both are in
+    it.
     """
-    return _or_carried(agreement, group, _own_backend_of(agreement.job, group, dtype), move)
-
-
-def through_reducing_backend(
-    agreement: Agreement, group: Group, dtype: tf.DType, move: Callable[[ReducingBackend, Agreement], _Moved]
-) -> _Moved:
-    """Do the same for the calls that a group of several hosts can divide between its hosts."""
-    return _or_carried(agreement, group, _own_reducing_backend_of(agreement.job, group, dtype), move)
-
-
-def _or_carried(
-    agreement: Agreement, group: Group, own: ReducingBackend, move: Callable[[Any, Agreement], _Moved]
-) -> _Moved:
-    """Move a call's data on the group's own backend, or in messages if they are small. If only the running graph knows
-    that, both are in it.
-    """
-    if agreement.carries is None:
-        return move(own, agreement)
     carrying = comparing_backend_of(agreement.job, group)
-    if agreement.carries is True:
-        return move(carrying, agreement)
-    job, terms = agreement.job, agreement.take()
+    return carrying if agreement.carries is True else _Either(own, carrying, group)
 
-    def carried() -> _Moved:
-        return move(carrying, Agreement(job, *terms))
 
-    def usual() -> _Moved:
-        if group.tag is not None:
-            return move(own, Agreement(job, *terms))
-        with tf.control_dependencies(carrying.exchange_terms(Agreement(job, *terms), group)):
-            return move(own, Agreement(job))
+class _Either:
+    """A backend that decides in the running graph: small data travel in messages, others on the group's own backend."""
 
-    moved: _Moved = tf.cond(agreement.carries, carried, usual)
-    return moved
+    def __init__(self, own: Any, carrying: ComparingBackend, group: Group) -> None:
+        self._own, self._carrying, self._group = own, carrying, group
+
+    def __getattr__(self, call: str) -> Callable[..., Any]:
+        return functools.partial(self._decide, call)
+
+    def _decide(self, call: str, agreement: Agreement, *arguments: Any) -> Any:
+        job, terms = agreement.job, agreement.take()
+
+        def small() -> Any:
+            return getattr(self._carrying, call)(Agreement(job, *terms), *arguments)
+
+        def large() -> Any:
+            if self._group.tag is not None:
+                return getattr(self._own, call)(Agreement(job, *terms), *arguments)
+            compared = self._carrying.exchange_terms(Agreement(job, *terms), self._group)
+            with tf.control_dependencies(compared):
+                return getattr(self._own, call)(Agreement(job), *arguments)
+
+        return tf.cond(agreement.carries, small, large)
 
 
 def _own_backend_of(job: Job, group: Group, dtype: tf.DType) -> Backend:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from npu_device._src.collectives import blocks
 from npu_device._src.collectives.call import Agreement
-from npu_device._src.collectives.choice import row_length, through_backend
+from npu_device._src.collectives.choice import backend_of, row_length
 from npu_device._src.collectives.dtypes import require_bits
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.collectives.group import Group
@@ -208,7 +208,7 @@ def _send(tensor: tf.Tensor, tag: int, destination: int, group: Group) -> Operat
     pair = _pair_of(group, group.rank, destination, tag)
 
     def body(agreement: Agreement) -> Any:
-        sent = through_backend(agreement, pair, tf.int32, lambda backend, now: backend.send(now, tensor, pair))
+        sent = backend_of(agreement, pair, tf.int32).send(agreement, tensor, pair)
         return None if tf.executing_eagerly() else sent.op
 
     return Operation(
@@ -237,7 +237,7 @@ def _receive(like: tf.TensorSpec, tag: int, source: int, group: Group) -> Operat
     pair = _pair_of(group, source, group.rank, tag)
 
     def body(agreement: Agreement) -> tf.Tensor:
-        return through_backend(agreement, pair, tf.int32, lambda backend, now: backend.receive(now, like, pair))
+        return backend_of(agreement, pair, tf.int32).receive(agreement, like, pair)
 
     return Operation(
         "send and receive",
@@ -277,7 +277,7 @@ def _pair_of(group: Group, source: int, destination: int, tag: int) -> Group:
 
 def gather(agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
     """Return all ranks' rows on every rank: [1, n] in, [group.size, n] out; n is the same on all ranks."""
-    gathered = through_backend(agreement, group, row.dtype, lambda backend, now: backend.all_gather(now, row[0], group))
+    gathered = backend_of(agreement, group, row.dtype).all_gather(agreement, row[0], group)
 
     def backward(upstream: tf.Tensor) -> tf.Tensor:
         return tf.reduce_sum(exchange(Agreement(agreement.job), upstream, group), axis=0, keepdims=True)
@@ -304,7 +304,7 @@ def exchange(agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor:
     """Send row i to rank i, and return the row from rank i as row i: [group.size, n] in and out; n is the same on
     all ranks.
     """
-    received = through_backend(agreement, group, rows.dtype, lambda backend, now: backend.all_to_all(now, rows, group))
+    received = backend_of(agreement, group, rows.dtype).all_to_all(agreement, rows, group)
     return differentiable_move(received, lambda upstream: exchange(Agreement(agreement.job), upstream, group), rows)
 
 

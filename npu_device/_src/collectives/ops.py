@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from npu_device._src.collectives.call import Agreement
-from npu_device._src.collectives.choice import through_reducing_backend
+from npu_device._src.collectives.choice import reducing_backend_of
 from npu_device._src.collectives.dtypes import REDUCED, reduced_dtype, require_bits, wire_dtype
 from npu_device._src.collectives.folding import fold
 from npu_device._src.collectives.graph import differentiable
@@ -90,12 +90,8 @@ def _reduce(tensor: tf.Tensor, reduction: str, root_rank: int, group: Group) -> 
     require_member("root_rank", root_rank, group)
 
     def body(agreement: Agreement) -> tf.Tensor:
-        [reduced] = through_reducing_backend(
-            agreement,
-            group,
-            tensor.dtype,
-            lambda backend, now: backend.reduce(now, [tensor], reduction, root_rank, group),
-        )
+        backend = reducing_backend_of(agreement, group, tensor.dtype)
+        [reduced] = backend.reduce(agreement, [tensor], reduction, root_rank, group)
         if group.rank != root_rank:
             with tf.control_dependencies([reduced]):
                 reduced = tf.zeros_like(reduced)
@@ -270,41 +266,27 @@ def reduce_segments(
     Returns:
         The results in the same lists, as ``all_reduce`` gives them, and differentiable like those.
     """
+
+    def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
+        require_differentiable("all_reduce", reduction)
+        # Through the same function, so that second derivatives work.
+        return reduce_segments(Agreement(agreement.job), [upstream], reduction, group, wire)[0]
+
     results: list[list[tf.Tensor]] = [[] for _ in segments]
     kinds: dict[tuple[bool, bool], list[int]] = {}
     for place, segment in enumerate(segments):
         dtype = segment[0].dtype
         kinds.setdefault((dtype.is_floating, wire_dtype(dtype, wire) == wire), []).append(place)
-    for (_, compressed), places in kinds.items():
+    for (floating, compressed), places in kinds.items():
         lists = [segments[place] for place in places]
-        reduced = _reduce_alike(agreement, lists, reduction, group, wire if compressed else None)
+        backend = reducing_backend_of(agreement, group, lists[0][0].dtype)
+        reduced = backend.all_reduce(agreement, lists, reduction, group, wire if compressed else None)
         for place, tensors in zip(places, reduced):
-            results[place] = tensors
+            # Each segment separately: its results can be used while others are still in progress.
+            results[place] = differentiable(tensors, backward, segments[place]) if floating else tensors
     return results
-
-
-def _reduce_alike(
-    agreement: Agreement, segments: Sequence[Sequence[tf.Tensor]], reduction: str, group: Group, wire: tf.DType | None
-) -> list[list[tf.Tensor]]:
-    """Reduce segments that are either all of floating-point dtypes, or all of others."""
-    dtype = segments[0][0].dtype
-    results = through_reducing_backend(
-        agreement, group, dtype, lambda backend, now: backend.all_reduce(now, segments, reduction, group, wire)
-    )
-    if not dtype.is_floating:
-        return results
-
-    def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
-        require_differentiable("all_reduce", reduction)
-        # Through the same function, so that second derivatives work.
-        return _reduce_alike(Agreement(agreement.job), [upstream], reduction, group, wire)[0]
-
-    # Each segment separately: its results can be used while others are still in progress.
-    return [differentiable(result, backward, segment) for result, segment in zip(results, segments)]
 
 
 def spread(agreement: Agreement, tensors: Sequence[tf.Tensor], root_rank: int, group: Group) -> list[tf.Tensor]:
     """Return the root's tensors on every rank."""
-    return through_reducing_backend(
-        agreement, group, tf.int32, lambda backend, now: backend.broadcast(now, tensors, root_rank, group)
-    )
+    return reducing_backend_of(agreement, group, tf.int32).broadcast(agreement, tensors, root_rank, group)

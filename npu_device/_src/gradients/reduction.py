@@ -11,13 +11,12 @@ import contextlib
 import threading
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Optional, Union
 
 import tensorflow as tf
 
 from npu_device._src.collectives.call import Agreement
-from npu_device._src.collectives.choice import backend_name
 from npu_device._src.collectives.dtypes import reduced_dtype
 from npu_device._src.collectives.graph import apart
 from npu_device._src.collectives.group import Group
@@ -34,9 +33,11 @@ from npu_device._src.gradients.sparse import gather_slices, reduce_slices, requi
 from npu_device._src.gradients.split_strategy import MAX_SEGMENTS
 from npu_device._src.options import global_options
 from npu_device._src.trace.steps import traced_reduction
+from npu_device._src.trace.trace import Tracer
 
 Gradient = Optional[Union[tf.Tensor, tf.IndexedSlices]]
-_Segments = Optional[Sequence[Sequence[int]]]
+_Part = tuple[Sequence[int], Sequence[Sequence[int]]]
+"""Positions in a list, and the segments among the values there."""
 
 _reduced = threading.Event()
 
@@ -53,8 +54,6 @@ class ReductionOptions:
         fusion: 0 sends each tensor alone, 1 cuts by the split strategy, 2 makes one segment per dtype; in a session
             also of calls with the same id that wait at the same time.
         fusion_id: -1, or with ``fusion=2`` any number from 0.
-        overlap: let the first segments travel while backward still makes the others; default: the option
-            ``hcom_parallel``.
         compression: ``"fp16"`` or ``"bf16"`` sends float32 and float64 in 16 bits and adds them up in their own dtype;
             ``None`` sends them as they are.
         adds_rows: add up the rows of ``tf.IndexedSlices`` that have the same index; else keep those of all ranks.
@@ -66,7 +65,6 @@ class ReductionOptions:
     kind: str
     fusion: int = 1
     fusion_id: int = -1
-    overlap: bool = field(default_factory=lambda: global_options().hcom_parallel.typed)
     compression: str | None = None
     adds_rows: bool = True
 
@@ -150,28 +148,35 @@ def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions,
         MismatchError: the ranks' calls differ.
     """
     _reduced.set()
-    segments = cut(values, options.kind, options.fusion, group.name)
-    parts = [*segments, *([i] for i, value in enumerate(values) if isinstance(value, tf.IndexedSlices))]
+    alone = len(values) == 1 and isinstance(values[0], tf.Tensor)
+    segments = [[0]] if alone else cut(values, options.kind, options.fusion, group.name)
+    rows = [[position] for position, value in enumerate(values) if isinstance(value, tf.IndexedSlices)]
+    # In a session's graph each segment and each sparse gradient is an operation of its own.
+    parts: list[_Part] = [*((part, [range(len(part))]) for part in segments), *((part, []) for part in rows)]
+    whole: _Part = range(len(values)), segments
     results: list[Gradient] = [None] * len(values)
-
-    def backend() -> str:
-        return backend_name(job, group, [value.dtype for value in values if value is not None])
-
-    seen = traced_reduction(values, segments, options.kind, group.name, backend, options.overlap)
-    with seen as trace, _all_first(values, options):
-        for positions, within in apart([(part, None) for part in parts], (range(len(values)), segments)):
-            reduced = _reduction([values[position] for position in positions], within, options, group).run(job)
+    # Without hcom_parallel nothing is sent before everything is there.
+    waits_for_all = not tf.executing_eagerly() and not global_options().hcom_parallel.typed
+    first = tf.control_dependencies([each for each in values if isinstance(each, tf.Tensor)]) if waits_for_all else None
+    tracer = job.part(Tracer) if options.kind in ("mean", "sum") else None
+    traced = traced_reduction(tracer, values, segments, job, group, waits_for_all) if tracer else None
+    with traced or contextlib.nullcontext() as trace, first or contextlib.nullcontext():
+        for positions, cuts in apart(parts, whole):
+            reduced = _reduction([values[position] for position in positions], cuts, options, group).run(job)
             for position, result in zip(positions, reduced):
-                results[position] = _of_the_shape_of(values[position], result)
-        for part in parts:
-            trace.segment([results[position] for position in part])
-    return trace.recorded_with(results)
+                results[position] = result
+        for [position] in rows:
+            results[position] = _of_the_shape_of(values[position], results[position])
+        if trace is not None:
+            for part in (*segments, *rows):
+                trace.segment([results[position] for position in part])
+    return results if trace is None else trace.recorded_with(results)
 
 
-def _reduction(values: Sequence[Gradient], segments: _Segments, options: ReductionOptions, group: Group) -> Operation:
-    """Return the operation that reduces a list whose segments are known: positions of dense tensors. None is one
-    segment of all of them, or a sparse gradient: a session's graph has an operation for each of these parts.
-    """
+def _reduction(
+    values: Sequence[Gradient], segments: Sequence[Sequence[int]], options: ReductionOptions, group: Group
+) -> Operation:
+    """Return the operation that reduces a list whose segments are known: positions of dense tensors."""
     for value in values:
         if isinstance(value, tf.IndexedSlices):
             require_sparse_reduction(options.kind)
@@ -180,9 +185,8 @@ def _reduction(values: Sequence[Gradient], segments: _Segments, options: Reducti
 
     def body(agreement: Agreement) -> list[Gradient]:
         results: list[Gradient] = [None] * len(values)
-        cuts = ([range(len(values))] if isinstance(values[0], tf.Tensor) else []) if segments is None else segments
-        lists = [[values[position] for position in positions] for positions in cuts]
-        for positions, tensors in zip(cuts, reduce_segments(agreement, lists, options.kind, group, options.wire)):
+        lists = [list(map(values.__getitem__, positions)) for positions in segments]
+        for positions, tensors in zip(segments, reduce_segments(agreement, lists, options.kind, group, options.wire)):
             for position, tensor in zip(positions, tensors):
                 results[position] = tensor
         for position, value in enumerate(values):
@@ -196,22 +200,24 @@ def _reduction(values: Sequence[Gradient], segments: _Segments, options: Reducti
         reduced: list[Gradient] = _reduction(upstream, segments, options, group).run(job)
         return reduced
 
-    dense = values[0] if segments is None and isinstance(values[0], tf.Tensor) else None
+    # Calls that are joined in a session are one segment, however many.
+    joins = len(segments) == 1 and len(segments[0]) == len(values)
+    dtype = values[0].dtype.name if values and values[0] is not None else ""
     return Operation(
         "all_reduce",
         group,
         values,
         body=body,
-        again=lambda values: _reduction(values, segments, options, group),
+        again=lambda values: _reduction(values, [range(len(values))] if joins else segments, options, group),
         inputs=[values],
         results=lambda: [_spec_of_result(value, options.kind) for value in values],
         same={
             "reduction": options.kind,
-            "segments": "1" if segments is None else _summary(segments),
+            "segments": _summary(segments),
             "compression": options.compression or "none",
         },
-        gradient=None if dense is None else gradient,
-        key=None if dense is None or not options.joins_calls else f"{options} {dense.dtype.name}",
+        gradient=gradient if joins else None,
+        key=f"{options} {dtype}" if joins and options.joins_calls else None,
     )
 
 
@@ -225,24 +231,17 @@ def _spec_of_result(value: Gradient, kind: str) -> tf.TypeSpec | None:
     return tf.IndexedSlicesSpec(value.values.shape, dtype, value.indices.dtype, lengths)
 
 
-def _of_the_shape_of(value: Gradient, result: Gradient) -> Gradient:
-    """Return a result; a sparse one with what the graph knows of the shape, which a session's operation doesn't."""
-    if isinstance(value, tf.IndexedSlices) and isinstance(result, tf.IndexedSlices):
-        return tf.IndexedSlices(result.values, result.indices, value.dense_shape)
-    return result
+def _of_the_shape_of(value: Any, result: Any) -> tf.IndexedSlices:
+    """Return a result with what the graph knows of the shape, which a session's operation doesn't."""
+    return tf.IndexedSlices(result.values, result.indices, value.dense_shape)
 
 
 def _summary(segments: Sequence[Sequence[int]]) -> str:
     """Return the number and lengths of the segments and a checksum of their content: a short text, equal where they are
     equal.
     """
+    if len(segments) <= 1 and sum(map(len, segments)) <= 1:
+        return str(len(segments))
     lengths = "+".join(str(len(positions)) for positions in segments[:MAX_SEGMENTS])
     more = "+…" if len(segments) > MAX_SEGMENTS else ""
     return f"{len(segments)} ({lengths}{more}, order {zlib.crc32(repr(segments).encode()):08x})"
-
-
-def _all_first(values: Sequence[Gradient], options: ReductionOptions) -> Any:
-    """Make every tensor wait for all of them: without overlap, nothing is sent before everything is there."""
-    if options.overlap:
-        return contextlib.nullcontext()
-    return tf.control_dependencies([value for value in values if isinstance(value, tf.Tensor)])

@@ -10,34 +10,33 @@ import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Callable
+from typing import Any
 
 import tensorflow as tf
 
+from npu_device._src.collectives.choice import backend_name
 from npu_device._src.collectives.graph import runs_if_fetched
+from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
 from npu_device._src.trace import points, trace
 from npu_device._src.trace.point_schema import PointSchema
 from npu_device._src.trace.records import GradientRecord
 
 
 class TracedReduction:
-    """The reduction of one iteration's gradients; without a trace, or inside another one, nothing."""
+    """The reduction of one iteration's gradients."""
 
-    def __init__(
-        self, tracer: trace.Tracer | None = None, schema: PointSchema | None = None, begun: Sequence[Any] = ()
-    ) -> None:
+    def __init__(self, tracer: trace.Tracer, schema: PointSchema, begun: Sequence[Any]) -> None:
         self._tracer, self._schema = tracer, schema
         self._points = [*begun]
         self._recorded: tf.Operation | None = None
 
     def segment(self, results: Sequence[Any]) -> None:
         """Note that a segment has been reduced to these tensors; in the order of the segments."""
-        if self._tracer is not None:
-            self._points.append(points.reduced(results[0]))
+        self._points.append(points.reduced(results[0]))
 
     def hand_over(self, end: Any = None) -> None:
         """Record the iteration; its end is a point of its own or the end of the last segment."""
-        assert self._tracer is not None and self._schema is not None
         schema = self._schema if end is None else replace(self._schema, has_end=True)
         self._recorded = self._tracer.hand_over(schema, self._points if end is None else [*self._points, end])
 
@@ -91,36 +90,33 @@ def iteration() -> Iterator[None]:
 
 @contextlib.contextmanager
 def traced_reduction(
+    tracer: trace.Tracer,
     values: Sequence[Any],
     segments: Sequence[Sequence[int]],
-    kind: str,
-    group: str,
-    backend: Callable[[], str],
-    overlap: bool,
-) -> Iterator[TracedReduction]:
+    job: Job,
+    group: Group,
+    waits_for_all: bool,
+) -> Iterator[TracedReduction | None]:
     """Mark the block as the reduction of an iteration's gradients.
 
     Args:
+        tracer: the trace that runs.
         values: the gradients.
         segments: positions of each segment's gradients among them; those that are in no segment, and not None, are
             reduced one by one after them.
-        kind: gradients are reduced by ``"sum"`` or ``"mean"``; reductions of any other kind are not recorded.
-        group: name of the group.
-        backend: returns the name of the backend that reduces them.
-        overlap: segments start before all gradients are there.
+        job: the job.
+        group: the group.
+        waits_for_all: no segment starts before all gradients are there.
 
     Yields:
-        The object to notify when a segment has been reduced.
+        The object to notify when a segment has been reduced; None if there is nothing to reduce.
     """
-    tracer = trace.running()
-    flat: list[Any] = []
-    if tracer is not None and kind in ("sum", "mean"):
-        used = {position for positions in segments for position in positions}
-        rest = [[position] for position, value in enumerate(values) if value is not None and position not in used]
-        parts = [[values[position] for position in positions] for positions in (*segments, *rest)]
-        flat = [value for part in parts for value in part]
-    if tracer is None or not flat:
-        yield TracedReduction()
+    used = {position for positions in segments for position in positions}
+    rest = [[position] for position, value in enumerate(values) if value is not None and position not in used]
+    parts = [[values[position] for position in positions] for positions in (*segments, *rest)]
+    flat = [value for part in parts for value in part]
+    if not flat:
+        yield None
         return
     start = points.forward_start(flat, tracer.settings.fp_point)
     end = points.backward_end(flat, tracer.settings.bp_point)
@@ -128,11 +124,11 @@ def traced_reduction(
         gradients=tuple(map(_gradient, flat)),
         shapes=tuple(str(value.shape) for value in flat),
         segments=_ranges(parts),
-        group=group,
-        backend=backend(),
+        group=group.name,
+        backend=backend_name(job, group, [value.dtype for value in flat]),
         has_start=start is not None,
         has_bp_end=end is not None,
-        waits_for_all=not overlap,
+        waits_for_all=waits_for_all,
     )
     begun = [point for point in (start, end) if point is not None]
     seen = TracedReduction(tracer, schema, [*begun, *(points.when([value]) for value in flat)])

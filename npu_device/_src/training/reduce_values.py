@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -77,7 +78,7 @@ def all_reduce(
     behind = []
     if several and reduction in ("mean", "sum"):
         behind = same_variables.make_equal_behind(ranks, tensors)
-    with replica_audit.step_behind(ranks, behind):
+    with replica_audit.step_behind(ranks, behind) if behind else contextlib.nullcontext():
         reduced = reduce_list(ranks.runtime, tensors, how, ranks.group)
     if several and reduction == "mean" and group == WORLD_GROUP:
         same_samples.watch(ranks.runtime, tensors, reduced)

@@ -177,10 +177,11 @@ class Lines:
         line, (terms, shapes) = self._of(job, group), agreement.take()
         all_terms = [terms] + [None] * (len(operations) - 1)
         if tf.executing_eagerly():
-            return [
-                _run_now(line, operation, inputs, terms, shapes)
-                for (operation, inputs), terms in zip(operations, all_terms)
-            ]
+            found = []
+            for (operation, inputs), terms in zip(operations, all_terms):
+                finish = line.start(operation, terms, int(shapes), list(map(compat.to_array, inputs)), False)
+                found.append(list(map(_tensor, finish()[1])))
+            return found
         orders, device = _orders_of(job), job.device("CPU")
         with tf.device(device), tf.control_dependencies(step_data()):
             if len(operations) == 1 and line.in_order:
@@ -222,14 +223,6 @@ def _orders_of(job: Job) -> Orders:
         if job.orders is None:
             job.orders = Orders(job.device("CPU"))
         return job.orders
-
-
-def _run_now(
-    line: Line, operation: Operation, inputs: Sequence[tf.Tensor], terms: Terms | None, shapes: Shapes
-) -> list[tf.Tensor]:
-    arrays = [compat.to_array(tensor) for tensor in inputs]
-    _, results = line.start(operation, terms, int(shapes), arrays, False)()
-    return [_tensor(result) for result in results]
 
 
 def _tensor(array: np.ndarray) -> tf.Tensor:

@@ -99,7 +99,7 @@ class Channel:
 
     def free_slot(self, step: int) -> Program:
         """Wait until all members have read the previous content of this member's slot of the step."""
-        yield from _reached(self._read, step - self.slots + 1)
+        return _reached(self._read, step - self.slots + 1)
 
     def publish(self, step: int) -> None:
         """Show this member's slot of the step to the others, even if it has nothing to send in it."""
@@ -107,7 +107,7 @@ class Channel:
 
     def published(self, step: int, members: Sequence[int]) -> Program:
         """Wait until the given members have published their slots of the step."""
-        yield from _reached([self._written[member] for member in members], step + 1)
+        return _reached([self._written[member] for member in members], step + 1)
 
     def done(self, step: int) -> None:
         """Let the others reuse the slots of the step."""

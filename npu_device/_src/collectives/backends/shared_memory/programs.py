@@ -33,17 +33,9 @@ _SHARED_SLOTS = 8
 def all_reduce(channel: Channel, stream: Stream, result: np.ndarray, reduction: str, head: Head | None) -> Program:
     """Reduce a stream; ``result`` is as long as the stream, and may be of another dtype."""
     fold = folding(reduction, channel.size)
-    length = stream.length
-    if channel.size == 2 or length * stream.dtype.itemsize <= _SHARED_FROM_BYTES:
-        yield from _reduce_all(channel, stream, result, fold, head)
-        return
-    # A chunk fills a slot, and a member's part of its result, which may have a wider dtype, fits into one.
-    part = channel.slot_bytes // result.dtype.itemsize
-    chunk = min(channel.slot_bytes // stream.dtype.itemsize, channel.size * part) // channel.size * channel.size
-    for first in range(0, length, chunk * _SHARED_SLOTS):
-        last = min(length, first + chunk * _SHARED_SLOTS)
-        yield from _reduce_shared(channel, stream, result, fold, (first, last, chunk), head)
-        head = None
+    if channel.size == 2 or stream.length * stream.dtype.itemsize <= _SHARED_FROM_BYTES:
+        return _reduce_all(channel, stream, result, fold, head)
+    return _reduce_in_blocks(channel, stream, result, fold, head)
 
 
 def reduce(
@@ -51,8 +43,7 @@ def reduce(
 ) -> Program:
     """Reduce a stream to the root, the only one with a ``result``."""
     del root
-    fold = folding(reduction, channel.size)
-    yield from _reduce_all(channel, stream, result, fold, head)
+    return _reduce_all(channel, stream, result, folding(reduction, channel.size), head)
 
 
 def broadcast(channel: Channel, stream: Stream, result: np.ndarray | None, root: int, head: Head | None) -> Program:
@@ -64,7 +55,7 @@ def broadcast(channel: Channel, stream: Stream, result: np.ndarray | None, root:
             part = result[number * chunk : (number + 1) * chunk]
             part[:] = slots[root, : len(part)]
 
-    yield from _rounds(channel, stream.dtype, _count(stream.length, chunk), [root], _filling(stream, chunk), read, head)
+    return _rounds(channel, stream.dtype, _count(stream.length, chunk), [root], _filling(stream, chunk), read, head)
 
 
 def all_gather(channel: Channel, row: np.ndarray, result: np.ndarray, head: Head | None) -> Program:
@@ -79,7 +70,7 @@ def all_gather(channel: Channel, row: np.ndarray, result: np.ndarray, head: Head
         part = result[:, number * chunk : (number + 1) * chunk]
         part[:] = slots[:, : part.shape[1]]
 
-    yield from _rounds(channel, row.dtype, _count(len(row), chunk), range(channel.size), fill, read, head)
+    return _rounds(channel, row.dtype, _count(len(row), chunk), range(channel.size), fill, read, head)
 
 
 def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Head | None) -> Program:
@@ -97,12 +88,12 @@ def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Hea
         part = result[:, number * chunk : (number + 1) * chunk]
         part[:] = slots[:, rank * chunk : rank * chunk + part.shape[1]]
 
-    yield from _rounds(channel, rows.dtype, _count(rows.shape[1], chunk), range(size), fill, read, head)
+    return _rounds(channel, rows.dtype, _count(rows.shape[1], chunk), range(size), fill, read, head)
 
 
 def meet(channel: Channel, head: Head | None) -> Program:
     """Exchange only the heads."""
-    yield from _rounds(channel, np.dtype(np.uint8), 1, [], _nothing, _nothing, head)
+    return _rounds(channel, np.dtype(np.uint8), 1, [], _nothing, _nothing, head)
 
 
 def _reduce_all(
@@ -121,7 +112,24 @@ def _reduce_all(
             fold(slots[:, : len(part)], part)
 
     count = _count(stream.length, chunk)
-    yield from _rounds(channel, stream.dtype, count, range(channel.size), _filling(stream, chunk), read, head)
+    return _rounds(channel, stream.dtype, count, range(channel.size), _filling(stream, chunk), read, head)
+
+
+def _reduce_in_blocks(
+    channel: Channel,
+    stream: Stream,
+    result: np.ndarray,
+    fold: Callable[[Rows, np.ndarray], None],
+    head: Head | None,
+) -> Program:
+    """Reduce with the members sharing the work, one block of the stream after the other."""
+    # A chunk fills a slot, and a member's part of its result, which may have a wider dtype, fits into one.
+    part = channel.slot_bytes // result.dtype.itemsize
+    chunk = min(channel.slot_bytes // stream.dtype.itemsize, channel.size * part) // channel.size * channel.size
+    for first in range(0, stream.length, chunk * _SHARED_SLOTS):
+        last = min(stream.length, first + chunk * _SHARED_SLOTS)
+        yield from _reduce_shared(channel, stream, result, fold, (first, last, chunk), head)
+        head = None
 
 
 def _reduce_shared(
