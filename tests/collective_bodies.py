@@ -60,7 +60,7 @@ def small_data_in_messages() -> Iterator[int]:
     Yields:
         the largest size of a rank's data in a message, in bytes.
     """
-    from npu_device._src.collectives.backends.messages import programs
+    from npu_device._src.collectives.engines.host import small_programs as programs
 
     usual, programs.MOST_ROOM_BYTES = programs.MOST_ROOM_BYTES, 1024
     try:

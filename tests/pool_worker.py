@@ -19,7 +19,7 @@ import tensorflow as tf
 from answers import Answer
 
 import npu_device as npu
-from npu_device._src.collectives.backends.messages import programs
+from npu_device._src.collectives.engines.host import small_programs as programs
 from npu_device.distribute import hccl_ops
 
 

@@ -150,7 +150,7 @@ def body_keys_of_tags(calls: int) -> int:
     import tensorflow as tf
 
     import npu_device as npu
-    from npu_device._src.collectives.backends.tensorflow import sequence
+    from npu_device._src.collectives.engines.tensorflow import keys as sequence
     from npu_device._src.collectives.group import group_of
     from npu_device._src.collectives.job import current
     from npu_device._src.collectives.moves import _pair_of as pair_of
@@ -191,7 +191,7 @@ def body_many_at_once() -> tuple[list[float], int]:
     """Return sums that one function makes, more of a kind than there are keys, and how many rings of keys."""
     import tensorflow as tf
 
-    from npu_device._src.collectives.backends.tensorflow.sequence import RING, sequence_of
+    from npu_device._src.collectives.engines.tensorflow.keys import RING, sequence_of
     from npu_device._src.collectives.ops import all_reduce
 
     runtime, mine = group("world")
@@ -215,7 +215,7 @@ def body_signatures(calls: int) -> int:
     import tensorflow as tf
 
     import npu_device as npu
-    from npu_device._src.collectives.backends.tensorflow.sequence import sequence_of
+    from npu_device._src.collectives.engines.tensorflow.keys import sequence_of
     from npu_device._src.collectives.group import group_of
     from npu_device._src.collectives.job import current
     from npu_device._src.collectives.moves import all_gather_v

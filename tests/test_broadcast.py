@@ -92,7 +92,7 @@ def body_transfers() -> Any:
     import tensorflow as tf
 
     import npu_device as npu
-    from npu_device._src.collectives.backends.tensorflow.operations import TRANSFER_BYTES
+    from npu_device._src.collectives.engines.tensorflow.engine import TRANSFER_BYTES
 
     rank = npu.open().worker_id
     variables = [tf.Variable(tf.fill([1000], float(rank))) for _ in range(200)]

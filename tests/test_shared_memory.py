@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from pool import Pool
 
-from npu_device._src.collectives.backends.shared_memory import mapping
+from npu_device._src.collectives.engines.host import mapping
 
 pytestmark = pytest.mark.skipif(
     not mapping.is_supported() or os.environ.get("NPU_DEVICE_BACKEND") == "tensorflow",

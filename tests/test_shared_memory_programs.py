@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from npu_device._src.collectives.backends.arrays.buffers import ALIGNMENT, BufferPool
-from npu_device._src.collectives.backends.arrays.engine import Engine, PendingOperation
-from npu_device._src.collectives.backends.arrays.folding import FOLDS
-from npu_device._src.collectives.backends.arrays.stream import Stream
-from npu_device._src.collectives.backends.shared_memory import futex, programs
-from npu_device._src.collectives.backends.shared_memory.channel import Channel, Layout
+from npu_device._src.collectives.engines.host import futex
+from npu_device._src.collectives.engines.host import memory_programs as programs
+from npu_device._src.collectives.engines.host.arithmetic import FOLDS
+from npu_device._src.collectives.engines.host.buffers import ALIGNMENT, BufferPool
+from npu_device._src.collectives.engines.host.memory_ring import Layout, MemoryRing
+from npu_device._src.collectives.engines.host.queue import HostQueue, PendingOperation
+from npu_device._src.collectives.engines.host.stream import Stream
 
 pytestmark = pytest.mark.skipif(not futex.is_supported(), reason="needs Linux on x86-64")
 
@@ -30,12 +31,12 @@ class Members:
     def __init__(self, size: int) -> None:
         memory = mmap.mmap(-1, Layout(size).bytes)
         self.size = size
-        self.engines = [Engine(self._connector(memory, rank)) for rank in range(size)]
+        self.engines = [HostQueue(self._connector(memory, rank)) for rank in range(size)]
 
-    def _connector(self, memory: mmap.mmap, rank: int) -> Callable[[], Channel]:
-        return lambda: Channel(memory, self.size, rank, lambda: None)
+    def _connector(self, memory: mmap.mmap, rank: int) -> Callable[[], MemoryRing]:
+        return lambda: MemoryRing(memory, self.size, rank, lambda: None)
 
-    def together(self, act: Callable[[int, Engine], Any]) -> list[Any]:
+    def together(self, act: Callable[[int, HostQueue], Any]) -> list[Any]:
         """``act(rank, engine)`` on a thread for each member; the results."""
         results: list[Any] = [None] * self.size
         errors: list[BaseException] = []
@@ -57,14 +58,14 @@ class Members:
         return results
 
 
-def run(engine: Engine, program: Callable[[Channel], Any], background: bool = False) -> None:
+def run(engine: HostQueue, program: Callable[[MemoryRing], Any], background: bool = False) -> None:
     pending = PendingOperation(program, None, lambda: ValueError("heads differ"))
     engine.start(pending, background)
     engine.finish(pending)
 
 
 def reduced(
-    engine: Engine, arrays: list[np.ndarray], reduction: str, wire: Any = None, result: Any = None
+    engine: HostQueue, arrays: list[np.ndarray], reduction: str, wire: Any = None, result: Any = None
 ) -> list[np.ndarray]:
     flats = [array.reshape(-1) for array in arrays]
     stream = Stream([array.shape for array in arrays], np.dtype(wire or arrays[0].dtype), flats)
@@ -141,7 +142,7 @@ def test_every_dtype_and_wire_on_both_sides_of_every_buffer(size: int) -> None:
                 result = mean if reduction == "mean" else dtype
                 mine = [value[:length].astype(dtype) for value in values]
 
-                def act(rank: int, engine: Engine, mine: Any = mine, how: Any = (reduction, wire, result)) -> Any:
+                def act(rank: int, engine: HostQueue, mine: Any = mine, how: Any = (reduction, wire, result)) -> Any:
                     return reduced(engine, [mine[rank]], *how)
 
                 expected = numpys(mine, reduction, wire, result)
@@ -157,7 +158,7 @@ def test_what_travels_in_16_bits_crosses_a_ring() -> None:
             whole = np.arange(ring // np.dtype(wire).itemsize + 1000) % 100
             mine = [(whole + rank).astype(dtype) for rank in range(size)]
 
-            def act(rank: int, engine: Engine, mine: Any = mine, wire: Any = wire) -> Any:
+            def act(rank: int, engine: HostQueue, mine: Any = mine, wire: Any = wire) -> Any:
                 return reduced(engine, [mine[rank]], "mean", wire, np.float32)
 
             expected = numpys(mine, "mean", wire, np.float32)
@@ -203,7 +204,7 @@ def test_moves(size: int, length: int) -> None:
     members = Members(size)
     rows = [np.arange(size * length, dtype=np.int16).reshape(size, length) + 7 * rank for rank in range(size)]
 
-    def moves(rank: int, engine: Engine) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def moves(rank: int, engine: HostQueue) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         mine = np.ascontiguousarray(rows[rank])
         gathered, exchanged, sent = np.empty_like(mine), np.empty_like(mine), np.empty(size * length, np.int16)
         run(engine, lambda channel: programs.all_gather(channel, mine[0], gathered, None))
@@ -223,7 +224,7 @@ def test_moves(size: int, length: int) -> None:
 def test_heads_that_differ_are_an_error_everywhere_and_the_next_job_works() -> None:
     members = Members(3)
 
-    def meet(rank: int, engine: Engine) -> str:
+    def meet(rank: int, engine: HostQueue) -> str:
         try:
             run(engine, lambda channel: programs.meet(channel, (rank == 1, 0, 0, 0)))
         except ValueError as error:
@@ -241,7 +242,7 @@ def test_starting_never_waits_and_long_jobs_proceed_by_themselves() -> None:
     long, short = np.ones(20 * SLOT, np.float32), np.ones(3, np.float32)
     came = threading.Event()
 
-    def act(rank: int, engine: Engine) -> tuple[float, float]:
+    def act(rank: int, engine: HostQueue) -> tuple[float, float]:
         if rank == 1:
             came.wait(10)
         jobs = []
@@ -275,7 +276,7 @@ def test_starting_never_waits_and_long_jobs_proceed_by_themselves() -> None:
 def test_waiting_leaves_the_core_to_others() -> None:
     members = Members(2)
 
-    def act(rank: int, engine: Engine) -> float:
+    def act(rank: int, engine: HostQueue) -> float:
         if rank == 1:
             time.sleep(1.0)
         began = time.thread_time()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 def main() -> None:
     """Measure with all gradients together at BYTES."""
-    from npu_device._src.collectives.backends.tensorflow import freed_memory
+    from npu_device._src.collectives.engines.tensorflow import freed_memory
     from npu_device._src.collectives.group import WORLD_GROUP, group_of
     from npu_device._src.training import device
     from npu_device._src.tuning.measure import measure

@@ -9,8 +9,8 @@ from npu_device._src import environment
 from npu_device._src.check import judge, links, page, speeds
 from npu_device._src.check.facts import Facts, collect
 from npu_device._src.check.links import LinkSpeed
-from npu_device._src.collectives.backends.tensorflow import server
 from npu_device._src.collectives.choice import explained, open_ports
+from npu_device._src.collectives.engines.tensorflow import server
 from npu_device._src.collectives.group import WORLD_GROUP, group_of
 from npu_device._src.collectives.job import Job
 from npu_device._src.training import device

@@ -16,17 +16,14 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device._src import environment
-from npu_device._src.collectives.backends.arrays.operations import ArrayBackend, ComparingBackend
-from npu_device._src.collectives.backends.contract import Backend, ReducingBackend
-from npu_device._src.collectives.backends.messages.messages_backend import messages
-from npu_device._src.collectives.backends.messages.programs import fits
-from npu_device._src.collectives.backends.mpi.mpi_backend import mpi
-from npu_device._src.collectives.backends.shared_memory.shared_memory_backend import shared_memory
-from npu_device._src.collectives.backends.tcp.tcp_backend import tcp
-from npu_device._src.collectives.backends.tensorflow import lengths
-from npu_device._src.collectives.backends.tensorflow import operations as tensorflow_backend
-from npu_device._src.collectives.backends.two_level import TwoLevelBackend
 from npu_device._src.collectives.call import Agreement
+from npu_device._src.collectives.engines.contract import Backend, ReducingBackend
+from npu_device._src.collectives.engines.host.engines import messages, mpi, shared_memory, tcp
+from npu_device._src.collectives.engines.host.host_engine import ComparingEngine, HostEngine
+from npu_device._src.collectives.engines.host.small_programs import fits
+from npu_device._src.collectives.engines.tensorflow import engine as tensorflow_backend
+from npu_device._src.collectives.engines.tensorflow import lengths
+from npu_device._src.collectives.engines.two_level import TwoLevelBackend
 from npu_device._src.collectives.gpu_choice import UNVERIFIED
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
@@ -36,7 +33,7 @@ _TWO_LEVEL = {name: TwoLevelBackend(engine) for name, engine in _ENGINES.items()
 _SHOWN_PORTS = 8
 
 
-def comparing_backend_of(job: Job, group: Group) -> ComparingBackend:
+def comparing_backend_of(job: Job, group: Group) -> ComparingEngine:
     """Return the backend through which a group's ranks compare their calls; the same on every rank."""
     return shared_memory if _number_of_hosts(job, group) == 1 else messages
 
@@ -69,7 +66,7 @@ def carries(job: Job, group: Group, values: Sequence[Any], ragged: bool = False)
     return fits(group.size, values)
 
 
-def array_backend_of(job: Job, group: Group, dtypes: Iterable[tf.DType]) -> ArrayBackend | None:
+def array_backend_of(job: Job, group: Group, dtypes: Iterable[tf.DType]) -> HostEngine | None:
     """Return the backend that serves all of a group's call on tensors of some dtypes; the same on every rank. None if
     some of them go through TensorFlow. Other modules ask this function which backend serves a call.
     """
@@ -78,7 +75,7 @@ def array_backend_of(job: Job, group: Group, dtypes: Iterable[tf.DType]) -> Arra
     if comparing_backend_of(job, group) is shared_memory:
         return shared_memory
     engine = _ENGINES[job.hosts.engine]
-    return engine if isinstance(engine, ArrayBackend) else None
+    return engine if isinstance(engine, HostEngine) else None
 
 
 def backend_of(agreement: Agreement, group: Group, dtype: tf.DType) -> Backend:

@@ -13,8 +13,8 @@ from typing import Callable, NamedTuple
 
 from npu_device._src import environment
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.collectives.backends.mpi.opening import open_world
-from npu_device._src.collectives.backends.shared_memory.host import Hosts
+from npu_device._src.collectives.engines.host.mpi_opening import open_world
+from npu_device._src.collectives.engines.host.sharing import Hosts
 from npu_device._src.collectives.gpu_choice import why_no_nccl
 from npu_device._src.collectives.job import Job
 from npu_device._src.membership import mpiexec

@@ -11,7 +11,7 @@ from npu_device._src import compat, environment
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.collectives import cuda_driver, gpu_choice
-from npu_device._src.collectives.backends.shared_memory.host import Hosts
+from npu_device._src.collectives.engines.host.sharing import Hosts
 from npu_device._src.collectives.gpu_choice import Device
 from npu_device._src.collectives.job import Job
 

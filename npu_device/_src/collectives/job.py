@@ -19,11 +19,11 @@ from npu_device._src.cluster.health import Health
 from npu_device._src.cluster.peers import Peers
 
 if TYPE_CHECKING:
-    from npu_device._src.collectives.backends.arrays.lines import Line, Orders
-    from npu_device._src.collectives.backends.mpi.mpi_world import MpiWorld
-    from npu_device._src.collectives.backends.shared_memory.host import Hosts
-    from npu_device._src.collectives.backends.tensorflow.sequence import Sequence
     from npu_device._src.collectives.call import CallingThreads
+    from npu_device._src.collectives.engines.host.mpi_world import MpiWorld
+    from npu_device._src.collectives.engines.host.sharing import Hosts
+    from npu_device._src.collectives.engines.host.start_finish import Line, Orders
+    from npu_device._src.collectives.engines.tensorflow.keys import Sequence
     from npu_device._src.collectives.group import Group
     from npu_device._src.collectives.sessions import Sessions
     from npu_device._src.collectives.stall import StallWatch

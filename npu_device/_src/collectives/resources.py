@@ -11,7 +11,7 @@ from fractions import Fraction
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.collectives.backends.shared_memory.host import SECONDS
+from npu_device._src.collectives.engines.host.sharing import SECONDS
 from npu_device._src.collectives.job import Job
 
 _log = logging.getLogger("npu_device")

@@ -21,10 +21,10 @@ from npu_device._src.cluster import last_words, rendezvous
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.collectives import gpus, resources
 from npu_device._src.collectives import job as jobs
-from npu_device._src.collectives.backends.shared_memory.host import detect_hosts
-from npu_device._src.collectives.backends.tensorflow import server
 from npu_device._src.collectives.call import CallingThreads
 from npu_device._src.collectives.engine_choice import choose_engine
+from npu_device._src.collectives.engines.host.sharing import detect_hosts
+from npu_device._src.collectives.engines.tensorflow import server
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.sessions import Sessions
 from npu_device._src.collectives.stall import StallWatch

@@ -1,1 +1,0 @@
-"""Backends that move the tensors of a collective, one per folder; ``choice`` picks the one for a group."""

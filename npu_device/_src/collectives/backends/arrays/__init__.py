@@ -1,1 +1,0 @@
-"""The common part of the backends that Python runs on numpy arrays."""

@@ -1,0 +1,1 @@
+"""What moves tensors between ranks: within a host shared memory, between hosts an engine."""

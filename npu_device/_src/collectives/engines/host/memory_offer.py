@@ -1,0 +1,113 @@
+"""Connect the members of a group to memory that they share."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import secrets
+import time
+from typing import Callable
+
+from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.collectives.engines.host import mapping
+from npu_device._src.collectives.engines.host.sharing import SECONDS
+from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
+
+_TOKEN_BYTES = 32
+_RETRY_SECONDS = 0.2
+
+FIRST_BYTE = mapping.PAGE
+"""Where the members' own data begins; the page before it says which memory this is, and which members have come."""
+
+
+class Segment:
+    """Memory that the members of a group share.
+
+    Attributes:
+        memory: the mapping; ``FIRST_BYTE`` bytes longer than asked for.
+        check: raises if the collectives of this rank have been stopped.
+    """
+
+    def __init__(self, memory: mmap.mmap, check: Callable[[], None], withdraw: Callable[[], None] | None) -> None:
+        self.memory = memory
+        self.check = check
+        self._withdraw = withdraw
+
+    def settle(self) -> None:
+        """Withdraw the offer. Called when all members have come, or when the group is destroyed."""
+        withdraw, self._withdraw = self._withdraw, None
+        if withdraw is not None:
+            withdraw()
+
+
+def connect(job: Job, group: Group, size: int) -> Segment:
+    """Share memory with the other members of a group. The first member to come makes it, so nothing waits here.
+
+    Args:
+        job: the job.
+        group: the members.
+        size: bytes.
+
+    Raises:
+        ClusterError: there is no memory left, or the job's hub doesn't answer.
+        PeerError: a rank of the group has failed or ended.
+    """
+    key = f"group/{group.name}/{'-'.join(map(str, group.ranks))}/memory"
+    check = job.health.require_running
+    deadline = time.monotonic() + SECONDS
+    problem: Exception = TimeoutError("its members were still leaving a group of the same name")
+    while time.monotonic() < deadline:
+        try:
+            segment = _offer(job, group, key, size, check) or _join(job, group, key, size, check)
+        except OSError as error:
+            segment, problem = None, error
+            time.sleep(_RETRY_SECONDS)
+        if segment is not None:
+            return segment
+        check()
+    raise ClusterError(
+        f"{job.cluster.name} could not get {size >> 20} MiB of memory for group {group.name!r}: {problem}\n"
+        "What to do: free memory, or set NPU_DEVICE_SHARED_MEMORY=off on all ranks."
+    ) from problem
+
+
+def _offer(job: Job, group: Group, key: str, size: int, check: Callable[[], None]) -> Segment | None:
+    """Make the memory, unless another member has."""
+    offer = mapping.Offer(FIRST_BYTE + size)
+    token = secrets.token_hex(_TOKEN_BYTES // 2)
+    offer.memory[:_TOKEN_BYTES] = token.encode()
+    offer.memory[_TOKEN_BYTES + group.rank] = 1
+    try:
+        job.store.set(key, f"{token} {offer.path}")
+    except BaseException as error:
+        offer.withdraw()
+        offer.memory.close()
+        if isinstance(error, KeyError):
+            return None
+        raise
+
+    def withdraw() -> None:
+        with contextlib.suppress(ClusterError):
+            job.store.delete(key)
+        offer.withdraw()
+
+    return Segment(offer.memory, check, withdraw)
+
+
+def _join(job: Job, group: Group, key: str, size: int, check: Callable[[], None]) -> Segment | None:
+    """Map the memory that another member has made, unless it belongs to an earlier group of this name."""
+    try:
+        token, path = job.store.get(key, _RETRY_SECONDS).split(" ", 1)
+    except TimeoutError:
+        return None
+    try:
+        memory = mapping.attach(path, FIRST_BYTE + size)
+    except ValueError:
+        return None
+    mine = _TOKEN_BYTES + group.rank
+    if memory[:_TOKEN_BYTES] != token.encode() or memory[mine]:
+        memory.close()
+        return None
+    memory[mine] = 1
+    return Segment(memory, check, None)

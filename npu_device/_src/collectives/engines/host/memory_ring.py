@@ -1,0 +1,141 @@
+"""The shared data of a group's members: for each member a ring of slots that it writes and all read, and two counters.
+
+All work is done in steps, which every member counts the same way. In a step each member may publish one slot, and
+then reads what it needs of the others'. A slot is rewritten when all members have read it. The size of the mapping
+is fixed: a longer message takes more steps, not more memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from typing import Callable
+
+import numpy as np
+
+from npu_device._src.collectives.engines.host.futex import Counter
+from npu_device._src.collectives.engines.host.heads import HEAD_WORDS
+from npu_device._src.collectives.engines.host.queue import Program
+
+_PAGE = 4096
+_COUNTER_BYTES = 64
+_SLOT_BYTES = 512 << 10
+_BUDGET_BYTES = 32 << 20
+_MOST_SLOTS, _FEWEST_SLOTS = 8, 4
+_LOOKS, _LOOKS_IN_HURRY = 200, 1000  # some 40 and 200 µs
+
+
+class Layout:
+    """The layout of the mapping for a group of a given size.
+
+    Slots are a compromise between the cost of a step, some microseconds of Python, and that of leaving one core's
+    cache (512 KiB), and so many that ranks may run apart for a while, but no more: a ring that is written anew stays in
+    the cache (docs/notes.md). All rings together take at most 32 MiB, half of the /dev/shm of a default container,
+    though this mapping isn't in it.
+    """
+
+    def __init__(self, size: int) -> None:
+        share = _BUDGET_BYTES // size
+        self.slots = max(_FEWEST_SLOTS, min(_MOST_SLOTS, share // _SLOT_BYTES))
+        self.slot_bytes = min(_SLOT_BYTES, share // self.slots // _PAGE * _PAGE) or _PAGE
+        self.heads = _round_up(2 * size * _COUNTER_BYTES)
+        self.rings = _round_up(self.heads + size * self.slots * HEAD_WORDS * 4)
+        self.bytes = self.rings + size * self.slots * self.slot_bytes
+
+
+class MemoryRing:
+    """One member's end.
+
+    Args:
+        memory: a mapping with ``Layout(size).bytes`` bytes from ``first`` on, zeros when the first member comes.
+        size: number of members.
+        rank: this member's number.
+        while_waiting: called between two slices of a long wait; raises when waiting is pointless.
+        first: where in the mapping the channel begins, in bytes.
+        settle: called after each operation, when all members have come.
+        spins: look for a while before sleeping; with more ranks than cores, that takes the core from the awaited ones.
+    """
+
+    def __init__(
+        self,
+        memory: mmap.mmap,
+        size: int,
+        rank: int,
+        while_waiting: Callable[[], None],
+        first: int = 0,
+        settle: Callable[[], None] = lambda: None,
+        spins: bool = False,
+    ) -> None:
+        layout = Layout(size)
+        self.size = size
+        self.rank = rank
+        self.slots = layout.slots
+        self.slot_bytes = layout.slot_bytes
+        self.step = 0
+        self.settle = settle
+        self._while_waiting = while_waiting
+        self._spins = spins
+        self._written = [Counter(memory, first + 2 * member * _COUNTER_BYTES) for member in range(size)]
+        self._read = [Counter(memory, first + (2 * member + 1) * _COUNTER_BYTES) for member in range(size)]
+        words = np.frombuffer(memory, np.int32, size * self.slots * HEAD_WORDS, first + layout.heads)
+        self._heads = words.reshape(size, self.slots, HEAD_WORDS)
+        rings = np.frombuffer(memory, np.uint8, size * self.slots * self.slot_bytes, first + layout.rings)
+        self._rings = rings.reshape(size, self.slots, self.slot_bytes)
+        self._views: dict[np.dtype, np.ndarray] = {}
+
+    def rings(self, dtype: np.dtype) -> np.ndarray:
+        """Return all slots of all members, shape [size, slots, elements of a slot]."""
+        if dtype not in self._views:
+            self._views[dtype] = self._rings.view(dtype)
+        return self._views[dtype]
+
+    def heads(self, step: int) -> np.ndarray:
+        """Return the words beside the slots of a step: int32, shape [size, HEAD_WORDS]."""
+        return self._heads[:, step % self.slots]
+
+    def has_free_slot(self, step: int) -> bool:
+        """Return whether all members have read the previous content of this member's slot of the step."""
+        return all(counter.has_reached(step - self.slots + 1) for counter in self._read)
+
+    def free_slot(self, step: int) -> Program:
+        """Wait until all members have read the previous content of this member's slot of the step."""
+        return _reached(self._read, step - self.slots + 1)
+
+    def publish(self, step: int) -> None:
+        """Show this member's slot of the step to the others, even if it has nothing to send in it."""
+        self._written[self.rank].advance_to(step + 1)
+
+    def published(self, step: int, members: Sequence[int]) -> Program:
+        """Wait until the given members have published their slots of the step."""
+        return _reached([self._written[member] for member in members], step + 1)
+
+    def done(self, step: int) -> None:
+        """Let the others reuse the slots of the step."""
+        self._read[self.rank].advance_to(step + 1)
+
+    def close(self) -> None:
+        """Give up the channel; its memory goes with its last reader."""
+        self.settle()
+
+    def advance(self, program: Program, block: bool, hurry: bool = False) -> bool:
+        """Run a program to its end, or as far as it goes without blocking; return whether it has ended.
+
+        A paused program yields the counter and the number to wait for. The next call resumes it.
+        """
+        looks = (_LOOKS_IN_HURRY if hurry else _LOOKS) if self._spins else 0
+        for counter, number in program:
+            if not block:
+                return False
+            if not counter.wait_for(number, looks):
+                self._while_waiting()
+        return True
+
+
+def _reached(counters: Sequence[Counter], number: int) -> Program:
+    for counter in counters:
+        while not counter.has_reached(number):
+            yield counter, number
+
+
+def _round_up(size: int) -> int:
+    return -(-size // _PAGE) * _PAGE

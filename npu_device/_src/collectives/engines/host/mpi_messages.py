@@ -1,0 +1,198 @@
+"""The connection of a group's members: a communicator of their own, and waiting that doesn't occupy a core.
+
+MPI's blocking calls spin until they end. Here every operation is started, and then tested: for a moment without a
+pause, then with sleeps in between, so that TensorFlow computes meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from npu_device._src.cluster.errors import ClusterError, PeerError
+from npu_device._src.collectives.engines.host.mpi_world import MpiWorld
+from npu_device._src.collectives.engines.host.queue import Program
+from npu_device._src.collectives.group import Group, counts_of
+from npu_device._src.collectives.job import Job
+
+_SPIN_SECONDS = 100e-6
+_LONGEST_SLEEP_SECONDS = 500e-6
+_BURST = 8  # tests between two sleeps: each moves only part of what has arrived
+_CHECK_SECONDS = 0.1
+_NEWS_SECONDS = 5.0
+
+_TAG = 0
+
+_abandoned: list[Any] = []  # MPI may still write to the memory of operations that have failed
+
+
+class MpiMessages:
+    """One member's end.
+
+    Args:
+        world: the job's MPI.
+        job: the job.
+        group: the members; at the first operation they meet, and get a communicator.
+
+    Attributes:
+        size: number of members.
+        rank: this member's number.
+        counts: for each member, the number of ranks whose sum it contributes.
+        ahead: see ``exchange.Channel``.
+        check: raises if the job has failed.
+    """
+
+    ahead = 8
+
+    def __init__(self, world: MpiWorld, job: Job, group: Group) -> None:
+        self.size, self.rank = group.size, group.rank
+        self.counts = counts_of(group)
+        self.check = job.health.require_running
+        self._world, self._group = world, group
+        self._comm: Any = None
+        self._meeting = self._meet()
+        self._since = 0.0
+
+    def send(self, member: int, data: np.ndarray) -> Any:
+        """Start to send bytes to a member."""
+        with self._errors_explained():
+            return _Request(self, self._comm.Isend(data, member, _TAG))
+
+    def receive(self, member: int, data: np.ndarray) -> Any:
+        """Start to receive the next message of a member."""
+        with self._errors_explained():
+            return _Request(self, self._comm.Irecv(data, member, _TAG))
+
+    def advance(self, program: Program, block: bool, hurry: bool = False) -> bool:
+        """Run a program to its end, or as far as it goes without blocking; return whether it has ended.
+
+        A paused program yields the MPI request to wait for. The next call resumes it.
+
+        Raises:
+            PeerError: a rank of the job has failed or ended.
+            ClusterError: MPI reports an error.
+        """
+        del hurry
+        with self._errors_explained():
+            return self._advance(self._meeting, block) and self._advance(program, block)
+
+    def _advance(self, program: Program, block: bool) -> bool:
+        last: Any = None
+        tests = 0
+        begun = checked = 0.0
+        for request in program:
+            if not block:
+                return False
+            tests += 1
+            now = time.perf_counter()
+            if request is not last:
+                last, begun, checked, tests = request, now, now, 0
+            if tests > _BURST:
+                tests = 0
+                _pause(now - begun)
+            if now - checked > _CHECK_SECONDS:
+                checked = now
+                try:
+                    self.check()
+                except PeerError:
+                    _abandoned.append(program)
+                    raise
+        return True
+
+    def settle(self) -> None:
+        """Do nothing: what the members share is no secret to be withdrawn."""
+
+    def wait(self, first: bool, briefly: bool) -> bool:
+        """Wait a moment, always briefly; there may be something new."""
+        del briefly
+        now = time.perf_counter()
+        if first:
+            self._since = now
+        _pause(now - self._since)
+        return False
+
+    def close(self, expected: Sequence[Any] = ()) -> None:
+        """Free the communicator, and cancel messages that are still expected."""
+        for request in expected:
+            request.cancel()
+        comm, self._comm = self._comm, None
+        if comm is not None:
+            comm.Free()
+
+    def _meet(self) -> Program:
+        """Wait until all members have come, and make their communicator, which would block until then."""
+        comm, ranks = self._world.comm, self._group.ranks
+        tag = self._group.number % self._world.tags
+        mine, found = np.array(self._group.number, np.uint64), np.empty((), np.uint64)
+        distance = 1
+        while distance < self.size:  # after each round, a member knows of twice as many
+            to, source = ((self.rank + step) % self.size for step in (distance, -distance))
+            for request in (comm.Irecv(found, ranks[source], tag), comm.Isend(mine, ranks[to], tag)):
+                yield from _done(request)
+            if mine != found:
+                raise ClusterError(
+                    f"group {self._group.name!r} and another group use the same tag of MPI.\n"
+                    "What to do: give one of them another name."
+                )
+            distance *= 2
+        everybody = comm.Get_group()
+        members = everybody.Incl(list(ranks))
+        self._comm = comm.Create_group(members, tag)
+        members.Free()
+        everybody.Free()
+
+    @contextlib.contextmanager
+    def _errors_explained(self) -> Iterator[None]:
+        """Return a context in which MPI's errors become errors that say which rank has ended."""
+        try:
+            yield
+        except self._world.mpi.Exception as error:
+            raise self._cause(error) from error
+
+    def _cause(self, error: Exception) -> Exception:
+        """Return the error to be raised for one of MPI's: usually a rank has ended, of which the hub tells soon."""
+        end = time.monotonic() + _NEWS_SECONDS
+        while time.monotonic() < end:
+            try:
+                self.check()
+            except PeerError as known:
+                return known
+            time.sleep(_CHECK_SECONDS)
+        return ClusterError(
+            f"MPI reports an error in group {self._group.name!r}: {error}\n"
+            "Likely cause: the network between the hosts, or a rank that has just ended.\n"
+            "What to do: look at the output of the other ranks, and of mpiexec."
+        )
+
+
+class _Request:
+    """One of MPI's requests, whose errors say which rank has ended."""
+
+    def __init__(self, channel: MpiMessages, request: Any) -> None:
+        self._channel, self._request = channel, request
+
+    def Test(self) -> bool:
+        """Return whether it has ended."""
+        with self._channel._errors_explained():
+            return bool(self._request.Test())
+
+    def cancel(self) -> None:
+        """Give up a message that is expected."""
+        self._request.Cancel()
+        self._request.Wait()
+
+
+def _pause(waited: float) -> None:
+    """Sleep between two tests, the longer the more seconds a thread has waited; at first not at all."""
+    if waited > _SPIN_SECONDS:
+        time.sleep(min(_LONGEST_SLEEP_SECONDS, waited / 4))
+
+
+def _done(request: Any) -> Program:
+    """Wait for one of MPI's requests."""
+    while not request.Test():
+        yield request

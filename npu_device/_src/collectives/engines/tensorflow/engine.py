@@ -1,0 +1,246 @@
+"""The backend's operations, composed of TensorFlow's kernels: lists, every dtype, any number of elements.
+
+TensorFlow's kernels support few dtypes, and crash the process on tensors without elements (seen with TensorFlow 2.20).
+Narrow integers are reduced as wider ones, data that is only moved is sent as 32-bit words, and never without elements.
+Their ring adds in the dtype that is sent, for which 16-bit floats are too narrow: those are exchanged, each rank
+adds its block in float32, and the blocks are gathered. That moves as many bytes as a ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Callable
+
+import tensorflow as tf
+
+from npu_device._src.collectives.call import Agreement
+from npu_device._src.collectives.dtypes import mean_dtype, sum_dtype, wire_dtype, wire_scales
+from npu_device._src.collectives.engines.host.engines import messages
+from npu_device._src.collectives.engines.tensorflow import kernels, words
+from npu_device._src.collectives.folding import fold
+from npu_device._src.collectives.group import Group, counts_of
+from npu_device._src.collectives.job import Job
+
+TRANSFER_BYTES = 64 << 20
+"""Approximate bytes per transfer of a broadcast: large enough for the full bandwidth, small enough not to double
+a large model's memory.
+"""
+
+# Sums and products are cast back to the narrow dtype afterwards, which wraps around just as the narrow dtype would.
+_CARRIERS = {
+    tf.int8: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint8: tf.int32,
+    tf.uint16: tf.int32,
+    tf.uint32: tf.int64,
+}
+
+_Move = Callable[[tf.Tensor], tf.Tensor]
+
+
+def all_reduce(
+    agreement: Agreement,
+    segments: Sequence[Sequence[tf.Tensor]],
+    reduction: str,
+    group: Group,
+    wire: tf.DType | None,
+) -> list[list[tf.Tensor]]:
+    """Reduce segments, as ``contract`` says. The collectives run concurrently."""
+    return [_all_reduce_segment(agreement.job, segment, reduction, group, wire) for segment in segments]
+
+
+def all_gather(agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
+    """Return all ranks' rows on every rank: [n] in, [group.size, n] out; n is the same on all ranks."""
+    return _gather_rows(agreement.job, row, group)
+
+
+def all_to_all(agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor:
+    """Send row i to rank i, and return the row from rank i as row i: [group.size, n] in and out."""
+    return _exchange_rows(agreement.job, rows, group)
+
+
+def reduce(
+    agreement: Agreement, tensors: Sequence[tf.Tensor], reduction: str, root: int, group: Group
+) -> list[tf.Tensor]:
+    """Reduce tensors, as ``contract`` says, but to all ranks: TensorFlow has nothing else."""
+    del root
+    return _all_reduce_segment(agreement.job, tensors, reduction, group, None)
+
+
+def broadcast(agreement: Agreement, tensors: Sequence[tf.Tensor], root: int, group: Group) -> list[tf.Tensor]:
+    """Return the root's tensors on every rank, in few large transfers; shapes and dtypes are the same everywhere."""
+    results: list[tf.Tensor] = []
+    for transfer in _transfers(tensors):
+        received = _with_an_element(
+            lambda vector: kernels.broadcast(agreement.job, vector, root, group), words.pack(transfer)
+        )
+        results.extend(words.unpack(received, transfer))
+    return results
+
+
+def send(agreement: Agreement, tensor: tf.Tensor, pair: Group) -> tf.Tensor:
+    """Send a tensor through a broadcast in a group of two, as ``contract.Backend.send`` requires."""
+
+    def move(vector: tf.Tensor) -> tf.Tensor:
+        key = kernels.key_of_send(agreement.job, vector, pair)
+        with tf.control_dependencies([messages.send(agreement, key, pair)]):
+            return kernels.broadcast(agreement.job, vector, pair.rank, pair, key)
+
+    return _with_an_element(move, words.pack([tensor]))
+
+
+def receive(agreement: Agreement, like: tf.TensorSpec, pair: Group) -> tf.Tensor:
+    """Return the tensor that the other rank of a pair sends."""
+    elements = like.shape.num_elements()
+    length = words.words_for(elements, like.dtype)
+    key = messages.receive(agreement, tf.TensorSpec([], tf.int32), pair)
+    empty = tf.zeros([max(length, 1)], tf.int32)
+    vector = kernels.broadcast(agreement.job, empty, 1 - pair.rank, pair, key)[:length]
+    return tf.reshape(words.from_words(vector[tf.newaxis], like.dtype, elements), like.shape)
+
+
+def _gather_rows(job: Job, row: tf.Tensor, group: Group) -> tf.Tensor:
+    return _carried(row[tf.newaxis], lambda carrier: kernels.all_gather(job, carrier, group), group.size)
+
+
+def _exchange_rows(job: Job, rows: tf.Tensor, group: Group) -> tf.Tensor:
+    return _carried(rows, lambda carrier: kernels.all_to_all(job, carrier, group), group.size)
+
+
+def _all_reduce_segment(
+    job: Job,
+    tensors: Sequence[tf.Tensor],
+    reduction: str,
+    group: Group,
+    wire: tf.DType | None,
+) -> list[tf.Tensor]:
+    has_elements = any(tensor.shape.num_elements() for tensor in tensors)
+    together = tensors[0] if len(tensors) == 1 else pack(tensors)
+    reduced = _all_reduce_one(job, together, has_elements, reduction, group, wire)
+    return [reduced] if len(tensors) == 1 else unpack(reduced, tensors)
+
+
+def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Return the elements of tensors of one dtype, concatenated."""
+    return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
+
+
+def unpack(elements: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Return the tensors that ``pack`` concatenated, in the shapes of ``like``."""
+    parts = tf.split(elements, [_count(tensor) for tensor in like])
+    return [tf.reshape(part, _shape(tensor)) for part, tensor in zip(parts, like)]
+
+
+def _count(tensor: tf.Tensor) -> int | tf.Tensor:
+    known: int | None = tensor.shape.num_elements()
+    return tf.size(tensor) if known is None else known
+
+
+def _shape(tensor: tf.Tensor) -> tf.TensorShape | tf.Tensor:
+    return tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
+
+
+def _all_reduce_one(
+    job: Job,
+    tensor: tf.Tensor,
+    has_elements: bool,
+    reduction: str,
+    group: Group,
+    wire: tf.DType | None,
+) -> tf.Tensor:
+    if reduction == "mean":
+        tensor = tf.cast(tensor, mean_dtype(tensor.dtype))
+    merge = "sum" if reduction == "mean" else reduction
+
+    def kernel(value: tf.Tensor) -> tf.Tensor:
+        return kernels.all_reduce(job, value, merge, group)
+
+    def reduce_native(value: tf.Tensor) -> tf.Tensor:
+        return kernel(value) if has_elements else _with_an_element(kernel, value)
+
+    dtype = tensor.dtype
+    travels = wire_dtype(dtype, wire)
+    if merge in ("sum", "prod") and sum_dtype(travels) != travels:
+        return _reduce_narrow(job, tensor, travels, reduction, group)
+    if dtype == tf.uint64:
+        reduced = _reduce_uint64(reduce_native, tensor, merge)
+    else:
+        reduced = reduce_native(tf.cast(tensor, _CARRIERS.get(dtype, dtype)))
+    return tf.cast(reduced / sum(counts_of(group)) if reduction == "mean" else reduced, dtype)
+
+
+def _reduce_narrow(job: Job, tensor: tf.Tensor, wire: tf.DType, reduction: str, group: Group) -> tf.Tensor:
+    """Return the sum, mean or product of values sent in 16 bits and combined in float32 (float64 stays float64)."""
+    wide, size, counts = sum_dtype(tensor.dtype), group.size, counts_of(group)
+    shares, scale = wire_scales(reduction, counts)
+    if tensor.dtype != wide:
+        scale = 1  # the result has 16 bits, too
+    divisor = sum(counts) if reduction == "mean" else scale
+
+    def narrow(values: tf.Tensor, divisor: int) -> tf.Tensor:
+        divided = values if divisor == 1 else values / divisor
+        return tf.bitcast(tf.cast(divided, wire), tf.float16)  # what the kernels move; also for the bits of bfloat16
+
+    def widen(values: tf.Tensor, factor: int) -> tf.Tensor:
+        wider = tf.cast(tf.bitcast(values, wire), wide)
+        return wider if factor == 1 else wider * factor
+
+    flat = tf.reshape(tensor, [-1])
+    elements = _count(flat)
+    mine = tf.pad(narrow(flat, shares[group.rank]), [[0, -elements % size]])
+    received = tf.unstack(_exchange_rows(job, tf.reshape(mine, [size, -1]), group), num=size)
+    rows = [widen(row, share) for row, share in zip(received, shares)]
+    block = narrow(fold(rows, "prod" if reduction == "prod" else "sum"), divisor)
+    gathered = tf.reshape(_gather_rows(job, block, group), [-1])[:elements]
+    return tf.reshape(tf.cast(widen(gathered, scale), tensor.dtype), _shape(tensor))
+
+
+def _reduce_uint64(reduce_native: _Move, tensor: tf.Tensor, merge: str) -> tf.Tensor:
+    """Reduce in int64: its sums and products have the same bits, and its order is the same with the top bit flipped."""
+    flip = tf.int64.min if merge in ("min", "max") else 0
+    reduced = reduce_native(tf.bitwise.bitwise_xor(tf.bitcast(tensor, tf.int64), tf.constant(flip, tf.int64)))
+    return tf.bitcast(tf.bitwise.bitwise_xor(reduced, tf.constant(flip, tf.int64)), tf.uint64)
+
+
+def _carried(rows: tf.Tensor, move: _Move, size: int) -> tf.Tensor:
+    """Send rows through a move, in a dtype and a number of elements that the kernels support."""
+    native = rows.dtype in kernels.MOVE_DTYPES
+    columns = rows.shape[1] if rows.shape[1] is not None else tf.shape(rows)[1]
+    carrier = rows if native else words.to_words(rows)
+    length = carrier.shape[1]
+    if length:
+        moved = move(carrier)
+    else:
+        length = tf.shape(carrier)[1]
+        moved = move(tf.pad(carrier, [[0, 0], [0, tf.cast(length == 0, tf.int32)]]))[:, :length]
+    result = moved if native else words.from_words(moved, rows.dtype, columns)
+    result.set_shape([size, rows.shape[1]])
+    return result
+
+
+def _with_an_element(move: _Move, tensor: tf.Tensor) -> tf.Tensor:
+    """Return ``move(tensor)`` for a move that keeps the shape, sending one element for an empty tensor: TensorFlow's
+    kernels sometimes crash on those (two reductions in one graph, TensorFlow 2.20). Can go when they don't.
+    """
+    if tensor.shape.num_elements():
+        return move(tensor)
+    elements = tf.size(tensor)
+    moved = move(tf.pad(tf.reshape(tensor, [-1]), [[0, tf.cast(elements == 0, tf.int32)]]))
+    result = tf.reshape(moved[:elements], tf.shape(tensor))
+    result.set_shape(tensor.shape)
+    return result
+
+
+def _transfers(tensors: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
+    """Split the list, in order, into transfers of about ``TRANSFER_BYTES``. A tensor of unknown size goes alone."""
+    transfers: list[list[tf.Tensor]] = []
+    free = 0
+    for tensor in tensors:
+        count = words.count(tensor)
+        size = count * 4 if isinstance(count, int) else TRANSFER_BYTES
+        if not transfers or size > free:
+            transfers.append([])
+            free = TRANSFER_BYTES
+        transfers[-1].append(tensor)
+        free -= size
+    return transfers

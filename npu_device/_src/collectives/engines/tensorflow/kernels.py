@@ -1,0 +1,154 @@
+"""Call TensorFlow's collective kernels; only this module does.
+
+Each call takes one dense tensor of a supported dtype, of the same shape on every rank. Everything else (other dtypes,
+tensors without elements, lists) is in ``engine``.
+
+Each execution of an operation gets a fresh instance key from ``keys``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, Callable
+
+import tensorflow as tf
+
+from npu_device._src.collectives.engines.tensorflow.keys import order_of_nccl, sequence_of
+from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
+
+MOVE_DTYPES = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+"""The dtypes that TensorFlow's gather, all-to-all and broadcast kernels all support on the CPU."""
+
+# The most pieces into which a rank's part of the ring is cut, so that sending one overlaps with adding another.
+# TensorFlow itself makes pieces of at most 4 MiB, as far as this allows. Measured on two ranks (docs/notes.md): with
+# larger pieces, 400 MiB take twice as long.
+_SUBDIVISIONS = 32
+
+_MERGE_OPS = {"sum": "Add", "prod": "Mul", "min": "Min", "max": "Max"}
+
+
+def all_reduce(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
+    """Reduce one tensor over the group: sum, prod, min or max."""
+    how = {"merge_op": _MERGE_OPS[reduction], "final_op": "Id", "max_subdivs_per_device": _SUBDIVISIONS}
+    return _run(tf.raw_ops.CollectiveReduceV2, job, tensor, group, ("all_reduce", reduction), how)
+
+
+def all_gather(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
+    """Concatenate the tensors of all ranks of the group along the first dimension."""
+    return _run(tf.raw_ops.CollectiveGatherV2, job, tensor, group, "all_gather", {})
+
+
+def all_to_all(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
+    """Send row i of the tensor to rank i, and return the row from rank i as row i. Shape [group.size, …]."""
+    return _run(tf.raw_ops.CollectiveAllToAllV2, job, tensor, group, "all_to_all", {})
+
+
+def _run(
+    kernel: Callable[..., tf.Tensor],
+    job: Job,
+    tensor: tf.Tensor,
+    group: Group,
+    operation: Hashable,
+    how: dict[str, Any],
+) -> tf.Tensor:
+    device, kind = _device(job, tensor.dtype)
+
+    def transfer() -> tf.Tensor:
+        keys = _keys(job, group, kind, operation, tensor)
+        return kernel(input=tensor, **how, **keys, **_order(job, group, kind))
+
+    with tf.device(device):
+        return _noted(job, group, operation, _watched(job, group, tensor, transfer))
+
+
+def key_of_send(job: Job, tensor: tf.Tensor, pair: Group) -> tf.Tensor:
+    """Return a key for ``broadcast`` from this rank to the other one of a pair: int32, shape []."""
+    with tf.device(job.device("CPU")):
+        return _draw(job, pair, ("broadcast", pair.rank), tensor)
+
+
+def broadcast(job: Job, tensor: tf.Tensor, root_rank: int, group: Group, key: tf.Tensor | None = None) -> tf.Tensor:
+    """Return the root's tensor on every rank; the others pass one of the same shape and dtype.
+
+    Args:
+        key: in a pair, the one that the sender has drawn.
+    """
+    device, kind = _device(job, tensor.dtype)
+
+    def spread() -> tf.Tensor:
+        keys = _keys(job, group, kind, ("broadcast", root_rank), tensor, key)
+        if group.rank == root_rank:
+            return tf.raw_ops.CollectiveBcastSendV2(input=tensor, **keys)
+        return tf.raw_ops.CollectiveBcastRecvV2(shape=tf.shape(tensor), T=tensor.dtype, **keys)
+
+    with tf.device(device):
+        result = spread() if group.tag is not None else _watched(job, group, tensor, spread)
+        return _kept(job, group, _noted(job, group, ("broadcast", root_rank), result))
+
+
+def _watched(job: Job, group: Group, tensor: tf.Tensor, transfer: Callable[[], tf.Tensor]) -> tf.Tensor:
+    """Return a transfer's result, and let the stall watch know from when to when it runs: a rank that stops in it would
+    not be missed before the next agreement, which the others never reach. The agreement has a watch of its own.
+    """
+    watch = job.stall_watch.transfers_of(group, job.device("CPU"))
+    watch.begin(tensor)
+    result = transfer()
+    watch.end(result)
+    return result
+
+
+def _noted(job: Job, group: Group, operation: Hashable, result: tf.Tensor) -> tf.Tensor:
+    """Return a collective's result; the group's sequence notes it."""
+    sequence_of(job, group).note(operation, result)
+    return result
+
+
+def _kept(job: Job, group: Group, result: tf.Tensor) -> tf.Tensor:
+    """Keep a broadcast whose result isn't used: of all collectives TensorFlow drops only those (``ASYNC_STATEFUL_OPS``
+    of its automatic control dependencies, TensorFlow 2.20), and the ranks that do use it would wait forever. An
+    operation that writes to a variable is never dropped. Can go when TensorFlow keeps broadcasts, too.
+    """
+    if not tf.executing_eagerly():
+        with tf.control_dependencies([result]):
+            sequence_of(job, group).touch()
+    return result
+
+
+def _device(job: Job, dtype: tf.DType) -> tuple[str, str]:
+    """Return the device on which tensors of a dtype travel, the same on every rank: from GPU to GPU with NCCL, or
+    between the hosts' memories.
+    """
+    kind = "GPU" if job.hosts.uses_nccl(dtype) else "CPU"
+    return job.device(kind), kind
+
+
+def _draw(job: Job, group: Group, operation: Hashable, tensor: tf.Tensor) -> tf.Tensor:
+    shape = tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
+    return sequence_of(job, group).draw(operation, tensor.dtype, shape)
+
+
+def _keys(
+    job: Job, group: Group, kind: str, operation: Hashable, tensor: tf.Tensor, key: tf.Tensor | None = None
+) -> dict[str, Any]:
+    with tf.device(job.device("CPU")):  # keys are the CPU's work, also for a collective between GPUs
+        instance_key = _draw(job, group, operation, tensor) if key is None else key
+    # TensorFlow's groups consist of devices, so a group has one key for its CPUs and another for its GPUs.
+    return {
+        "group_size": group.size,
+        "group_key": group.key + (kind == "GPU"),
+        "instance_key": instance_key,
+        "communication_hint": "nccl" if kind == "GPU" else "auto",
+    }
+
+
+def _order(job: Job, group: Group, kind: str) -> dict[str, Any]:
+    """Return the resource that orders a collective: in a tf.function TensorFlow serializes stateful operations without
+    a resource, and those on the same resource. On the CPU neighbouring collectives get different resources, so that
+    none waits for another. NCCL needs the same order on every rank, in all groups, so there all get the same one.
+    """
+    if tf.executing_eagerly():
+        return {"ordering_token": []}
+    if kind == "GPU":
+        return {"ordering_token": [order_of_nccl(job)]}
+    return {"ordering_token": [sequence_of(job, group).lane()]}
