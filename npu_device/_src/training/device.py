@@ -262,7 +262,7 @@ def cluster_runtime() -> Job | None:
     if schemes.world_size_from_environment() == 1:
         return None
     _log.warning(
-        "npu.distribute or hccl is used before npu.open(): opening now, since the environment names several workers"
+        "npu.distribute or hccl is used before npu.open(): opening now, since the environment names several ranks"
     )
     open()
     return jobs.current()
