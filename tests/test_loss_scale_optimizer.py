@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import pytest
 from pool import Pool
+from versions import needs_keras_3
 
 INFINITE = (False, True, False, False)
 """Tells of each step if its gradients overflow, on the last rank only."""
@@ -132,7 +132,7 @@ def test_legacy_optimizers(keras: str, keras_two_ranks: Pool, place: str, graph:
         assert trail == _expected(1.5, dynamic=True)
 
 
-@pytest.mark.skipif(version("keras").startswith("2."), reason="Keras 2 scales losses by get_scaled_loss only")
+@needs_keras_3  # Keras 2 scales losses by get_scaled_loss only
 @pytest.mark.parametrize("place", ["inner", "outer"])
 def test_keras_3_style(two_ranks: Pool, place: str) -> None:
     for _, trail in two_ranks.run(body_steps, "new", place, True, "scale_loss", True):
