@@ -101,7 +101,7 @@ def _or_messages(agreement: Agreement, group: Group, own: ReducingBackend) -> An
 class _Either:
     """A backend that decides in the running graph: small data travel in messages, others on the group's own backend."""
 
-    def __init__(self, own: Any, carrying: ComparingBackend, group: Group) -> None:
+    def __init__(self, own: Any, carrying: ComparingEngine, group: Group) -> None:
         self._own, self._carrying, self._group = own, carrying, group
 
     def __getattr__(self, call: str) -> Callable[..., Any]:

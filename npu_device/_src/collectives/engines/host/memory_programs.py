@@ -116,7 +116,7 @@ def _reduce_all(
 
 
 def _reduce_in_blocks(
-    channel: Channel,
+    channel: MemoryRing,
     stream: Stream,
     result: np.ndarray,
     fold: Callable[[Rows, np.ndarray], None],
