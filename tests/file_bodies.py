@@ -199,3 +199,24 @@ def body_in_fit(keras_version: str, directory: str) -> Any:
     files = sorted(path.name for path in Path(directory, "new").iterdir())
     npu.distribute.barrier()
     return bool(printed.getvalue()), written, read, speaking, rows, files
+
+
+def body_own_list(directory: str) -> Any:
+    """Keras's own list of callbacks, twice."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    keras = tf.keras
+    model, _ = make(0)
+    x = np.ones((8, 3), np.float32)
+    stops = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: setattr(model, "stop_training", npu.distribute.is_main())
+    )
+    logger = keras.callbacks.CSVLogger(f"{directory}/log.csv", append=True)
+    given = keras.callbacks.CallbackList([logger, stops], model=model, add_history=True)
+    for _ in range(2):
+        history = model.fit(x, x[:, :2], batch_size=4, epochs=3, verbose=0, callbacks=given)
+    npu.distribute.barrier()
+    assert any(isinstance(callback, keras.callbacks.CSVLogger) for callback in given)
+    return history.epoch, len(Path(f"{directory}/log.csv").read_text().splitlines())

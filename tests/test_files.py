@@ -70,6 +70,12 @@ def test_callbacks_write_and_print_on_rank_0(keras_ranks: Pool, tmp_path: Path) 
         assert keras == "3" or {"prefix.index", "saved_model"} <= set(files)
 
 
+def test_keras_own_list_of_callbacks(several_keras_ranks: Pool, tmp_path: Path) -> None:
+    """Ranks stop together, and rank 0 alone writes."""
+    for found in several_keras_ranks.run(file_bodies.body_own_list, str(tmp_path)):
+        assert found == ([0], 3)
+
+
 def test_hosts_without_a_common_file_system(tmp_path: Path) -> None:
     """The first rank of the second host writes for it."""
     text = """
