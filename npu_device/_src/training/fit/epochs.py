@@ -63,7 +63,8 @@ def callbacks_of_rank(world: World, model: Any, callbacks: Any, compare_batches:
 def silent(world: World, model: Any, callbacks: Any) -> Iterator[None]:
     """Let only rank 0 print what Keras's callbacks decide, which all ranks do alike."""
     keras = compat.keras_of(model)
-    before = {} if world.is_main else {each: each.verbose for each in callbacks if _is_one_of(_SPEAK, each, keras)}
+    given = [] if world.is_main else getattr(callbacks, "callbacks", callbacks)
+    before = {each: each.verbose for each in given if _is_one_of(_SPEAK, each, keras)}
     for callback in before:
         callback.verbose = 0
     try:
