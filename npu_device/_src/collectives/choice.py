@@ -19,7 +19,7 @@ from npu_device._src import environment
 from npu_device._src.collectives.call import Agreement
 from npu_device._src.collectives.engines.contract import Backend, ReducingBackend
 from npu_device._src.collectives.engines.host.engines import messages, mpi, shared_memory, tcp
-from npu_device._src.collectives.engines.host.host_engine import ComparingEngine, HostEngine
+from npu_device._src.collectives.engines.host.host_engine import ComparingEngine
 from npu_device._src.collectives.engines.host.small_programs import fits
 from npu_device._src.collectives.engines.tensorflow import engine as tensorflow_backend
 from npu_device._src.collectives.engines.tensorflow import lengths
@@ -57,25 +57,11 @@ def carries(job: Job, group: Group, values: Sequence[Any], ragged: bool = False)
     if group.tag is not None:
         small = _own_backend_of(job, group, tf.int32) is tensorflow_backend and fits(group.size, values)
         return None if small is False else small  # the two always compare a call with its first data
-    dtypes = [value.dtype for value in values if value is not None]
-    if array_backend_of(job, group, dtypes) is shared_memory:
+    nccl = job.hosts.engine == "nccl" and any(value.dtype.is_floating for value in values if value is not None)
+    if not nccl and comparing_backend_of(job, group) is shared_memory:
         return None
     dense = all(isinstance(value, (tf.Tensor, tf.TensorSpec)) for value in values)
-    if ragged or not dense or any(map(job.hosts.uses_nccl, dtypes)):
-        return False
-    return fits(group.size, values)
-
-
-def array_backend_of(job: Job, group: Group, dtypes: Iterable[tf.DType]) -> HostEngine | None:
-    """Return the backend that serves all of a group's call on tensors of some dtypes; the same on every rank. None if
-    some of them go through TensorFlow. Other modules ask this function which backend serves a call.
-    """
-    if any(map(job.hosts.uses_nccl, dtypes)):
-        return None
-    if comparing_backend_of(job, group) is shared_memory:
-        return shared_memory
-    engine = _ENGINES[job.hosts.engine]
-    return engine if isinstance(engine, HostEngine) else None
+    return False if nccl or ragged or not dense else fits(group.size, values)
 
 
 def backend_of(agreement: Agreement, group: Group, dtype: tf.DType) -> Backend:
@@ -124,14 +110,16 @@ class _Either:
 
 
 def _own_backend_of(job: Job, group: Group, dtype: tf.DType) -> Backend:
-    return array_backend_of(job, group, [dtype]) or tensorflow_backend
+    if job.hosts.engine == "nccl" and dtype.is_floating:
+        return tensorflow_backend
+    return shared_memory if _number_of_hosts(job, group) == 1 else _ENGINES[job.hosts.engine]
 
 
 def _own_reducing_backend_of(job: Job, group: Group, dtype: tf.DType) -> ReducingBackend:
-    hosts = job.hosts
-    if not hosts.uses_nccl(dtype) and 1 < _number_of_hosts(job, group) < group.size:
-        return _TWO_LEVEL[hosts.engine]
-    return _own_backend_of(job, group, dtype)
+    own = _own_backend_of(job, group, dtype)
+    if own is shared_memory or job.hosts.uses_nccl(dtype) or _number_of_hosts(job, group) == group.size:
+        return own
+    return _TWO_LEVEL[job.hosts.engine]
 
 
 def backend_name(job: Job, group: Group, dtypes: Iterable[tf.DType]) -> str:

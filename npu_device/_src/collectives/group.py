@@ -94,6 +94,8 @@ def group_of(job: Job, name: str) -> Group:
     Raises:
         ValueError: this rank knows no group of that name.
     """
+    if name == WORLD_GROUP:
+        return job.world_group
     return find_group(name, job.cluster.rank, job.cluster.world_size, job.groups)
 
 

@@ -17,6 +17,7 @@ from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.health import Health
 from npu_device._src.cluster.peers import Peers
+from npu_device._src.collectives.group import WORLD_GROUP, Group
 
 if TYPE_CHECKING:
     from npu_device._src.collectives.call import CallingThreads
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from npu_device._src.collectives.engines.host.sharing import Hosts
     from npu_device._src.collectives.engines.host.start_finish import Line, Orders
     from npu_device._src.collectives.engines.tensorflow.keys import Sequence
-    from npu_device._src.collectives.group import Group
     from npu_device._src.collectives.sessions import Sessions
     from npu_device._src.collectives.stall import StallWatch
 
@@ -59,6 +59,7 @@ class Job:
         has_own_core: that share is a whole core or more, not less; set at the same time.
         serves_others: the others need this process until they have finished; it waits for them at its end.
         before_leaving: called with the job before this process leaves it; not in a forked child.
+        world_group: the group of all ranks.
         groups: the groups that this rank's script has made, by name.
         hosts: which ranks share memory, and all ranks' devices; set by ``detect_hosts``.
         mpi_world: the job's MPI, or None if it isn't used.
@@ -90,6 +91,7 @@ class Job:
         self.has_own_core = False
         self.serves_others = serves_others
         self.before_leaving: list[Callable[[Job], None]] = []
+        self.world_group = Group(WORLD_GROUP, tuple(range(cluster.world_size)), cluster.rank)
         self.groups: dict[str, Group] = {}
         self.mpi_world: MpiWorld | None = None
         self.why_no_mpi = ""

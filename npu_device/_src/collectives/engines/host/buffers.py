@@ -1,26 +1,51 @@
-"""Memory for results, reused as soon as no result in it is referenced any more.
+"""Memory for results, used again as soon as the last array in it is gone.
 
-Fresh pages cost more than the reduction that writes to them. TensorFlow takes over an aligned array as a
-tensor without copying it, and holds a reference to it as long as the tensor lives; a buffer to which only this
-pool refers is free.
+Fresh pages cost more than the reduction that writes to them. TensorFlow takes over an aligned array as a tensor without
+copying it, and holds a reference to it as long as the tensor lives. Each buffer that is taken is lent by a lease, to
+which all arrays in the buffer refer: when the lease goes, the buffer is free.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
+from collections import defaultdict, deque
 
 import numpy as np
 
 ALIGNMENT = 64
 """Bytes. TensorFlow copies arrays that aren't aligned to this."""
 
-# The references to a buffer that only the pool uses: the list, the name in the loop, and getrefcount's own argument.
-_REFERENCES_OF_A_FREE_ONE = 3
 _IDLE_ROUNDS = 64
 
 # Smaller buffers come from the allocator's own free lists, which are as fast.
 _POOLED_FROM_BYTES = 32 << 10
+
+
+class _Buffer:
+    """Memory that is lent, and comes back.
+
+    Args:
+        size: bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._memory = np.empty(size + ALIGNMENT, np.uint8)
+        address = self._memory.__array_interface__["data"][0]
+        aligned = address + -address % ALIGNMENT
+        self.interface = {"version": 3, "typestr": "|u1", "shape": (size,), "data": (aligned, False)}
+
+
+class _Lease:
+    """The owner of the arrays in a buffer: an array that is made of it, and all views of that one, keep it alive."""
+
+    def __init__(self, buffer: _Buffer, returned: deque[_Buffer]) -> None:
+        self.__array_interface__ = buffer.interface
+        self._buffer, self._returned = buffer, returned
+
+    def __del__(self) -> None:
+        # In whichever thread drops the last tensor, also amid ``take``: no lock, and nothing that waits.
+        self._returned.append(self._buffer)
 
 
 class BufferPool:
@@ -28,33 +53,32 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._buffers: list[np.ndarray] = []
+        self._free: defaultdict[int, list[_Buffer]] = defaultdict(list)  # by size
+        self._returned: deque[_Buffer] = deque()
         self._last_used: dict[int, int] = {}
         self._round = 0
 
     def take(self, size: int) -> np.ndarray:
         """Return aligned memory: uint8, shape [size]. It is free again when the last array based on it is gone."""
         if size < _POOLED_FROM_BYTES:
-            return _aligned(np.empty(size + ALIGNMENT, np.uint8), size)
+            memory = np.empty(size + ALIGNMENT, np.uint8)
+            start = -memory.__array_interface__["data"][0] % ALIGNMENT
+            return memory[start : start + size]
         with self._lock:
             self._round += 1
-            for buffer in self._buffers:
-                if buffer.nbytes == size + ALIGNMENT and sys.getrefcount(buffer) == _REFERENCES_OF_A_FREE_ONE:
-                    break
+            self._last_used[size] = self._round
+            while self._returned:
+                buffer = self._returned.popleft()
+                if buffer.size in self._last_used:
+                    self._free[buffer.size].append(buffer)
+            if self._free[size]:
+                buffer = self._free[size].pop()
             else:
-                self._give_back()
-                buffer = np.empty(size + ALIGNMENT, np.uint8)
-                self._buffers.append(buffer)
-            self._last_used[size + ALIGNMENT] = self._round
-            return _aligned(buffer, size)
+                self._forget_idle()
+                buffer = _Buffer(size)
+        return np.asarray(_Lease(buffer, self._returned))
 
-    def _give_back(self) -> None:
-        idle = {size for size, used in self._last_used.items() if self._round - used > _IDLE_ROUNDS}
-        if idle:
-            self._buffers = [buffer for buffer in self._buffers if buffer.nbytes not in idle]
-            self._last_used = {size: used for size, used in self._last_used.items() if size not in idle}
-
-
-def _aligned(buffer: np.ndarray, size: int) -> np.ndarray:
-    start = -buffer.__array_interface__["data"][0] % ALIGNMENT
-    return buffer[start : start + size]
+    def _forget_idle(self) -> None:
+        for size in [size for size, used in self._last_used.items() if self._round - used > _IDLE_ROUNDS]:
+            del self._last_used[size]
+            self._free.pop(size, None)
