@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.training import device, training_state, xla
-from npu_device._src.training.fit.keras_models import steps_per_call
 from npu_device._src.training.fit.replica import replica_of
 from npu_device._src.training.reduce_values import all_reduce
 from npu_device._src.training.variables import broadcast
@@ -128,7 +127,7 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
             )
             return
         broadcast(training_state.training_variables(self.model), self._root_rank)
-        steps = steps_per_call(self.model)
+        steps = compat.steps_per_call(self.model)
         if steps > 1:
             _logger.warning(
                 "the optimizer's state was created in the first %d steps, which every rank made with its own state; "

@@ -51,9 +51,4 @@ def all_gather(tensor: Any) -> Any:
 
 
 def _in_step(step: CurrentStep, tensor: tf.Tensor) -> tf.Tensor:
-    if not isinstance(step.share.counts, float):
-        # A rank without samples works on one that doesn't count.
-        tensor = tensor[: tf.shape(tensor)[0] * tf.cast(step.share.counts, tf.int32)]
-    elif step.share.counts == 0.0:
-        tensor = tensor[:0]
-    return step.exchanged(step.gather(step.to_exchange(tensor)))
+    return step.exchanged(step.gather(step.to_exchange(step.share.counted(tensor))))

@@ -87,10 +87,10 @@ def all_reduce(
 
 def _reduce_in_step(step: CurrentStep, tensors: list[Any], how: ReductionOptions) -> list[Any]:
     """Reduce in a replicated model's step, in which a rank counts by its samples."""
-    share, kind = step.share, how.kind
+    kind = how.kind
     if kind not in ("mean", "sum"):
         return step.reduce(tensors, how)
-    weight = share.weight if kind == "mean" else share.counts
+    weight = step.weight if kind == "mean" else step.counts
     parts = [
         weighted(step.to_exchange(with_values(each, _floating) if kind == "mean" else each), weight) for each in tensors
     ]

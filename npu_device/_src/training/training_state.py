@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.training import same_variables
+from npu_device._src.training.reachable import reachable
 
 
 def training_variables(model: Any) -> list[Any]:
@@ -46,10 +47,17 @@ def optimizer_state(model: Any) -> list[Any]:
 
 
 def optimizers(model: Any) -> list[Any]:
-    """Return the optimizers among the model's attributes, lists and dicts included: a GAN has two of them."""
-    return unique(
-        value for value in attributes(model) if hasattr(value, "apply_gradients") and hasattr(value, "iterations")
-    )
+    """Return the optimizers that a model's steps can reach: a GAN has two, and parts of it may have their own."""
+    return [thing for thing in reachable(model) if compat.is_optimizer(thing)]
+
+
+def loose_variables(model: Any) -> list[Any]:
+    """Return the ``tf.Variable`` objects that the model's steps can reach, but that Keras doesn't count among its
+    variables: all in Keras 3; in tf-keras those outside of layers.
+    """
+    metrics = (variable for metric in compat.metrics_of(model) for variable in metric.variables)
+    known = {id(variable) for variable in [*model.variables, *metrics, *compat.counters_of(model)]}
+    return [thing for thing in reachable(model) if isinstance(thing, tf.Variable) and id(thing) not in known]
 
 
 def attributes(model: Any) -> Iterable[Any]:

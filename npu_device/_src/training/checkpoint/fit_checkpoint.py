@@ -15,7 +15,7 @@ from npu_device._src.training import training_state
 from npu_device._src.training.checkpoint.data_place import DataPlace
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.checkpoint.job_checkpoint import JobCheckpoint
-from npu_device._src.training.fit import keras_models, start
+from npu_device._src.training.fit import start
 from npu_device._src.training.fit.batches import again, pull
 from npu_device._src.training.fit.replica import replica_of
 from npu_device._src.training.ranks import is_main
@@ -120,7 +120,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
     # other callback comes in between, and a model is built by its first batch.
 
     def _call(self, given: Any) -> Any:
-        count = keras_models.steps_per_call(self.model)
+        count = compat.steps_per_call(self.model)
         pulled = self._begin_epoch(given, count) if self._begins else None
         iterator = self._data.used(given)
         if self._resume is not None:
@@ -141,7 +141,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         else:
             pulled = self._data.begin_epoch(given, count, taken)
         if pulled:
-            self._build(pulled[0])
+            self._build(given, pulled[0])
         if self._resume is not None and self._resume["step"] == 0:
             self._restore()
         elif self._resume is None and self._each_epoch and self._total:
@@ -166,15 +166,16 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         self._restore()
         return self.model.get_metrics_result()
 
-    def _build(self, batch: Any) -> None:
+    def _build(self, batches: Any, batch: Any) -> None:
         replica = replica_of(self.model)
         if replica is not None:
-            replica.build("train", batch)
-        elif keras_models.is_built(self.model) or not self.model.run_eagerly:
-            start.build(self.model, "train", batch)
+            replica.train.build(batches, batch)
+        elif compat.is_built(self.model) or not self.model.run_eagerly:
+            spec = start.spec_of(self.model, batches, batch)
+            start.build(self.model, "train", self.model.train_step, spec)
         found = [
             (_NUMBER.sub("", f"{metric.name}/{variable.name}"), variable)
-            for metric in keras_models.metrics_of(self.model)
+            for metric in compat.metrics_of(self.model)
             for variable in metric.variables
         ]
         saved = (self._resume or {}).get("metrics")

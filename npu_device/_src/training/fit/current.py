@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,8 +27,8 @@ class CurrentStep:
         is_scripts: the script has written the step, not Keras.
         reduce: reduces a list of tensors over the ranks.
         gather: puts the ranks' tensors one after the other. Its gradient is the sum of all ranks' incoming gradients.
-        loss_is_weighted: returns True once the loss has been multiplied by this rank's part of the samples, so that its
-            gradients needn't be.
+        weighing: the reductions of optimizers that have multiplied a loss by this rank's part of the samples, so that
+            its gradients needn't be.
         reduced: the results of the reductions that the step has asked for itself.
     """
 
@@ -35,8 +36,22 @@ class CurrentStep:
     is_scripts: bool
     reduce: Callable[[Sequence[Any], ReductionOptions], list[Any]]
     gather: Callable[[tf.Tensor], tf.Tensor]
-    loss_is_weighted: Callable[[], bool] = lambda: False
+    weighing: set[Any] = field(default_factory=set)
     reduced: list[Any] = field(default_factory=list)
+
+    @functools.cached_property
+    def weight(self) -> Any:
+        """Return the share's weight; always the same object, and so one tensor."""
+        return self.share.weight
+
+    @functools.cached_property
+    def counts(self) -> Any:
+        """Return 1 if the rank has samples, else 0; always the same object."""
+        return self.share.counts
+
+    def loss_is_weighted(self) -> bool:
+        """Return True once a loss has been weighted whose gradients have not been reduced yet."""
+        return bool(self.weighing)
 
     # The step adds up the ranks' gradients, each times the rank's weight, if it hasn't weighted the losses. Where ranks
     # exchange values that the loss depends on, each rank's loss counts by its weight, too; and what comes of that for
@@ -48,7 +63,7 @@ class CurrentStep:
         def backward(upstream: tf.Tensor) -> list[tf.Tensor]:
             if self.loss_is_weighted():
                 return [upstream]
-            return [tf.math.divide_no_nan(upstream, tf.cast(self.share.weight, upstream.dtype))]
+            return [tf.math.divide_no_nan(upstream, tf.cast(self.weight, upstream.dtype))]
 
         return _with_gradient(tensor, backward)
 
@@ -56,7 +71,7 @@ class CurrentStep:
         """Return a tensor that has been added up or gathered, with the gradient that this calls for."""
 
         def backward(upstream: tf.Tensor) -> list[tf.Tensor]:
-            return [upstream if self.loss_is_weighted() else upstream * tf.cast(self.share.weight, upstream.dtype)]
+            return [upstream if self.loss_is_weighted() else upstream * tf.cast(self.weight, upstream.dtype)]
 
         return _with_gradient(tensor, backward)
 

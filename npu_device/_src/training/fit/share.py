@@ -1,13 +1,20 @@
-"""This rank's share of a batch: its samples, their number, and their weight.
+"""Division: this rank's share of a batch, and the share's weight.
+
+A batch may hold tensors of different lengths, such as 40 unlabelled and 10 labelled samples. All are cut at the same
+fractions: the greatest common divisor of the lengths, here 10, is the number of units, and each rank gets a run of
+neighbouring units, here of 4 and 1 samples. With tensors of one length, a unit is a sample.
 
 Knows tensors only, no Keras and no model.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Callable, Union
 
+import numpy as np
 import tensorflow as tf
 
 ROWS = "npu_device_rows"
@@ -21,29 +28,40 @@ class Share:
     """One step's samples on this rank.
 
     Attributes:
-        data: the argument of the model's step. A rank without samples gets one that doesn't count, so that the step has
+        data: the argument of the model's step. A rank without units gets one that doesn't count, so that the step has
             something to work on.
-        rows: samples that count, on this rank; an int, or int32 of shape [].
-        total: samples on all ranks together; an int, or int32 of shape [].
+        units: units that count, on this rank; an int, or int32 of shape [].
+        total: units on all ranks together; an int, or int32 of shape [].
     """
 
     data: Any
-    rows: Number
+    units: Number
     total: Number
 
     @property
-    def weight(self) -> float | tf.Tensor:
-        """Return this rank's part of all samples: from 0 to 1, a tensor of shape [] if not known yet."""
-        if isinstance(self.rows, int) and isinstance(self.total, int):
-            return self.rows / self.total
-        return tf.math.divide_no_nan(tf.cast(self.rows, tf.float32), tf.cast(self.total, tf.float32))
+    def rows(self) -> Number:
+        """Return the number of samples in ``data``, of its first tensor; an int, or int32 of shape []."""
+        return rows_of(self.data)
 
     @property
-    def counts(self) -> float | tf.Tensor:
-        """Return 1 when this rank has samples, 0 when it works on one that doesn't count."""
-        if isinstance(self.rows, int):
-            return float(self.rows > 0)
-        return tf.cast(self.rows > 0, tf.float32)
+    def weight(self) -> np.float64 | tf.Tensor:
+        """Return this rank's part of all samples: from 0 to 1, in float64; a tensor of shape [] if not known yet."""
+        if isinstance(self.units, int) and isinstance(self.total, int):
+            return np.float64(self.units / self.total if self.total else 0.0)
+        return tf.math.divide_no_nan(tf.cast(self.units, tf.float64), tf.cast(self.total, tf.float64))
+
+    @property
+    def counts(self) -> np.float64 | tf.Tensor:
+        """Return 1 when this rank has samples, 0 when it works on one that doesn't count; in float64."""
+        if isinstance(self.units, int):
+            return np.float64(self.units > 0)
+        return tf.cast(self.units > 0, tf.float64)
+
+    def counted(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return a tensor computed from the share; without its rows if they don't count."""
+        if isinstance(self.units, int):
+            return tensor if self.units else tensor[:0]
+        return tensor[: tf.where(self.units > 0, tf.shape(tensor)[0], 0)]
 
 
 def share_of_batch(data: Any, rank: int, size: int) -> Share:
@@ -55,18 +73,30 @@ def share_of_batch(data: Any, rank: int, size: int) -> Share:
         size: number of ranks.
 
     Returns:
-        The rank's run of neighbouring samples; runs differ by one sample at most.
+        The rank's run of neighbouring units; runs differ by one unit at most. Sizes that are known stay known.
     """
-    total = rows_of(data)
+    lengths = [length_of(leaf) for leaf in _leaves(data)]
+    if not lengths:
+        raise ValueError(
+            "there is no tensor with a batch dimension in the data that fit, evaluate or predict was given"
+        )
+    total = _common_divisor(lengths)
     begin, end = rank * total // size, (rank + 1) * total // size
-    rows = end - begin
     if isinstance(total, int):
         first = min(begin, max(total - 1, 0))
         last = max(end, first + 1)
     else:
         first = tf.minimum(begin, tf.maximum(total - 1, 0))
         last = tf.maximum(end, first + 1)
-    return Share(tf.nest.map_structure(lambda leaf: _cut(leaf, first, last), data), rows, total)
+
+    def cut(leaf: Any) -> Any:
+        if not _is_divisible(leaf):
+            return leaf
+        length = length_of(leaf)
+        unit = 1 if length is total or len(lengths) == 1 else length // _at_least_1(total)
+        return _cut(leaf, first * unit, last * unit)
+
+    return Share(tf.nest.map_structure(cut, data), end - begin, total)
 
 
 def share_of_divided(data: Any, add_up: Callable[[tf.Tensor], tf.Tensor]) -> Share:
@@ -76,12 +106,8 @@ def share_of_divided(data: Any, add_up: Callable[[tf.Tensor], tf.Tensor]) -> Sha
         data: as the data set gives it, with the number of samples that count inside.
         add_up: adds up a tensor over the ranks.
     """
-    rest: tuple[Any, ...] = ()
-    x = data
-    if isinstance(data, (tuple, list)):
-        x, rest = data[0], tuple(data[1:])
-    rows = tf.cast(x[ROWS], tf.int32)
-    inner = (x["x"], *rest) if rest else x["x"]
+    rows = tf.cast((data[0] if isinstance(data, (tuple, list)) else data)[ROWS], tf.int32)
+    inner = content(data)
     return Share(inner, rows, add_up(rows))
 
 
@@ -91,30 +117,109 @@ def is_divided(data: Any) -> bool:
     return isinstance(x, dict) and ROWS in x
 
 
+def content(data: Any) -> Any:
+    """Return a batch in the form that the model's step gets."""
+    if not is_divided(data):
+        return data
+    if isinstance(data, dict):
+        return data["x"]
+    return (data[0]["x"], *data[1:]) if len(data) > 1 else data[0]["x"]
+
+
 def rows_of(data: Any) -> Number:
     """Return the number of samples in a batch: of its first tensor, as Keras counts them."""
-    for leaf in tf.nest.flatten(data):
-        # Keras 3's train_on_batch passes numpy's arrays on, whose shapes are tuples.
-        shape = None if leaf is None else tf.TensorShape(leaf.shape)
-        if shape is not None and shape.rank != 0:
-            if isinstance(leaf, tf.RaggedTensor):
-                return tf.cast(leaf.nrows(), tf.int32)
-            known = shape[0] if shape.rank is not None else None
-            if known is not None:
-                return int(known)
-            sizes = leaf.dense_shape if isinstance(leaf, tf.SparseTensor) else tf.shape(leaf)
-            return tf.cast(sizes[0], tf.int32)
+    for leaf in _leaves(data):
+        return length_of(leaf)
     raise ValueError("there is no tensor with a batch dimension in the data that fit, evaluate or predict was given")
 
 
+def require_units(data: Any, size: int) -> None:
+    """Raise ValueError for a first batch that only one rank could work on, since its tensors' lengths have no common
+    divisor: their first axes can't all be samples.
+    """
+    named = [(name, leaf) for name, leaf in _named("", data) if _is_divisible(leaf)]
+    lengths = {int(length_of(leaf)) for _, leaf in named}
+    if size == 1 or len(lengths) < 2 or math.gcd(*lengths) > 1:
+        return
+    raise ValueError(
+        "a replicated model divides a batch among the ranks along the first axis of each tensor, but the lengths of "
+        f"these have no common divisor:\n{shapes_of(data)}\nLikely cause: the first axis of some isn't samples, as in "
+        "pairs, or in graphs with lists of nodes and edges.\nWhat to do: put the samples first in each tensor; or let "
+        "each rank read its own batches, and pass them as npu.distribute.divided(dataset)."
+    )
+
+
+def shapes_of(data: Any) -> str:
+    """Return the tensors of a batch that are divided, by name, with their shapes, one a line."""
+    return "\n".join(
+        f"  data{name}: shape {tuple(tf.TensorShape(leaf.shape))}"
+        for name, leaf in _named("", data)
+        if _is_divisible(leaf)
+    )
+
+
+def length_of(leaf: Any) -> Number:
+    """Return a tensor's length; an int if it is known."""
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.cast(leaf.nrows(), tf.int32)
+    shape = tf.TensorShape(leaf.shape)  # Keras 3's train_on_batch passes numpy's arrays on, whose shapes are tuples
+    known = shape[0] if shape.rank is not None else None
+    if known is not None:
+        return int(known)
+    sizes = leaf.dense_shape if isinstance(leaf, tf.SparseTensor) else tf.shape(leaf)
+    return tf.cast(sizes[0], tf.int32)
+
+
+def _leaves(data: Any) -> Iterator[Any]:
+    return (leaf for leaf in tf.nest.flatten(data) if _is_divisible(leaf))
+
+
+def _is_divisible(leaf: Any) -> bool:
+    # Keras 3 has an empty Optional in the place of None.
+    return leaf is not None and not isinstance(leaf, tf.experimental.Optional) and tf.TensorShape(leaf.shape).rank != 0
+
+
+def _named(name: str, data: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(data, dict):
+        for key in data:
+            yield from _named(f"{name}[{key!r}]", data[key])
+    elif isinstance(data, (tuple, list)):
+        for place, part in enumerate(data):
+            yield from _named(f"{name}[{place}]", part)
+    else:
+        yield name, data
+
+
+def _common_divisor(lengths: Sequence[Number]) -> Number:
+    """Return the greatest common divisor; of a single length the length."""
+    if all(isinstance(length, int) for length in lengths):
+        return math.gcd(*lengths)
+    if len(lengths) == 1:
+        return lengths[0]
+    each = tf.stack([tf.cast(length, tf.int32) for length in lengths])
+    each = tf.where(each == 0, tf.reduce_max(each), each)  # an empty tensor fits any number of units
+
+    def differ(each: tf.Tensor) -> tf.Tensor:  # false at once for tensors of one length
+        return tf.reduce_min(each) < tf.reduce_max(each)
+
+    def remainders(each: tf.Tensor) -> tuple[tf.Tensor]:
+        least = tf.reduce_min(each)
+        rest = each % least
+        return (tf.where(rest == 0, least, rest),)
+
+    [each] = tf.while_loop(differ, remainders, [each])
+    return each[0]
+
+
+def _at_least_1(number: Number) -> Number:
+    return max(number, 1) if isinstance(number, int) else tf.maximum(number, 1)
+
+
 def _cut(leaf: Any, first: Any, last: Any) -> Any:
-    if leaf is None or tf.TensorShape(leaf.shape).rank == 0:
-        return leaf
-    if isinstance(leaf, tf.SparseTensor):
-        start = tf.concat([tf.cast([first], tf.int64), tf.zeros_like(leaf.dense_shape[1:])], axis=0)
-        size = tf.concat([tf.cast([last - first], tf.int64), leaf.dense_shape[1:]], axis=0)
-        cut = tf.sparse.slice(leaf, start, size)
-        known = last - first if isinstance(first, int) else None
-        cut.set_shape([known, *leaf.shape[1:]])
-        return cut
-    return leaf[first:last]
+    if not isinstance(leaf, tf.SparseTensor):
+        return leaf[first:last]
+    start = tf.concat([tf.cast([first], tf.int64), tf.zeros_like(leaf.dense_shape[1:])], axis=0)
+    size = tf.concat([tf.cast([last - first], tf.int64), leaf.dense_shape[1:]], axis=0)
+    cut = tf.sparse.slice(leaf, start, size)
+    cut.set_shape([last - first if isinstance(first, int) else None, *leaf.shape[1:]])
+    return cut

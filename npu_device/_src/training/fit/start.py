@@ -1,16 +1,20 @@
-"""Before a replicated model's first step of a call: make its variables, equal to rank 0's, and compare the data."""
+"""Before a replicated model's first step of a call: make its variables, and make them equal to rank 0's."""
 
 from __future__ import annotations
 
+import contextlib
 import random
-from typing import Any
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Callable
 
 import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.training import layer_state, training_state
-from npu_device._src.training.fit import keras_models
 from npu_device._src.training.same_variables import checksum, not_yet
 from npu_device._src.training.world import World
 
@@ -31,40 +35,73 @@ def share_random_state(world: World) -> None:
             compat.set_random_state(tensorflow)
 
 
-def build(model: Any, kind: str, batch: Any) -> None:
-    """Make all variables that a step of a given kind needs; nothing is computed.
+def spec_of(model: Any, batches: Any, batch: Any) -> Any:
+    """Return what a model's step is going to be traced with: nested ``tf.TypeSpec``.
+
+    Args:
+        model: the model.
+        batches: the iterator that Keras has passed to its function.
+        batch: the first batch.
+    """
+    if isinstance(batches, tf.data.Iterator) and not model.run_eagerly:
+        return batches.element_spec
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), batch)
+
+
+def build(
+    model: Any, kind: str, own: Callable[[Any], Any], spec: Any, divide: Callable[[Any], Any] = lambda data: data
+) -> None:
+    """Make all variables that a step needs, by tracing what Keras is going to run; nothing is computed.
 
     Args:
         model: the model.
         kind: ``"train"``, ``"test"`` or ``"predict"``.
-        batch: one batch.
+        own: the model's own step of that kind, Keras's or the user's.
+        spec: see ``spec_of``.
+        divide: returns what the step gets of a batch.
     """
-    if kind == "predict":
-        if not model.built:
-            _trace(model, "predict_step", batch)
+    if kind == "train" and not compat.belongs_to_keras(own):
+        _trace(model, own, spec, divide)  # which may create anything
         return
-    if kind == "train" and not compat.belongs_to_keras(type(model).train_step):
-        _trace(model, "train_step", batch)  # which may create anything
-        return
-    if not keras_models.is_built(model):
-        _trace(model, "test_step", batch)  # makes the same variables as training, at a third of the cost
+    if not (model.built if kind == "predict" else compat.is_built(model)):
+        # The backward pass makes no variables, and costs most.
+        forward = partial(compat.forward_of_training, model) if kind == "train" else own
+        _trace(model, forward, spec, divide)
     if kind == "train":
         training_state.build_optimizer(model)
 
 
-def _trace(model: Any, step: str, batch: Any) -> None:
-    method = getattr(type(model), step)
-    with not_yet():
-        tf.function(lambda data: method(model, data)).get_concrete_function(tf.nest.map_structure(_spec, batch))
+def _trace(model: Any, step: Callable[[Any], Any], spec: Any, divide: Callable[[Any], Any]) -> None:
+    @tf.autograph.experimental.do_not_convert
+    def share(data: Any) -> Any:
+        return divide(
+            tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data)
+        )
+
+    autograph = not compat.is_keras_3(compat.keras_of(model))  # as each Keras traces the step itself
+    with not_yet(), _building():
+        tf.function(lambda data: step(share(data)), autograph=autograph).get_concrete_function(spec)
 
 
-def _spec(leaf: Any) -> Any:
-    if leaf is None:
-        return None
-    spec = tf.type_spec_from_value(leaf)
-    if isinstance(spec, tf.TensorSpec) and spec.shape.rank:
-        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
-    return spec
+class _State(threading.local):
+    building = False
+
+
+_state = _State()
+
+
+@contextlib.contextmanager
+def _building() -> Iterator[None]:
+    _state.building = True
+    try:
+        yield
+    finally:
+        _state.building = False
+
+
+def is_building() -> bool:
+    """Return True while a step is traced only to make its variables."""
+    return _state.building
 
 
 def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) -> None:
@@ -77,10 +114,46 @@ def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) ->
     constants = not getattr(model, "run_eagerly", False)
     layer_state.require_same(world, [model, *compat.layers_of(model)], constants)
     variables = [variable for variable in model.variables if not compat.is_vocabulary(variable)]
+    variables += training_state.loose_variables(model)
     if training:
         variables += training_state.optimizer_state(model)
     each = [variable for variable in training_state.unique(variables) if tf.as_dtype(variable.dtype) != tf.string]
     world.assign_from_root(each, root_rank)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a model that take part in a step; found before the first one.
+
+    Attributes:
+        metrics: those that have variables of their own.
+        trackers: the metrics to which Keras itself passes losses.
+        losses: the loss objects that reduce: the compiled ones, and those among the model's attributes.
+        layers: the model and its layers.
+        statistics: floating-point variables that a training step moves, but no optimizer, such as moving averages.
+    """
+
+    metrics: list[Any]
+    trackers: list[Any]
+    losses: list[Any]
+    layers: list[Any]
+    statistics: list[Any]
+
+
+def parts_of(model: Any) -> Parts:
+    """Return the parts of a model that is built."""
+    base = compat.keras_of(model).losses.Loss
+    own = [value for value in training_state.attributes(model) if isinstance(value, base)]
+    # Without a reduction, the script reduces what an attribute gives; most take means, which need no change.
+    own = [loss for loss in own if not compat.is_loss_container(loss) and loss.reduction not in ("none", None)]
+    loose = [each for each in training_state.loose_variables(model) if each.dtype.is_floating]
+    return Parts(
+        compat.metrics_of(model),
+        compat.loss_trackers_of(model),
+        training_state.unique([*compat.compiled_losses(model), *own]),
+        compat.all_layers(model),
+        training_state.unique([*compat.moving_statistics(model), *loose]),
+    )
 
 
 def digest(batch: Any) -> int:

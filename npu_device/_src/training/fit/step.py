@@ -1,75 +1,247 @@
-"""One step of a replicated model: Keras's own, or the user's, on this rank's samples, with the result of all ranks."""
+"""The road of one batch through a replicated model: taken, checked, divided, stepped, reduced, logged.
+
+``train_or_test_step`` and ``predict_step`` below are the road. They stand in for the model's own steps; the rest of the
+file is what they call, in that order. How a loss or a metric takes part is in ``losses_metrics``, how an optimizer does
+in ``optimizer``.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Callable
 
+import numpy as np
 import tensorflow as tf
 
-from npu_device._src.training.fit import batch_norm, keras_models
-from npu_device._src.training.fit.losses import LossesInStep
-from npu_device._src.training.fit.metrics import MetricsInStep
-from npu_device._src.training.fit.replaced import Replaced
+from npu_device._src import compat
+from npu_device._src.training.fit import batch_norm
+from npu_device._src.training.fit.current import CurrentStep, current_step, running
+from npu_device._src.training.fit.losses_metrics import Losses, Metrics
 from npu_device._src.training.fit.share import Share, is_divided, share_of_batch, share_of_divided
-from npu_device._src.training.fit.states import Increments, mean_of_logs
 from npu_device._src.training.world import World
+
+if TYPE_CHECKING:
+    from npu_device._src.training.fit.function import Function
+
+_as_it_is = tf.autograph.experimental.do_not_convert
+
+
+def train_or_test_step(function: Function, own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a model's ``train_step`` or ``test_step``, given its own one: Keras's or the user's."""
+
+    # tf-keras has AutoGraph rewrite this, for the sake of the user's step inside. So it holds no more than the road.
+    @functools.wraps(own)
+    def step(data: Any) -> Any:
+        if current_step() is not None:  # a step that another model's step calls, whose share it works on
+            return own(data)
+        batch = _take(function, data)
+        share = divide(function.world, batch)
+        with _begin(function, share) as mine:
+            logs = own(share.data)  # whose optimizers reduce the gradients
+        return mine.results_of_all(logs)
+
+    return step
+
+
+def predict_step(function: Function, own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a model's ``predict_step``, given its own one."""
+
+    @functools.wraps(own)
+    def step(data: Any) -> Any:
+        batch = _take(function, data)
+        share = divide(function.world, batch)
+        with running(_current(function, share)):
+            mine = own(share.data)
+        outputs = _gather(function.world, share, mine)
+        return own(batch) if outputs is None else outputs
+
+    return step
+
+
+# Taken and checked.
+
+
+@_as_it_is
+def _take(function: Function, data: Any) -> Any:
+    """Return the batch to work on: rank 0's, if the ranks' differ; else it is counted in their checksum."""
+    if is_divided(data):
+        return data
+    if not function.from_root:
+        function.checksum.add(data)
+        return data
+    leaves = tf.nest.flatten(data)
+    arrived = iter(function.world.from_root([leaf for leaf in leaves if leaf is not None]))
+    return tf.nest.pack_sequence_as(data, [None if leaf is None else next(arrived) for leaf in leaves])
+
+
+# Divided.
+
+
+@_as_it_is
+def divide(world: World, batch: Any) -> Share:
+    """Return this rank's share of a batch."""
+    if is_divided(batch):
+        return share_of_divided(batch, world.add_up)
+    return share_of_batch(batch, world.rank, world.size)
+
+
+# Stepped.
+
+
+@_as_it_is
+def _current(function: Function, share: Share) -> CurrentStep:
+    return CurrentStep(share, function.is_scripts, function.world.reduce, function.world.gather)
 
 
 class Step:
-    """The state of one step while it is running or being traced."""
+    """One step while it is running or being traced: a context in which the model works on this rank's share."""
 
-    def __init__(self, world: World, model: Any, share: Share, training: bool) -> None:
-        self.share = share
+    def __init__(self, function: Function, share: Share) -> None:
+        world, parts, training = function.world, function.parts, function.kind == "train"
         self._world = world
+        self._current = current = _current(function, share)
         self._replaced = Replaced()
-        self._metrics = MetricsInStep(keras_models.metrics_of(model), share, world.add_up, world.gather, self._replaced)
-        LossesInStep(model, keras_models.losses_of(model), share, world.add_up, self._replaced)
-        if training:
-            batch_norm.synchronise(list(model._flatten_layers()), share, world.add_up, self._replaced)
-        counts, weight = share.counts, share.weight
-        counted = [(variable, counts) for variable in self._metrics.added_up()]
-        moved = [(variable, weight) for variable in keras_models.moving_statistics(model)] if training else []
+        self._metrics = Metrics(parts, current, world, self._replaced)
+        Losses(function.model, parts, current, world, self._replaced)
+        synchronised = [layer for layer in parts.layers if getattr(layer, "synchronized", False)]
+        if training and synchronised:
+            batch_norm.synchronise(synchronised, current, world, self._replaced)
+        counted = [(variable, current.counts) for variable in self._metrics.added_up()]
+        moved = [(variable, current.weight) for variable in parts.statistics] if training else []
         self._increments = Increments(counted + moved, world.add_up)
 
-    def end(self, logs: Any) -> Any:
-        """Reduce the variables, and set the logs to those of all ranks."""
-        self.abandon()
+    def __enter__(self) -> Step:
+        self._seen = running(self._current)
+        self._seen.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._seen.__exit__(kind, error, traceback)
+        self._replaced.restore()
+
+    @_as_it_is
+    def results_of_all(self, logs: Any) -> Any:
+        """Give metrics and statistics the values of all ranks, and return the logs with those."""
         self._increments.reduce()
         values = tf.nest.flatten(logs)
         again = [self._metrics.result_behind(value) for value in values]
         others = [value for value, result in zip(values, again) if result is None]
-        rest = iter(mean_of_logs(others, self.share.weight, self._world.add_up))
+        rest = iter(mean_of_logs(others, self._current.weight, self._world.add_up))
         return tf.nest.pack_sequence_as(logs, [next(rest) if result is None else result() for result in again])
 
-    def abandon(self) -> None:
-        """Restore the model's metrics, losses and layers."""
-        self._replaced.restore()
+
+@_as_it_is
+def _begin(function: Function, share: Share) -> Step:
+    return Step(function, share)
 
 
-@tf.autograph.experimental.do_not_convert
-def share_of(world: World, data: Any, sent: bool) -> Share:
-    """Return this rank's share of the data that Keras passes to a step.
+class Replaced:
+    """Methods of a model's metrics, losses and layers that are replaced while a step runs."""
+
+    _ABSENT = object()
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def replace(self, thing: Any, name: str, hook: Callable[..., Any]) -> None:
+        """Replace a method of an object, and of no class, by ``hook(own method, *arguments)``."""
+        own = getattr(thing, name)
+        self.keep(thing, name)
+        vars(thing)[name] = _as_it_is(lambda *args, **kwargs: hook(own, *args, **kwargs))
+
+    def keep(self, thing: Any, name: str) -> None:
+        """Give an object this attribute back as it is now, whatever sets it until then."""
+        self._before.append((thing, name, vars(thing).get(name, self._ABSENT)))
+
+    def restore(self) -> None:
+        """Give the objects their own methods and attributes back."""
+        while self._before:
+            thing, name, before = self._before.pop()
+            if before is self._ABSENT:
+                vars(thing).pop(name, None)
+            else:
+                vars(thing)[name] = before
+
+
+# Reduced.
+
+
+class Increments:
+    """The values of variables before a step, so that their increments can be reduced after it.
+
+    Metrics count and add up, so the ranks' increments are added. Moving averages move by the average of the ranks'
+    increments.
 
     Args:
-        world: the ranks.
-        data: a batch.
-        sent: True when rank 0's batch is sent to all ranks.
+        variables: each with the weight of this rank's increment; few different weights.
+        add_up: adds up a tensor over the ranks.
     """
-    if is_divided(data):
-        return share_of_divided(data, world.add_up)
-    if sent:
-        leaves = tf.nest.flatten(data)
-        arrived = iter(world.from_root([leaf for leaf in leaves if leaf is not None]))
-        data = tf.nest.pack_sequence_as(data, [None if leaf is None else next(arrived) for leaf in leaves])
-    return share_of_batch(data, world.rank, world.size)
+
+    def __init__(self, variables: Sequence[tuple[Any, Any]], add_up: Callable[[tf.Tensor], tf.Tensor]) -> None:
+        self._add_up = add_up
+        groups: dict[tuple[tf.DType, int], list[Any]] = {}
+        factors = {id(factor): factor for _, factor in variables}
+        for variable, factor in variables:
+            groups.setdefault((tf.as_dtype(variable.dtype), id(factor)), []).append(variable)
+        # Packed, since a step has hundreds of such variables and few operations to spare for each.
+        self._groups = [(dtype, members, factors[key], _packed(members)) for (dtype, key), members in groups.items()]
+
+    def reduce(self) -> None:
+        """Give each variable its value before the step plus the sum of all ranks' increments."""
+        for dtype in dict.fromkeys(dtype for dtype, *_ in self._groups):
+            groups = [group for group in self._groups if group[0] == dtype]
+            moved = [_times(_packed(members) - before, factor) for _, members, factor, before in groups]
+            before = tf.concat([before for *_, before in groups], axis=0)
+            total = before + self._add_up(tf.concat(moved, axis=0))
+            members = [member for _, members, *_ in groups for member in members]
+            sizes = [tf.TensorShape(member.shape).num_elements() for member in members]
+            for member, value in zip(members, tf.split(total, sizes)):
+                member.assign(value if len(member.shape) == 1 else tf.reshape(value, member.shape))
 
 
-@tf.autograph.experimental.do_not_convert
-def gather_outputs(world: World, share: Share, outputs: Any) -> Any:
+def _packed(variables: Sequence[Any]) -> tf.Tensor:
+    values = [tf.convert_to_tensor(variable) for variable in variables]
+    return tf.concat([value if value.shape.rank == 1 else tf.reshape(value, [-1]) for value in values], axis=0)
+
+
+def _times(value: tf.Tensor, factor: Any) -> tf.Tensor:
+    if not tf.is_tensor(factor) and factor == 1.0:
+        return value
+    if value.dtype.is_floating:
+        return value * tf.cast(factor, value.dtype)
+    return tf.where(factor > 0, value, tf.zeros_like(value))  # an integer counts in full or not at all
+
+
+# Logged.
+
+
+def mean_of_logs(values: Sequence[Any], weight: Any, add_up: Callable[[tf.Tensor], tf.Tensor]) -> list[Any]:
+    """Return the averages of scalars in logs over the ranks, weighted by samples; other values stay."""
+    values = [compat.to_tensor(value) if isinstance(value, (float, np.floating)) else value for value in values]
+    places = [
+        place
+        for place, value in enumerate(values)
+        if tf.is_tensor(value) and value.shape.rank == 0 and value.dtype.is_floating
+    ]
+    results = list(values)
+    if places:
+        stacked = tf.stack([tf.cast(values[place], tf.float64) for place in places])
+        reduced = tf.unstack(add_up(stacked * weight))
+        for place, value in zip(places, reduced):
+            results[place] = tf.cast(value, values[place].dtype)
+    return results
+
+
+@_as_it_is
+def _gather(world: World, share: Share, outputs: Any) -> Any:
     """Return all ranks' predictions in the order of the batch; None if there isn't one per sample."""
     leaves = tf.nest.flatten(outputs)
     for leaf in leaves:
         dense = isinstance(leaf, tf.Tensor) and (leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype.is_bool)
         if not dense or leaf.shape.rank == 0:
             return None
-    return tf.nest.pack_sequence_as(outputs, [world.gather(leaf[: share.rows]) for leaf in leaves])
+    return tf.nest.pack_sequence_as(outputs, [world.gather(share.counted(leaf)) for leaf in leaves])

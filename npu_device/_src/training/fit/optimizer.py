@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
@@ -16,12 +15,9 @@ from npu_device._src.gradients.sparse import weighted
 from npu_device._src.training import keras_hooks
 from npu_device._src.training.fit.current import current_step
 from npu_device._src.training.fit.reduced_by_step import reduced_by_step
-from npu_device._src.training.fit.share import Share
+from npu_device._src.training.fit.start import is_building
 from npu_device._src.training.optimizer_wrapper import GradientReduction, with_rows_for
 from npu_device._src.training.world import World
-
-if TYPE_CHECKING:
-    from npu_device._src.training.fit.replica import Replica
 
 
 class WeightedReduction(GradientReduction):
@@ -32,37 +28,21 @@ class WeightedReduction(GradientReduction):
     may reduce gradients itself.
     """
 
-    def __init__(self, world: World, options: ReductionOptions, replica: Replica) -> None:
-        super().__init__(world, options)
-        self._replicas = weakref.WeakSet([replica])
-        self.loss_is_weighted = False
-
-    def serve(self, replica: Replica) -> None:
-        """Take part in the steps of another model, too."""
-        self._replicas.add(replica)
-
-    def _share(self) -> Share | None:
-        shares = (replica.share() for replica in self._replicas)
-        return next((share for share in shares if share is not None), None)
-
-    def _is_fits(self) -> bool:
-        return any(replica.is_fits() for replica in self._replicas)
-
     def begin(self, optimizer: Any, variables: Iterable[Any]) -> None:
         """Make the ranks begin with the same variables, unless ``fit`` has done so."""
-        if not self._is_fits():
+        if current_step() is None and not is_building():
             super().begin(optimizer, variables)
 
     def reduce(self, gradients: Iterable[Gradient]) -> list[Gradient]:
         """Return the gradient of the whole batch."""
-        gradients, share = list(gradients), self._share()
-        if share is None:
-            return gradients if self._is_fits() else super().reduce(gradients)
+        gradients, step = list(gradients), current_step()
+        if step is None:
+            return gradients if is_building() else super().reduce(gradients)
         if reduced_by_step(gradients):
             return gradients
-        if not self.loss_is_weighted:
-            gradients = [weighted(gradient, share.weight) for gradient in gradients]
-        self.loss_is_weighted = False
+        if self not in step.weighing:
+            gradients = [weighted(gradient, step.weight) for gradient in gradients]
+        step.weighing.discard(self)
         how = replace(self.options, kind="sum")
         reduced = reduce_list(self._world.runtime, gradients, how, self._world.group)
         self._remember(reduced)
@@ -70,23 +50,22 @@ class WeightedReduction(GradientReduction):
 
     def weighted_loss(self, loss: Any) -> Any:
         """Return the loss as it counts in the loss of the whole batch."""
-        share = self._share()
-        if share is None:
+        step = current_step()
+        if step is None:
             return loss
-        self.loss_is_weighted = True
-        return loss * tf.cast(share.weight, loss.dtype)
+        step.weighing.add(self)
+        return loss * tf.cast(step.weight, loss.dtype)
 
 
-def replicate_optimizer(optimizer: Any, world: World, replica: Replica) -> None:
+def replicate_optimizer(optimizer: Any, world: World) -> None:
     """Make an optimizer weight its gradients by their samples when it reduces them; it may be wrapped already."""
     carrier = _carrier(optimizer)
     before = keras_hooks.reduction_of(carrier)
     if isinstance(before, WeightedReduction):
-        before.serve(replica)
         return
     keras = compat.keras_of(optimizer)
     how = with_rows_for(keras, ReductionOptions("mean")) if before is None else before.options
-    keras_hooks.install(carrier, keras, WeightedReduction(world, how, replica))
+    keras_hooks.install(carrier, keras, WeightedReduction(world, how))
     name, hook = ("scale_loss", _scale_loss) if compat.is_keras_3(keras) else ("minimize", _minimize)
     setattr(optimizer, name, MethodType(hook, optimizer))
 
@@ -95,12 +74,6 @@ def _carrier(optimizer: Any) -> Any:
     """Return the optimizer itself, or the one inside a loss-scale optimizer if that one has been wrapped."""
     inner = getattr(optimizer, "inner_optimizer", None)
     return inner if inner is not None and keras_hooks.reduction_of(inner) is not None else optimizer
-
-
-def loss_is_weighted(optimizer: Any) -> bool:
-    """Return True once an optimizer has multiplied a step's loss by this rank's part of the samples."""
-    reduction = keras_hooks.reduction_of(_carrier(optimizer))
-    return isinstance(reduction, WeightedReduction) and reduction.loss_is_weighted
 
 
 def _weighted_loss(optimizer: Any, loss: Any) -> Any:

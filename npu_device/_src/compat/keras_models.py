@@ -1,0 +1,131 @@
+"""What a Keras model consists of, in Keras 3 and in tf-keras: its layers, metrics, losses and moving statistics; and
+its own training step without the backward pass.
+
+Much of this has no public name in Keras.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src.compat.keras import belongs_to_keras, is_keras_3, keras_of
+from npu_device._src.compat.tf_keras import is_vocabulary
+
+
+def all_layers(model: Any) -> list[Any]:
+    """Return a model and its layers, including nested ones."""
+    return list(model._flatten_layers())  # in tf-keras 2.15 to 2.20, and Keras 3.0 to 3.15
+
+
+def is_layer(thing: Any) -> bool:
+    """Return True for a layer or model of any Keras."""
+    return hasattr(type(thing), "_flatten_layers")
+
+
+def is_optimizer(thing: Any) -> bool:
+    """Return True for an optimizer of any Keras."""
+    return hasattr(type(thing), "apply_gradients") and hasattr(type(thing), "iterations")
+
+
+def counters_of(model: Any) -> list[Any]:
+    """Return tf-keras's own counters in a model, which are variables."""
+    names = ("_train_counter", "_test_counter", "_predict_counter", "_steps_per_execution")
+    return [vars(model)[name] for name in names if vars(model).get(name) is not None]
+
+
+def metrics_of(model: Any) -> list[Any]:
+    """Return the metrics of a model that have variables of their own, each once."""
+    compiled = [getattr(model, name, None) for name in ("_loss_tracker", "_compile_metrics", "compiled_metrics")]
+    losses = [getattr(model, name, None) for name in ("_compile_loss", "compiled_loss")]
+    return _unique(part for metric in [*model.metrics, *compiled, *losses] for part in _flat(metric))
+
+
+def loss_trackers_of(model: Any) -> list[Any]:
+    """Return the metrics to which Keras itself passes losses, with the number of samples in the batch."""
+    parts = [getattr(model, name, None) for name in ("_loss_tracker", "_compile_loss", "compiled_loss")]
+    return _unique(part for metric in parts for part in _flat(metric))
+
+
+def _flat(metric: Any) -> Iterator[Any]:
+    # The containers of the compiled metrics and of the compiled losses have no state of their own.
+    if type(metric).__name__ in ("CompileMetrics", "MetricsContainer", "CompileLoss", "LossesContainer", "MetricsList"):
+        for part in metric.metrics or []:
+            yield from _flat(part)
+    elif hasattr(metric, "update_state") and hasattr(metric, "variables"):
+        yield metric
+
+
+def compiled_losses(model: Any) -> list[Any]:
+    """Return the loss objects of ``compile``, as far as they exist; those of functions and names, too."""
+    built = getattr(getattr(model, "_compile_loss", None), "_flat_losses", None)  # Keras 3
+    losses = [entry.loss for entry in built or []]
+    container: Any = getattr(model, "compiled_loss", None)  # tf-keras; in Keras 3 a method
+    if getattr(container, "built", False) is True:
+        losses += [loss for loss in container._losses if hasattr(loss, "reduction")]
+    return losses
+
+
+def is_loss_container(loss: Any) -> bool:
+    """Return True for Keras 3's own container of the compiled losses."""
+    return hasattr(loss, "_flat_losses")
+
+
+def adds_up(regularizer: Any) -> bool:
+    """Return True for a regularizer of Keras that gives a sum over all elements."""
+    return type(regularizer).__name__ in ("L1", "L2", "L1L2") and belongs_to_keras(type(regularizer))
+
+
+def is_built(model: Any) -> bool:
+    """Return True when a compiled model has all the variables that training it needs."""
+    if not model.built or not all(getattr(layer, "built", True) for layer in model.layers):
+        return False
+    parts = [getattr(model, name, None) for name in ("_compile_metrics", "compiled_metrics")]
+    parts += [getattr(model, name, None) for name in ("_compile_loss", "compiled_loss")]
+    return all(getattr(part, "built", True) for part in parts if part is not None and _is_used(part))
+
+
+def _is_used(part: Any) -> bool:
+    # In a model with a custom train step, the compiled loss may exist without ever being called.
+    return bool(getattr(part, "_user_loss", True)) and bool(getattr(part, "_user_losses", True))
+
+
+def moving_statistics(model: Any) -> list[Any]:
+    """Return the floating-point variables, such as moving averages, that layers update themselves in training."""
+    layers = all_layers(model)
+    # In tf-keras metrics are layers, too.
+    others = [layer for layer in layers if not layer.trainable or hasattr(layer, "update_state")]
+    frozen = {id(variable) for layer in [*others, *metrics_of(model)] for variable in layer.variables}
+    updated = _unique(variable for layer in layers if layer.trainable for variable in layer.non_trainable_weights)
+    variables = [each for each in updated if id(each) not in frozen and not is_vocabulary(each)]
+    return [variable for variable in variables if tf.as_dtype(variable.dtype).is_floating]
+
+
+def steps_per_call(model: Any) -> int:
+    """Return how many batches a function of the model takes at a time (``steps_per_execution``), now."""
+    current = getattr(model, "_steps_per_execution", None)  # tf-keras: a variable, less at the end of an epoch
+    if current is None:
+        current = getattr(model, "steps_per_execution", 1)
+    return int(current) if current is not None else 1
+
+
+def forward_of_training(model: Any, data: Any) -> None:
+    """Do what Keras's own ``train_step`` does, with the same arguments, but for the gradients and the optimizer."""
+    keras = keras_of(model)
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    if not is_keras_3(keras):
+        y_pred = model(x, training=True)
+        model.compute_loss(x, y, y_pred, sample_weight)
+    else:
+        y_pred = model(x, training=True) if getattr(model, "_call_has_training_arg", True) else model(x)
+        if hasattr(model, "_compute_loss"):  # from Keras 3.3 on
+            model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+        else:
+            model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight)
+    model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+
+def _unique(things: Iterable[Any]) -> list[Any]:
+    return list({id(thing): thing for thing in things}.values())

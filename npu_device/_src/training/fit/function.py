@@ -1,0 +1,131 @@
+"""The train, test and predict function of a replicated model: what Keras calls with each batch, or several."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Callable
+
+from npu_device._src import compat
+from npu_device._src.training.fit import start
+from npu_device._src.training.fit.batches import again, pull
+from npu_device._src.training.fit.share import content, is_divided, require_units, rows_of
+from npu_device._src.training.fit.sources import RunningChecksum, can_be_sent, same_everywhere, warn_if_all_the_same
+from npu_device._src.training.fit.step import divide
+
+if TYPE_CHECKING:
+    from npu_device._src.training.fit.replica import Replica
+
+
+class Function:
+    """One of a model's three functions, around the one that Keras makes. Keras keeps it as an attribute of the model.
+
+    The first call of a ``fit``, ``evaluate`` or ``predict`` makes the ranks ready (``_start``). Every call goes on to
+    Keras's own function, which takes a batch and calls the model's step: ``step`` has its road.
+
+    Attributes:
+        kind: ``"train"``, ``"test"`` or ``"predict"``.
+        world: the ranks.
+        model: the model.
+        source: the data that the user passed.
+        is_scripts: the script has written the step, not Keras.
+        from_root: rank 0's batches are sent to all ranks.
+        checksum: of the batches since the ranks last compared them.
+    """
+
+    def __init__(self, replica: Replica, kind: str) -> None:
+        self.kind, self.world, self.model = kind, replica.world, replica.model
+        self.source: Any = None
+        self.from_root = False
+        self.checksum = RunningChecksum()
+        self._parts: start.Parts | None = None
+        self._replica = replica
+        self._name = f"{kind}_function"
+        self._make_kerass: Callable[..., Any] = getattr(self.model, f"make_{kind}_function")
+        self._kerass: Callable[[Any], Any]
+        self._own_step: Callable[[Any], Any] = getattr(self.model, f"{kind}_step")
+        self.is_scripts = not compat.belongs_to_keras(self._own_step)
+        self._begins = True
+        self._is_built = False
+        self._sendable = False
+
+    def __call__(self, batches: Any) -> Any:
+        """Run a step, or several; Keras calls this with an iterator, or (to predict, in Keras 3) with a list."""
+        if self._begins:
+            self._begins = False
+            batches = self._start(batches)
+        return self._kerass(batches)
+
+    def make(self, force: bool = False) -> Function:
+        """Make the model's function, unless it is there; Keras calls this at the beginning of each ``fit``."""
+        self._replica.prepare(self.kind)
+        if getattr(self.model, self._name) is not self or force:  # also after compile
+            self._begins, self._is_built = True, False
+            self._make_anew()
+        return self
+
+    def _make_anew(self) -> None:
+        setattr(self.model, self._name, None)
+        self._make_kerass(True)
+        self._kerass = getattr(self.model, self._name)
+        setattr(self.model, self._name, self)
+
+    @property
+    def parts(self) -> start.Parts:
+        """Return the parts of the model that take part in a step; found after the model has been built."""
+        if self._parts is None:
+            self._parts = start.parts_of(self.model)
+        return self._parts
+
+    def begin(self) -> None:
+        """Let the next call make the ranks ready."""
+        self._begins = True
+
+    @property
+    def has_begun(self) -> bool:
+        """Return True if a call has come since ``begin``."""
+        return not self._begins
+
+    def build(self, batches: Any, batch: Any) -> None:
+        """Make all variables that a step needs, before its first one.
+
+        Args:
+            batches: the iterator that Keras has passed.
+            batch: the first batch.
+        """
+        if not self._is_built:
+            self._is_built = True
+            spec = start.spec_of(self.model, batches, batch)
+            start.build(self.model, self.kind, self._own_step, spec, lambda data: divide(self.world, data).data)
+
+    def _start(self, batches: Any) -> Any:
+        """Make the ranks ready: all variables made, equal on all ranks, and the first batch compared."""
+        world, model, training = self.world, self.model, self.kind == "train"
+        self.checksum.take()  # what an interrupted call has left
+        several = isinstance(batches, list)  # what Keras 3 predicts
+        pulled = batches if several else pull(batches, compat.steps_per_call(model))
+        if pulled:
+            require_units(content(pulled[0]), world.size)
+            self.build(batches, pulled[0])
+        if training or not self._replica.in_fit:
+            start.synchronise(world, model, training, self._replica.root_for_once())
+        self._parts = None
+        own_data = bool(pulled) and is_divided(pulled[0])
+        if training and pulled:
+            self._replica.report(None if own_data else int(rows_of(pulled[0])))
+        self._sendable = bool(pulled) and can_be_sent(batches, pulled[0])
+        if own_data:
+            warn_if_all_the_same(world, start.digest(pulled))
+        else:
+            rows = int(rows_of(pulled[0])) if pulled else 0
+            self.send_from_root(not same_everywhere(world, self.source, start.digest(pulled), rows))
+        return batches if several else again(batches, pulled)
+
+    def send_from_root(self, sent: bool) -> None:
+        """Let rank 0's batches be sent to all ranks from now on, or not any more."""
+        if sent and not self._sendable:
+            raise ValueError(
+                "rank 0's batches can't be sent to all ranks: they have strings, sparse or ragged tensors, or sizes "
+                "that vary.\nWhat to do: give all ranks the same batches, by a seed wherever they are shuffled."
+            )
+        if sent != self.from_root:
+            self.from_root = sent
+            self._make_anew()

@@ -1,0 +1,266 @@
+"""Losses and metrics while one step of a replicated model runs.
+
+Each rank's loss is reduced so that the ranks' losses, weighted by their samples, are that of the whole batch. A mean
+over samples needs no change. Sums, values per sample, means over the valid steps of masked sequences, and means by
+sample weights have other denominators.
+
+The state of Keras's own metrics adds up, see ``step.Increments``. The inputs of any other metric are gathered, so that
+every rank's metric sees the whole batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from functools import partial
+from typing import TYPE_CHECKING, Any, Callable
+
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.training.fit.current import CurrentStep
+from npu_device._src.training.world import World
+
+if TYPE_CHECKING:
+    from npu_device._src.training.fit.start import Parts
+    from npu_device._src.training.fit.step import Replaced
+
+
+class Losses:
+    """Stands in for the losses' ``call``, the layers' ``add_loss``, and in Keras 3 the model's ``compute_loss``.
+
+    Args:
+        model: the model.
+        parts: its parts.
+        step: the step that runs.
+        world: the ranks.
+        replaced: restores them.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        losses: Sequence[Any],
+        layers: Sequence[Any],
+        step: CurrentStep,
+        world: World,
+        replaced: Replaced,
+    ) -> None:
+        self._step = step
+        self._world = world
+        is_keras_3 = compat.is_keras_3(compat.keras_of(model))
+        for loss in parts.losses:
+            replaced.replace(loss, "call", partial(self._call, loss, loss.reduction))
+            replaced.keep(loss, "reduction")
+        for layer in parts.layers:
+            if not compat.belongs_to_keras(type(layer)):
+                replaced.replace(layer, "add_loss", self._add_loss)
+            if is_keras_3 and compat.adds_up(getattr(layer, "activity_regularizer", None)):
+                replaced.replace(layer, "activity_regularizer", self._regularize)
+        if is_keras_3:
+            replaced.replace(model, "compute_loss", _compute_with_masks)
+
+    def _call(self, loss: Any, reduction: Any, own: Callable[..., Any], y_true: Any, y_pred: Any) -> Any:
+        values = own(y_true, y_pred)
+        out_mask = getattr(values, "_keras_mask", None)  # by ignore_class
+        masks = [
+            tf.cast(mask, tf.bool) for mask in (getattr(y_pred, "_keras_mask", None), out_mask) if mask is not None
+        ]
+        mask = functools.reduce(tf.logical_and, masks) if masks else None
+        loss.reduction = reduction
+        denominator: Any = 1.0
+        if reduction not in ("sum", "none", None):
+            denominator = self._denominator(reduction, mask, values)
+            if denominator is None:
+                return values
+            # Keras would divide by what is valid on this rank: perhaps by 0.
+            loss.reduction = "sum"
+        result = self._of_the_whole(values, denominator)
+        if out_mask is not None:
+            result._keras_mask = out_mask
+        return result
+
+    def _add_loss(self, own: Callable[..., Any], losses: Any, *args: Any, **kwargs: Any) -> Any:
+        # Keras adds up what a layer gives; one value per sample is a sum over samples.
+        return own(tf.nest.map_structure(self._if_per_sample, losses), *args, **kwargs)
+
+    def _regularize(self, own: Callable[[Any], Any], outputs: Any) -> Any:
+        # In Keras 3 a sum over the samples; in tf-keras it is divided by their number.
+        return self._of_the_whole(own(outputs), 1.0)
+
+    def _if_per_sample(self, loss: Any) -> Any:
+        if not tf.is_tensor(loss) or not loss.shape.rank:
+            return loss
+        rows = self._step.share.rows
+        if loss.shape[0] is not None and loss.shape[0] != rows:  # values of something else
+            return loss
+        return self._of_the_whole(loss, 1.0)
+
+    def _of_the_whole(self, values: tf.Tensor, denominator: Any) -> tf.Tensor:
+        """Return the terms of a sum that is divided by a denominator, so that the step's weight doesn't count twice."""
+        weighed = tf.cast(denominator, tf.float64) * self._step.weight
+        return values * tf.cast(tf.math.divide_no_nan(tf.constant(1.0, tf.float64), weighed), values.dtype)
+
+    def _denominator(self, reduction: str, mask: tf.Tensor | None, values: tf.Tensor) -> tf.Tensor | None:
+        """Return by what Keras would divide the sum over the whole batch; None for the number of values."""
+        weights = self._sample_weights() if reduction == "mean_with_sample_weight" else None
+        if weights is None and mask is None:
+            return None
+        if weights is None:
+            per_step = tf.maximum(tf.size(values) / tf.size(mask), 1.0)  # values for each element of the mask
+            return tf.cast(per_step, tf.float64) * self._sum_of_all_ranks(mask)
+        weights = tf.cast(weights, tf.float64)
+        if mask is not None:
+            while weights.shape.rank < mask.shape.rank:
+                weights = weights[..., tf.newaxis]
+            weights *= tf.cast(mask, tf.float64)
+        return self._sum_of_all_ranks(weights)
+
+    def _sample_weights(self) -> Any:
+        data = self._step.share.data
+        weights = data[2] if isinstance(data, (tuple, list)) and len(data) > 2 else None
+        if tf.nest.is_nested(weights):
+            raise ValueError(
+                "a loss with reduction 'mean_with_sample_weight' was given sample weights for each output, which a "
+                "replicated model can't divide.\nWhat to do: use one weight per sample, or the reduction "
+                "'sum_over_batch_size'."
+            )
+        return weights
+
+    def _sum_of_all_ranks(self, each: tf.Tensor) -> tf.Tensor:
+        return self._world.add_up(tf.reduce_sum(tf.cast(each, tf.float64)) * self._step.counts)
+
+
+def _compute_with_masks(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call Keras 3's ``compute_loss``, whose losses cast outputs of another dtype, which then have no mask any more."""
+    bound = inspect.signature(own).bind(*args, **kwargs)
+    if "y_pred" in bound.arguments:
+        bound.arguments["y_pred"] = tf.nest.map_structure(_as_losses_cast, bound.arguments["y_pred"])
+    return own(*bound.args, **bound.kwargs)
+
+
+def _as_losses_cast(output: Any) -> Any:
+    mask = getattr(output, "_keras_mask", None)
+    if mask is not None and output.dtype.size < 4:
+        output = tf.cast(output, tf.float32)
+        output._keras_mask = mask
+    return output
+
+
+class Metrics:
+    """Stands in for the metrics' ``update_state`` and ``result``.
+
+    Args:
+        parts: those of the model.
+        step: the step that runs.
+        world: the ranks.
+        replaced: restores them.
+    """
+
+    def __init__(self, parts: Parts, step: CurrentStep, world: World, replaced: Replaced) -> None:
+        self._step = step
+        self._world = world
+        self._metrics = parts.metrics
+        self._results: list[tuple[Any, Any, Any]] = []
+        of_losses = set(map(id, parts.trackers))
+        for metric in self._metrics:
+            if _sees_everything(metric):
+                replaced.replace(metric, "update_state", self._update_with_all_ranks)
+            elif _is_plain_mean(metric):
+                replaced.replace(metric, "update_state", partial(self._update_mean, id(metric) in of_losses))
+            replaced.replace(metric, "result", self._record)
+            replaced.replace(metric, "reset_state", partial(_refuse_reset, metric.name))
+
+    def added_up(self) -> list[Any]:
+        """Return the variables whose increments on the ranks are to be added up."""
+        counted = [metric for metric in self._metrics if not _sees_everything(metric)]
+        return list({id(variable): variable for metric in counted for variable in metric.variables}.values())
+
+    def result_behind(self, value: Any) -> Callable[[], Any] | None:
+        """Return a function that recomputes a value of the step's logs, if a metric's ``result`` gave it."""
+        name = _name(value)
+        for given, key, result in self._results:
+            if given is value or (name is not None and name == _name(given)):
+                return partial(_part_of, result, key)
+        return None
+
+    def _record(self, result: Callable[[], Any]) -> Any:
+        given = result()
+        if isinstance(given, dict):
+            self._results += [(value, key, result) for key, value in given.items()]
+        else:
+            self._results.append((given, None, result))
+        return given
+
+    def _update_mean(self, is_tracker: bool, update: Callable[..., Any], values: Any, sample_weight: Any = None) -> Any:
+        # A loss, for instance: one number for the whole batch, to which this rank contributes by its share of the
+        # samples.
+        tensor = compat.to_tensor(values) if isinstance(values, (int, float)) else tf.convert_to_tensor(values)
+        weight = tf.cast(self._step.weight, tensor.dtype if tensor.dtype.is_floating else tf.float32)
+        if tensor.shape.rank == 0:
+            return update(values, sample_weight=weight if sample_weight is None else sample_weight)
+        if is_tracker and sample_weight is not None and tf.convert_to_tensor(sample_weight).shape.rank == 0:
+            # A loss per sample, times what ``Losses`` has divided by; Keras counts each as often as there are samples.
+            samples = tf.cast(sample_weight, weight.dtype)
+            return update(tensor * weight, sample_weight=tf.math.divide_no_nan(samples, weight))
+        return update(values, sample_weight=sample_weight)
+
+    def _update_with_all_ranks(self, update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tf.nest.map_structure(self._of_all_ranks, (args, kwargs))
+        return update(*args, **kwargs)
+
+    def _of_all_ranks(self, value: Any) -> Any:
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        tensor = tf.convert_to_tensor(value)
+        if tensor.shape.rank == 0:
+            mean = self._world.add_up(tf.cast(tensor, tf.float64) * self._step.weight)
+            return tf.cast(mean, tensor.dtype)
+        gathered = self._world.gather(self._step.share.counted(tensor))
+        mask = getattr(value, "_keras_mask", None)
+        if mask is not None:
+            gathered._keras_mask = self._world.gather(self._step.share.counted(mask))
+        return gathered
+
+
+def _refuse_reset(name: str, reset: Callable[[], None]) -> None:
+    del reset
+    raise RuntimeError(
+        f"a step of a replicated model called reset_state of its metric {name!r}; the increments that all ranks have "
+        "made in the step could not be added up then.\nWhat to do: reset it between steps, in a callback."
+    )
+
+
+def _part_of(result: Callable[[], Any], key: Any) -> Any:
+    return result() if key is None else result()[key]
+
+
+def _name(value: Any) -> str | None:
+    """Return the name of a graph's tensor, behind the identities through which AutoGraph returns values."""
+    if not isinstance(value, tf.Tensor) or tf.executing_eagerly():
+        return None
+    while value.op.type == "Identity":
+        value = value.op.inputs[0]
+    return str(value.name)
+
+
+def _sees_everything(metric: Any) -> bool:
+    """Return True for a metric whose state may not add up: its own class or function computes it, not Keras's."""
+    keras = compat.keras_of(metric)
+    base = keras.metrics.Metric
+    function = getattr(metric, "_fn", None)
+    if function is not None:
+        return not _is_keras(getattr(function, "__module__", None))
+    updating = next(cls for cls in type(metric).__mro__ if "update_state" in vars(cls))
+    return updating is base or not _is_keras(updating.__module__)
+
+
+def _is_plain_mean(metric: Any) -> bool:
+    """Return True for a ``Mean`` or ``Sum`` of numbers, which the step itself works out."""
+    keras = compat.keras_of(metric)
+    own = type(metric).update_state
+    return any(own is kind.update_state for kind in (keras.metrics.Mean, keras.metrics.Sum))
+
+
+def _is_keras(module: str | None) -> bool:
+    return (module or "").split(".", 1)[0] in ("keras", "tf_keras")
