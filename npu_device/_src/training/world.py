@@ -24,26 +24,17 @@ class World:
     Attributes:
         runtime: the running cluster.
         group: the group.
+        rank: this process's rank in the group.
+        size: the number of ranks in the group.
+        is_main: True on the group's first rank: rank 0, if it is the whole job.
     """
 
     def __init__(self, runtime: Job, group: Group) -> None:
         self.runtime = runtime
         self.group = group
-
-    @property
-    def rank(self) -> int:
-        """Return this process's rank in the group."""
-        return self.group.rank
-
-    @property
-    def size(self) -> int:
-        """Return the number of ranks in the group."""
-        return self.group.size
-
-    @property
-    def is_main(self) -> bool:
-        """Return True on the group's first rank: rank 0, if it is the whole job."""
-        return self.rank == 0
+        self.rank = group.rank
+        self.size = group.size
+        self.is_main = group.rank == 0
 
     def add_up(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return the sum of all ranks' tensors, of the same shape and dtype."""

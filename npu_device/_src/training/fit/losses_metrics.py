@@ -37,15 +37,7 @@ class Losses:
         replaced: restores them.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        losses: Sequence[Any],
-        layers: Sequence[Any],
-        step: CurrentStep,
-        world: World,
-        replaced: Replaced,
-    ) -> None:
+    def __init__(self, model: Any, parts: Parts, step: CurrentStep, world: World, replaced: Replaced) -> None:
         self._step = step
         self._world = world
         is_keras_3 = compat.is_keras_3(compat.keras_of(model))
