@@ -37,7 +37,15 @@ _ALIVE_SECONDS = 10.0
 
 
 class Health:
-    """This rank's view of the others, and its reports to them."""
+    """This rank's view of the others, and its reports to them.
+
+    Args:
+        cluster: the ranks.
+        channel: the control channel.
+
+    Attributes:
+        symptoms: whether an error only shows that another rank has failed, by whoever can tell.
+    """
 
     def __init__(self, cluster: Cluster, channel: ControlChannel) -> None:
         self._cluster = cluster
@@ -52,13 +60,18 @@ class Health:
         self._departure = threading.Event()
         self._closing = False
         self._gave_up: str | None = None  # why this rank stopped on its own
+        self.symptoms: list[Callable[[BaseException], bool]] = []
+        self._previous_hook = sys.excepthook
+
+    def start(self) -> None:
+        """Begin to listen to the hub, and to report this rank's uncaught errors."""
         myself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _stop_in_fork(myself()))
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_uncaught
-        # Started here: since Python 3.12 no thread can start during interpreter shutdown, which is when ranks leave.
+        # Now: since Python 3.12 no thread can start during interpreter shutdown, which is when ranks leave.
         threading.Thread(target=self._watch_for_departures, name="npu_device-left", daemon=True).start()
-        channel.listen(self._on_push, self._on_lost)
+        self._channel.listen(self._on_push, self._on_lost)
 
     # For the collectives
 
@@ -246,7 +259,7 @@ class Health:
             self._failure is not None
             or isinstance(error, PeerError)
             or isinstance(error.__cause__, PeerError)
-            or "Collective ops is aborted" in str(error)
+            or any(shows_another_ranks(error) for shows_another_ranks in self.symptoms)
         )
         record = self._record(error, secondary)
         self._write_record(record)

@@ -95,16 +95,15 @@ def describe(operation: str, values: Sequence[Any], ragged: bool, details: dict[
         ragged: the first dimension may differ among the ranks.
         details: what else must be the same on every rank.
     """
-    kinds, shapes = [], []
+    kinds, shapes, names, eager = [], [], [], tf.executing_eagerly()
     for value in values:
         sparse = isinstance(value, tf.IndexedSlices)
         dense = value.values if sparse else value
         kinds.append("None" if value is None else f"sparse {dense.dtype.name} rows of" if sparse else dense.dtype.name)
         shapes.append(None if value is None else dense.shape[1:] if sparse or ragged else dense.shape)
-    in_graph = not tf.executing_eagerly()
-    names = tuple(str(getattr(value, "name", "-")) if in_graph and value is not None else "-" for value in values)
-    texts = tuple((key, str(value)) for key, value in details.items())
-    return Call(operation, tuple(kinds), tuple(shapes), names, texts, user_line(), calling_thread())
+        names.append("-" if value is None or eager else str(getattr(value, "name", "-")))
+    texts = tuple(zip(details, map(str, details.values())))
+    return Call(operation, tuple(kinds), tuple(shapes), tuple(names), texts, user_line(), calling_thread())
 
 
 def shapes_number(call: Call, values: Sequence[Any], ragged: bool) -> int | tf.Tensor:
@@ -164,6 +163,8 @@ def _is_users(filename: str) -> bool:
 def calling_thread() -> str:
     """Return the name of the calling thread as far as it is the same on all ranks."""
     thread = threading.current_thread()
+    if thread is threading.main_thread():
+        return thread.name
     return "a thread of TensorFlow" if isinstance(thread, threading._DummyThread) else _own_name(thread)
 
 
@@ -186,7 +187,8 @@ class CallingThreads:
     def in_call(self, group: Group) -> Iterator[bool]:
         """Note that this thread is in a call of the group, and yield whether the ranks can mix it up with another."""
         key, me = (group, group.tag), threading.get_ident()
-        if group.tag is None and self._mixed_up(group):
+        is_main = threading.current_thread() is threading.main_thread()
+        if group.tag is None and not is_main and self._mixed_up(group):
             yield True
         elif not tf.executing_eagerly():
             yield False
@@ -203,7 +205,7 @@ class CallingThreads:
         ranks cannot tell the two apart.
         """
         me = threading.current_thread()
-        if me is threading.main_thread() or isinstance(me, threading._DummyThread) or _is_replica_of_a_strategy():
+        if isinstance(me, threading._DummyThread) or _is_replica_of_a_strategy():
             return False
         key = group.key
         with self._lock:

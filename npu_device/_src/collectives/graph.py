@@ -12,14 +12,13 @@ import itertools
 import re
 import weakref
 from collections.abc import Sequence
-from typing import Any, Callable, TypeVar
+from typing import Any, Callable
 
 import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
 
-_Part = TypeVar("_Part")
 _numbers = itertools.count()
 
 # Which graph is being built
@@ -46,13 +45,6 @@ def require_order(what: str) -> None:
             "What to do: call it outside, before or after, on the whole batch instead of each element; give "
             "tape.jacobian the argument experimental_use_pfor=False."
         )
-
-
-def apart(parts: Sequence[_Part], whole: _Part) -> Sequence[_Part]:
-    """Return the parts that are one collective each: in a session's graph the parts, so that each can start when its
-    inputs are ready; elsewhere the whole, whose parts start on their own.
-    """
-    return parts if runs_if_fetched() else [whole]
 
 
 def after(operation: Any) -> contextlib.AbstractContextManager[Any]:

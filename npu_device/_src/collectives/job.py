@@ -182,6 +182,7 @@ def start(cluster: Cluster, channel: ControlChannel, serves_others: bool, secret
     """Make the job of this process; see ``Job`` for the arguments."""
     global _current
     _current = Job(cluster, channel, serves_others, secret)
+    _current.health.start()
     atexit.register(_exit)
     _log.info("rank %d of %d on host %s is ready", cluster.rank, cluster.world_size, cluster.host)
     return _current

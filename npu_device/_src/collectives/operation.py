@@ -62,10 +62,6 @@ class Operation:
     gradient: Optional[Callable[[Job, Sequence[tf.Tensor]], Sequence[tf.Tensor]]] = None
     key: Optional[str] = None
 
-    def describe(self) -> Call:
-        """Return the description on which the ranks agree."""
-        return describe(self.name, self.values, self.ragged, self.same)
-
     def run(self, job: Job, call: Call | None = None) -> Any:
         """Run the operation, and return its results. Every rank of the group calls this.
 
@@ -79,7 +75,7 @@ class Operation:
                 same text.
             PeerError: a rank has failed or left.
         """
-        call = call or self.describe()
+        call = call or describe(self.name, self.values, self.ragged, self.same)
         if runs_if_fetched():
             return job.sessions.place(self, call)
         group, eager = self.group, tf.executing_eagerly()

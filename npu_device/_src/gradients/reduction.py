@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from npu_device._src.collectives.call import Agreement
 from npu_device._src.collectives.dtypes import reduced_dtype
-from npu_device._src.collectives.graph import apart
+from npu_device._src.collectives.graph import runs_if_fetched
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.operation import Operation
@@ -151,9 +151,9 @@ def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions,
     alone = len(values) == 1 and isinstance(values[0], tf.Tensor)
     segments = [[0]] if alone else cut(values, options.kind, options.fusion, group.name)
     rows = [[position] for position, value in enumerate(values) if isinstance(value, tf.IndexedSlices)]
-    # In a session's graph each segment and each sparse gradient is an operation of its own.
-    parts: list[_Part] = [*((part, [range(len(part))]) for part in segments), *((part, []) for part in rows)]
-    whole: _Part = range(len(values)), segments
+    parts: list[_Part] = [(range(len(values)), segments)]
+    if runs_if_fetched():  # each segment and each sparse gradient is an operation of its own
+        parts = [*((part, [range(len(part))]) for part in segments), *((part, []) for part in rows)]
     results: list[Gradient] = [None] * len(values)
     # Without hcom_parallel nothing is sent before everything is there.
     waits_for_all = not tf.executing_eagerly() and not global_options().hcom_parallel.typed
@@ -161,8 +161,8 @@ def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions,
     tracer = job.part(Tracer) if options.kind in ("mean", "sum") else None
     traced = traced_reduction(tracer, values, segments, job, group, waits_for_all) if tracer else None
     with traced or contextlib.nullcontext() as trace, first or contextlib.nullcontext():
-        for positions, cuts in apart(parts, whole):
-            reduced = _reduction([values[position] for position in positions], cuts, options, group).run(job)
+        for positions, cuts in parts:
+            reduced = _reduction(list(map(values.__getitem__, positions)), cuts, options, group).run(job)
             for position, result in zip(positions, reduced):
                 results[position] = result
         for [position] in rows:

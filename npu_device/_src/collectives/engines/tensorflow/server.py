@@ -78,4 +78,6 @@ def start(job: Job) -> None:
     # this rank already has its result.
     job.serves_others = True
     job.store.barrier("server/up", timeout)
+    # TensorFlow may learn of a closed connection, and abort, before the hub has told that a rank is gone.
+    job.health.symptoms.append(lambda error: "Collective ops is aborted" in str(error))
     job.health.on_stop(lambda text: context.abort_collective_ops(tf.errors.UNAVAILABLE, text))
