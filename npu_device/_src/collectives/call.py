@@ -8,6 +8,7 @@ calls that differ, and ``operation`` lets the ranks agree.
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import hashlib
 import json
@@ -253,6 +254,19 @@ it.
 """
 
 
+class Route(enum.Enum):
+    """How the ranks compare a call, and on which way its data travel; the same on every rank."""
+
+    WITH_DATA = enum.auto()
+    """The group's engine compares the call with its first data."""
+    BEFORE_DATA = enum.auto()
+    """A message compares the call before its data travel on the group's engine."""
+    IN_MESSAGE = enum.auto()
+    """The data are small, and travel in the message that compares the call."""
+    BY_SIZE = enum.auto()
+    """One of the two, as soon as the running graph knows the size."""
+
+
 class Agreement:
     """The agreement on one call.
 
@@ -260,19 +274,26 @@ class Agreement:
         job: the job.
         terms: what the call's first collective has to compare; None if nothing is left to be compared.
         shapes: belongs to the terms.
-        carries: whether small data travel with the terms, instead of through the group's own backend
-            (``choice.carries``).
+        route: how the ranks compare the call.
+        small: on the route ``BY_SIZE``, whether the data are small: a bool tensor.
 
     Attributes:
         job: the job.
-        carries: see above.
+        route: see above.
+        small: see above.
     """
 
     def __init__(
-        self, job: Job, terms: Terms | None = None, shapes: Shapes = 0, carries: bool | tf.Tensor | None = None
+        self,
+        job: Job,
+        terms: Terms | None = None,
+        shapes: Shapes = 0,
+        route: Route = Route.WITH_DATA,
+        small: tf.Tensor | None = None,
     ) -> None:
         self.job = job
-        self.carries = carries
+        self.route = route
+        self.small = small
         self._open: tuple[Terms | None, Shapes] = terms, shapes
 
     @property

@@ -16,7 +16,7 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device._src import environment
-from npu_device._src.collectives.call import Agreement
+from npu_device._src.collectives.call import Agreement, Route
 from npu_device._src.collectives.engines.contract import Backend, ReducingBackend
 from npu_device._src.collectives.engines.host.engines import messages, mpi, shared_memory, tcp
 from npu_device._src.collectives.engines.host.host_engine import ComparingEngine
@@ -43,10 +43,8 @@ def _number_of_hosts(job: Job, group: Group) -> int:
     return len(set(map(job.hosts.leaders.__getitem__, group.ranks)))
 
 
-def carries(job: Job, group: Group, values: Sequence[Any], ragged: bool = False) -> bool | tf.Tensor | None:
-    """Return whether a call's values travel with the message in which the ranks compare it, which otherwise precedes
-    them: a bool tensor if only the running graph knows. None if the ranks compare the call with its first data instead.
-    The same on every rank.
+def route_of(job: Job, group: Group, values: Sequence[Any], ragged: bool) -> tuple[Route, tf.Tensor | None]:
+    """Return how the ranks compare a call; and for ``BY_SIZE``, whether its data are small, a bool tensor.
 
     Args:
         job: the job.
@@ -54,26 +52,33 @@ def carries(job: Job, group: Group, values: Sequence[Any], ragged: bool = False)
         values: dense tensors, their specs, ``tf.IndexedSlices`` and ``None``.
         ragged: their size may differ among the ranks.
     """
-    if group.tag is not None:
-        small = _own_backend_of(job, group, tf.int32) is tensorflow_backend and fits(group.size, values)
-        return None if small is False else small  # the two always compare a call with its first data
+    if group.tag is not None:  # the two always compare a call with its first data
+        through_tensorflow = _own_backend_of(job, group, tf.int32) is tensorflow_backend
+        return _by_size(fits(group.size, values), Route.WITH_DATA) if through_tensorflow else (Route.WITH_DATA, None)
     nccl = job.hosts.engine == "nccl" and any(value.dtype.is_floating for value in values if value is not None)
     if not nccl and comparing_backend_of(job, group) is shared_memory:
-        return None
-    dense = all(isinstance(value, (tf.Tensor, tf.TensorSpec)) for value in values)
-    return False if nccl or ragged or not dense else fits(group.size, values)
+        return Route.WITH_DATA, None
+    if nccl or ragged or not all(isinstance(value, (tf.Tensor, tf.TensorSpec)) for value in values):
+        return Route.BEFORE_DATA, None
+    return _by_size(fits(group.size, values), Route.BEFORE_DATA)
+
+
+def _by_size(small: bool | tf.Tensor, otherwise: Route) -> tuple[Route, tf.Tensor | None]:
+    if isinstance(small, bool):
+        return (Route.IN_MESSAGE if small else otherwise), None
+    return Route.BY_SIZE, small
 
 
 def backend_of(agreement: Agreement, group: Group, dtype: tf.DType) -> Backend:
     """Return the backend that moves a call's tensors of a dtype; the same on every rank."""
     own = _own_backend_of(agreement.job, group, dtype)
-    return own if agreement.carries is None else _or_messages(agreement, group, own)
+    return own if agreement.route is Route.WITH_DATA else _or_messages(agreement, group, own)
 
 
 def reducing_backend_of(agreement: Agreement, group: Group, dtype: tf.DType) -> ReducingBackend:
     """Return the backend for a call that a group of several hosts can divide between its hosts."""
     own = _own_reducing_backend_of(agreement.job, group, dtype)
-    return own if agreement.carries is None else _or_messages(agreement, group, own)
+    return own if agreement.route is Route.WITH_DATA else _or_messages(agreement, group, own)
 
 
 def _or_messages(agreement: Agreement, group: Group, own: ReducingBackend) -> Any:
@@ -81,7 +86,7 @@ def _or_messages(agreement: Agreement, group: Group, own: ReducingBackend) -> An
     it.
     """
     carrying = comparing_backend_of(agreement.job, group)
-    return carrying if agreement.carries is True else _Either(own, carrying, group)
+    return carrying if agreement.route is Route.IN_MESSAGE else _Either(own, carrying, group)
 
 
 class _Either:
@@ -106,7 +111,7 @@ class _Either:
             with tf.control_dependencies(compared):
                 return getattr(self._own, call)(Agreement(job), *arguments)
 
-        return tf.cond(agreement.carries, small, large)
+        return tf.cond(agreement.small, small, large)
 
 
 def _own_backend_of(job: Job, group: Group, dtype: tf.DType) -> Backend:

@@ -19,8 +19,8 @@ from typing import Any, Callable, Optional
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.collectives.call import Agreement, Call, Terms, describe, shapes_number
-from npu_device._src.collectives.choice import carries, comparing_backend_of
+from npu_device._src.collectives.call import Agreement, Call, Route, Terms, describe, shapes_number
+from npu_device._src.collectives.choice import comparing_backend_of, route_of
 from npu_device._src.collectives.graph import require_order, runs_if_fetched
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
@@ -98,10 +98,10 @@ class Operation:
                 return error
 
             terms = Terms(call.fingerprint, call.row, overlaps, refuse)
-            carried = carries(job, group, self.values, self.ragged)
-            agreement = Agreement(job, terms, shapes_number(call, self.values, self.ragged), carried)
+            route, small = route_of(job, group, self.values, self.ragged)
+            agreement = Agreement(job, terms, shapes_number(call, self.values, self.ragged), route, small)
             comparing = comparing_backend_of(job, group)
-            if carried is False:
+            if route is Route.BEFORE_DATA:
                 with tf.control_dependencies(comparing.exchange_terms(agreement, group)):
                     return self.body(Agreement(job))
             try:

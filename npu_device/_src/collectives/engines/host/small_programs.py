@@ -116,7 +116,7 @@ def _round(channel: SmallMessages, mine: np.ndarray, head: Head) -> Generator[in
     """
     space = room(channel.size)
     if mine.nbytes > space:
-        raise AssertionError(f"{mine.nbytes} bytes don't fit into a message; choice.carries is wrong")
+        raise AssertionError(f"{mine.nbytes} bytes don't fit into a message; choice.route_of is wrong")
     row = _HEAD.pack(*head) + mine.tobytes()
     end = len(row)
     rows = yield from channel.gather(row.ljust(_HEAD.size + space, b"\0") if compares(head) else row)
