@@ -145,48 +145,6 @@ def test_freed_memory_is_kept_for_the_next_transfer(tensorflow_ranks: Pool) -> N
     assert min(tensorflow_ranks.run(body_kept_memory)) > 150 << 20
 
 
-def body_keys_of_tags(calls: int) -> int:
-    """Return how many keys sends with many tags have taken, one after the other and in one function."""
-    import tensorflow as tf
-
-    import npu_device as npu
-    from npu_device._src.collectives.engines.tensorflow import keys as sequence
-    from npu_device._src.collectives.group import group_of
-    from npu_device._src.collectives.job import current
-    from npu_device._src.collectives.moves import _pair_of as pair_of
-    from npu_device.distribute import hccl_ops
-
-    rank = npu.open().worker_id
-    running = current()
-    assert running is not None
-    pair = pair_of(group_of(running, "hccl_world_group"), 0, 1, 5)
-    rings = sequence.sequence_of(running, pair)._drawn
-    before = len(rings)
-    for number in range(calls):
-        if rank == 0:
-            hccl_ops.send(tf.fill([77], float(number)), number, 1)
-        else:
-            assert hccl_ops.receive([77], tf.float32, number, 0).numpy().tolist() == [number] * 77
-
-    @tf.function
-    def many() -> list[tf.Tensor]:
-        if rank == 0:
-            sends = [hccl_ops.send(tf.fill([77], float(number)), number, 1) for number in range(calls)]
-            with tf.control_dependencies(sends):
-                return [tf.fill([77], float(number)) for number in range(calls)]
-        return [hccl_ops.receive([77], tf.float32, number, 0) for number in range(calls)]
-
-    assert [value.numpy().tolist() for value in many()] == [[number] * 77 for number in range(calls)]
-    return len(rings) - before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tensorflow_ranks", [2], indirect=True)  # a third one would have nothing to do
-def test_keys_of_tags(tensorflow_ranks: Pool) -> None:
-    for rank, rings in enumerate(tensorflow_ranks.run(body_keys_of_tags, 80)):
-        assert rings == (1 if rank == 0 else 0)
-
-
 def body_many_at_once() -> tuple[list[float], int]:
     """Return sums that one function makes, more of a kind than there are keys, and how many rings of keys."""
     import tensorflow as tf

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import time
-from typing import Callable
+from contextlib import nullcontext as _nothing
+from typing import Any, Callable
 
 import pytest
 from pool import Pool
@@ -144,7 +145,7 @@ def body_deliver() -> tuple[int, float]:
         return total, seconds
     npu.distribute.broadcast_object(None, root_rank=0)
     time.sleep(1)
-    arrived = peers.accepted(0, 77)
+    arrived = peers.accept(0, 77, lambda: False)
     assert arrived is not None
     with arrived:
         arrived.settimeout(30)
@@ -157,3 +158,52 @@ def test_a_rank_waits_until_the_others_hosts_have_what_it_sent(pool_with: Callab
     (sent, seconds), (received, _) = pool_with(2, "3", **all_through("tcp")).run(body_deliver)
     assert sent == received > 0
     assert 0.8 < seconds < 10
+
+
+def body_late() -> tuple[float, str]:
+    """Let rank 0 start to send to rank 1, which is stopped and so can't answer its connection; then rank 1 expects more
+    than comes. Return how long the start took, and the error.
+    """
+    import os
+    import subprocess
+
+    import numpy as np
+
+    import npu_device as npu
+    from npu_device._src.collectives.engines.host.sockets import SocketMesh
+    from npu_device._src.collectives.group import Group
+    from npu_device._src.collectives.job import current
+
+    running, rank = current(), npu.distribute.rank()
+    assert running is not None
+    other = npu.distribute.broadcast_object(os.getpid(), root_rank=1)
+    with (
+        subprocess.Popen(["sh", "-c", f"kill -STOP {other}; sleep 2; kill -CONT {other}"]) if rank == 0 else _nothing()
+    ):
+        time.sleep(0.5)
+        began = time.monotonic()
+        mesh = SocketMesh(running, Group("late", (0, 1), rank))
+
+        def program() -> Any:
+            data = np.zeros(3 + 2 * rank, np.uint8)
+            message = mesh.send(1, data) if rank == 0 else mesh.receive(0, data)
+            while not message.Test():
+                yield message
+
+        steps = program()
+        ended = mesh.advance(steps, block=False)
+        seconds = time.monotonic() - began
+    try:
+        assert ended or mesh.advance(steps, block=True)
+    except AssertionError as error:
+        return seconds, str(error)
+    finally:
+        npu.distribute.barrier()
+        mesh.close()
+    return seconds, ""
+
+
+def test_a_start_waits_for_no_connection_and_a_message_has_its_length(pool_with: Callable[..., Pool]) -> None:
+    (seconds, sent), (_, expected) = pool_with(2, "3", **all_through("tcp")).run(body_late)
+    assert seconds < 1 and sent == ""
+    assert "rank 0 has sent 3 bytes where this rank expected 5" in expected

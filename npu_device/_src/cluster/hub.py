@@ -13,7 +13,6 @@ import heapq
 import itertools
 import json
 import os
-import resource
 import select
 import selectors
 import signal
@@ -369,8 +368,7 @@ def main() -> None:
     # A scheduler may signal all processes of a job (Slurm). The ranks need the hub until they have ended their step.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    ports.allow_many_descriptors()
     try:
         listener = ports.listen(settings["listen"], settings["ports"])
     except RendezvousError as error:

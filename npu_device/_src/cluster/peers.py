@@ -21,7 +21,6 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from typing import Any, Callable
 
 from npu_device._src import environment
@@ -31,7 +30,7 @@ from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.handshake import AttemptFailedError, TimedConnection, reach, serve
 from npu_device._src.cluster.health import Health
-from npu_device._src.cluster.ports import join_address, listen_on_free
+from npu_device._src.cluster.ports import allow_many_descriptors, join_address, listen_on_free
 
 _HEADER = struct.Struct("<QI")  # number of the inbox; length in bytes
 _TOKEN_BYTES = 16
@@ -147,7 +146,9 @@ class Peers:
         self._cluster, self._health, self._secret = cluster, health, secret
         self._pid = os.getpid()
         self._listener: socket.socket | None = None
-        self._others: Sequence[tuple[int, str]] = ()  # each rank's port and token
+        self._opening = threading.Lock()
+        self._store: ControlChannel
+        self._places: dict[int, tuple[int, str]] = {}  # each rank's port and token
         self._outgoing: dict[int, socket.socket] = {}
         self._incoming: dict[int, _Incoming] = {}
         self._sending: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
@@ -155,6 +156,7 @@ class Peers:
         self._lock = threading.Lock()
         self._owning = threading.Lock()
         self._lost: dict[int, str] = {}
+        self._arrival = threading.Condition()
         self._arrived: defaultdict[tuple[int, int], deque[socket.socket]] = defaultdict(deque)
         self._owned: frozenset[socket.socket] = frozenset()  # replaced, so that others may go through it
         myself = weakref.ref(self)
@@ -162,33 +164,53 @@ class Peers:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Return each rank's ``host:port``; empty before ``open``."""
-        return tuple(join_address(host, port) for host, (port, _) in zip(self._cluster.addresses, self._others))
+        """Return each rank's ``host:port``, when all have opened theirs; empty before ``open``."""
+        if self._listener is None:
+            return ()
+        return tuple(join_address(host, self._place(rank)[0]) for rank, host in enumerate(self._cluster.addresses))
 
-    def open(self, store: ControlChannel, timeout: float) -> None:
-        """Let the other ranks connect. Every rank calls this.
+    def open(self, store: ControlChannel) -> None:
+        """Let the other ranks connect; does nothing the second time. A rank that connects to one which hasn't opened
+        waits for it.
 
         Args:
             store: the control channel.
-            timeout: seconds to wait for the other ranks.
 
         Raises:
-            ClusterError: no port is free, or a rank has gone.
-            TimeoutError: a rank didn't come in time.
+            ClusterError: no port is free, or the hub has gone.
         """
-        try:
-            self._listener = listen_on_free(environment.NPU_DEVICE_PORT_RANGE.get(), self._cluster.addresses)
-        except OSError as error:
-            raise ClusterError(
-                f"{self._cluster.name} finds no free port for the other ranks' messages: {error.strerror}.\n"
-                "What to do: let NPU_DEVICE_PORT_RANGE have a port for each rank of a host, plus one."
-            ) from error
-        mine = self._listener.getsockname()[1], secrets.token_hex(_TOKEN_BYTES)
-        self._others = [(int(port), str(token)) for port, token in store.gather("peers", mine, timeout)]
-        self._health.on_stop(lambda _: self._wake_all())
-        secret = self._secret + mine[1].encode()
-        serving = self._listener, secret, self._admitted
-        threading.Thread(target=serve, args=serving, name="npu_device-peers", daemon=True).start()
+        with self._opening:
+            if self._listener is not None:
+                return
+            allow_many_descriptors()
+            try:
+                listener = listen_on_free(environment.NPU_DEVICE_PORT_RANGE.get(), self._cluster.addresses)
+            except OSError as error:
+                raise ClusterError(
+                    f"{self._cluster.name} finds no free port for the other ranks' messages: {error.strerror}.\n"
+                    "What to do: let NPU_DEVICE_PORT_RANGE have a port for each rank of a host, plus one."
+                ) from error
+            port, token = listener.getsockname()[1], secrets.token_hex(_TOKEN_BYTES)
+            self._store = store
+            store.set(f"peers/{self._cluster.rank}", f"{port} {token}")
+            self._health.on_stop(lambda _: self._wake_all())
+            serving = listener, self._secret + token.encode(), self._admitted
+            threading.Thread(target=serve, args=serving, name="npu_device-peers", daemon=True).start()
+            self._listener = listener
+
+    def _place(self, rank: int) -> tuple[int, str]:
+        """Return a rank's port and token, as soon as it has opened.
+
+        Raises:
+            ClusterError: the hub has gone.
+            PeerError: a rank of the job has failed or ended.
+        """
+        while rank not in self._places:
+            self._health.require_running()
+            with contextlib.suppress(TimeoutError):
+                port, token = self._store.get(f"peers/{rank}", _ATTEMPT_SECONDS).split()
+                self._places[rank] = int(port), token
+        return self._places[rank]
 
     def inbox(self, number: int) -> Inbox:
         """Return the inbox of a number of 64 bits, which sender and receiver share; made at its first use."""
@@ -220,19 +242,27 @@ class Peers:
 
         Args:
             rank: who receives.
-            number: what it is for, 64 bits: the other rank gets it from ``accepted``.
+            number: what it is for, 64 bits: the other rank gets it from ``accept``.
 
         Raises:
             PeerError: a rank of the job has failed or ended, or can't be reached.
         """
         return self._owned_by_caller(self._connected(rank, number=number))
 
-    def accepted(self, rank: int, number: int) -> socket.socket | None:
-        """Return the first connection that a rank has made with ``connect`` for a number; None if there is none."""
-        with self._lock:
-            arrived = self._arrived.get((rank, number))
-            if not arrived:
-                return None
+    def accept(self, rank: int, number: int, gives_up: Callable[[], bool]) -> socket.socket | None:
+        """Return the next connection that a rank makes with ``connect`` for a number, as soon as it comes; None if this
+        rank gives up.
+
+        Raises:
+            PeerError: a rank of the job has failed or ended.
+        """
+        with self._arrival:
+            while not self._arrived.get((rank, number)):
+                if gives_up():
+                    return None
+                self._health.require_running()
+                self._arrival.wait(_CHECK_SECONDS)
+            arrived = self._arrived[rank, number]
             connection = arrived.popleft()
             if not arrived:
                 del self._arrived[rank, number]
@@ -308,7 +338,7 @@ class Peers:
 
     def _connected(self, rank: int, **said: Any) -> socket.socket:
         """Return a connection to a rank; its threads may be slow to answer, or stopped for a while."""
-        (port, token), host = self._others[rank], self._cluster.addresses[rank]
+        (port, token), host = self._place(rank), self._cluster.addresses[rank]
         until = time.monotonic() + environment.HCCL_CONNECT_TIMEOUT.get()
         while True:
             seconds = min(_ATTEMPT_SECONDS, max(_PAUSE_SECONDS, until - time.monotonic()))
@@ -325,8 +355,9 @@ class Peers:
     def _admitted(self, line: TimedConnection, said: dict[str, Any]) -> None:
         rank = int(said["rank"])
         if "number" in said:
-            with self._lock:
+            with self._arrival:
                 self._arrived[rank, int(said["number"])].append(self._owned_by_caller(line.connection))
+                self._arrival.notify_all()
             return
         line.connection.settimeout(None)
         self._incoming[rank] = _Incoming(line.connection)

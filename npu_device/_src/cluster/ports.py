@@ -7,6 +7,7 @@ import errno
 import ipaddress
 import logging
 import os
+import resource
 import socket
 from collections.abc import Sequence
 
@@ -16,6 +17,12 @@ _BACKLOG = 1024
 _SELF_CONNECT_SECONDS = 5.0
 
 _log = logging.getLogger("npu_device")
+
+
+def allow_many_descriptors() -> None:
+    """Let this process have as many connections as the system allows it."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def is_loopback(host: str) -> bool:

@@ -52,20 +52,16 @@ def route_of(job: Job, group: Group, values: Sequence[Any], ragged: bool) -> tup
         values: dense tensors, their specs, ``tf.IndexedSlices`` and ``None``.
         ragged: their size may differ among the ranks.
     """
-    if group.tag is not None:  # the two always compare a call with its first data
-        through_tensorflow = _own_backend_of(job, group, tf.int32) is tensorflow_backend
-        return _by_size(fits(group.size, values), Route.WITH_DATA) if through_tensorflow else (Route.WITH_DATA, None)
+    if group.tag is not None:  # a send and its receive
+        return Route.WITH_DATA, None
     nccl = job.hosts.engine == "nccl" and any(value.dtype.is_floating for value in values if value is not None)
     if not nccl and comparing_backend_of(job, group) is shared_memory:
         return Route.WITH_DATA, None
     if nccl or ragged or not all(isinstance(value, (tf.Tensor, tf.TensorSpec)) for value in values):
         return Route.BEFORE_DATA, None
-    return _by_size(fits(group.size, values), Route.BEFORE_DATA)
-
-
-def _by_size(small: bool | tf.Tensor, otherwise: Route) -> tuple[Route, tf.Tensor | None]:
+    small = fits(group.size, values)
     if isinstance(small, bool):
-        return (Route.IN_MESSAGE if small else otherwise), None
+        return (Route.IN_MESSAGE if small else Route.BEFORE_DATA), None
     return Route.BY_SIZE, small
 
 
@@ -105,8 +101,6 @@ class _Either:
             return getattr(self._carrying, call)(Agreement(job, *terms), *arguments)
 
         def large() -> Any:
-            if self._group.tag is not None:
-                return getattr(self._own, call)(Agreement(job, *terms), *arguments)
             compared = self._carrying.exchange_terms(Agreement(job, *terms), self._group)
             with tf.control_dependencies(compared):
                 return getattr(self._own, call)(Agreement(job), *arguments)

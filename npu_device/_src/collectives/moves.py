@@ -16,6 +16,7 @@ from npu_device._src.collectives import blocks
 from npu_device._src.collectives.call import Agreement
 from npu_device._src.collectives.choice import backend_of, row_length
 from npu_device._src.collectives.dtypes import require_bits
+from npu_device._src.collectives.engines.host import transfers
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
@@ -208,7 +209,7 @@ def _send(tensor: tf.Tensor, tag: int, destination: int, group: Group) -> Operat
     pair = _pair_of(group, group.rank, destination, tag)
 
     def body(agreement: Agreement) -> Any:
-        sent = backend_of(agreement, pair, tf.int32).send(agreement, tensor, pair)
+        sent = transfers.send(agreement, tensor, pair)
         return None if tf.executing_eagerly() else sent.op
 
     return Operation(
@@ -237,7 +238,7 @@ def _receive(like: tf.TensorSpec, tag: int, source: int, group: Group) -> Operat
     pair = _pair_of(group, source, group.rank, tag)
 
     def body(agreement: Agreement) -> tf.Tensor:
-        return backend_of(agreement, pair, tf.int32).receive(agreement, like, pair)
+        return transfers.receive(agreement, like, pair)
 
     return Operation(
         "send and receive",

@@ -207,7 +207,7 @@ def _begin(running: Job, trace_settings: Settings | None, seed: int | None) -> N
         resources.divide_cores(running)
         gpus.prepare(running, hosts)
         if not hosts.share_memory:
-            running.peers.open(running.store, environment.HCCL_CONNECT_TIMEOUT.get())
+            running.peers.open(running.store)
         if hosts.needs_server:
             server.start(running)
         send_splits(running)

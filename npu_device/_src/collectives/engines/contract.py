@@ -58,9 +58,3 @@ class Backend(ReducingBackend, Protocol):
 
     def all_to_all(self, agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor:
         """Send row i to rank i, and return the row from rank i as row i: [group.size, n] in and out."""
-
-    def send(self, agreement: Agreement, tensor: tf.Tensor, pair: Group) -> tf.Tensor:
-        """Send to the other rank of a pair; return a tensor that is ready once the other rank has received."""
-
-    def receive(self, agreement: Agreement, like: tf.TensorSpec, pair: Group) -> tf.Tensor:
-        """Return the tensor that the other rank of a pair sends; this rank knows its shape and dtype."""

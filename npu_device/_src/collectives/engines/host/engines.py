@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
+from typing import Callable
 
 from npu_device._src.collectives.engines.host import exchange_programs, memory_programs, small_programs
-from npu_device._src.collectives.engines.host.exchange_slots import TransferSlots
 from npu_device._src.collectives.engines.host.host_engine import ComparingEngine, HostEngine
 from npu_device._src.collectives.engines.host.memory_offer import FIRST_BYTE, connect
 from npu_device._src.collectives.engines.host.memory_ring import Layout, MemoryRing
-from npu_device._src.collectives.engines.host.memory_slots import BYTES, MemorySlots
 from npu_device._src.collectives.engines.host.mpi_messages import MpiMessages
+from npu_device._src.collectives.engines.host.queue import Channel
 from npu_device._src.collectives.engines.host.small_messages import SmallMessages
-from npu_device._src.collectives.engines.host.small_slots import MessageSlots
 from npu_device._src.collectives.engines.host.sockets import SocketMesh
-from npu_device._src.collectives.engines.host.start_finish import Lines
+from npu_device._src.collectives.engines.host.start_finish import GroupLine, Lines
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 
@@ -50,14 +50,13 @@ def _never(_: Job) -> int:
     return sys.maxsize
 
 
-shared_memory = ComparingEngine(
-    memory_programs,
-    Lines(ring_of, lambda job, pair: MemorySlots(connect(job, pair, BYTES), pair.rank), _background_from),
-)
-messages = ComparingEngine(small_programs, Lines(SmallMessages, MessageSlots, _never))
+def _lines(connect: Callable[[Job, Group], Channel], background_from: Callable[[Job], int]) -> Lines:
+    return Lines(lambda job, group: GroupLine(job, group, partial(connect, job, group), background_from(job)))
+
+
+shared_memory = ComparingEngine(memory_programs, _lines(ring_of, _background_from))
+messages = ComparingEngine(small_programs, _lines(SmallMessages, _never))
 """Calls on little data, and the comparison of all others, between hosts."""
 
-mpi = HostEngine(
-    exchange_programs, Lines(_mpi_messages, lambda job, pair: TransferSlots(_mpi_messages(job, pair)), _always)
-)
-tcp = HostEngine(exchange_programs, Lines(SocketMesh, lambda job, pair: TransferSlots(SocketMesh(job, pair)), _always))
+mpi = HostEngine(exchange_programs, _lines(_mpi_messages, _always))
+tcp = HostEngine(exchange_programs, _lines(SocketMesh, _always))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,16 +33,10 @@ class Channel(Protocol):
         """Start to send bytes to a member: uint8, shape [n]. They must stay as they are until the message has ended."""
 
     def receive(self, member: int, data: np.ndarray) -> Request:
-        """Start to receive the next message of a member: uint8, shape [n]; the message may be shorter."""
+        """Start to receive the next message of a member: uint8, shape [n], as many as it has sent."""
 
     def advance(self, program: Any, block: bool, hurry: bool = False) -> bool:
         """Run a program; see ``queue.Channel``. It yields the request to wait for."""
 
-    def wait(self, first: bool, briefly: bool) -> bool:
-        """Wait for news of any message, but not for long; see ``mailbox.Slots``."""
-
-    def check(self) -> None:
-        """Raise if the job has failed."""
-
-    def close(self, expected: Sequence[Any] = ()) -> None:
-        """Give up the channel, and messages that are still expected (its requests)."""
+    def close(self) -> None:
+        """Give up the channel."""

@@ -23,7 +23,6 @@ from npu_device._src.collectives.call import Agreement
 from npu_device._src.collectives.dtypes import reduced_dtype
 from npu_device._src.collectives.engines.host.buffers import BufferPool
 from npu_device._src.collectives.engines.host.heads import Head
-from npu_device._src.collectives.engines.host.mailbox import Transfer
 from npu_device._src.collectives.engines.host.queue import Program
 from npu_device._src.collectives.engines.host.start_finish import Action, Lines, OnTensors, Operation
 from npu_device._src.collectives.engines.host.stream import Stream
@@ -104,27 +103,6 @@ class HostEngine:
         [received] = self._lines.run(agreement, group, [_broadcast(program, tensors, sends=group.rank == root)])
         return received if group.rank != root else [tf.identity(tensor) for tensor in tensors]
 
-    def send(self, agreement: Agreement, tensor: tf.Tensor, pair: Group) -> tf.Tensor:
-        """Send to the other rank of a pair; return a tensor that is ready once the other rank has received."""
-
-        def prepare(arrays: list[np.ndarray]) -> Action:
-            flat = np.ascontiguousarray(arrays[0]).reshape(-1).view(np.uint8)
-            return partial(Transfer, pair.tag or 0, flat, True), [np.array(0, np.int32)]
-
-        operation = Operation([tf.TensorSpec([], tf.int32)], _bytes([tensor]), prepare)
-        [[sent]] = self._lines.run(agreement, pair, [(operation, [tensor])])
-        return sent
-
-    def receive(self, agreement: Agreement, like: tf.TensorSpec, pair: Group) -> tf.Tensor:
-        """Return the tensor that the other rank of a pair sends."""
-
-        def prepare(arrays: list[np.ndarray]) -> Action:
-            result = _array(tuple(like.shape.as_list()), np.dtype(like.dtype.as_numpy_dtype))
-            return partial(Transfer, pair.tag or 0, result.reshape(-1).view(np.uint8), False), [result]
-
-        [[received]] = self._lines.run(agreement, pair, [(Operation([like], _bytes([like]), prepare), [])])
-        return received
-
     def all_gather(self, agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
         """Return all ranks' rows on every rank: [n] in, [group.size, n] out."""
         return self._rows(agreement, lambda mine: partial(self._programs.all_gather, row=mine), row, group)
@@ -135,11 +113,11 @@ class HostEngine:
 
     def _rows(self, agreement: Agreement, program: Callable[..., Any], tensor: tf.Tensor, group: Group) -> tf.Tensor:
         def prepare(arrays: list[np.ndarray]) -> Action:
-            result = _array((group.size, arrays[0].shape[-1]), arrays[0].dtype)
+            result = aligned_array((group.size, arrays[0].shape[-1]), arrays[0].dtype)
             return partial(program(arrays[0]), result=result), [result]
 
         output = tf.TensorSpec([group.size, tensor.shape[-1]], tensor.dtype)
-        [[found]] = self._lines.run(agreement, group, [(Operation([output], _bytes([tensor]), prepare), [tensor])])
+        [[found]] = self._lines.run(agreement, group, [(Operation([output], bytes_of([tensor]), prepare), [tensor])])
         return found
 
 
@@ -172,7 +150,7 @@ def _reduction(
         return partial(program, stream=stream, result=flat, reduction=reduction), results
 
     outputs = [tf.TensorSpec(tensor.shape, dtype) for tensor in tensors] if gets else []
-    return Operation(outputs, _bytes(tensors), prepare), tensors
+    return Operation(outputs, bytes_of(tensors), prepare), tensors
 
 
 def _broadcast(program: Callable[..., Program], tensors: Sequence[tf.Tensor], sends: bool) -> OnTensors:
@@ -190,10 +168,10 @@ def _broadcast(program: Callable[..., Program], tensors: Sequence[tf.Tensor], se
         results = [part.view(dtype).reshape(shape) for part, dtype, shape in zip(parts, dtypes, shapes)]
         return partial(program, stream=stream, result=flat), results
 
-    return Operation([] if sends else specs, _bytes(specs), prepare), tensors if sends or not known else []
+    return Operation([] if sends else specs, bytes_of(specs), prepare), tensors if sends or not known else []
 
 
-def _bytes(tensors: Sequence[Union[tf.Tensor, tf.TensorSpec]]) -> int:
+def bytes_of(tensors: Sequence[Union[tf.Tensor, tf.TensorSpec]]) -> int:
     """Return the bytes of the tensors; one of unknown size counts as large."""
     sizes = (tensor.shape.num_elements() for tensor in tensors)
     return sum(_LARGE if size is None else size * tensor.dtype.size for size, tensor in zip(sizes, tensors))
@@ -202,5 +180,6 @@ def _bytes(tensors: Sequence[Union[tf.Tensor, tf.TensorSpec]]) -> int:
 _pool = BufferPool()
 
 
-def _array(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def aligned_array(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return memory for a result, which is reused when nothing refers to it any more."""
     return _pool.take(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,7 @@ class MpiMessages:
         counts: for each member, the number of ranks whose sum it contributes.
         ahead: see ``exchange.Channel``.
         check: raises if the job has failed.
+        mpi: mpi4py's module.
     """
 
     ahead = 8
@@ -52,10 +53,9 @@ class MpiMessages:
         self.size, self.rank = group.size, group.rank
         self.counts = counts_of(group)
         self.check = job.health.require_running
-        self._world, self._group = world, group
+        self._world, self._group, self.mpi = world, group, world.mpi
         self._comm: Any = None
         self._meeting = self._meet()
-        self._since = 0.0
 
     def send(self, member: int, data: np.ndarray) -> Any:
         """Start to send bytes to a member."""
@@ -63,9 +63,9 @@ class MpiMessages:
             return _Request(self, self._comm.Isend(data, member, _TAG))
 
     def receive(self, member: int, data: np.ndarray) -> Any:
-        """Start to receive the next message of a member."""
+        """Start to receive the next message of a member, which has as many bytes."""
         with self._errors_explained():
-            return _Request(self, self._comm.Irecv(data, member, _TAG))
+            return _Incoming(self, self._comm.Irecv(data, member, _TAG), member, data.nbytes)
 
     def advance(self, program: Program, block: bool, hurry: bool = False) -> bool:
         """Run a program to its end, or as far as it goes without blocking; return whether it has ended.
@@ -106,19 +106,8 @@ class MpiMessages:
     def settle(self) -> None:
         """Do nothing: what the members share is no secret to be withdrawn."""
 
-    def wait(self, first: bool, briefly: bool) -> bool:
-        """Wait a moment, always briefly; there may be something new."""
-        del briefly
-        now = time.perf_counter()
-        if first:
-            self._since = now
-        _pause(now - self._since)
-        return False
-
-    def close(self, expected: Sequence[Any] = ()) -> None:
-        """Free the communicator, and cancel messages that are still expected."""
-        for request in expected:
-            request.cancel()
+    def close(self) -> None:
+        """Free the communicator."""
         comm, self._comm = self._comm, None
         if comm is not None:
             comm.Free()
@@ -180,10 +169,26 @@ class _Request:
         with self._channel._errors_explained():
             return bool(self._request.Test())
 
-    def cancel(self) -> None:
-        """Give up a message that is expected."""
-        self._request.Cancel()
-        self._request.Wait()
+
+class _Incoming(_Request):
+    """A message that is expected, with its length."""
+
+    def __init__(self, channel: MpiMessages, request: Any, member: int, length: int) -> None:
+        super().__init__(channel, request)
+        self._member, self._length = member, length
+        self._status = channel.mpi.Status()
+
+    def Test(self) -> bool:
+        """Return whether it has ended."""
+        with self._channel._errors_explained():
+            if not self._request.Test(self._status):
+                return False
+            if self._status.count != self._length:
+                raise AssertionError(
+                    f"group rank {self._member} has sent {self._status.count} bytes where this rank expected "
+                    f"{self._length}.\nWhat to do: start the job again, and report this as a bug of npu_device."
+                )
+            return True
 
 
 def _pause(waited: float) -> None:

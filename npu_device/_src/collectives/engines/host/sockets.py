@@ -1,8 +1,11 @@
 """The connections of a group's members: two for each pair of them, one in each direction.
 
-A message is its length and its bytes. The thread that waits for a message advances all messages of the channel: it
+A message is its length and its bytes. The thread that waits for a message advances all messages of the mesh: it
 sends what the kernel takes, and receives what has come, so that members that send to each other at the same time never
 wait for each other's buffers.
+
+The connections are made in a thread of their own when the group's first operation starts, so that nothing else waits
+for them; operations do not proceed before.
 """
 
 from __future__ import annotations
@@ -10,10 +13,11 @@ from __future__ import annotations
 import select
 import socket
 import struct
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Callable, Protocol
 
 import numpy as np
 
@@ -25,58 +29,63 @@ from npu_device._src.collectives.job import Job
 _LENGTH = struct.Struct("<Q")
 _CHECK_SECONDS = 0.1
 _SPIN_SECONDS = 1e-4
-_ARRIVAL_SECONDS = 0.001  # nothing tells that a connection has come
-_SLICE_SECONDS, _BRIEFLY_SECONDS = 0.005, 0.001
 
 
-class _Message:
+class Message:
     """One message on its way."""
 
-    def __init__(self, line: _Line, data: np.ndarray) -> None:
-        self._line = line
+    def __init__(self, wire: Wire, data: np.ndarray) -> None:
+        self._wire = wire
         self.data = data.data
         self.ended = False
 
     def Test(self) -> bool:
         """Advance the messages of its connection; return whether this one has ended."""
         if not self.ended:
-            self._line.advance()
+            self._wire.advance()
         return self.ended
 
 
-class _Line:
-    """One direction of a pair: its messages, in their order.
+class Wire:
+    """One direction between two ranks: its connection, and its messages in their order.
+
+    Args:
+        poll: knows the connection while messages are on their way.
+        peers: the ranks' own connections.
+        rank: the other rank.
 
     Attributes:
+        connection: set once, before the first message; doesn't block.
         lost: why the connection has ended; None while it hasn't. That is an error only for those who still wait for a
             message: the other member may have destroyed the group after its last one.
     """
 
-    events = 0
+    event = 0
 
-    def __init__(self, peers: Peers, rank: int, number: int) -> None:
-        self._peers, self._rank, self._number = peers, rank, number
-        self.connection: socket.socket | None = None
-        self.messages: deque[_Message] = deque()
+    def __init__(self, poll: Busy, peers: Peers, rank: int) -> None:
+        self._busy, self._peers, self._rank = poll, peers, rank
+        self.connection: socket.socket
+        self.messages: deque[Message] = deque()
         self.lost: str | None = None
 
-    def add(self, data: np.ndarray) -> _Message:
+    def add(self, data: np.ndarray) -> Message:
         """Start a message."""
-        message = _Message(self, data)
+        message = Message(self, data)
         self.messages.append(message)
+        if self.lost is None:
+            self._busy.add(self)
         return message
 
     def advance(self) -> None:
         """Send or receive what is possible without waiting."""
-        if self.connection is None:
-            self.connection = self._connected()
         try:
-            while self.messages and self.connection is not None and self.lost is None:
+            while self.messages and self.lost is None:
                 self._move(self.connection, self.messages[0])
         except BlockingIOError:
-            pass
+            return
         except OSError as error:
             self.lost = str(error)
+        self._busy.remove(self)
 
     def check(self) -> None:
         """Check that messages can still come or go.
@@ -84,30 +93,33 @@ class _Line:
         Raises:
             PeerError: the connection has ended.
         """
-        if self.lost is not None:
+        if self.lost is not None and self.messages:
             self._peers.raise_for(self._rank, self.lost)
 
-    def _connected(self) -> socket.socket | None:
-        raise NotImplementedError
-
-    def _move(self, connection: socket.socket, message: _Message) -> None:
+    def _move(self, connection: socket.socket, message: Message) -> None:
         raise NotImplementedError
 
     def _end_first(self) -> None:
         self.messages.popleft().ended = True
 
 
-class _Outgoing(_Line):
-    events = select.POLLOUT
+class _Outgoing(Wire):
+    event = select.POLLOUT
 
-    def __init__(self, peers: Peers, rank: int, number: int) -> None:
-        super().__init__(peers, rank, number)
+    def __init__(self, poll: Busy, peers: Peers, rank: int) -> None:
+        super().__init__(poll, peers, rank)
         self._left: list[memoryview] = []
 
-    def _connected(self) -> socket.socket | None:
-        return self._peers.connect(self._rank, self._number)
+    def add(self, data: np.ndarray) -> Message:
+        """Start a message; as much as the kernel takes leaves at once."""
+        message = Message(self, data)
+        self.messages.append(message)
+        self.advance()
+        if not message.ended and self.lost is None:
+            self._busy.add(self)
+        return message
 
-    def _move(self, connection: socket.socket, message: _Message) -> None:
+    def _move(self, connection: socket.socket, message: Message) -> None:
         self._left = self._left or [memoryview(_LENGTH.pack(message.data.nbytes)), message.data]
         sent = connection.sendmsg(self._left)
         while self._left and sent >= self._left[0].nbytes:
@@ -118,19 +130,16 @@ class _Outgoing(_Line):
             self._end_first()
 
 
-class _Incoming(_Line):
-    events = select.POLLIN
+class _Incoming(Wire):
+    event = select.POLLIN
 
-    def __init__(self, peers: Peers, rank: int, number: int) -> None:
-        super().__init__(peers, rank, number)
+    def __init__(self, poll: Busy, peers: Peers, rank: int) -> None:
+        super().__init__(poll, peers, rank)
         self._length = bytearray(_LENGTH.size)
         self._left = memoryview(self._length)
         self._in_data = False
 
-    def _connected(self) -> socket.socket | None:
-        return self._peers.accepted(self._rank, self._number)
-
-    def _move(self, connection: socket.socket, message: _Message) -> None:
+    def _move(self, connection: socket.socket, message: Message) -> None:
         if self._left.nbytes:
             received = connection.recv_into(self._left)
             if not received:
@@ -141,15 +150,59 @@ class _Incoming(_Line):
         self._in_data = not self._in_data
         if self._in_data:
             [length] = _LENGTH.unpack(self._length)
-            if length > message.data.nbytes:
+            if length != message.data.nbytes:
                 raise AssertionError(
                     f"rank {self._rank} has sent {length} bytes where this rank expected {message.data.nbytes}.\n"
                     "What to do: start the job again, and report this as a bug of npu_device."
                 )
-            self._left = message.data[:length]
+            self._left = message.data
         else:
             self._left = memoryview(self._length)
             self._end_first()
+
+
+class Waiting(Protocol):
+    """What ``Busy`` waits for."""
+
+    connection: socket.socket
+    event: int
+
+    def advance(self) -> None:
+        """Do what is possible without waiting."""
+
+
+class Busy:
+    """The wires on which messages are on their way, and waiting for one of them."""
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._wires: dict[int, Waiting] = {}
+
+    def add(self, wire: Waiting) -> None:
+        """Add a wire, if it isn't there."""
+        number = wire.connection.fileno()
+        if number not in self._wires:
+            self._wires[number] = wire
+            self._poll.register(number, wire.event)
+
+    def remove(self, wire: Wire) -> None:
+        """Remove a wire, if it is there."""
+        number = wire.connection.fileno()
+        if self._wires.pop(number, None) is not None:
+            self._poll.unregister(number)
+
+    def advance(self, seconds: float | None, spins: bool) -> bool:
+        """Wait until some message can proceed, spinning first, and advance it; return False if none can in time (None:
+        without a limit).
+        """
+        until = time.perf_counter() + _SPIN_SECONDS
+        ready = self._poll.poll(0)
+        while spins and not ready and time.perf_counter() < until:
+            ready = self._poll.poll(0)
+        ready = ready or self._poll.poll(None if seconds is None else 1000 * seconds)
+        for number, _ in ready:
+            self._wires[number].advance()
+        return bool(ready)
 
 
 class SocketMesh:
@@ -164,6 +217,8 @@ class SocketMesh:
         rank: this member's number.
         counts: for each member, the number of ranks whose sum it contributes.
         ahead: see ``exchange.Channel``.
+        busy: the connections on which messages are on their way.
+        connected: set when all connections are there, or can't be made.
     """
 
     ahead = 4
@@ -171,21 +226,48 @@ class SocketMesh:
     def __init__(self, job: Job, group: Group) -> None:
         self.size, self.rank = group.size, group.rank
         self.counts = counts_of(group)
-        self._health = job.health
+        self._peers, self._health, self._group = job.peers, job.health, group
         self._spins = job.has_own_core
-        ends = [(job.peers, rank, group.number) for rank in group.ranks]
-        self._outgoing = [_Outgoing(*end) for end in ends]
-        self._incoming = [_Incoming(*end) for end in ends]
+        self.busy = Busy()
+        self._outgoing = [_Outgoing(self.busy, job.peers, rank) for rank in group.ranks]
+        self._incoming = [_Incoming(self.busy, job.peers, rank) for rank in group.ranks]
+        self.connected = threading.Event()
+        self._problem: BaseException | None = None
+        self._closing = threading.Lock()
+        self._closed = False
+        threading.Thread(target=self._connect, name="npu_device-connect", daemon=True).start()
 
-    def send(self, member: int, data: np.ndarray) -> _Message:
+    def _connect(self) -> None:
+        """Connect to all members, and wait until all have connected to this one."""
+        ranks, number = self._group.ranks, self._group.number
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        try:
+            for member in others:
+                self._hold(self._outgoing[member], partial(self._peers.connect, ranks[member], number))
+            for member in others:
+                accept = partial(self._peers.accept, ranks[member], number, self._is_closed)
+                self._hold(self._incoming[member], accept)
+        except BaseException as error:
+            self._problem = error
+        self.connected.set()
+
+    def _hold(self, wire: Wire, connect: Callable[[], socket.socket | None]) -> None:
+        connection = None if self._closed else connect()
+        with self._closing:
+            if connection is not None:
+                wire.connection = connection
+                if self._closed:
+                    connection.close()
+
+    def _is_closed(self) -> bool:
+        return self._closed
+
+    def send(self, member: int, data: np.ndarray) -> Message:
         """Start to send bytes to a member; as many as the kernel takes leave at once."""
-        line = self._outgoing[member]
-        message = line.add(data)
-        line.advance()
-        return message
+        return self._outgoing[member].add(data)
 
-    def receive(self, member: int, data: np.ndarray) -> _Message:
-        """Start to receive the next message of a member."""
+    def receive(self, member: int, data: np.ndarray) -> Message:
+        """Start to receive the next message of a member, which has as many bytes."""
         return self._incoming[member].add(data)
 
     def advance(self, program: Program, block: bool, hurry: bool = False) -> bool:
@@ -194,37 +276,32 @@ class SocketMesh:
         Raises:
             PeerError: a rank of the job has failed or ended, or can't be reached any more.
         """
+        while not self.is_connected(_CHECK_SECONDS if block else 0):
+            if not block:
+                return False
         for message in program:
             if not block:
                 return False
             spins = hurry and self._spins  # for the first news of a message: those of a slow link come later anyway
             while not message.ended:
-                if not self._wait(_CHECK_SECONDS, spins):
+                if not self.busy.advance(_CHECK_SECONDS, spins):
                     self.check()
                 spins = False
         return True
 
-    def wait(self, first: bool, briefly: bool) -> bool:
-        """Wait for news of any message, spinning briefly if it is the first wait, but not for long."""
-        return self._wait(_BRIEFLY_SECONDS if briefly else _SLICE_SECONDS, first and self._spins)
+    def is_connected(self, seconds: float) -> bool:
+        """Wait until the connections are there; return False if that takes longer.
 
-    def _wait(self, seconds: float, spins: bool) -> bool:
-        """Wait until some message can proceed, and advance it; return False if none can in so many seconds."""
-        poll, busy, until = select.poll(), {}, time.perf_counter() + _SPIN_SECONDS
-        for line in (*self._outgoing, *self._incoming):
-            if line.messages and line.connection is None:
-                seconds = min(seconds, _ARRIVAL_SECONDS)
-                line.advance()
-            if line.messages and line.connection is not None and line.lost is None:
-                poll.register(line.connection, line.events)
-                busy[line.connection.fileno()] = line
-        ready = poll.poll(0)
-        while spins and not ready and time.perf_counter() < until:
-            ready = poll.poll(0)
-        ready = ready or poll.poll(1000 * seconds)
-        for descriptor, _ in ready:
-            busy[descriptor].advance()
-        return bool(ready)
+        Raises:
+            PeerError: a rank of the job has failed or ended, or can't be reached.
+        """
+        if not self.connected.is_set():
+            self._health.require_running()
+            if not self.connected.wait(seconds):
+                return False
+        if self._problem is not None:
+            raise self._problem
+        return True
 
     def check(self) -> None:
         """Check that the messages can still come or go.
@@ -233,16 +310,16 @@ class SocketMesh:
             PeerError: a rank of the job has failed or ended, or can't be reached any more.
         """
         self._health.require_running()
-        for line in (*self._outgoing, *self._incoming):
-            if line.messages:
-                line.check()
+        for wire in (*self._outgoing, *self._incoming):
+            wire.check()
 
     def settle(self) -> None:
         """Do nothing: what the members share is no secret to be withdrawn."""
 
-    def close(self, expected: Sequence[Any] = ()) -> None:
+    def close(self) -> None:
         """Close the connections."""
-        del expected
-        for line in (*self._outgoing, *self._incoming):
-            if line.connection is not None:
-                line.connection.close()
+        with self._closing:
+            self._closed = True
+            for wire in (*self._outgoing, *self._incoming):
+                if hasattr(wire, "connection"):
+                    wire.connection.close()

@@ -1,6 +1,4 @@
-"""Run a group's operations: the engine or the mailbox behind them, and the functions that a graph calls.
-
-A backend says how the members of a group connect (``Lines``).
+"""Run a group's operations: the queue behind them, and the functions that a graph calls.
 
 An operation says which arrays go in, which come out, and what to do with them once they are ready. It references no
 part of the graph in which it was made: what a graph calls lives as long as the graph.
@@ -8,13 +6,11 @@ part of the graph in which it was made: what a graph calls lives as long as the 
 
 from __future__ import annotations
 
-import functools
 import itertools
-import threading
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Callable, NamedTuple, Union
+from typing import Any, Callable, NamedTuple, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -22,7 +18,6 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.collectives.call import Agreement, Shapes, Terms
 from npu_device._src.collectives.engines.host.heads import head_of
-from npu_device._src.collectives.engines.host.mailbox import Mailbox, Slots, Transfer
 from npu_device._src.collectives.engines.host.queue import Channel, HostQueue, PendingOperation
 from npu_device._src.collectives.graph import Order, step_data
 from npu_device._src.collectives.group import Group
@@ -30,7 +25,7 @@ from npu_device._src.collectives.job import Job
 
 Action = tuple[Callable[..., Any], list[np.ndarray]]
 """The action of an operation, and the arrays that it fills: in a group it makes a program, ``act(channel, head=...)``;
-between two ranks a transfer, ``act(terms, refuse)``.
+between two ranks a transfer.
 """
 
 
@@ -62,7 +57,8 @@ class GroupLine:
         job: the job.
         group: the group.
         connect: makes the members' channel.
-        background_from: the size in bytes from which an operation goes to the background thread; see ``Lines``.
+        background_from: the size in bytes from which an operation goes to the background thread if TensorFlow computes
+            between its start and its finish.
 
     Attributes:
         in_order: each operation begins when the one before it has ended.
@@ -91,7 +87,7 @@ class GroupLine:
         act, results = operation.prepare(arrays)
         position = self._watch.begin(terms.row if terms else None)
         head = head_of(terms, shapes)
-        pending = PendingOperation(lambda channel: act(channel, head=head), results, partial(_refusal, terms, position))
+        pending = PendingOperation(lambda channel: act(channel, head=head), results, partial(refusal, terms, position))
         self._engine.start(pending, overlaps and operation.size > self._background_from)
         return partial(self._finish, pending)
 
@@ -107,69 +103,40 @@ class GroupLine:
         self._engine.close()
 
 
-class PairLine:
-    """The sends and receives of two ranks. The methods are those of ``GroupLine``; ``connect`` makes the mailbox."""
+class Line(Protocol):
+    """The operations of a group on this rank; see ``GroupLine``.
 
-    in_order = False
+    Attributes:
+        in_order: each operation begins when the one before it has ended.
+    """
 
-    def __init__(self, job: Job, group: Group, connect: Callable[[], Mailbox]) -> None:
-        self._connect = functools.cache(connect)
-        self._connecting = threading.Lock()
-        self._watch = job.stall_watch.calls_of(group)
+    in_order: bool
 
     def start(
         self, operation: Operation, terms: Terms | None, shapes: int, arrays: list[np.ndarray], overlaps: bool
     ) -> Finish:
-        """Start a transfer without waiting for the other rank."""
-        assert terms is not None
-        del overlaps
-        act, results = operation.prepare(arrays)
-        position = self._watch.begin(terms.row)
-        transfer = act((*terms.head, shapes), partial(_refusal, terms, position))
-        with self._connecting:
-            self._connect().start(transfer)
-        return partial(self._finish, transfer, results)
-
-    def _finish(self, transfer: Transfer, results: list[np.ndarray]) -> tuple[int, list[np.ndarray]]:
-        try:
-            self._connect().finish(transfer)
-            return transfer.ended_at, results
-        finally:
-            self._watch.end()
+        """Start an operation without waiting for others, and return the function that finishes it."""
 
     def close(self) -> None:
-        """Close the mailbox."""
-        with self._connecting:
-            if self._connect.cache_info().currsize:
-                self._connect().close()
+        """Free its resources; later operations fail."""
 
 
-def _refusal(terms: Terms | None, position: int) -> Exception:
+def refusal(terms: Terms | None, position: int) -> Exception:
+    """Return the error for members whose calls differ."""
     if terms is None:
         return RuntimeError("the ranks of a group called different collectives")
     return terms.refuse(position)
 
 
-Line = Union[GroupLine, PairLine]
-
-
 class Lines:
-    """The lines of all groups on one backend.
+    """The lines of all groups on one engine.
 
     Args:
-        channel: connects the members of a group.
-        slots: connects the two ranks of a pair.
-        background_from: returns the size in bytes from which an operation goes to the background thread if TensorFlow
-            computes between its start and its finish.
+        make: makes the line of a group, at its first operation.
     """
 
-    def __init__(
-        self,
-        channel: Callable[[Job, Group], Channel],
-        slots: Callable[[Job, Group], Slots],
-        background_from: Callable[[Job], int],
-    ) -> None:
-        self._channel, self._slots, self._background_from = channel, slots, background_from
+    def __init__(self, make: Callable[[Job, Group], Line]) -> None:
+        self._make = make
 
     def run(self, agreement: Agreement, group: Group, operations: Sequence[OnTensors]) -> list[list[tf.Tensor]]:
         """Run operations of a group, and return the results of each; the first one carries the agreement's terms."""
@@ -197,13 +164,8 @@ class Lines:
         """Return the line of a group, made at its first use."""
         with job.making:
             if (self, group) not in job.lines:
-                job.lines[self, group] = self._made(job, group)
+                job.lines[self, group] = self._make(job, group)
             return job.lines[self, group]
-
-    def _made(self, job: Job, group: Group) -> Line:
-        if group.tag is None:
-            return GroupLine(job, group, partial(self._channel, job, group), self._background_from(job))
-        return PairLine(job, group, lambda: Mailbox(self._slots(job, group)))
 
 
 class Orders:

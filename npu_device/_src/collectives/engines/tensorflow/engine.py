@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from npu_device._src.collectives.call import Agreement
 from npu_device._src.collectives.dtypes import mean_dtype, sum_dtype, wire_dtype, wire_scales
-from npu_device._src.collectives.engines.host.engines import messages
 from npu_device._src.collectives.engines.tensorflow import kernels, words
 from npu_device._src.collectives.folding import fold
 from npu_device._src.collectives.group import Group, counts_of
@@ -76,27 +75,6 @@ def broadcast(agreement: Agreement, tensors: Sequence[tf.Tensor], root: int, gro
         )
         results.extend(words.unpack(received, transfer))
     return results
-
-
-def send(agreement: Agreement, tensor: tf.Tensor, pair: Group) -> tf.Tensor:
-    """Send a tensor through a broadcast in a group of two, as ``contract.Backend.send`` requires."""
-
-    def move(vector: tf.Tensor) -> tf.Tensor:
-        key = kernels.key_of_send(agreement.job, vector, pair)
-        with tf.control_dependencies([messages.send(agreement, key, pair)]):
-            return kernels.broadcast(agreement.job, vector, pair.rank, pair, key)
-
-    return _with_an_element(move, words.pack([tensor]))
-
-
-def receive(agreement: Agreement, like: tf.TensorSpec, pair: Group) -> tf.Tensor:
-    """Return the tensor that the other rank of a pair sends."""
-    elements = like.shape.num_elements()
-    length = words.words_for(elements, like.dtype)
-    key = messages.receive(agreement, tf.TensorSpec([], tf.int32), pair)
-    empty = tf.zeros([max(length, 1)], tf.int32)
-    vector = kernels.broadcast(agreement.job, empty, 1 - pair.rank, pair, key)[:length]
-    return tf.reshape(words.from_words(vector[tf.newaxis], like.dtype, elements), like.shape)
 
 
 def _gather_rows(job: Job, row: tf.Tensor, group: Group) -> tf.Tensor:

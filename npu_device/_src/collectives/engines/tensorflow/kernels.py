@@ -62,28 +62,18 @@ def _run(
         return _noted(job, group, operation, _watched(job, group, tensor, transfer))
 
 
-def key_of_send(job: Job, tensor: tf.Tensor, pair: Group) -> tf.Tensor:
-    """Return a key for ``broadcast`` from this rank to the other one of a pair: int32, shape []."""
-    with tf.device(job.device("CPU")):
-        return _draw(job, pair, ("broadcast", pair.rank), tensor)
-
-
-def broadcast(job: Job, tensor: tf.Tensor, root_rank: int, group: Group, key: tf.Tensor | None = None) -> tf.Tensor:
-    """Return the root's tensor on every rank; the others pass one of the same shape and dtype.
-
-    Args:
-        key: in a pair, the one that the sender has drawn.
-    """
+def broadcast(job: Job, tensor: tf.Tensor, root_rank: int, group: Group) -> tf.Tensor:
+    """Return the root's tensor on every rank; the others pass one of the same shape and dtype."""
     device, kind = _device(job, tensor.dtype)
 
     def spread() -> tf.Tensor:
-        keys = _keys(job, group, kind, ("broadcast", root_rank), tensor, key)
+        keys = _keys(job, group, kind, ("broadcast", root_rank), tensor)
         if group.rank == root_rank:
             return tf.raw_ops.CollectiveBcastSendV2(input=tensor, **keys)
         return tf.raw_ops.CollectiveBcastRecvV2(shape=tf.shape(tensor), T=tensor.dtype, **keys)
 
     with tf.device(device):
-        result = spread() if group.tag is not None else _watched(job, group, tensor, spread)
+        result = _watched(job, group, tensor, spread)
         return _kept(job, group, _noted(job, group, ("broadcast", root_rank), result))
 
 
@@ -128,11 +118,9 @@ def _draw(job: Job, group: Group, operation: Hashable, tensor: tf.Tensor) -> tf.
     return sequence_of(job, group).draw(operation, tensor.dtype, shape)
 
 
-def _keys(
-    job: Job, group: Group, kind: str, operation: Hashable, tensor: tf.Tensor, key: tf.Tensor | None = None
-) -> dict[str, Any]:
+def _keys(job: Job, group: Group, kind: str, operation: Hashable, tensor: tf.Tensor) -> dict[str, Any]:
     with tf.device(job.device("CPU")):  # keys are the CPU's work, also for a collective between GPUs
-        instance_key = _draw(job, group, operation, tensor) if key is None else key
+        instance_key = _draw(job, group, operation, tensor)
     # TensorFlow's groups consist of devices, so a group has one key for its CPUs and another for its GPUs.
     return {
         "group_size": group.size,

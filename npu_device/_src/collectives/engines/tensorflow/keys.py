@@ -5,9 +5,6 @@ A key fixed during tracing would differ as soon as one rank retraces and another
 own way of passing it at each call (``capture_call_time_value``) fails for a function that is called in a loop or a
 branch, as Keras 3 does with ``steps_per_execution`` (seen with TensorFlow 2.20).
 
-Between two ranks, where transfers with different tags come in any order, only the sender draws, and tells the other one
-its key.
-
 TensorFlow keeps 1.5 KB for each key forever, and what the key stands for: kind, dtype and shape. So keys are
 reused, in a ring for each combination.
 """
@@ -33,10 +30,7 @@ RING = 16
 graph with more of a kind and dtype, each waits until the one that is so many places before it has ended.
 """
 
-_RING_OF_A_SENDER = 64  # transfers with different tags may be received in another order, and so wait for longer
-
 _LANES = 16
-_KEYS_OF_A_SENDER = 1 << 30
 
 
 class Sequence:
@@ -44,18 +38,14 @@ class Sequence:
 
     Args:
         job: the job.
-        first: the first key.
-        ring: the number of keys in a ring.
     """
 
-    def __init__(self, job: Job, first: int, ring: int) -> None:
+    def __init__(self, job: Job) -> None:
         with tf.init_scope(), tf.device(job.device("CPU")):
             self._lanes = [compat.plain_variable(tf.constant(0, tf.int32)) for _ in range(_LANES)]
         self._order = Order(job.device("CPU"))
         self._used = 0
         self._lock = threading.Lock()
-        self._first = first
-        self._ring = ring
         # For each signature, the first key of its ring and a count.
         self._drawn: dict[Hashable, list[int]] = {}
         # For each graph, kind and dtype, the names of the collectives.
@@ -75,7 +65,7 @@ class Sequence:
             return tf.constant(np.int32(self._next((kind, dtype.name, tuple(sizes)))))
         names = self._made_in_graph()[kind, dtype.name]
         graph = tf.compat.v1.get_default_graph()
-        before = [graph.get_operation_by_name(names[-self._ring])] if len(names) >= self._ring else []
+        before = [graph.get_operation_by_name(names[-RING])] if len(names) >= RING else []
 
         def drawn(*shape: Any) -> list[np.int64]:
             sizes = shape[0].tolist() if known is None else known
@@ -86,9 +76,9 @@ class Sequence:
 
     def _next(self, signature: Hashable) -> int:
         with self._lock:
-            ring = self._drawn.setdefault(signature, [self._first + len(self._drawn) * self._ring, 0])
+            ring = self._drawn.setdefault(signature, [1 + len(self._drawn) * RING, 0])
             ring[1] += 1
-            return ring[0] + ring[1] % self._ring
+            return ring[0] + ring[1] % RING
 
     def note(self, kind: Hashable, result: tf.Tensor) -> None:
         """Note the result of the collective for which a key was drawn."""
@@ -124,12 +114,9 @@ def order_of_nccl(job: Job) -> tf.Tensor:
 def sequence_of(job: Job, group: Group) -> Sequence:
     """Return the sequence of a group, made at its first use.
 
-    It outlives the group: TensorFlow remembers what the group's keys stand for. In a pair, each side has keys of its
-    own for what it sends.
+    It outlives the group: TensorFlow remembers what the group's keys stand for.
     """
     with job.making:  # or two threads might each make one
         if group not in job.sequences:
-            is_pair = group.tag is not None
-            first, ring = (group.rank * _KEYS_OF_A_SENDER, _RING_OF_A_SENDER) if is_pair else (0, RING)
-            job.sequences[group] = Sequence(job, 1 + first, ring)
+            job.sequences[group] = Sequence(job)
         return job.sequences[group]
