@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.eager import record as _record
 from tensorflow.python.framework import ops as _ops
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops import control_flow_v2_func_graphs as _branches
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
+from tensorflow.python.ops import stateful_random_ops as _stateful_random_ops
 
 
 def variables_read() -> list[tuple[Any, tf.Tensor]]:
@@ -127,6 +129,49 @@ def operations_of_call(graph: Any, call: Any) -> set[str]:
             kinds.add(node.op)
             names += [node.attr["f"].func.name] if node.attr["f"].func.name else []
     return kinds
+
+
+_CALLS = {
+    "If": ("then_branch", "else_branch"),
+    "While": ("cond", "body"),
+    "Case": ("branches",),
+    "PartitionedCall": ("f",),
+}
+
+
+def functions_of(operation: Any) -> dict[str, list[Any]]:
+    """Return the graphs of the functions that an operation calls, by the name of its attribute; none for most.
+
+    The graph of a function that another one calls has no public name.
+    """
+    kind = operation.type.replace("Stateless", "").replace("Stateful", "")
+    found: dict[str, list[Any]] = {}
+    for name in _CALLS.get(kind, ()):
+        value = operation.get_attr(name)
+        functions = value if isinstance(value, list) else [value]
+        found[name] = [operation.graph._get_function(function.name).graph for function in functions]
+    return found
+
+
+def replace_input(operation: Any, index: int, tensor: Any) -> None:
+    """Replace an input of an operation by another tensor, in a graph that has not run yet.
+
+    There is no public way to change an operation.
+    """
+    operation._update_input(index, tensor)
+
+
+def set_seed_of(operation: Any, seed: int) -> None:
+    """Set the graph's part of the seed of a random operation, in a graph that has not run yet.
+
+    There is no public way to change an operation.
+    """
+    operation._set_attr("seed", attr_value_pb2.AttrValue(i=seed % (2**31 - 1)))  # as random_seed.get_seed does
+
+
+def random_generator_of_process() -> Any:
+    """Return the generator of ``tf.random.get_global_generator()``; None if there isn't one, which that would make."""
+    return _stateful_random_ops.global_generator
 
 
 def record_operation(name: str, outputs: Any, inputs: Any, backward: Any) -> None:

@@ -51,6 +51,15 @@ def layers_of(model: Any) -> list[Any]:
     return list(model._flatten_layers(include_self=False))  # in tf-keras 2.15 to 2.20, and Keras 3.0 to 3.15
 
 
+def seed_generator_of_keras_3() -> Any:
+    """Return what ``keras.random`` draws from without a seed; None if nothing has been drawn so far.
+
+    Keras 3 has no public name for it.
+    """
+    state = sys.modules.get("keras.src.backend.common.global_state")
+    return state.get_global_attribute("global_seed_generator") if state is not None else None
+
+
 def build_optimizer(optimizer: Any, variables: Any) -> None:
     """Create an optimizer's variables, if they don't exist. A legacy optimizer of tf-keras has no public way."""
     if is_keras_3(keras_of(optimizer)):

@@ -27,6 +27,11 @@ def layer_of_vocabulary(weight: Any) -> Any:
     return getattr(weight, "_layer", None)
 
 
+def generator_of_layer(layer: Any) -> Any:
+    """Return the ``tf.random.Generator`` from which a layer of tf-keras draws; None if there is none, or not yet."""
+    return getattr(getattr(layer, "_random_generator", None), "_generator", None)
+
+
 def slots(optimizer: Any, weights: Any) -> list[Any]:
     """Return the slot variables of a legacy optimizer, in the order of the weights and of the slots' names."""
     found = []

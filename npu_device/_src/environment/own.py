@@ -137,6 +137,14 @@ NPU_DEVICE_LOG_LEVEL = optional(
     Form(forms.log_level, "one of DEBUG, INFO, WARNING, ERROR, CRITICAL"),
     "the level of the logger `npu_device`, from `npu.open()` on; default: Python's, which shows warnings and errors.",
 )
+NPU_DEVICE_STEP_RANDOM = Variable(
+    "NPU_DEVICE_STEP_RANDOM",
+    forms.one_of("own", "same"),
+    "own",
+    "random numbers in the training step of a replicated model: `own` lets each rank draw its own for its samples; "
+    "`same` lets all ranks draw the same, so that gradients are noisier than on one process. `same` goes after 0.2.",
+    everywhere=True,
+)
 NPU_DEVICE_RESTART_COUNT = Variable(
     "NPU_DEVICE_RESTART_COUNT",
     forms.integer(0),

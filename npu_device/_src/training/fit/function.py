@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Callable
 
 from npu_device._src import compat
-from npu_device._src.training.fit import start
+from npu_device._src.training.fit import randomness, start
 from npu_device._src.training.fit.batches import again, pull
+from npu_device._src.training.fit.randomness import NumbersOfRank
 from npu_device._src.training.fit.share import content, is_divided, require_units, rows_of
 from npu_device._src.training.fit.sources import RunningChecksum, can_be_sent, same_everywhere, warn_if_all_the_same
-from npu_device._src.training.fit.step import divide
+from npu_device._src.training.fit.step import Replaced, divide
 
 if TYPE_CHECKING:
+    from npu_device._src.training.fit.draws import Draw
     from npu_device._src.training.fit.replica import Replica
 
 
@@ -46,6 +49,7 @@ class Function:
         self._begins = True
         self._is_built = False
         self._sendable = False
+        self._has_drawn = False
 
     def __call__(self, batches: Any) -> Any:
         """Run a step, or several; Keras calls this with an iterator, or (to predict, in Keras 3) with a list."""
@@ -91,10 +95,29 @@ class Function:
             batches: the iterator that Keras has passed.
             batch: the first batch.
         """
-        if not self._is_built:
-            self._is_built = True
-            spec = start.spec_of(self.model, batches, batch)
-            start.build(self.model, self.kind, self._own_step, spec, lambda data: divide(self.world, data).data)
+        if self._is_built:
+            return
+        self._is_built = True
+        replaced = Replaced()
+        numbers = NumbersOfRank(self.world, self.model, replaced)
+
+        def share(data: Any) -> Any:
+            mine = divide(self.world, data).data
+            if self.kind == "train":
+                numbers.begin()  # functions that the step calls are traced here, and not again
+            return mine
+
+        try:
+            start.build(self.model, self.kind, self._own_step, start.spec_of(self.model, batches, batch), share)
+        finally:
+            replaced.restore()
+
+    def drew(self, draws: Sequence[Draw]) -> None:
+        """Report how the ranks draw the random numbers of a step, if it draws some; once."""
+        if draws and not self._has_drawn:
+            self._has_drawn = True
+            if self.world.is_main:
+                randomness.report(self.model, draws)
 
     def _start(self, batches: Any) -> Any:
         """Make the ranks ready: all variables made, equal on all ranks, and the first batch compared."""

@@ -19,6 +19,7 @@ from npu_device._src import compat
 from npu_device._src.training.fit import batch_norm
 from npu_device._src.training.fit.current import CurrentStep, current_step, running
 from npu_device._src.training.fit.losses_metrics import Losses, Metrics
+from npu_device._src.training.fit.randomness import NumbersOfRank
 from npu_device._src.training.fit.share import Share, is_divided, share_of_batch, share_of_divided
 from npu_device._src.training.world import World
 
@@ -101,6 +102,7 @@ class Step:
     def __init__(self, function: Function, share: Share) -> None:
         world, parts, training = function.world, function.parts, function.kind == "train"
         self._world = world
+        self._function = function
         self._current = current = _current(function, share)
         self._replaced = Replaced()
         self._metrics = Metrics(parts, current, world, self._replaced)
@@ -108,6 +110,7 @@ class Step:
         synchronised = [layer for layer in parts.layers if getattr(layer, "synchronized", False)]
         if training and synchronised:
             batch_norm.synchronise(synchronised, current, world, self._replaced)
+        self._numbers = NumbersOfRank(world, function.model, self._replaced) if training else None
         counted = [(variable, current.counts) for variable in self._metrics.added_up()]
         moved = [(variable, current.weight) for variable in parts.statistics] if training else []
         self._increments = Increments(counted + moved, world.add_up)
@@ -115,6 +118,8 @@ class Step:
     def __enter__(self) -> Step:
         self._seen = running(self._current)
         self._seen.__enter__()
+        if self._numbers is not None:
+            self._numbers.begin()
         return self
 
     def __exit__(
@@ -122,6 +127,10 @@ class Step:
     ) -> None:
         self._seen.__exit__(kind, error, traceback)
         self._replaced.restore()
+        if self._numbers is not None:
+            self._numbers.end()
+            if error is None:
+                self._function.drew(self._numbers.settle(self._current.share.data))
 
     @_as_it_is
     def results_of_all(self, logs: Any) -> Any:

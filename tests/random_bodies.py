@@ -1,0 +1,211 @@
+"""Trainings whose steps draw random numbers, which come back in the gradients, on one process and on ranks."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+WIDTH, BATCH, STEPS = 64, 48, 12
+
+
+def _model(draw: Any, parts: Any, seed: int = 1, **compiled: Any) -> Any:
+    """Return a replicated model whose step's gradient is the mean of a batch's random numbers, for 64 weights."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    keras = tf.keras
+    keras.utils.set_random_seed(seed)
+
+    class Model(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            for name, part in parts().items():
+                setattr(self, name, part)
+            self.dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x)
+
+        def train_step(self, data: Any) -> Any:
+            x, _ = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self(tf.reshape(draw(self, x), [-1, WIDTH])))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+            return {"loss": loss}
+
+    model = Model()
+    model.compile(keras.optimizers.SGD(1.0), **compiled)
+    return npu.distribute.replicate(model)
+
+
+def _fit(model: Any, shape: Any = (WIDTH,)) -> np.ndarray:
+    """Train, and return the gradients, [STEPS, WIDTH]."""
+    import tensorflow as tf
+
+    weights = [np.zeros(WIDTH)]
+
+    class Weights(tf.keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            weights.append(np.ravel(model.dense.get_weights()[0]))
+
+    ones = np.ones((BATCH * STEPS, *shape), np.float32)
+    model.fit(ones, ones[:, :1], batch_size=BATCH, verbose=0, callbacks=[Weights()])
+    return -np.diff(weights, axis=0)
+
+
+def _kinds() -> dict[str, tuple[Any, Any]]:
+    import tensorflow as tf
+
+    keras = tf.keras
+    layers = keras.layers
+
+    @tf.function
+    def inside(x: Any) -> Any:
+        return tf.random.normal(tf.shape(x))
+
+    @tf.function
+    def loop(x: Any) -> Any:
+        total = tf.zeros_like(x)
+        for _ in tf.range(4):
+            total += tf.random.normal(tf.shape(x)) / 2.0
+        return total
+
+    def flip(model: Any, x: Any) -> Any:  # 1 or -1, by half
+        images = tf.reshape(x, [-1, WIDTH // 2, 2, 1]) * tf.constant([1.0, -1.0])[None, None, :, None]
+        # Each image of two columns is flipped or not: as many images as numbers.
+        pairs = tf.reshape(images, [-1, 1, 2, 1])
+        return tf.repeat(tf.reshape(model.flip(pairs, training=True), [-1, WIDTH])[:, ::2], 2, axis=1)
+
+    return {
+        "tf.random": (lambda model, x: tf.random.normal(tf.shape(x)), dict),
+        "dropout": (
+            lambda model, x: model.drop(tf.ones_like(x), training=True) - 1.0,
+            lambda: {"drop": layers.Dropout(0.5)},
+        ),
+        "noise": (
+            lambda model, x: model.noise(tf.zeros_like(x), training=True),
+            lambda: {"noise": layers.GaussianNoise(1.0)},
+        ),
+        "seeded noise": (
+            lambda model, x: model.noise(tf.zeros_like(x), training=True),
+            lambda: {"noise": layers.GaussianNoise(1.0, seed=3)},
+        ),
+        "flip": (flip, lambda: {"flip": layers.RandomFlip("horizontal")}),
+        "generator": (
+            lambda model, x: model.generator.normal(tf.shape(x)),
+            lambda: {"generator": tf.random.Generator.from_seed(4)},
+        ),
+        "keras.random": (lambda model, x: keras.random.normal(tf.shape(x)), dict),
+        "function": (lambda model, x: inside(x), dict),
+        "loop": (lambda model, x: loop(x), dict),
+    }
+
+
+def body_noise(kind: str) -> Any:
+    """Return the standard deviation of the gradients, and the states of generators afterwards."""
+    draw, parts = _kinds()[kind]
+    model = _model(draw, parts)
+    gradients = _fit(model)
+    return float(np.std(gradients)), states_of(model)
+
+
+def states_of(model: Any) -> list[Any]:
+    """Return the states of a model's generators."""
+    found = [getattr(model, name, None) for name in ("generator",)]
+    for name in ("drop", "noise", "flip"):
+        layer = getattr(model, name, None)
+        found += [getattr(layer, "seed_generator", None), getattr(layer, "generator", None)]
+        found.append(getattr(getattr(layer, "_random_generator", None), "_generator", None))
+    return [np.asarray(each.state).tolist() for each in found if each is not None]
+
+
+def body_shared(kind: str) -> Any:
+    """Return the gradients of steps whose random numbers one process draws once for the whole batch."""
+    import tensorflow as tf
+
+    def scaled(model: Any, x: Any) -> Any:
+        return x * tf.random.normal([])
+
+    def decided(model: Any, x: Any) -> Any:
+        return tf.cond(tf.reduce_sum(tf.random.uniform([5])) < 2.5, lambda: x, lambda: -x)
+
+    def drop_path(model: Any, x: Any) -> Any:
+        return model.drop(x, training=True)
+
+    def weight_noise(model: Any, x: Any) -> Any:
+        return x + tf.reshape(tf.random.normal([WIDTH, 1]), [1, -1])
+
+    def masked_columns(model: Any, x: Any) -> Any:
+        return model.drop(x, training=True)
+
+    layers = tf.keras.layers
+    parts = {
+        "drop path": lambda: {"drop": layers.Dropout(0.5, noise_shape=(1, 1))},
+        "columns": lambda: {"drop": layers.Dropout(0.5, noise_shape=(1, WIDTH))},
+    }.get(kind, dict)
+    draw = {"number": scaled, "branch": decided, "drop path": drop_path, "columns": masked_columns}
+    model = _model(draw.get(kind, weight_noise), parts)
+    return _fit(model)
+
+
+def body_switched_off() -> float:
+    """Return what ``body_noise`` returns for ``tf.random``, with ``NPU_DEVICE_STEP_RANDOM=same``."""
+    os.environ["NPU_DEVICE_STEP_RANDOM"] = "same"
+    try:
+        return body_noise("dropout")[0]
+    finally:
+        del os.environ["NPU_DEVICE_STEP_RANDOM"]
+
+
+def body_outside() -> Any:
+    """Return what is drawn outside of steps, before, between and after them: the same on all ranks."""
+    import tensorflow as tf
+
+    def numbers() -> list[float]:
+        return [float(tf.random.normal([])), float(tf.random.get_global_generator().normal([]))]
+
+    @tf.function
+    def traced() -> Any:
+        return tf.random.normal([])
+
+    tf.random.set_global_generator(tf.random.Generator.from_seed(8))
+    draw, parts = _kinds()["tf.random"]
+    model = _model(draw, parts)
+    found = numbers()
+
+    class Between(tf.keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            found.extend(numbers())
+
+    ones = tf.data.Dataset.from_tensors(tf.ones((BATCH, WIDTH))).repeat(2)
+    noisy = ones.map(lambda x: (x + tf.random.normal(tf.shape(x)), x[:, :1]))
+    model.fit(noisy, verbose=0, callbacks=[Between()])
+    return [*found, *numbers(), float(traced())]
+
+
+def body_eager(kind: str) -> float:
+    """Return the standard deviation of the gradients of a model that runs eagerly."""
+    draw, parts = _kinds()[kind]
+    return float(np.std(_fit(_model(draw, parts, run_eagerly=True))))
+
+
+def body_statement() -> str:
+    """Return what rank 0 writes about the random numbers of a step."""
+    import contextlib
+    import io
+
+    import tensorflow as tf
+
+    def draw(model: Any, x: Any) -> Any:
+        x = tf.cond(tf.random.uniform([]) < 0.5, lambda: x, lambda: -x)
+        return model.drop(x, training=True) + tf.random.normal(tf.shape(x), name="own_noise")
+
+    os.environ.pop("NPU_DEVICE_STATEMENT", None)
+    written = io.StringIO()
+    with contextlib.redirect_stderr(written):
+        _fit(_model(draw, lambda: {"drop": tf.keras.layers.Dropout(0.5, name="some_dropout")}))
+    return written.getvalue()
