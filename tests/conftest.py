@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -15,6 +16,9 @@ import pytest
 import versions
 from pool import Pool
 from ranks import all_through
+
+with contextlib.suppress(ImportError):  # tests that need Hypothesis are skipped without it
+    import fuzz_profiles  # noqa: F401
 
 # Tests and package are compiled once for all processes, even where the environment forbids it: hundreds of ranks would
 # compile the package each.

@@ -92,7 +92,7 @@ def test_a_loss_is_told_once_with_what_came_before_and_after() -> None:
 @pytest.mark.parametrize("do", ["failed", "stopped"])
 def test_a_rank_that_ends_with_an_error_is_no_loss(do: str) -> None:
     job = Job()
-    job.services.handle(0, {"do": do, "event": {}})
+    job.services.handle(0, {"do": do, "event": {"error": "e", "traceback": "t"}})
     job.services.closed(0)
     job.services.report_losses()
     assert job.said == []

@@ -24,10 +24,11 @@ from npu_device.launch import meeting, node_links
 from npu_device.launch.attempt import FAILED, USAGE, Launch, Outcome
 from npu_device.launch.causes import Cause
 from npu_device.launch.ledger import Decision, Ended, Ledger
-from npu_device.launch.node_links import Link
+from npu_device.launch.node_links import Link, fields_of, numbers_of
 
 ALIVE_SECONDS = 5.0  # between the messages with which node 0 says that it isn't frozen
 _LAST_MESSAGE_SECONDS = 3.0
+_MOST_EVENTS = 1000  # messages that wait; who sends more waits, too
 _NOTICE_AFTER_SECONDS = 5.0
 _STOP_SECONDS = 30.0  # in addition to the ranks' time: notice, kill, and the last lines of output
 
@@ -50,7 +51,7 @@ class Leader:
         self._ledger = Ledger(launch.options)
         port = meeting.master_port(launch.options)
         self._listener = ports.listen((launch.options.master_addr,), (port, port))
-        self._events: queue.SimpleQueue[tuple[Link, dict[str, Any] | None]] = queue.SimpleQueue()
+        self._events: queue.Queue[tuple[Link, dict[str, Any] | None]] = queue.Queue(_MOST_EVENTS)
         self._nodes: dict[int, Link] = {}
         self._idle: set[int] = set()
         self._expected: set[int] = set(range(launch.options.nnodes))
@@ -204,12 +205,30 @@ class Leader:
             link, message = self._events.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
         except queue.Empty:
             return False
+        try:
+            self._take(link, message)
+        except (LookupError, TypeError, ValueError, AttributeError):
+            link.close()
+            node = self._node_of(link)
+            if node is not None:
+                self._lose(node, "has sent a message that npurun on node 0 can't read")
+        return True
+
+    def _node_of(self, link: Link) -> int | None:
+        return next((node for node, known in self._nodes.items() if known is link), None)
+
+    def _take(self, link: Link, message: dict[str, Any] | None) -> None:
+        """Handle a message, or the end of a connection.
+
+        Raises:
+            LookupError, TypeError, ValueError, AttributeError: it isn't a node's.
+        """
         if message is not None and "hello" in message:
             self._register(link, message["hello"])
-            return True
-        node = next((node for node, known in self._nodes.items() if known is link), None)
+            return
+        node = self._node_of(link)
         if node is None:
-            return True
+            return
         if message is None:
             self._lose(node, "is gone: its npurun ended or was killed, or its host can't be reached")
         elif "interrupted" in message:
@@ -218,12 +237,13 @@ class Leader:
             self._stop(f"node {node}: {message['failed']}")
         elif "outcome" in message and node in self._running:
             self._end(node, message["outcome"])
-        return True
 
     def _register(self, link: Link, hello: dict[str, Any]) -> None:
-        node = int(hello["node"])
+        [node] = numbers_of([hello["node"]])
         ours = {"nproc": self._options.nproc_per_node, "most": self._options.nnodes, "version": __version__}
         wrong = [f"{name} {hello.get(name)} (node 0: {value})" for name, value in ours.items() if hello[name] != value]
+        if not wrong and not 0 <= node < self._options.nnodes:
+            wrong = [f"it is not one of nodes 0 to {self._options.nnodes - 1}"]
         if wrong:
             link.send({"refused": f"node {node} doesn't match node 0: {', '.join(wrong)}"})
             link.end()
@@ -244,6 +264,8 @@ class Leader:
     def _take_history(self, hello: dict[str, Any]) -> None:
         """Learn from a node what has happened so far, if this launcher has been started again."""
         attempts, last = [Ended.read(fields) for fields in hello["attempts"]], hello["last"]
+        if last is not None:
+            last = {"count": int(last["count"]), "began": float(last["began"]), "nodes": numbers_of(last["nodes"])}
         if len(attempts) > len(self._ledger.attempts):
             self._ledger.attempts = attempts
         if last is not None and last["count"] >= self._ledger.count:
@@ -259,7 +281,7 @@ class Leader:
             self._stop(f"node {node} {how}")
 
     def _end(self, node: int, fields: dict[str, Any]) -> None:
-        causes = tuple(Cause(**cause) for cause in fields["causes"])
+        causes = tuple(Cause(**fields_of(Cause, cause)) for cause in fields["causes"])
         outcome = Outcome(int(fields["code"]), bool(fields["interrupted"]), causes)
         self._outcomes[node] = outcome
         self._running.discard(node)

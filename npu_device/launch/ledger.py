@@ -12,6 +12,7 @@ from npu_device._src.cluster.frames import counted, ranges
 from npu_device.launch.arguments import Options
 from npu_device.launch.attempt import CANNOT_START, FAILED, Outcome
 from npu_device.launch.causes import first
+from npu_device.launch.node_links import fields_of, numbers_of
 
 _LONGEST_BACKOFF_SECONDS = 60.0
 _KEPT = 100  # attempts; of a job with more, the first ones are left out at the end
@@ -49,8 +50,12 @@ class Ended:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Ended:
-        """Return an attempt from the fields of a message."""
-        return cls(**{**fields, "nodes": tuple(fields["nodes"])})
+        """Return an attempt from the fields of a message.
+
+        Raises:
+            LookupError, TypeError: they aren't an attempt's.
+        """
+        return cls(**{**fields_of(cls, fields, "nodes"), "nodes": numbers_of(fields["nodes"])})
 
     def line(self, with_nodes: bool) -> str:
         """Return the attempt's line in the list at the end."""

@@ -14,7 +14,7 @@ from npu_device.launch.attempt import FAILED, USAGE, Attempt, Launch
 from npu_device.launch.leader import ALIVE_SECONDS
 from npu_device.launch.ledger import Ended
 from npu_device.launch.meeting import Meeting
-from npu_device.launch.node_links import Link
+from npu_device.launch.node_links import Link, numbers_of
 from npu_device.launch.supervisor import Stop
 
 _PAUSE_SECONDS = 0.3
@@ -173,6 +173,33 @@ class Member:
         )
         threading.Thread(target=self._receive, args=(self._link,), name="npurun-member", daemon=True).start()
 
+    def _take(self, message: dict[str, Any]) -> None:
+        """Pass on a message of node 0.
+
+        Raises:
+            LookupError, TypeError, ValueError, AttributeError: it isn't one.
+        """
+        if "stop" in message:
+            self._launch.events.put(Stop(str(message["stop"]), self._running))
+        elif "plan" in message:
+            plan = message["plan"]
+            numbers_of([*plan["nodes"], plan["count"], plan["port"]])
+            checked = {**plan, "job_id": str(plan["job_id"]), "attempts": _attempts(plan["attempts"])}
+            self._running = plan["count"]
+            self._launch.events.put({"plan": checked})
+        elif "say" in message:
+            self._launch.events.put({"say": str(message["say"])})
+        elif "alive" not in message:
+            if "over" in message:
+                over = message["over"]
+                numbers_of([over["code"]])
+                _attempts(over["attempts"])
+                str(over["text"])
+            elif "refused" not in message:
+                raise ValueError("an unknown message")
+            self._ending = message
+            self._launch.events.put(Stop("node 0 has ended this node's part of the job", self._running))
+
     def _pause(self) -> None:
         try:
             event = self._launch.events.get(timeout=_PAUSE_SECONDS)
@@ -183,13 +210,18 @@ class Member:
 
     def _receive(self, link: Link) -> None:
         for message in link.messages():
-            if "stop" in message:
-                self._launch.events.put(Stop(str(message["stop"]), self._running))
-            elif "plan" in message or "say" in message:
-                if "plan" in message:
-                    self._running = message["plan"]["count"]
-                self._launch.events.put(message)
-            elif "alive" not in message:
-                self._ending = message
-                self._launch.events.put(Stop("node 0 has ended this node's part of the job", self._running))
+            try:
+                self._take(message)
+            except (LookupError, TypeError, ValueError, AttributeError):
+                self._say("node 0 has sent a message that this npurun can't read")
+                link.close()
         self._launch.events.put(Stop("lost the connection to node 0", self._running))
+
+
+def _attempts(listed: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the attempts in a message, if they are some.
+
+    Raises:
+        LookupError, TypeError: they aren't.
+    """
+    return [asdict(Ended.read(fields)) for fields in listed]

@@ -6,10 +6,11 @@ They carry the messages of ``leader`` and ``member``, and of ``tune_nodes``; the
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Callable
 
 from npu_device._src.cluster import frames, handshake
@@ -17,6 +18,46 @@ from npu_device._src.cluster.handshake import TimedConnection
 
 _CONNECT_SECONDS = 10.0
 _OF_NODES = b" nodes"  # part of what both prove, so that ranks and nodes don't take each other for their own kind
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "bool": (bool,),
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "int | None": (int, type(None)),
+    "str | None": (str, type(None)),
+}
+
+
+def fields_of(kind: type[Any], message: Mapping[str, Any], *others: str) -> dict[str, Any]:
+    """Return the fields of a dataclass from a message, so that nothing of another type goes further.
+
+    Args:
+        kind: the dataclass, with fields of plain types.
+        message: the fields by name.
+        others: fields that the caller reads itself.
+
+    Raises:
+        LookupError, TypeError: a field is missing, or of another type.
+    """
+    values = {}
+    for each in dataclasses.fields(kind):
+        value = values[each.name] = message[each.name]
+        if each.name not in others and type(value) not in _KINDS[str(each.type)]:
+            raise TypeError(f"{each.name} is a {type(value).__name__}")
+    return values
+
+
+def numbers_of(value: Any) -> tuple[int, ...]:
+    """Return a list of whole numbers.
+
+    Raises:
+        TypeError: it isn't.
+    """
+    if not isinstance(value, (list, tuple)) or not all(type(each) is int for each in value):
+        raise TypeError("no list of whole numbers")
+    return tuple(value)
 
 
 class Link:
@@ -35,7 +76,7 @@ class Link:
         self._connection = line.connection
         self._connection.settimeout(None)
         self._reader = line.reader
-        self._reader.limit = frames.LIMIT
+        self._reader.limit = frames.LIMIT_FROM_RANK
         self._sending = threading.Lock()
 
     def send(self, message: dict[str, Any]) -> None:

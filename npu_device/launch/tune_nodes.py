@@ -116,6 +116,8 @@ class TuningLeader:
 
     def _joined(self, link: Link) -> None:
         node = link.greeting["node"]
+        if node not in self._others:
+            raise ValueError("no such node")
         self._links[node] = link
         for _ in link.messages():
             pass  # it says nothing; this ends with the connection

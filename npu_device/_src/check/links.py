@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import socket
 import statistics
 import threading
@@ -12,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Callable
 
-from npu_device._src import environment
-from npu_device._src.cluster.ports import listen_on_free
+from npu_device._src.cluster.errors import PeerError
 from npu_device._src.collectives.job import Job
 
 _CONNECT_SECONDS = 3.0
@@ -103,43 +103,39 @@ def _with_next(
     Returns:
         The result of ``talk``, or why there is none.
     """
-    cluster = runtime.cluster
-    following = leaders[(leaders.index(cluster.rank) + 1) % len(leaders)]
-    with _serving(serve) as port:
-        there = runtime.store.gather_from(f"check/{talk.__name__}", port, leaders, timeout).get(following)
-        if there is None:
-            return f"NPU_DEVICE_PORT_RANGE has no free port left on host {cluster.hosts[following]}"
+    cluster, peers = runtime.cluster, runtime.peers
+    place = leaders.index(cluster.rank)
+    following, previous = leaders[(place + 1) % len(leaders)], leaders[place - 1]
+    name = f"check/{talk.__name__}"
+    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+    peers.open(runtime.store)
+    runtime.store.gather_from(name, None, leaders, timeout)
+    until = time.monotonic() + _ANSWER_SECONDS
+    with _serving(lambda: peers.accept(previous, number, lambda: time.monotonic() > until), serve):
         try:
-            with socket.create_connection((cluster.addresses[following], there), _ANSWER_SECONDS) as connection:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with peers.connect(following, number) as connection:
+                connection.settimeout(_ANSWER_SECONDS)
                 return talk(connection)
-        except OSError as error:
+        except (OSError, PeerError) as error:
             return f"the connection to host {cluster.hosts[following]} failed: {error}"
 
 
 @contextlib.contextmanager
-def _serving(serve: Callable[[socket.socket], None]) -> Iterator[int | None]:
-    """Serve one connection while the block runs; yield the port, or None if all usable ones are taken."""
-    try:
-        listener = listen_on_free(environment.NPU_DEVICE_PORT_RANGE.get())
-    except OSError:
-        yield None
-        return
+def _serving(accept: Callable[[], socket.socket | None], serve: Callable[[socket.socket], None]) -> Iterator[None]:
+    """Serve one connection while the block runs, if it comes in time."""
 
-    def accept() -> None:
-        with contextlib.suppress(OSError):
-            connection, _ = listener.accept()
-            with connection:
-                connection.settimeout(_ANSWER_SECONDS)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                serve(connection)
+    def serve_one() -> None:
+        with contextlib.suppress(OSError, PeerError):
+            connection = accept()
+            if connection is not None:
+                with connection:
+                    connection.settimeout(_ANSWER_SECONDS)
+                    serve(connection)
 
-    with listener:
-        listener.settimeout(_ANSWER_SECONDS)
-        thread = threading.Thread(target=accept, name="npu_device-check", daemon=True)
-        thread.start()
-        yield listener.getsockname()[1]
-        thread.join()
+    thread = threading.Thread(target=serve_one, name="npu_device-check", daemon=True)
+    thread.start()
+    yield
+    thread.join()
 
 
 def _ping(connection: socket.socket) -> float:
@@ -171,9 +167,10 @@ def _stream(connection: socket.socket) -> float:
 
 
 def _drain(connection: socket.socket) -> None:
-    space = bytearray(len(_CHUNK))
+    space, until = bytearray(len(_CHUNK)), time.monotonic() + _ANSWER_SECONDS
     while connection.recv_into(space):
-        pass
+        if time.monotonic() > until:
+            return
     connection.sendall(_WORD)
 
 

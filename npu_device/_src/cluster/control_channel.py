@@ -173,7 +173,9 @@ class ControlChannel:
             raise PeerError(self._problem or "the job's hub is gone")
         if "error" in answer:
             kinds = {"exists": KeyError, "late": TimeoutError, "gone": PeerError}
-            raise kinds.get(answer["error"], ClusterError)(answer["text"])
+            raise kinds.get(str(answer["error"]), ClusterError)(str(answer.get("text")))
+        if "value" not in answer:
+            raise ClusterError(f"the job's hub has answered something unknown ({do})")
         return answer["value"]
 
     def _send(self, message: dict[str, Any], seconds: float) -> None:
@@ -200,7 +202,7 @@ class ControlChannel:
         try:
             for message in self._reader.messages(self._socket):
                 self.messages += 1
-                if "id" in message:
+                if isinstance(message.get("id"), int):
                     reply = self._waiting.pop(message["id"], None)
                     if reply is not None:
                         reply.set_result(message)
@@ -208,8 +210,8 @@ class ControlChannel:
                     reason = str(message["text"])
                 else:
                     self._handle(on_push, message)
-        except (OSError, ValueError) as error:
-            reason = f"the connection to the job's hub broke: {error}"
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            reason = f"the connection to the job's hub broke: {error!r}"
         self._problem = self._problem or reason
         for reply in list(self._waiting.values()):
             reply.set_result(None)

@@ -12,7 +12,7 @@ import json
 import secrets
 import socket
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 PROTOCOL = 2
@@ -21,11 +21,17 @@ versions of the package recognize each other."""
 
 LIMIT_BEFORE_PROOF = 1 << 10
 LIMIT_OF_HELLO = 1 << 16
+LIMIT_FROM_RANK = 1 << 24
 LIMIT = 1 << 26
-"""Longest frame in bytes; a longer one ends the connection."""
+"""Longest frame in bytes: of an unknown client, with a hello, from a rank to the hub, and of anyone else. A longer one
+ends the connection. Parsed, JSON can take 20 times as much memory."""
+
+MOST_RANKS = 1 << 16
+"""More ranks than any job has."""
 
 _HEADER = struct.Struct(">I")
 _NONCE_BYTES = 16
+_LONGEST_NUMBER = 400  # digits; to parse a number takes time in the square of its digits
 
 # A lost host is noticed within 15 s: keepalive probes every 3 s; 10 s without an acknowledgement end the connection.
 _KEEPALIVE_AFTER_SECONDS = 3
@@ -72,7 +78,7 @@ class Reader:
         if len(self._data) < end:
             return None
         try:
-            message = json.loads(self._data[_HEADER.size : end])
+            message = json.loads(self._data[_HEADER.size : end], parse_int=_whole_number)
         except (ValueError, RecursionError) as error:
             raise FrameError("no JSON") from error
         if not isinstance(message, dict):
@@ -96,21 +102,30 @@ class Reader:
             self.add(data)
 
 
+def _whole_number(text: str) -> int:
+    if len(text) > _LONGEST_NUMBER:
+        raise ValueError("a number that nobody sends")
+    return int(text)
+
+
 def nonce() -> str:
     """Return a number that has never been used, so that a recorded proof can't be replayed."""
     return secrets.token_hex(_NONCE_BYTES)
 
 
-def proof(secret: bytes, side: str, client_nonce: str, hub_nonce: str) -> str:
-    """Return the proof that only a holder of the secret can compute.
+def proof(secret: bytes, side: str, client_nonce: str, hub_nonce: str, said: Mapping[str, Any] | None = None) -> str:
+    """Return the proof that only a holder of the secret can compute, and that covers what the client has said.
 
     Args:
         secret: the job's secret.
         side: ``"client"`` or ``"hub"``, so that neither side can return the other's proof.
         client_nonce: the client's nonce.
         hub_nonce: the hub's.
+        said: what else the client has said in its first frame.
     """
     text = f"npu_device {side} {client_nonce} {hub_nonce}"
+    if said:
+        text += " " + json.dumps(said, sort_keys=True, separators=(",", ":"))
     # JSON allows text that UTF-8 doesn't: a stranger's nonce must not raise.
     return hmac.new(secret, text.encode(errors="surrogatepass"), hashlib.sha256).hexdigest()
 
@@ -156,9 +171,16 @@ def counted(number: int, noun: str) -> str:
 
 
 def ranks_of(text: str) -> list[int]:
-    """Return the ranks in a text that ``ranges`` made."""
+    """Return the ranks in a text that ``ranges`` made.
+
+    Raises:
+        ValueError: it didn't.
+    """
     found: list[int] = []
     for part in text.split(",") if text else ():
         first, _, last = part.partition("-")
-        found.extend(range(int(first), int(last or first) + 1))
+        ranks = range(int(first), int(last or first) + 1)
+        if not ranks or ranks[0] <= (found[-1] if found else -1) or ranks[-1] >= MOST_RANKS:
+            raise ValueError("ranks that don't ascend, or too many")
+        found.extend(ranks)
     return found

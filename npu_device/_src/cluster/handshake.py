@@ -167,7 +167,7 @@ def authenticate(line: TimedConnection, secret: bytes, **said: Any) -> None:
         AttemptFailedError: the other side doesn't know the secret.
     """
     mine = frames.nonce()
-    line.send({"npu_device": frames.PROTOCOL, "nonce": mine, **said})
+    line.send({**said, "npu_device": frames.PROTOCOL, "nonce": mine})
     theirs = line.receive(
         ANSWER_SECONDS,
         silent="no answer: another program, or one that is stopped",
@@ -175,14 +175,14 @@ def authenticate(line: TimedConnection, secret: bytes, **said: Any) -> None:
     ).get("nonce")
     if not isinstance(theirs, str):
         raise AttemptFailedError(ANOTHER_PROGRAM)
-    line.send({"proof": frames.proof(secret, "client", mine, theirs)})
+    line.send({"proof": frames.proof(secret, "client", mine, theirs, said)})
     answer = line.receive(
         ANSWER_SECONDS,
         silent="no answer to the proof of the job's secret",
         closed="the proof of the job's secret was refused: a job with another secret answers there "
         "(NPU_DEVICE_SECRET_FILE, NPU_DEVICE_SECRET)",
     )
-    if not frames.is_proof(answer.get("proof"), frames.proof(secret, "hub", mine, theirs)):
+    if not frames.is_proof(answer.get("proof"), frames.proof(secret, "hub", mine, theirs, said)):
         raise AttemptFailedError("another program answers there: it can't prove that it knows the job's secret")
 
 
@@ -194,8 +194,8 @@ def serve(listener: socket.socket, secret: bytes, admitted: Callable[[TimedConne
     Args:
         listener: the listening socket.
         secret: the job's secret.
-        admitted: called with each connection whose other side has proved the secret, and its first frame; in a thread
-            of its own.
+        admitted: called with each connection whose other side has proved the secret, and what else it has said, in a
+            thread of its own. If that is wrong (LookupError, TypeError, ValueError), the connection is closed.
     """
     unproved: dict[socket.socket, None] = {}  # the oldest first
 
@@ -208,7 +208,11 @@ def serve(listener: socket.socket, secret: bytes, admitted: Callable[[TimedConne
             return
         finally:
             unproved.pop(connection, None)
-        admitted(line, said)
+        try:
+            admitted(line, said)
+        except (LookupError, TypeError, ValueError) as error:  # it doesn't say what this job's processes say
+            connection.close()
+            _log.debug("refused a connection: %r", error)
 
     while True:
         try:
@@ -224,11 +228,15 @@ def serve(listener: socket.socket, secret: bytes, admitted: Callable[[TimedConne
             unproved.pop(oldest, None)
             with contextlib.suppress(OSError):  # wakes its thread, which closes it
                 oldest.shutdown(socket.SHUT_RDWR)
-        threading.Thread(target=let_in, args=(connection,), name="npu_device-admit", daemon=True).start()
+        try:
+            threading.Thread(target=let_in, args=(connection,), name="npu_device-admit", daemon=True).start()
+        except RuntimeError:  # no thread is free, which is temporary
+            unproved.pop(connection, None)
+            connection.close()
 
 
 def _admit(connection: socket.socket, secret: bytes) -> tuple[TimedConnection, dict[str, Any]]:
-    """Do the other side's part of ``authenticate``; return the first frame, too.
+    """Do the other side's part of ``authenticate``; return what else it has said, too.
 
     Raises:
         AttemptFailedError: whoever connects doesn't know the secret.
@@ -236,14 +244,15 @@ def _admit(connection: socket.socket, secret: bytes) -> tuple[TimedConnection, d
     frames.keep_alive(connection)
     line, silent, closed = TimedConnection(connection, frames.LIMIT_BEFORE_PROOF), "no answer", "it was closed"
     said = line.receive(ANSWER_SECONDS, silent=silent, closed=closed)
-    theirs, mine = said.get("nonce"), frames.nonce()
+    theirs, mine = said.pop("nonce", None), frames.nonce()
+    said.pop("npu_device", None)
     if not isinstance(theirs, str):
         raise AttemptFailedError("another program, which doesn't talk npu_device's protocol")
     line.send({"nonce": mine})
     proof = line.receive(ANSWER_SECONDS, silent=silent, closed=closed).get("proof")
-    if not frames.is_proof(proof, frames.proof(secret, "client", theirs, mine)):
+    if not frames.is_proof(proof, frames.proof(secret, "client", theirs, mine, said)):
         raise AttemptFailedError("no proof that it knows the job's secret")
-    line.send({"proof": frames.proof(secret, "hub", theirs, mine)})
+    line.send({"proof": frames.proof(secret, "hub", theirs, mine, said)})
     line.reader.limit = frames.LIMIT
     return line, said
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import heapq
-import itertools
 import json
 import os
 import select
@@ -20,12 +18,13 @@ import socket
 import sys
 import time
 import traceback
-from typing import Any, Callable
+from typing import Any
 
 from npu_device._src.cluster import frames, ports
 from npu_device._src.cluster.errors import PortTakenError, RendezvousError
 from npu_device._src.cluster.roster import Arrival, Hello, Roster
 from npu_device._src.cluster.services import Services
+from npu_device._src.cluster.timers import Timers
 
 _PROOF_SECONDS = 5.0  # a client that hasn't proved the secret and sent its hello by then is not a rank
 _FEWEST_UNPROVED = 256  # limit on simultaneous unproved connections, if larger than two per rank
@@ -75,8 +74,7 @@ class Hub:
         self._parent: int | None = parent
         self._connections: dict[socket.socket, _Connection] = {}
         self._unproved: dict[_Connection, None] = {}
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
+        self._timers = Timers()
         self._is_over = False
         self._begin()
 
@@ -89,6 +87,7 @@ class Hub:
         self._contradictory_since: float | None = None
         self._next_progress = 0.0
         self._services: Services | None = None
+        self._timers_of_job = Timers()  # those of an earlier job go with it
         self._by_rank: list[_Connection | None] = []
 
     def run(self) -> None:
@@ -125,11 +124,8 @@ class Hub:
 
     # Time
 
-    def _later(self, seconds: float, act: Callable[[], None]) -> None:
-        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), act))
-
     def _seconds_to_wait(self) -> float | None:
-        dues = [self._timers[0][0]] if self._timers else []
+        dues = [timers.first for timers in (self._timers, self._timers_of_job) if timers.first is not None]
         if self._unproved:
             dues.append(next(iter(self._unproved)).until)
         if self._services is None and self._began is not None:
@@ -138,8 +134,8 @@ class Hub:
 
     def _run_timers(self) -> None:
         now = time.monotonic()
-        while self._timers and self._timers[0][0] <= now:
-            heapq.heappop(self._timers)[2]()
+        self._timers.run(now)
+        self._timers_of_job.run(now)
         while self._unproved and (oldest := next(iter(self._unproved))).until <= now:
             self._close(oldest, _SILENT)
 
@@ -174,6 +170,8 @@ class Hub:
         if not data:
             self._close(connection, "connected and disconnected without sending anything")
             return
+        if connection.is_ending:
+            return
         connection.reader.add(data)
         try:
             while connection.socket in self._connections and not connection.is_ending:
@@ -181,8 +179,12 @@ class Hub:
                 if message is None:
                     return
                 self._handle(connection, message)
-        except frames.FrameError:
-            self._close(connection, _ANOTHER_PROTOCOL)
+        except frames.FrameError as error:
+            if connection.rank is None:
+                self._close(connection, _ANOTHER_PROTOCOL)
+            else:
+                text = f"the job's hub can't read what rank {connection.rank} has sent: {error}"
+                self._send_last(connection, {"push": "end", "text": text})
 
     def _handle(self, connection: _Connection, message: dict[str, Any]) -> None:
         if connection.rank is not None:
@@ -242,7 +244,7 @@ class Hub:
             return
         self._selector.modify(connection.socket, selectors.EVENT_READ)
         if connection.is_ending:
-            self._later(0.0, lambda: self._close(connection, None))
+            self._timers.later(0.0, lambda: self._close(connection, None))
 
     def _close(self, connection: _Connection, problem: str | None) -> None:
         """Close a connection; ``problem`` is what was wrong if it wasn't a rank's."""
@@ -277,13 +279,15 @@ class Hub:
         except ValueError as error:
             raise frames.FrameError(str(error)) from error
         del self._unproved[connection]
-        connection.reader.limit = frames.LIMIT
         refusal = self._roster.refusal(hello, connection.address)
         if refusal is not None:
             self._send_last(connection, {"refused": refusal})
             return
         if self._services is not None:
             self._send_last(connection, {"busy": "the job's ranks have met already, and are at work"})
+            return
+        if self._roster.is_crowded:
+            self._send_last(connection, {"busy": "too many processes have come as ranks of this job"})
             return
         if ports.is_loopback(self._address):
             # The others reach this host at the address this rank used; any address is better than loopback.
@@ -343,10 +347,11 @@ class Hub:
         shared = frames.encode({"roster": roster})
         self._by_rank = [None] * len(order)
         processes = [arrival.hello.pid for arrival in order]
-        self._services = Services(hosts, processes, self._send_to_rank, self._later, self._say)
+        self._services = Services(hosts, processes, self._send_to_rank, self._timers_of_job.later, self._say)
         for connection in self._arrivals():
             connection.rank = rank_of[id(connection.arrival)]
             self._by_rank[connection.rank] = connection
+            connection.reader.limit = frames.LIMIT_FROM_RANK
             self._send(connection, frames.encode({"rank": connection.rank}) + shared)
 
     def _refuse_all(self, text: str) -> None:
@@ -357,7 +362,7 @@ class Hub:
     def _send_last(self, connection: _Connection, message: dict[str, Any]) -> None:
         """Send a last message and close. A client that doesn't read it in time misses it."""
         connection.is_ending = True
-        self._later(_LAST_MESSAGE_SECONDS, lambda: self._close(connection, None))
+        self._timers.later(_LAST_MESSAGE_SECONDS, lambda: self._close(connection, None))
         self._send(connection, frames.encode(message))
 
 

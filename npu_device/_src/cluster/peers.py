@@ -13,9 +13,7 @@ import contextlib
 import fcntl
 import os
 import secrets
-import select
 import socket
-import struct
 import termios
 import threading
 import time
@@ -30,107 +28,18 @@ from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.handshake import AttemptFailedError, TimedConnection, reach, serve
 from npu_device._src.cluster.health import Health
+from npu_device._src.cluster.inboxes import HEADER, Inbox, Incoming
 from npu_device._src.cluster.ports import allow_many_descriptors, join_address, listen_on_free
 
-_HEADER = struct.Struct("<QI")  # number of the inbox; length in bytes
 _TOKEN_BYTES = 16
 _ATTEMPT_SECONDS = 10.0  # then the job's health is checked before the next attempt
 _PAUSE_SECONDS = 0.2
 _SEND_SECONDS = 60.0
 _CHECK_SECONDS = 0.1
-_SPIN_SECONDS = 1e-4
-_READ_BYTES = 64 << 10  # malloc would ask the system for larger ones each time
 _DELIVER_SECONDS, _DELIVER_TICK_SECONDS = 60.0, 0.005
+_MOST_UNREAD = 1 << 26  # bytes of a rank's messages that nobody has asked for
+_MOST_UNCLAIMED = 4096  # connections of all ranks that nobody has asked for
 _NEWS_SECONDS = 5.0  # by then the hub has told which rank has ended
-
-
-class Inbox:
-    """Messages that have arrived on this rank, in the order of each sender."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._messages: defaultdict[int, deque[bytes]] = defaultdict(deque)
-        self._waiting = 0
-        self.news = 0
-
-    def put(self, rank: int, message: bytes) -> None:
-        """Add a message from a rank."""
-        self._messages[rank].append(message)
-        self.news += 1
-        self.wake()
-
-    @property
-    def is_empty(self) -> bool:
-        """Return True when there is no message of any rank."""
-        return not any(self._messages.values())
-
-    def first(self, rank: int) -> bytes | None:
-        """Return the oldest message from a rank; None if there is none."""
-        messages = self._messages[rank]
-        return messages[0] if messages else None
-
-    def take(self, rank: int) -> bytes:
-        """Remove the oldest message from a rank, and return it."""
-        return self._messages[rank].popleft()
-
-    def wake(self) -> None:
-        """Let waiting threads look again."""
-        if self._waiting:
-            with self._changed:
-                self._changed.notify_all()
-
-    def wait(self, seen: int, ready: Callable[[], bool], seconds: float) -> bool:
-        """Wait for another message than ``seen`` ones, or until something is ready; return False if neither came."""
-        with self._changed:
-            self._waiting += 1
-            try:
-                return self._changed.wait_for(lambda: self.news != seen or ready(), seconds)
-            finally:
-                self._waiting -= 1
-
-
-class _Incoming:
-    """A connection on which another rank sends.
-
-    Attributes:
-        reading: held by the thread that reads.
-    """
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.reading = threading.Lock()
-        self._poll = select.poll()
-        self._poll.register(connection, select.POLLIN)
-        self._data = bytearray()
-
-    def read(self, seconds: float, spins: bool) -> list[tuple[int, bytes]]:
-        """Return the messages that arrive in so many seconds, or at once those that have arrived: inbox and content.
-
-        Raises:
-            OSError: the connection has ended.
-        """
-        if not (spins and self._arrives_soon()) and not self._poll.poll(1000 * seconds):
-            return []
-        data = self.connection.recv(_READ_BYTES)
-        if not data:
-            raise ConnectionError("it has closed its connection")
-        self._data += data
-        messages = []
-        while len(self._data) >= _HEADER.size:
-            number, length = _HEADER.unpack_from(self._data)
-            end = _HEADER.size + length
-            if len(self._data) < end:
-                break
-            messages.append((number, bytes(self._data[_HEADER.size : end])))
-            del self._data[:end]
-        return messages
-
-    def _arrives_soon(self) -> bool:
-        until = time.perf_counter() + _SPIN_SECONDS
-        while not self._poll.poll(0):
-            if time.perf_counter() > until:
-                return False
-        return True
 
 
 class Peers:
@@ -150,9 +59,10 @@ class Peers:
         self._store: ControlChannel
         self._places: dict[int, tuple[int, str]] = {}  # each rank's port and token
         self._outgoing: dict[int, socket.socket] = {}
-        self._incoming: dict[int, _Incoming] = {}
+        self._incoming: dict[int, Incoming] = {}
         self._sending: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
         self._inboxes: dict[int, Inbox] = {}
+        self._unread: defaultdict[int, int] = defaultdict(int)
         self._lock = threading.Lock()
         self._owning = threading.Lock()
         self._lost: dict[int, str] = {}
@@ -215,7 +125,7 @@ class Peers:
     def inbox(self, number: int) -> Inbox:
         """Return the inbox of a number of 64 bits, which sender and receiver share; made at its first use."""
         with self._lock:
-            return self._inboxes.setdefault(number, Inbox())
+            return self._inboxes.setdefault(number, Inbox(self._unread))
 
     def forget(self, number: int) -> None:
         """Drop an inbox. One with messages stays: they are for a group of the same name, which others already use."""
@@ -233,7 +143,7 @@ class Peers:
             try:
                 if rank not in self._outgoing:
                     self._outgoing[rank] = self._connected(rank)
-                self._outgoing[rank].sendall(_HEADER.pack(number, len(message)) + message)
+                self._outgoing[rank].sendall(HEADER.pack(number, len(message)) + message)
             except OSError as error:
                 self.raise_for(rank, str(error))
 
@@ -294,10 +204,13 @@ class Peers:
             messages = incoming.read(seconds, spins)
             for number, message in messages:
                 with self._lock:  # or it might be forgotten in between
-                    self._inboxes.setdefault(number, Inbox()).put(rank, message)
+                    self._inboxes.setdefault(number, Inbox(self._unread)).put(rank, message)
+            if self._unread[rank] > _MOST_UNREAD:
+                raise ConnectionError(f"it has sent {self._unread[rank]} bytes for which this rank hasn't asked")
         except OSError as error:
             messages = []
-            self._lost[rank] = str(error)
+            if self._incoming[rank] is incoming:  # else the rank has replaced its connection
+                self._lost[rank] = str(error)
             time.sleep(seconds)
         finally:
             incoming.reading.release()
@@ -353,14 +266,23 @@ class Peers:
                 time.sleep(_PAUSE_SECONDS)
 
     def _admitted(self, line: TimedConnection, said: dict[str, Any]) -> None:
-        rank = int(said["rank"])
-        if "number" in said:
+        rank, number = int(said["rank"]), said.get("number")
+        if not 0 <= rank < self._cluster.world_size:
+            raise ValueError("no such rank")
+        if number is not None:
             with self._arrival:
-                self._arrived[rank, int(said["number"])].append(self._owned_by_caller(line.connection))
+                if sum(map(len, self._arrived.values())) >= _MOST_UNCLAIMED:
+                    raise ValueError("too many connections that nobody has asked for")
+                self._arrived[rank, int(number)].append(self._owned_by_caller(line.connection))
                 self._arrival.notify_all()
             return
         line.connection.settimeout(None)
-        self._incoming[rank] = _Incoming(line.connection)
+        before, self._incoming[rank] = self._incoming.get(rank), Incoming(line.connection)
+        if before is not None:  # the rank has given it up, as its answer came too late
+            with contextlib.suppress(OSError):
+                before.connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
+            with before.reading:
+                before.connection.close()
         self._wake_all()
 
     def _owned_by_caller(self, connection: socket.socket) -> socket.socket:

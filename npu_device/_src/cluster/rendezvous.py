@@ -47,6 +47,7 @@ _TENSORFLOWS = (
 )
 _COMPARED = {"rank table": "the rank table", "TF_CONFIG": "TF_CONFIG"}
 _VERDICT_MARGIN_SECONDS = 5.0
+_LONGEST_WAIT_SECONDS = 86400.0
 _ENDING_SECONDS = 1.0  # time for the hub of an earlier job to end after its ranks have left
 _PAUSE_OF_HUB_SECONDS = 0.2
 _FIRST_PAUSE_SECONDS = 0.05
@@ -142,6 +143,22 @@ def _start_hub(membership: Membership, search: _Search) -> _Met:
         return search.search(("127.0.0.1",) if hub.host in ("::", "0.0.0.0") else (hub.host,))
 
 
+def _number(value: Any, most: float) -> float:
+    if not isinstance(value, (int, float)) or not 0 <= value <= most:  # nor NaN
+        raise AttemptFailedError(ANOTHER_PROGRAM)
+    return value
+
+
+def _is_roster(roster: Any, rank: int) -> bool:
+    """Return True if the hub's description of the job has all that a rank needs."""
+    if not isinstance(roster, dict) or "loopback" not in roster:
+        return False
+    hosts, addresses = roster.get("hosts"), roster.get("addresses")
+    if not (isinstance(hosts, list) and isinstance(addresses, list) and rank < len(hosts) == len(addresses)):
+        return False
+    return all(isinstance(text, str) for text in (*hosts, *addresses))
+
+
 class _Search:
     """A rank's attempts to reach the hub."""
 
@@ -214,7 +231,7 @@ class _Search:
                 meanwhile=self._report_waiting,
             )
             if "wait" in answer:
-                seconds = float(answer["wait"]) + _VERDICT_MARGIN_SECONDS
+                seconds = _number(answer["wait"], _LONGEST_WAIT_SECONDS) + _VERDICT_MARGIN_SECONDS
                 doing = "the chief accepted this rank, and then sent nothing more"
                 gone = "the chief accepted this rank, and then was gone"
             elif "waits_for" in answer:
@@ -228,10 +245,9 @@ class _Search:
                 self.is_busy = True
                 raise AttemptFailedError(str(answer["busy"]))
             elif "rank" in answer:
-                rank = int(answer["rank"])
-            elif "roster" in answer and rank is not None:
-                roster = answer["roster"]
-                return rank, roster, ControlChannel(line.connection, line.reader)
+                rank = int(_number(answer["rank"], frames.MOST_RANKS))
+            elif "roster" in answer and rank is not None and _is_roster(answer["roster"], rank):
+                return rank, answer["roster"], ControlChannel(line.connection, line.reader)
             else:
                 raise AttemptFailedError(ANOTHER_PROGRAM)
 

@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
+from npu_device._src.cluster.frames import MOST_RANKS
+
 _UNKNOWN_SHOWN = 5
+_MISSING_SHOWN = 100
+_MOST_GONE = 1000  # ranks of which it is remembered that they came and left, and of other jobs
+_LONGEST_WAIT_SECONDS = 86400.0
 
 # Must be unique in the job: the rank, or host and device if the hub numbers the ranks.
 _Key = Union[int, tuple[str, int]]
@@ -73,8 +78,15 @@ class Hello:
             value = fields.get(name)
             if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
                 raise ValueError(f"unexpected {name}")
+        for texts in (fields["versions"], fields["settings"]):
+            if not all(isinstance(text, str) for text in texts.values()):
+                raise ValueError("unexpected versions or settings")
+        if not 0 < fields["world_size"] <= MOST_RANKS:
+            raise ValueError("no such world size")
         if fields["rank"] is not None and not 0 <= fields["rank"] < fields["world_size"]:
             raise ValueError("no such rank")
+        if not 0 <= fields["seconds"] <= _LONGEST_WAIT_SECONDS:  # nor NaN
+            raise ValueError("no such time")
         # A later version may send more fields; the versions show the difference.
         return cls(**{name: fields[name] for name in kinds})
 
@@ -146,7 +158,8 @@ class Roster:
         if hello.job_id == self._job_id:
             return None
         who = f"{hello.process}, from {seen_at}"
-        self._others[f"{hello.name} of another job, {hello.job_id!r}: refused ({who})"] = None
+        if len(self._others) < _MOST_GONE:
+            self._others[f"{hello.name} of another job, {hello.job_id!r}: refused ({who})"] = None
         place = "" if self.reference is None else f" (its chief: {self.reference.process})"
         return (
             f"{hello.name} of job {hello.job_id!r} came to the meeting point of another job, {self._job_id!r}{place}.\n"
@@ -176,6 +189,8 @@ class Roster:
         self._signatures -= Counter([arrival.hello.signature])
         self._count -= 1
         self._left[arrival.key] = arrival
+        if len(self._left) > _MOST_GONE:
+            del self._left[next(iter(self._left))]
         hellos = [other.hello for other in self._arrivals()] or [arrival.hello]
         self._first = hellos[0] if arrival.hello is self._first else self._first
         if arrival.hello is self._chief:
@@ -187,6 +202,11 @@ class Roster:
         self._unknown_clients[address] = what
         if len(self._unknown_clients) > _UNKNOWN_SHOWN:
             del self._unknown_clients[next(iter(self._unknown_clients))]
+
+    @property
+    def is_crowded(self) -> bool:
+        """Return True if so many have come that more can't tell anything new."""
+        return self._count >= 2 * self._size + _MOST_GONE if self._count else False
 
     @property
     def contradictory(self) -> bool:
@@ -247,7 +267,7 @@ class Roster:
         size = self._size
         names: list[_Key] = [] if self._numbers_ranks else list(range(size))
         names += sorted({*self._present, *self._left}.difference(names), key=str)
-        lines = []
+        lines, missing = [], 0
         for key in names:
             for arrival in self._present.get(key, []):
                 states = ["doubled"] if len(self._present[key]) > 1 else []
@@ -257,7 +277,11 @@ class Roster:
                 gone = self._left[key]
                 lines.append(f"{_name(gone)}: missing; it came, but left before the end ({gone.hello.process})")
             elif key not in self._present and isinstance(key, int):
-                lines.append(f"{self._rank_name(key)}: missing")
+                missing += 1
+                if missing <= _MISSING_SHOWN:
+                    lines.append(f"{self._rank_name(key)}: missing")
+        if missing > _MISSING_SHOWN:
+            lines.append(f"{missing - _MISSING_SHOWN} more ranks: missing")
         if self._numbers_ranks and self._absent():
             lines.append(f"{self._absent()} of {size}: missing (the chief would have numbered them)")
         lines += self._others

@@ -1,7 +1,8 @@
 """The hub's services for a job after the rendezvous: values, gathers, questions, and news of ranks that have gone.
 
 Knows no sockets. A rank's message causes at most a number of messages proportional to the ranks. When all ranks do
-the same thing (leave, fail, ask the same question), that is the cost for all of them together.
+the same thing (leave, fail, ask the same question), that is the cost for all of them together. A message that isn't one
+of these, or that asks for too much, is refused whole (``FrameError``); values are kept as the JSON text that is sent.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Callable
 
 from npu_device._src.cluster import frames
+from npu_device._src.cluster.hub_limits import HubLimits, seconds_of
 
 _LEFT_TOGETHER_SECONDS = 0.1  # ranks that leave within this time are reported in one message
 _ANSWERS_KEPT_SECONDS = 5.0  # a rank that asks the same within this time gets the same answers
@@ -22,7 +24,7 @@ _SHOWN = 10
 class _Gather:
     ranks: set[int]
     partial: bool
-    values: dict[int, Any] = field(default_factory=dict)
+    values: dict[int, str] = field(default_factory=dict)
     waiting: dict[int, int] = field(default_factory=dict)  # each rank's request
 
 
@@ -45,7 +47,7 @@ class Services:
         hosts: host of each rank, for messages.
         processes: number of each rank's process, for messages.
         send: sends a frame to a rank; does nothing if the rank has gone.
-        later: calls a function after some seconds.
+        later: calls a function after some seconds; returns a function that cancels it.
         say: tells the user of a lost rank.
     """
 
@@ -54,7 +56,7 @@ class Services:
         hosts: list[str],
         processes: list[int],
         send: Callable[[int, bytes], None],
-        later: Callable[[float, Callable[[], None]], None],
+        later: Callable[[float, Callable[[], None]], Callable[[], None]],
         say: Callable[[str], None],
     ) -> None:
         self._hosts = hosts
@@ -62,13 +64,14 @@ class Services:
         self._send = send
         self._later = later
         self._say = say
+        self._limits = HubLimits(len(hosts), later)
         self._values: dict[str, str] = {}
         self._readers: dict[str, dict[tuple[int, int], None]] = {}
         self._gathers: dict[str, _Gather] = {}
         self._rounds: dict[str, _Round] = {}
         self._round_of: dict[int, _Round] = {}
         self._rounds_made = 0
-        self._left: dict[int, Any] = {}
+        self._left: dict[int, str] = {}
         self._absent: set[int] = set()
         self._unreported_left: list[int] = []
         self._unreported_gone: list[int] = []
@@ -89,8 +92,15 @@ class Services:
         }
 
     def handle(self, rank: int, message: dict[str, Any]) -> None:
-        """Handle a rank's message."""
-        self._actions[message["do"]](rank, message)
+        """Handle a rank's message.
+
+        Raises:
+            FrameError: it isn't one of those that ranks send.
+        """
+        try:
+            self._actions[message["do"]](rank, message)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise frames.FrameError(f"{error!r} in {str(message.get('do'))[:100]!r}") from error
 
     def closed(self, rank: int) -> None:
         """Handle the end of a rank's connection: its process has ended, or its host is lost."""
@@ -124,21 +134,21 @@ class Services:
     # Values
 
     def _set(self, rank: int, message: dict[str, Any]) -> None:
-        key, value = str(message["key"]), str(message["value"])
+        key, value, request = str(message["key"]), str(message["value"]), int(message["id"])
         if key in self._values:
-            self._refuse(rank, message["id"], "exists", key)
+            self._refuse(rank, request, "exists", key)
             return
+        self._limits.hold(len(key) + len(value))
         self._values[key] = value
-        self._answer(rank, message["id"], None)
+        self._answer(rank, request, None)
         for reader, request in self._readers.pop(key, {}):
             self._answer(reader, request, value)
 
     def _get(self, rank: int, message: dict[str, Any]) -> None:
-        key, request, seconds = str(message["key"]), message["id"], float(message["seconds"])
+        key, request, seconds = str(message["key"]), int(message["id"]), seconds_of(message)
         if key in self._values:
             self._answer(rank, request, self._values[key])
             return
-        self._readers.setdefault(key, {})[rank, request] = None
 
         def give_up() -> None:
             readers = self._readers.get(key, {})
@@ -148,27 +158,24 @@ class Services:
                     del self._readers[key]
                 self._refuse(rank, request, "late", f"no rank has provided {key!r} within {seconds:g} s")
 
-        self._later(seconds, give_up)
+        self._limits.expect(rank, request, seconds, give_up)
+        self._readers.setdefault(key, {})[rank, request] = None
 
     def _delete(self, rank: int, message: dict[str, Any]) -> None:
-        self._values.pop(str(message["key"]), None)
-        self._answer(rank, message["id"], None)
+        key, request = str(message["key"]), int(message["id"])
+        value = self._values.pop(key, None)
+        if value is not None:
+            self._limits.release(len(key) + len(value))
+        self._answer(rank, request, None)
 
     # Gathers
 
     def _gather(self, rank: int, message: dict[str, Any]) -> None:
-        name, request, seconds = str(message["name"]), message["id"], float(message["seconds"])
-        gather = self._gathers.get(name)
-        if gather is None:
-            ranks = range(len(self._hosts)) if message["ranks"] is None else frames.ranks_of(str(message["ranks"]))
-            gather = self._gathers[name] = _Gather(set(ranks), bool(message["partial"]))
-        gather.values[rank] = message["value"]
-        gather.waiting[rank] = request
-        if len(gather.values) == len(gather.ranks):
-            del self._gathers[name]
-            self._hand_out(gather)
-            return
-        self._end_if_hopeless(name, gather)
+        name, request, seconds, value = str(message["name"]), int(message["id"]), seconds_of(message), message["value"]
+        gather = self._gathers.get(name) or _Gather(self._limits.ranks(message["ranks"]), bool(message["partial"]))
+        if rank not in gather.ranks or rank in gather.waiting:
+            raise ValueError("not, or twice, in the gather")
+        text, before = _text(value), gather.values.get(rank, "")
 
         def give_up() -> None:
             if self._gathers.get(name) is gather and gather.waiting.get(rank) == request:
@@ -184,16 +191,28 @@ class Services:
                 self._refuse(rank, request, "late", text)
                 del gather.waiting[rank]
                 if not gather.waiting:
-                    del self._gathers[name]
+                    self._drop(name)
 
-        self._later(seconds, give_up)
+        self._limits.expect(rank, request, seconds, give_up)
+        self._limits.hold(len(text) - len(before))
+        self._gathers[name] = gather
+        gather.values[rank] = text
+        gather.waiting[rank] = request
+        if len(gather.values) == len(gather.ranks):
+            self._hand_out(gather)
+            self._drop(name)
+        else:
+            self._end_if_hopeless(name, gather)
+
+    def _drop(self, name: str) -> None:
+        self._limits.release(sum(map(len, self._gathers.pop(name).values.values())))
 
     def _end_if_hopeless(self, name: str, gather: _Gather) -> None:
         """End a gather that a rank can no longer join."""
         absent = gather.ranks & self._absent.difference(gather.values)
         if not absent or (gather.partial and len(absent) + len(gather.values) < len(gather.ranks)):
             return
-        del self._gathers[name]
+        self._drop(name)
         if gather.partial:
             self._hand_out(gather)
             return
@@ -207,7 +226,7 @@ class Services:
     def _hand_out(self, gather: _Gather) -> None:
         alike: dict[str, list[int]] = {}
         for rank, value in gather.values.items():
-            alike.setdefault(_text(value), []).append(rank)
+            alike.setdefault(value, []).append(rank)
         text = _joined(alike)
         for rank, request in gather.waiting.items():
             self._answer_text(rank, request, text)
@@ -216,35 +235,40 @@ class Services:
     def _forget_gather(self, name: str, gather: _Gather) -> None:
         if self._gathers.get(name) is gather:
             self._hand_out(gather)
-            del self._gathers[name]
+            self._drop(name)
 
     # Questions
 
     def _ask(self, rank: int, message: dict[str, Any]) -> None:
-        key = json.dumps([message["kind"], message["body"], message["ranks"]])
+        kind, body, request, seconds = str(message["kind"]), message["body"], int(message["id"]), seconds_of(message)
+        key = _text([kind, body, message["ranks"]])
         found = self._rounds.get(key)
         if found is None:
-            self._rounds_made += 1
-            asked = set(frames.ranks_of(str(message["ranks"]))) - self._absent
-            found = self._rounds[key] = self._round_of[self._rounds_made] = _Round(key, self._rounds_made, asked)
-            found.waiting.append((rank, message["id"]))
-            question = {"push": "question", "question": found.number, "kind": message["kind"], "body": message["body"]}
+            asked = self._limits.ranks(message["ranks"]) - self._absent
+            question = {"push": "question", "question": self._rounds_made + 1, "kind": kind, "body": body}
             frame = frames.encode(question)
+            self._limits.expect(rank, request)
+            self._limits.hold(len(key))
+            self._rounds_made += 1
+            found = self._rounds[key] = self._round_of[self._rounds_made] = _Round(key, self._rounds_made, asked)
+            found.waiting.append((rank, request))
             for other in asked:
                 self._send(other, frame)
-            self._later(float(message["seconds"]), lambda: self._finish(found))
+            self._later(seconds, lambda: self._finish(found))
             if not asked:
                 self._finish(found)
         elif found.result is None:
-            found.waiting.append((rank, message["id"]))
+            self._limits.expect(rank, request)
+            found.waiting.append((rank, request))
         else:
-            self._answer_text(rank, message["id"], found.result)
+            self._answer_text(rank, request, found.result)
 
     def _reply(self, rank: int, message: dict[str, Any]) -> None:
-        found = self._round_of.get(message["question"])
+        found, text = self._round_of.get(int(message["question"])), _text(message["value"])
         if found is not None and rank in found.pending:
+            self._limits.hold(len(text))
             found.pending.remove(rank)
-            found.answers.setdefault(_text(message["value"]), []).append(rank)
+            found.answers.setdefault(text, []).append(rank)
             if not found.pending:
                 self._finish(found)
 
@@ -259,11 +283,15 @@ class Services:
 
     def _forget(self, found: _Round) -> None:
         del self._rounds[found.key]
+        self._limits.release(len(found.key) + sum(len(text) * len(ranks) for text, ranks in found.answers.items()))
 
     # Leaving and failing
 
     def _leave(self, rank: int, message: dict[str, Any]) -> None:
-        self._left[rank] = message["issued"]
+        issued = {str(group): int(count) for group, count in dict(message["issued"]).items()}
+        if rank in self._left:
+            return
+        self._left[rank] = _text(issued)
         if not self._unreported_left:
             self._later(_LEFT_TOGETHER_SECONDS, self._report_departures)
         self._unreported_left.append(rank)
@@ -273,22 +301,23 @@ class Services:
         left_ranks, self._unreported_left = self._unreported_left, []
         alike: dict[str, list[int]] = {}
         for rank in left_ranks:
-            alike.setdefault(json.dumps(self._left[rank]), []).append(rank)
-        left = [[json.loads(issued), frames.ranges(ranks)] for issued, ranks in alike.items()]
-        self._push({"push": "left", "left": left})
+            alike.setdefault(self._left[rank], []).append(rank)
+        self._push_frame(frames.join(b'{"push":"left","left":', _joined(alike), b"}"))
 
     def _stop(self, rank: int, message: dict[str, Any]) -> None:
         self._is_told = True  # the rank has raised an error, and ends because of it
 
     def _failed(self, rank: int, message: dict[str, Any]) -> None:
+        event = dict(message["event"])
+        texts = {name: str(event[name]) for name in ("error", "traceback")}
         if not self._failing:
             self._failing = True
-            self._push({"push": "failed", "event": message["event"]})
+            self._push({"push": "failed", "event": {**event, **texts, "rank": rank}})
 
     def _others(self, rank: int, message: dict[str, Any]) -> None:
-        waiting = rank, message["id"]
+        waiting = rank, int(message["id"])
+        self._limits.expect(*waiting, seconds_of(message), lambda: self._answer_others(waiting))
         self._last_ones[waiting] = None
-        self._later(float(message["seconds"]), lambda: self._answer_others(waiting))
         self._check_last_ones()
 
     def _check_last_ones(self) -> None:
@@ -322,7 +351,9 @@ class Services:
         return ", ".join(named) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
 
     def _push(self, message: dict[str, Any]) -> None:
-        frame = frames.encode(message)
+        self._push_frame(frames.encode(message))
+
+    def _push_frame(self, frame: bytes) -> None:
         for rank in range(len(self._hosts)):
             self._send(rank, frame)
 
@@ -330,9 +361,11 @@ class Services:
         self._answer_text(rank, request, json.dumps(value).encode())
 
     def _answer_text(self, rank: int, request: int, value: bytes) -> None:
+        self._limits.answered(rank, request)
         self._send(rank, frames.join(b'{"id":%d,"value":' % request, value, b"}"))
 
     def _refuse(self, rank: int, request: int, kind: str, text: str) -> None:
+        self._limits.answered(rank, request)
         self._send(rank, frames.encode({"id": request, "error": kind, "text": text}))
 
 

@@ -1,0 +1,104 @@
+"""What the fuzz tests share: data as strangers, and broken ranks, might send them."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("hypothesis", reason="the extra 'test' has it")
+
+from hypothesis import strategies as st
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.integers() | st.floats() | st.text(max_size=5),
+    lambda parts: st.lists(parts, max_size=3) | st.dictionaries(st.text(max_size=5), parts, max_size=3),
+    max_leaves=5,
+)
+
+
+def frame(value: Any) -> bytes:
+    """Return a JSON value, or text that is already JSON, as a frame."""
+    text = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return struct.pack(">I", len(text)) + text
+
+
+@st.composite
+def changed(draw: Any, message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with up to two fields changed, left out or added, also below the first level."""
+    result = json.loads(json.dumps(message))
+    for _ in range(draw(st.integers(0, 2))):
+        place: Any = result
+        while isinstance(place, dict) and place:
+            name = draw(st.sampled_from(sorted(place)))
+            if isinstance(place[name], dict) and place[name] and draw(st.booleans()):
+                place = place[name]
+                continue
+            if draw(st.integers(0, 3)):
+                place[name] = draw(VALUES)
+            else:
+                del place[name]
+            break
+    return result
+
+
+def streams(*messages: dict[str, Any]) -> st.SearchStrategy[list[bytes]]:
+    """Return pieces of bytes to send: frames of such messages, changed, cut, repeated, in any order; or any bytes."""
+    whole = st.one_of([changed(message) for message in messages]).map(frame)
+    broken = st.one_of(
+        st.binary(max_size=30),
+        VALUES.map(frame),
+        st.sampled_from([b"\xff\xff\xff\xff", b"\0\0\0\0", frame(b"[" * 5000), frame(b'{"id":' + b"9" * 9000 + b"}")]),
+        st.tuples(whole, st.integers(1, 40)).map(lambda cut: cut[0][: -cut[1]]),
+    )
+    return st.lists(st.one_of(whole, whole, whole, broken), max_size=6).flatmap(_repeated)
+
+
+def _repeated(pieces: list[bytes]) -> st.SearchStrategy[list[bytes]]:
+    return st.one_of(st.just(pieces), st.just([*pieces, *pieces[-1:] * 3]), st.just([b"".join(pieces)]))
+
+
+def send(connection: socket.socket, pieces: list[bytes]) -> None:
+    """Send pieces; the other side may have closed the connection."""
+    try:
+        for piece in pieces:
+            connection.sendall(piece)
+    except OSError:
+        pass
+
+
+def ends(connection: socket.socket, seconds: float = 10.0) -> bytes:
+    """Announce the end, and return all that the other side still sends until it closes the connection in time."""
+    connection.settimeout(seconds)
+    data = bytearray()
+    try:
+        connection.shutdown(socket.SHUT_WR)
+        while piece := connection.recv(1 << 16):
+            data += piece
+    except socket.timeout:
+        raise
+    except OSError:
+        pass
+    return bytes(data)
+
+
+@contextmanager
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Yield the two ends of a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname()[:2], 10)
+        other, _ = listener.accept()
+    with one, other:
+        yield one, other
+
+
+def memory_of(pid: int) -> int:
+    """Return how many bytes of memory a process has at most had."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) << 10
