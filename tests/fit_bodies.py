@@ -384,7 +384,7 @@ def body_callback_of_rank_0(kind: str, directory: str) -> tuple[str, Any]:
         callbacks = [keras.callbacks.BackupAndRestore(f"{directory}/backup")]
     try:
         npu.distribute.replicate(model).fit(
-            np.ones([8, 2]), np.ones([8, 1]), batch_size=4, epochs=3, verbose=0, callbacks=callbacks
+            np.ones([8, 2]), np.ones([8, 1]), batch_size=8, epochs=3, verbose=0, callbacks=callbacks
         )
     except RuntimeError as error:
         return str(error), None

@@ -90,6 +90,17 @@ class ControlChannel:
         """Remove a key, if it exists."""
         self._request("delete", _SHORT_SECONDS, key=key)
 
+    def post(self, name: str, value: Any) -> dict[int, Any]:
+        """Post this rank's value under a name, in place of an earlier one; return what the ranks have posted so far.
+
+        Nobody waits: the last rank to post sees all values. The hub keeps the newest 200 names.
+
+        Args:
+            name: the name.
+            value: this rank's value; must be serializable as JSON.
+        """
+        return _by_rank(self._request("post", _SHORT_SECONDS, name=name, value=value))
+
     # Together
 
     def gather(self, name: str, value: Any, timeout: float) -> list[Any]:

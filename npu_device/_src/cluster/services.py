@@ -17,6 +17,8 @@ from npu_device._src.cluster.hub_limits import HubLimits, seconds_of
 
 _LEFT_TOGETHER_SECONDS = 0.1  # ranks that leave within this time are reported in one message
 _ANSWERS_KEPT_SECONDS = 5.0  # a rank that asks the same within this time gets the same answers
+_POSTS_KEPT = 200  # names; the oldest go
+_POST_BYTES_KEPT = 1 << 26
 _SHOWN = 10
 
 
@@ -67,6 +69,7 @@ class Services:
         self._limits = HubLimits(len(hosts), later)
         self._values: dict[str, str] = {}
         self._readers: dict[str, dict[tuple[int, int], None]] = {}
+        self._posts: dict[str, dict[int, str]] = {}
         self._gathers: dict[str, _Gather] = {}
         self._rounds: dict[str, _Round] = {}
         self._round_of: dict[int, _Round] = {}
@@ -82,6 +85,7 @@ class Services:
             "set": self._set,
             "get": self._get,
             "delete": self._delete,
+            "post": self._post,
             "gather": self._gather,
             "ask": self._ask,
             "reply": self._reply,
@@ -168,6 +172,15 @@ class Services:
             self._limits.release(len(key) + len(value))
         self._answer(rank, request, None)
 
+    def _post(self, rank: int, message: dict[str, Any]) -> None:
+        name, request, text = str(message["name"]), int(message["id"]), _text(message["value"])
+        posted = self._posts.setdefault(name, {})
+        self._limits.hold(len(text) - len(posted.get(rank, "")))
+        posted[rank] = text
+        self._answer_text(rank, request, _joined(_alike(posted)))
+        while len(self._posts) > _POSTS_KEPT or sum(map(_size, self._posts.values())) > _POST_BYTES_KEPT:
+            self._limits.release(_size(self._posts.pop(next(iter(self._posts)))))
+
     # Gathers
 
     def _gather(self, rank: int, message: dict[str, Any]) -> None:
@@ -224,10 +237,7 @@ class Services:
             self._refuse(rank, request, "gone", text)
 
     def _hand_out(self, gather: _Gather) -> None:
-        alike: dict[str, list[int]] = {}
-        for rank, value in gather.values.items():
-            alike.setdefault(value, []).append(rank)
-        text = _joined(alike)
+        text = _joined(_alike(gather.values))
         for rank, request in gather.waiting.items():
             self._answer_text(rank, request, text)
         gather.waiting.clear()
@@ -371,6 +381,18 @@ class Services:
 
 def _text(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
+
+
+def _alike(texts: dict[int, str]) -> dict[str, list[int]]:
+    """Return the ranks of each text."""
+    alike: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        alike.setdefault(text, []).append(rank)
+    return alike
+
+
+def _size(texts: dict[int, str]) -> int:
+    return sum(map(len, texts.values()))
 
 
 def _joined(alike: dict[str, list[int]]) -> bytes:

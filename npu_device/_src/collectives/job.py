@@ -58,6 +58,7 @@ class Job:
         cores: this rank's share of its host's cores, 1 or more; set when TensorFlow's threads are divided.
         has_own_core: that share is a whole core or more, not less; set at the same time.
         serves_others: the others need this process until they have finished; it waits for them at its end.
+        has_communicated: this rank has called a collective other than a barrier, or built a graph with one.
         before_leaving: called with the job before this process leaves it; not in a forked child.
         world_group: the group of all ranks.
         groups: the groups that this rank's script has made, by name.
@@ -90,6 +91,7 @@ class Job:
         self.cores = 1
         self.has_own_core = False
         self.serves_others = serves_others
+        self.has_communicated = False
         self.before_leaving: list[Callable[[Job], None]] = []
         self.world_group = Group(WORLD_GROUP, tuple(range(cluster.world_size)), cluster.rank)
         self.groups: dict[str, Group] = {}
@@ -138,6 +140,13 @@ class Job:
     def part(self, kind: type[_Part]) -> _Part | None:
         """Return the part of a class, or None."""
         found: _Part | None = self._parts.get(kind)
+        return found
+
+    def made(self, kind: type[_Part]) -> _Part:
+        """Return the part of a class, which is made without arguments at its first use."""
+        if kind not in self._parts:
+            self.add(kind())
+        found: _Part = self._parts[kind]
         return found
 
     def finish(self) -> None:

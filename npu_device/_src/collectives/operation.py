@@ -75,6 +75,7 @@ class Operation:
                 same text.
             PeerError: a rank has failed or left.
         """
+        job.has_communicated = job.has_communicated or self.name != "barrier"
         call = call or describe(self.name, self.values, self.ragged, self.same)
         if runs_if_fetched():
             return job.sessions.place(self, call)

@@ -1,4 +1,4 @@
-"""Collectives in a graph that a session of TensorFlow 1 runs. Only ``operation`` calls this, through the job.
+"""Collectives in a graph that a session of TensorFlow 1 runs. Only ``operation`` calls ``Sessions``, through the job.
 
 A session is local: operations in its graph can't see the other ranks. A collective is therefore an operation that calls
 Python, which runs the collective eagerly. Errors that need the data, and those of the other ranks, are errors of

@@ -67,19 +67,28 @@ def is_default_strategy(strategy: Any) -> bool:
     return type(strategy).__name__ == "_DefaultDistributionStrategy"
 
 
-def is_shuffled_without_seed(dataset: Any) -> bool:
-    """Return True if a ``tf.data.Dataset`` or one that it is made of is shuffled in an order that no seed fixes."""
-    seeds = [getattr(dataset, name, None) for name in ("_seed", "_seed2")]
-    # Both are 0 where neither shuffle nor tf.random.set_seed was given a seed (TensorFlow 2.15 to 2.21).
-    if "Shuffle" in type(dataset).__name__ and all(seed is not None and int(seed) == 0 for seed in seeds):
-        return True
-    return any(is_shuffled_without_seed(other) for other in getattr(dataset, "_inputs", list)())
+def shuffle_seeds(dataset: Any) -> list[tuple[int | None, ...]]:
+    """Return the seeds of each shuffle that a ``tf.data.Dataset`` is made of; None for one that isn't known yet.
+
+    They are both 0 where neither shuffle nor tf.random.set_seed was given a seed (TensorFlow 2.15 to 2.21).
+    """
+    found = [seeds for other in getattr(dataset, "_inputs", list)() for seeds in shuffle_seeds(other)]
+    if "Shuffle" in type(dataset).__name__ and hasattr(dataset, "_seed2"):
+        values = [tf.get_static_value(tf.convert_to_tensor(seed)) for seed in (dataset._seed, dataset._seed2)]
+        found.append(tuple(None if value is None else int(value) for value in values))
+    return found
 
 
-def handle_of(variable: Any) -> Any:
-    """Return the resource handle of a variable, of TensorFlow or of Keras; None if it has none."""
-    inner = variable if hasattr(variable, "handle") else getattr(variable, "_value", None)  # Keras 3.0 to 3.15
-    return getattr(inner, "handle", None)
+def keep_whole(result: tf.Tensor) -> None:
+    """Let TensorFlow run a ``tf.cond``, whose result this is, as one operation.
+
+    By default it puts the branches into the graph around them, with an operation for each input of a branch, in each
+    step: with hundreds of variables a millisecond. Not for operations of a GPU, which has no such conditions.
+    """
+    operation = result.op
+    while operation.type not in ("If", "StatelessIf"):
+        operation = operation.inputs[0].op
+    operation._set_attr("_lower_using_switch_merge", attr_value_pb2.AttrValue(b=False))
 
 
 def lines_of_stack(frame: Any) -> Iterator[tuple[str, int, str]]:

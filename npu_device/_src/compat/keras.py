@@ -28,6 +28,23 @@ def is_keras_3(keras: Any) -> bool:
     return int(str(version).split(".", 1)[0]) >= 3
 
 
+def optimizer_methods() -> list[tuple[type, str]]:
+    """Return the methods of the imported Kerases through which all their optimizers apply gradients, each with its
+    class; also that of Keras 3's loss-scale optimizer, which decides whether the one inside is called.
+    """
+    found: list[tuple[type, str]] = []
+    for name in ("keras", "tf_keras"):
+        optimizers: Any = getattr(sys.modules.get(name), "optimizers", None)
+        if not hasattr(optimizers, "Optimizer"):  # not imported, or just being imported
+            continue
+        if is_keras_3(sys.modules[name]):
+            kinds, method = (optimizers.Optimizer, optimizers.LossScaleOptimizer), "apply"
+        else:
+            kinds, method = (optimizers.Optimizer, optimizers.legacy.Optimizer), "apply_gradients"
+        found += [(next(each for each in kind.__mro__ if method in vars(each)), method) for kind in kinds]
+    return found
+
+
 def session_backend() -> Any:
     """Return the Keras backend that supports sessions (``get_session``, ``set_session``).
 
@@ -102,6 +119,17 @@ def iterators_made(model: Any, used: int, knows_length: bool) -> list[int]:
     version = str(getattr(keras_of(model), "__version__", "2.0")).split(".")
     makes_more = knows_length and (int(version[0]), int(version[1])) >= (3, 7)
     return sorted({used, 2 * used}) if makes_more else [used]
+
+
+def variables_to_update(optimizer: Any, trainable_variables: Any = None) -> list[Any]:
+    """Return the variables that a Keras 3 optimizer's ``apply`` updates, given its argument."""
+    return list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
+
+
+def inner_variable(variable: Any) -> Any:
+    """Return TensorFlow's variable in one of Keras 3 (3.0 to 3.15); any other variable itself."""
+    inner = getattr(variable, "_value", None)
+    return inner if isinstance(inner, tf.Variable) else variable
 
 
 def optimizer_variables(optimizer: Any, weights: Any) -> list[Any]:

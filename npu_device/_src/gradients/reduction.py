@@ -8,7 +8,6 @@ In a session's graph each segment is an operation of its own.
 from __future__ import annotations
 
 import contextlib
-import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from npu_device._src.collectives.ops import (
     require_differentiable,
     require_reduction,
 )
+from npu_device._src.gradients.reduced import ReducedTensors
 from npu_device._src.gradients.segments import cut
 from npu_device._src.gradients.sparse import gather_slices, reduce_slices, require_sparse_reduction
 from npu_device._src.gradients.split_strategy import MAX_SEGMENTS
@@ -38,8 +38,6 @@ from npu_device._src.trace.trace import Tracer
 Gradient = Optional[Union[tf.Tensor, tf.IndexedSlices]]
 _Part = tuple[Sequence[int], Sequence[Sequence[int]]]
 """Positions in a list, and the segments among the values there."""
-
-_reduced = threading.Event()
 
 _LARGEST_FUSION_ID = 0x7FFFFFFF
 _WIRE_DTYPES = {"fp16": tf.float16, "bf16": tf.bfloat16}
@@ -123,11 +121,6 @@ def check_fusion_0_or_2(operation: str, fusion: int, fusion_id: int) -> None:
     check_fusion(fusion, fusion_id)
 
 
-def wait_for_reduction(seconds: float) -> bool:
-    """Wait until this process has reduced a list of tensors, or built a graph that does; return False if it hasn't."""
-    return _reduced.wait(seconds)
-
-
 def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions, group: Group) -> list[Gradient]:
     """Reduce a list of tensors over a group.
 
@@ -147,7 +140,6 @@ def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions,
         TypeError: a dtype that can't be reduced.
         MismatchError: the ranks' calls differ.
     """
-    _reduced.set()
     alone = len(values) == 1 and isinstance(values[0], tf.Tensor)
     segments = [[0]] if alone else cut(values, options.kind, options.fusion, group.name)
     rows = [[position] for position, value in enumerate(values) if isinstance(value, tf.IndexedSlices)]
@@ -170,7 +162,10 @@ def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions,
         if trace is not None:
             for part in (*segments, *rows):
                 trace.segment([results[position] for position in part])
-    return results if trace is None else trace.recorded_with(results)
+    if trace is not None:
+        results = trace.recorded_with(results)
+    job.made(ReducedTensors).add(results)
+    return results
 
 
 def _reduction(

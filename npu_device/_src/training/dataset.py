@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src.training import device
-from npu_device._src.training.same_samples import warn_if_shuffled_differently
+from npu_device._src.training.same_samples import DividedData
 
 _log = logging.getLogger("npu_device")
 
@@ -69,7 +69,7 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
     if runtime is not None:
         if rank == 0:
             _warn_if_uneven(dataset, batch_size, world_size)
-        warn_if_shuffled_differently(runtime, dataset)
+        runtime.made(DividedData).compare(runtime, dataset)
     return dataset.shard(world_size, rank), batch_size // world_size
 
 

@@ -36,7 +36,8 @@ from npu_device._src.report.output import write_report
 from npu_device._src.trace import trace
 from npu_device._src.trace.settings import Settings, settings
 from npu_device._src.training import seed as seeds
-from npu_device._src.training.unreduced import watch_for_training_alone
+from npu_device._src.training.applied_gradients import AppliedGradients
+from npu_device._src.training.last_word import LastWord
 from npu_device._src.tuning import aoe
 
 _TO_BE_A_RANK = (
@@ -212,7 +213,9 @@ def _begin(running: Job, trace_settings: Settings | None, seed: int | None) -> N
             server.start(running)
         send_splits(running)
         _start_trace(running, trace_settings)
-        watch_for_training_alone(running)
+        last_word = LastWord(running)
+        running.add(last_word)
+        running.add(AppliedGradients(running, last_word))
     except BaseException as error:
         parent_rank.unmark()
         cause = jobs.abandon(error)
@@ -258,6 +261,9 @@ def cluster_runtime() -> Job | None:
             f"operation.\nWhat to do: make the call in the rank's own process, outside of workers. {_TO_BE_A_RANK}"
         )
     if running is not None:
+        watching = running.part(AppliedGradients)
+        if watching is not None:
+            watching.find_keras()
         return running
     if schemes.world_size_from_environment() == 1:
         return None

@@ -10,18 +10,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from npu_device._src import compat, environment
+from npu_device._src import environment
 from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.moves import all_gather
 from npu_device._src.collectives.ops import broadcast
-from npu_device._src.training.same_variables import variable_name
+from npu_device._src.training.digests import SHOWN_RANKS, SHOWN_VARIABLES, Digest, named
+from npu_device._src.training.schedule import NEVER
 from npu_device._src.training.world import World
 
 _log = logging.getLogger("npu_device")
-
-_VARIABLES = 4  # that a text names
-_RANKS = 16
-_NEVER = 1 << 62
 
 _ADVICE = (
     "Likely cause: a rank that changed a variable alone (an assign, a callback, a restored checkpoint); variables that "
@@ -43,20 +40,21 @@ class Drift:
         self._world = world
         self._equal_after: int | None = None
         self._after = 0
-        self._variables: Sequence[Any] = ()
-        self._digests: Sequence[tuple[Any, str, int]] = ()
+        self._names: Sequence[str] = ()
+        self._values: Sequence[np.ndarray] = ()
+        self._digests: Sequence[Digest] = ()
         self._differs = np.zeros([world.size, 0], bool)  # for each rank and variable
         self._different: list[int] = []
         self._mine: list[np.ndarray] = []
 
-    def note(self, variables: Sequence[Any], digests: Sequence[tuple[Any, str, int]], steps: int) -> None:
+    def note(self, names: Sequence[str], values: Sequence[np.ndarray], digests: Sequence[Digest], steps: int) -> None:
         """Note what an audit compares, after so many steps of the optimizer."""
-        self._variables, self._digests, self._after = variables, digests, steps
+        self._names, self._values, self._digests, self._after = names, values, digests, steps
 
     def equal(self) -> None:
         """Note that the digests are equal on all ranks."""
         self._equal_after = self._after
-        self._variables = self._digests = ()
+        self._values = self._digests = ()
 
     def report(self, due: Any) -> Any:
         """Raise an error or warn, on every rank alike; a warning returns the largest int64 that is ever due.
@@ -66,7 +64,7 @@ class Drift:
         runtime, group = self._world.runtime, self._world.group
         numbers, amounts = tf.TensorSpec([None], tf.int64), tf.TensorSpec([None], tf.float64)
         [digests] = call_now(self._all_digests, [due], [numbers])
-        [values] = call_now(self._values, [all_gather(runtime, digests, group)], [amounts])
+        [values] = call_now(self._different_values, [all_gather(runtime, digests, group)], [amounts])
         [roots] = broadcast(runtime, [values], 0, group)
         [apart] = call_now(self._distances, [roots], [amounts])
         return call_now(self._tell, [all_gather(runtime, apart, group)], [tf.TensorSpec([], tf.int64)])[0]
@@ -74,14 +72,12 @@ class Drift:
     def _all_digests(self, _: Any) -> list[Any]:
         return [np.array([zlib.crc32(repr(digest).encode()) for digest in self._digests], np.int64)]
 
-    def _values(self, everybody: Any) -> list[Any]:
+    def _different_values(self, everybody: Any) -> list[Any]:
         """Return the values of the variables that differ, of as many as are named, in one vector."""
         rows = everybody.reshape(self._world.size, -1)
         self._differs = rows != rows[0]
         self._different = [int(place) for place in np.flatnonzero(self._differs.any(axis=0))]
-        with compat.eager_mode():
-            named = [compat.to_array(tf.convert_to_tensor(self._variables[place])) for place in self._shown]
-        self._mine = [value.astype(np.float64).reshape(-1) for value in named]
+        self._mine = [self._values[place].astype(np.float64).reshape(-1) for place in self._shown]
         return [np.concatenate([np.zeros([0]), *self._mine])]
 
     def _distances(self, roots: Any) -> list[Any]:
@@ -91,29 +87,28 @@ class Drift:
 
     @property
     def _shown(self) -> list[int]:
-        return self._different[:_VARIABLES]
+        return self._different[:SHOWN_VARIABLES]
 
     def _tell(self, distances: Any) -> list[Any]:
         text = self._text(distances.reshape(self._world.size, -1))
-        self._variables, self._digests, self._mine = (), (), []
+        self._values, self._digests, self._mine = (), (), []
         if environment.NPU_DEVICE_DRIFT.get() == "error":
             raise RuntimeError(f"rank {self._world.runtime.cluster.rank}: {text}")
         if self._world.rank == 0:
             _log.warning("%s\nThis optimizer is not audited any more.", text)
-        return [np.int64(_NEVER)]
+        return [np.int64(NEVER)]
 
     def _text(self, distances: np.ndarray) -> str:
         ranks, cluster = self._world.group.ranks, self._world.runtime.cluster
-        names = [variable_name(self._variables[place]) for place in self._shown]
-        more = ", …" if len(self._different) > len(names) else ""
+        names = [self._names[place] for place in self._different]
         before = "" if self._equal_after is None else f" (after step {self._equal_after} they were equal)"
         far = [place for place in range(len(ranks)) if self._differs[place].any()]
-        rows = {ranks[place]: self._row(place, names, distances[place]) for place in far}
+        rows = {ranks[place]: self._row(place, names[:SHOWN_VARIABLES], distances[place]) for place in far}
         return "\n".join(
             [
-                f"the ranks have drifted apart: seen after step {self._after}{before}, in {len(self._different)} of "
-                f"{len(self._variables)} variables ({', '.join(names)}{more}). They differ from rank {ranks[0]}'s on:",
-                *cluster.lines(rows, _RANKS),
+                f"the ranks have drifted apart: seen after step {self._after}{before}, in {len(names)} of "
+                f"{len(self._names)} variables ({named(names)}). They differ from rank {ranks[0]}'s on:",
+                *cluster.lines(rows, SHOWN_RANKS),
                 _ADVICE,
             ]
         )

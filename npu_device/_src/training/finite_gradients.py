@@ -16,12 +16,9 @@ from npu_device._src import environment
 from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.moves import all_gather
 from npu_device._src.gradients.reduction import Gradient
+from npu_device._src.training.digests import SHOWN_RANKS, SHOWN_VARIABLES, variable_name
 from npu_device._src.training.loss_scale_step import all_finite
-from npu_device._src.training.same_variables import variable_name
 from npu_device._src.training.world import World
-
-_VARIABLES = 4  # that a text names for each rank
-_RANKS = 16
 
 
 def is_wanted(optimizer: Any) -> bool:
@@ -73,7 +70,7 @@ def _kind(gradient: Any) -> tf.Tensor:
 def _text(world: World, steps: int, names: Sequence[str], kinds: np.ndarray) -> str:
     ranks, cluster = world.group.ranks, world.runtime.cluster
     bad = [place for place in range(world.size) if kinds[place].any()]
-    lines = cluster.lines({ranks[place]: _row(names, kinds[place]) for place in bad}, _RANKS)
+    lines = cluster.lines({ranks[place]: _row(names, kinds[place]) for place in bad}, SHOWN_RANKS)
     head = (
         f"rank {cluster.rank}: the gradients of step {steps + 1} are not finite, and no variable was changed by them."
     )
@@ -93,5 +90,5 @@ def _text(world: World, steps: int, names: Sequence[str], kinds: np.ndarray) -> 
 
 def _row(names: Sequence[str], kinds: np.ndarray) -> str:
     parts = [f"{name} ({'NaN' if kind == 2 else 'infinite'})" for name, kind in zip(names, kinds) if kind]
-    more = f" and {len(parts) - _VARIABLES} more variables" if len(parts) > _VARIABLES else ""
-    return ", ".join(parts[:_VARIABLES]) + more
+    more = f" and {len(parts) - SHOWN_VARIABLES} more variables" if len(parts) > SHOWN_VARIABLES else ""
+    return ", ".join(parts[:SHOWN_VARIABLES]) + more

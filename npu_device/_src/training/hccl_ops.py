@@ -24,6 +24,7 @@ from npu_device._src.collectives import moves as _moves
 from npu_device._src.collectives import ops as _ops
 from npu_device._src.collectives.graph import overwriting
 from npu_device._src.collectives.group import WORLD_GROUP
+from npu_device._src.gradients.reduced import ReducedTensors
 from npu_device._src.gradients.reduction import ReductionOptions, check_fusion, check_fusion_0_or_2, reduce_list
 from npu_device._src.training.world import World, world
 
@@ -58,7 +59,9 @@ def allreduce(tensor: Any, reduction: str, fusion: int = 1, fusion_id: int = -1,
     if fusion == 2:
         together = ReductionOptions(reduction, fusion, fusion_id)
         return reduce_list(ranks.runtime, [compat.to_tensor(tensor)], together, ranks.group)[0]
-    return _ops.all_reduce(ranks.runtime, compat.to_tensor(tensor), reduction, ranks.group)
+    reduced = _ops.all_reduce(ranks.runtime, compat.to_tensor(tensor), reduction, ranks.group)
+    ranks.runtime.made(ReducedTensors).add([reduced])
+    return reduced
 
 
 @tf.autograph.experimental.do_not_convert

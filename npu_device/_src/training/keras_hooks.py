@@ -6,7 +6,6 @@ deep copy of the optimizer has its own.
 
 from __future__ import annotations
 
-import sys
 from types import MethodType
 from typing import Any, Callable
 
@@ -16,7 +15,6 @@ from npu_device._src import compat
 from npu_device._src.trace.steps import iteration
 
 _REDUCTION = "_npu_gradient_reduction"
-_FRAMES = 6
 
 # Otherwise AutoGraph would rewrite these when an optimizer is called in a tf.function.
 _as_it_is = tf.autograph.experimental.do_not_convert
@@ -48,7 +46,6 @@ def install(optimizer: Any, keras: Any, reduction: Any) -> None:
         hooks: dict[str, Callable[..., Any]] = {
             "apply_gradients": _apply_gradients,
             "apply": _apply_keras_3,
-            "build": _build_keras_3,
         }
     elif not hasattr(optimizer, "apply_gradients"):
         raise TypeError(
@@ -79,11 +76,11 @@ def install(optimizer: Any, keras: Any, reduction: Any) -> None:
 def _apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
     reduction = getattr(self, _REDUCTION)
     grads, variables = _lists(grads_and_vars)
-    reduction.begin(self, variables)
-    with reduction.audited(self, grads, variables):
-        grads = reduction.reduce_to_apply(self, grads, variables)
-        with iteration(), reduction.applying():
-            return type(self).apply_gradients(self, list(zip(grads, variables)), *args, **kwargs)
+
+    def apply(reduced: Any, variables: Any) -> Any:
+        return type(self).apply_gradients(self, list(zip(reduced, variables)), *args, **kwargs)
+
+    return apply_reduced(self, reduction, apply, grads, variables)
 
 
 # Keras 3. `apply_gradients` and `fit` go through `apply`, which clips, accumulates and updates.
@@ -91,52 +88,34 @@ def _apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) 
 
 @_as_it_is
 def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-    reduction, grads = getattr(self, _REDUCTION), list(grads)
-    _require_agreement(_called_by(self))
-    variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
-    reduction.begin(self, variables)
-    with reduction.audited(self, grads, variables), iteration():
-        return type(self).apply(self, reduction.reduce_to_apply(self, grads, variables), trainable_variables)
+    variables = compat.variables_to_update(self, trainable_variables)
+
+    def apply(reduced: Any, variables: Any) -> Any:
+        return type(self).apply(self, reduced, None if trainable_variables is None else variables)
+
+    return apply_reduced(self, getattr(self, _REDUCTION), apply, list(grads), variables)
 
 
-@_as_it_is
-def _build_keras_3(self: Any, variables: Any) -> Any:
-    # A loss-scale optimizer around this one calls `apply` only if the gradients are finite, on which all ranks must
-    # agree, or some wait forever. Keras creates that loss-scale optimizer itself (compile under mixed_float16) without
-    # telling the inner one, so it can only be found in this call, which its `build` makes.
-    outer = _called_by(self)
-    if outer is not None:
-        outer.check_finite = MethodType(_check_finite, outer)
-    return type(self).build(self, variables)
+def apply_reduced(
+    optimizer: Any, reduction: Any, apply: Callable[..., Any], gradients: list[Any], variables: list[Any]
+) -> Any:
+    """Apply gradients after their reduction."""
+    reduction.begin(optimizer, variables)
+    reduced = reduction.reduce_to_apply(optimizer, gradients, variables)
+    with iteration(), reduction.applying():
+        return apply(reduced, variables)
 
 
-def _require_agreement(outer: Any) -> None:
-    """Raise RuntimeError if a loss-scale optimizer decides on this rank alone whether its gradients are finite."""
-    if outer is not None and "check_finite" not in vars(outer) and compat.belongs_to_keras(type(outer).apply):
-        raise RuntimeError(
-            f"the optimizer inside a {type(outer).__name__} was wrapped after that one had been built: the ranks could "
-            "not agree on which steps to skip.\nWhat to do: wrap the loss-scale optimizer itself, with "
-            "npu_distributed_keras_optimizer_wrapper(optimizer), not its inner_optimizer."
-        )
+def reduction_inside(optimizer: Any) -> Any:
+    """Return the reduction of the optimizer inside a loss-scale optimizer of Keras 3 that isn't wrapped itself; else
+    None.
 
-
-def _called_by(optimizer: Any) -> Any:
-    """Return the loss-scale optimizer among the callers that wraps this optimizer, or None."""
-    frame = sys._getframe(2)
-    for _ in range(_FRAMES):  # its `build` calls directly, except for decorators in between
-        caller = frame.f_locals.get("self")
-        if caller is not optimizer and getattr(caller, "inner_optimizer", None) is optimizer:
-            return caller if hasattr(caller, "check_finite") else None
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-    return None
-
-
-@_as_it_is
-def _check_finite(self: Any, grads: Any) -> Any:
-    reduction = getattr(self.inner_optimizer, _REDUCTION)
-    return reduction.finite_everywhere(type(self).check_finite(self, grads))
+    It calls the one inside only if the gradients are finite, on which all ranks must agree, or some wait forever. Keras
+    makes it itself (compile under mixed_float16) without telling the inner one. So its gradients are reduced before it
+    looks at them.
+    """
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return None if inner is None or reduction_of(optimizer) is not None else reduction_of(inner)
 
 
 # tf-keras. `fit` and `minimize` go through `apply_gradients`; a loss-scale optimizer calls its inner optimizer's

@@ -14,13 +14,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src import compat, environment
+from npu_device._src import compat
 from npu_device._src.collectives.group import WORLD_GROUP
+from npu_device._src.gradients.reduced import dense_of, origin_of
 from npu_device._src.gradients.reduction import Gradient, ReductionOptions, reduce_list
-from npu_device._src.training import keras_hooks, same_samples
+from npu_device._src.training import keras_hooks
 from npu_device._src.training.finite_gradients import checked, is_wanted
 from npu_device._src.training.replica_audit import Audit
-from npu_device._src.training.same_variables import can_compare, make_equal
+from npu_device._src.training.same_samples import Pair, pair_of
+from npu_device._src.training.same_variables import make_equal
+from npu_device._src.training.schedule import can_compare
 from npu_device._src.training.training_state import unique
 from npu_device._src.training.world import World, world_unless_child
 
@@ -112,6 +115,7 @@ class GradientReduction:
         self._begun = False
         self._compared = True
         self._audit: Audit | None = None
+        self._pair: Pair | None = None  # of the gradients that were reduced last
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReduction:
         return GradientReduction(self._world, self.options)
@@ -128,28 +132,17 @@ class GradientReduction:
             self._compared = make_equal(self._world, variables)
             self._begun = self._compared and make_equal(self._world, own)
 
-    def audited(
-        self, optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]
-    ) -> contextlib.AbstractContextManager[None]:
-        """Return a context for the update of variables; before it the ranks compare them, if an audit is due."""
-        off = environment.NPU_DEVICE_AUDIT.get() == "off"
-        if off or self._applying or not can_compare():
-            return contextlib.nullcontext()
-        if self._audit is None:
-            self._audit = Audit(self._world, optimizer, not self._compared)
-        return self._audit.step([variable for gradient, variable in zip(gradients, variables) if gradient is not None])
-
     def reduce(self, gradients: Iterable[Gradient]) -> list[Gradient]:
         """Return the gradients reduced over the ranks, ``None`` where ``None`` was."""
         gradients, options, runtime, group = list(gradients), self.options, self._world.runtime, self._world.group
         reduced = reduce_list(runtime, gradients, options, group)
-        if options.kind == "mean" and group.name == WORLD_GROUP:
-            same_samples.watch(runtime, gradients, reduced)
+        if group.name == WORLD_GROUP:
+            self._pair = pair_of(gradients, reduced, options.kind, group.size)
         self._remember(reduced)
         return reduced
 
     def _remember(self, reduced: Iterable[Gradient]) -> None:
-        self._reduced = [weakref.ref(gradient) for gradient in reduced if gradient is not None]
+        self._reduced = [weakref.ref(dense_of(gradient)) for gradient in reduced if gradient is not None]
 
     @contextlib.contextmanager
     def applying(self) -> Iterator[None]:
@@ -165,24 +158,26 @@ class GradientReduction:
 
         A loss-scale optimizer reduces them first, and has its inner optimizer apply them later, if they are finite.
         """
-        done = {id(gradient) for reference in self._reduced if (gradient := reference()) is not None}
-        present = [gradient for gradient in gradients if gradient is not None]
-        if self._applying or (present and all(id(gradient) in done for gradient in present)):
+        done = {origin_of(gradient) for reference in self._reduced if (gradient := reference()) is not None}
+        present = [dense_of(gradient) for gradient in gradients if gradient is not None]
+        if self._applying or (present and all(origin_of(gradient) in done for gradient in present)):
             return list(gradients)
         return self.reduce(gradients)
 
     def reduce_to_apply(
         self, optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]
     ) -> list[Gradient]:
-        """Reduce gradients that the optimizer applies next, as ``reduce_once`` does, and check them on request."""
+        """Reduce gradients that the optimizer applies next, as ``reduce_once`` does. Audit the variables if it is time,
+        and check the gradients on request.
+        """
         reduced = self.reduce_once(gradients)
+        if self._applying or not can_compare():
+            return reduced
+        self._audit = self._audit or Audit(self._world, not self._compared)
+        updated = [variable for gradient, variable in zip(reduced, variables) if gradient is not None]
+        self._audit.step(updated, optimizer, self._pair)
+        self._pair = None
         as_they_are = all(one is other for one, other in zip(gradients, reduced))
-        if as_they_are or not can_compare() or not is_wanted(optimizer):
+        if as_they_are or not is_wanted(optimizer):
             return reduced
         return checked(self._world, optimizer.iterations, gradients, reduced, variables)
-
-    def finite_everywhere(self, finite: tf.Tensor) -> tf.Tensor:
-        """Return whether the gradients are finite on every rank, given whether they are on this one."""
-        mine, runtime, group = tf.cast(finite, tf.int32), self._world.runtime, self._world.group
-        [least] = reduce_list(runtime, [mine], ReductionOptions("min"), group)
-        return tf.cast(least, tf.bool)

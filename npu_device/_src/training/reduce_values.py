@@ -13,9 +13,12 @@ from npu_device._src.collectives.dtypes import mean_dtype
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
 from npu_device._src.gradients.sparse import weighted, with_values
-from npu_device._src.training import replica_audit, same_samples, same_variables
+from npu_device._src.training import same_variables, session_start
+from npu_device._src.training.applied_gradients import AppliedGradients
 from npu_device._src.training.fit.current import CurrentStep, current_step
-from npu_device._src.training.world import world
+from npu_device._src.training.replica_audit import audit_by_hand
+from npu_device._src.training.same_samples import pair_of
+from npu_device._src.training.world import World, world
 
 
 @tf.autograph.experimental.do_not_convert
@@ -75,13 +78,11 @@ def all_reduce(
     step = current_step()
     if step is not None and group == WORLD_GROUP:
         return tf.nest.pack_sequence_as(values, _reduce_in_step(step, tensors, how))
-    behind = []
-    if several and reduction in ("mean", "sum"):
-        behind = same_variables.make_equal_behind(ranks, tensors)
-    with replica_audit.step_behind(ranks, behind) if behind else contextlib.nullcontext():
+    adds_up = reduction in ("mean", "sum")
+    behind = same_variables.make_equal_behind(ranks, tensors) if several and adds_up else None
+    with session_start.compared(ranks, tensors) if several and adds_up else contextlib.nullcontext():
         reduced = reduce_list(ranks.runtime, tensors, how, ranks.group)
-    if several and reduction == "mean" and group == WORLD_GROUP:
-        same_samples.watch(ranks.runtime, tensors, reduced)
+    watch_reduction(ranks, tensors, reduced, how, behind)
     return tf.nest.pack_sequence_as(values, reduced)
 
 
@@ -101,6 +102,25 @@ def _reduce_in_step(step: CurrentStep, tensors: list[Any], how: ReductionOptions
 
 def _floating(values: tf.Tensor) -> tf.Tensor:
     return tf.cast(values, mean_dtype(values.dtype)) if values.dtype.is_integer else values
+
+
+def watch_reduction(
+    ranks: World, mine: list[Any], reduced: list[Any], how: ReductionOptions, behind: list[Any] | None
+) -> None:
+    """Compare what belongs to a reduction of gradients by hand, now or when it is time.
+
+    Args:
+        ranks: the ranks.
+        mine: this rank's gradients.
+        reduced: the results.
+        how: the settings.
+        behind: from ``same_variables.make_equal_behind``.
+    """
+    pair = pair_of(mine, reduced, how.kind, ranks.size) if ranks.group.name == WORLD_GROUP else None
+    watching = ranks.runtime.part(AppliedGradients)
+    if tf.executing_eagerly() and watching is not None:
+        watching.note_pair(pair)
+    audit_by_hand(ranks, behind, pair)
 
 
 def _to_tensor(value: Any) -> Any:

@@ -1,198 +1,156 @@
-"""The replica audit: every so many steps the ranks compare digests of what an optimizer trains, and of its own state;
-or of the variables whose gradients a ``tf.function`` reduces itself.
+"""The replica audit: the ranks compare digests of what an optimizer trains, and of its own state; or of the variables
+whose gradients a ``tf.function`` reduces itself. ``schedule`` says when.
 
-The graph of a step counts, and does nothing else until an audit is due. The audit itself runs in Python. What the ranks
-send each other are collectives of the graph, so that they keep their place among the step's other collectives. An audit
-that finds a difference goes on to find out how large it is (``drift``).
+What the ranks send each other are collectives of the step, so that they keep their place among its other collectives.
+An audit that finds a difference goes on to find out how large it is (``drift``).
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import itertools
 import math
 import time
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.collectives.graph import call_now, step_data
-from npu_device._src.collectives.job import Job
+from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.ops import all_reduce
+from npu_device._src.training.audits_by_hand import AuditsByHand
+from npu_device._src.training.digests import digest_of, variable_name
 from npu_device._src.training.drift import Drift
-from npu_device._src.training.same_variables import (
-    can_compare,
-    compared,
-    digest_of,
-    warn_if_different,
-)
+from npu_device._src.training.same_samples import Pair, SameSamples
+from npu_device._src.training.same_variables import compared
+from npu_device._src.training.schedule import FIRST_LOOKS, NEVER, Schedule, can_compare, next_look
 from npu_device._src.training.training_state import unique
-from npu_device._src.training.world import World
+from npu_device._src.training.world import World, value_of
 
-_FIRST = 10  # steps to the first audit, and to the second, from which the time of a step is known
 _SHARE = 0.0005  # of the time, so that audits that take twice as long as expected cost less than 0.1 %
-_LARGEST = 1 << 62
-_END_SECONDS = 3.0
-
-
-_numbers = itertools.count()
-_audits: weakref.WeakValueDictionary[int, Audit] = weakref.WeakValueDictionary()  # those of all ranks of the job
-_BY_HAND = "_npu_device_audits"  # an attribute of the first variable: by the ids of all
 
 
 class Audit:
-    """The audits of one optimizer.
+    """The audits of one optimizer, or of variables that are updated together.
 
     Args:
         world: the ranks.
-        optimizer: the optimizer; None if it isn't known.
         at_once: the first step is audited, because the ranks couldn't compare the variables before it.
 
     Attributes:
-        world: the ranks.
-        variables: those that the last step updated.
+        is_reduced: False once the script is known to apply other gradients than the reduced ones. The variables then
+            differ, and ``applied_gradients`` tells why; an audit is silent.
     """
 
-    def __init__(self, world: World, optimizer: Any, at_once: bool) -> None:
-        self.world = world
-        self._optimizer = optimizer
+    def __init__(self, world: World, at_once: bool) -> None:
         every = environment.NPU_DEVICE_AUDIT.get()
-        self._every = None if every == "auto" else int(every)
-        first = 1 if at_once else self._every or _FIRST
-        self._count, self._due = 0, first  # of steps in eager mode
-        self._device = world.runtime.device("CPU")
-        with tf.init_scope(), tf.device(self._device):
-            self._graph_count = compat.plain_variable(tf.constant(0, tf.int64))
-            self._graph_due = compat.plain_variable(tf.constant(first, tf.int64))
+        self._world = world
+        self._is_off = every == "off"
+        self._every = None if every in ("auto", "off") else int(every)
+        self._schedule = Schedule(world.runtime.device("CPU"), 1 if at_once else self._next(0, 0))
+        self._samples = SameSamples(world.runtime)
         self._drift = Drift(world)
         self._began = self._audit_seconds = self._step_seconds = 0.0
         self._last: tuple[int, float] | None = None  # steps and time at the previous audit
-        self.variables: Sequence[Any] = ()
-        if warn_if_ended_apart not in world.runtime.before_leaving:
-            world.runtime.before_leaving.append(warn_if_ended_apart)
-        if world.size == world.runtime.cluster.world_size:
-            _audits[next(_numbers)] = self
+        self.is_reduced = True
 
-    @contextlib.contextmanager
-    def step(self, variables: Sequence[Any]) -> Iterator[None]:
-        """Audit the variables if it is time; updates in the block come after that.
+    def step(self, variables: Sequence[Any], optimizer: Any = None, pair: Pair | None = None) -> None:
+        """Count a step, and audit it if it is time. Later updates of the variables come after that.
 
         Args:
-            variables: those that this step updates, in the same order on every rank.
+            variables: those that the step updates, in the same order on every rank.
+            optimizer: what updates them; None if it isn't known, and the order of the variables may then differ.
+            pair: a gradient of the step before and after its reduction.
         """
-        self.variables = variables
-        if tf.executing_eagerly():
-            self._count += 1
-            if self._count >= self._due:
-                self._due = int(self._compare(variables, np.int64(self._count)))
-            yield
-            return
-        audited = self._in_graph(variables)
-        with tf.control_dependencies([audited]):
-            yield
+        myself = weakref.ref(self)  # a graph must not keep the job
 
-    def _in_graph(self, variables: Sequence[Any]) -> Any:
-        """Return an operation that audits when it is time."""
-        written = _writes([*variables, *self._own(variables)])
-        # A step that ends for lack of data must count on no rank.
-        with tf.device(self._device), tf.control_dependencies([*step_data(), *written]):
-            count = tf.raw_ops.ResourceCountUpTo(resource=self._graph_count.handle, limit=_LARGEST, T=tf.int64) + 1
+        def look(count: Any) -> Any:
+            return myself_of(myself)._look(count, variables, optimizer, pair)
 
-        def audit() -> tf.Tensor:
-            due = self._compare(variables, count)
-            self._graph_due.assign(due, read_value=False)
-            return due
+        self._schedule.step(look)
 
-        with tf.device(self._device):
-            return tf.cond(count >= self._graph_due, audit, lambda: tf.constant(0, tf.int64)).op
+    def _look(self, count: Any, variables: Sequence[Any], optimizer: Any, pair: Pair | None) -> Any:
+        """Compare; return the step of the next audit."""
+        myself = weakref.ref(self)
+        audited = [] if self._is_off else [*variables, *_own(optimizer, variables)]
+        names, ordered = [variable_name(variable) for variable in audited], optimizer is not None
+        made = tf.cast(value_of(optimizer.iterations), tf.int64) if ordered else count - 1
+        gradients = [] if pair is None or self._samples.is_over else [pair.mine, pair.reduced]
+        scale = None if pair is None else pair.scale
 
-    def _compare(self, variables: Sequence[Any], count: Any) -> Any:
-        """Compare digests; return the number of steps after which the next audit is due."""
-        myself = weakref.ref(self)  # the optimizer leads to a replicated model, and that to the graph
-
-        def look(count: Any) -> list[Any]:
-            return [_alive(myself)._look(variables, int(count))]
+        def digest(count: Any, made: Any, *arrays: np.ndarray) -> list[Any]:
+            audit = myself_of(myself)
+            if gradients_given and scale is not None:
+                audit._samples.compare(int(count), arrays[0], arrays[1], scale)
+            return [audit._digest(int(count), int(made), names, arrays[gradients_given:], ordered)]
 
         def settle(most: Any, count: Any) -> list[Any]:
-            return _alive(myself)._settle(most, int(count))
+            return myself_of(myself)._settle(most, int(count))
 
-        [mine] = call_now(look, [count], [tf.TensorSpec([4], tf.int64)])
-        most = all_reduce(self.world.runtime, mine, "max", self.world.group)
+        gradients_given = len(gradients)  # a graph's tensors must not be kept by what it calls
+        values = [value_of(variable) for variable in audited]
+        [mine] = call_now(digest, [count, made, *gradients, *values], [tf.TensorSpec([5], tf.int64)])
+        most = mine if self._is_off else all_reduce(self._world.runtime, mine, "max", self._world.group)
         equal, due = call_now(settle, [most, count], [tf.TensorSpec([], tf.bool), tf.TensorSpec([], tf.int64)])
         return tf.cond(equal, lambda: tf.identity(due), lambda: self._drift.report(due))
 
-    def _look(self, variables: Sequence[Any], count: int) -> Any:
-        """Return this rank's digest, negated too, and minus its times: the ranks take the maxima."""
+    def _digest(self, count: int, made: int, names: list[str], arrays: Sequence[np.ndarray], ordered: bool) -> Any:
+        """Return this rank's digest, negated too, whether it is silent, and minus its times: the ranks take the maxima.
+
+        Without an optimizer, the ranks' variables may be in another order.
+        """
         began = time.perf_counter()
-        with compat.eager_mode():
-            audited = [*variables, *self._own(variables)]
-            digests = [digest_of(variable) for variable in audited]
-            made = count - 1 if self._optimizer is None else int(tf.convert_to_tensor(self._optimizer.iterations))
-        self._drift.note(audited, digests, made)
+        digests = [digest_of(array) for array in arrays]
+        self._drift.note(names, arrays, digests, made)
         if self._last is not None:
             self._step_seconds = (began - self._last[1]) / max(1, count - self._last[0])
         self._last, self._began = (count, began), began
-        looked = time.perf_counter() - began
-        digest = self.checksum(digests)
+        digest = zlib.crc32(repr(digests if ordered else sorted(digests)).encode())
         # Those who wait for the last rank don't work: the shortest of the ranks' audits is what one costs.
-        cost = max(looked, self._audit_seconds)
-        return np.array([digest, -digest, -cost * 1e9, -self._step_seconds * 1e9], np.int64)
+        cost = max(time.perf_counter() - began, self._audit_seconds)
+        return np.array([digest, -digest, not self.is_reduced, -cost * 1e9, -self._step_seconds * 1e9], np.int64)
 
     def _settle(self, most: Any, count: int) -> list[Any]:
-        """Return whether the digests are equal, and after how many steps to compare them again."""
+        """Return whether the digests are equal, and the step of the next audit."""
         self._audit_seconds = time.perf_counter() - self._began
-        digest, negated, cost, step = (int(number) for number in most)
-        equal = digest == -negated
+        digest, negated, is_silent, cost, step = (int(number) for number in most)
+        equal = digest == -negated or bool(is_silent) or self._is_off
         if equal:
             self._drift.equal()
-        interval = self._every
-        if interval is None:
-            interval = max(_FIRST, math.ceil(cost / step / _SHARE)) if step else _FIRST
-        return [np.bool_(equal), np.int64(count + interval)]
+        return [np.bool_(equal), np.int64(self._next(count, math.ceil(cost / step / _SHARE) if step else 0))]
 
-    def checksum(self, digests: list[Any]) -> int:
-        """Return a checksum of the digests; without an optimizer, the ranks' variables may be in another order."""
-        return zlib.crc32(repr(sorted(digests) if self._optimizer is None else digests).encode())
-
-    def _own(self, variables: Sequence[Any]) -> list[Any]:
-        """Return the optimizer's own variables that exist now."""
-        if self._optimizer is None:
-            return []
-        known = {id(variable) for variable in variables}
-        own = unique(compat.optimizer_variables(self._optimizer, variables))
-        return [variable for variable in own if id(variable) not in known]
+    def _next(self, count: int, interval: int) -> int:
+        """Return the step of the next audit, given the interval at which audits cost their share of the time."""
+        if self._is_off and count >= FIRST_LOOKS[-1]:
+            return NEVER
+        if self._every is None:
+            return next_look(count, max(FIRST_LOOKS[-1], interval))
+        regular = self._every - count % self._every
+        return count + regular if self._every <= FIRST_LOOKS[-1] else next_look(count, regular)
 
 
-def step_behind(world: World, variables: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-    """Audit the variables whose gradients a ``tf.function`` is about to reduce, if it is time.
+def audit_by_hand(world: World, variables: Sequence[Any] | None, pair: Pair | None) -> None:
+    """Audit the variables whose gradients a ``tf.function`` has reduced, if it is time.
 
     Args:
         world: the ranks.
-        variables: from ``same_variables.make_equal_behind``; none if they aren't known.
-
-    Returns:
-        A context manager; reductions in its block come after the audit.
+        variables: from ``same_variables.make_equal_behind``; None if the values aren't gradients.
+        pair: one of the gradients before and after its reduction.
     """
-    if not variables or world.size == 1 or not can_compare() or environment.NPU_DEVICE_AUDIT.get() == "off":
-        return contextlib.nullcontext()
-    # Functions that are made again go on with the same count. So the audit must live as long as the variables: a
-    # function that nobody refers to is gone when Python's garbage collector has run, on each rank at another time.
-    audits = vars(variables[0]).setdefault(_BY_HAND, {})
-    key = tuple(map(id, variables))
-    if key not in audits:
-        audits[key] = Audit(world, None, not compared(variables))
-    audit: Audit = audits[key]
-    return audit.step(variables)
+    if variables is not None and world.size > 1 and can_compare():
+        audits = world.runtime.made(AuditsByHand)
+        audit = audits.of(variables, lambda: Audit(world, not compared(variables)))
+        audit.step(variables, None, pair)
 
 
-def _alive(reference: weakref.ref[Audit]) -> Audit:
+def myself_of(reference: weakref.ref[Audit]) -> Audit:
+    """Return the audit of a graph.
+
+    Raises:
+        RuntimeError: its optimizer no longer exists.
+    """
     audit = reference()
     if audit is None:
         raise RuntimeError(
@@ -202,48 +160,10 @@ def _alive(reference: weakref.ref[Audit]) -> Audit:
     return audit
 
 
-def warn_if_ended_apart(runtime: Job) -> None:
-    """Compare what audited optimizers have trained at the end of the job; rank 0 warns with the names of what differs.
-
-    After a failure nothing is compared, and ranks that end much later than others are not waited for.
-    """
-    if runtime.health.is_over:
-        return
-    with compat.eager_mode(), contextlib.suppress(ClusterError, TimeoutError, tf.errors.OpError):
-        audits = {str(number): audit for number, audit in sorted(_audits.items())}
-        mine = {
-            number: audit.checksum([digest_of(variable) for variable in audit.variables])
-            for number, audit in audits.items()
-        }
-        everybody = runtime.store.gather("digest at the end", mine, _END_SECONDS)
-        # An optimizer that nobody refers to any more may be gone on some ranks only.
-        common = [number for number in audits if all(number in digests for digests in everybody)]
-        if any(digests[number] != mine[number] for number in common for digests in everybody):
-            gather = functools.partial(runtime.store.gather, "digests at the end", timeout=_END_SECONDS)
-            variables = [variable for number in common for variable in audits[number].variables]
-            warn_if_different(audits[common[0]].world, variables, gather)
-
-
-def _writes(variables: Sequence[Any]) -> list[tf.Operation]:
-    """Return the operations of the graph that is built now which may have changed one of some variables."""
-    graph = tf.compat.v1.get_default_graph()
-    handles = {id(compat.handle_of(variable)) for variable in variables}
-    names = {inside.name for outside, inside in graph.captures if id(_outermost(outside)) in handles}
-    return [
-        operation
-        for operation in graph.get_operations()
-        if operation.op_def.is_stateful
-        and not operation.type.startswith("Read")
-        and any(tensor.name in names for tensor in operation.inputs)
-    ]
-
-
-def _outermost(tensor: Any) -> Any:
-    """Return what a graph gets from outside as an input; any other tensor itself."""
-    while tf.is_symbolic_tensor(tensor):
-        captures = getattr(tensor.graph, "captures", ())
-        outer = next((outside for outside, inside in captures if inside is tensor), None)
-        if outer is None:
-            break
-        tensor = outer
-    return tensor
+def _own(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
+    """Return the optimizer's own variables that exist now."""
+    if optimizer is None:
+        return []
+    known = {id(variable) for variable in variables}
+    own = unique(compat.optimizer_variables(optimizer, variables))
+    return [variable for variable in own if id(variable) not in known]

@@ -1,71 +1,56 @@
 """Ranks of a custom loop that train on the same samples: their gradients are the same, or their data sets are shuffled
 differently before they are divided. (``fit`` of a replicated model compares the data themselves: ``fit/sources``.)
 
-Nothing is sent: after a mean over the ranks, gradients that were the same everywhere are still what they were.
+For gradients nothing is sent: after a mean over the ranks, gradients that were the same everywhere are still what they
+were, and a sum is as many times as large as there are ranks.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.collectives.graph import call_now
+from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.collectives.job import Job
 from npu_device._src.gradients.reduction import Gradient
-from npu_device._src.training.same_variables import can_compare
+from npu_device._src.training.digests import SHOWN_RANKS
 
 _log = logging.getLogger("npu_device")
 
-_STEPS = 3  # in a row with the same gradients before the warning
+_LOOKS = 3  # in a row with the same gradients before the warning
 _FEWEST_NUMBERS = 8  # of a gradient; fewer could be the same by chance
+_MOST_NUMBERS = 1 << 16
 _ROUNDING = 1e-5  # of a gradient's largest number: the sum of more than two ranks is rounded
-_OVER = -1
+_SEEDS_COMPARED = 100  # data sets
 
 
-@functools.cache
-def _count() -> tf.Variable:
-    """Return a variable, the number of steps in a row whose gradients were the same; ``_OVER`` once that is known."""
-    with tf.init_scope(), tf.device("CPU:0"):
-        return compat.plain_variable(tf.constant(0), name="npu_device_same_samples")
+class Pair(NamedTuple):
+    """A gradient before and after its reduction; the result is ``scale`` times it if all ranks have the same."""
+
+    mine: tf.Tensor
+    reduced: tf.Tensor
+    scale: float
 
 
-def watch(runtime: Job, mine: Sequence[Gradient], reduced: Sequence[Gradient]) -> None:
-    """Warn on rank 0 if in the first steps the gradients of all ranks are the same.
-
-    Args:
-        runtime: the running cluster.
-        mine: this rank's gradients.
-        reduced: their mean over all ranks.
-
-    Comparing one small gradient until the first difference is all that it costs.
+def pair_of(mine: Sequence[Gradient], reduced: Sequence[Gradient], kind: str, size: int) -> Pair | None:
+    """Return one of some gradients to compare with its reduction, small and soon there: among those of a moderate size
+    the last one, which backward produces first.
     """
-    if runtime.cluster.rank or not can_compare():
-        return
-    sizes = {place: size for place, gradient in enumerate(mine) if (size := _size(gradient)) >= _FEWEST_NUMBERS}
-    if not sizes:
-        return
-    place = min(sizes, key=lambda place: sizes[place])
-    one, mean = (tf.convert_to_tensor(gradients[place]) for gradients in (mine, reduced))
-    with tf.init_scope():
-        if int(_count()) == _OVER:
-            return
-    count = _count()
-
-    def look() -> tf.Tensor:
-        size = tf.reduce_max(tf.abs(one))
-        alike = tf.reduce_all(tf.abs(one - mean) <= tf.cast(_ROUNDING, one.dtype) * size)
-        number = tf.where(size > 0, tf.where(alike, before + 1, _OVER), before)
-        return tf.cond(tf.equal(number, _STEPS), lambda: _tell(number), lambda: number)
-
-    with tf.device("CPU:0"):
-        before = tf.convert_to_tensor(count)
-        count.assign(tf.cond(before >= 0, look, lambda: before))
+    if kind not in ("mean", "sum"):
+        return None
+    sizes = [_size(gradient) for gradient in mine]
+    places = [place for place, numbers in enumerate(sizes) if _FEWEST_NUMBERS <= numbers <= _MOST_NUMBERS]
+    places = places or sorted((p for p, numbers in enumerate(sizes) if numbers), key=lambda p: -sizes[p])
+    place = places[-1] if places else 0
+    if not places or sizes[place] < _FEWEST_NUMBERS:
+        return None
+    one, other = mine[place], reduced[place]
+    return Pair(tf.convert_to_tensor(one), tf.convert_to_tensor(other), 1.0 if kind == "mean" else float(size))
 
 
 def _size(gradient: Gradient) -> int:
@@ -75,28 +60,68 @@ def _size(gradient: Gradient) -> int:
     return int(gradient.shape.num_elements() or 0)
 
 
-def _tell(number: tf.Tensor) -> tf.Tensor:
-    def tell(_: Any) -> list[Any]:
-        _log.warning(
-            "in the first %d steps all ranks have computed the very same gradients: they read the same samples, and "
-            "train no more than one process would.\nLikely cause: the data set isn't divided among the ranks.\nWhat to "
-            "do: dataset, batch = npu.distribute.shard_and_rebatch_dataset(dataset, global_batch), or let each rank "
-            "take its part by npu.distribute.rank().",
-            _STEPS,
-        )
-        return [np.int32(_OVER)]
+class SameSamples:
+    """Looks at the gradients of one optimizer until the first difference, on rank 0.
 
-    return call_now(tell, [number], [tf.TensorSpec([], tf.int32)])[0]
-
-
-def warn_if_shuffled_differently(runtime: Job, dataset: Any) -> None:
-    """Warn on rank 0 if a data set that is about to be divided is shuffled without a seed, so on each rank differently.
-
-    The ranks would then read some samples twice and others never.
+    Attributes:
+        is_over: nothing is left to see.
     """
-    if runtime.cluster.rank == 0 and compat.is_shuffled_without_seed(dataset):
+
+    def __init__(self, job: Job) -> None:
+        self._alike = 0
+        self.is_over = job.cluster.rank != 0
+
+    def compare(self, step: int, mine: np.ndarray, reduced: np.ndarray, scale: float) -> None:
+        """Warn if the gradients of all ranks were the same in this look and the two before."""
+        largest = np.abs(mine).max()
+        if self.is_over or not largest > 0 or not np.isfinite(largest):
+            return
+        self.is_over = not bool(np.all(np.abs(scale * mine - reduced) <= _ROUNDING * scale * largest))
+        self._alike += 1
+        if self.is_over or self._alike < _LOOKS:
+            return
+        self.is_over = True
+        much = "" if scale == 1 else f", and their sum makes steps {scale:g} times too large"
         _log.warning(
-            "shard_and_rebatch_dataset was given a data set that is shuffled in another order on each rank: some "
-            "samples are read by several ranks, others by none.\nWhat to do: call shuffle after "
-            "shard_and_rebatch_dataset, or give it a seed, the same on every rank."
+            "in step %d, and whenever looked at before, all ranks have computed the very same gradients: they read the "
+            "same samples, and train no more than one process would%s.\nLikely cause: the data set isn't divided among "
+            "the ranks.\nWhat to do: dataset, batch = npu.distribute.shard_and_rebatch_dataset(dataset, global_batch), "
+            "or let each rank take its part by npu.distribute.rank().",
+            step,
+            much,
         )
+
+
+class DividedData:
+    """Compares how the ranks shuffle the data sets that they are about to divide; a part of the job."""
+
+    def __init__(self) -> None:
+        self._divided = 0
+
+    def compare(self, job: Job, dataset: Any) -> None:
+        """Warn if a data set is shuffled in another order on each rank, with or without a seed.
+
+        The ranks would then read some samples twice and others never. No rank waits: the last one compares.
+        """
+        seeds = compat.shuffle_seeds(dataset)
+        self._divided += 1
+        if any(set(pair) == {0} for pair in seeds):
+            if job.cluster.rank == 0:
+                _log.warning(_TEXT, "without a seed", "")
+            return
+        if self._divided > _SEEDS_COMPARED or any(None in pair for pair in seeds):
+            return
+        try:
+            everybody = job.store.post(f"shuffled before division {self._divided}", [list(pair) for pair in seeds])
+        except ClusterError:
+            return  # the next collective tells
+        if len(everybody) == job.cluster.world_size and any(other != everybody[0] for other in everybody.values()):
+            rows = {rank: f"seed {', '.join(str(pair[1]) for pair in everybody[rank])}" for rank in sorted(everybody)}
+            _log.warning(_TEXT, "with another seed on each rank:\n", "\n".join(job.cluster.lines(rows, SHOWN_RANKS)))
+
+
+_TEXT = (
+    "shard_and_rebatch_dataset was given a data set that is shuffled in another order on each rank, %s%s\nSome samples "
+    "are read by several ranks, others by none.\nWhat to do: call shuffle after shard_and_rebatch_dataset, or give it "
+    "a seed, the same on every rank."
+)

@@ -1,50 +1,25 @@
 """Checks that the ranks hold the same variables: before the first step, and after a training.
 
-In between ``replica_audit`` does, with the same digests.
+In between ``replica_audit`` does, and at the end of the job ``last_word``. Sessions have ``session_start``.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import logging
-import threading
 import weakref
-import zlib
-from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Any, Callable
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.collectives.graph import runs_if_fetched
+from npu_device._src.training.digests import differences, digest_of, variable_name
+from npu_device._src.training.schedule import can_compare
 from npu_device._src.training.world import World
 
 _log = logging.getLogger("npu_device")
-_SHOWN = 4
 _TAPE = "gradient_tape/"  # before the name of the operation that the gradient is of
-_Exchange = Callable[[Any], list[Any]]
-
-_not_yet = threading.local()
-
-
-@contextlib.contextmanager
-def not_yet() -> Iterator[None]:
-    """Skip the comparison for steps in the block, which are only traced to make variables."""
-    _not_yet.holds = True
-    try:
-        yield
-    finally:
-        _not_yet.holds = False
-
-
-def can_compare() -> bool:
-    """Return whether the ranks can compare what belongs to a step: not in a session's graph, and not while a step is
-    only traced to make variables.
-    """
-    return not (getattr(_not_yet, "holds", False) or runs_if_fetched())
 
 
 def make_equal(world: World, variables: Sequence[Any], ordered: bool = True) -> bool:
@@ -82,8 +57,9 @@ def make_equal(world: World, variables: Sequence[Any], ordered: bool = True) -> 
                 "before the first step; read the checkpoint on every rank."
             )
         variables = variables if ordered else _in_common_order(world, variables)
-        found = _differences(world, variables, None)
+        found = _differences(world, variables)
         if found is None:
+            world.note_equal(variables)
             return True
         places, named = found
         text = (
@@ -102,7 +78,7 @@ def make_equal(world: World, variables: Sequence[Any], ordered: bool = True) -> 
 _compared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
 
 
-def make_equal_behind(world: World, gradients: Sequence[Any]) -> list[Any]:
+def make_equal_behind(world: World, gradients: Sequence[Any]) -> list[Any] | None:
     """Do as ``make_equal`` does with the variables of gradients that a ``tf.function`` reduces itself.
 
     Args:
@@ -110,14 +86,14 @@ def make_equal_behind(world: World, gradients: Sequence[Any]) -> list[Any]:
         gradients: a list that is about to be reduced; nothing happens unless a tape computed it in this graph.
 
     Returns:
-        The variables; none if they aren't known.
+        The variables, none if they aren't known; None if the values aren't gradients of a tape in this graph.
 
     The graph knows which trainable variables it has read. Those of one shape and dtype are compared, once, if there are
     as many of them as gradients; otherwise some may belong to this rank alone.
     """
     present = [gradient for gradient in gradients if gradient is not None]
     if not any(operation.name.startswith(_TAPE) for operation in _operations_of(present)):
-        return []
+        return None
     behind = _variables_of(present)
     new = [variable for variable in behind if _compared.get(id(variable)) is not variable]
     if new and make_equal(world, new, ordered=False):
@@ -183,15 +159,14 @@ def _shape_and_dtype(value: Any) -> tuple[str, tf.DType]:
     return str(value.shape), value.dtype
 
 
-def warn_if_different(world: World, variables: Sequence[Any], exchange: _Exchange | None = None) -> None:
+def warn_if_different(world: World, variables: Sequence[Any]) -> None:
     """Compare variables after a training; rank 0 warns with the names of those that differ.
 
     Args:
         world: the ranks.
         variables: the same on every rank.
-        exchange: returns all ranks' values, given this rank's; default a collective.
     """
-    found = _differences(world, variables, exchange)
+    found = _differences(world, variables)
     if found is not None and world.rank == 0:
         _log.warning(
             "the ranks ended with different values for %s\nLikely cause: the script changes variables on some ranks "
@@ -201,26 +176,18 @@ def warn_if_different(world: World, variables: Sequence[Any], exchange: _Exchang
         )
 
 
-def _differences(world: World, variables: Sequence[Any], exchange: _Exchange | None) -> tuple[list[int], str] | None:
+def _differences(world: World, variables: Sequence[Any]) -> tuple[list[int], str] | None:
     """Return the positions of the variables that differ, and a text about them; None if none do."""
-    exchange = exchange or partial(world.objects, purpose="the variables' digests")
     try:
         mine = [digest_of(variable) for variable in variables]
     except (tf.errors.OpError, NotImplementedError):
         mine = []
-    everybody = exchange(mine)
+    everybody = world.objects(mine, "the variables' digests")
     shapes = [[(shape, dtype) for shape, dtype, _ in digests] for digests in everybody]
     if any(one != shapes[0] for one in shapes):
         return None  # the reduction names what differs
-    places = [place for place in range(len(mine)) if len({digests[place][2] for digests in everybody}) > 1]
-    if not places:
-        return None
-    names = [variable_name(variables[place]) for place in places]
-    shown = [f"digest {digests[places[0]][2]:08x} of {names[0]}" for digests in everybody]
-    rows = world.runtime.cluster.lines(dict(zip(world.group.ranks, shown)))
-    more = ", …" if len(names) > _SHOWN else ""
-    head = f"{len(places)} of {len(variables)} variables ({', '.join(names[:_SHOWN])}{more}):"
-    return places, "\n".join([head, *rows])
+    checksums = [[number for _, _, number in digests] for digests in everybody]
+    return differences(world.runtime.cluster, world.group.ranks, list(map(variable_name, variables)), checksums)
 
 
 def _has_value(variable: Any) -> bool:
@@ -229,21 +196,3 @@ def _has_value(variable: Any) -> bool:
         return bool(variable.shape.is_compatible_with(tf.convert_to_tensor(variable).shape))
     except tf.errors.OpError:
         return False
-
-
-def digest_of(variable: Any) -> tuple[tuple[int, ...], str, int]:
-    """Return shape, dtype and a checksum of a variable's value."""
-    value = tf.convert_to_tensor(variable)
-    return tuple(value.shape), value.dtype.name, checksum(value)
-
-
-def checksum(value: Any, before: int = 0) -> int:
-    """Return a checksum of a tensor or an array; ``before`` is the checksum of the data that come before it."""
-    array = np.ascontiguousarray(compat.to_array(value) if tf.is_tensor(value) else value)
-    data = repr(array.tolist()).encode() if array.dtype == object else array.reshape(-1).view(np.uint8).data
-    return zlib.crc32(data, before)
-
-
-def variable_name(variable: Any) -> str:
-    """Return a variable's name with that of its model or layer."""
-    return str(getattr(variable, "path", None) or variable.name)

@@ -12,8 +12,8 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.training import same_variables
 from npu_device._src.training.reachable import reachable
+from npu_device._src.training.schedule import not_yet
 
 
 def training_variables(model: Any) -> list[Any]:
@@ -89,7 +89,7 @@ def trace_step(model: Any, batch_spec: Any) -> None:
         batch_spec: the ``element_spec`` of the data set from which ``fit`` takes its batches.
     """
     autograph = not compat.is_keras_3(compat.keras_of(model))  # as each Keras traces the step itself
-    with same_variables.not_yet():
+    with not_yet():
         tf.function(model.train_step, autograph=autograph).get_concrete_function(batch_spec)
 
 

@@ -15,6 +15,7 @@ from npu_device._src.collectives.moves import all_gather_v
 from npu_device._src.collectives.ops import all_reduce, barrier, broadcast
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
 from npu_device._src.training import device
+from npu_device._src.training.last_word import LastWord
 from npu_device._src.training.sent_objects import packed, unpacked
 
 
@@ -86,7 +87,14 @@ class World:
     def assign_from_root(self, variables: Sequence[Any], root_rank: int = 0) -> Any:
         """Set variables to the root's values; return the operation in a graph for a session, else None."""
         sent = self.from_root([value_of(variable) for variable in variables], root_rank)
+        self.note_equal(variables)
         return fetchable([variable.assign(value) for variable, value in zip(variables, sent)])
+
+    def note_equal(self, variables: Sequence[Any]) -> None:
+        """Have variables that are equal now compared at the end of the job, if all of its ranks are here."""
+        last_word = self.runtime.part(LastWord)
+        if last_word is not None and self.size == self.runtime.cluster.world_size:
+            last_word.add(variables)
 
     def wait(self) -> None:
         """Wait until all ranks have made this call."""

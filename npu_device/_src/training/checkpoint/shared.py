@@ -12,7 +12,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.cluster.frames import counted
 from npu_device._src.training.checkpoint.folder import CheckpointError
-from npu_device._src.training.same_variables import checksum
+from npu_device._src.training.digests import checksum
 
 _UNTRACKED = "npu_untracked"
 Digests = dict[str, tuple[tuple[int, ...], int]]

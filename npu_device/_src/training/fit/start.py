@@ -15,7 +15,8 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.training import layer_state, training_state
-from npu_device._src.training.same_variables import checksum, not_yet
+from npu_device._src.training.digests import checksum
+from npu_device._src.training.schedule import not_yet
 from npu_device._src.training.world import World
 
 

@@ -1,0 +1,64 @@
+"""Checksums of values, and how a text tells which ranks' values differ."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.cluster.description import Cluster
+
+SHOWN_VARIABLES = 4
+SHOWN_RANKS = 16
+
+Digest = tuple[tuple[int, ...], str, int]
+"""Shape, dtype and checksum of a value."""
+
+
+def digest_of(value: Any) -> Digest:
+    """Return the digest of an array, a tensor or a variable."""
+    if not isinstance(value, np.ndarray):
+        value = compat.to_array(tf.convert_to_tensor(value))
+    return tuple(value.shape), value.dtype.name, checksum(value)
+
+
+def checksum(value: Any, before: int = 0) -> int:
+    """Return a checksum of a tensor or an array; ``before`` is the checksum of the data that come before it."""
+    array = np.ascontiguousarray(compat.to_array(value) if tf.is_tensor(value) else value)
+    data = repr(array.tolist()).encode() if array.dtype == object else array.reshape(-1).view(np.uint8).data
+    return zlib.crc32(data, before)
+
+
+def variable_name(variable: Any) -> str:
+    """Return a variable's name with that of its model or layer."""
+    return str(getattr(variable, "path", None) or variable.name)
+
+
+def named(names: Sequence[str]) -> str:
+    """Return the first of some names."""
+    return ", ".join(names[:SHOWN_VARIABLES]) + (", …" if len(names) > SHOWN_VARIABLES else "")
+
+
+def differences(
+    cluster: Cluster, ranks: Sequence[int], names: Sequence[str], checksums: Sequence[Sequence[int]]
+) -> tuple[list[int], str] | None:
+    """Return the positions of the variables that differ, and a text about them with a line for each rank; None if none
+    do.
+
+    Args:
+        cluster: the ranks and their hosts.
+        ranks: those that compare.
+        names: of the variables.
+        checksums: each rank's, in the order of the names.
+    """
+    places = [place for place, found in enumerate(zip(*checksums)) if len(set(found)) > 1]
+    if not places:
+        return None
+    different = [names[place] for place in places]
+    rows = {rank: f"digest {mine[places[0]]:08x} of {different[0]}" for rank, mine in zip(ranks, checksums)}
+    head = f"{len(places)} of {len(names)} variables ({named(different)}):"
+    return places, "\n".join([head, *cluster.lines(rows, SHOWN_RANKS)])

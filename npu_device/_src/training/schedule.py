@@ -1,0 +1,98 @@
+"""When the ranks look at what they train: in steps 4, 7, 10 and 20, and then at an interval on which all of them agree.
+
+A step counts, and does nothing else until a look is due. In a graph the look is a branch. What it compares enters the
+branch as reads of the graph, so that TensorFlow lets later writes of the same variables wait, and earlier ones finish
+before. Nothing is read from another thread, or by Python while a step runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, Callable
+
+import numpy as np
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.collectives.graph import runs_if_fetched, step_data
+
+FIRST_LOOKS = (4, 7, 10, 20)
+NEVER = 1 << 62
+
+_not_yet = threading.local()
+
+
+@contextlib.contextmanager
+def not_yet() -> Iterator[None]:
+    """Compare nothing of steps in the block, which are only traced to make variables."""
+    _not_yet.holds = True
+    try:
+        yield
+    finally:
+        _not_yet.holds = False
+
+
+def can_compare() -> bool:
+    """Return whether the ranks can compare what belongs to a step: not in a session's graph, and not while a step is
+    only traced to make variables.
+    """
+    return not (getattr(_not_yet, "holds", False) or runs_if_fetched())
+
+
+def next_look(count: int, after: int) -> int:
+    """Return the step of the first look after a step, given an interval for those after the first ones."""
+    return min([step for step in FIRST_LOOKS if step > count] or [count + after])
+
+
+class Schedule:
+    """Counts steps, those of graphs apart from eager ones.
+
+    Args:
+        device: the name of this process's CPU.
+        first: the step of the first look.
+    """
+
+    def __init__(self, device: str, first: int) -> None:
+        self._count, self._due = 0, first
+        self._device = device
+        self._first = first
+        self._in_graphs: tuple[Any, Any] | None = None
+
+    def step(self, look: Callable[[Any], Any]) -> None:
+        """Count a step, now or when the graph that is built runs, and look if it is time.
+
+        Args:
+            look: called with the number of the step, an integer or a tensor (int64, shape []); returns that of the step
+                in which it is to be called next. In a graph it builds a branch.
+        """
+        if tf.executing_eagerly():
+            self._count += 1
+            if self._count >= self._due:
+                self._due = int(look(np.int64(self._count)))
+            return
+        made, due = self._variables()
+        # A step that ends for lack of data must count on no rank.
+        with tf.device(self._device), tf.control_dependencies(step_data()):
+            before = tf.raw_ops.ResourceCountUpTo(resource=made.handle, limit=NEVER, T=tf.int64)
+
+        def look_now() -> tf.Tensor:
+            count = due.read_value() + before + 1
+            next_due = look(count)
+            due.assign(next_due, read_value=False)
+            made.assign(count - next_due, read_value=False)
+            return next_due
+
+        with tf.device(self._device):
+            looked = tf.cond(before >= -1, look_now, lambda: tf.constant(0, tf.int64))
+        if not tf.config.get_visible_devices("GPU"):
+            compat.keep_whole(looked)
+
+    def _variables(self) -> tuple[Any, Any]:
+        """Return two variables: the step of the next look, and minus the number of steps until then."""
+        if self._in_graphs is None:
+            with tf.init_scope(), tf.device(self._device):
+                due, left = (tf.constant(value, tf.int64) for value in (self._first, -self._first))
+                self._in_graphs = compat.plain_variable(left), compat.plain_variable(due)
+        return self._in_graphs
