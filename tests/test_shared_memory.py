@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from pool import Pool
 
-from npu_device._src.collectives.engines.host import mapping
+from npu_device._src.collectives.engines.host import memory_offer
 
 pytestmark = pytest.mark.skipif(
-    not mapping.is_supported() or os.environ.get("NPU_DEVICE_BACKEND") == "tensorflow",
+    not memory_offer.is_supported() or os.environ.get("NPU_DEVICE_BACKEND") == "tensorflow",
     reason="needs Linux on x86-64, and isn't about TensorFlow's backend",
 )
 
@@ -153,11 +153,11 @@ def test_ranks_that_cannot_share_use_an_engine_with_one_warning(tmp_path: Path, 
 
 
 def test_only_the_same_user_can_open_the_memory() -> None:
-    offer = mapping.Offer(mapping.PAGE)
+    offer = memory_offer.Offer(memory_offer.PAGE)
     path = offer.path
     with offer.memory as memory:
         assert os.stat(path).st_mode & 0o077 == 0
-        with mapping.attach(path, mapping.PAGE) as other:
+        with memory_offer.attach(path, memory_offer.PAGE) as other:
             other[:4] = b"same"
             assert memory[:4] == b"same"
         if os.geteuid() == 0:

@@ -11,15 +11,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from npu_device._src.collectives.engines.host import futex
 from npu_device._src.collectives.engines.host import memory_programs as programs
 from npu_device._src.collectives.engines.host.arithmetic import FOLDS
-from npu_device._src.collectives.engines.host.buffers import ALIGNMENT, BufferPool
-from npu_device._src.collectives.engines.host.memory_ring import Layout, MemoryRing
+from npu_device._src.collectives.engines.host.memory_ring import Layout, MemoryRing, has_counters
 from npu_device._src.collectives.engines.host.queue import HostQueue, PendingOperation
-from npu_device._src.collectives.engines.host.stream import Stream
+from npu_device._src.collectives.engines.host.stream import ALIGNMENT, BufferPool, Stream
 
-pytestmark = pytest.mark.skipif(not futex.is_supported(), reason="needs Linux on x86-64")
+pytestmark = pytest.mark.skipif(not has_counters(), reason="needs Linux on x86-64")
 
 SLOT = Layout(2).slot_bytes
 LENGTHS = [0, 1, 1000, SLOT // 4, SLOT // 4 + 1, 5 * SLOT // 4, (Layout(2).slots + 3) * SLOT // 4]

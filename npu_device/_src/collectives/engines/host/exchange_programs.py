@@ -21,11 +21,9 @@ import tensorflow as tf
 
 from npu_device._src.collectives import dtypes
 from npu_device._src.collectives.engines.host.arithmetic import folding, is_narrow
-from npu_device._src.collectives.engines.host.buffers import BufferPool
 from npu_device._src.collectives.engines.host.exchange import Channel, Request
-from npu_device._src.collectives.engines.host.heads import Head
-from npu_device._src.collectives.engines.host.queue import Program
-from npu_device._src.collectives.engines.host.stream import Stream
+from npu_device._src.collectives.engines.host.queue import Head, Program
+from npu_device._src.collectives.engines.host.stream import BufferPool, Stream
 
 POOL = BufferPool()
 

@@ -21,11 +21,9 @@ import tensorflow as tf
 
 from npu_device._src.collectives.call import Agreement
 from npu_device._src.collectives.dtypes import reduced_dtype
-from npu_device._src.collectives.engines.host.buffers import BufferPool
-from npu_device._src.collectives.engines.host.heads import Head
-from npu_device._src.collectives.engines.host.queue import Program
+from npu_device._src.collectives.engines.host.queue import Head, Program
 from npu_device._src.collectives.engines.host.start_finish import Action, Lines, OnTensors, Operation
-from npu_device._src.collectives.engines.host.stream import Stream
+from npu_device._src.collectives.engines.host.stream import BufferPool, Stream
 from npu_device._src.collectives.group import Group
 
 _LARGE = 1 << 30

@@ -1,24 +1,92 @@
-"""Connect the members of a group to memory that they share."""
+"""Memory that processes of one user on one host share, without a name that could outlive them; and a group's members
+that connect to it.
+
+The kernel's anonymous files (``memfd_create``) are in no directory: nothing is left in /dev/shm, however the
+processes end, and its size doesn't matter. Others open the file through ``/proc/<pid>/fd``, which the kernel allows to
+the same user in the same PID namespace only.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import secrets
 import time
+from pathlib import Path
 from typing import Callable
 
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.collectives.engines.host import mapping
-from npu_device._src.collectives.engines.host.sharing import SECONDS
+from npu_device._src.collectives.engines.host.memory_ring import has_counters
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
+
+PAGE = mmap.PAGESIZE
+MEETING_SECONDS = 60.0
+"""How long a rank waits for a message that another rank has sent or is about to send."""
 
 _TOKEN_BYTES = 32
 _RETRY_SECONDS = 0.2
 
-FIRST_BYTE = mapping.PAGE
+FIRST_BYTE = PAGE
 """Where the members' own data begins; the page before it says which memory this is, and which members have come."""
+
+
+def is_supported() -> bool:
+    """Return whether this process can share memory in this way."""
+    return has_counters() and hasattr(os, "memfd_create")
+
+
+class Offer:
+    """New memory, zeros, that other processes may open until it is withdrawn or this process ends.
+
+    Attributes:
+        memory: the mapping.
+        path: the path that the others open.
+
+    Raises:
+        OSError: the system has no memory left.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._descriptor = os.memfd_create("npu_device", os.MFD_CLOEXEC)
+        try:
+            os.fchmod(self._descriptor, 0o600)
+            os.ftruncate(self._descriptor, size)
+            self.memory = mmap.mmap(self._descriptor, size)
+        except (OSError, ValueError):
+            os.close(self._descriptor)
+            raise
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def withdraw(self) -> None:
+        """Prevent further processes from opening it; those that have mapped it keep it."""
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)
+
+
+def attach(path: str, size: int) -> mmap.mmap:
+    """Map the memory behind the path of another process.
+
+    Raises:
+        OSError: the process has ended, belongs to another user, or is in another PID namespace.
+        ValueError: the memory is smaller than expected.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+def identity() -> str:
+    """Return what processes that can share memory have in common: the running kernel, the PID namespace, the user.
+
+    Raises:
+        OSError: no /proc.
+    """
+    kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{kernel} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
 
 
 class Segment:
@@ -55,7 +123,7 @@ def connect(job: Job, group: Group, size: int) -> Segment:
     """
     key = f"group/{group.name}/{'-'.join(map(str, group.ranks))}/memory"
     check = job.health.require_running
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + MEETING_SECONDS
     problem: Exception = TimeoutError("its members were still leaving a group of the same name")
     while time.monotonic() < deadline:
         try:
@@ -74,7 +142,7 @@ def connect(job: Job, group: Group, size: int) -> Segment:
 
 def _offer(job: Job, group: Group, key: str, size: int, check: Callable[[], None]) -> Segment | None:
     """Make the memory, unless another member has."""
-    offer = mapping.Offer(FIRST_BYTE + size)
+    offer = Offer(FIRST_BYTE + size)
     token = secrets.token_hex(_TOKEN_BYTES // 2)
     offer.memory[:_TOKEN_BYTES] = token.encode()
     offer.memory[_TOKEN_BYTES + group.rank] = 1
@@ -102,7 +170,7 @@ def _join(job: Job, group: Group, key: str, size: int, check: Callable[[], None]
     except TimeoutError:
         return None
     try:
-        memory = mapping.attach(path, FIRST_BYTE + size)
+        memory = attach(path, FIRST_BYTE + size)
     except ValueError:
         return None
     mine = _TOKEN_BYTES + group.rank

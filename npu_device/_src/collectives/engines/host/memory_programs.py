@@ -13,9 +13,8 @@ from typing import Any, Callable
 import numpy as np
 
 from npu_device._src.collectives.engines.host.arithmetic import Rows, folding
-from npu_device._src.collectives.engines.host.heads import Head, Mismatch, require_same
 from npu_device._src.collectives.engines.host.memory_ring import MemoryRing
-from npu_device._src.collectives.engines.host.queue import Program
+from npu_device._src.collectives.engines.host.queue import Head, Mismatch, Program, require_same
 from npu_device._src.collectives.engines.host.stream import Stream
 
 # How many slots a member publishes before it reads. More slots let the ranks drift further apart; but what it published

@@ -19,9 +19,9 @@ import numpy as np
 
 from npu_device._src.collectives import job as jobs
 from npu_device._src.collectives.engines.host import exchange_programs as programs
-from npu_device._src.collectives.engines.host.heads import head_of
 from npu_device._src.collectives.engines.host.mpi_messages import MpiMessages
 from npu_device._src.collectives.engines.host.mpi_world import MpiWorld
+from npu_device._src.collectives.engines.host.queue import head_of
 from npu_device._src.collectives.engines.host.stream import Stream
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job

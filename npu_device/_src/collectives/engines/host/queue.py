@@ -3,6 +3,9 @@
 Operations run in the order in which they were started, which is the same on all members. Starting never waits for
 others. A short operation's data is published at once, and the thread that asks for its result does the rest. A long
 one goes to a background thread, so that it proceeds while TensorFlow computes.
+
+With an operation's first data the members send its head, so that they compare their calls before they read each other's
+data.
 """
 
 from __future__ import annotations
@@ -10,14 +13,48 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Callable, Protocol
 
 from npu_device._src.cluster.errors import PeerError
-from npu_device._src.collectives.engines.host.heads import Mismatch
+from npu_device._src.collectives.call import Terms
 
 Program = Iterator[Any]
 """One operation, which pauses where it would have to wait, and yields what its channel has to wait for."""
+
+Head = Sequence[int]
+"""A member's description of a call, in 32-bit words. It must be the same on all members."""
+
+HEAD_WORDS = 4
+"""Number of words of a head."""
+
+_AGREED, _COMPARES, _OVERLAPS = range(3)  # the last word
+
+
+class Mismatch(Exception):
+    """The members' heads of a call differ. All members detect it in the same step, before any data is read."""
+
+
+def head_of(terms: Terms | None, shapes: int) -> Head:
+    """Return the head of a call; without terms, the ranks have agreed on it before."""
+    if terms is None:
+        return (_AGREED,) * HEAD_WORDS
+    return (*terms.head, shapes, _OVERLAPS if terms.overlaps else _COMPARES)
+
+
+def compares(head: Head) -> bool:
+    """Return whether the members have not agreed on the call before."""
+    return head[-1] != _AGREED
+
+
+def require_same(heads: list[Head]) -> None:
+    """Compare all members' heads.
+
+    Raises:
+        Mismatch: they differ, or a member is in two calls at once, which all members refuse.
+    """
+    if heads.count(heads[0]) < len(heads) or heads[0][-1] == _OVERLAPS:
+        raise Mismatch
 
 
 class Channel(Protocol):
@@ -33,7 +70,7 @@ class Channel(Protocol):
         """
 
     def settle(self) -> None:
-        """Note that an operation has ended, and so all members have come; or that the group is destroyed."""
+        """Note that the first operation has ended, and so all members have come; or that the group is destroyed."""
 
     def close(self) -> None:
         """Give up the channel."""
@@ -75,6 +112,7 @@ class HostQueue:
         self._ended = threading.Condition()
         self._thread: threading.Thread | None = None
         self._broken: BaseException | None = None
+        self._settled = False
         self._closed = False
 
     def start(self, pending: PendingOperation, in_background: bool) -> None:
@@ -155,7 +193,9 @@ class HostQueue:
                     return False
             except Mismatch:
                 pending.error = pending.refuse()
-            channel.settle()
+            if not self._settled:
+                self._settled = True
+                channel.settle()
         except BaseException as error:
             pending.error = error
             # The members are no longer at the same step.

@@ -17,14 +17,12 @@ import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.collectives.engines.host import mapping
+from npu_device._src.collectives.engines.host import memory_offer
+from npu_device._src.collectives.engines.host.memory_offer import MEETING_SECONDS
 from npu_device._src.collectives.gpu_choice import Device
 from npu_device._src.collectives.job import Job
 
 _log = logging.getLogger("npu_device")
-SECONDS = 60.0
-"""How long a rank waits for a message that another rank has sent or is about to send."""
-
 _TOKEN_BYTES = 16
 
 
@@ -84,8 +82,8 @@ def detect_hosts(job: Job, device: Device) -> Hosts:
         store.set(key, json.dumps(card))
         problem = card["problem"]
     else:
-        problem = card["problem"] or _search(card, json.loads(store.get(key, SECONDS)))
-    found = store.gather("memory", [problem, asdict(device), compat.context_is_initialized()], SECONDS)
+        problem = card["problem"] or _search(card, json.loads(store.get(key, MEETING_SECONDS)))
+    found = store.gather("memory", [problem, asdict(device), compat.context_is_initialized()], MEETING_SECONDS)
     problems, described, late = zip(*found)
     if offer is not None:  # all ranks have looked
         offer.withdraw()
@@ -116,16 +114,16 @@ def _wanted(rank: int) -> str:
     return "required"
 
 
-def _card(leads: bool) -> tuple[dict[str, Any], mapping.Offer | None]:
+def _card(leads: bool) -> tuple[dict[str, Any], memory_offer.Offer | None]:
     """Return this rank's message to the others of its host, and the memory in which they find its token."""
     card: dict[str, Any] = {"who": "", "problem": "", "path": ""}
-    if not mapping.is_supported():
+    if not memory_offer.is_supported():
         return {**card, "problem": "needs Linux on x86-64 with memfd_create"}, None
     try:
-        card["who"] = mapping.identity()
+        card["who"] = memory_offer.identity()
         if not leads:
             return card, None
-        offer = mapping.Offer(mapping.PAGE)
+        offer = memory_offer.Offer(memory_offer.PAGE)
     except OSError as error:
         return {**card, "problem": f"no shared memory: {error}"}, None
     token = secrets.token_hex(_TOKEN_BYTES)
@@ -140,7 +138,7 @@ def _search(mine: dict[str, Any], leader: dict[str, Any]) -> str:
     if mine["who"] != leader["who"]:
         return "a different kernel, PID namespace (container) or user than the host's lowest rank"
     try:
-        with mapping.attach(leader["path"], mapping.PAGE) as memory:
+        with memory_offer.attach(leader["path"], memory_offer.PAGE) as memory:
             if memory[: 2 * _TOKEN_BYTES] != leader["token"].encode():
                 return "the host's lowest rank has different memory under the same path"
     except (OSError, ValueError) as error:

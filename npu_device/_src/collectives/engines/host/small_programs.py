@@ -13,11 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src.collectives.engines.host.arithmetic import folding
-from npu_device._src.collectives.engines.host.buffers import ALIGNMENT
-from npu_device._src.collectives.engines.host.heads import HEAD_WORDS, Head, compares, require_same
-from npu_device._src.collectives.engines.host.queue import Program
+from npu_device._src.collectives.engines.host.queue import HEAD_WORDS, Head, Program, compares, require_same
 from npu_device._src.collectives.engines.host.small_messages import SmallMessages
-from npu_device._src.collectives.engines.host.stream import Stream
+from npu_device._src.collectives.engines.host.stream import ALIGNMENT, Stream
 
 _HEAD = struct.Struct(f"<{HEAD_WORDS}i")
 _ROOM_OF_ALL_BYTES = 64 << 10

@@ -17,8 +17,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.collectives.call import Agreement, Shapes, Terms
-from npu_device._src.collectives.engines.host.heads import head_of
-from npu_device._src.collectives.engines.host.queue import Channel, HostQueue, PendingOperation
+from npu_device._src.collectives.engines.host.queue import Channel, HostQueue, PendingOperation, head_of
 from npu_device._src.collectives.graph import Order, step_data
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job

@@ -1,17 +1,90 @@
-"""A list of arrays as one stream of elements, published slot by slot.
+"""A list of arrays as one stream of elements, published slot by slot; and memory for results.
 
 Each array begins at a multiple of ``ALIGNMENT`` bytes, in the stream and in the buffer of the results, so that the same
-offsets apply to both, and TensorFlow takes each result without a copy.
+offsets apply to both, and TensorFlow takes each result without a copy. It holds a reference to the array as long as the
+tensor lives. Fresh pages cost more than the reduction that writes to them: a buffer is lent by a lease, to which all
+arrays in it refer, and is used again when the lease goes.
 """
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 import numpy as np
 
-from npu_device._src.collectives.engines.host.buffers import ALIGNMENT, BufferPool
+ALIGNMENT = 64
+"""Bytes. TensorFlow copies arrays that aren't aligned to this."""
+
+_IDLE_ROUNDS = 64
+
+# Smaller buffers come from the allocator's own free lists, which are as fast.
+_POOLED_FROM_BYTES = 32 << 10
+
+
+class _Buffer:
+    """Memory that is lent, and comes back.
+
+    Args:
+        size: bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._memory = np.empty(size + ALIGNMENT, np.uint8)
+        address = self._memory.__array_interface__["data"][0]
+        aligned = address + -address % ALIGNMENT
+        self.interface = {"version": 3, "typestr": "|u1", "shape": (size,), "data": (aligned, False)}
+
+
+class _Lease:
+    """The owner of the arrays in a buffer: an array that is made of it, and all views of that one, keep it alive."""
+
+    def __init__(self, buffer: _Buffer, returned: deque[_Buffer]) -> None:
+        self.__array_interface__ = buffer.interface
+        self._buffer, self._returned = buffer, returned
+
+    def __del__(self) -> None:
+        # In whichever thread drops the last tensor, also amid ``take``: no lock, and nothing that waits.
+        self._returned.append(self._buffer)
+
+
+class BufferPool:
+    """Buffers of one process. A size that wasn't requested during the last 64 requests is freed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: defaultdict[int, list[_Buffer]] = defaultdict(list)  # by size
+        self._returned: deque[_Buffer] = deque()
+        self._last_used: dict[int, int] = {}
+        self._round = 0
+
+    def take(self, size: int) -> np.ndarray:
+        """Return aligned memory: uint8, shape [size]. It is free again when the last array based on it is gone."""
+        if size < _POOLED_FROM_BYTES:
+            memory = np.empty(size + ALIGNMENT, np.uint8)
+            start = -memory.__array_interface__["data"][0] % ALIGNMENT
+            return memory[start : start + size]
+        with self._lock:
+            self._round += 1
+            self._last_used[size] = self._round
+            while self._returned:
+                buffer = self._returned.popleft()
+                if buffer.size in self._last_used:
+                    self._free[buffer.size].append(buffer)
+            if self._free[size]:
+                buffer = self._free[size].pop()
+            else:
+                self._forget_idle()
+                buffer = _Buffer(size)
+        return np.asarray(_Lease(buffer, self._returned))
+
+    def _forget_idle(self) -> None:
+        for size in [size for size, used in self._last_used.items() if self._round - used > _IDLE_ROUNDS]:
+            del self._last_used[size]
+            self._free.pop(size, None)
 
 
 class Stream:
