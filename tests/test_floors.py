@@ -149,3 +149,13 @@ def _may_be_public(node: ast.stmt) -> bool:
         return [target.id for target in targets if isinstance(target, ast.Name)] == ["__all__"]
     docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     return docstring or isinstance(node, (ast.Import, ast.ImportFrom))
+
+
+def test_names_of_files_are_of_one_file() -> None:
+    """Files of ``compat/`` and ``environment/`` are called by what they know."""
+    shared = ("__init__.py", "__main__.py")
+    named = [Path(file) for file in FILES if file.startswith(SOURCE_FOLDER)]
+    names = [
+        file.name for file in named if file.name not in shared and file.parent.name not in ("compat", "environment")
+    ]
+    assert {name for name in names if names.count(name) > 1} == set()

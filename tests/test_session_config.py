@@ -27,7 +27,7 @@ from npu_device._src.tf1.run_config import DumpConfig, NPURunConfig, ProfilingCo
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test begins with the options of a new process."""
-    monkeypatch.setattr("npu_device._src.options.group._options", GlobalOptions())
+    monkeypatch.setattr("npu_device._src.options.option_group._options", GlobalOptions())
 
 
 def hand_made(*names: str) -> Any:

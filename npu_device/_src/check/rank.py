@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from npu_device._src import environment
-from npu_device._src.check import judge, links, page, speeds
+from npu_device._src.check import check_page, judge, links, speeds
 from npu_device._src.check.facts import Facts, collect
 from npu_device._src.check.links import LinkSpeed
 from npu_device._src.collectives.choice import explained, open_ports
@@ -42,8 +42,10 @@ def check() -> CheckResult:
     found = judge.Findings([collect(None)]) if runtime is None else _found(runtime)
     problems = judge.problems(found)
     is_main = runtime is None or runtime.cluster.rank == 0
-    report = page.text(found, problems, judge.warnings(found)) if is_main else ""
-    return CheckResult(not problems, page.verdict(problems), report, runtime is None or runtime.cluster.local_rank == 0)
+    report = check_page.text(found, problems, judge.warnings(found)) if is_main else ""
+    return CheckResult(
+        not problems, check_page.verdict(problems), report, runtime is None or runtime.cluster.local_rank == 0
+    )
 
 
 def _found(runtime: Job) -> judge.Findings:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from npu_device._src.options.page import page
+from npu_device._src.options.options_page import page
 
 print(page(), end="")

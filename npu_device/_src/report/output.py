@@ -7,9 +7,9 @@ from pathlib import Path
 
 from npu_device._src.report.analysis import analyse
 from npu_device._src.report.chrome import write_json
-from npu_device._src.report.page import page
 from npu_device._src.report.step_trace import write_csv
 from npu_device._src.report.summary import summary
+from npu_device._src.report.trace_page import page
 from npu_device._src.trace.records import read
 
 TABLE, PERFETTO, TEXT, PAGE = "step_trace.csv", "trace.json", "report.txt", "report.html"

@@ -16,11 +16,11 @@ import tensorflow as tf
 from npu_device._src import environment
 from npu_device._src.cluster.errors import RESUMABLE
 from npu_device._src.training import device
-from npu_device._src.training.checkpoint import choice, folder, places
+from npu_device._src.training.checkpoint import folder, places, selection
 from npu_device._src.training.checkpoint.folder import CheckpointError
-from npu_device._src.training.checkpoint.own import Own
 from npu_device._src.training.checkpoint.places import Place, everybody, on_all_ranks
 from npu_device._src.training.checkpoint.preemption import Preemption
+from npu_device._src.training.checkpoint.rank_part import Own
 from npu_device._src.training.checkpoint.shared import Digests, Shared, with_hidden_random_state
 from npu_device._src.training.world import World, world
 from npu_device._src.version import __version__
@@ -83,7 +83,7 @@ class JobCheckpoint:
         self._place: Place | None = None
         self._last: int | None = None  # the step of the newest checkpoint; None before restore and save
         self._named: int | None = None  # by latest.json, when this job last read or wrote it
-        self._found: choice.Chosen | None = None  # by peek, for restore
+        self._found: selection.Chosen | None = None  # by peek, for restore
         self._preemption = _watch_for_the_signal() if preemption else None
 
     def __enter__(self) -> JobCheckpoint:
@@ -217,12 +217,12 @@ class JobCheckpoint:
             _log.warning("the checkpoint of step %d is restored, except for\n  %s", chosen.step, "\n  ".join(lost))
         return chosen.step
 
-    def _find(self) -> choice.Chosen | None:
+    def _find(self) -> selection.Chosen | None:
         ranks, place = self._prepare()
         if place.is_keeper:
             _warn_each(folder.tidy(self._directory, but=place.token))
             self._named = _latest(self._directory)
-        return choice.newest_whole(ranks, place, self._directory)
+        return selection.newest_whole(ranks, place, self._directory)
 
     # Parts of saving
 
@@ -336,7 +336,7 @@ class JobCheckpoint:
             except OSError as error:
                 _log.warning("npurun can't be told of the checkpoint of step %d: %s", step, error)
 
-    def _read(self, source: Path, here: Path, chosen: choice.Chosen) -> list[str]:
+    def _read(self, source: Path, here: Path, chosen: selection.Chosen) -> list[str]:
         lost = self._shared.read(source / folder.SHARED, chosen.variables)
         if not chosen.own:
             return lost + self._own.names_of_states()
