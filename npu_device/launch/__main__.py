@@ -20,6 +20,10 @@ def main() -> None:
 
         plan(rest, "npurun tune")
         return
+    if command == ["verify"]:
+        from npu_device.launch import verify
+
+        sys.exit(verify.main(rest))
     if command == ["check"]:
         _run(arguments.parse(["--check", *rest]))
     options = arguments.parse(sys.argv[1:])

@@ -6,6 +6,7 @@ and Keras. Its files are called by what they know.
 
 from npu_device._src.compat.graphs import (
     FuncGraph,
+    a_tape_records,
     compiled_by_xla,
     dataset_of,
     functions_of,
@@ -30,6 +31,8 @@ from npu_device._src.compat.keras import (
     begin_fit_at,
     belongs_to_keras,
     build_optimizer,
+    gradient_entries,
+    gradients_and_variables,
     inner_variable,
     is_keras_3,
     iterators_made,
@@ -84,6 +87,7 @@ from npu_device._src.compat.tf_keras import (
 
 __all__ = [
     "FuncGraph",
+    "a_tape_records",
     "adds_up",
     "all_layers",
     "begin_fit_at",
@@ -101,6 +105,9 @@ __all__ = [
     "forward_of_training",
     "functions_of",
     "generator_of_layer",
+    "gradient_entries",
+    "gradients_and_variables",
+    "handle_of",
     "has_nccl",
     "inner_variable",
     "is_built",

@@ -227,3 +227,8 @@ def is_generated(dataset: Any) -> bool:
     return any(operation.type == "GeneratorDataset" for operation in operations) or any(
         map(is_generated, dataset._inputs())
     )
+
+
+def a_tape_records() -> bool:
+    """Return True if a gradient tape of the calling thread records, in eager mode or while a function is traced."""
+    return bool(_record.could_possibly_record())

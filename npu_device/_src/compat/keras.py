@@ -153,3 +153,19 @@ def optimizer_variables(optimizer: Any, weights: Any) -> list[Any]:
     more = getattr(optimizer, "variables", ())
     found += more() if callable(more) else more
     return [variable for variable in found if hasattr(variable, "assign")]
+
+
+def gradient_entries(keras: Any) -> list[tuple[Any, str]]:
+    """Return the methods, as class and name, through which gradients enter an optimizer after their reduction."""
+    optimizers: Any = keras.optimizers
+    if is_keras_3(keras):
+        return [(next(cls for cls in optimizers.Optimizer.__mro__ if "apply" in vars(cls)), "apply")]
+    bases = [cls for cls in optimizers.Optimizer.__mro__[1:] if "apply_gradients" in vars(cls)]
+    return [(bases[0], "apply_gradients"), (optimizers.legacy.Optimizer, "apply_gradients")]
+
+
+def gradients_and_variables(optimizer: Any, given: Any, variables: Any = None) -> list[tuple[Any, Any]]:
+    """Return pairs from the arguments of one of the ``gradient_entries``: gradients and variables, or pairs."""
+    if not is_keras_3(keras_of(optimizer)):
+        return list(given)
+    return list(zip(given, optimizer._trainable_variables if variables is None else variables))

@@ -1,0 +1,185 @@
+"""What ``npurun verify`` wraps of Keras and TensorFlow in its own processes, as soon as the script has imported them.
+
+Optimizers, for the gradients that enter them after any reduction; models, for the rows of their batches; calls whose
+line explains a difference. Noise is taken out: dropout, noise and augmentation layers pass their inputs on, shuffling
+keeps the order, and batch normalisation that isn't synchronized uses its moving statistics.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any, Callable
+
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.collectives.call import user_line
+from npu_device._src.training.fit.current import current_step
+from npu_device._src.verify.recorder import Recorder
+
+_NOISY = (
+    *("Dropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D", "AlphaDropout"),
+    *("GaussianDropout", "GaussianNoise", "LSTM", "GRU", "SimpleRNN"),
+)
+_LAST_BIT = 2.0**-23  # of float32
+_as_it_is = tf.autograph.experimental.do_not_convert
+
+
+class Hooks:
+    """The hooks of this process. TensorFlow's are installed at once, and it is seeded."""
+
+    def __init__(self, recorder: Recorder, seed: int) -> None:
+        self._recorder = recorder
+        self._numbers: dict[str, weakref.WeakKeyDictionary[Any, int]] = {}
+        self._shuffles = 0
+        self._inside = 0  # depth of models that call models
+        tf.random.set_seed(seed)
+        self._wrap(tf.data.Dataset, "shuffle", self._shuffle)
+        self._wrap(tf.random, "set_seed", self._seeded)
+        for owner, name in ((tf.nn, "compute_average_loss"), (tf, "clip_by_global_norm"), (tf, "clip_by_norm")):
+            self._wrap(owner, name, functools.partial(self._noted, name))
+
+    def install(self, module: Any) -> None:
+        """Wrap the classes of a Keras package, or this package's own calls."""
+        if module.__name__ == "npu_device.distribute":
+            self._recorder.note("joined")
+            self._wrap(module, "all_reduce", self._all_reduce)
+        else:
+            self._install_keras(module)
+
+    def _install_keras(self, keras: Any) -> None:
+        for owner, name in compat.gradient_entries(keras):
+            self._wrap(owner, name, self._apply)
+        self._wrap(keras.Model, "__call__", self._call_model)
+        self._wrap(keras.Model, "fit", _without_shuffling)
+        self._wrap(keras.Model, "compile", _without_compiler)
+        self._wrap(keras.layers.Layer, "add_loss", self._add_loss)
+        self._wrap(keras.layers.BatchNormalization, "call", self._normalise)
+        for name in dir(keras.layers):
+            if name in _NOISY or name.startswith("Random"):
+                self._wrap(getattr(keras.layers, name), "call", _at_inference)
+        self._wrap(keras.utils, "set_random_seed", self._seeded)
+
+    def _wrap(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
+        own = getattr(owner, name)
+
+        @functools.wraps(own)
+        @_as_it_is
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return hook(own, *args, **kwargs)
+
+        setattr(owner, name, wrapped)
+
+    def _number(self, kind: str, thing: Any) -> int:
+        known = self._numbers.setdefault(kind, weakref.WeakKeyDictionary())
+        return known.setdefault(thing, len(known))
+
+    # Optimizers
+
+    def _apply(self, own: Any, optimizer: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
+        gradients = list(gradients)
+        variables = args[0] if args else kwargs.get("trainable_variables")
+        pairs = compat.gradients_and_variables(optimizer, gradients, variables)
+        trained = [(gradient, variable) for gradient, variable in pairs if variable is not None]
+        names = [getattr(variable, "path", variable.name) for _, variable in trained]
+        recorded = self._recorder.step(
+            self._number("optimizer", optimizer),
+            names,
+            [gradient for gradient, _ in trained],
+            [variable for _, variable in trained],
+        )
+        with tf.control_dependencies([] if recorded is None else [recorded]):
+            return own(optimizer, gradients, *args, **kwargs)
+
+    # Models
+
+    def _call_model(self, own: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._inside or not compat.a_tape_records():
+            return own(model, *args, **kwargs)
+        inputs = args[0] if args else next(iter(kwargs.values()), None)
+        step = current_step()
+        self._recorder.rows(self._number("model", model), inputs, None if step is None else step.share.rows)
+        changed = self._recorder.settings.perturbed
+        if changed and args:
+            args = (tf.nest.map_structure(_in_the_last_bit, args[0]), *args[1:])
+        self._inside += 1
+        try:
+            outputs = own(model, *args, **kwargs)
+        finally:
+            self._inside -= 1
+        return tf.nest.map_structure(_in_the_last_bit, outputs) if changed else outputs
+
+    def _add_loss(self, own: Any, layer: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        rank = getattr(getattr(loss, "shape", None), "rank", None) if not callable(loss) else None
+        if rank:
+            self._recorder.note("add_loss", shape=str(loss.shape))
+        return own(layer, loss, *args, **kwargs)
+
+    def _normalise(self, own: Any, layer: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(layer, "synchronized", False):
+            return own(layer, inputs, *args, **kwargs)
+        self._recorder.note("batch_norm", layer=layer.name)
+        kwargs["training"] = False
+        return own(layer, inputs, **kwargs)
+
+    # Data and randomness
+
+    def _shuffle(self, own: Any, dataset: Any, buffer_size: Any, seed: Any = None, *args: Any, **kwargs: Any) -> Any:
+        number, self._shuffles = self._shuffles, self._shuffles + 1
+        seed = None if seed is None else int(seed)
+        self._recorder.note("shuffle", number=number, seed=seed)
+        if seed is not None and self._recorder.settings.ranks > 1 and seed != self._recorder.other_seed(number):
+            return own(dataset, buffer_size, seed, *args, **kwargs)  # another seed than that of the single process
+        return dataset
+
+    def _seeded(self, own: Any, seed: Any, *args: Any, **kwargs: Any) -> Any:
+        self._recorder.note("seed", seed=None if seed is None else int(seed))
+        return own(seed, *args, **kwargs)
+
+    def _noted(self, kind: str, own: Any, *args: Any, **kwargs: Any) -> Any:
+        self._recorder.note(kind, keywords=sorted(kwargs))
+        return own(*args, **kwargs)
+
+    # This package
+
+    def _all_reduce(self, own: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+        line = user_line()
+        tensors = [value for value in tf.nest.flatten(values) if value is not None]
+        reduction = args[0] if args else kwargs.get("reduction", "mean")
+        self._recorder.note("all_reduce", reduction=str(reduction), values=len(tensors))
+        recorded = self._recorder.reduced(tensors, line)
+        with tf.control_dependencies([] if recorded is None else [recorded]):
+            return own(values, *args, **kwargs)
+
+
+def _at_inference(own: Any, layer: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    kwargs["training"] = False
+    return own(layer, inputs, **kwargs)
+
+
+def _without_shuffling(own: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    kwargs["shuffle"] = False
+    return own(model, *args, **kwargs)
+
+
+def _without_compiler(own: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    kwargs["jit_compile"] = False  # XLA can't call Python
+    return own(model, *args, **kwargs)
+
+
+def _in_the_last_bit(value: Any) -> Any:
+    if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
+        return value
+    signs = tf.random.stateless_uniform(tf.shape(value), [3, 5], dtype=tf.float32) - 0.5
+    return value * tf.cast(1 + _LAST_BIT * tf.sign(signs), value.dtype)
+
+
+def random_operations(graph: Any) -> Sequence[str]:
+    """Return the operations of a graph that draw random numbers."""
+    found = []
+    for operation in graph.get_operations():
+        if "Random" in operation.type and not operation.name.startswith("npu_verify"):
+            found.append(f"{operation.type} ({operation.name})")
+    return found

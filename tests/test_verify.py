@@ -1,0 +1,220 @@
+"""``npurun verify``: each cause, put into a loop on purpose, is named; right scripts are the same."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import job
+import pytest
+from launcher import npurun, script
+
+from npu_device._src.verify import report
+from npu_device._src.verify.settings import Settings
+
+pytestmark = pytest.mark.xdist_group("waiting")
+
+LOOP = """
+import numpy as np, tensorflow as tf, npu_device as npu
+npu.open(seed=1).as_default()
+rank, size = npu.distribute.rank(), npu.distribute.size()
+numbers = np.random.default_rng(0)
+x = numbers.normal(size=[48, 4]).astype("float32")
+y = x.sum(axis=1, keepdims=True)
+{model}
+model.build([None, 4])
+{start}
+optimizer = tf.keras.optimizers.SGD({rate})
+dataset = tf.data.Dataset.from_tensor_slices((x, y))
+{data}
+
+@tf.function
+def step(x, y):
+    with tf.GradientTape() as tape:
+        z = model(x, training=True)
+        loss = {loss}
+    gradients = tape.gradient(loss, model.trainable_variables)
+    {reduce}
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+
+for x, y in dataset:
+    step(x, y)
+open("result.txt", "w").write("written")
+"""
+RIGHT = {
+    "model": "model = tf.keras.Sequential([tf.keras.layers.Dense(3), tf.keras.layers.Dropout(0.5), "
+    "tf.keras.layers.Dense(1)])",
+    "start": "npu.distribute.broadcast(model.variables)",
+    "rate": "0.1",
+    "data": "dataset, batch = npu.distribute.shard_and_rebatch_dataset(dataset, 12); dataset = dataset.batch(batch)",
+    "loss": "tf.reduce_mean(tf.square(z - y))",
+    "reduce": "gradients = npu.distribute.all_reduce(gradients)",
+}
+PENALTY = """
+class Penalty(tf.keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(tf.reduce_sum(tf.square(x), axis=1) / 12)
+        return x
+model = tf.keras.Sequential([tf.keras.layers.Dense(3), Penalty()])
+"""
+OF_OWN_SEED = "dataset = dataset.shuffle(48, seed=rank + 1)\n"
+WRONG: dict[str, dict[str, str]] = {
+    "": {},
+    "sum averaged": {"loss": "tf.reduce_sum(tf.square(z - y))"},
+    "global batch size": {"loss": "tf.nn.compute_average_loss(tf.square(z - y)[:, 0], global_batch_size=12)"},
+    "add_loss per sample": {"model": PENALTY, "loss": "tf.add_n([tf.reduce_sum(loss) for loss in model.losses])"},
+    "mean summed": {"reduce": "gradients = npu.distribute.all_reduce(gradients, 'sum')"},
+    "discarded result": {"reduce": "npu.distribute.all_reduce(gradients)"},
+    "only the loss is reduced": {"reduce": "loss = npu.distribute.all_reduce(loss)"},
+    "not reduced": {"reduce": "pass"},
+    "clipped before the reduction": {
+        "reduce": "gradients, _ = tf.clip_by_global_norm(gradients, 0.01); "
+        "gradients = npu.distribute.all_reduce(gradients)"
+    },
+    "different starts": {"start": "model.layers[0].kernel.assign_add(tf.fill([4, 3], 0.1 * rank))"},
+    "same samples": {"data": "dataset = dataset.batch(12 // size)"},
+    "seed of each rank's own": {"data": OF_OWN_SEED + RIGHT["data"]},
+    "scaled rate": {"rate": "0.1 * size"},
+    "unknown": {"loss": "tf.reduce_mean(tf.reduce_logsumexp(tf.matmul(z, z, transpose_b=True), axis=1))"},
+}
+SAID = {
+    "global batch size": "script.py:26",
+    "add_loss per sample": "script.py:11",
+    "discarded result": "script.py:29",
+    "seed of each rank's own": "script.py:17",
+}
+
+
+def runs(directory: Path, size: int, steps: int = 2) -> tuple[Settings, Settings, Settings]:
+    one = Settings(str(directory / "runs"), "one", 1, steps)
+    return one, replace(one, name="again", perturbed=True), replace(one, name="ranks", ranks=size)
+
+
+def verified(directory: Path, source: str, size: int, keras: str) -> report.Verdict:
+    """Run a script as ``npurun verify`` does, in forks of a process that has imported TensorFlow."""
+    path = directory / "script.py"
+    path.write_text(source)
+    settings = runs(directory, size)
+    for run in settings:
+        folder = directory / run.name
+        folder.mkdir()
+        runner = f"from npu_device._src.verify import runner; runner.main([{run.written()!r}, {str(path)!r}])"
+        variables = {"TF_USE_LEGACY_KERAS": "1" if keras == "2" else "0", "NPU_DEVICE_FIRST_STEP_CHECK": "off"}
+        variables["NPU_DEVICE_UNEQUAL_START"] = "ignore"  # else it is made right
+        ended = job.run(folder, run.ranks, f"import os; os.chdir({str(directory)!r})\n{runner}", 120, **variables)
+        assert all(rank.code == 0 for rank in ended), ended[0].output
+    return report.judge(*settings[:2], settings[2:])
+
+
+@pytest.mark.parametrize("cause", list(WRONG))
+def test_causes_in_a_loop(cause: str, tmp_path: Path) -> None:
+    size, keras = ((2, "3"), (3, "2"), (2, "2"), (3, "3"))[list(WRONG).index(cause) % 4]
+    source = LOOP.format(**{**RIGHT, **{key: value.strip("\n") for key, value in WRONG[cause].items()}})
+    verdict = verified(tmp_path, source, size, keras)
+    assert verdict.cause == cause, report.text(verdict)
+    assert verdict.code == (1 if cause else 0)
+    assert not (tmp_path / "result.txt").exists()
+    assert SAID.get(cause, "") in verdict.text
+    if cause:
+        assert f"on {size} ranks" in verdict.text and ("What to do" in verdict.text or cause == "unknown")
+
+
+FIT = """
+import numpy as np, tensorflow as tf, npu_device as npu
+npu.open(seed=1).as_default()
+numbers = np.random.default_rng(0)
+x = numbers.normal(size=[40, 4]).astype("float32")
+y = x.sum(axis=1, keepdims=True)
+
+class Model(tf.keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.inner = tf.keras.Sequential([tf.keras.layers.Dense(3), tf.keras.layers.BatchNormalization(),
+                                          tf.keras.layers.GaussianNoise(0.5), tf.keras.layers.Dense(1)])
+
+    def call(self, x, training=None):
+        return self.inner(x, training=training)
+
+{step}
+model = {model}
+model.compile(tf.keras.optimizers.{optimizer}, "mse")
+model.fit(x, y, batch_size=11, epochs=3, verbose=0)
+"""
+CONTRASTIVE = """
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            z = self(x, training=True)
+            loss = tf.reduce_mean(tf.reduce_logsumexp(tf.matmul(z, z, transpose_b=True), axis=1))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        return {"loss": loss}
+"""
+REPLICATED = "npu.distribute.replicate(Model())"
+FITS = {
+    "adam": ("", {"step": "", "model": REPLICATED, "optimizer": "Adam(0.01)"}),
+    "momentum": ("", {"step": "", "model": REPLICATED, "optimizer": "SGD(0.1, momentum=0.9)"}),
+    "forgotten": ("same samples", {"step": "", "model": "Model()", "optimizer": "Adam(0.01)"}),
+    "contrastive": ("unknown", {"step": CONTRASTIVE, "model": REPLICATED, "optimizer": "SGD(0.1)"}),
+}
+
+
+@pytest.mark.parametrize("name", list(FITS))
+def test_fit(name: str, tmp_path: Path) -> None:
+    size, keras = ((3, "3"), (2, "2"), (2, "3"), (3, "2"))[list(FITS).index(name)]
+    cause, parts = FITS[name]
+    verdict = verified(tmp_path, FIT.format(**{key: value.strip("\n") for key, value in parts.items()}), size, keras)
+    assert verdict.cause == cause, report.text(verdict)
+    assert any("batch normalisation isn't synchronized in 1 layers" in note for note in verdict.notes)
+
+
+def test_the_page_and_json(tmp_path: Path) -> None:
+    verdict = report.Verdict(1, "sum averaged", "gradients are <0.50>", ["2 1"], ["a note"], {"<w>": 0.5, "b": None})
+    report.write_page(verdict, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "&lt;w&gt;" in page and "0.500" in page and "another direction" in page and "<w>" not in page
+    assert json.loads(json.dumps(verdict.as_dict()))["cause"] == "sum averaged"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "the script is missing"),
+        (["no_such.py"], "no such script: no_such.py"),
+        (["-n", "1", "x.py"], "must be 2 or more"),
+        (["--steps", "0", "x.py"], "must be a positive integer"),
+        (["--hosts", "a,b", "x.py"], "verify runs on this host only"),
+        (["-n", "100000", __file__], "need more memory than"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], expected: str, tmp_path: Path) -> None:
+    done = npurun("verify", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert expected in " ".join(done.stderr.decode().split())
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("print('no step')", "ended before the first step of a Keras optimizer"),
+        ("raise ValueError('broken')", "as one process, the script failed (exit code 1)"),
+    ],
+)
+def test_scripts_that_make_no_step(source: str, expected: str, tmp_path: Path) -> None:
+    done = npurun("verify", "-n", "2", script(tmp_path, source))
+    assert done.returncode == 3
+    assert expected in done.stderr.decode()
+
+
+@pytest.mark.slow
+def test_from_the_command_line(tmp_path: Path) -> None:
+    source = LOOP.format(**{**RIGHT, "loss": WRONG["sum averaged"]["loss"]})
+    page = tmp_path / "page.html"
+    done = npurun(
+        "verify", "-n", "2", "--steps", "2", "--html", str(page), script(tmp_path, source), cwd=tmp_path, limit=180
+    )
+    assert done.returncode == 1, done.stderr
+    text = done.stdout.decode()
+    assert "differs: on 2 ranks, gradients are 0.50 of one process's" in text
+    assert page.exists() and not (tmp_path / "result.txt").exists()
