@@ -21,9 +21,7 @@ from typing import Any, Callable
 
 from npu_device._src.cluster import frames
 from npu_device._src.cluster.errors import ClusterError, PeerError
-
-_MARGIN_SECONDS = 5.0  # the hub enforces the timeout; a later answer will never come
-_SHORT_SECONDS = 10.0  # for requests that the hub answers at once
+from npu_device._src.cluster.time_limits import MARGIN_SECONDS, SHORT_SECONDS
 
 _log = logging.getLogger("npu_device")
 
@@ -72,7 +70,7 @@ class ControlChannel:
         Raises:
             KeyError: the key exists already (keys are written once, so that no rank overwrites what another has read).
         """
-        self._request("set", _SHORT_SECONDS, key=key, value=value)
+        self._request("set", SHORT_SECONDS, key=key, value=value)
 
     def get(self, key: str, timeout: float) -> str:
         """Read a key, waiting until a rank has written it.
@@ -88,7 +86,7 @@ class ControlChannel:
 
     def delete(self, key: str) -> None:
         """Remove a key, if it exists."""
-        self._request("delete", _SHORT_SECONDS, key=key)
+        self._request("delete", SHORT_SECONDS, key=key)
 
     def post(self, name: str, value: Any) -> dict[int, Any]:
         """Post this rank's value under a name, in place of an earlier one; return what the ranks have posted so far.
@@ -99,7 +97,7 @@ class ControlChannel:
             name: the name.
             value: this rank's value; must be serializable as JSON.
         """
-        return _by_rank(self._request("post", _SHORT_SECONDS, name=name, value=value))
+        return _by_rank(self._request("post", SHORT_SECONDS, name=name, value=value))
 
     # Together
 
@@ -160,7 +158,7 @@ class ControlChannel:
 
     def notify(self, do: str, **fields: Any) -> None:
         """Send a message that needs no answer; if the hub is gone, it is dropped."""
-        self._send({"do": do, **fields}, _SHORT_SECONDS)
+        self._send({"do": do, **fields}, SHORT_SECONDS)
 
     def close(self) -> None:
         """Close the connection."""
@@ -171,7 +169,7 @@ class ControlChannel:
         self._socket.close()
 
     def _request(self, do: str, seconds: float, **fields: Any) -> Any:
-        number, limit = next(self._numbers), seconds + _MARGIN_SECONDS
+        number, limit = next(self._numbers), seconds + MARGIN_SECONDS
         reply = self._waiting[number] = Future()
         try:
             self._send({"id": number, "do": do, "seconds": seconds, **fields}, limit)

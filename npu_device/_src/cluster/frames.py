@@ -15,6 +15,8 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from npu_device._src.cluster.time_limits import KEEPALIVE_AFTER_SECONDS, UNACKNOWLEDGED_MILLISECONDS
+
 PROTOCOL = 2
 """Number of this protocol. The first frames and the hello never change, so that ranks with different
 versions of the package recognize each other."""
@@ -34,8 +36,6 @@ _NONCE_BYTES = 16
 _LONGEST_NUMBER = 400  # digits; to parse a number takes time in the square of its digits
 
 # A lost host is noticed within 15 s: keepalive probes every 3 s; 10 s without an acknowledgement end the connection.
-_KEEPALIVE_AFTER_SECONDS = 3
-_UNACKNOWLEDGED_MILLISECONDS = 10_000
 
 
 class FrameError(ValueError):
@@ -140,9 +140,9 @@ def keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
-        ("TCP_KEEPIDLE", _KEEPALIVE_AFTER_SECONDS),
-        ("TCP_KEEPINTVL", _KEEPALIVE_AFTER_SECONDS),
-        ("TCP_USER_TIMEOUT", _UNACKNOWLEDGED_MILLISECONDS),
+        ("TCP_KEEPIDLE", KEEPALIVE_AFTER_SECONDS),
+        ("TCP_KEEPINTVL", KEEPALIVE_AFTER_SECONDS),
+        ("TCP_USER_TIMEOUT", UNACKNOWLEDGED_MILLISECONDS),
     ):
         if hasattr(socket, name):  # Linux has them all
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

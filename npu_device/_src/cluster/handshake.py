@@ -18,9 +18,7 @@ import time
 from typing import Any, Callable
 
 from npu_device._src.cluster import frames
-
-ANSWER_SECONDS = 3.0
-"""How long the hub, which should answer at once, may take."""
+from npu_device._src.cluster.time_limits import ACCEPT_PAUSE_SECONDS, ANSWER_SECONDS, CONNECT_SECONDS
 
 ANOTHER_PROGRAM = "another program answers there: it doesn't talk npu_device's protocol"
 
@@ -31,8 +29,6 @@ NO_SECRET = (
 )
 
 _MOST_UNPROVED = 256  # connections at once whose other side has yet to prove the secret
-_CONNECT_SECONDS = 3.0
-_PAUSE_SECONDS = 0.1
 
 _log = logging.getLogger("npu_device")
 
@@ -113,7 +109,7 @@ def reach(host: str, port: int, seconds: float, secret: bytes, **said: Any) -> T
         if outcomes and left <= 0:
             break
         try:
-            connection = _connect(family, address, max(0.1, min(_CONNECT_SECONDS, left)))
+            connection = _connect(family, address, max(0.1, min(CONNECT_SECONDS, left)))
             try:
                 line = TimedConnection(connection)
                 authenticate(line, secret, **said)
@@ -220,7 +216,7 @@ def serve(listener: socket.socket, secret: bytes, admitted: Callable[[TimedConne
         except OSError as error:
             if error.errno in (errno.EINVAL, errno.EBADF):  # it has been shut down
                 return
-            time.sleep(_PAUSE_SECONDS)  # the client has gone, or no file descriptor is free; both are temporary
+            time.sleep(ACCEPT_PAUSE_SECONDS)  # the client has gone, or no file descriptor is free; both are temporary
             continue
         unproved[connection] = None
         if len(unproved) > _MOST_UNPROVED:

@@ -26,14 +26,12 @@ from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.frames import counted, ranges, ranks_of
 from npu_device._src.cluster.root_error import root_error
+from npu_device._src.cluster.time_limits import ALIVE_SECONDS, DEPARTURE_POLL_SECONDS, FINISHED_NOTICE_SECONDS
 from npu_device._src.cluster.tracebacks import without_libraries
 
 _GroupId = tuple[str, tuple[int, ...]]  # name and members: disjoint sets of ranks may use the same name
 
 _TRACEBACK_LINES = 12
-_POLL_SECONDS = 0.2
-_NOTICE_AFTER_SECONDS = 10.0
-_ALIVE_SECONDS = 10.0
 
 
 class Health:
@@ -190,7 +188,7 @@ class Health:
                 if text is not None:
                     self._abort(text)
                     return
-            time.sleep(_POLL_SECONDS)
+            time.sleep(DEPARTURE_POLL_SECONDS)
 
     def _missed(self, group: _GroupId, coming: int = 0) -> str | None:
         """Return the error's text if a member left before this rank's latest (or next) collective in the group."""
@@ -342,7 +340,7 @@ class Health:
         answered = time.monotonic()
         noticed = False
         try:
-            while waiting := self._channel.others(_NOTICE_AFTER_SECONDS):
+            while waiting := self._channel.others(FINISHED_NOTICE_SECONDS):
                 if not noticed:
                     noticed = True
                     print(
@@ -351,7 +349,7 @@ class Health:
                         "they need a service that ends with this process.",
                         file=sys.stderr,
                     )
-                if self._channel.ask("alive", None, waiting, _ALIVE_SECONDS):
+                if self._channel.ask("alive", None, waiting, ALIVE_SECONDS):
                     answered = time.monotonic()
                 elif time.monotonic() - answered > limit:
                     return

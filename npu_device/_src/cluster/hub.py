@@ -24,14 +24,16 @@ from npu_device._src.cluster import frames, ports
 from npu_device._src.cluster.errors import PortTakenError, RendezvousError
 from npu_device._src.cluster.roster import Arrival, Hello, Roster
 from npu_device._src.cluster.services import Services
+from npu_device._src.cluster.time_limits import (
+    CONTRADICTION_SECONDS,
+    FIRST_PROGRESS_SECONDS,
+    LAST_MESSAGE_SECONDS,
+    NEXT_PROGRESS_SECONDS,
+    PROOF_SECONDS,
+)
 from npu_device._src.cluster.timers import Timers
 
-_PROOF_SECONDS = 5.0  # a client that hasn't proved the secret and sent its hello by then is not a rank
 _FEWEST_UNPROVED = 256  # limit on simultaneous unproved connections, if larger than two per rank
-_GRACE_SECONDS = 1.5  # after a contradiction: ranks that are just connecting get the error, too
-_LAST_MESSAGE_SECONDS = 5.0
-_FIRST_PROGRESS_SECONDS = 10.0
-_NEXT_PROGRESS_SECONDS = 30.0
 _LONGEST_OUTBOX = 1 << 28  # bytes; a rank that reads nothing while this much is waiting for it is dropped
 _SILENT = "sent nothing that a rank would send"
 _ANOTHER_PROTOCOL = "talks another protocol"
@@ -44,7 +46,7 @@ class _Connection:
     def __init__(self, connection: socket.socket, address: str) -> None:
         self.socket = connection
         self.address = address
-        self.until = time.monotonic() + _PROOF_SECONDS
+        self.until = time.monotonic() + PROOF_SECONDS
         self.reader = frames.Reader(frames.LIMIT_BEFORE_PROOF)
         self.outbox = bytearray()
         self.client_nonce: str | None = None
@@ -297,7 +299,7 @@ class Hub:
         connection.arrival = self._roster.add(hello, None if on_this_host else connection.address)
         if self._began is None:
             self._began = time.monotonic()
-            self._next_progress = self._began + _FIRST_PROGRESS_SECONDS
+            self._next_progress = self._began + FIRST_PROGRESS_SECONDS
         changed = before is not self._roster.reference
         for other in self._arrivals() if changed else [connection]:
             self._send(other, frames.encode({"wait": max(0.0, self._end_of_waiting() - time.monotonic())}))
@@ -313,7 +315,7 @@ class Hub:
     def _deadline(self) -> float:
         if self._contradictory_since is None:
             return self._end_of_waiting()
-        return min(self._end_of_waiting(), self._contradictory_since + _GRACE_SECONDS)
+        return min(self._end_of_waiting(), self._contradictory_since + CONTRADICTION_SECONDS)
 
     def _check_rendezvous(self) -> None:
         """End the rendezvous when all ranks have come, the time is up, or they contradict each other."""
@@ -332,7 +334,7 @@ class Hub:
         if now >= self._deadline():
             self._refuse_all(self._roster.complaint(reference.seconds))
         elif now >= self._next_progress:
-            self._next_progress = now + _NEXT_PROGRESS_SECONDS
+            self._next_progress = now + NEXT_PROGRESS_SECONDS
             for connection in self._arrivals():
                 if connection.arrival is not None and connection.arrival.hello.is_chief:
                     self._send(connection, frames.encode({"waits_for": self._roster.missing()}))
@@ -362,7 +364,7 @@ class Hub:
     def _send_last(self, connection: _Connection, message: dict[str, Any]) -> None:
         """Send a last message and close. A client that doesn't read it in time misses it."""
         connection.is_ending = True
-        self._timers.later(_LAST_MESSAGE_SECONDS, lambda: self._close(connection, None))
+        self._timers.later(LAST_MESSAGE_SECONDS, lambda: self._close(connection, None))
         self._send(connection, frames.encode(message))
 
 

@@ -11,8 +11,12 @@ import contextlib
 import subprocess
 from typing import Callable
 
-_SECONDS = 3
-_KEEP_OPEN = f"read line || sleep {_SECONDS}"  # the line comes when the rank exits; without it, the rank was killed
+from npu_device._src.cluster.time_limits import LAST_WORDS_SECONDS
+
+# The line comes when the rank exits; without it, the rank was killed.
+_KEEP_OPEN = f"read line || sleep {LAST_WORDS_SECONDS}"
+    f"read line || sleep {LAST_WORDS_SECONDS}"  # the line comes when the rank exits; without it, the rank was killed
+)
 
 
 def allow_time() -> Callable[[], None]:
@@ -33,6 +37,6 @@ def allow_time() -> Callable[[], None]:
 
     def release() -> None:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            keeper.communicate(b"\n", _SECONDS)
+            keeper.communicate(b"\n", LAST_WORDS_SECONDS)
 
     return release

@@ -12,9 +12,9 @@ import socket
 from collections.abc import Sequence
 
 from npu_device._src.cluster.errors import PortTakenError, RendezvousError
+from npu_device._src.cluster.time_limits import SELF_CONNECT_SECONDS
 
 _BACKLOG = 1024
-_SELF_CONNECT_SECONDS = 5.0
 
 _log = logging.getLogger("npu_device")
 
@@ -130,8 +130,8 @@ class ReservedPort:
     def leave_to_tensorflow(self) -> None:
         """Free the port for an explicit bind only."""
         try:
-            self._socket.settimeout(_SELF_CONNECT_SECONDS)
-            with socket.create_connection(("127.0.0.1", self.number), _SELF_CONNECT_SECONDS) as client:
+            self._socket.settimeout(SELF_CONNECT_SECONDS)
+            with socket.create_connection(("127.0.0.1", self.number), SELF_CONNECT_SECONDS) as client:
                 while True:
                     accepted, peer = self._socket.accept()
                     accepted.close()  # the side that closes first stays in TIME_WAIT

@@ -22,7 +22,6 @@ from npu_device._src.cluster.description import Cluster, Membership
 from npu_device._src.cluster.errors import PortTakenError, RendezvousError
 from npu_device._src.cluster.handshake import (
     ANOTHER_PROGRAM,
-    ANSWER_SECONDS,
     NO_SECRET,
     AttemptFailedError,
     TimedConnection,
@@ -31,6 +30,17 @@ from npu_device._src.cluster.handshake import (
 from npu_device._src.cluster.hub_process import HubProcess
 from npu_device._src.cluster.ports import is_loopback, join_address
 from npu_device._src.cluster.roster import Hello
+from npu_device._src.cluster.time_limits import (
+    ANSWER_SECONDS,
+    FIRST_PAUSE_SECONDS,
+    FIRST_PROGRESS_SECONDS,
+    LONGEST_PAUSE_SECONDS,
+    LONGEST_WAIT_SECONDS,
+    NEXT_PROGRESS_SECONDS,
+    OLD_HUB_PAUSE_SECONDS,
+    OLD_HUB_SECONDS,
+    VERDICT_MARGIN_SECONDS,
+)
 from npu_device._src.version import __version__
 
 # The names of TensorFlow's distributions.
@@ -46,14 +56,6 @@ _TENSORFLOWS = (
     "tensorflow-cpu-aws",
 )
 _COMPARED = {"rank table": "the rank table", "TF_CONFIG": "TF_CONFIG"}
-_VERDICT_MARGIN_SECONDS = 5.0
-_LONGEST_WAIT_SECONDS = 86400.0
-_ENDING_SECONDS = 1.0  # time for the hub of an earlier job to end after its ranks have left
-_PAUSE_OF_HUB_SECONDS = 0.2
-_FIRST_PAUSE_SECONDS = 0.05
-_LONGEST_PAUSE_SECONDS = 1.0
-_FIRST_PROGRESS_SECONDS = 10.0
-_NEXT_PROGRESS_SECONDS = 30.0
 
 _log = logging.getLogger("npu_device")
 
@@ -136,9 +138,9 @@ def _start_hub(membership: Membership, search: _Search) -> _Met:
             met = search.look_once(membership.chief_hosts)
             if met is not None:
                 return met
-            if search.remaining() <= 0 or (not search.is_busy and time.monotonic() > began + _ENDING_SECONDS):
+            if search.remaining() <= 0 or (not search.is_busy and time.monotonic() > began + OLD_HUB_SECONDS):
                 raise
-            time.sleep(_PAUSE_OF_HUB_SECONDS)
+            time.sleep(OLD_HUB_PAUSE_SECONDS)
             continue
         return search.search(("127.0.0.1",) if hub.host in ("::", "0.0.0.0") else (hub.host,))
 
@@ -167,7 +169,7 @@ class _Search:
         self._hello = hello
         self._began = time.monotonic()
         self._deadline = self._began + membership.connect_timeout
-        self._next_progress = self._began + _FIRST_PROGRESS_SECONDS
+        self._next_progress = self._began + FIRST_PROGRESS_SECONDS
         self._outcomes: dict[str, str] = {}
         self.is_busy = False
 
@@ -181,7 +183,7 @@ class _Search:
         Raises:
             RendezvousError: the hub refused (its text, the same for every rank), or it was never reached.
         """
-        pause = _FIRST_PAUSE_SECONDS
+        pause = FIRST_PAUSE_SECONDS
         while True:
             met = self.look_once(hosts or self._membership.chief_hosts)
             if met is not None:
@@ -190,7 +192,7 @@ class _Search:
                 raise RendezvousError(self._complaint())
             self._progress(lambda: f"{self._name()} is looking for the chief: " + "; ".join(self._lines()))
             time.sleep(max(0.0, min(pause, self.remaining())))
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def look_once(self, hosts: Iterable[str]) -> _Met | None:
         """Try each address once; return None if this job's hub is at none of them.
@@ -231,7 +233,7 @@ class _Search:
                 meanwhile=self._report_waiting,
             )
             if "wait" in answer:
-                seconds = _number(answer["wait"], _LONGEST_WAIT_SECONDS) + _VERDICT_MARGIN_SECONDS
+                seconds = _number(answer["wait"], LONGEST_WAIT_SECONDS) + VERDICT_MARGIN_SECONDS
                 doing = "the chief accepted this rank, and then sent nothing more"
                 gone = "the chief accepted this rank, and then was gone"
             elif "waits_for" in answer:
@@ -259,7 +261,7 @@ class _Search:
         """Log progress now and then, so that a waiting job doesn't look hung."""
         now = time.monotonic()
         if now >= self._next_progress:
-            self._next_progress = now + _NEXT_PROGRESS_SECONDS
+            self._next_progress = now + NEXT_PROGRESS_SECONDS
             _log.warning("after %.0f s: %s", now - self._began, what())
 
     def _name(self) -> str:

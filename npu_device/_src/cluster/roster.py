@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Union
 
 from npu_device._src.cluster.frames import MOST_RANKS
+from npu_device._src.cluster.time_limits import LONGEST_WAIT_SECONDS
 
 _UNKNOWN_SHOWN = 5
 _MISSING_SHOWN = 100
 _MOST_GONE = 1000  # ranks of which it is remembered that they came and left, and of other jobs
-_LONGEST_WAIT_SECONDS = 86400.0
 
 # Must be unique in the job: the rank, or host and device if the hub numbers the ranks.
 _Key = Union[int, tuple[str, int]]
@@ -85,7 +85,7 @@ class Hello:
             raise ValueError("no such world size")
         if fields["rank"] is not None and not 0 <= fields["rank"] < fields["world_size"]:
             raise ValueError("no such rank")
-        if not 0 <= fields["seconds"] <= _LONGEST_WAIT_SECONDS:  # nor NaN
+        if not 0 <= fields["seconds"] <= LONGEST_WAIT_SECONDS:  # nor NaN
             raise ValueError("no such time")
         # A later version may send more fields; the versions show the difference.
         return cls(**{name: fields[name] for name in kinds})

@@ -14,9 +14,8 @@ from typing import Any, Callable
 
 from npu_device._src.cluster import frames
 from npu_device._src.cluster.hub_limits import HubLimits, seconds_of
+from npu_device._src.cluster.time_limits import ANSWERS_KEPT_SECONDS, LEFT_TOGETHER_SECONDS
 
-_LEFT_TOGETHER_SECONDS = 0.1  # ranks that leave within this time are reported in one message
-_ANSWERS_KEPT_SECONDS = 5.0  # a rank that asks the same within this time gets the same answers
 _POSTS_KEPT = 200  # names; the oldest go
 _POST_BYTES_KEPT = 1 << 26
 _SHOWN = 10
@@ -194,7 +193,7 @@ class Services:
             if self._gathers.get(name) is gather and gather.waiting.get(rank) == request:
                 if gather.partial:
                     self._hand_out(gather)
-                    self._later(_ANSWERS_KEPT_SECONDS, lambda: self._forget_gather(name, gather))
+                    self._later(ANSWERS_KEPT_SECONDS, lambda: self._forget_gather(name, gather))
                     return
                 missing = sorted(gather.ranks.difference(gather.values))
                 text = (
@@ -289,7 +288,7 @@ class Services:
         found.result = _joined(found.answers)
         for rank, request in found.waiting:
             self._answer_text(rank, request, found.result)
-        self._later(_ANSWERS_KEPT_SECONDS, lambda: self._forget(found))
+        self._later(ANSWERS_KEPT_SECONDS, lambda: self._forget(found))
 
     def _forget(self, found: _Round) -> None:
         del self._rounds[found.key]
@@ -303,7 +302,7 @@ class Services:
             return
         self._left[rank] = _text(issued)
         if not self._unreported_left:
-            self._later(_LEFT_TOGETHER_SECONDS, self._report_departures)
+            self._later(LEFT_TOGETHER_SECONDS, self._report_departures)
         self._unreported_left.append(rank)
         self._mark_absent(rank)
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.frames import counted
+from npu_device._src.cluster.time_limits import DETAILS_SECONDS
 from npu_device._src.collectives.call import Call
 from npu_device._src.collectives.group import Group
 
 if TYPE_CHECKING:
     from npu_device._src.collectives.job import Job
 
-_DETAILS_SECONDS = 2.0
 _SHOWN_TENSORS = 3
 
 
@@ -35,7 +35,7 @@ def mismatch(job: Job, group: Group, call: Call, position: int, overlaps: bool) 
     mine = {**call.row(), "overlaps": overlaps}
     found = {job.cluster.rank: mine}  # if the hub is gone, the table has gaps
     with contextlib.suppress(ClusterError):
-        found = job.store.gather_from(f"mismatch/{group.key}/{position}", mine, group.ranks, _DETAILS_SECONDS)
+        found = job.store.gather_from(f"mismatch/{group.key}/{position}", mine, group.ranks, DETAILS_SECONDS)
     rows = [found.get(rank) for rank in group.ranks]
     return MismatchError(mismatch_text(group, job.cluster.hosts, rows, position))
 

@@ -11,7 +11,7 @@ from fractions import Fraction
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.collectives.engines.host.memory_offer import MEETING_SECONDS
+from npu_device._src.cluster.time_limits import LATEST_ANSWER_SECONDS
 from npu_device._src.collectives.job import Job
 
 _log = logging.getLogger("npu_device")
@@ -33,7 +33,7 @@ def count_cores(running: Job) -> None:
     """
     cluster, mine = running.cluster, sorted(os.sched_getaffinity(0))
     neighbours = [rank for rank, host in enumerate(cluster.hosts) if host == cluster.host]
-    found = running.store.gather_from(f"cores/{neighbours[0]}", mine, neighbours, MEETING_SECONDS)
+    found = running.store.gather_from(f"cores/{neighbours[0]}", mine, neighbours, LATEST_ANSWER_SECONDS)
     share = share_of_cores(mine, list(found.values()))
     running.cores, running.has_own_core = max(1, int(share)), share >= 1
 

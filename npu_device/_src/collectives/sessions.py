@@ -25,6 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.cluster.time_limits import QUEUE_CHECK_SECONDS
 from npu_device._src.collectives.call import Agreement, Call, calling_thread
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
@@ -35,7 +36,6 @@ _SENT_AT_ONCE = 64
 _NOTHING = -1
 _ALONE = 0
 _LARGEST_KEY = (1 << 31) - 1
-_CHECK_SECONDS = 0.5
 
 _Function = Callable[..., Sequence[tf.Tensor]]
 
@@ -240,7 +240,7 @@ class SessionOrder:
         """Return the oldest entry that waits under a number, as soon as there is one."""
         with self._changed, self._job.stall_watch.hold(self._group) as held:
             while number not in self._queues:
-                if not self._changed.wait(_CHECK_SECONDS):
+                if not self._changed.wait(QUEUE_CHECK_SECONDS):
                     self._job.health.check(self._group.name, self._group.ranks)
                 # If anything else waits, a session.run waits here; if not, the rank is busy elsewhere.
                 held.call = next((queue[0].call.row() for queue in self._queues.values()), None)

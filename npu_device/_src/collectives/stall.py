@@ -18,13 +18,12 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.frames import ranges
+from npu_device._src.cluster.time_limits import STALL_POLL_SECONDS, WHERE_SECONDS
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 
 _log = logging.getLogger("npu_device")
 
-_POLL_SECONDS = 0.5
-_ANSWER_SECONDS = 2.0
 _MOST_LINES = 32
 _LARGEST = 0x7FFFFFFF
 _TRANSFER = {"operation": "a transfer of data", "line": "TensorFlow's backend"}
@@ -184,7 +183,7 @@ class StallWatch:
                     elif waited > self._warn_after and not warned:
                         since[watch] = (begun, began, True)
                         _log.warning("%s", self._text(group, position, waited, final=False))
-            time.sleep(_POLL_SECONDS)
+            time.sleep(STALL_POLL_SECONDS)
 
     def _text(self, group: Group, position: dict[str, Any], waited: float, final: bool) -> str:
         rank = self._job.cluster.rank
@@ -193,7 +192,7 @@ class StallWatch:
             f"rank {rank} has waited {waited:.0f} s in group {group.name!r} for other ranks to make the same call:"
         ]
         try:
-            answers = self._job.health.ask("where", question, group.ranks, _ANSWER_SECONDS)
+            answers = self._job.health.ask("where", question, group.ranks, WHERE_SECONDS)
         except ClusterError as error:
             lines.append(f"  the others can't be asked where they are: {error}")
         else:

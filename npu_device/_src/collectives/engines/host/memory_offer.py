@@ -17,16 +17,14 @@ from pathlib import Path
 from typing import Callable
 
 from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.time_limits import LATEST_ANSWER_SECONDS, MEMORY_RETRY_SECONDS
 from npu_device._src.collectives.engines.host.memory_ring import has_counters
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 
 PAGE = mmap.PAGESIZE
-MEETING_SECONDS = 60.0
-"""How long a rank waits for a message that another rank has sent or is about to send."""
 
 _TOKEN_BYTES = 32
-_RETRY_SECONDS = 0.2
 
 FIRST_BYTE = PAGE
 """Where the members' own data begins; the page before it says which memory this is, and which members have come."""
@@ -123,14 +121,14 @@ def connect(job: Job, group: Group, size: int) -> Segment:
     """
     key = f"group/{group.name}/{'-'.join(map(str, group.ranks))}/memory"
     check = job.health.require_running
-    deadline = time.monotonic() + MEETING_SECONDS
+    deadline = time.monotonic() + LATEST_ANSWER_SECONDS
     problem: Exception = TimeoutError("its members were still leaving a group of the same name")
     while time.monotonic() < deadline:
         try:
             segment = _offer(job, group, key, size, check) or _join(job, group, key, size, check)
         except OSError as error:
             segment, problem = None, error
-            time.sleep(_RETRY_SECONDS)
+            time.sleep(MEMORY_RETRY_SECONDS)
         if segment is not None:
             return segment
         check()
@@ -166,7 +164,7 @@ def _offer(job: Job, group: Group, key: str, size: int, check: Callable[[], None
 def _join(job: Job, group: Group, key: str, size: int, check: Callable[[], None]) -> Segment | None:
     """Map the memory that another member has made, unless it belongs to an earlier group of this name."""
     try:
-        token, path = job.store.get(key, _RETRY_SECONDS).split(" ", 1)
+        token, path = job.store.get(key, MEMORY_RETRY_SECONDS).split(" ", 1)
     except TimeoutError:
         return None
     try:

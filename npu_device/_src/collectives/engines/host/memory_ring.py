@@ -21,10 +21,8 @@ from typing import Callable
 
 import numpy as np
 
+from npu_device._src.cluster.time_limits import CHECK_SECONDS
 from npu_device._src.collectives.engines.host.queue import HEAD_WORDS, Program
-
-SLICE_SECONDS = 0.1
-"""The longest that a rank sleeps before it checks whether the others are still alive."""
 
 _WAIT, _WAKE = 0, 1
 _ALL = 0x7FFFFFFF
@@ -40,7 +38,7 @@ class _Timespec(ctypes.Structure):
     _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
 
 
-_slice = _Timespec(0, int(SLICE_SECONDS * 1e9))
+_slice = _Timespec(0, int(CHECK_SECONDS * 1e9))
 _number = _SYSTEM_CALLS.get(platform.machine(), 0) if sys.platform == "linux" else 0
 _system_call = getattr(ctypes.CDLL(None), "syscall", None) if _number else None
 if _system_call is not None:
@@ -84,7 +82,7 @@ class Counter:
         return (self._word.value - number) & _MASK < _HALF
 
     def wait_for(self, number: int, looks: int) -> bool:
-        """Spin ``looks`` times, then sleep until the counter reaches a number, for at most ``SLICE_SECONDS``. Return
+        """Spin ``looks`` times, then sleep until the counter reaches a number, for at most ``CHECK_SECONDS``. Return
         whether it has reached the number.
         """
         for _ in range(looks):

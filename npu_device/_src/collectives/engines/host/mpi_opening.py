@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from npu_device._src.cluster.time_limits import LATEST_ANSWER_SECONDS, MPI_GRACE_SECONDS, MPI_TICK_SECONDS
 from npu_device._src.collectives import job as jobs
 from npu_device._src.collectives.engines.host import exchange_programs as programs
 from npu_device._src.collectives.engines.host.mpi_messages import MpiMessages
@@ -27,9 +28,6 @@ from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.membership import mpiexec
 
-_SECONDS = 60.0
-_GRACE_SECONDS = 3.0
-_TICK_SECONDS = 0.02
 _TAGS_OF_ALL, _MOST_TAGS = 32767, (1 << 31) - 1  # what MPI guarantees, and what an int holds
 _CHECKED_LENGTHS = (1, 1 << 18)
 
@@ -44,12 +42,12 @@ def open_world(job: Job, wanted: bool) -> Sequence[str]:
     Raises:
         TimeoutError: a rank did not come.
     """
-    problems = job.store.gather("mpi/found", _problem(job, wanted), _SECONDS)
+    problems = job.store.gather("mpi/found", _problem(job, wanted), LATEST_ANSWER_SECONDS)
     if not any(problems):
-        problems = job.store.gather("mpi/started", _start(job), _SECONDS)
+        problems = job.store.gather("mpi/started", _start(job), LATEST_ANSWER_SECONDS)
     if not any(problems):
         world = _world(job)
-        problems = job.store.gather("mpi/checked", _check_sum(job, world), _SECONDS)
+        problems = job.store.gather("mpi/checked", _check_sum(job, world), LATEST_ANSWER_SECONDS)
         if not any(problems):
             job.mpi_world = world
             _keep_going(world)
@@ -84,7 +82,7 @@ def _start(job: Job) -> str:
     jobs.on_exit(lambda: _end(job, mpi, starts))
     library = _library(mpi)
     card = [mpi.Get_processor_name(), _host()]
-    cards = job.store.gather("mpi/hosts", card, _SECONDS)
+    cards = job.store.gather("mpi/hosts", card, LATEST_ANSWER_SECONDS)
     size = mpi.COMM_WORLD.Get_size()
     if size != job.cluster.world_size:
         return f"in {library}, this rank is one of {size}: mpi4py uses another MPI than the launcher's"
@@ -141,7 +139,7 @@ def _keep_going(world: MpiWorld) -> None:
     """Let MPI proceed now and then: it may still have to send what an operation that is over here has left to it."""
 
     def run() -> None:
-        while not world.ended.wait(_TICK_SECONDS):
+        while not world.ended.wait(MPI_TICK_SECONDS):
             world.comm.Iprobe()
 
     threading.Thread(target=run, name="npu_device-mpi", daemon=True).start()
@@ -154,7 +152,7 @@ def _end(job: Job, mpi: Any, starts: bool) -> None:
     if job.health.has_failed:
         sys.stdout.flush()
         sys.stderr.flush()
-        time.sleep(_GRACE_SECONDS)  # in which the other ranks say why they end
+        time.sleep(MPI_GRACE_SECONDS)  # in which the other ranks say why they end
         mpi.COMM_WORLD.Abort(1)
     if starts and not mpi.Is_finalized():
         mpi.Finalize()

@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.time_limits import LATEST_ANSWER_SECONDS
 from npu_device._src.collectives.engines.host import memory_offer
-from npu_device._src.collectives.engines.host.memory_offer import MEETING_SECONDS
 from npu_device._src.collectives.gpu_choice import Device
 from npu_device._src.collectives.job import Job
 
@@ -82,8 +82,8 @@ def detect_hosts(job: Job, device: Device) -> Hosts:
         store.set(key, json.dumps(card))
         problem = card["problem"]
     else:
-        problem = card["problem"] or _search(card, json.loads(store.get(key, MEETING_SECONDS)))
-    found = store.gather("memory", [problem, asdict(device), compat.context_is_initialized()], MEETING_SECONDS)
+        problem = card["problem"] or _search(card, json.loads(store.get(key, LATEST_ANSWER_SECONDS)))
+    found = store.gather("memory", [problem, asdict(device), compat.context_is_initialized()], LATEST_ANSWER_SECONDS)
     problems, described, late = zip(*found)
     if offer is not None:  # all ranks have looked
         offer.withdraw()

@@ -1,0 +1,132 @@
+"""How long the ranks of a job, and its hub, wait for each other: every limit that no environment variable sets.
+
+All are in seconds. What users set is in ``environment``; what limits the hub's memory is in ``hub_limits``.
+"""
+
+from __future__ import annotations
+
+# A rank that waits for others in a collective, in whatever it moves its data by
+
+CHECK_SECONDS = 0.1
+"""The longest that a rank sleeps, or waits for a message, before it checks whether the others are still alive."""
+
+SPIN_SECONDS = 1e-4
+"""How long a rank that needs a result looks for it before it sleeps: being woken takes longer than most messages."""
+
+NEWS_SECONDS = 5.0
+"""How long a rank whose connection has ended waits for the hub to tell which rank is gone."""
+
+LATEST_ANSWER_SECONDS = 60.0
+"""How long a rank waits, while a job starts or a group connects, for what another rank has sent or is about to send."""
+
+DETAILS_SECONDS = 2.0
+"""How long ranks whose calls differ wait for the others' descriptions."""
+
+QUEUE_CHECK_SECONDS = 0.5
+"""How long a session's collective waits for its turn before the rank checks the others' health."""
+
+STALL_POLL_SECONDS = 0.5
+"""Between two looks at whether this rank waits in a collective."""
+
+WHERE_SECONDS = 2.0
+"""How long a rank that waits too long in a collective waits for the others to say where they are."""
+
+DEPARTURE_POLL_SECONDS = 0.2
+"""Between two looks at whether a rank that has left is missing in a collective."""
+
+# MPI, which proceeds only if a thread tests its requests
+
+MPI_LONGEST_SLEEP_SECONDS = 500e-6
+MPI_TICK_SECONDS = 0.02
+"""Between two calls of MPI while no operation is in progress."""
+
+MPI_GRACE_SECONDS = 3.0
+"""How long a rank of a failed job waits before it ends all ranks: they say why they end in that time."""
+
+# Shared memory
+
+MEMORY_RETRY_SECONDS = 0.2
+"""Between two attempts to make, or to find, the memory of a group."""
+
+# The ranks' connections to each other
+
+ATTEMPT_SECONDS = 10.0
+"""One attempt to reach a rank; then the job's health is checked before the next one."""
+
+ATTEMPT_PAUSE_SECONDS = 0.2
+SEND_SECONDS = 60.0
+"""How long a short message may take to leave."""
+
+DELIVER_SECONDS, DELIVER_TICK_SECONDS = 60.0, 0.005
+"""How long a rank that leaves waits until the others' hosts have what it has sent; and between two looks."""
+
+LAST_TRANSFER_SECONDS = 10.0
+"""How long a rank that leaves waits for the thread that sends and receives for it."""
+
+# Reaching the hub
+
+ANSWER_SECONDS = 3.0
+"""How long the hub, which should answer at once, may take."""
+
+CONNECT_SECONDS = 3.0
+"""One attempt to connect to an address."""
+
+ACCEPT_PAUSE_SECONDS = 0.1
+"""After a connection that couldn't be accepted: its client has gone, or no file descriptor is free."""
+
+VERDICT_MARGIN_SECONDS = 5.0
+"""How much longer than the hub says a rank waits for the roster."""
+
+LONGEST_WAIT_SECONDS = 86400.0
+"""The longest wait for the other ranks that a hub or a rank may ask for."""
+
+OLD_HUB_SECONDS = 1.0
+"""How long the hub of an earlier job may take to end after its ranks have left."""
+
+OLD_HUB_PAUSE_SECONDS = 0.2
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 1.0
+"""Between two attempts to reach the hub; each pause is twice the one before."""
+
+FIRST_PROGRESS_SECONDS, NEXT_PROGRESS_SECONDS = 10.0, 30.0
+"""When a start that takes long is first reported, and between two reports."""
+
+SELF_CONNECT_SECONDS = 5.0
+"""One connection of a process to itself, which reserves its port."""
+
+# Talking to the hub
+
+SHORT_SECONDS = 10.0
+"""Requests that the hub answers at once."""
+
+MARGIN_SECONDS = 5.0
+"""How much longer than a request's limit a rank waits for its answer: the hub enforces the limit."""
+
+KEEPALIVE_AFTER_SECONDS = 3
+UNACKNOWLEDGED_MILLISECONDS = 10_000
+"""When the kernel asks whether the other host is still there, and when it takes a connection for lost."""
+
+FINISHED_NOTICE_SECONDS = 10.0
+"""When a rank that has finished says that it waits for others."""
+
+ALIVE_SECONDS = 10.0
+"""How long it waits for them to say that they are alive."""
+
+LAST_WORDS_SECONDS = 3
+"""How long a killed rank's standard error stays open under ``mpiexec``."""
+
+# The hub
+
+PROOF_SECONDS = 5.0
+"""A client that hasn't proved the secret and sent its hello by then is not a rank."""
+
+CONTRADICTION_SECONDS = 1.5
+"""After a contradiction: ranks that are just connecting get the error, too."""
+
+LAST_MESSAGE_SECONDS = 5.0
+"""How long a client that is turned away may take to read why."""
+
+LEFT_TOGETHER_SECONDS = 0.1
+"""Ranks that leave within this time are reported in one message."""
+
+ANSWERS_KEPT_SECONDS = 5.0
+"""A rank that asks the same within this time gets the same answers."""
