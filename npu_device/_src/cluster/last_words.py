@@ -15,8 +15,6 @@ from npu_device._src.cluster.time_limits import LAST_WORDS_SECONDS
 
 # The line comes when the rank exits; without it, the rank was killed.
 _KEEP_OPEN = f"read line || sleep {LAST_WORDS_SECONDS}"
-    f"read line || sleep {LAST_WORDS_SECONDS}"  # the line comes when the rank exits; without it, the rank was killed
-)
 
 
 def allow_time() -> Callable[[], None]:
