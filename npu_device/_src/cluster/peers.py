@@ -1,9 +1,5 @@
-"""Direct connections between ranks: one for short messages that shouldn't take the way through the hub, and others for
-whoever wants one of its own (``connect``).
-
-Each connection has one direction. A rank connects to another one when it first sends to it, and both prove that they
-belong to the job. Whoever waits for a message reads what the sender has sent, and puts what is for others into their
-inboxes: a thread of its own for that would take twice as long.
+"""Direct connections between ranks. Each has one direction, and a number that says what it is for. Both ranks prove
+that they belong to the job.
 """
 
 from __future__ import annotations
@@ -28,7 +24,6 @@ from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.handshake import AttemptFailedError, TimedConnection, reach, serve
 from npu_device._src.cluster.health import Health
-from npu_device._src.cluster.inboxes import HEADER, Inbox, Incoming
 from npu_device._src.cluster.ports import allow_many_descriptors, join_address, listen_on_free
 
 _TOKEN_BYTES = 16
@@ -37,7 +32,6 @@ _PAUSE_SECONDS = 0.2
 _SEND_SECONDS = 60.0
 _CHECK_SECONDS = 0.1
 _DELIVER_SECONDS, _DELIVER_TICK_SECONDS = 60.0, 0.005
-_MOST_UNREAD = 1 << 26  # bytes of a rank's messages that nobody has asked for
 _MOST_UNCLAIMED = 4096  # connections of all ranks that nobody has asked for
 _NEWS_SECONDS = 5.0  # by then the hub has told which rank has ended
 
@@ -58,14 +52,7 @@ class Peers:
         self._opening = threading.Lock()
         self._store: ControlChannel
         self._places: dict[int, tuple[int, str]] = {}  # each rank's port and token
-        self._outgoing: dict[int, socket.socket] = {}
-        self._incoming: dict[int, Incoming] = {}
-        self._sending: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
-        self._inboxes: dict[int, Inbox] = {}
-        self._unread: defaultdict[int, int] = defaultdict(int)
-        self._lock = threading.Lock()
         self._owning = threading.Lock()
-        self._lost: dict[int, str] = {}
         self._arrival = threading.Condition()
         self._arrived: defaultdict[tuple[int, int], deque[socket.socket]] = defaultdict(deque)
         self._owned: frozenset[socket.socket] = frozenset()  # replaced, so that others may go through it
@@ -103,7 +90,6 @@ class Peers:
             port, token = listener.getsockname()[1], secrets.token_hex(_TOKEN_BYTES)
             self._store = store
             store.set(f"peers/{self._cluster.rank}", f"{port} {token}")
-            self._health.on_stop(lambda _: self._wake_all())
             serving = listener, self._secret + token.encode(), self._admitted
             threading.Thread(target=serve, args=serving, name="npu_device-peers", daemon=True).start()
             self._listener = listener
@@ -121,31 +107,6 @@ class Peers:
                 port, token = self._store.get(f"peers/{rank}", _ATTEMPT_SECONDS).split()
                 self._places[rank] = int(port), token
         return self._places[rank]
-
-    def inbox(self, number: int) -> Inbox:
-        """Return the inbox of a number of 64 bits, which sender and receiver share; made at its first use."""
-        with self._lock:
-            return self._inboxes.setdefault(number, Inbox(self._unread))
-
-    def forget(self, number: int) -> None:
-        """Drop an inbox. One with messages stays: they are for a group of the same name, which others already use."""
-        with self._lock:
-            if number in self._inboxes and self._inboxes[number].is_empty:
-                del self._inboxes[number]
-
-    def send(self, rank: int, number: int, message: bytes) -> None:
-        """Send a message into another rank's inbox.
-
-        Raises:
-            PeerError: a rank of the job has failed or ended, or can't be reached.
-        """
-        with self._sending[rank]:
-            try:
-                if rank not in self._outgoing:
-                    self._outgoing[rank] = self._connected(rank)
-                self._outgoing[rank].sendall(HEADER.pack(number, len(message)) + message)
-            except OSError as error:
-                self.raise_for(rank, str(error))
 
     def connect(self, rank: int, number: int) -> socket.socket:
         """Return a new connection on which only this rank sends, and doesn't block; it belongs to the caller.
@@ -167,82 +128,30 @@ class Peers:
             PeerError: a rank of the job has failed or ended.
         """
         with self._arrival:
-            while not self._arrived.get((rank, number)):
+            while True:
+                arrived = self._arrived.pop((rank, number), None)
+                while arrived:
+                    connection = arrived.popleft()
+                    if not _is_over(connection):
+                        if arrived:
+                            self._arrived[rank, number] = arrived
+                        return connection
+                    connection.close()
                 if gives_up():
                     return None
                 self._health.require_running()
                 self._arrival.wait(_CHECK_SECONDS)
-            arrived = self._arrived[rank, number]
-            connection = arrived.popleft()
-            if not arrived:
-                del self._arrived[rank, number]
-            return connection
-
-    def wait(self, inbox: Inbox, rank: int, spins: bool = False) -> None:
-        """Wait until a rank's message is in an inbox.
-
-        Args:
-            inbox: where the message will be.
-            rank: who sends it.
-            spins: look for a while before sleeping: being woken takes longer than most messages.
-
-        Raises:
-            PeerError: a rank of the job has failed or ended, or can't be reached any more.
-        """
-        while inbox.first(rank) is None:
-            if not self.read(inbox, rank, _CHECK_SECONDS, spins) and inbox.first(rank) is None:
-                self.check(rank)
-            spins = False
-
-    def read(self, inbox: Inbox, rank: int, seconds: float, spins: bool = False) -> bool:
-        """Wait for messages of a rank, for this inbox or others; return False if none comes in so many seconds."""
-        seen, incoming = inbox.news, self._incoming.get(rank)
-        if incoming is None or not incoming.reading.acquire(blocking=False):
-            # The thread that reads wakes this one, with a message or at its end; or the rank has yet to connect.
-            return inbox.wait(seen, lambda: self._nobody_reads(rank), seconds)
-        try:
-            messages = incoming.read(seconds, spins)
-            for number, message in messages:
-                with self._lock:  # or it might be forgotten in between
-                    self._inboxes.setdefault(number, Inbox(self._unread)).put(rank, message)
-            if self._unread[rank] > _MOST_UNREAD:
-                raise ConnectionError(f"it has sent {self._unread[rank]} bytes for which this rank hasn't asked")
-        except OSError as error:
-            messages = []
-            if self._incoming[rank] is incoming:  # else the rank has replaced its connection
-                self._lost[rank] = str(error)
-            time.sleep(seconds)
-        finally:
-            incoming.reading.release()
-            self._wake_all()
-        return bool(messages)
-
-    def _nobody_reads(self, rank: int) -> bool:
-        incoming = self._incoming.get(rank)
-        return incoming is not None and not incoming.reading.locked()
-
-    def check(self, rank: int) -> None:
-        """Check that a rank's message can still come.
-
-        Raises:
-            PeerError: a rank of the job has failed or ended, or can't be reached any more.
-        """
-        self._health.require_running()
-        if rank in self._lost:
-            self.raise_for(rank, self._lost[rank])
 
     def deliver(self) -> None:
         """Wait until the hosts of the others have what this rank has sent: its own host may go away with it."""
         until = time.monotonic() + _DELIVER_SECONDS
-        connections = [*self._outgoing.values(), *self._owned]
-        while any(map(_undelivered, connections)) and not self._health.has_failed and time.monotonic() < until:
+        while any(map(_undelivered, self._owned)) and not self._health.has_failed and time.monotonic() < until:
             time.sleep(_DELIVER_TICK_SECONDS)
 
     def close(self) -> None:
         """Close all connections; in a forked child only its copies."""
         mine = os.getpid() == self._pid
-        incoming = [one.connection for one in self._incoming.values()]
-        for one in [self._listener, *incoming, *self._outgoing.values(), *self._owned]:
+        for one in [self._listener, *self._owned]:
             if one is not None and mine:
                 with contextlib.suppress(OSError):  # wakes the thread that reads from it
                     one.shutdown(socket.SHUT_RDWR)
@@ -266,24 +175,14 @@ class Peers:
                 time.sleep(_PAUSE_SECONDS)
 
     def _admitted(self, line: TimedConnection, said: dict[str, Any]) -> None:
-        rank, number = int(said["rank"]), said.get("number")
+        rank, number = int(said["rank"]), int(said["number"])
         if not 0 <= rank < self._cluster.world_size:
             raise ValueError("no such rank")
-        if number is not None:
-            with self._arrival:
-                if sum(map(len, self._arrived.values())) >= _MOST_UNCLAIMED:
-                    raise ValueError("too many connections that nobody has asked for")
-                self._arrived[rank, int(number)].append(self._owned_by_caller(line.connection))
-                self._arrival.notify_all()
-            return
-        line.connection.settimeout(None)
-        before, self._incoming[rank] = self._incoming.get(rank), Incoming(line.connection)
-        if before is not None:  # the rank has given it up, as its answer came too late
-            with contextlib.suppress(OSError):
-                before.connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
-            with before.reading:
-                before.connection.close()
-        self._wake_all()
+        with self._arrival:
+            if sum(map(len, self._arrived.values())) >= _MOST_UNCLAIMED:
+                raise ValueError("too many connections that nobody has asked for")
+            self._arrived[rank, number].append(self._owned_by_caller(line.connection))
+            self._arrival.notify_all()
 
     def _owned_by_caller(self, connection: socket.socket) -> socket.socket:
         """Return a connection that doesn't block, and waits for a rank that is stopped; close it with the others."""
@@ -292,12 +191,6 @@ class Peers:
         with self._owning:
             self._owned = frozenset([connection, *(one for one in self._owned if one.fileno() >= 0)])
         return connection
-
-    def _wake_all(self) -> None:
-        with self._lock:
-            inboxes = list(self._inboxes.values())
-        for inbox in inboxes:
-            inbox.wake()
 
     def raise_for(self, rank: int, reason: str) -> None:
         """Raise the error for a rank that can't be reached. Usually it has ended, and the hub tells so soon.
@@ -315,6 +208,13 @@ class Peers:
             f"What to do: look at the output of rank {rank}; let the two hosts reach each other's ports "
             "(NPU_DEVICE_PORT_RANGE)."
         )
+
+
+def _is_over(connection: socket.socket) -> bool:
+    """Return whether the other side has closed a connection and left nothing to be read: its group was destroyed."""
+    with contextlib.suppress(BlockingIOError):
+        return not connection.recv(1, socket.MSG_PEEK)
+    return False
 
 
 def _undelivered(connection: socket.socket) -> int:

@@ -12,7 +12,6 @@ from npu_device._src.collectives.engines.host.memory_offer import FIRST_BYTE, co
 from npu_device._src.collectives.engines.host.memory_ring import Layout, MemoryRing
 from npu_device._src.collectives.engines.host.mpi_messages import MpiMessages
 from npu_device._src.collectives.engines.host.queue import Channel
-from npu_device._src.collectives.engines.host.small_messages import SmallMessages
 from npu_device._src.collectives.engines.host.sockets import SocketMesh
 from npu_device._src.collectives.engines.host.start_finish import GroupLine, Lines
 from npu_device._src.collectives.group import Group
@@ -55,7 +54,7 @@ def _lines(connect: Callable[[Job, Group], Channel], background_from: Callable[[
 
 
 shared_memory = ComparingEngine(memory_programs, _lines(ring_of, _background_from))
-messages = ComparingEngine(small_programs, _lines(SmallMessages, _never))
+messages = ComparingEngine(small_programs, _lines(small_programs.mesh_of, _never))
 """Calls on little data, and the comparison of all others, between hosts."""
 
 mpi = HostEngine(exchange_programs, _lines(_mpi_messages, _always))

@@ -16,6 +16,7 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from typing import Callable, Protocol
 
@@ -211,6 +212,9 @@ class SocketMesh:
     Args:
         job: the job.
         group: the members.
+        to: the members to which this one sends; all others by default.
+        source: the members from which it receives.
+        purpose: tells the connections of a group's meshes apart.
 
     Attributes:
         size: number of members.
@@ -223,14 +227,24 @@ class SocketMesh:
 
     ahead = 4
 
-    def __init__(self, job: Job, group: Group) -> None:
+    def __init__(
+        self,
+        job: Job,
+        group: Group,
+        to: Sequence[int] | None = None,
+        source: Sequence[int] | None = None,
+        purpose: int = 0,
+    ) -> None:
         self.size, self.rank = group.size, group.rank
         self.counts = counts_of(group)
-        self._peers, self._health, self._group = job.peers, job.health, group
+        self._peers, self._health, self._ranks = job.peers, job.health, group.ranks
+        self._number = group.number ^ purpose
         self._spins = job.has_own_core
         self.busy = Busy()
-        self._outgoing = [_Outgoing(self.busy, job.peers, rank) for rank in group.ranks]
-        self._incoming = [_Incoming(self.busy, job.peers, rank) for rank in group.ranks]
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        to, source = others if to is None else to, others if source is None else source
+        self._outgoing = {member: _Outgoing(self.busy, job.peers, group.ranks[member]) for member in to}
+        self._incoming = {member: _Incoming(self.busy, job.peers, group.ranks[member]) for member in source}
         self.connected = threading.Event()
         self._problem: BaseException | None = None
         self._closing = threading.Lock()
@@ -238,15 +252,13 @@ class SocketMesh:
         threading.Thread(target=self._connect, name="npu_device-connect", daemon=True).start()
 
     def _connect(self) -> None:
-        """Connect to all members, and wait until all have connected to this one."""
-        ranks, number = self._group.ranks, self._group.number
-        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        """Connect to the members, and wait until they have connected to this one."""
         try:
-            for member in others:
-                self._hold(self._outgoing[member], partial(self._peers.connect, ranks[member], number))
-            for member in others:
-                accept = partial(self._peers.accept, ranks[member], number, self._is_closed)
-                self._hold(self._incoming[member], accept)
+            wire: Wire
+            for member, wire in self._outgoing.items():
+                self._hold(wire, partial(self._peers.connect, self._ranks[member], self._number))
+            for member, wire in self._incoming.items():
+                self._hold(wire, partial(self._peers.accept, self._ranks[member], self._number, self._is_closed))
         except BaseException as error:
             self._problem = error
         self.connected.set()
@@ -258,6 +270,10 @@ class SocketMesh:
                 wire.connection = connection
                 if self._closed:
                     connection.close()
+
+    @property
+    def _wires(self) -> list[Wire]:
+        return [*self._outgoing.values(), *self._incoming.values()]
 
     def _is_closed(self) -> bool:
         return self._closed
@@ -310,7 +326,7 @@ class SocketMesh:
             PeerError: a rank of the job has failed or ended, or can't be reached any more.
         """
         self._health.require_running()
-        for wire in (*self._outgoing, *self._incoming):
+        for wire in self._wires:
             wire.check()
 
     def settle(self) -> None:
@@ -320,6 +336,6 @@ class SocketMesh:
         """Close the connections."""
         with self._closing:
             self._closed = True
-            for wire in (*self._outgoing, *self._incoming):
+            for wire in self._wires:
                 if hasattr(wire, "connection"):
                     wire.connection.close()
