@@ -212,9 +212,10 @@ class Peers:
 
 def _is_over(connection: socket.socket) -> bool:
     """Return whether the other side has closed a connection and left nothing to be read: its group was destroyed."""
-    with contextlib.suppress(BlockingIOError):
+    try:
         return not connection.recv(1, socket.MSG_PEEK)
-    return False
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
 
 
 def _undelivered(connection: socket.socket) -> int:
