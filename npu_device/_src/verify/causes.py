@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Callable, Optional
+from typing import Callable
 
 import numpy as np
 
@@ -40,11 +40,6 @@ class Findings:
     def first(self) -> tuple[Step, tuple[Step, ...]]:
         """Return the first step of the single process and of the ranks."""
         return self.steps[0][0], self.steps[0][2:]
-
-    def line_of(self, kind: str) -> str:
-        """Return the first line in which a rank makes a call of this kind; "" if none does."""
-        calls = self.ranks[0].calls(kind)
-        return calls[0]["line"] if calls else ""
 
     def begins(self) -> int:
         """Return the first step in which something differs; later ones follow from it. 0 if nothing does."""
@@ -120,11 +115,24 @@ def samples(found: Findings) -> str:
 
 @dataclass(frozen=True)
 class Cause:
-    """A cause: its name, when it is one, and what it means with what to do."""
+    """A cause: its name, when it is one, and what it means.
+
+    Attributes:
+        name: for the table of docs/verify.md.
+        applies: looks at the findings.
+        text: what it means and what to do, with ``{size}`` ranks, the gradients' ``{ratio}`` and the ``{line}``.
+        line: finds the line of the script.
+    """
 
     name: str
     applies: Callable[[Findings], bool]
-    text: Callable[[Findings], str]
+    text: str
+    line: Callable[[Findings], str] = lambda _: ""
+
+    def said(self, found: Findings) -> str:
+        """Return the text."""
+        ratio = found.ratio()
+        return self.text.format(size=found.size, ratio=f"{ratio:.2f}" if ratio else "", line=self.line(found))
 
 
 def _same_everywhere(found: Findings) -> bool:
@@ -132,68 +140,80 @@ def _same_everywhere(found: Findings) -> bool:
     return bool(ranks[0].rows) and all(step.rows == ranks[0].rows for step in ranks[1:])
 
 
-def _seeds_differ(found: Findings) -> Optional[str]:
+def _other_seed(found: Findings) -> str:
+    """Return the line of a shuffle whose seed differs between ranks; "" without one."""
     by_rank = [{call["number"]: call for call in record.calls("shuffle")} for record in found.ranks]
     for number, call in by_rank[0].items():
         if any(other.get(number, call)["seed"] != call["seed"] for other in by_rank[1:]):
             return str(call["line"])
-    return None
+    return ""
 
 
-def _thrown_away(found: Findings) -> Optional[str]:
-    """Return the line whose all_reduce was given just the gradients that each rank then applies."""
+def _thrown_away(found: Findings) -> str:
+    """Return the line whose all_reduce was given just the gradients that each rank then applies; "" without one."""
     _, ranks = found.first()
-    for line, values in ranks[0].reduced:
-        if len(values) and equal(values, ranks[0].gradients):
-            return line
-    return None
+    given = [line for line, values in ranks[0].reduced if len(values) and equal(values, ranks[0].gradients)]
+    return given[0] if found.ranks_differ() and given else ""
 
 
 def _only_scalars(found: Findings) -> bool:
-    return all(call["values"] <= 1 for call in found.ranks[0].calls("all_reduce"))
+    calls = found.ranks[0].calls("all_reduce")
+    return found.ranks_differ() and bool(calls) and all(call["values"] <= 1 for call in calls)
 
 
-def _unknown(found: Findings) -> str:
+def _clipped(found: Findings) -> str:
+    return _line("clip_by_global_norm")(found) or _line("clip_by_norm")(found)
+
+
+def _is_scaled(found: Findings) -> bool:
+    """Return True if gradients are right, and the updates are as many times as large as there are ranks."""
+    first = [each.ratio for each in found.updates if each.step == found.begins()]
+    near = [ratio is not None and abs(ratio - found.size) < 0.1 * found.size for ratio in first]
+    return not found.other_gradients() and bool(near) and all(near)
+
+
+def _line(kind: str) -> Callable[[Findings], str]:
+    """Return the finder of the first line in which a rank makes a call of this kind."""
+    return lambda found: str(next((call["line"] for call in found.ranks[0].calls(kind)), ""))
+
+
+def _averaged(kind: str) -> Callable[[Findings], bool]:
+    """Return the predicate of a sum that is averaged, where the script makes a call of this kind."""
+    return lambda found: found.is_ratio(1 / found.size) and bool(_line(kind)(found))
+
+
+def _variables(found: Findings) -> str:
+    """Return the gradients that differ first, a line each."""
     first, lines = found.other_gradients(), []
     for each in first[:_SHOWN]:
         ratio = "another direction" if each.ratio is None else f"{each.ratio:.3f} of one process's"
         lines.append(f"  {each.variable}: {ratio}, off by {each.off:.1e} of its norm (rounding: {each.allowed:.0e})")
-    lines += [f"  and {len(first) - _SHOWN} more variables"] if len(first) > _SHOWN else []
-    return (
-        f"the cause is unknown. From step {found.begins()} on these gradients differ:\n"
-        + "\n".join(lines)
-        + "\nLikely: the "
-        "loss or a layer compares or mixes the samples of a batch, of which a rank has only its share (see "
-        "npu.distribute.all_gather), or divides by something else than the number of samples."
-    )
+    more = [f"  and {len(first) - _SHOWN} more variables"] if len(first) > _SHOWN else []
+    return f"From step {found.begins()} on these gradients differ:\n" + "\n".join([*lines, *more])
 
+
+_REDUCE = "What to do: gradients = npu.distribute.all_reduce(gradients)"
 
 SAMPLES: tuple[Cause, ...] = (
     Cause(
         "seed of each rank's own",
-        lambda found: _seeds_differ(found) is not None,
-        lambda found: (
-            f"shuffled with a seed of each rank's own, {_seeds_differ(found)}: some samples are read several "
-            "times, others never.\nWhat to do: give shuffle the same seed on every rank, or call it after "
-            "npu.distribute.shard_and_rebatch_dataset."
-        ),
+        lambda found: bool(_other_seed(found)),
+        "shuffled with a seed of each rank's own, {line}: some samples are read several times, others never.\nWhat to "
+        "do: give shuffle the same seed on every rank, or call it after npu.distribute.shard_and_rebatch_dataset.",
+        _other_seed,
     ),
     Cause(
         "same samples",
         _same_everywhere,
-        lambda found: (
-            f"all {found.size} ranks read the same samples.\nWhat to do: dataset, batch = "
-            "npu.distribute.shard_and_rebatch_dataset(dataset, global_batch) before shuffle and batch; or "
-            "npu.distribute.replicate(model) for fit."
-        ),
+        "all {size} ranks read the same samples.\nWhat to do: dataset, batch = "
+        "npu.distribute.shard_and_rebatch_dataset(dataset, global_batch) before shuffle and batch; or "
+        "npu.distribute.replicate(model) for fit.",
     ),
     Cause(
         "other samples",
         lambda found: True,
-        lambda found: (
-            "the ranks' batches together aren't the batch of one process.\nWhat to do: divide the data with "
-            "npu.distribute.shard_and_rebatch_dataset, the global batch as its argument, and seed every random order."
-        ),
+        "the ranks' batches together aren't the batch of one process.\nWhat to do: divide the data with "
+        "npu.distribute.shard_and_rebatch_dataset, the global batch as its argument, and seed every random order.",
     ),
 )
 
@@ -201,108 +221,86 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "different starts",
         Findings.starts_differ,
-        lambda found: (
-            "the ranks start with different variables.\nWhat to do: npu.distribute.broadcast(model.variables) "
-            "once they exist."
-        ),
+        "the ranks start with different variables.\nWhat to do: npu.distribute.broadcast(model.variables) once they "
+        "exist.",
     ),
     Cause(
         "discarded result",
-        lambda found: found.ranks_differ() and _thrown_away(found) is not None,
-        lambda found: (
-            f"each rank applies its own gradients: the result of all_reduce is thrown away, "
-            f"{_thrown_away(found)}.\nWhat to do: gradients = npu.distribute.all_reduce(gradients)."
-        ),
+        lambda found: bool(_thrown_away(found)),
+        f"each rank applies its own gradients: the result of all_reduce is thrown away, {{line}}.\n{_REDUCE}.",
+        _thrown_away,
     ),
     Cause(
         "only the loss is reduced",
-        lambda found: found.ranks_differ() and bool(found.line_of("all_reduce")) and _only_scalars(found),
-        lambda found: (
-            f"each rank applies its own gradients: only single numbers are reduced, "
-            f"{found.line_of('all_reduce')}.\nWhat to do: gradients = npu.distribute.all_reduce(gradients)."
-        ),
+        _only_scalars,
+        f"each rank applies its own gradients: only single numbers are reduced, {{line}}.\n{_REDUCE}.",
+        _line("all_reduce"),
     ),
     Cause(
         "clipped before the reduction",
         lambda found: not found.ranks_differ() and found.ratio() is None and bool(_clipped(found)),
-        lambda found: (
-            f"gradients are clipped on each rank before they are reduced, {_clipped(found)}.\nWhat to do: "
-            "reduce them first, and clip the result."
-        ),
+        "gradients are clipped on each rank before they are reduced, {line}.\nWhat to do: reduce them first, and clip "
+        "the result.",
+        _clipped,
     ),
     Cause(
         "not reduced",
         Findings.ranks_differ,
-        lambda found: (
-            "each rank applies its own gradients: nothing reduces those of this optimizer.\nWhat to do: "
-            "gradients = npu.distribute.all_reduce(gradients), npu.distribute.DistributedOptimizer(optimizer), or "
-            "npu.distribute.replicate(model) for fit; a loaded or cloned model is another one."
-        ),
+        f"each rank applies its own gradients: nothing reduces those of this optimizer.\n{_REDUCE}, "
+        "npu.distribute.DistributedOptimizer(optimizer), or npu.distribute.replicate(model) for fit; a loaded or "
+        "cloned model is another one.",
     ),
     Cause(
         "add_loss per sample",
-        lambda found: found.is_ratio(1 / found.size) and bool(found.line_of("add_loss")),
-        lambda found: (
-            f"gradients are {found.ratio():.2f} of one process's: a loss with one value per sample is "
-            f"averaged as if it were a mean, add_loss in {found.line_of('add_loss')}.\nWhat to do: pass its mean."
-        ),
+        _averaged("add_loss"),
+        "gradients are {ratio} of one process's: a loss with one value per sample is averaged as if it were a mean, "
+        "add_loss in {line}.\nWhat to do: pass its mean.",
+        _line("add_loss"),
     ),
     Cause(
         "global batch size",
-        lambda found: found.is_ratio(1 / found.size) and bool(found.line_of("compute_average_loss")),
-        lambda found: (
-            f"gradients are {found.ratio():.2f} of one process's: the loss is divided by the global batch "
-            f"size and then averaged over the ranks, {found.line_of('compute_average_loss')}.\nWhat to do: "
-            "tf.reduce_mean(losses), or all_reduce(gradients, 'sum')."
-        ),
+        _averaged("compute_average_loss"),
+        "gradients are {ratio} of one process's: the loss is divided by the global batch size and then averaged over "
+        "the ranks, {line}.\nWhat to do: tf.reduce_mean(losses), or all_reduce(gradients, 'sum').",
+        _line("compute_average_loss"),
     ),
     Cause(
         "sum averaged",
         lambda found: found.is_ratio(1 / found.size),
-        lambda found: (
-            f"gradients are {found.ratio():.2f} of one process's in all variables: a sum over samples, or a "
-            "division by the global batch size, is averaged over the ranks as if it were a mean.\nWhat to do: take the "
-            "mean of the rank's samples, or reduce with 'sum'."
-        ),
+        "gradients are {ratio} of one process's in all variables: a sum over samples, or a division by the global "
+        "batch size, is averaged over the ranks as if it were a mean.\nWhat to do: take the mean of the rank's "
+        "samples, or reduce with 'sum'.",
     ),
     Cause(
         "mean summed",
         lambda found: found.is_ratio(found.size),
-        lambda found: (
-            f"gradients are {found.ratio():.2f} times one process's: means of the ranks are added up "
-            f"({found.line_of('all_reduce') or 'a reduction with sum'}), or reduced twice.\nWhat to do: reduce "
-            "them once, with 'mean'."
-        ),
+        "gradients are {ratio} times one process's: means of the ranks are added up, or reduced twice. {line}\nWhat to "
+        "do: reduce them once, with 'mean'.",
+        _line("all_reduce"),
     ),
     Cause(
         "scaled rate",
-        lambda found: not found.other_gradients() and _all_ratios(found, found.size),
-        lambda found: (
-            f"gradients are those of one process, and the updates are {found.size} times as large: the "
-            "learning rate is multiplied by the number of ranks.\nWhat to do: leave it as it is, unless the global "
-            "batch is larger than the single process's."
-        ),
+        _is_scaled,
+        "gradients are those of one process, and the updates are {size} times as large: the learning rate is "
+        "multiplied by the number of ranks.\nWhat to do: leave it as it is, unless the global batch is "
+        "larger than the single process's.",
     ),
     Cause(
         "other updates",
         lambda found: not found.other_gradients() and bool(found.updates),
-        lambda found: (
-            "gradients are those of one process, but the updates aren't: the optimizer or its learning rate "
-            "depends on the rank or on the number of ranks."
-        ),
+        "gradients are those of one process, but the updates aren't: the optimizer or its learning rate depends on the "
+        "rank or on the number of ranks.",
     ),
-    Cause("unknown", lambda found: bool(found.gradients), _unknown),
+    Cause(
+        "unknown",
+        lambda found: bool(found.gradients),
+        "the cause is unknown. {line}\nLikely: the loss or a layer compares or mixes the samples of a batch, of which "
+        "a rank has only its share (see npu.distribute.all_gather), or divides by something else than the number of "
+        "samples.",
+        _variables,
+    ),
 )
 """Most specific first."""
-
-
-def _clipped(found: Findings) -> str:
-    return found.line_of("clip_by_global_norm") or found.line_of("clip_by_norm")
-
-
-def _all_ratios(found: Findings, wanted: float) -> bool:
-    first = [each.ratio for each in found.updates if each.step == found.begins()]
-    return bool(first) and all(ratio is not None and abs(ratio - wanted) < 0.1 * wanted for ratio in first)
 
 
 def cause_of(found: Findings) -> Cause | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
 from typing import Any, Callable
 
 import tensorflow as tf
@@ -17,7 +16,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.collectives.call import user_line
 from npu_device._src.training.fit.current import current_step
-from npu_device._src.verify.recorder import Recorder
+from npu_device._src.verify.recorder import SCOPE, Recorder
 
 _NOISY = (
     *("Dropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D", "AlphaDropout"),
@@ -84,6 +83,9 @@ class Hooks:
         pairs = compat.gradients_and_variables(optimizer, gradients, variables)
         trained = [(gradient, variable) for gradient, variable in pairs if variable is not None]
         names = [getattr(variable, "path", variable.name) for _, variable in trained]
+        for operation in [] if tf.executing_eagerly() else tf.compat.v1.get_default_graph().get_operations():
+            if "Random" in operation.type and SCOPE not in operation.name:
+                self._recorder.note("random", what=operation.type, where=_line_of(operation))
         recorded = self._recorder.step(
             self._number("optimizer", optimizer),
             names,
@@ -176,10 +178,7 @@ def _in_the_last_bit(value: Any) -> Any:
     return value * tf.cast(1 + _LAST_BIT * tf.sign(signs), value.dtype)
 
 
-def random_operations(graph: Any) -> Sequence[str]:
-    """Return the operations of a graph that draw random numbers."""
-    found = []
-    for operation in graph.get_operations():
-        if "Random" in operation.type and not operation.name.startswith("npu_verify"):
-            found.append(f"{operation.type} ({operation.name})")
-    return found
+def _line_of(operation: Any) -> str:
+    """Return the innermost line of the script that has made an operation of a graph."""
+    frames = [frame for frame in operation.traceback if "site-packages" not in frame.filename]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown line"

@@ -19,6 +19,9 @@ import tensorflow as tf
 from npu_device._src.collectives.call import user_line
 from npu_device._src.verify.settings import DONE, FACTS, STEPS, Settings
 
+SCOPE = "npu_verify"
+"""The name scope of the operations that record."""
+
 _PROJECTIONS = 4
 _FAR_MORE = 10  # times the steps of one optimizer, until an optimizer that rarely steps is no longer waited for
 _END_SECONDS = 60.0  # for the other ranks to come as far
@@ -75,7 +78,8 @@ class Recorder:
             inputs: nested tensors.
             counted: how many of the rows count; None for all.
         """
-        digest = row_digests(inputs)
+        with tf.name_scope(SCOPE):
+            digest = row_digests(inputs)
         if digest is None:
             return None
         if counted is not None:
@@ -128,8 +132,9 @@ class Recorder:
 
 def _summaries(tensors: Sequence[Any]) -> tf.Tensor:
     """Return float64 of shape [number of tensors, 1 + projections]: norm and projections on fixed directions."""
-    rows = [_summary(tensor, place) for place, tensor in enumerate(tensors)]
-    return tf.stack(rows) if rows else tf.zeros([0, 1 + _PROJECTIONS], tf.float64)
+    with tf.name_scope(SCOPE):
+        rows = [_summary(tensor, place) for place, tensor in enumerate(tensors)]
+        return tf.stack(rows) if rows else tf.zeros([0, 1 + _PROJECTIONS], tf.float64)
 
 
 def _summary(tensor: Any, place: int) -> tf.Tensor:

@@ -55,9 +55,13 @@ def judge(one: Settings, again: Settings, jobs: Sequence[Settings]) -> Verdict:
         verdict.table += _table(found)
         if cause is not None and verdict.code == SAME:
             verdict.code, verdict.cause = DIFFERS, cause.name
-            verdict.text = f"on {job.ranks} ranks, {cause.text(found)}"
+            verdict.text = f"on {job.ranks} ranks, {cause.said(found)}"
             evidence = causes.samples(found)
             verdict.text += f"\n{evidence}" if evidence else ""
+            draws = single.calls("random")
+            if draws and cause.name == "unknown":
+                verdict.code, verdict.cause = NOT_COMPARABLE, "random numbers"
+                verdict.text = f"the step draws random numbers itself: {draws[0]['what']}, {draws[0]['where']}."
             verdict.ratios = {each.variable: each.ratio for each in found.other_gradients()}
     return verdict
 
@@ -72,7 +76,6 @@ def _notes(record: compare.Record) -> list[str]:
             f"batch normalisation isn't synchronized in {len(layers)} layers ({layers[0]}, …), and was compared with "
             "its moving statistics. For one process's result: BatchNormalization(synchronized=True)."
         )
-    notes += [f"random numbers stay in the step: {call['what']}, {call['line']}" for call in record.calls("random")]
     return notes
 
 
