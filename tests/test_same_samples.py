@@ -16,9 +16,9 @@ keras = tf.keras
 rank = npu.distribute.rank()
 keras.utils.set_random_seed(1)
 model = keras.Sequential([keras.Input([10]), keras.layers.Dense(10), keras.layers.Dense(1)])
-optimizer = keras.optimizers.SGD(0.1)
+optimizer = keras.optimizers.SGD(0.001)
 if {wrapped}:
-    optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(optimizer)
+    optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(optimizer, reduce_reduction="{kind}")
 x = np.random.default_rng({seed}).standard_normal([96, 10]).astype(np.float32)
 
 def step(x):
@@ -26,7 +26,7 @@ def step(x):
         loss = tf.reduce_mean(tf.square(model(x) - 1))
     gradients = tape.gradient(loss, model.trainable_variables)
     if not {wrapped}:
-        gradients = npu.distribute.all_reduce(gradients)
+        gradients = npu.distribute.all_reduce(gradients, "{kind}")
     optimizer.apply_gradients(zip(gradients, model.trainable_variables))
 
 call = {call}
@@ -40,17 +40,19 @@ SAID = "all ranks have computed the very same gradients"
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_that_read_the_same_samples_are_told_once(tmp_path: Path, keras: str, wrapped: bool, size: int) -> None:
     legacy = "1" if keras == "2" else "0"
-    source = LOOP.format(wrapped=wrapped, seed=0, call="tf.function(step)" if size == 2 else "step")
+    kind, call = ("sum", "tf.function(step)") if (size == 2) is wrapped else ("mean", "step")
+    source = LOOP.format(wrapped=wrapped, seed=0, call=call, kind=kind)
     first, *others = job.run(tmp_path, size, source, TF_USE_LEGACY_KERAS=legacy)
     assert [ended.code for ended in (first, *others)] == [0] * size, first.output
     assert first.output.count(SAID) == 1, first.output
     assert "npu.distribute.shard_and_rebatch_dataset(dataset, global_batch)" in first.output
+    assert (f"their sum makes steps {size} times too large" in first.output) is (kind == "sum")
     assert not any(SAID in ended.output for ended in others)
 
 
 @pytest.mark.parametrize("wrapped", [True, False], ids=["wrapped", "by hand"])
 def test_ranks_that_read_their_own_are_not(tmp_path: Path, wrapped: bool) -> None:
-    source = LOOP.format(wrapped=wrapped, seed="rank", call="tf.function(step)")
+    source = LOOP.format(wrapped=wrapped, seed="rank", call="tf.function(step)", kind="mean")
     for ended in job.run(tmp_path, 2, source):
         assert ended.code == 0, ended.output
         assert SAID not in ended.output
@@ -65,6 +67,7 @@ for kind, dataset in {
     "without a seed": numbers.shuffle(16).map(lambda number: number),
     "with a seed": numbers.shuffle(16, seed=1),
     "not at all": numbers,
+    "with a seed of each rank": numbers.shuffle(16, seed=7 + npu.distribute.rank()),
 }.items():
     print(kind, flush=True)
     mine, batch = npu.distribute.shard_and_rebatch_dataset(dataset, 4)
@@ -76,7 +79,11 @@ print("the end", flush=True)
 def test_data_that_are_shuffled_differently_before_they_are_divided(tmp_path: Path) -> None:
     first, second = job.run(tmp_path, 2, SHUFFLED)
     assert (first.code, second.code) == (0, 0), first.output
-    before, after = first.output.split("with a seed")
+    before, after = first.output.split("with a seed\n")
     assert "shuffled in another order on each rank" in before
     assert "call shuffle after shard_and_rebatch_dataset" in before
-    assert "another order" not in after + second.output
+    quiet, last = after.split("with a seed of each rank\n")
+    assert "another order" not in quiet + second.output.split("with a seed of each rank\n")[0]
+    last += second.output
+    assert last.count("shuffled in another order on each rank, with another seed on each rank") == 1
+    assert "rank 0 on host here: seed 7\n  rank 1 on host here: seed 8\n" in last

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import job
 import pytest
 from pool import Pool
 
@@ -97,3 +99,131 @@ def test_gradients_that_are_not_reduced_are_named_within_ten_steps(keras_ranks: 
     discarded = "gradients = npu.distribute.all_reduce(gradients), and apply those" in text
     assert discarded is (how == "discarded")
     assert discarded or "a loss that is reduced for printing reduces no gradient" in text
+
+
+LOADED = """
+import os, sys
+import npu_device as npu
+npu.open().as_default()
+import numpy as np
+import tensorflow as tf
+keras, rank, size = tf.keras, npu.distribute.rank(), npu.distribute.size()
+keras.utils.set_random_seed(1)
+x = np.random.default_rng(0).normal(size=(24, 6)).astype("float32")
+model = keras.Sequential([keras.Input([6]), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
+model.compile(keras.optimizers.Adam(0.01), "mse")
+model = npu.distribute.replicate(model)
+model.fit(x, x[:, :1], batch_size=12, verbose=0)
+model.save("half.keras")
+npu.distribute.barrier()
+other = keras.models.load_model("half.keras")
+other.fit(x[rank::size], x[rank::size, :1], batch_size=4, epochs=6, verbose=0)
+print("trained", flush=True)
+"""
+
+
+def test_a_second_model_that_nobody_replicates(tmp_path: Path, keras: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    size = 2 if keras == "3" else 3
+    ended = job.run(tmp_path, size, LOADED, TF_USE_LEGACY_KERAS="1" if keras == "2" else "0")
+    assert [one.code for one in ended] == [0] * size, ended[0].output
+    together = "".join(one.output for one in ended)
+    assert together.count(f"{APART}Adam has made ") == 1, together
+    assert "such as one loaded or cloned later" in together
+
+
+SESSION = """
+import numpy as np
+import tensorflow.compat.v1 as tf
+import npu_device as npu
+from npu_bridge.npu_init import NPUBroadcastGlobalVariablesHook, NPUDistributedOptimizer
+npu.compat.enable_v1()
+npu.open().as_default()
+rank = npu.distribute.rank()
+for kind, hooks in (("alone", []), ("unequal", []), ("broadcast", [NPUBroadcastGlobalVariablesHook(0)])):
+    if kind not in {kinds}:
+        continue
+    print("===", kind, flush=True)
+    with tf.Graph().as_default():
+        tf.set_random_seed(1 + rank)
+        x = tf.placeholder(tf.float32, [None, 4])
+        hidden = tf.get_variable("hidden", [4, 8], initializer=tf.glorot_uniform_initializer())
+        out = tf.get_variable("out", [8, 1], initializer=tf.glorot_uniform_initializer())
+        optimizer = tf.train.GradientDescentOptimizer(0.01)
+        optimizer = optimizer if kind == "alone" else NPUDistributedOptimizer(optimizer)
+        train = optimizer.minimize(tf.reduce_mean((tf.nn.relu(x @ hidden) @ out - 1) ** 2))
+        with tf.train.MonitoredTrainingSession(hooks=hooks) as session:
+            for _ in range(3):
+                session.run(train, {{x: np.random.default_rng(rank).normal(size=(8, 4))}})
+print("end", flush=True)
+"""
+ALONE = "nothing was reduced, broadcast or gathered in this job of 2 ranks: each of them ran by itself"
+
+
+def test_variables_of_sessions_that_begin_differently(tmp_path: Path) -> None:
+    ended = job.run(tmp_path, 2, SESSION.format(kinds=("unequal", "broadcast")))
+    assert [one.code for one in ended] == [0, 0], ended[0].output
+    parts = [one.output.split("=== ")[1:] for one in ended]
+    unequal, broadcast = ("".join(part[place] for part in parts) for place in (0, 1))
+    assert unequal.count("the ranks begin training with different values of 2 of 2 variables (hidden") == 1
+    assert "NPUBroadcastGlobalVariablesHook(0)" in unequal and "rank 1 on host here: digest" in unequal
+    assert "different" not in broadcast and ALONE not in broadcast
+
+
+def test_sessions_of_ranks_that_share_nothing(tmp_path: Path) -> None:
+    ended = job.run(tmp_path, 2, SESSION.format(kinds=("alone",)))
+    assert [one.code for one in ended] == [0, 0], ended[0].output
+    assert "".join(one.output for one in ended).count(ALONE) == 1
+
+
+KERAS_SESSION = """
+import tensorflow.compat.v1 as tf
+import npu_device as npu
+npu.compat.enable_v1()
+npu.open().as_default()
+import numpy as np
+model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(8,))])
+model.compile(tf.keras.optimizers.legacy.SGD(0.1, momentum=0.9), "mse")
+model.fit(np.zeros((16, 8)), np.zeros((16, 1)), batch_size=8, verbose=0)
+import threading
+assert not [one.name for one in threading.enumerate() if "unreduced" in one.name]
+"""
+
+
+def test_keras_in_a_session_is_left_alone(tmp_path: Path) -> None:
+    for ended in job.run(tmp_path, 2, KERAS_SESSION, TF_USE_LEGACY_KERAS="1"):
+        assert ended.code == 0, ended.output
+
+
+STATISTICS = """
+import logging
+import npu_device as npu
+npu.open().as_default()
+import tensorflow as tf
+logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+keras, rank = tf.keras, npu.distribute.rank()
+keras.utils.set_random_seed(1)
+model = keras.Sequential([keras.Input([4]), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+npu.distribute.broadcast(model.variables)
+optimizer = keras.optimizers.Adam(0.01)
+for _ in range(3):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model(tf.random.stateless_normal([4, 4], [rank, 0]), training=True))
+    gradients = npu.distribute.all_reduce(tape.gradient(loss, model.trainable_variables))
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+if {apart} and rank == 1:
+    optimizer.learning_rate.assign(0.5)
+"""
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_last_word(tmp_path: Path, keras: str, apart: bool) -> None:
+    size = 2 if keras == "3" else 3
+    legacy = "1" if keras == "2" else "0"
+    ended = job.run(tmp_path, size, STATISTICS.format(apart=apart), TF_USE_LEGACY_KERAS=legacy)
+    assert [one.code for one in ended] == [0] * size, ended[0].output
+    together = "".join(one.output for one in ended)
+    assert together.count("INFO the ranks ended with different values for 2 of 2 variables") == 1, together
+    assert "moving_mean" in together
+    assert together.count("WARNING the ranks ended with different values for 1 of ") == apart
+    assert ("learning_rate" in together) is apart

@@ -120,6 +120,8 @@ class AppliedGradients:
         if watched is None:
             watched = _Watched(self._job, type(optimizer).__name__, variables)
             self._watched[optimizer] = watched
+            if tf.executing_eagerly() and self._job.made(ReducedTensors).lead_to([one for one, _ in pairs]):
+                self._know_as_reduced(watched, optimizer, variables)
         if keras_hooks.reduction_of(optimizer) is not None:
             self._know_as_reduced(watched, optimizer, variables)
             return
