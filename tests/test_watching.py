@@ -9,6 +9,8 @@ import job
 import pytest
 from pool import Pool
 
+from benchmarks import watching
+
 APART = "the ranks apply gradients that were not reduced: the optimizer "
 
 
@@ -227,3 +229,14 @@ def test_the_last_word(tmp_path: Path, keras: str, apart: bool) -> None:
     assert "moving_mean" in together
     assert together.count("WARNING the ranks ended with different values for 1 of ") == apart
     assert ("learning_rate" in together) is apart
+
+
+@pytest.mark.alternating
+@pytest.mark.parametrize("how", ["function", "eager"])
+@pytest.mark.parametrize("case", watching.CASES)
+def test_audits_of_every_step_raise_no_false_alarm(several_keras_ranks: Pool, keras: str, case: str, how: str) -> None:
+    """The short form of ``python -m benchmarks.watching``."""
+    if case == "garden" and keras == "3":
+        pytest.skip("the model garden has tf-keras's optimizers")
+    how = "wrapped" if how == "eager" and case in ("lamb", "garden", "ema") else how
+    assert not any(several_keras_ranks.run(watching.train, case, 12, 12, how))
