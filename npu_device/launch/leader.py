@@ -207,7 +207,7 @@ class Leader:
             return False
         try:
             self._take(link, message)
-        except (LookupError, TypeError, ValueError, AttributeError):
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
             link.close()
             node = self._node_of(link)
             if node is not None:
@@ -221,7 +221,7 @@ class Leader:
         """Handle a message, or the end of a connection.
 
         Raises:
-            LookupError, TypeError, ValueError, AttributeError: it isn't a node's.
+            LookupError, TypeError, ValueError, AttributeError, ArithmeticError: it isn't a node's.
         """
         if message is not None and "hello" in message:
             self._register(link, message["hello"])

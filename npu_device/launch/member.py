@@ -177,7 +177,7 @@ class Member:
         """Pass on a message of node 0.
 
         Raises:
-            LookupError, TypeError, ValueError, AttributeError: it isn't one.
+            LookupError, TypeError, ValueError, AttributeError, ArithmeticError: it isn't one.
         """
         if "stop" in message:
             self._launch.events.put(Stop(str(message["stop"]), self._running))
@@ -212,7 +212,7 @@ class Member:
         for message in link.messages():
             try:
                 self._take(message)
-            except (LookupError, TypeError, ValueError, AttributeError):
+            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
                 self._say("node 0 has sent a message that this npurun can't read")
                 link.close()
         self._launch.events.put(Stop("lost the connection to node 0", self._running))

@@ -191,7 +191,7 @@ def serve(listener: socket.socket, secret: bytes, admitted: Callable[[TimedConne
         listener: the listening socket.
         secret: the job's secret.
         admitted: called with each connection whose other side has proved the secret, and what else it has said, in a
-            thread of its own. If that is wrong (LookupError, TypeError, ValueError), the connection is closed.
+            thread of its own. If it raises an exception, the connection is closed.
     """
     unproved: dict[socket.socket, None] = {}  # the oldest first
 
@@ -206,7 +206,7 @@ def serve(listener: socket.socket, secret: bytes, admitted: Callable[[TimedConne
             unproved.pop(connection, None)
         try:
             admitted(line, said)
-        except (LookupError, TypeError, ValueError) as error:  # it doesn't say what this job's processes say
+        except Exception as error:  # it doesn't say what this job's processes say
             connection.close()
             _log.debug("refused a connection: %r", error)
 

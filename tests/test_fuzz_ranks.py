@@ -1,0 +1,178 @@
+"""The ranks' own connections, the check's and the TCP engine's, with any data: an error or nothing, never a hang, or
+memory beyond a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from fuzzing import VALUES, changed, ends, pair, send, streams
+
+from npu_device._src.check import links
+from npu_device._src.cluster import handshake
+from npu_device._src.cluster.control_channel import ControlChannel
+from npu_device._src.cluster.description import Cluster, Membership
+from npu_device._src.cluster.health import Health
+from npu_device._src.cluster.hub_process import HubProcess
+from npu_device._src.cluster.peers import Peers
+from npu_device._src.cluster.rendezvous import meet
+from npu_device._src.collectives.engines.host import sockets
+
+hypothesis = pytest.importorskip("hypothesis", reason="the extra 'test' has it")
+given, st = hypothesis.given, pytest.importorskip("hypothesis.strategies")
+
+pytestmark = pytest.mark.xdist_group("waiting")
+
+_SECRET = b"known to the ranks"
+_SOON = 5.0
+
+
+@pytest.fixture()
+def rank() -> Iterator[tuple[Peers, int, bytes]]:
+    """Rank 0 of two: its connections, its port, and what a rank must know to connect."""
+    hub = HubProcess(
+        secret=_SECRET,
+        listen=("127.0.0.1",),
+        ports=(0, 0),
+        job_id="fuzz",
+        world_size=2,
+        expected_hosts=(),
+        host_key="here",
+        stays=False,
+    )
+    met: dict[int, tuple[Cluster, ControlChannel]] = {}
+
+    def come(number: int) -> None:
+        place = Membership("rank table", 2, number, None, "here", number, False, ("127.0.0.1",), hub.port, "fuzz", 20.0)
+        met[number] = meet(Membership(**{**vars(place), "secret": _SECRET}), {})
+
+    threads = [threading.Thread(target=come, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    cluster, channel = met[0]
+    channel.listen(lambda push: None, lambda reason: None)
+    peers = Peers(cluster, Health(cluster, channel), _SECRET)
+    peers.open(channel)
+    port, token = channel.get("peers/0", 1).split()
+    yield peers, int(port), _SECRET + token.encode()
+    peers.close()
+    for _, each in met.values():
+        each.close()
+    hub.end()
+
+
+def _connect(port: int, secret: bytes, **said: Any) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port), _SOON)
+    try:
+        handshake.authenticate(handshake.TimedConnection(connection), secret, **said)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _require_work(peers: Peers, port: int, secret: bytes) -> None:
+    """Check that another rank can still connect."""
+    began = time.monotonic()
+    with _connect(port, secret, rank=1, number=7) as theirs:
+        connection = peers.accept(1, 7, lambda: time.monotonic() > began + _SOON)
+        assert connection is not None
+        connection.close()
+        assert theirs.recv(1) == b""
+
+
+_GREETING: dict[str, Any] = {"npu_device": 3, "nonce": "x", "rank": 1, "number": 2}
+
+
+@given(streams(_GREETING, {"proof": "0"}))
+def test_a_stranger_at_a_ranks_port(rank: tuple[Peers, int, bytes], pieces: list[bytes]) -> None:
+    _, port, _ = rank
+    with socket.create_connection(("127.0.0.1", port), _SOON) as stranger:
+        send(stranger, pieces)
+        assert len(ends(stranger)) < 1000
+
+
+@given(changed({"rank": 1, "number": 2}) | st.dictionaries(st.sampled_from(["rank", "number", "x"]), VALUES))
+def test_a_process_with_the_secret_says_anything(rank: tuple[Peers, int, bytes], said: dict[str, Any]) -> None:
+    with contextlib.suppress(handshake.AttemptFailedError):
+        _connect(*rank[1:], **said).close()
+    _require_work(*rank)
+
+
+@given(st.lists(st.binary(max_size=9)), st.sampled_from([links._answer, links._ping, links._drain, links._stream]))
+def test_any_bytes_in_the_check(pieces: list[bytes], part: Any) -> None:
+    with pair() as (theirs, mine):
+        mine.settimeout(_SOON)
+        reader = threading.Thread(target=_swallow, args=(theirs,))
+        send(theirs, pieces)
+        theirs.shutdown(socket.SHUT_WR)
+        reader.start()
+        with contextlib.suppress(OSError):
+            part(mine)
+        with contextlib.suppress(OSError):
+            mine.shutdown(socket.SHUT_RDWR)
+        reader.join(_SOON)
+        assert not reader.is_alive()
+
+
+def _swallow(connection: socket.socket) -> None:
+    connection.settimeout(_SOON)
+    with contextlib.suppress(OSError):
+        while connection.recv(1 << 20):
+            pass
+
+
+def test_a_check_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_ANSWER_SECONDS", 0.3)
+    with pair() as (theirs, mine):
+        stop = threading.Event()
+
+        def trickle() -> None:
+            with contextlib.suppress(OSError):
+                while not stop.wait(0.01):
+                    theirs.sendall(b"x")
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        links._drain(mine)
+        stop.set()
+        thread.join(_SOON)
+
+
+_MESSAGES = st.lists(st.binary(min_size=1, max_size=20), max_size=3)
+
+
+@given(_MESSAGES, st.lists(st.binary(max_size=40), max_size=3), st.integers(0, 30))
+def test_any_bytes_in_the_tcp_engine(expected: list[bytes], added: list[bytes], cut: int) -> None:
+    """A message is taken only whole, with the length that is expected; the rest is an error."""
+    with pair() as (theirs, mine):
+        mine.setblocking(False)
+        wire = sockets._Incoming(sockets.Busy(), None, 1)  # type: ignore[arg-type]
+        wire.connection = mine
+        space = [np.zeros(len(message), np.uint8) for message in expected]
+        waiting = [wire.add(each) for each in space]
+        stream = b"".join(struct.pack("<Q", len(message)) + message for message in expected) + b"".join(added)
+        stream = stream[cut:]
+        theirs.sendall(stream)
+        theirs.close()
+        until = time.monotonic() + _SOON
+        try:
+            while wire.lost is None and wire.messages and time.monotonic() < until:
+                wire.advance()
+        except AssertionError as error:
+            assert "rank 1 has sent" in str(error) and cut
+        else:
+            assert not wire.messages or wire.lost is not None
+        if not cut:
+            assert all(message.ended for message in waiting)
+            assert [each.tobytes() for each in space] == expected
