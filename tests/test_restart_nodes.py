@@ -265,27 +265,99 @@ def test_a_signal_to_one_node_ends_the_job_on_all(tmp_path: Path) -> None:
     assert nodes.names("ready.1.*") == []
 
 
-def test_a_request_to_stop_ends_all_nodes_resumable(tmp_path: Path) -> None:
-    """The script carries the request from rank to rank, as JobCheckpoint does."""
-    text = """
-    signal.signal(signal.SIGTERM, lambda *_: mark("stop"))
+# The script carries the request to stop from rank to rank, as JobCheckpoint does.
+UNTIL_STOPPED = """
+    signal.signal(signal.SIGTERM, lambda *_: (here / f"stop.{count}").touch())
     mark(f"armed.{count}.{rank}")
-    while not (here / "stop").exists():
+    while not (here / f"stop.{count}").exists():
         time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize("signalled", [1, 2])
+def test_a_request_to_stop_ends_all_nodes_resumable(tmp_path: Path, signalled: int) -> None:
+    """One node is signalled, which may not be taken away, or both."""
+    text = f"""{UNTIL_STOPPED}
     if rank == 0:
         pathlib.Path(os.environ["NPU_DEVICE_PROGRESS_FILE"]).write_text("12")
     sys.exit(75)
     """
-    with Nodes(tmp_path, text, "--max-restarts", "5") as nodes:
+    options = ("--max-preemptions", "0") if signalled == 1 else ()
+    with Nodes(tmp_path, text, "--max-restarts", "5", *options) as nodes:
         both = [nodes.start(node) for node in (0, 1)]
         for rank in (0, 1):
             nodes.wait_for(f"armed.0.{rank}")
-        both[1].send_signal(signal.SIGTERM)
+        for launch in both[-signalled:]:
+            launch.send_signal(signal.SIGTERM)
         (code, stderr), (other_code, other_stderr) = map(ends, both)
         assert (code, other_code) == (75, 75)
         assert "npurun: stopped on request at step 12, resumable" in stderr
         assert "npurun: stopped on request, resumable" in other_stderr
         assert "failed" not in stderr + other_stderr
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_node_that_is_taken_away_costs_no_restart(tmp_path: Path, taken: int) -> None:
+    """It comes back. Later a rank fails, which costs the only restart; then another node is taken away."""
+    text = f"""
+    if count == 1:
+        sys.exit(3 * rank)
+    if count == 3:
+        sys.exit(0)
+    {UNTIL_STOPPED}
+    time.sleep(0.3)
+    all_are("armed")
+    sys.exit(75)
+    """
+    with Nodes(tmp_path, text, "--max-restarts", "1", "--max-preemptions", "2") as nodes:
+        launches = {node: nodes.start(node) for node in (0, 1)}
+        for count, node in ((0, taken), (2, 1)):
+            for rank in (0, 1):
+                nodes.wait_for(f"armed.{count}.{rank}")
+            launches[node].send_signal(signal.SIGTERM)
+            code, stderr = ends(launches[node])
+            assert code == 75, stderr
+            assert "stopped on request" in stderr
+            launches[node] = nodes.start(node)
+        code, stderr = ends(launches[1 - taken if taken else 0])
+        assert code == 0, stderr
+        assert "0: " in stderr and f"node {taken} taken away: stopped on request, resumable" in stderr
+        assert "preemption 2, which costs no restart: node 1 taken away: stopped on request, resumable" in stderr
+        assert "restart 1 of 1 in 0.1 s: rank 1 on host" in stderr
+        assert "2 ranks, nodes 0-1: succeeded" in stderr
+        assert ends(launches[1])[0] == 0
+
+
+@pytest.mark.parametrize(("lost", "most"), [(1, 0), (1, 1), (0, 1)])
+def test_a_node_that_is_lost_after_the_signal_was_taken_away(tmp_path: Path, lost: int, most: int) -> None:
+    """The others go on, though the job has no restarts: without node 1, or when node 0 comes back."""
+    text = """
+    signal.signal(signal.SIGTERM, lambda *_: mark(f"deaf.{count}.{rank}"))
+    mark(f"armed.{count}.{rank}")
+    if count == 0:
+        time.sleep(100)
+    """
+    options = ("--rejoin-timeout", "4" if lost else "60", "--preempt-timeout", "60", "--grace", "1")
+    with Nodes(tmp_path, text, *options, "--max-preemptions", str(most), nnodes="1:2") as nodes:
+        both = [nodes.start(node) for node in (0, 1)]
+        for rank in (0, 1):
+            nodes.wait_for(f"armed.0.{rank}")
+        both[lost].send_signal(signal.SIGTERM)
+        nodes.wait_for(f"deaf.0.{lost}")
+        os.killpg(both[lost].pid, signal.SIGKILL)
+        if lost == 0:
+            both[0] = nodes.start(0)
+        code, stderr = ends(both[0])
+        if not most:
+            assert code == 1 and "preemption" not in stderr, stderr
+            return
+        assert code == 0, stderr
+        assert f"node {lost} taken away: node {lost} is gone: its npurun ended or was killed" in stderr
+        if lost:
+            assert "preemption 1, which costs no restart" in stderr
+            assert "the job goes on without node 1: 1 rank instead of 2" in stderr
+        else:
+            assert ends(both[1])[0] == 0
 
 
 @pytest.mark.slow

@@ -64,6 +64,7 @@ class Options:
         check: run the package's own check instead of a script; ``command`` is empty.
         fewest_nodes: the smallest number of nodes to go on with; ``nnodes`` unless the user says otherwise.
         max_restarts: how often a failed job is started again.
+        max_preemptions: how often a job goes on after a node was taken away; None for any number.
         restart_backoff: seconds before the first restart; each further one without a new checkpoint doubles them.
         rejoin_timeout: seconds that nodes wait for each other before an attempt.
         preempt_signal: number of the signal that asks the ranks for a checkpoint and a resumable end.
@@ -86,6 +87,7 @@ class Options:
     check: bool
     fewest_nodes: int
     max_restarts: int
+    max_preemptions: int | None
     restart_backoff: float
     rejoin_timeout: float
     preempt_signal: int
@@ -105,7 +107,13 @@ class Options:
     @property
     def nodes_meet(self) -> bool:
         """Return True if the launchers of several nodes act together, because they may start the job again."""
-        return self.nnodes > 1 and (self.max_restarts > 0 or self.fewest_nodes < self.nnodes)
+        may_go_on = self.max_restarts > 0 or bool(self.max_preemptions) or self.fewest_nodes < self.nnodes
+        return self.nnodes > 1 and may_go_on
+
+    @property
+    def outlives_preemption(self) -> bool:
+        """Return True if the preemption signal takes one node away, and doesn't end the job."""
+        return self.nodes_meet and self.max_preemptions != 0
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -137,9 +145,10 @@ def parse(argv: Sequence[str]) -> Options:
     given.tune = given.tune or (environment.AOE_MODE.raw() == "4" and not given.check and not slots)
     if given.tune and (given.trace is not None or given.log_dir is not None):
         parser.error(f"{by} writes its own logs and traces: leave --log-dir and --trace out")
-    if given.tune and (given.max_restarts or fewest < nnodes):
+    again = given.max_restarts or given.max_preemptions or fewest < nnodes
+    if given.tune and again:
         parser.error(f"{by} stops and starts the ranks by itself: leave --max-restarts and MIN:MAX nodes out")
-    if given.check and (given.script or given.tune or given.trace or given.max_restarts or fewest < nnodes):
+    if given.check and (given.script or given.tune or given.trace or again):
         parser.error("check runs its own script once: omit the script, --tune, --trace, --max-restarts, MIN:MAX nodes")
     if given.nproc_per_node == visible_gpus.AUTO:  # each of --hosts counts its own GPUs
         given.nproc_per_node = 0 if slots else visible_gpus.ranks_per_node()
@@ -251,6 +260,8 @@ def _parser() -> argparse.ArgumentParser:
     _add(several, "--rejoin-timeout", type=_seconds, default=300.0, metavar="S", help=rejoin)
     again = parser.add_argument_group("failures and preemption (docs/reliability.md)")
     _add(again, "--max-restarts", type=_count, default=0, metavar="N", help="start a failed job again (default 0)")
+    taken = "go on N times when a node is taken away (default: any number; 0: end the job)"
+    _add(again, "--max-preemptions", type=_count, metavar="N", help=taken)
     backoff = "seconds before a restart, doubled each time up to 60 (default 1)"
     _add(again, "--restart-backoff", type=_seconds, default=1.0, metavar="S", help=backoff)
     preempt = "signal that asks the ranks to write a checkpoint and stop (default TERM)"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.cluster.errors import RESUMABLE
@@ -24,7 +24,7 @@ from npu_device.launch.guard import Guard
 from npu_device.launch.meeting import Meeting
 from npu_device.launch.processes import Process
 from npu_device.launch.streams import LogFile, Pump
-from npu_device.launch.supervisor import Supervisor
+from npu_device.launch.supervisor import Report, Supervisor
 
 FAILED, USAGE, CANNOT_START = 1, 2, 126  # exit codes of npurun
 _PROGRESS = "progress"
@@ -39,11 +39,13 @@ class Outcome:
             exit code of the rank that failed first (128 + number for a signal), 128 + number of the signal that stopped
             the launcher, or 126 if a rank can't be started.
         interrupted: the launcher received a signal.
+        preempted: the platform takes this node away: all signals asked for a resumable end.
         causes: the failures of the node's ranks, first causes first.
     """
 
     code: int
     interrupted: bool = False
+    preempted: bool = False
     causes: tuple[Cause, ...] = ()
 
 
@@ -84,15 +86,15 @@ class Attempt:
     Args:
         launch: the parts that last.
         meeting: the attempt's rendezvous.
-        on_failure: called when the first rank has failed, with what happened.
+        report: called when the first rank has failed, and when this node is taken away (``Supervisor``).
     """
 
-    def __init__(self, launch: Launch, meeting: Meeting, on_failure: Callable[[str], None]) -> None:
+    def __init__(self, launch: Launch, meeting: Meeting, report: Report) -> None:
         self._launch = launch
         self._options = launch.options
         self._console = launch.console
         self._meeting = meeting
-        self._on_failure = on_failure
+        self._report = report
         self._directory = os.path.join(launch.directory, f"attempt{meeting.count}")
         self._world_size = len(meeting.nodes) * self._options.nproc_per_node
         self._processes: list[Process] = []
@@ -113,7 +115,7 @@ class Attempt:
                     options,
                     lambda text: speaker.submit(self._console.say, text),
                     self._meeting.count,
-                    self._on_failure,
+                    self._report,
                 )
                 supervisor.run()
         except OSError as error:
@@ -225,13 +227,13 @@ class Attempt:
             step = self._launch.step()
             at = f" at step {step}" if step is not None else ""
             self._console.say(f"stopped on request{at}, resumable")
-            return Outcome(RESUMABLE, supervisor.interrupted)
+            return Outcome(RESUMABLE, supervisor.interrupted, supervisor.preempted)
         if supervisor.signal is not None:
             self._console.say(f"stopped by {signal.Signals(supervisor.signal).name}")
-            return Outcome(128 + supervisor.signal, True)
+            return Outcome(128 + supervisor.signal, True, supervisor.preempted)
         if not found:
             self._hint_if_no_rank_opened()
-            return Outcome(0, supervisor.interrupted)
+            return Outcome(0, supervisor.interrupted, supervisor.preempted)
         ordered = failures.in_order(found)
         host = socket.gethostname()
         self._console.say(failures.summary(ordered, self._world_size, len(self._meeting.nodes), host, self._started))
@@ -248,7 +250,7 @@ class Attempt:
         if left_out:
             self._console.say(f"frames of libraries left out: {left_out}; the whole traceback is in {where}")
         causes = tuple(cause_of(failure, host) for failure in ordered)
-        return Outcome(ordered[0].code, supervisor.interrupted, causes)
+        return Outcome(ordered[0].code, supervisor.interrupted, supervisor.preempted, causes)
 
     def _failures(self, asked_at: float | None) -> list[failures.Failure]:
         found = []

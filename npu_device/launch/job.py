@@ -72,7 +72,7 @@ def _alone(launch: Launch) -> int:
         place = meeting.prepare(options, say, attempts.count)
         began = time.time()
         with place:
-            outcome = Attempt(launch, place, lambda _: None).run()
+            outcome = Attempt(launch, place, lambda *_: None).run()
         decision = attempts.add(began, place.nodes, [outcome], launch.step())
         if decision.text:
             say(decision.text)

@@ -58,6 +58,9 @@ class Leader:
         self._running: set[int] = set()
         self._outcomes: dict[int, Outcome] = {}
         self._lost: str | None = None
+        self._preempted: set[int] = set()  # nodes that are taken away, of the running attempt
+        self._first_failed: int | None = None  # the node on which a rank failed, or that was lost, before any of these
+        self._is_leaving = False  # this node is taken away
         self._is_stopping = False
         self._deadline: float | None = None
         self._signal: int | None = None
@@ -119,10 +122,14 @@ class Leader:
             nodes = self._gather(wait)
             if self._signal is not None:
                 return Decision(128 + self._signal, None, "")
-            if self._ledger.count > self._options.max_restarts:
-                return Decision(FAILED, None, f"no restart: all {self._options.max_restarts} restart(s) have been used")
+            if self._is_leaving:
+                return self._hand_over(128 + self._options.preempt_signal)
+            spent = self._ledger.spent()
+            if spent is not None:
+                return Decision(FAILED, None, spent)
             if nodes is None:
-                return Decision(FAILED, None, self._complaint())
+                last = self._ledger.attempts[-1:]
+                return Decision(last[0].code if last and last[0].preempted else FAILED, None, self._complaint())
             try:
                 place = meeting.prepare(self._options, lambda _: None, self._ledger.count, nodes)
             except (OSError, ClusterError, ValueError) as error:
@@ -132,6 +139,9 @@ class Leader:
             if decision.wait is None:
                 return decision
             place.end()
+            self._let_go(decision)
+            if self._is_leaving:
+                return self._hand_over(decision.code)
             self._expected = set(nodes)
             self._send(list(self._nodes), say=decision.text)
             wait = decision.wait
@@ -141,7 +151,7 @@ class Leader:
         began = time.monotonic()
         deadline = began + max(wait, self._options.rejoin_timeout)
         has_notified = False
-        while self._signal is None:
+        while self._signal is None and not self._is_leaving:
             now = time.monotonic()
             is_there = self._expected <= self._idle
             if (is_there and now >= began + wait) or now >= deadline:
@@ -171,6 +181,7 @@ class Leader:
     def _attempt(self, place: meeting.Meeting) -> Decision:
         began = time.time()
         self._running, self._outcomes, self._lost = set(place.nodes), {}, None
+        self._preempted, self._first_failed = set(), None
         self._is_stopping, self._deadline = False, None
         self._idle -= self._running
         plan = {"count": place.count, "nodes": place.nodes, "job_id": place.job_id, "port": place.port}
@@ -178,7 +189,29 @@ class Leader:
         while self._running:
             if not self._handle(self._deadline):
                 self._time_out()
-        return self._ledger.add(began, place.nodes, self._outcomes.values(), self._launch.step(), self._lost)
+        is_preemption = self._first_failed is None or self._first_failed in self._preempted
+        preempted = sorted(self._preempted) if is_preemption else ()
+        return self._ledger.add(began, place.nodes, self._outcomes.values(), self._launch.step(), self._lost, preempted)
+
+    def _let_go(self, decision: Decision) -> None:
+        """End the part of the nodes that are taken away; their npuruns are started again elsewhere, or never."""
+        for node in sorted(self._preempted & set(self._nodes)):
+            if node == 0:
+                self._is_leaving = True
+                continue
+            link = self._nodes.pop(node)
+            self._idle.discard(node)
+            code = self._outcomes[node].code if node in self._outcomes else decision.code
+            link.send({"over": {"code": code, "text": decision.text, "attempts": self._history()}})
+            link.end()
+
+    def _hand_over(self, code: int) -> Decision:
+        """Leave the other nodes to the next npurun of node 0, for which they wait."""
+        for node in set(self._nodes) - {0}:
+            link = self._nodes.pop(node)
+            link.send({"say": "node 0 is taken away: its npurun has to be started again", "attempts": self._history()})
+            link.end()
+        return Decision(code, None, "")
 
     def _stop(self, why: str) -> None:
         """Have all nodes stop their ranks."""
@@ -233,7 +266,10 @@ class Leader:
             self._lose(node, "is gone: its npurun ended or was killed, or its host can't be reached")
         elif "interrupted" in message:
             self._signal = int(message["interrupted"])
+        elif "preempted" in message:
+            self._preempt(node)
         elif "failed" in message and node in self._running:
+            self._note_failure(node)
             self._stop(f"node {node}: {message['failed']}")
         elif "outcome" in message and node in self._running:
             self._end(node, message["outcome"])
@@ -265,24 +301,48 @@ class Leader:
         """Learn from a node what has happened so far, if this launcher has been started again."""
         attempts, last = [Ended.read(fields) for fields in hello["attempts"]], hello["last"]
         if last is not None:
-            last = {"count": int(last["count"]), "began": float(last["began"]), "nodes": numbers_of(last["nodes"])}
+            last = {
+                "count": int(last["count"]),
+                "began": float(last["began"]),
+                "nodes": numbers_of(last["nodes"]),
+                "preempted": numbers_of(last["preempted"]),
+            }
         if len(attempts) > len(self._ledger.attempts):
             self._ledger.attempts = attempts
         if last is not None and last["count"] >= self._ledger.count:
             self._expected = set(last["nodes"])
-            self._ledger.add(last["began"], last["nodes"], [], None, "node 0 is gone: its npurun ended or was killed")
+            gone = "node 0 is gone: its npurun ended or was killed"
+            self._ledger.add(last["began"], last["nodes"], [], None, gone, last["preempted"])
+
+    def _preempt(self, node: int) -> None:
+        """Note that a node is taken away. Its ranks end the attempt, resumable or not."""
+        if not self._options.outlives_preemption:
+            return
+        if node in self._running:
+            self._preempted.add(node)
+            self._send(list(self._nodes), preempted=sorted(self._preempted))  # node 0 itself may be killed soon
+        elif node == 0:
+            self._is_leaving = True
+        elif node in self._idle:
+            self._nodes.pop(node).end()
+            self._idle.discard(node)
+
+    def _note_failure(self, node: int) -> None:
+        if self._first_failed is None and not self._preempted:
+            self._first_failed = node
 
     def _lose(self, node: int, how: str) -> None:
         del self._nodes[node]
         self._idle.discard(node)
         if node in self._running:
+            self._note_failure(node)
             self._running.discard(node)
             self._lost = self._lost or f"node {node} {how}"
             self._stop(f"node {node} {how}")
 
     def _end(self, node: int, fields: dict[str, Any]) -> None:
         causes = tuple(Cause(**fields_of(Cause, cause)) for cause in fields["causes"])
-        outcome = Outcome(int(fields["code"]), bool(fields["interrupted"]), causes)
+        outcome = Outcome(int(fields["code"]), bool(fields["interrupted"]), bool(fields["preempted"]), causes)
         self._outcomes[node] = outcome
         self._running.discard(node)
         self._idle.add(node)

@@ -29,7 +29,8 @@ class Ended:
         nodes: numbers of its nodes.
         ranks: number of its ranks.
         code: 0, 75 (asked to stop, resumable), or another exit code.
-        interrupted: a launcher received a signal.
+        interrupted: a launcher received a signal that ends the job.
+        preempted: numbers of the nodes that were taken away, if that has ended the attempt.
         why: the rank or node that failed first, and how.
         place: where in the script it failed; None if the script isn't to blame.
         hopeless: why a restart would end in the same way; None if it might not.
@@ -43,6 +44,7 @@ class Ended:
     ranks: int
     code: int
     interrupted: bool
+    preempted: tuple[int, ...]
     why: str
     place: str | None
     hopeless: str | None
@@ -55,7 +57,8 @@ class Ended:
         Raises:
             LookupError, TypeError: they aren't an attempt's.
         """
-        return cls(**{**fields_of(cls, fields, "nodes"), "nodes": numbers_of(fields["nodes"])})
+        lists = ("nodes", "preempted")
+        return cls(**{**fields_of(cls, fields, *lists), **{name: numbers_of(fields[name]) for name in lists}})
 
     def line(self, with_nodes: bool) -> str:
         """Return the attempt's line in the list at the end."""
@@ -99,6 +102,7 @@ class Ledger:
         outcomes: Iterable[Outcome],
         step: str | None,
         lost: str | None = None,
+        preempted: Sequence[int] = (),
     ) -> Decision:
         """Add an attempt that has ended.
 
@@ -108,10 +112,12 @@ class Ledger:
             outcomes: how it ended on the nodes that have reported.
             step: step of the newest checkpoint.
             lost: what happened, if a node has not reported.
+            preempted: numbers of the nodes that were taken away before anything failed elsewhere.
         """
         outcomes = list(outcomes)
         cause = first([cause for outcome in outcomes for cause in outcome.causes])
         codes = [outcome.code for outcome in outcomes]
+        outlives = self._options.outlives_preemption
         signalled = [one.code for one in outcomes if one.interrupted and not one.causes and one.code > 128]
         code, why, place, hopeless = 0, "succeeded", None, None
         if CANNOT_START in codes:
@@ -125,6 +131,9 @@ class Ledger:
             why, place, hopeless = str(cause), cause.place, cause.hopeless
         elif RESUMABLE in codes:
             code, why = RESUMABLE, "stopped on request, resumable"
+        preempted = () if code in (0, CANNOT_START) else tuple(preempted)
+        if preempted:
+            why, place, hopeless = f"{_nodes(preempted)} taken away: {why}", None, None
         self.attempts.append(
             Ended(
                 count=self.count,
@@ -133,7 +142,8 @@ class Ledger:
                 nodes=tuple(nodes),
                 ranks=len(nodes) * self._options.nproc_per_node,
                 code=code,
-                interrupted=any(outcome.interrupted for outcome in outcomes),
+                interrupted=any(one.interrupted and not (one.preempted and outlives) for one in outcomes),
+                preempted=preempted,
                 why=why,
                 place=place,
                 hopeless=hopeless,
@@ -142,13 +152,32 @@ class Ledger:
         )
         return self._decide()
 
+    def spent(self) -> str | None:
+        """Return which budget the attempts have used up; None if the job may go on."""
+        most, failures = self._options.max_restarts, len(self._failures())
+        if failures > most:
+            return f"no restart: all {most} restart(s) have been used"
+        preemptions = len(self.attempts) - failures
+        limit = self._options.max_preemptions
+        if limit is not None and preemptions > limit:
+            return f"no restart: nodes were taken away more than {limit} time(s) (--max-preemptions)"
+        return None
+
     def _decide(self) -> Decision:
-        last, most = self.attempts[-1], self._options.max_restarts
-        if last.code in (0, RESUMABLE) or last.interrupted or most == 0:
+        last, failures = self.attempts[-1], self._failures()
+        if last.code == 0 or last.interrupted or set(last.nodes) <= set(last.preempted):
+            return Decision(last.code, None, "")
+        if last.preempted:
+            spent, wait, number = self.spent(), self._options.restart_backoff, len(self.attempts) - len(failures)
+            if spent is not None:
+                return Decision(last.code, None, spent)
+            return Decision(last.code, wait, f"preemption {number}, which costs no restart: {last.why}")
+        most = self._options.max_restarts
+        if last.code == RESUMABLE or most == 0:
             return Decision(last.code, None, "")
         if last.hopeless is not None:
             return Decision(last.code, None, f"no restart: {last.hopeless}. It would end in the same way again.")
-        if self._is_stuck():
+        if _are_stuck(failures):
             return Decision(
                 last.code,
                 None,
@@ -157,26 +186,33 @@ class Ledger:
                 "What to do: fix it; or, if the script got further each time, write checkpoints more often, with "
                 "npu.train.JobCheckpoint or to the file NPU_DEVICE_PROGRESS_FILE.",
             )
-        if self.count > most:
-            return Decision(last.code, None, f"no restart: all {most} restart(s) have been used")
-        wait = min(self._options.restart_backoff * 2 ** self._fruitless(), _LONGEST_BACKOFF_SECONDS)
-        return Decision(last.code, wait, f"restart {self.count} of {most} in {wait:g} s: {last.why}")
+        spent = self.spent()
+        if spent is not None:
+            return Decision(last.code, None, spent)
+        wait = min(self._options.restart_backoff * 2 ** _fruitless(failures), _LONGEST_BACKOFF_SECONDS)
+        return Decision(last.code, wait, f"restart {len(failures)} of {most} in {wait:g} s: {last.why}")
 
-    def _is_stuck(self) -> bool:
-        if len(self.attempts) < 2 or self.attempts[-1].place is None:
-            return False
-        before, last = self.attempts[-2:]
-        return before.place == last.place and before.step == last.step
+    def _failures(self) -> list[Ended]:
+        """Return the attempts that count against ``--max-restarts``."""
+        return [attempt for attempt in self.attempts if not attempt.preempted]
 
-    def _fruitless(self) -> int:
-        """Return how many restarts in a row have not come to another checkpoint."""
-        steps = [attempt.step for attempt in self.attempts]
-        found = 0
-        for before, after in zip(reversed(steps[:-1]), reversed(steps)):
-            if before != after:
-                break
-            found += 1
-        return min(found, 10)
+
+def _are_stuck(failures: Sequence[Ended]) -> bool:
+    if len(failures) < 2 or failures[-1].place is None:
+        return False
+    before, last = failures[-2:]
+    return before.place == last.place and before.step == last.step
+
+
+def _fruitless(failures: Sequence[Ended]) -> int:
+    """Return how many restarts in a row have not come to another checkpoint."""
+    steps = [attempt.step for attempt in failures]
+    found = 0
+    for before, after in zip(reversed(steps[:-1]), reversed(steps)):
+        if before != after:
+            break
+        found += 1
+    return min(found, 10)
 
 
 def summary(attempts: Sequence[Ended]) -> str:

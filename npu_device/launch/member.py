@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import queue
+import signal
 import threading
 import time
 from dataclasses import asdict
 from typing import Any
 
+from npu_device._src.cluster.errors import RESUMABLE
 from npu_device._src.version import __version__
 from npu_device.launch import ledger, meeting, node_links
 from npu_device.launch.attempt import FAILED, USAGE, Attempt, Launch
@@ -50,6 +52,7 @@ class Member:
         self._running: int | None = None
         self._ending: dict[str, Any] | None = None  # the leader's last message
         self._code: int | None = None  # what this node ends with once a signal has asked it to
+        self._is_resumable = False  # the last attempt was stopped on request
 
     def run(self) -> int:
         """Run attempts until the job is over, and return its exit code."""
@@ -110,7 +113,7 @@ class Member:
         if change:
             self._say(change)
         self._attempts = plan["attempts"]
-        self._last = {"count": plan["count"], "began": time.time(), "nodes": nodes}
+        self._last = {"count": plan["count"], "began": time.time(), "nodes": nodes, "preempted": ()}
         return Meeting(plan["job_id"], plan["port"], None, None, nodes, plan["count"])
 
     def _attempt(self, place: Meeting) -> None:
@@ -118,16 +121,22 @@ class Member:
         assert link is not None
         if link.is_lost:
             return
-        outcome = Attempt(self._launch, place, lambda what: link.send({"failed": what})).run()
+        outcome = Attempt(self._launch, place, lambda kind, what: link.send({kind: what})).run()
         self._running = None
+        self._is_resumable = outcome.code == RESUMABLE
         if outcome.interrupted:
             self._code = outcome.code
         link.send({"outcome": asdict(outcome)})
 
     def _on_signal(self, number: int) -> None:
         if self._link is not None:
-            self._link.send({"interrupted": number})
-        raise _End(128 + number if self._code is None else self._code)
+            leaves = number == self._options.preempt_signal and self._options.outlives_preemption
+            self._link.send({"preempted": signal.Signals(number).name} if leaves else {"interrupted": number})
+        raise _End(self._code_of(number) if self._code is None else self._code)
+
+    def _code_of(self, number: int) -> int:
+        """Return the exit code for a signal between two attempts."""
+        return RESUMABLE if self._is_resumable and number == self._options.preempt_signal else 128 + number
 
     # The connection
 
@@ -187,7 +196,12 @@ class Member:
             checked = {**plan, "job_id": str(plan["job_id"]), "attempts": _attempts(plan["attempts"])}
             self._running = plan["count"]
             self._launch.events.put({"plan": checked})
+        elif "preempted" in message:  # while the ranks run
+            preempted = numbers_of(message["preempted"])
+            self._last = self._last and {**self._last, "preempted": preempted}
         elif "say" in message:
+            if "attempts" in message:  # from a node 0 that is taken away
+                self._attempts = _attempts(message["attempts"])
             self._launch.events.put({"say": str(message["say"])})
         elif "alive" not in message:
             if "over" in message:
@@ -206,7 +220,7 @@ class Member:
         except queue.Empty:
             return
         if isinstance(event, int):
-            raise _End(128 + event)
+            raise _End(self._code_of(event))
 
     def _receive(self, link: Link) -> None:
         for message in link.messages():

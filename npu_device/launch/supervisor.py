@@ -33,6 +33,9 @@ class _Stage(enum.IntEnum):
     GIVEN_UP = 5
 
 
+Report = Callable[[str, str], None]
+
+
 @dataclass(frozen=True)
 class Stop:
     """An event: the attempt has failed elsewhere.
@@ -55,11 +58,13 @@ class Supervisor:
         options: the command line: how long to wait, and which signal asks for a resumable end.
         say: prints a message of the launcher, without waiting.
         count: number of the attempt.
-        on_failure: called when the first rank has failed, with what happened.
+        report: called with "failed" when the first rank has failed, and with "preempted" when the platform is about to
+            take this node away; and with what happened.
 
     Attributes:
         signal: the signal that ended the attempt, or None.
         interrupted: the launcher received a signal, perhaps after a failure.
+        preempted: it received no other signal than the one that asks for a resumable end.
         asked_at: when the ranks were asked to stop, in seconds since the epoch; None if they weren't.
     """
 
@@ -70,17 +75,18 @@ class Supervisor:
         options: Options,
         say: Callable[[str], object],
         count: int,
-        on_failure: Callable[[str], None],
+        report: Report,
     ) -> None:
         self.signal: int | None = None
         self.interrupted = False
+        self.preempted = False
         self.asked_at: float | None = None
         self._processes = processes
         self._events = events
         self._options = options
         self._say = say
         self._count = count
-        self._on_failure = on_failure
+        self._report = report
         self._stage = _Stage.RUNNING
         self._deadline: float | None = None
         self._spared_children = False
@@ -104,7 +110,7 @@ class Supervisor:
         if failed and self._stage < _Stage.FAILED:
             self._enter(_Stage.FAILED, _NOTICE_SECONDS)
             _, rank, how = min(failed)
-            self._on_failure(f"rank {rank} failed ({how})")
+            self._report("failed", f"rank {rank} failed ({how})")
             if self._running():
                 self._say(f"rank {rank} failed ({how}); stopping the others")
         elif self._stage is _Stage.RUNNING and any(how.status == RESUMABLE for _, _, how in ended):
@@ -130,11 +136,14 @@ class Supervisor:
             self._on_signal(event)
 
     def _on_signal(self, number: int) -> None:
+        is_request = number == self._options.preempt_signal
+        self.preempted = is_request and (self.preempted or not self.interrupted)
         self.interrupted = True
+        if is_request:
+            self._report("preempted", signal.Signals(number).name)  # before any rank ends because of it
         if self._stage < _Stage.FAILED:
             self.signal = number
         if self._stage < _Stage.ASKED:
-            is_request = number == self._options.preempt_signal
             seconds = self._options.preempt_timeout if is_request else self._options.grace
             self._say(
                 f"{signal.Signals(number).name}: asking {counted(len(self._running()), 'rank')} to stop within "

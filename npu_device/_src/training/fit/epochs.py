@@ -64,13 +64,13 @@ def silent(world: World, model: Any, callbacks: Any) -> Iterator[None]:
     """Let only rank 0 print what Keras's callbacks decide, which all ranks do alike."""
     keras = compat.keras_of(model)
     given = [] if world.is_main else getattr(callbacks, "callbacks", callbacks)
-    before = {each: each.verbose for each in given if _is_one_of(_SPEAK, each, keras)}
-    for callback in before:
+    before = [(each, each.verbose) for each in given if _is_one_of(_SPEAK, each, keras)]
+    for callback, _ in before:
         callback.verbose = 0
     try:
         yield
     finally:
-        for callback, verbose in before.items():
+        for callback, verbose in before:
             callback.verbose = verbose
 
 
