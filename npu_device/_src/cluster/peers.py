@@ -25,15 +25,18 @@ from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.handshake import AttemptFailedError, TimedConnection, reach, serve
 from npu_device._src.cluster.health import Health
 from npu_device._src.cluster.ports import allow_many_descriptors, join_address, listen_on_free
+from npu_device._src.cluster.time_limits import (
+    ATTEMPT_PAUSE_SECONDS,
+    ATTEMPT_SECONDS,
+    CHECK_SECONDS,
+    DELIVER_SECONDS,
+    DELIVER_TICK_SECONDS,
+    NEWS_SECONDS,
+    SEND_SECONDS,
+)
 
 _TOKEN_BYTES = 16
-_ATTEMPT_SECONDS = 10.0  # then the job's health is checked before the next attempt
-_PAUSE_SECONDS = 0.2
-_SEND_SECONDS = 60.0
-_CHECK_SECONDS = 0.1
-_DELIVER_SECONDS, _DELIVER_TICK_SECONDS = 60.0, 0.005
 _MOST_UNCLAIMED = 4096  # connections of all ranks that nobody has asked for
-_NEWS_SECONDS = 5.0  # by then the hub has told which rank has ended
 
 
 class Peers:
@@ -104,7 +107,7 @@ class Peers:
         while rank not in self._places:
             self._health.require_running()
             with contextlib.suppress(TimeoutError):
-                port, token = self._store.get(f"peers/{rank}", _ATTEMPT_SECONDS).split()
+                port, token = self._store.get(f"peers/{rank}", ATTEMPT_SECONDS).split()
                 self._places[rank] = int(port), token
         return self._places[rank]
 
@@ -140,13 +143,13 @@ class Peers:
                 if gives_up():
                     return None
                 self._health.require_running()
-                self._arrival.wait(_CHECK_SECONDS)
+                self._arrival.wait(CHECK_SECONDS)
 
     def deliver(self) -> None:
         """Wait until the hosts of the others have what this rank has sent: its own host may go away with it."""
-        until = time.monotonic() + _DELIVER_SECONDS
+        until = time.monotonic() + DELIVER_SECONDS
         while any(map(_undelivered, self._owned)) and not self._health.has_failed and time.monotonic() < until:
-            time.sleep(_DELIVER_TICK_SECONDS)
+            time.sleep(DELIVER_TICK_SECONDS)
 
     def close(self) -> None:
         """Close all connections; in a forked child only its copies."""
@@ -163,16 +166,16 @@ class Peers:
         (port, token), host = self._place(rank), self._cluster.addresses[rank]
         until = time.monotonic() + environment.HCCL_CONNECT_TIMEOUT.get()
         while True:
-            seconds = min(_ATTEMPT_SECONDS, max(_PAUSE_SECONDS, until - time.monotonic()))
+            seconds = min(ATTEMPT_SECONDS, max(ATTEMPT_PAUSE_SECONDS, until - time.monotonic()))
             try:
                 line = reach(host, port, seconds, self._secret + token.encode(), rank=self._cluster.rank, **said)
-                line.connection.settimeout(_SEND_SECONDS)
+                line.connection.settimeout(SEND_SECONDS)
                 return line.connection
             except AttemptFailedError as error:
                 self._health.require_running()
                 if time.monotonic() > until:
                     self.raise_for(rank, f"no connection to {join_address(host, port)}: {error}")
-                time.sleep(_PAUSE_SECONDS)
+                time.sleep(ATTEMPT_PAUSE_SECONDS)
 
     def _admitted(self, line: TimedConnection, said: dict[str, Any]) -> None:
         rank, number = int(said["rank"]), int(said["number"])
@@ -198,10 +201,10 @@ class Peers:
         Raises:
             PeerError: always.
         """
-        end = time.monotonic() + _NEWS_SECONDS
+        end = time.monotonic() + NEWS_SECONDS
         while time.monotonic() < end:
             self._health.require_running()
-            time.sleep(_CHECK_SECONDS)
+            time.sleep(CHECK_SECONDS)
         raise PeerError(
             f"{self._cluster.name} has lost its connection to {self._cluster.name_of(rank)}: {reason}.\n"
             "Likely cause: the network between the two, or a rank that has just ended.\n"

@@ -14,16 +14,13 @@ from typing import Any
 import numpy as np
 
 from npu_device._src.cluster.errors import ClusterError, PeerError
+from npu_device._src.cluster.time_limits import CHECK_SECONDS, MPI_LONGEST_SLEEP_SECONDS, NEWS_SECONDS, SPIN_SECONDS
 from npu_device._src.collectives.engines.host.mpi_world import MpiWorld
 from npu_device._src.collectives.engines.host.queue import Program
 from npu_device._src.collectives.group import Group, counts_of
 from npu_device._src.collectives.job import Job
 
-_SPIN_SECONDS = 100e-6
-_LONGEST_SLEEP_SECONDS = 500e-6
 _BURST = 8  # tests between two sleeps: each moves only part of what has arrived
-_CHECK_SECONDS = 0.1
-_NEWS_SECONDS = 5.0
 
 _TAG = 0
 
@@ -94,7 +91,7 @@ class MpiMessages:
             if tests > _BURST:
                 tests = 0
                 _pause(now - begun)
-            if now - checked > _CHECK_SECONDS:
+            if now - checked > CHECK_SECONDS:
                 checked = now
                 try:
                     self.check()
@@ -144,13 +141,13 @@ class MpiMessages:
 
     def _cause(self, error: Exception) -> Exception:
         """Return the error to be raised for one of MPI's: usually a rank has ended, of which the hub tells soon."""
-        end = time.monotonic() + _NEWS_SECONDS
+        end = time.monotonic() + NEWS_SECONDS
         while time.monotonic() < end:
             try:
                 self.check()
             except PeerError as known:
                 return known
-            time.sleep(_CHECK_SECONDS)
+            time.sleep(CHECK_SECONDS)
         return ClusterError(
             f"MPI reports an error in group {self._group.name!r}: {error}\n"
             "Likely cause: the network between the hosts, or a rank that has just ended.\n"
@@ -193,8 +190,8 @@ class _Incoming(_Request):
 
 def _pause(waited: float) -> None:
     """Sleep between two tests, the longer the more seconds a thread has waited; at first not at all."""
-    if waited > _SPIN_SECONDS:
-        time.sleep(min(_LONGEST_SLEEP_SECONDS, waited / 4))
+    if waited > SPIN_SECONDS:
+        time.sleep(min(MPI_LONGEST_SLEEP_SECONDS, waited / 4))
 
 
 def _done(request: Any) -> Program:

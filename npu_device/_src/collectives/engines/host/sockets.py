@@ -23,13 +23,12 @@ from typing import Callable, Protocol
 import numpy as np
 
 from npu_device._src.cluster.peers import Peers
+from npu_device._src.cluster.time_limits import CHECK_SECONDS, SPIN_SECONDS
 from npu_device._src.collectives.engines.host.queue import Program
 from npu_device._src.collectives.group import Group, counts_of
 from npu_device._src.collectives.job import Job
 
 _LENGTH = struct.Struct("<Q")
-_CHECK_SECONDS = 0.1
-_SPIN_SECONDS = 1e-4
 
 
 class Message:
@@ -196,7 +195,7 @@ class Busy:
         """Wait until some message can proceed, spinning first, and advance it; return False if none can in time (None:
         without a limit).
         """
-        until = time.perf_counter() + _SPIN_SECONDS
+        until = time.perf_counter() + SPIN_SECONDS
         ready = self._poll.poll(0)
         while spins and not ready and time.perf_counter() < until:
             ready = self._poll.poll(0)
@@ -292,7 +291,7 @@ class SocketMesh:
         Raises:
             PeerError: a rank of the job has failed or ended, or can't be reached any more.
         """
-        while not self.is_connected(_CHECK_SECONDS if block else 0):
+        while not self.is_connected(CHECK_SECONDS if block else 0):
             if not block:
                 return False
         for message in program:
@@ -300,7 +299,7 @@ class SocketMesh:
                 return False
             spins = hurry and self._spins  # for the first news of a message: those of a slow link come later anyway
             while not message.ended:
-                if not self.busy.advance(_CHECK_SECONDS, spins):
+                if not self.busy.advance(CHECK_SECONDS, spins):
                     self.check()
                 spins = False
         return True

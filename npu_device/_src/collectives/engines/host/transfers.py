@@ -24,6 +24,7 @@ from typing import Callable, NamedTuple, Optional
 import numpy as np
 import tensorflow as tf
 
+from npu_device._src.cluster.time_limits import CHECK_SECONDS, LAST_TRANSFER_SECONDS
 from npu_device._src.collectives.call import Agreement, Terms
 from npu_device._src.collectives.engines.host.host_engine import aligned_array, bytes_of
 from npu_device._src.collectives.engines.host.sockets import Message, SocketMesh
@@ -34,8 +35,6 @@ from npu_device._src.collectives.job import Job
 _NAME = "transfers"
 _HEADER = struct.Struct("<iqQqiiiq")  # kind, number, group, tag, content (three numbers), bytes that follow
 _DATA, _TAKEN, _REFUSED, _WITHDRAWN = range(4)
-_CHECK_SECONDS = 0.1
-_LAST_SECONDS = 10.0
 
 _Queue = tuple[int, int]
 """The group's number and the tag: transfers of a queue are in order."""
@@ -188,7 +187,7 @@ class Stream:
         """End the thread, when its last answers have left."""
         self._closing = True
         self._bell.ring()
-        self._thread.join(_LAST_SECONDS)
+        self._thread.join(LAST_TRANSFER_SECONDS)
         if not self._mesh.connected.is_set():
             self._mesh.close()
         self._bell.close()
@@ -200,9 +199,9 @@ class Stream:
             while not self._closing or self._leaving:
                 if not self._has_work():
                     busy.advance(None, False)
-                elif self._mesh.is_connected(_CHECK_SECONDS):
+                elif self._mesh.is_connected(CHECK_SECONDS):
                     self._advance()
-                    if not busy.advance(_CHECK_SECONDS, False):
+                    if not busy.advance(CHECK_SECONDS, False):
                         self._mesh.check()
         except BaseException as error:
             self._break(error)
