@@ -11,7 +11,7 @@ import pytest
 from launcher import npurun, script
 
 from npu_device._src.verify import report
-from npu_device._src.verify.settings import Settings
+from npu_device._src.verify.process_settings import Settings
 
 pytestmark = pytest.mark.xdist_group("waiting")
 

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from npu_device._src import environment
-from npu_device._src.verify.files import COVERED, state_of
-from npu_device._src.verify.settings import FAILED, STEPS, Settings
+from npu_device._src.verify.file_shadow import COVERED, state_of
+from npu_device._src.verify.process_settings import FAILED, STEPS, Settings
 from npu_device.launch.attempt import USAGE
 
 _LIMIT_SECONDS = 1800.0

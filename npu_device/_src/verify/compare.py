@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from npu_device._src.verify.settings import FACTS, STEPS
+from npu_device._src.verify.process_settings import FACTS, STEPS
 
 _TIMES_ROUNDING = 30.0  # of what the perturbed run moves; sums over ranks are rounded more often than once
 _LEAST = 1e-6  # of a tensor's norm: float32's own rounding in sums of a few hundred terms

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 from npu_device._src.verify import causes, compare
-from npu_device._src.verify.settings import Settings
+from npu_device._src.verify.process_settings import Settings
 
 SAME, DIFFERS, NOT_COMPARABLE = 0, 1, 3
 

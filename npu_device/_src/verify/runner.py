@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Callable
 
-from npu_device._src.verify import files
-from npu_device._src.verify.settings import FAILED, Settings
+from npu_device._src.verify import file_shadow
+from npu_device._src.verify.process_settings import FAILED, Settings
 
 _SEED = 20201
 _WATCHED = ("tensorflow", "keras", "tf_keras", "npu_device.distribute")
@@ -74,8 +74,8 @@ def main(arguments: Sequence[str]) -> None:
     recorders: list[Any] = []
 
     def imported(modules: Sequence[ModuleType]) -> None:
-        from npu_device._src.verify.hooks import Hooks
-        from npu_device._src.verify.recorder import Recorder
+        from npu_device._src.verify.step_records import Recorder
+        from npu_device._src.verify.wrapping import Hooks
 
         if not recorders:
             recorders.append(Recorder(settings, rank))
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> None:
 
     finder = _AfterImport(imported)
     sys.meta_path.insert(0, finder)
-    redirected = files.redirect(settings.folder(rank) / "files", settings.directory, script)
+    redirected = file_shadow.redirect(settings.folder(rank) / "files", settings.directory, script)
     atexit.register(lambda: recorders and recorders[0].finish())
     finder.take_imported()
     try:

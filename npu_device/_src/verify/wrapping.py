@@ -16,7 +16,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.collectives.call import user_line
 from npu_device._src.training.fit.current import current_step
-from npu_device._src.verify.recorder import SCOPE, Recorder
+from npu_device._src.verify.step_records import SCOPE, Recorder
 
 _NOISY = (
     *("Dropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D", "AlphaDropout"),

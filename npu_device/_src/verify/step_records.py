@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src.collectives.call import user_line
-from npu_device._src.verify.settings import DONE, FACTS, STEPS, Settings
+from npu_device._src.verify.process_settings import DONE, FACTS, STEPS, Settings
 
 SCOPE = "npu_verify"
 """The name scope of the operations that record."""
