@@ -37,7 +37,7 @@ _SIDES = {TCP: sides.TCP_OF_HOSTS, RING: sides.RING_OF_HOSTS, MPI: sides.MPI_OF_
 Tuned = Mapping[str, Optional[tuple[int, ...]]]
 """By engine, the ends of the segments that tuning has found."""
 
-_RANKS = 2
+_MOST_RANKS = 8
 _MIB = 1 << 20
 _SIZES = (4, _MIB, 16 * _MIB, 100 * _MIB)
 _QUICK_SIZES = (4, _MIB)
@@ -56,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tuned = "ends of the segments that tuning has found for {}, such as 20,100,213: one more rival"
     for engine, option in ((TCP, "--tuned-tcp"), (RING, "--tuned-ring"), (MPI, "--tuned-mpi")):
         parser.add_argument(option, dest=engine, type=_ends, help=tuned.format(engine))
+    parser.add_argument("--ranks-per-host", type=int, default=1, help="which share its core (default: 1)")
     parser.add_argument("--repeats", type=int, default=3, help="how often each rival is timed (default: 3)")
     parser.add_argument("--quick", action="store_true", help="two sizes, one step a repetition: to see that it works")
     parser.add_argument("--output", type=Path, default=Path("build/between_hosts"), help="default: build/between_hosts")
@@ -64,9 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit("network namespaces need root, ip and tc. What to do: install iproute2, and start it with sudo.")
     run = results.begin(options.repeats)
     for name in options.cases:
-        with hosts.hosts(_RANKS, options.rates[0]):
+        with hosts.hosts(sides.HOSTS, options.rates[0]):
             case = CASES[name](options.quick, options.rates, {engine: getattr(options, engine) for engine in _SIDES})
-            run.cases.append(run_case(case, _RANKS, options.repeats, options.output / "logs"))
+            ranks = sides.HOSTS * options.ranks_per_host
+            run.cases.append(run_case(case, ranks, options.repeats, options.output / "logs"))
         run.write(options.output / "results.json")
     print(tables(run), end="")
 
@@ -86,21 +88,21 @@ def all_reduce(quick: bool, rates: Sequence[float], _: Tuned) -> Case:
             Rival(MPICH, sides.MPICH_OF_HOSTS, "all_reduce", (size,)),
         )
         rounds += [Round(_rate(gbit), size, steps_for(size, quick), rivals, gbit=gbit) for gbit in rates]
-    return Case("all_reduce", "all_reduce of float32 between hosts", LINK_SIZES, _RANKS, tuple(rounds))
+    return Case("all_reduce", "all_reduce of float32 between hosts", LINK_SIZES, _MOST_RANKS, tuple(rounds))
 
 
 def resnet50(quick: bool, rates: Sequence[float], tuned: Tuned) -> Case:
     """Return the case of ResNet-50's training step, whose gradients are 102 MB."""
     title = "training step of ResNet-50 between hosts, 96×96, batch 4 per rank"
     rounds = _training("resnet50", RESNET50_BYTES, 1 if quick else 4, rates, tuned)
-    return Case("resnet50", title, LINK_STEPS, _RANKS, rounds)
+    return Case("resnet50", title, LINK_STEPS, _MOST_RANKS, rounds)
 
 
 def bert(quick: bool, rates: Sequence[float], tuned: Tuned) -> Case:
     """Return the case of BERT's training step, whose gradients are 438 MB."""
     title = "training step of a BERT-base-sized stack between hosts, 2×32 tokens per rank"
     rounds = _training("bert", BERT_BYTES, 1 if quick else 2, rates, tuned)
-    return Case("bert", title, LINK_STEPS, _RANKS, rounds, one_side_at_a_time=True)
+    return Case("bert", title, LINK_STEPS, _MOST_RANKS, rounds, one_side_at_a_time=True)
 
 
 CASES = {case.__name__: case for case in (all_reduce, resnet50, bert)}

@@ -118,11 +118,23 @@ def _gloo(ranks: int, _: Path) -> list[dict[str, str]]:
     return [{"MASTER_ADDR": _HOST, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}] * ranks
 
 
+HOSTS = 2
+
+
+def host_of(rank: int, ranks: int) -> int:
+    """Return the number of a rank's host, where the ranks are on ``HOSTS`` hosts."""
+    return rank * HOSTS // ranks
+
+
 def _on_hosts(ranks: int, _: Path, **settings: str) -> list[dict[str, str]]:
     """Return torchrun's variables, which this package understands, too."""
     meeting = {"MASTER_ADDR": address(0), "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
     common = {**meeting, **settings, "NPU_DEVICE_SECRET": secrets.token_hex(32), "GLOO_SOCKET_IFNAME": "eth0"}
-    return [{**common, "RANK": str(rank), "LOCAL_RANK": "0", "HCCL_IF_IP": address(rank)} for rank in range(ranks)]
+    places = [(host_of(rank, ranks), str(rank % (ranks // HOSTS))) for rank in range(ranks)]
+    return [
+        {**common, "RANK": str(rank), "LOCAL_RANK": local, "HCCL_IF_IP": address(host)}
+        for rank, (host, local) in enumerate(places)
+    ]
 
 
 def _mpi_on_hosts(ranks: int, _: Path, **settings: str) -> list[dict[str, str]]:

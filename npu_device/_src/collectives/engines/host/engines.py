@@ -6,7 +6,7 @@ import sys
 from functools import partial
 from typing import Callable
 
-from npu_device._src.collectives.engines.host import exchange_programs, memory_programs, small_programs
+from npu_device._src.collectives.engines.host import exchange, memory_programs, small_programs
 from npu_device._src.collectives.engines.host.host_engine import ComparingEngine, HostEngine
 from npu_device._src.collectives.engines.host.memory_offer import FIRST_BYTE, connect
 from npu_device._src.collectives.engines.host.memory_ring import Layout, MemoryRing
@@ -57,5 +57,5 @@ shared_memory = ComparingEngine(memory_programs, _lines(ring_of, _background_fro
 messages = ComparingEngine(small_programs, _lines(small_programs.mesh_of, _never))
 """Calls on little data, and the comparison of all others, between hosts."""
 
-mpi = HostEngine(exchange_programs, _lines(_mpi_messages, _always))
-tcp = HostEngine(exchange_programs, _lines(SocketMesh, _always))
+mpi = HostEngine(exchange, _lines(_mpi_messages, _always))
+tcp = HostEngine(exchange, _lines(SocketMesh, _always))

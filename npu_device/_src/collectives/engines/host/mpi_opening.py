@@ -19,7 +19,7 @@ import numpy as np
 
 from npu_device._src.cluster.time_limits import LATEST_ANSWER_SECONDS, MPI_GRACE_SECONDS, MPI_TICK_SECONDS
 from npu_device._src.collectives import job as jobs
-from npu_device._src.collectives.engines.host import exchange_programs as programs
+from npu_device._src.collectives.engines.host import exchange as programs
 from npu_device._src.collectives.engines.host.mpi_messages import MpiMessages
 from npu_device._src.collectives.engines.host.mpi_world import MpiWorld
 from npu_device._src.collectives.engines.host.queue import head_of

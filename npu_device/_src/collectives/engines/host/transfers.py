@@ -36,6 +36,8 @@ _NAME = "transfers"
 _HEADER = struct.Struct("<iqQqiiiq")  # kind, number, group, tag, content (three numbers), bytes that follow
 _DATA, _TAKEN, _REFUSED, _WITHDRAWN = range(4)
 
+_NOTHING = np.empty(0, np.uint8)
+
 _Queue = tuple[int, int]
 """The group's number and the tag: transfers of a queue are in order."""
 
@@ -87,13 +89,12 @@ class Transfer:
 
 @dataclass(eq=False)
 class _Arriving:
-    """Data that come, or have come: into the receive that waits for them, or into memory of their own."""
+    """Data that come, or have come."""
 
     queue: _Queue
     number: int
     content: _Content
     data: np.ndarray
-    receive: Optional[Transfer] = None
 
 
 class _Bell:
@@ -136,7 +137,7 @@ class Stream:
         self._mesh = SocketMesh(job, Group(_NAME, ranks, ranks.index(mine)))
         self._other = ranks.index(rank)
         self._lock = threading.Lock()  # protects what the callers and the thread share
-        self._fresh: deque[Transfer | tuple[int, Transfer]] = deque()
+        self._fresh: deque[tuple[int, Transfer]] = deque()  # kind of the message, and the send
         self._numbers = 0
         self._unanswered: dict[int, Transfer] = {}
         self._posted: defaultdict[_Queue, deque[Transfer]] = defaultdict(deque)
@@ -157,11 +158,11 @@ class Stream:
             if self._broken is not None:
                 transfer.end(error=self._broken)
                 return
-            self._fresh.append(transfer)
             if transfer.sends:
                 self._numbers += 1
                 transfer.number = self._numbers
                 self._unanswered[transfer.number] = transfer
+                self._fresh.append((_DATA, transfer))
             else:
                 self._posted[transfer.queue].append(transfer)
         self._bell.ring()
@@ -213,22 +214,16 @@ class Stream:
         with self._lock:
             self._broken = error
             waiting = [*self._unanswered.values(), *(one for posted in self._posted.values() for one in posted)]
-            if self._arriving is not None and self._arriving.receive is not None:
-                waiting.append(self._arriving.receive)
         for transfer in waiting:
             transfer.end(error=error)
 
     def _advance(self) -> None:
         """Send what is new, and handle what has come; wait for nothing."""
         with self._lock:
-            fresh = list(self._fresh)
-            self._fresh.clear()
-        for one in fresh:
-            kind, transfer = one if isinstance(one, tuple) else (_DATA, one)
-            if transfer.sends:
-                data = transfer.data if kind == _DATA else np.empty(0, np.uint8)
+            while self._fresh:
+                kind, transfer = self._fresh.popleft()
+                data = transfer.data if kind == _DATA else _NOTHING
                 self._put(kind, transfer.number, transfer.queue, transfer.content, data)
-        with self._lock:
             self._match()
         if self._expected is None:
             self._expected = self._mesh.receive(self._other, self._header)
@@ -253,17 +248,12 @@ class Stream:
         arriving, self._arriving = self._arriving, None
         if arriving is not None:
             with self._lock:
-                if arriving.receive is not None:
-                    self._answer(arriving, arriving.receive)
-                else:
-                    self._arrived[arriving.queue].append(arriving)
-                    self._match()
+                self._arrived[arriving.queue].append(arriving)
+                self._match()
         return self._mesh.receive(self._other, self._header)
 
     def _begin(self, kind: int, number: int, queue: _Queue, content: _Content, length: int) -> _Arriving | None:
-        """Handle an answer; return the data that follow another header. If their receive waits, they go straight to
-        its memory.
-        """
+        """Handle an answer; return the data that follow another header."""
         with self._lock:
             if kind == _WITHDRAWN:
                 kept = [one for one in self._arrived.pop(queue, ()) if one.number != number]
@@ -275,11 +265,6 @@ class Stream:
                 if transfer is not None:
                     transfer.end(refused=kind == _REFUSED)
                 return None
-            receive = self._posted[queue][0] if queue in self._posted and queue not in self._arrived else None
-            if receive is not None and (receive.content, receive.data.nbytes) == (content, length):
-                self._posted[queue].popleft()
-                self._drop_empty()
-                return _Arriving(queue, number, content, receive.data, receive)
         return _Arriving(queue, number, content, np.empty(length, np.uint8))
 
     def _match(self) -> None:
@@ -292,9 +277,9 @@ class Stream:
 
     def _answer(self, arrived: _Arriving, receive: Transfer) -> None:
         same = (arrived.content, arrived.data.nbytes) == (receive.content, receive.data.nbytes)
-        if same and arrived.data is not receive.data:
+        if same:
             receive.data[:] = arrived.data
-        self._put(_TAKEN if same else _REFUSED, arrived.number, arrived.queue, arrived.content, np.empty(0, np.uint8))
+        self._put(_TAKEN if same else _REFUSED, arrived.number, arrived.queue, arrived.content, _NOTHING)
         receive.end(refused=not same)
 
     def _drop_empty(self) -> None:
