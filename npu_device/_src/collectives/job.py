@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from npu_device._src.collectives.call import CallingThreads
     from npu_device._src.collectives.engines.host.mpi_world import MpiWorld
     from npu_device._src.collectives.engines.host.sharing import Hosts
-    from npu_device._src.collectives.engines.host.start_finish import Line, Orders
+    from npu_device._src.collectives.engines.host.start_finish import Calls, Orders
     from npu_device._src.collectives.engines.tensorflow.keys import Sequence
     from npu_device._src.collectives.sessions import Sessions
     from npu_device._src.collectives.stall import StallWatch
@@ -70,7 +70,7 @@ class Job:
         sessions: the collectives in this rank's session graphs; set when the job begins.
         making: held by whoever makes one of the objects below, each at its first use.
         pid: number of the rank's process; a forked child has another one.
-        lines: the operations of each group on a backend, by backend and group.
+        calls: the operations of each group on a backend, by backend and group.
         orders: the orders in which graphs run starts and finishes.
         sequences: TensorFlow's keys, by group.
         nccl_order: the variable by which TensorFlow orders the collectives that use NCCL.
@@ -98,7 +98,7 @@ class Job:
         self.mpi_world: MpiWorld | None = None
         self.why_no_mpi = ""
         self.making = threading.RLock()
-        self.lines: dict[tuple[Any, Group], Line] = {}
+        self.calls: dict[tuple[Any, Group], Calls] = {}
         self.orders: Orders | None = None
         self.sequences: dict[Group, Sequence] = {}
         self.nccl_order: Any = None
@@ -119,8 +119,8 @@ class Job:
         del self.groups[name]
         self.sessions.forget(name)
         with self.making:
-            found = [(on, group) for on, group in self.lines if name in (group.name, group.parent)]
-            closed = [self.lines.pop(key) for key in found]
+            found = [(on, group) for on, group in self.calls if name in (group.name, group.parent)]
+            closed = [self.calls.pop(key) for key in found]
         for line in closed:
             line.close()
         self.stall_watch.forget(name)

@@ -13,7 +13,7 @@ from npu_device._src.collectives.engines.host.memory_ring import Layout, MemoryR
 from npu_device._src.collectives.engines.host.mpi_messages import MpiMessages
 from npu_device._src.collectives.engines.host.queue import Channel
 from npu_device._src.collectives.engines.host.sockets import SocketMesh
-from npu_device._src.collectives.engines.host.start_finish import GroupLine, Lines
+from npu_device._src.collectives.engines.host.start_finish import AllCalls, GroupCalls
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 
@@ -49,13 +49,13 @@ def _never(_: Job) -> int:
     return sys.maxsize
 
 
-def _lines(connect: Callable[[Job, Group], Channel], background_from: Callable[[Job], int]) -> Lines:
-    return Lines(lambda job, group: GroupLine(job, group, partial(connect, job, group), background_from(job)))
+def _calls(connect: Callable[[Job, Group], Channel], background_from: Callable[[Job], int]) -> AllCalls:
+    return AllCalls(lambda job, group: GroupCalls(job, group, partial(connect, job, group), background_from(job)))
 
 
-shared_memory = ComparingEngine(memory_programs, _lines(ring_of, _background_from))
-messages = ComparingEngine(small_programs, _lines(small_programs.mesh_of, _never))
+shared_memory = ComparingEngine(memory_programs, _calls(ring_of, _background_from))
+messages = ComparingEngine(small_programs, _calls(small_programs.mesh_of, _never))
 """Calls on little data, and the comparison of all others, between hosts."""
 
-mpi = HostEngine(exchange, _lines(_mpi_messages, _always))
-tcp = HostEngine(exchange, _lines(SocketMesh, _always))
+mpi = HostEngine(exchange, _calls(_mpi_messages, _always))
+tcp = HostEngine(exchange, _calls(SocketMesh, _always))

@@ -22,7 +22,7 @@ import tensorflow as tf
 from npu_device._src.collectives.call import Agreement
 from npu_device._src.collectives.dtypes import reduced_dtype
 from npu_device._src.collectives.engines.host.queue import Head, Program
-from npu_device._src.collectives.engines.host.start_finish import Action, Lines, OnTensors, Operation
+from npu_device._src.collectives.engines.host.start_finish import Action, AllCalls, OnTensors, Operation
 from npu_device._src.collectives.engines.host.stream import BufferPool, Stream
 from npu_device._src.collectives.group import Group
 
@@ -65,12 +65,12 @@ class HostEngine:
 
     Args:
         programs: its programs.
-        lines: how they run.
+        calls: how they run.
     """
 
-    def __init__(self, programs: Programs, lines: Lines) -> None:
+    def __init__(self, programs: Programs, calls: AllCalls) -> None:
         self._programs = programs
-        self._lines = lines
+        self._calls = calls
 
     def all_reduce(
         self,
@@ -82,7 +82,7 @@ class HostEngine:
     ) -> list[list[tf.Tensor]]:
         """Reduce segments; see ``contract.Backend``."""
         program = self._programs.all_reduce
-        return self._lines.run(
+        return self._calls.run(
             agreement, group, [_reduction(program, segment, reduction, wire, gets=True) for segment in segments]
         )
 
@@ -92,13 +92,13 @@ class HostEngine:
         """Reduce tensors of one dtype to the root; see ``contract.ReducingBackend``."""
         program = partial(self._programs.reduce, root=root)
         given = _reduction(program, tensors, reduction, None, gets=group.rank == root)
-        [results] = self._lines.run(agreement, group, [given])
+        [results] = self._calls.run(agreement, group, [given])
         return results or [tf.cast(tensor, reduced_dtype(tensor.dtype, reduction)) for tensor in tensors]
 
     def broadcast(self, agreement: Agreement, tensors: Sequence[tf.Tensor], root: int, group: Group) -> list[tf.Tensor]:
         """Return the root's tensors on every rank."""
         program = partial(self._programs.broadcast, root=root)
-        [received] = self._lines.run(agreement, group, [_broadcast(program, tensors, sends=group.rank == root)])
+        [received] = self._calls.run(agreement, group, [_broadcast(program, tensors, sends=group.rank == root)])
         return received if group.rank != root else [tf.identity(tensor) for tensor in tensors]
 
     def all_gather(self, agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
@@ -115,22 +115,22 @@ class HostEngine:
             return partial(program(arrays[0]), result=result), [result]
 
         output = tf.TensorSpec([group.size, tensor.shape[-1]], tensor.dtype)
-        [[found]] = self._lines.run(agreement, group, [(Operation([output], bytes_of([tensor]), prepare), [tensor])])
+        [[found]] = self._calls.run(agreement, group, [(Operation([output], bytes_of([tensor]), prepare), [tensor])])
         return found
 
 
 class ComparingEngine(HostEngine):
     """A backend that compares calls, with their first data or alone."""
 
-    def __init__(self, programs: ComparingPrograms, lines: Lines) -> None:
-        super().__init__(programs, lines)
+    def __init__(self, programs: ComparingPrograms, calls: AllCalls) -> None:
+        super().__init__(programs, calls)
         self._meet = programs.meet
 
     def exchange_terms(self, agreement: Agreement, group: Group) -> list[tf.Tensor]:
         """Compare only the terms; return a tensor that is ready once all ranks agree."""
         action = self._meet, [np.array(True)]
         operation = Operation([tf.TensorSpec([], tf.bool)], 0, lambda _: action)
-        return self._lines.run(agreement, group, [(operation, [])])[0]
+        return self._calls.run(agreement, group, [(operation, [])])[0]
 
 
 # The parts of the calls: inputs, outputs, and how arrays become a program.

@@ -49,7 +49,7 @@ Finish = Callable[[], tuple[int, list[np.ndarray]]]
 """Waits for an operation; returns when it ended, in ns since the epoch, and its results. To be called once."""
 
 
-class GroupLine:
+class GroupCalls:
     """The operations of a group in which all members take part.
 
     Args:
@@ -102,8 +102,8 @@ class GroupLine:
         self._engine.close()
 
 
-class Line(Protocol):
-    """The operations of a group on this rank; see ``GroupLine``.
+class Calls(Protocol):
+    """The operations of a group on this rank; see ``GroupCalls``.
 
     Attributes:
         in_order: each operation begins when the one before it has ended.
@@ -127,44 +127,44 @@ def refusal(terms: Terms | None, position: int) -> Exception:
     return terms.refuse(position)
 
 
-class Lines:
-    """The lines of all groups on one engine.
+class AllCalls:
+    """The calls of all groups on one engine.
 
     Args:
-        make: makes the line of a group, at its first operation.
+        make: makes the calls of a group, at its first operation.
     """
 
-    def __init__(self, make: Callable[[Job, Group], Line]) -> None:
+    def __init__(self, make: Callable[[Job, Group], Calls]) -> None:
         self._make = make
 
     def run(self, agreement: Agreement, group: Group, operations: Sequence[OnTensors]) -> list[list[tf.Tensor]]:
         """Run operations of a group, and return the results of each; the first one carries the agreement's terms."""
         job = agreement.job
-        line, (terms, shapes) = self._of(job, group), agreement.take()
+        calls, (terms, shapes) = self._of(job, group), agreement.take()
         all_terms = [terms] + [None] * (len(operations) - 1)
         if tf.executing_eagerly():
             found = []
             for (operation, inputs), terms in zip(operations, all_terms):
-                finish = line.start(operation, terms, int(shapes), list(map(compat.to_array, inputs)), False)
+                finish = calls.start(operation, terms, int(shapes), list(map(compat.to_array, inputs)), False)
                 found.append(list(map(_tensor, finish()[1])))
             return found
         orders, device = _orders_of(job), job.device("CPU")
         with tf.device(device), tf.control_dependencies(step_data()):
-            if len(operations) == 1 and line.in_order:
-                return [_call(line, orders, *operations[0], terms, shapes)]
+            if len(operations) == 1 and calls.in_order:
+                return [_call(calls, orders, *operations[0], terms, shapes)]
             tickets = [
-                _start(line, orders, operation, inputs, terms, shapes)
+                _start(calls, orders, operation, inputs, terms, shapes)
                 for (operation, inputs), terms in zip(operations, all_terms)
             ]
         with tf.device(device), tf.control_dependencies(tickets):
             return [_finish(orders, operation, ticket) for (operation, _), ticket in zip(operations, tickets)]
 
-    def _of(self, job: Job, group: Group) -> Line:
-        """Return the line of a group, made at its first use."""
+    def _of(self, job: Job, group: Group) -> Calls:
+        """Return the calls of a group, made at its first use."""
         with job.making:
-            if (self, group) not in job.lines:
-                job.lines[self, group] = self._make(job, group)
-            return job.lines[self, group]
+            if (self, group) not in job.calls:
+                job.calls[self, group] = self._make(job, group)
+            return job.calls[self, group]
 
 
 class Orders:
@@ -194,7 +194,7 @@ def _tensor(array: np.ndarray) -> tf.Tensor:
 
 
 def _call(
-    line: Line, orders: Orders, operation: Operation, inputs: Sequence[tf.Tensor], terms: Terms | None, shapes: Shapes
+    calls: Calls, orders: Orders, operation: Operation, inputs: Sequence[tf.Tensor], terms: Terms | None, shapes: Shapes
 ) -> list[tf.Tensor]:
     """Add one operation that starts and waits: a result needed at once needs no second one.
 
@@ -202,7 +202,7 @@ def _call(
     """
 
     def run(shapes: Any, *arrays: np.ndarray) -> list[Any]:
-        ended_at, results = line.start(operation, terms, int(shapes), list(arrays), False)()
+        ended_at, results = calls.start(operation, terms, int(shapes), list(arrays), False)()
         return [np.int64(ended_at), *results]
 
     results = orders.starts.call(run, [tf.convert_to_tensor(shapes), *inputs], _dtypes(operation))
@@ -214,13 +214,13 @@ _pending: dict[int, Finish] = {}
 
 
 def _start(
-    line: Line, orders: Orders, operation: Operation, inputs: Sequence[tf.Tensor], terms: Terms | None, shapes: Shapes
+    calls: Calls, orders: Orders, operation: Operation, inputs: Sequence[tf.Tensor], terms: Terms | None, shapes: Shapes
 ) -> tf.Tensor:
     """Add the starting operation; return a number by which the graph finishes it, int64, shape []."""
 
     def start(shapes: Any, *arrays: np.ndarray) -> list[np.int64]:
         ticket = next(_tickets)
-        _pending[ticket] = line.start(operation, terms, int(shapes), list(arrays), True)
+        _pending[ticket] = calls.start(operation, terms, int(shapes), list(arrays), True)
         return [np.int64(ticket)]
 
     return orders.starts.call(start, [tf.convert_to_tensor(shapes), *inputs])[0]

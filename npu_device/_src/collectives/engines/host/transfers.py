@@ -28,7 +28,7 @@ from npu_device._src.cluster.time_limits import CHECK_SECONDS, LAST_TRANSFER_SEC
 from npu_device._src.collectives.call import Agreement, Terms
 from npu_device._src.collectives.engines.host.host_engine import aligned_array, bytes_of
 from npu_device._src.collectives.engines.host.sockets import Message, SocketMesh
-from npu_device._src.collectives.engines.host.start_finish import Action, Finish, Lines, Operation, refusal
+from npu_device._src.collectives.engines.host.start_finish import Action, AllCalls, Finish, Operation, refusal
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 
@@ -324,8 +324,8 @@ def transfers_of(job: Job) -> Transfers:
         return found
 
 
-class PairLine:
-    """The sends and receives of two ranks, with all tags of a group; the methods are those of ``GroupLine``."""
+class PairCalls:
+    """The sends and receives of two ranks, with all tags of a group; the methods are those of ``GroupCalls``."""
 
     in_order = False
 
@@ -364,7 +364,7 @@ class PairLine:
         self._withdraw()
 
 
-_lines = Lines(PairLine)
+_calls = AllCalls(PairCalls)
 
 
 def send(agreement: Agreement, tensor: tf.Tensor, pair: Group) -> tf.Tensor:
@@ -375,7 +375,7 @@ def send(agreement: Agreement, tensor: tf.Tensor, pair: Group) -> tf.Tensor:
         return partial(Transfer, pair, flat, True), [np.array(0, np.int32)]
 
     operation = Operation([tf.TensorSpec([], tf.int32)], bytes_of([tensor]), prepare)
-    [[sent]] = _lines.run(agreement, pair, [(operation, [tensor])])
+    [[sent]] = _calls.run(agreement, pair, [(operation, [tensor])])
     return sent
 
 
@@ -387,5 +387,5 @@ def receive(agreement: Agreement, like: tf.TensorSpec, pair: Group) -> tf.Tensor
         result = aligned_array(tuple(like.shape.as_list()), np.dtype(like.dtype.as_numpy_dtype))
         return partial(Transfer, pair, result.reshape(-1).view(np.uint8), False), [result]
 
-    [[received]] = _lines.run(agreement, pair, [(Operation([like], bytes_of([like]), prepare), [])])
+    [[received]] = _calls.run(agreement, pair, [(Operation([like], bytes_of([like]), prepare), [])])
     return received
