@@ -33,11 +33,11 @@ def variables_read() -> list[tuple[Any, tf.Tensor]]:
     return sorted(read, key=lambda pair: int(pair[0].handle._id))
 
 
-def plain_variable(initial_value: Any, name: str | None = None) -> Any:
+def plain_variable(initial_value: Any, name: str | None = None, shape: Any = None) -> Any:
     """Return a variable that no surrounding tf.distribute or Keras scope sees (tf.Variable goes through their
     creators).
     """
-    return _resource_variable_ops.ResourceVariable(initial_value, trainable=False, name=name)
+    return _resource_variable_ops.ResourceVariable(initial_value, trainable=False, name=name, shape=shape)
 
 
 _CONTROL_FLOW = (_branches.CondBranchFuncGraph, _branches.WhileCondFuncGraph, _branches.WhileBodyFuncGraph)

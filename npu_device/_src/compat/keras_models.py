@@ -20,6 +20,14 @@ def all_layers(model: Any) -> list[Any]:
     return list(model._flatten_layers())  # in tf-keras 2.15 to 2.20, and Keras 3.0 to 3.15
 
 
+def operations_of(model: Any) -> list[Any]:
+    """Return a model's layers, including itself and nested ones, and in Keras 3 what a functional model does between
+    them; without metrics, which are layers in tf-keras.
+    """
+    layers = [layer for layer in all_layers(model) if not hasattr(layer, "update_state")]
+    return _unique([*layers, *(operation for layer in layers for operation in getattr(layer, "operations", ()))])
+
+
 def is_layer(thing: Any) -> bool:
     """Return True for a layer or model of any Keras."""
     return hasattr(type(thing), "_flatten_layers")

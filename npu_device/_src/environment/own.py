@@ -125,6 +125,15 @@ NPU_DEVICE_CHECK_GRADIENTS = Variable(
     "the ranks and variables where it arose.",
     everywhere=True,
 )
+NPU_DEVICE_FIRST_STEP_CHECK = Variable(
+    "NPU_DEVICE_FIRST_STEP_CHECK",
+    forms.one_of("on", "off"),
+    "on",
+    "`on` checks a replicated model's train step before its first step: whether the gradient of a few samples is the "
+    "mean of those of parts of them, so that the ranks' shares of a batch give the result of one process. What can't "
+    "be divided is an error or a warning.",
+    everywhere=True,
+)
 NPU_DEVICE_STATEMENT = Variable(
     "NPU_DEVICE_STATEMENT",
     forms.one_of("on", "off"),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Callable
 
 from npu_device._src import compat
-from npu_device._src.training.fit import randomness, start
+from npu_device._src.training.fit import first_step, randomness, start
 from npu_device._src.training.fit.batches import again, pull
 from npu_device._src.training.fit.randomness import NumbersOfRank
 from npu_device._src.training.fit.share import content, is_divided, require_units, rows_of
@@ -28,6 +28,7 @@ class Function:
         kind: ``"train"``, ``"test"`` or ``"predict"``.
         world: the ranks.
         model: the model.
+        own_step: the model's own step of that kind, Keras's or the user's.
         source: the data that the user passed.
         is_scripts: the script has written the step, not Keras.
         from_root: rank 0's batches are sent to all ranks.
@@ -44,10 +45,11 @@ class Function:
         self._name = f"{kind}_function"
         self._make_kerass: Callable[..., Any] = getattr(self.model, f"make_{kind}_function")
         self._kerass: Callable[[Any], Any]
-        self._own_step: Callable[[Any], Any] = getattr(self.model, f"{kind}_step")
-        self.is_scripts = not compat.belongs_to_keras(self._own_step)
+        self.own_step: Callable[[Any], Any] = getattr(self.model, f"{kind}_step")
+        self.is_scripts = not compat.belongs_to_keras(self.own_step)
         self._begins = True
         self._is_built = False
+        self._checked = ""
         self._sendable = False
         self._has_drawn = False
 
@@ -62,7 +64,7 @@ class Function:
         """Make the model's function, unless it is there; Keras calls this at the beginning of each ``fit``."""
         self._replica.prepare(self.kind)
         if getattr(self.model, self._name) is not self or force:  # also after compile
-            self._begins, self._is_built = True, False
+            self._begins, self._is_built, self._checked = True, False, ""
             self._make_anew()
         return self
 
@@ -107,8 +109,12 @@ class Function:
                 numbers.begin()  # functions that the step calls are traced here, and not again
             return mine
 
+        spec = start.spec_of(self.model, batches, batch)
         try:
-            start.build(self.model, self.kind, self._own_step, start.spec_of(self.model, batches, batch), share)
+            start.build(self.model, self.kind, self.own_step, spec, share)
+        except Exception as error:
+            first_step.require_divisible(self, spec, share, content(batch), error)
+            raise
         finally:
             replaced.restore()
 
@@ -132,14 +138,16 @@ class Function:
             start.synchronise(world, model, training, self._replica.root_for_once())
         self._parts = None
         own_data = bool(pulled) and is_divided(pulled[0])
-        if training and pulled:
-            self._replica.report(None if own_data else int(rows_of(pulled[0])))
         self._sendable = bool(pulled) and can_be_sent(batches, pulled[0])
         if own_data:
             warn_if_all_the_same(world, start.digest(pulled))
         else:
             rows = int(rows_of(pulled[0])) if pulled else 0
             self.send_from_root(not same_everywhere(world, self.source, start.digest(pulled), rows))
+        if training and pulled:
+            if not self._checked:
+                self._checked = first_step.check(self, content(pulled[0]))
+            self._replica.report(None if own_data else int(rows_of(pulled[0])), self._checked)
         return batches if several else again(batches, pulled)
 
     def send_from_root(self, sent: bool) -> None:

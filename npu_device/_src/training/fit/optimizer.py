@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -13,7 +13,7 @@ from npu_device._src import compat
 from npu_device._src.gradients.reduction import Gradient, ReductionOptions, reduce_list
 from npu_device._src.gradients.sparse import weighted
 from npu_device._src.training import keras_hooks
-from npu_device._src.training.fit.current import current_step
+from npu_device._src.training.fit.current import CurrentStep, current_step
 from npu_device._src.training.fit.reduced_by_step import reduced_by_step
 from npu_device._src.training.fit.start import is_building
 from npu_device._src.training.optimizer_wrapper import GradientReduction, with_rows_for
@@ -40,13 +40,17 @@ class WeightedReduction(GradientReduction):
             return gradients if is_building() else super().reduce(gradients)
         if reduced_by_step(gradients):
             return gradients
-        if self not in step.weighing:
-            gradients = [weighted(gradient, step.weight) for gradient in gradients]
-        step.weighing.discard(self)
+        gradients = self.part_of(gradients, step)
         how = replace(self.options, kind="sum")
         reduced = reduce_list(self._world.runtime, gradients, how, self._world.group)
         self._remember(reduced)
         return reduced
+
+    def part_of(self, gradients: Sequence[Gradient], step: CurrentStep) -> list[Gradient]:
+        """Return gradients as they count in the gradient of the whole batch."""
+        is_weighted = self in step.weighing
+        step.weighing.discard(self)
+        return list(gradients) if is_weighted else [weighted(gradient, step.weight) for gradient in gradients]
 
     def weighted_loss(self, loss: Any) -> Any:
         """Return the loss as it counts in the loss of the whole batch."""

@@ -100,11 +100,11 @@ class Replica:
             for optimizer in training_state.optimizers(self.model):
                 replicate_optimizer(optimizer, self.world)
 
-    def report(self, rows: int | None) -> None:
+    def report(self, rows: int | None, checked: str) -> None:
         """Print the statement at the start, once; ``rows`` are those of the first batch, None of divided data."""
         if not self._is_reported:
             self._is_reported = True
-            statement.report(self.world, self.model, rows, self._steps_per_epoch())
+            statement.report(self.world, self.model, rows, self._steps_per_epoch(), checked)
 
     def _fit(self, own: Callable[..., Any]) -> Callable[..., Any]:
         def fit(*args: Any, **kwargs: Any) -> Any:

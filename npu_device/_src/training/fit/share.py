@@ -75,7 +75,7 @@ def share_of_batch(data: Any, rank: int, size: int) -> Share:
     Returns:
         The rank's run of neighbouring units; runs differ by one unit at most. Sizes that are known stay known.
     """
-    lengths = [length_of(leaf) for leaf in _leaves(data)]
+    lengths = lengths_of(data)
     if not lengths:
         raise ValueError(
             "there is no tensor with a batch dimension in the data that fit, evaluate or predict was given"
@@ -89,14 +89,31 @@ def share_of_batch(data: Any, rank: int, size: int) -> Share:
         first = tf.minimum(begin, tf.maximum(total - 1, 0))
         last = tf.maximum(end, first + 1)
 
+    return Share(run_of(data, total, first, last), end - begin, total)
+
+
+def lengths_of(data: Any) -> list[Number]:
+    """Return the lengths of a batch's tensors."""
+    return [length_of(leaf) for leaf in _leaves(data)]
+
+
+def units_of(data: Any) -> Number:
+    """Return the number of units in a batch."""
+    return _common_divisor(lengths_of(data))
+
+
+def run_of(data: Any, total: Number, first: Number, last: Number) -> Any:
+    """Return a run of a batch's units: from the first to before the last of a total number."""
+    several = len(lengths_of(data)) > 1
+
     def cut(leaf: Any) -> Any:
         if not _is_divisible(leaf):
             return leaf
         length = length_of(leaf)
-        unit = 1 if length is total or len(lengths) == 1 else length // _at_least_1(total)
+        unit = length // _at_least_1(total) if several and length is not total else 1
         return _cut(leaf, first * unit, last * unit)
 
-    return Share(tf.nest.map_structure(cut, data), end - begin, total)
+    return tf.nest.map_structure(cut, data)
 
 
 def share_of_divided(data: Any, add_up: Callable[[tf.Tensor], tf.Tensor]) -> Share:

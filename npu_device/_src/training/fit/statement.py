@@ -15,7 +15,7 @@ from npu_device._src.training import training_state
 from npu_device._src.training.world import World
 
 
-def report(world: World, model: Any, rows: int | None, steps: int | None) -> None:
+def report(world: World, model: Any, rows: int | None, steps: int | None, checked: str) -> None:
     """Write one block to stderr, on rank 0, unless ``NPU_DEVICE_STATEMENT`` is ``off``.
 
     Args:
@@ -23,12 +23,13 @@ def report(world: World, model: Any, rows: int | None, steps: int | None) -> Non
         model: the model.
         rows: samples in the first batch over all ranks; None if each rank reads its own.
         steps: steps per epoch; None if that isn't known yet.
+        checked: what the first-step check has found.
     """
     if world.is_main and environment.NPU_DEVICE_STATEMENT.get() == "on":
-        print("\n".join(lines(world, model, rows, steps)), file=sys.stderr, flush=True)
+        print("\n".join(lines(world, model, rows, steps, checked)), file=sys.stderr, flush=True)
 
 
-def lines(world: World, model: Any, rows: int | None, steps: int | None) -> list[str]:
+def lines(world: World, model: Any, rows: int | None, steps: int | None, checked: str) -> list[str]:
     """Return the block's lines."""
     hosts = Counter(world.runtime.cluster.hosts)
     where = ", ".join(f"{count} on {host}" for host, count in hosts.items())
@@ -47,6 +48,7 @@ def lines(world: World, model: Any, rows: int | None, steps: int | None) -> list
         f"  learning rate  {rates}, as given, not scaled by the number of ranks",
         f"  backend        {backend}; {threads} per rank",
         *([f"  open ports     {ports}"] if ports else []),
+        f"  first step     {checked}",
         "  files          callbacks write on rank 0; the others wait after each epoch",
         "  (NPU_DEVICE_STATEMENT=off leaves this out)",
     ]

@@ -1,0 +1,262 @@
+"""Runs a model's train step on a few samples without training: it hands back gradients, and undoes what it changes."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Callable
+
+import numpy as np
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.training import keras_hooks, training_state
+from npu_device._src.training.fit.current import CurrentStep, current_step
+from npu_device._src.training.fit.optimizer import WeightedReduction
+from npu_device._src.training.fit.share import Share
+from npu_device._src.training.fit.step import Replaced, Step
+from npu_device._src.training.fit.virtual_ranks import NotChecked, VirtualRanks
+
+if TYPE_CHECKING:
+    from npu_device._src.training.fit.function import Function
+
+_as_it_is = tf.autograph.experimental.do_not_convert
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of a batch's units as a rank's share; or all of them, as one process has them."""
+
+    data: Any
+    units: int
+    total: int
+    is_first: bool
+
+    @property
+    def weight(self) -> float:
+        """Return the part's fraction of the samples."""
+        return self.units / self.total
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a step.
+
+    Attributes:
+        gradients: those that reached the optimizers, each times the part's weight; a pair of values and indices for
+            rows of a table, None where there is none.
+        losses: those that layers have added.
+        state: the values of the variables that the step has changed.
+        chosen: the values of tensors that were asked for.
+    """
+
+    gradients: list[Any]
+    losses: list[Any]
+    state: list[np.ndarray]
+    chosen: list[np.ndarray]
+
+
+class _Function:
+    """Stands in for a ``Function``, of which ``Step`` needs this much. Metrics count what they like, and random numbers
+    are those of any rank.
+    """
+
+    def __init__(self, function: Function, world: VirtualRanks) -> None:
+        self.kind, self.model, self.is_scripts, self.world = "check", function.model, function.is_scripts, world
+        self.parts = replace(function.parts, metrics=[], trackers=[], statistics=[])
+
+
+class Rehearsal:
+    """A train step, traced once, that runs on parts of a batch.
+
+    Attributes:
+        graph: of the trace.
+        variables: those whose gradients the optimizers got, in order.
+        gradients: the tensors that the optimizers got, in order.
+        losses: the tensors that layers have added.
+        handles: of the variables that the step changes.
+        step: the traced step.
+    """
+
+    def __init__(self, function: Function, spec: Any, choose: Callable[[Any], list[Any]] | None = None) -> None:
+        """Trace a step.
+
+        Args:
+            function: the train function of a model that is built.
+            spec: what the step is traced with, without known lengths.
+            choose: returns tensors of the graph whose values are wanted, too.
+
+        Raises:
+            NotChecked: it can't be run without training.
+        """
+        self._of, self._choose = function, choose
+        self.variables: list[Any] = []
+        self.gradients: list[Any] = []
+        self.losses: list[Any] = []
+        self.chosen: list[Any] = []
+        self.step: CurrentStep
+        self._weighted: list[Any] = []
+        self._world: VirtualRanks
+        self._on_stage = contextlib.ExitStack()
+        with self._on_stage, _functions_inline():
+            self._function = self._traced(function.own_step, spec)
+        self.graph = self._function.graph
+        remains = compat.what_remains(self.graph)
+        if remains is not None:
+            raise NotChecked(f"the step {remains[0]}{_at(remains[1])}")
+        self.handles, other = compat.changed_by(self.graph)
+        if other is not None:
+            raise NotChecked(f"the step changes what can't be restored ({other.type}){_at(other)}")
+
+    def _traced(self, own: Callable[[Any], Any], spec: Any) -> Any:
+        def step(data: Any, units: Any, total: Any, is_first: Any) -> Any:
+            share = self._begin(data, units, total, is_first)
+            own(share.data)
+            return self._results()
+
+        number, flag = tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.bool)
+        autograph = not compat.is_keras_3(compat.keras_of(self._of.model))  # as each Keras traces the step itself
+        return tf.function(step, autograph=autograph).get_concrete_function(spec, number, number, flag)
+
+    @_as_it_is
+    def _begin(self, data: Any, units: Any, total: Any, is_first: Any) -> Share:
+        replaced = Replaced()
+        self._on_stage.callback(replaced.restore)
+        self._world = VirtualRanks(tf.compat.v1.get_default_graph(), is_first)
+        for layer in self._of.parts.layers:
+            if _differs_in_noise_only(layer):
+                replaced.replace(layer, "call", _call_as_in_inference)
+        for optimizer in training_state.optimizers(self._of.model):
+            self._record(optimizer, replaced)
+        share = Share(data, units, total)
+        stand_in: Any = _Function(self._of, self._world)
+        self._on_stage.enter_context(Step(stand_in, share))
+        step = current_step()
+        assert step is not None
+        self.step = step
+        return share
+
+    def _record(self, optimizer: Any, replaced: Replaced) -> None:
+        carriers = [optimizer, getattr(optimizer, "inner_optimizer", None)]
+        reductions = [keras_hooks.reduction_of(each) for each in carriers if each is not None]
+        reduction = next((each for each in reductions if isinstance(each, WeightedReduction)), None)
+
+        def take(gradients: Any, variables: Any) -> Any:
+            gradients, variables = list(gradients), list(variables)
+            weighted = gradients if reduction is None else reduction.part_of(gradients, self.step)
+            for variable, gradient, part in zip(variables, gradients, weighted):
+                if gradient is not None:
+                    self.variables.append(variable)
+                    self.gradients.append(gradient)
+                    self._weighted.append(part)
+            return optimizer.iterations
+
+        def apply(own: Any, grads: Any, trainable_variables: Any = None) -> Any:
+            del own
+            return take(grads, optimizer._trainable_variables if trainable_variables is None else trainable_variables)
+
+        def apply_gradients(own: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+            del own, args, kwargs
+            pairs = list(grads_and_vars)
+            return take([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
+
+        for each in carriers:
+            if each is not None:
+                replaced.replace(each, "apply_gradients", apply_gradients)
+                if hasattr(each, "apply"):
+                    replaced.replace(each, "apply", apply)
+
+    @_as_it_is
+    def _results(self) -> Any:
+        graph = self._world.graph
+        flat = tf.nest.flatten(self._weighted, expand_composites=True)
+        if not all(compat.is_in(graph, tensor) for tensor in flat):
+            raise NotChecked("the step applies gradients in a branch or a loop")
+        added = [loss for loss in _losses_of(self._of.model) if compat.is_in(graph, loss)]
+        self.losses += added
+        self.chosen = [] if self._choose is None else self._choose(graph)
+        gradients = [_dense_or_rows(part) for part in self._weighted]
+        losses = [tf.reduce_sum(loss) for loss in added]
+        compat.without_noise(graph)
+        return gradients, losses, self._world.sent, self.chosen
+
+    def run(self, parts: Sequence[Part]) -> list[Outcome]:
+        """Run the step on all parts of a batch, as ranks that exchange what it exchanges."""
+        self._world.forget()
+        for _ in range(len(self._world.sent) + 2):
+            found = [self._run(part) for part in parts]
+            if len(parts) == 1 or self._world.deliver([sent for _, sent in found]):
+                return [outcome for outcome, _ in found]
+        raise NotChecked("what the ranks exchange in the step doesn't settle")
+
+    def _run(self, part: Part) -> tuple[Outcome, list[Any]]:
+        before = [compat.value_of_handle(handle) for handle in self.handles]
+        numbers = [tf.constant(value) for value in (part.units, part.total, part.is_first)]
+        try:
+            gradients, losses, sent, chosen = self._function(part.data, *numbers)
+            state = [compat.value_of_handle(handle).numpy() for handle in self.handles]
+        finally:
+            for handle, value in zip(self.handles, before):
+                compat.set_handle(handle, value)
+        arrays = tf.nest.map_structure(lambda tensor: tensor.numpy(), (gradients, losses, chosen))
+        return Outcome(arrays[0], arrays[1], state, arrays[2]), sent
+
+
+@contextlib.contextmanager
+def _functions_inline() -> Iterator[None]:
+    """Trace what a tf.function does into the caller's graph in the block. Else it would keep what it does here, without
+    noise, for the steps that follow.
+    """
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
+
+
+def _differs_in_noise_only(layer: Any) -> bool:
+    """Return True for a layer of Keras's own that draws random numbers or normalises a batch when it trains."""
+    if hasattr(layer, "train_step"):
+        return False
+    parts = [layer, *compat.layers_of(layer)]
+    is_kerass = all(compat.belongs_to_keras(type(part).call) for part in parts)
+    return is_kerass and "training" in inspect.signature(type(layer).call).parameters
+
+
+def _call_as_in_inference(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    bound = inspect.signature(own).bind(*args, **kwargs)
+    bound.arguments["training"] = False
+    return own(*bound.args, **bound.kwargs)
+
+
+def _losses_of(model: Any) -> list[Any]:
+    try:
+        return list(model.losses)
+    except (AttributeError, ValueError):  # a model that its step has never called
+        return []
+
+
+def _dense_or_rows(gradient: Any) -> Any:
+    return (gradient.values, gradient.indices) if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _at(operation: Any) -> str:
+    line = compat.where(operation)
+    return f" ({line})" if line else ""
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Give Python's, numpy's and TensorFlow's random states back as they are; a trace may draw seeds."""
+    before = random.getstate(), np.random.get_state(), compat.random_state()
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        if compat.random_state() != before[2]:
+            compat.set_random_state(before[2])

@@ -1,0 +1,136 @@
+"""The first-step check of a replicated model: what can't be divided is named before the first step, with the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from pool import Pool
+
+
+def body_check(kind: str) -> tuple[str, str, list[str]]:
+    """Return the error of a ``fit``, what the statement at the start says of the check, and the warnings."""
+    import contextlib
+    import io
+
+    from checkpoint_bodies import warnings_of_package
+    from first_step_models import model_and_data
+
+    import npu_device as npu
+
+    model, data = model_and_data(kind)
+    error, printed = "", io.StringIO()
+    with warnings_of_package() as said, contextlib.redirect_stderr(printed):
+        try:
+            npu.distribute.replicate(model).fit(**data)
+        except ValueError as raised:
+            error = str(raised)
+    lines = [line for line in printed.getvalue().splitlines() if "first step" in line]
+    return error, lines[0].split("first step")[1].strip() if lines else "", said
+
+
+def _alternating(*kinds: str) -> list[Any]:
+    return [pytest.param(kind, marks=pytest.mark.alternating) for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    "kind", ["noise", "gathered", *_alternating("mean", "own noise", "own function", "gathered bank", "clips reduced")]
+)
+def test_what_can_be_divided_is_checked(several_keras_ranks: Pool, kind: str) -> None:
+    found = several_keras_ranks.run(body_check, kind)
+    assert found[0] == ("", "checked", [])
+    assert all(each == ("", "", []) for each in found[1:])
+
+
+ERRORS = {
+    "per sample": ["adds up what its samples give", "dense", "reduce_mean", "times too small"],
+    "sum": ["adds up what its samples give", "dense", "reduction='sum'"],
+    "added sum": ["a loss that a layer adds", "first_step_models.py, line", "self.add_loss(1e-4"],
+    "local bank": ["bank", "takes values of the samples", "# set here", "npu.distribute.all_gather"],
+    "by hand": ["kernel", "without an optimizer", "variable.assign(", "npu.distribute.all_reduce(gradients)"],
+    "pairs": ["first axis", "data: shape (2, 12, 6)", "npu.distribute.divided"],
+}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "per sample",
+        "local bank",
+        *_alternating("sum", "added sum", "by hand", "pairs", "pairs of any number"),
+    ],
+)
+def test_errors(several_keras_ranks: Pool, kind: str) -> None:
+    for rank, (error, _, said) in enumerate(several_keras_ranks.run(body_check, kind)):
+        assert error.startswith(f"rank {rank}: ")
+        for part in ERRORS[kind.replace(" of any number", "")]:
+            assert part in error
+        assert said == []
+
+
+WARNINGS = {
+    "contrastive": ["gradient of 5 samples", "# samples meet here", "dense", "npu.distribute.all_gather"],
+    "mixing operation": ["gradient of 5 samples", "Samples first meet in", "npu.distribute.all_gather"],
+    "valid steps": ["isn't a mean", "ignore_class"],
+    "clips": ["gradients, _ = tf.clip_by_global_norm(gradients, 99.0)", "npu.distribute.all_reduce(gradients)"],
+    "counter": ["seen", "count steps, not samples", "self.seen.assign_add("],
+}
+
+
+@pytest.mark.parametrize("kind", ["contrastive", "clips", *_alternating("mixing operation", "valid steps", "counter")])
+def test_warnings(several_keras_ranks: Pool, kind: str) -> None:
+    found = several_keras_ranks.run(body_check, kind)
+    assert [(error, statement) for error, statement, _ in found] == [("", "checked, with a warning")] + [("", "")] * (
+        several_keras_ranks.size - 1
+    )
+    assert [len(said) for _, _, said in found] == [1] + [0] * (several_keras_ranks.size - 1)
+    for part in WARNINGS[kind]:
+        assert part in found[0][2][0]
+
+
+STATEMENTS = {
+    "functional": "needs no check: the layers, the loss and the step are Keras's own",
+    "eager": "not checked: the step runs eagerly",
+    "shuffles": "not checked: the step draws random numbers",
+    "python": "not checked: the step runs PyFunc",
+    "fixed size": "not checked: the step can't run on a few samples",
+}
+
+
+@pytest.mark.alternating
+@pytest.mark.parametrize("kind", list(STATEMENTS))
+def test_what_cannot_be_checked(several_keras_ranks: Pool, kind: str) -> None:
+    error, statement, said = several_keras_ranks.run(body_check, kind)[0]
+    assert (error, said) == ("", [])
+    assert statement.startswith(STATEMENTS[kind])
+
+
+def body_with_and_without(kind: str) -> Any:
+    """Return the random states and the weights after trainings with the check, and without."""
+    import os
+    import random
+
+    from first_step_models import model_and_data
+
+    import npu_device as npu
+
+    found = []
+    for setting in ("on", "off"):
+        os.environ["NPU_DEVICE_FIRST_STEP_CHECK"] = setting
+        try:
+            model, data = model_and_data(kind)
+            npu.distribute.replicate(model).fit(**data, epochs=2)
+            states = (random.random(), float(np.random.random()))
+            found.append([*states, *(np.asarray(value) for value in model.variables)])
+        finally:
+            del os.environ["NPU_DEVICE_FIRST_STEP_CHECK"]
+    return found
+
+
+@pytest.mark.alternating
+@pytest.mark.parametrize("kind", ["own noise", "own function"])
+def test_the_check_changes_nothing(several_keras_ranks: Pool, kind: str) -> None:
+    for with_check, without in several_keras_ranks.run(body_with_and_without, kind):
+        for one, other in zip(with_check, without):
+            np.testing.assert_array_equal(one, other)
