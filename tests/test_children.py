@@ -48,6 +48,7 @@ def is_child():
     for call in (
         lambda: npu.distribute.all_reduce(np.float32(1)),
         lambda: npu.distribute.broadcast_object("x"),
+        lambda: npu.distribute.gather_object("x"),
         lambda: npu.distribute.weighted_mean(1.0, 1),
         lambda: checkpoint.save(1),
     ):
@@ -55,7 +56,8 @@ def is_child():
             call()
         except RuntimeError as error:
             problems.append(str(error))
-    assert len(problems) == 4, problems
+    assert len(problems) == 5, problems
+    assert (npu.distribute.local_rank(), npu.distribute.local_size()) == (handle.worker_id, 2)
     place = hccl.get_rank_id(), hccl.get_local_rank_id(), hccl.get_local_rank_size()
     print("child of", npu.distribute.rank(), npu.distribute.size(), handle.worker_id, handle.workers_num, is_main, mine,
           batch, *place, problems[0], flush=True)
@@ -135,6 +137,12 @@ worker.start()
 worker.join()
 print("codes", worker.exitcode, fork(updates), fork(sys.exit), fork(npu.close), fork(lambda: 1 / 0), flush=True)
 assert total() == 3  # the job goes on, whatever its children did
+def trains_alone():
+    alone = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Dense(1)])
+    alone.compile("sgd", "mse", run_eagerly=True)
+    alone.fit(np.ones([4, 1]), np.ones([4, 1]), verbose=0)
+
+print("training ends with", fork(trains_alone), total())
 endless = multiprocessing.get_context("fork").Process(target=signal.pause)
 endless.start()
 endless.terminate()
@@ -151,6 +159,7 @@ def test_a_forked_process_leaves_the_job_alone(tmp_path: Path) -> None:
         assert ended.output.count("npu.open() does nothing in this process") == 1, ended.output
         assert re.search(rf"update: this process \(\d+\) is a forked child of rank {rank} on host", ended.output)
         assert "codes 0 3 0 3 1" in ended.output, ended.output
+        assert "training ends with 3 3.0" in ended.output, ended.output
         assert "terminated -15 3.0" in ended.output, ended.output
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from npu_device._src import environment
 from npu_device._src.cluster.description import Cluster
-from npu_device._src.cluster.frames import ranges
+from npu_device._src.cluster.frames import ranges, ranks_of
 
 _START_TIME = 19  # in /proc/PID/stat, behind the program's name
 
@@ -78,6 +78,16 @@ class ParentRank:
     world_size: int
     neighbours: str
     device_id: int
+
+    @property
+    def local_rank(self) -> int:
+        """Return its index among the ranks of its host."""
+        return ranks_of(self.neighbours).index(self.rank)
+
+    @property
+    def local_size(self) -> int:
+        """Return the number of ranks on its host."""
+        return len(ranks_of(self.neighbours))
 
     def __str__(self) -> str:
         """Return the rank for messages."""

@@ -45,14 +45,22 @@ def size() -> int:
 
 @tf.autograph.experimental.do_not_convert
 def local_rank() -> int:
-    """Return this process's number among the ranks of its host, from 0; 0 on a single device."""
+    """Return this process's number among the ranks of its host, from 0; 0 on a single device. A child process of a rank
+    gets the parent's.
+    """
+    parent = device.parent_of_this_process()
+    if parent is not None:
+        return parent.local_rank
     ranks = world()
     return 0 if ranks is None else ranks.runtime.cluster.local_rank
 
 
 @tf.autograph.experimental.do_not_convert
 def local_size() -> int:
-    """Return the number of ranks on this process's host; 1 on a single device."""
+    """Return the number of ranks on this process's host, also in a child process of a rank; 1 on a single device."""
+    parent = device.parent_of_this_process()
+    if parent is not None:
+        return parent.local_size
     ranks = world()
     return 1 if ranks is None else ranks.runtime.cluster.local_size
 
