@@ -11,6 +11,8 @@ from pathlib import Path
 import job
 import pytest
 from launcher import environment, npurun, script
+from ranks import table_environment
+from rendezvous_ranks import WORKER
 
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.membership import parent_rank
@@ -25,6 +27,7 @@ import tensorflow as tf
 import npu_device as npu
 from hccl.manage import api as hccl
 
+without_mark = dict(os.environ)
 handle = npu.open().as_default()
 npu.distribute.barrier()
 with npu.distribute.rank_zero_first() as is_main:
@@ -80,7 +83,7 @@ elif __name__ == "__main__":
     import concurrent.futures, multiprocessing, subprocess
     again = [sys.executable, __file__, "again"]
     if os.environ["HOW"] == "subprocess":
-        subprocess.run(again, check=True)
+        subprocess.run(again, check=True, env=without_mark)  # so that only the hub can tell
     else:
         context = multiprocessing.get_context(os.environ["HOW"])
         with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -192,6 +195,39 @@ def test_who_is_a_child(
         monkeypatch.setenv(name, value)
     found = subprocess.run([sys.executable, "-c", _WHOSE_CHILD], capture_output=True, text=True, check=True).stdout
     assert found == (f"rank 1 of 2 (process {os.getpid()})\n" if is_child else "None\n")
+
+
+_STARTS_CHILDREN = """
+import json, subprocess, sys
+from npu_device._src.cluster.rendezvous import meet
+from npu_device._src.membership.schemes import membership_from_environment
+
+def child():
+    return subprocess.Popen([sys.executable, sys.argv[1]], stdout=subprocess.PIPE)
+
+children = [child()]
+_, channel = meet(membership_from_environment())
+children.append(child())
+print(*(json.loads(each.communicate()[0])["error"] for each in children), sep="\\n")
+channel.close()
+"""
+
+
+def test_the_hub_finds_children_without_a_mark(tmp_path: Path) -> None:
+    """One of them comes before its parent, perhaps, and one when the ranks have met."""
+    (tmp_path / "script.py").write_text(_STARTS_CHILDREN)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "script.py"), str(WORKER)],
+            env={**environment(), **table_environment(tmp_path, 2, rank), "HCCL_CONNECT_TIMEOUT": "20"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    for rank, process in enumerate(ranks):
+        assert process.communicate(timeout=60)[0] == f"this process is a child of rank {rank}\n" * 2
 
 
 def test_npurun_makes_ranks_of_a_ranks_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

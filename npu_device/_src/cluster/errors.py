@@ -6,6 +6,7 @@ A malformed environment variable is a plain ValueError (``environment``).
 from __future__ import annotations
 
 import os
+from typing import Any
 
 RESUMABLE: int = os.EX_TEMPFAIL
 """Exit code 75: the rank was asked to stop, and a checkpoint has been written from which the job can go on."""
@@ -21,6 +22,18 @@ class ClusterError(NpuDeviceError, RuntimeError):
 
 class RendezvousError(ClusterError):
     """The ranks did not find each other, or don't match. Every rank that came raises it with the same text."""
+
+
+class ChildOfRankError(ClusterError):
+    """This process is no rank: one of its ancestors is the rank whose variables it has.
+
+    Attributes:
+        parent: that rank, as the hub describes it.
+    """
+
+    def __init__(self, parent: dict[str, Any]) -> None:
+        super().__init__(f"this process is a child of rank {parent['rank']}")
+        self.parent = parent
 
 
 class PortTakenError(RendezvousError):

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import select
 import selectors
-import signal
 import socket
 import sys
 import time
@@ -21,7 +19,6 @@ import traceback
 from typing import Any
 
 from npu_device._src.cluster import frames, ports
-from npu_device._src.cluster.errors import PortTakenError, RendezvousError
 from npu_device._src.cluster.roster import Arrival, Hello, Roster
 from npu_device._src.cluster.services import Services
 from npu_device._src.cluster.time_limits import (
@@ -54,6 +51,7 @@ class _Connection:
         self.proved = False
         self.arrival: Arrival | None = None
         self.rank: int | None = None
+        self.parent: _Connection | None = None  # the rank whose child this client is
         self.is_ending = False  # closed as soon as everything has been sent
 
 
@@ -195,6 +193,8 @@ class Hub:
         elif connection.arrival is not None:
             if "stopping" in message and connection.arrival.hello.is_chief:
                 self._refuse_all(str(message["stopping"]))
+        elif connection.parent is not None:
+            return
         elif connection.proved:
             self._handle_hello(connection, message)
         elif connection.client_nonce is None:
@@ -285,6 +285,14 @@ class Hub:
         if refusal is not None:
             self._send_last(connection, {"refused": refusal})
             return
+        on_this_host = ports.is_loopback(connection.address)
+        arrival = self._roster.arrival(hello, None if on_this_host else connection.address)
+        others = self._connections.values() if self._roster.has(arrival) else ()
+        same = [c for c in others if c.arrival is not None and c.arrival.key == arrival.key]
+        connection.parent = next((c for c in same if c.arrival and hello.is_child_of(c.arrival.hello)), None)
+        if connection.parent is not None:
+            self._tell_child(connection)
+            return
         if self._services is not None:
             self._send_last(connection, {"busy": "the job's ranks have met already, and are at work"})
             return
@@ -294,15 +302,34 @@ class Hub:
         if ports.is_loopback(self._address):
             # The others reach this host at the address this rank used; any address is better than loopback.
             self._address = ports.plain(connection.socket.getsockname()[0])
-        on_this_host = ports.is_loopback(connection.address)
         before = self._roster.reference
-        connection.arrival = self._roster.add(hello, None if on_this_host else connection.address)
+        connection.arrival = arrival
+        self._roster.add(arrival)
+        for other in same:  # a child that has come before its parent
+            if other.arrival is not None and other.arrival.hello.is_child_of(hello):
+                self._roster.remove(other.arrival)
+                other.arrival, other.parent = None, connection
         if self._began is None:
             self._began = time.monotonic()
             self._next_progress = self._began + FIRST_PROGRESS_SECONDS
         changed = before is not self._roster.reference
         for other in self._arrivals() if changed else [connection]:
             self._send(other, frames.encode({"wait": max(0.0, self._end_of_waiting() - time.monotonic())}))
+
+    def _tell_child(self, connection: _Connection) -> None:
+        """Tell a client whose child it is, once the ranks have met; it waits with them until then."""
+        parent = connection.parent
+        assert parent is not None and parent.arrival is not None
+        if self._services is None or parent.rank is None:
+            self._send(connection, frames.encode({"wait": max(0.0, self._end_of_waiting() - time.monotonic())}))
+            return
+        hosts, pid = self._services.hosts, parent.arrival.hello.pid
+        neighbours = frames.ranges(rank for rank, host in enumerate(hosts) if host == hosts[parent.rank])
+        place = {"rank": parent.rank, "world_size": len(hosts), "neighbours": neighbours}
+        self._send_last(connection, {"child_of": {"pid": pid, "device_id": parent.arrival.hello.device_id, **place}})
+
+    def _children(self) -> list[_Connection]:
+        return [c for c in self._connections.values() if c.parent is not None and not c.is_ending]
 
     def _arrivals(self) -> list[_Connection]:
         """Return the connections of all ranks that have come to this rendezvous."""
@@ -355,9 +382,11 @@ class Hub:
             self._by_rank[connection.rank] = connection
             connection.reader.limit = frames.LIMIT_FROM_RANK
             self._send(connection, frames.encode({"rank": connection.rank}) + shared)
+        for child in self._children():
+            self._tell_child(child)
 
     def _refuse_all(self, text: str) -> None:
-        for connection in self._arrivals():
+        for connection in self._arrivals() + self._children():
             self._send_last(connection, {"refused": text})
         self._end()
 
@@ -366,27 +395,3 @@ class Hub:
         connection.is_ending = True
         self._timers.later(LAST_MESSAGE_SECONDS, lambda: self._close(connection, None))
         self._send(connection, frames.encode(message))
-
-
-def main() -> None:
-    """Serve with the settings in the first line of standard input, which stays open while the parent runs."""
-    settings = json.loads(sys.stdin.buffer.readline())
-    os.chdir("/")
-    # A scheduler may signal all processes of a job (Slurm). The ranks need the hub until they have ended their step.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    ports.allow_many_descriptors()
-    try:
-        listener = ports.listen(settings["listen"], settings["ports"])
-    except RendezvousError as error:
-        print(json.dumps({"error": str(error), "taken": isinstance(error, PortTakenError)}), flush=True)
-        return
-    listener.setblocking(False)
-    host, port = listener.getsockname()[:2]
-    print(json.dumps({"host": host, "port": port}), flush=True)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    Hub(settings, listener, sys.stdin.fileno()).run()
-
-
-if __name__ == "__main__":
-    main()

@@ -16,7 +16,7 @@ from pathlib import Path
 from npu_device._src.cluster.errors import PortTakenError, RendezvousError
 
 _ROOT = Path(__file__).resolve().parents[len(__package__.split("."))]
-_CODE = f"import sys; sys.path.append(sys.argv[1]); from {__package__}.hub import main; main()"
+_CODE = f"import sys; sys.path.append(sys.argv[1]); from {__package__}.hub_main import main; main()"
 
 
 class HubProcess:

@@ -17,9 +17,10 @@ from typing import Any, Callable
 
 from npu_device._src import environment
 from npu_device._src.cluster import frames
+from npu_device._src.cluster.ancestors import ancestors, start_time
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster, Membership
-from npu_device._src.cluster.errors import PortTakenError, RendezvousError
+from npu_device._src.cluster.errors import ChildOfRankError, PortTakenError, RendezvousError
 from npu_device._src.cluster.handshake import (
     ANOTHER_PROGRAM,
     NO_SECRET,
@@ -71,6 +72,7 @@ def meet(membership: Membership, versions: Mapping[str, str] | None = None) -> t
         The description of the job, the same on every rank except for the rank's own place, and the control channel.
 
     Raises:
+        ChildOfRankError: this process is a child of the rank that its variables describe.
         RendezvousError: within ``connect_timeout`` not all ranks came, they don't match, or this one did not
             find the hub; the hub's port is taken. All ranks that came get the same text, with a line for each rank.
     """
@@ -88,6 +90,8 @@ def meet(membership: Membership, versions: Mapping[str, str] | None = None) -> t
         settings=environment.settings_everywhere(),
         machine=socket.gethostname(),
         pid=os.getpid(),
+        started=start_time(os.getpid()),
+        ancestors=tuple(ancestors()),
     )
     search = _Search(membership, hello)
     rank, roster, channel = _start_hub(membership, search) if membership.starts_hub else search.search()
@@ -161,6 +165,13 @@ def _is_roster(roster: Any, rank: int) -> bool:
     return all(isinstance(text, str) for text in (*hosts, *addresses))
 
 
+def _child(parent: Any) -> Exception:
+    numbers = ("pid", "rank", "world_size", "device_id")
+    if not isinstance(parent, dict) or not all(isinstance(parent.get(name), int) for name in numbers):
+        return AttemptFailedError(ANOTHER_PROGRAM)
+    return ChildOfRankError({**{name: parent[name] for name in numbers}, "neighbours": str(parent.get("neighbours"))})
+
+
 class _Search:
     """A rank's attempts to reach the hub."""
 
@@ -215,7 +226,7 @@ class _Search:
             line.send({"hello": asdict(self._hello)})
             return self._await_roster(line)
         except BaseException as error:  # above all Ctrl-C: the others need not wait until the time is up
-            if self._hello.is_chief and not isinstance(error, (AttemptFailedError, RendezvousError)):
+            if self._hello.is_chief and not isinstance(error, (AttemptFailedError, RendezvousError, ChildOfRankError)):
                 what = f"the chief ({self._hello.process}) stopped while the ranks were meeting: {error!r}."
                 line.send({"stopping": f"{what}\nLook at its output."})
             line.connection.close()
@@ -246,6 +257,8 @@ class _Search:
             elif "busy" in answer:
                 self.is_busy = True
                 raise AttemptFailedError(str(answer["busy"]))
+            elif "child_of" in answer:
+                raise _child(answer["child_of"])
             elif "rank" in answer:
                 rank = int(_number(answer["rank"], frames.MOST_RANKS))
             elif "roster" in answer and rank is not None and _is_roster(answer["roster"], rank):

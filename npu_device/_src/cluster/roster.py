@@ -40,6 +40,8 @@ class Hello:
         settings: environment variables that must be the same on all ranks: the values of those that are set, by name.
         machine: host name of the system that it runs on.
         pid: its process id there.
+        started: when that process started, for its children.
+        ancestors: number and start time of the processes that have started it.
     """
 
     job_id: str
@@ -55,6 +57,8 @@ class Hello:
     settings: dict[str, str]
     machine: str
     pid: int
+    started: str = ""
+    ancestors: tuple[tuple[int, str], ...] = ()
 
     @classmethod
     def read(cls, fields: Any) -> Hello:
@@ -87,8 +91,11 @@ class Hello:
             raise ValueError("no such rank")
         if not 0 <= fields["seconds"] <= LONGEST_WAIT_SECONDS:  # nor NaN
             raise ValueError("no such time")
-        # A later version may send more fields; the versions show the difference.
-        return cls(**{name: fields[name] for name in kinds})
+        # Other versions may send more fields, or fewer of the following; the versions show the difference.
+        started, ancestors = str(fields.get("started", "")), fields.get("ancestors", ())
+        if not isinstance(ancestors, (list, tuple)) or not all(map(_is_process, ancestors)):
+            raise ValueError("unexpected ancestors")
+        return cls(**{name: fields[name] for name in kinds}, started=started, ancestors=tuple(map(tuple, ancestors)))
 
     @property
     def name(self) -> str:
@@ -100,10 +107,18 @@ class Hello:
         """Return the rank's machine and process id, for messages."""
         return f"machine {self.machine}, pid {self.pid}"
 
+    def is_child_of(self, other: Hello) -> bool:
+        """Return True if the other process has started this one, directly or not."""
+        return self.machine == other.machine and other.started != "" and (other.pid, other.started) in self.ancestors
+
     @property
     def signature(self) -> tuple[Any, ...]:
         """Return the values that must be the same on all ranks."""
         return self.scheme, self.world_size, *(tuple(sorted(each.items())) for each in (self.versions, self.settings))
+
+
+def _is_process(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and list(map(type, value)) == [int, str]
 
 
 @dataclass(frozen=True)
@@ -167,18 +182,25 @@ class Roster:
             "What to do: give each job its own port, and all ranks of a job the same JOB_ID."
         )
 
-    def add(self, hello: Hello, seen_at: str | None) -> Arrival:
+    def arrival(self, hello: Hello, seen_at: str | None) -> Arrival:
+        """Return a rank that has come, which isn't added yet."""
+        return Arrival(hello, hello.host_key or seen_at or self._host_key, seen_at)
+
+    def has(self, arrival: Arrival) -> bool:
+        """Return True if some process has come as the same rank."""
+        return arrival.key in self._present
+
+    def add(self, arrival: Arrival) -> None:
         """Add a rank of this job."""
+        hello = arrival.hello
         if not self._present:
             self._first = self._chief = None
         self._first = self._first or hello
         if hello.is_chief:
             self._chief = self._chief or hello
-        arrival = Arrival(hello, hello.host_key or seen_at or self._host_key, seen_at)
         self._present.setdefault(arrival.key, []).append(arrival)
         self._signatures[hello.signature] += 1
         self._count += 1
-        return arrival
 
     def remove(self, arrival: Arrival) -> None:
         """Remove a rank that disconnected early: its process has ended, or it will reconnect."""

@@ -60,7 +60,7 @@ class Services:
         later: Callable[[float, Callable[[], None]], Callable[[], None]],
         say: Callable[[str], None],
     ) -> None:
-        self._hosts = hosts
+        self.hosts = self._hosts = hosts
         self._processes = processes
         self._send = send
         self._later = later

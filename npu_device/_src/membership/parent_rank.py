@@ -8,18 +8,16 @@ it a rank of another job. ``npurun`` removes the mark from its ranks' environmen
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
 from npu_device._src import environment
+from npu_device._src.cluster.ancestors import start_time
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.frames import ranges, ranks_of
-
-_START_TIME = 19  # in /proc/PID/stat, behind the program's name
 
 _OF_A_RANK = (
     environment.RANK_TABLE_FILE,
@@ -102,8 +100,17 @@ class ParentRank:
 
 def mark(cluster: Cluster) -> None:
     """Mark the environment of this process, which is a rank now."""
-    me = {"since": _start_time(), "variables": _fingerprint(), **asdict(ParentRank.of(cluster, os.getpid()))}
-    environment.NPU_DEVICE_RANK_PROCESS.set(json.dumps(me, separators=(",", ":")))
+    _mark(ParentRank.of(cluster, os.getpid()))
+
+
+def mark_as_child(parent: dict[str, Any]) -> None:
+    """Mark the environment of this process, and so of its own children, as a rank's child, which the hub has found."""
+    _mark(ParentRank(**parent))
+
+
+def _mark(rank: ParentRank) -> None:
+    fields = {"since": start_time(rank.pid), "variables": _fingerprint(), **asdict(rank)}
+    environment.NPU_DEVICE_RANK_PROCESS.set(json.dumps(fields, separators=(",", ":")))
 
 
 def unmark() -> None:
@@ -122,7 +129,7 @@ def inherited() -> ParentRank | None:
         parent = ParentRank(**found)
     except (ValueError, TypeError, KeyError, AttributeError):  # not written by this version of the package
         return None
-    is_this_process = (parent.pid, since) == (os.getpid(), _start_time())
+    is_this_process = (parent.pid, since) == (os.getpid(), start_time(os.getpid()))
     return None if is_this_process or variables != _fingerprint() else parent
 
 
@@ -132,12 +139,3 @@ def _fingerprint() -> str:
     variables = _OF_A_RANK if rank is not None and rank.strip().isdecimal() else (*_OF_A_RANK, *_DEVICES)
     texts = [(variable.name, variable.raw()) for variable in variables]
     return hashlib.sha256(repr(texts).encode(errors="surrogateescape")).hexdigest()[:16]
-
-
-def _start_time() -> str:
-    """Return when this process started, in the kernel's ticks, since numbers of processes are used again; "" if
-    unknown.
-    """
-    with contextlib.suppress(OSError, IndexError):
-        return Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()[_START_TIME]
-    return ""

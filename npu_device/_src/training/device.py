@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.cluster import last_words, rendezvous
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.errors import ChildOfRankError, ClusterError
 from npu_device._src.collectives import gpus, resources
 from npu_device._src.collectives import job as jobs
 from npu_device._src.collectives.call import CallingThreads
@@ -150,6 +150,9 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
             if mine.under_mpiexec:
                 jobs.on_exit(last_words.allow_time())
             _begin(running, trace_settings, seed)
+        except ChildOfRankError as child:  # it was started before its parent's open, or without its parent's mark
+            parent_rank.mark_as_child(child.parent)
+            return open(device_id)
         except (ClusterError, TimeoutError) as error:
             raise type(error)(f"Failed open npu device {mine.device_id}: {error}") from error
         _handle = NpuDeviceHandle(cluster.device_id, cluster.world_size, cluster.rank)
