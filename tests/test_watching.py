@@ -61,6 +61,9 @@ def body_trains(how: str, graph: bool, steps: int = 10) -> list[str]:
         elif how == "loss only":
             npu.distribute.all_reduce(loss)
         optimizer.apply_gradients(zip(gradients, variables))
+        if how == "weights":  # local SGD
+            for variable, mean in zip(variables, npu.distribute.all_reduce(variables)):
+                variable.assign(mean)
 
     def step_on_rank_0(x: Any) -> None:
         _, gradients = gradients_of(x)
@@ -79,7 +82,7 @@ def body_trains(how: str, graph: bool, steps: int = 10) -> list[str]:
         logging.getLogger("npu_device").removeHandler(handler)
 
 
-REDUCED = ["wrapped", "loss scale", "by hand", "sum", "one by one", "clipped", "collected", "on rank 0"]
+REDUCED = ["wrapped", "loss scale", "by hand", "sum", "one by one", "clipped", "collected", "on rank 0", "weights"]
 
 
 @pytest.mark.alternating

@@ -89,7 +89,8 @@ class ControlChannel:
         self._request("delete", SHORT_SECONDS, key=key)
 
     def post(self, name: str, value: Any) -> dict[int, Any]:
-        """Post this rank's value under a name, in place of an earlier one; return what the ranks have posted so far.
+        """Post this rank's value under a name, in place of an earlier one; return what all ranks have posted by now,
+        and nothing until all have.
 
         Nobody waits: the last rank to post sees all values. The hub keeps the newest 200 names.
 

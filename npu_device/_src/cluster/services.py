@@ -176,7 +176,8 @@ class Services:
         posted = self._posts.setdefault(name, {})
         self._limits.hold(len(text) - len(posted.get(rank, "")))
         posted[rank] = text
-        self._answer_text(rank, request, _joined(_alike(posted)))
+        is_last = len(posted) == len(self._hosts)  # only then the values are of use, and many ranks post at once
+        self._answer_text(rank, request, _joined(_alike(posted)) if is_last else b"[]")
         while len(self._posts) > _POSTS_KEPT or sum(map(_size, self._posts.values())) > _POST_BYTES_KEPT:
             self._limits.release(_size(self._posts.pop(next(iter(self._posts)))))
 

@@ -33,7 +33,7 @@ class ReducedTensors:
             self._eager_shapes.update(map(_shape, tensors))
             return
         for tensor in tensors:
-            self._graphs.setdefault(tensor.graph, {})[tensor.op.name] = _shape(tensor)
+            self._graphs.setdefault(tensor.graph, {})[tensor.name] = _shape(tensor)
 
     def begin_step(self) -> None:
         """Forget the shapes that an eager step has reduced."""
@@ -71,10 +71,10 @@ class ReducedTensors:
         while waiting:
             tensor = waiting.pop()
             key = id(tensor.graph), tensor.op.name
+            if tensor.name in self._graphs.get(tensor.graph, ()):
+                return True
             if key in seen:
                 continue
-            if tensor.op.name in self._graphs.get(tensor.graph, ()):
-                return True
             seen.add(key)
             if len(seen) > _OPERATIONS:
                 return None

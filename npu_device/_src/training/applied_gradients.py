@@ -62,6 +62,7 @@ class _Watched:
         self.kind = kind
         numbers = sum(int(np.prod(tuple(variable.shape))) for variable in variables)
         self.signature = f"{len(variables)} variables, {numbers} numbers"  # the same on every rank
+        self.trained = {id(compat.inner_variable(variable)) for variable in variables}
         self.schedule = Schedule(job.device("CPU"), FIRST_LOOKS[0])
         self.samples = SameSamples(job)
         self.is_reduced: bool | None = None  # what it applies; None as long as that isn't known
@@ -108,6 +109,13 @@ class AppliedGradients:
     def note_pair(self, pair: Pair | None) -> None:
         """Note a gradient of an eager loop before and after its reduction, until it is applied."""
         self._pair = pair or self._pair
+
+    def note_variables(self, values: Sequence[Any]) -> None:
+        """Note that variables themselves are reduced, as in local SGD; gradients for them then needn't be."""
+        reduced = {id(compat.inner_variable(value)) for value in values if hasattr(value, "assign")}
+        for watched in self._watched.values() if reduced else ():
+            if reduced & watched.trained:
+                watched.is_reduced = True
 
     def look(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Look at what an optimizer is about to apply, if it is time."""

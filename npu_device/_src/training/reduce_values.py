@@ -83,6 +83,9 @@ def all_reduce(
     with session_start.compared(ranks, tensors) if several and adds_up else contextlib.nullcontext():
         reduced = reduce_list(ranks.runtime, tensors, how, ranks.group)
     watch_reduction(ranks, tensors, reduced, how, behind)
+    watching = ranks.runtime.part(AppliedGradients)
+    if watching is not None:
+        watching.note_variables(tf.nest.flatten(values))
     return tf.nest.pack_sequence_as(values, reduced)
 
 
