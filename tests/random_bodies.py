@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from typing import Any
 
@@ -187,17 +189,17 @@ def body_outside() -> Any:
     return [*found, *numbers(), float(traced())]
 
 
-def body_eager(kind: str) -> float:
-    """Return the standard deviation of the gradients of a model that runs eagerly."""
+def body_eager(kind: str) -> Any:
+    """Return the standard deviation of the gradients of a model that runs eagerly, and what is written meanwhile."""
     draw, parts = _kinds()[kind]
-    return float(np.std(_fit(_model(draw, parts, run_eagerly=True))))
+    written = io.StringIO()
+    with contextlib.redirect_stderr(written):
+        deviation = float(np.std(_fit(_model(draw, parts, run_eagerly=True))))
+    return deviation, written.getvalue()
 
 
 def body_statement() -> str:
     """Return what rank 0 writes about the random numbers of a step."""
-    import contextlib
-    import io
-
     import tensorflow as tf
 
     def draw(model: Any, x: Any) -> Any:

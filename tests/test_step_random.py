@@ -57,9 +57,10 @@ def test_outside_of_steps_all_ranks_draw_the_same(several_keras_ranks: Pool) -> 
 @pytest.mark.parametrize("kind", alternating("dropout", "generator"))
 def test_eager_steps(several_keras_ranks: Pool, kind: str) -> None:
     own = kind == "generator" or several_keras_ranks.keras == "3"  # tf-keras's dropout draws from tf.random
-    for deviation in several_keras_ranks.run(bodies.body_eager, kind):
+    for rank, (deviation, text) in enumerate(several_keras_ranks.run(bodies.body_eager, kind)):
         times = 1.0 if own else several_keras_ranks.size**0.5
         assert deviation == pytest.approx(times * ONE_PROCESS, rel=0.12)
+        assert ("tf.random: is in an eager step" in text) == (rank == 0 and not own)
 
 
 def test_the_switch(keras_two_ranks: Pool) -> None:

@@ -68,6 +68,13 @@ def layers_of(model: Any) -> list[Any]:
     return list(model._flatten_layers(include_self=False))  # in tf-keras 2.15 to 2.20, and Keras 3.0 to 3.15
 
 
+def is_generator(thing: Any) -> bool:
+    """Return True for a ``tf.random.Generator``, and for a ``SeedGenerator`` of Keras 3."""
+    if isinstance(thing, tf.random.Generator):
+        return True
+    return type(thing).__name__ == "SeedGenerator" and hasattr(thing, "next") and hasattr(thing, "state")
+
+
 def seed_generator_of_keras_3() -> Any:
     """Return what ``keras.random`` draws from without a seed; None if nothing has been drawn so far.
 

@@ -6,6 +6,7 @@ finds that out from the graph while it is traced. ``randomness`` acts by it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,12 @@ MARK = "npu_device_numbers_of_rank"
 """Name of the operation that mixes the rank into the state of a generator."""
 
 DECIDES, WHOLE_BATCH, KEPT = "decides what the step does", "is one for the whole batch", "is kept in a variable"
+EAGER = "is in an eager step, whose Python code may decide by it"
 """Why all ranks share a draw."""
 
 # What the other ranks know, too: the result of a transfer depends on no rank's numbers.
 _TRANSFERS = ("PyFunc", "PyFuncStateless", "EagerPyFunc", "Collective")
+_NUMBER = re.compile(r"_\d+$")  # by which TensorFlow tells operations of one name apart
 _SEEDS = ("StatelessRandomGet", "StatelessRandomUniformFullInt")  # operations that make seeds of seeds
 _ASSIGNMENTS = ("Assign", "Resource")  # AssignVariableOp, AssignAddVariableOp, ResourceApplyAdam, ResourceScatterAdd
 
@@ -31,16 +34,18 @@ class Draw:
     """A draw of a step.
 
     Attributes:
-        operation: the random operation with a state of its own, or the one that mixes the rank into a generator's.
-        stateful: it is the former.
+        name: what draws, for messages.
+        stateful: an operation with a state of its own draws, not a generator.
         shared: why all ranks share it; "" if each rank draws its own.
         decides_alone: it decides what a function does that the step calls, on each rank differently.
+        operation: the random operation, or the one that mixes the rank into a generator's state; None in eager mode.
     """
 
-    operation: tf.Operation
+    name: str
     stateful: bool
     shared: str
     decides_alone: bool = False
+    operation: Any = None
 
 
 def draws_of(graph: tf.Graph, first: int, samples: Sequence[tf.Tensor], shapes: set[tuple[int, ...]]) -> list[Draw]:
@@ -70,9 +75,18 @@ def draws_of(graph: tf.Graph, first: int, samples: Sequence[tf.Tensor], shapes: 
             else:
                 kept = flow.draws_behind(flow.assignments()) if kept is None else kept
                 shared = KEPT if operation.name in kept else ""
-        draws.append(Draw(operation, is_stateful(operation), shared))
+        draws.append(Draw(_name(operation), is_stateful(operation), shared, operation=operation))
     alone = flow.deciding_in_functions()
-    return draws + [Draw(each, is_stateful(each), "", each.name in alone) for each in flow.draws_inside()]
+    return draws + [Draw(_name(each), is_stateful(each), "", each.name in alone, each) for each in flow.draws_inside()]
+
+
+def _name(operation: tf.Operation) -> str:
+    """Return the place of a draw in the model, without the operations that a layer consists of."""
+    path = operation.name.replace(MARK, "a generator").split("/")
+    scopes = [_NUMBER.sub("", scope) for scope in path[:-1]]
+    while len(scopes) > 1 and scopes[-1].startswith(("random_", "stateful_", "stateless_")):
+        scopes.pop()
+    return "/".join(scopes or path)
 
 
 def is_stateful(operation: tf.Operation) -> bool:

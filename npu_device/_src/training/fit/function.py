@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Callable
 
 from npu_device._src import compat
+from npu_device._src.training import training_state
 from npu_device._src.training.fit import first_step, randomness, start
 from npu_device._src.training.fit.batches import again, pull
 from npu_device._src.training.fit.randomness import NumbersOfRank
-from npu_device._src.training.fit.share import content, is_divided, require_units, rows_of
+from npu_device._src.training.fit.share import Share, content, is_divided, require_units, rows_of
 from npu_device._src.training.fit.sources import RunningChecksum, can_be_sent, same_everywhere, warn_if_all_the_same
 from npu_device._src.training.fit.step import Replaced, divide
 
 if TYPE_CHECKING:
-    from npu_device._src.training.fit.draws import Draw
     from npu_device._src.training.fit.replica import Replica
 
 
@@ -101,7 +100,7 @@ class Function:
             return
         self._is_built = True
         replaced = Replaced()
-        numbers = NumbersOfRank(self.world, self.model, replaced)
+        numbers = NumbersOfRank(self.world, start.generators_of(self.model), replaced)
 
         def share(data: Any) -> Any:
             mine = divide(self.world, data).data
@@ -118,8 +117,9 @@ class Function:
         finally:
             replaced.restore()
 
-    def drew(self, draws: Sequence[Draw]) -> None:
-        """Report how the ranks draw the random numbers of a step, if it draws some; once."""
+    def drew(self, numbers: NumbersOfRank, share: Share) -> None:
+        """Give the ranks the same numbers where a step that has drawn some needs that, and report on them, once."""
+        draws = numbers.settle(share.data, training_state.weights(self.model))
         if draws and not self._has_drawn:
             self._has_drawn = True
             if self.world.is_main:

@@ -8,14 +8,13 @@ keep their state to themselves (``tf.random.normal``, most of tf-keras) get a se
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Callable
 
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.training import training_state
-from npu_device._src.training.fit.draws import MARK, Draw, draws_of
+from npu_device._src.training.fit.draws import EAGER, MARK, Draw, draws_of
 from npu_device._src.training.world import World
 
 if TYPE_CHECKING:
@@ -30,27 +29,30 @@ class NumbersOfRank:
 
     Args:
         world: the ranks.
-        model: the model.
+        generators: what the step draws from.
         replaced: replaces methods of generators, and restores them.
     """
 
-    def __init__(self, world: World, model: Any, replaced: Replaced) -> None:
+    def __init__(self, world: World, generators: Sequence[Any], replaced: Replaced) -> None:
         self._offset = world.rank * _APART
-        self._model = model
+        self._generators = generators
         self._replaced = replaced
         self._graph: Any = None
         self._first = 0
         self._seed: int | None = None
+        self._before: Any = None
 
     def begin(self) -> None:
         """Mix the rank into what generators return, and into the seed of the graph that is being traced."""
         if environment.NPU_DEVICE_STEP_RANDOM.get() == "same":
             return
-        for generator in _generators(self._model):
+        for generator in self._generators:
             name = "skip" if isinstance(generator, tf.random.Generator) else "next"
             self._replaced.replace(generator, name, self._mixed)
-        # An eager step's tf.random stays the same on all ranks: what its Python code decides by isn't known.
-        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        if tf.executing_eagerly():
+            self._before = compat.random_state()
+            return
+        graph = tf.compat.v1.get_default_graph()
         if isinstance(graph, compat.FuncGraph):
             self._graph, self._first, self._seed = graph, len(graph.get_operations()), graph.seed
             if self._seed is not None:
@@ -61,19 +63,21 @@ class NumbersOfRank:
         if self._graph is not None:
             self._graph.seed = self._seed
 
-    def settle(self, share: Any) -> list[Draw]:
+    def settle(self, share: Any, weights: Sequence[Any]) -> list[Draw]:
         """Give all ranks the same numbers where a step that has been traced draws once for the whole batch.
 
         Args:
             share: the step's argument on this rank.
+            weights: of the model.
 
         Returns:
-            The step's draws; none of an eager step.
+            The step's draws; of an eager step only that it draws by ``tf.random``, the same on all ranks.
         """
         if self._graph is None:
-            return []
+            drew = self._before is not None and self._before != compat.random_state()
+            return [Draw("tf.random", stateful=True, shared=EAGER)] if drew else []
         samples = [leaf for leaf in tf.nest.flatten(share, expand_composites=True) if tf.is_tensor(leaf)]
-        shapes = {tuple(weight.shape) for weight in training_state.weights(self._model)}
+        shapes = {tuple(weight.shape) for weight in weights}
         draws = draws_of(self._graph, self._first, samples, shapes)
         for draw in draws:
             if draw.shared and not draw.stateful:
@@ -104,23 +108,6 @@ def _is_of_tensorflow(own: Callable[..., Any]) -> bool:
     return isinstance(getattr(own, "__self__", None), tf.random.Generator)
 
 
-def _generators(model: Any) -> list[Any]:
-    """Return the generators that a model's step draws from, as far as they can be found: of its layers, among its and
-    their attributes, and those of the process.
-    """
-    found = [compat.random_generator_of_process(), compat.seed_generator_of_keras_3()]
-    for layer in [model, *compat.layers_of(model)]:
-        found.append(compat.generator_of_layer(layer))
-        found += training_state.attributes(layer)
-    return training_state.unique(each for each in found if _is_generator(each))
-
-
-def _is_generator(thing: Any) -> bool:
-    if isinstance(thing, tf.random.Generator):
-        return True
-    return type(thing).__name__ == "SeedGenerator" and hasattr(thing, "next") and hasattr(thing, "state")
-
-
 def report(model: Any, draws: Sequence[Draw]) -> None:
     """Write to stderr how the ranks draw the random numbers of a step, if it draws any (see ``statement``)."""
     if draws and environment.NPU_DEVICE_STATEMENT.get() == "on":
@@ -147,16 +134,5 @@ def lines(model: Any, draws: Sequence[Draw]) -> list[str]:
 
 
 def _names(draws: Iterable[Draw]) -> str:
-    names = list(_distinct(draws))
+    names = list(dict.fromkeys(draw.name for draw in draws))
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-
-
-def _distinct(draws: Iterable[Draw]) -> Iterator[str]:
-    """Yield the names of what draws, without the operations inside a layer."""
-    seen = set()
-    for draw in draws:
-        name = draw.operation.name
-        place = name.rpartition("/")[0] if "/" in name else name.replace(MARK, "a generator")
-        if place not in seen:
-            seen.add(place)
-            yield place

@@ -132,6 +132,7 @@ class Parts:
         losses: the loss objects that reduce: the compiled ones, and those among the model's attributes.
         layers: the model and its layers.
         statistics: floating-point variables that a training step moves, but no optimizer, such as moving averages.
+        generators: what the step draws random numbers from.
     """
 
     metrics: list[Any]
@@ -139,6 +140,17 @@ class Parts:
     losses: list[Any]
     layers: list[Any]
     statistics: list[Any]
+    generators: list[Any]
+
+
+def generators_of(model: Any) -> list[Any]:
+    """Return the generators that a model's step draws from, as far as they can be found: of its layers, among its and
+    their attributes, and those of the process.
+    """
+    found = [compat.random_generator_of_process(), compat.seed_generator_of_keras_3()]
+    for layer in compat.all_layers(model):
+        found += [compat.generator_of_layer(layer), *training_state.attributes(layer)]
+    return training_state.unique(each for each in found if compat.is_generator(each))
 
 
 def parts_of(model: Any) -> Parts:
@@ -154,6 +166,7 @@ def parts_of(model: Any) -> Parts:
         training_state.unique([*compat.compiled_losses(model), *own]),
         compat.all_layers(model),
         training_state.unique([*compat.moving_statistics(model), *loose]),
+        generators_of(model),
     )
 
 

@@ -110,7 +110,7 @@ class Step:
         synchronised = [layer for layer in parts.layers if getattr(layer, "synchronized", False)]
         if training and synchronised:
             batch_norm.synchronise(synchronised, current, world, self._replaced)
-        self._numbers = NumbersOfRank(world, function.model, self._replaced) if training else None
+        self._numbers = NumbersOfRank(world, parts.generators, self._replaced) if training else None
         counted = [(variable, current.counts) for variable in self._metrics.added_up()]
         moved = [(variable, current.weight) for variable in parts.statistics] if training else []
         self._increments = Increments(counted + moved, world.add_up)
@@ -130,7 +130,7 @@ class Step:
         if self._numbers is not None:
             self._numbers.end()
             if error is None:
-                self._function.drew(self._numbers.settle(self._current.share.data))
+                self._function.drew(self._numbers, self._current.share)
 
     @_as_it_is
     def results_of_all(self, logs: Any) -> Any:
