@@ -237,3 +237,34 @@ def test_npurun_makes_ranks_of_a_ranks_children(tmp_path: Path, monkeypatch: pyt
     text = "import os; assert 'NPU_DEVICE_RANK_PROCESS' not in os.environ"
     ended = npurun("-n", "2", script(tmp_path, text), NPU_DEVICE_RANK_PROCESS=marked)
     assert ended.returncode == 0, ended.stderr
+
+
+_KILLED = """
+import os, signal, time
+import numpy as np
+import npu_device as npu
+npu.open().as_default()
+npu.distribute.all_reduce(np.ones(300_000, np.float32))
+if npu.distribute.rank() == 1:
+    rank = os.getpid()
+    if os.fork() == 0:
+        while os.getppid() == rank:
+            time.sleep(0.01)
+        time.sleep(5)
+        os._exit(0)
+    os.kill(rank, signal.SIGKILL)
+began = time.monotonic()
+try:
+    npu.distribute.all_reduce(np.ones(300_000, np.float32))
+except RuntimeError as error:
+    print(error, "after", time.monotonic() - began)
+"""
+
+
+@pytest.mark.parametrize("engine", ["shared_memory", "tcp", "tensorflow"])
+def test_a_killed_rank_is_noticed_although_its_forked_child_lives(tmp_path: Path, engine: str) -> None:
+    environment = {} if engine == "shared_memory" else {"NPU_DEVICE_BACKEND": engine, "NPU_DEVICE_SHARED_MEMORY": "off"}
+    survivor, killed = job.run(tmp_path, 2, _KILLED, **environment)
+    assert killed.code == -9
+    assert "rank 1 on host here is gone" in survivor.output
+    assert float(survivor.output.rpartition("after ")[2]) < 4
