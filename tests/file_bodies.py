@@ -21,7 +21,8 @@ def make(value: float = 0.0) -> Any:
     import npu_device as npu
 
     keras = tf.keras
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, activation="tanh")])
+    part = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, activation="tanh")], name="part")
+    model = keras.Sequential([keras.Input((3,)), part])
     model.compile("sgd", keras.losses.MeanSquaredError())
     fill(model, value)
     written: list[str] = []
@@ -35,7 +36,8 @@ def make(value: float = 0.0) -> Any:
         return write
 
     for name in ("save", "save_weights", "export"):
-        object.__setattr__(model, name, slow(getattr(model, name)))
+        for each in (model, part):
+            object.__setattr__(each, name, slow(getattr(each, name)))
     return npu.distribute.replicate(model), written
 
 
@@ -61,6 +63,7 @@ def body_next_line(keras_version: str, directory: str) -> Any:
             ("weights", "save_weights", "a.weights.h5"),
             ("exported", "export", "exported"),
             ("exported again", "export", "exported"),  # over the old one
+            ("part", "save", "part.keras"),
             ("directory", "save", "saved_model"),
             ("weights in TensorFlow's format", "save_weights", "prefix"),
         ]
@@ -69,7 +72,7 @@ def body_next_line(keras_version: str, directory: str) -> Any:
             continue
         model, written = make(number)
         path = f"{directory}/{name}"
-        getattr(model, method)(path)
+        getattr(model.get_layer("part") if kind == "part" else model, method)(path)
         if method == "export":
             weights = [variable.numpy() for variable in load(path).variables]
         elif method == "save":

@@ -31,11 +31,13 @@ from npu_device._src import environment
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.collectives.group import WORLD_GROUP, group_of
 from npu_device._src.collectives.job import Job
+from npu_device._src.compat import keras_models
 from npu_device._src.training.world import World
 
 METHODS = ("save", "save_weights", "export")
 """A model's methods that write."""
 
+_IS_REPLACED = "_npu_writes_once"
 _OVER = "save is over"
 _SEES = "sees file"
 _REMEMBERED = 1000  # paths
@@ -225,8 +227,18 @@ class Saves:
         return _exists(path) if sees is None else bool(sees)  # None: the rank has left
 
 
+def save_parts_once(world: World, model: Any) -> None:
+    """Let the models that a model consists of write as it does: a script may save its encoder only."""
+    for part in keras_models.all_layers(model):
+        for name in METHODS:
+            if part is not model and hasattr(part, name):
+                object.__setattr__(part, name, saving(world, getattr(part, name)))
+
+
 def saving(world: World, own: Callable[..., Any]) -> Callable[..., Any]:
     """Return one of a model's methods that write (``METHODS``) as one that every rank may call, or only rank 0."""
+    if hasattr(own, _IS_REPLACED):
+        return own
     job = world.runtime
     saves = job.part(Saves)
     if saves is None:
@@ -242,6 +254,7 @@ def saving(world: World, own: Callable[..., Any]) -> Callable[..., Any]:
             return own(*args, **kwargs) if world.is_main else None
         return saves.save(os.fsdecode(given[0]), lambda: own(*args, **kwargs))
 
+    setattr(save, _IS_REPLACED, True)
     return save
 
 

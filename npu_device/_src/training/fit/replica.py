@@ -48,6 +48,7 @@ class Replica:
         self._steps_per_epoch: Callable[[], int | None] = lambda: None
         for name, method in {**self._methods(), _REPLICA: self}.items():
             object.__setattr__(model, name, method)  # past Keras's own __setattr__, which tracks what is to be saved
+        files.save_parts_once(world, model)
 
     def _methods(self) -> dict[str, Any]:
         """Return all that is replaced on the model for good, and why. A step replaces more while it runs."""
