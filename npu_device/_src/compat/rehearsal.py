@@ -65,7 +65,7 @@ def what_remains(graph: Any) -> tuple[str, Any] | None:
     for operation in graph.get_operations():
         if _DRAWS.match(operation.type):
             return "draws random numbers that can't be held fixed", operation
-        if operation.op_def.is_stateful and not _is_known(operation.type):
+        if not _is_known(operation.type) and _is_stateful(operation):
             return f"runs {operation.type}, which can't be undone", operation
     for kind, call in _inside(graph):
         if kind in _HELD or _DRAWS.match(kind):
@@ -73,6 +73,16 @@ def what_remains(graph: Any) -> tuple[str, Any] | None:
         if re.match("PyFunc|EagerPyFunc|Collective|Write", kind):
             return f"runs {kind}, which can't be undone", call
     return None
+
+
+def _is_stateful(operation: Any) -> bool:
+    if operation.type not in _stateful:
+        _stateful[operation.type] = bool(operation.op_def.is_stateful)  # read anew for each operation
+    return _stateful[operation.type]
+
+
+_stateful: dict[str, bool] = {}
+"""By the type of an operation."""
 
 
 def _is_known(kind: str) -> bool:
