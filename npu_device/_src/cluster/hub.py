@@ -278,7 +278,7 @@ class Hub:
     def _handle_hello(self, connection: _Connection, message: dict[str, Any]) -> None:
         try:
             hello = Hello.read(message.get("hello"))
-        except ValueError as error:
+        except (ValueError, LookupError, TypeError) as error:
             raise frames.FrameError(str(error)) from error
         del self._unproved[connection]
         refusal = self._roster.refusal(hello, connection.address)
