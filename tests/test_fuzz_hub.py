@@ -122,7 +122,11 @@ def test_a_stranger_at_the_hub(hub: HubProcess, pieces: list[bytes]) -> None:
     _proved(hub).connection.close()
 
 
+_WITHOUT_RANK = {"hello": {name: value for name, value in _HELLO["hello"].items() if name != "rank"}}
+
+
 @given(streams(_HELLO, {"stopping": "x"}, *_TABLE))
+@hypothesis.example([frame(_WITHOUT_RANK)])
 def test_a_process_with_the_secret_that_is_no_rank(hub: HubProcess, pieces: list[bytes]) -> None:
     with _proved(hub).connection as client:
         send(client, pieces)
