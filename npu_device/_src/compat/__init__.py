@@ -46,7 +46,6 @@ from npu_device._src.compat.keras import (
     variables_to_update,
 )
 from npu_device._src.compat.keras_models import (
-    adds_up,
     all_layers,
     compiled_losses,
     counters_of,
@@ -55,6 +54,7 @@ from npu_device._src.compat.keras_models import (
     is_layer,
     is_loss_container,
     is_optimizer,
+    layers_that_add_up_activity,
     loss_trackers_of,
     metrics_of,
     moving_statistics,
@@ -101,7 +101,6 @@ from npu_device._src.compat.tf_keras import (
 __all__ = [
     "FuncGraph",
     "a_tape_records",
-    "adds_up",
     "all_layers",
     "begin_fit_at",
     "belongs_to_keras",
@@ -139,6 +138,7 @@ __all__ = [
     "keras_of",
     "layer_of_vocabulary",
     "layers_of",
+    "layers_that_add_up_activity",
     "let_idle_threads_sleep",
     "lines_of_stack",
     "loss_scale_class_of_tf_keras",

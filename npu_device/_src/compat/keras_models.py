@@ -6,6 +6,7 @@ Much of this has no public name in Keras.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -81,9 +82,25 @@ def is_loss_container(loss: Any) -> bool:
     return hasattr(loss, "_flat_losses")
 
 
-def adds_up(regularizer: Any) -> bool:
-    """Return True for a regularizer of Keras that gives a sum over all elements."""
+def layers_that_add_up_activity(model: Any) -> list[Any]:
+    """Return the layers whose activity regularizer, of Keras's own, adds up over the samples.
+
+    Keras 3 divides by their number in newer versions, as tf-keras always did. Can go with those that don't.
+    """
+    layers = [layer for layer in all_layers(model) if _adds_up(getattr(layer, "activity_regularizer", None))]
+    return layers if layers and _adds_up_activity(keras_of(model)) else []
+
+
+def _adds_up(regularizer: Any) -> bool:
     return type(regularizer).__name__ in ("L1", "L2", "L1L2") and belongs_to_keras(type(regularizer))
+
+
+@functools.cache
+def _adds_up_activity(keras: Any) -> bool:
+    with tf.init_scope():
+        layer = keras.layers.Activation("linear", activity_regularizer=keras.regularizers.L1(1.0), name="npu_device")
+        layer(tf.ones([2, 1]))
+        return float(layer.losses[0]) > 1.5
 
 
 def is_built(model: Any) -> bool:

@@ -131,13 +131,14 @@ class Function:
         self.checksum.take()  # what an interrupted call has left
         several = isinstance(batches, list)  # what Keras 3 predicts
         pulled = batches if several else pull(batches, compat.steps_per_call(model))
+        own_data = bool(pulled) and is_divided(pulled[0])
         if pulled:
-            require_units(content(pulled[0]), world.size)
+            if not own_data:
+                require_units(pulled[0], world.size)
             self.build(batches, pulled[0])
         if training or not self._replica.in_fit:
             start.synchronise(world, model, training, self._replica.root_for_once())
-        self._parts = None
-        own_data = bool(pulled) and is_divided(pulled[0])
+        self._parts = start.parts_of(model)
         self._sendable = bool(pulled) and can_be_sent(batches, pulled[0])
         if own_data:
             warn_if_all_the_same(world, start.digest(pulled))

@@ -40,16 +40,15 @@ class Losses:
     def __init__(self, model: Any, parts: Parts, step: CurrentStep, world: World, replaced: Replaced) -> None:
         self._step = step
         self._world = world
-        is_keras_3 = compat.is_keras_3(compat.keras_of(model))
         for loss in parts.losses:
             replaced.replace(loss, "call", partial(self._call, loss, loss.reduction))
             replaced.keep(loss, "reduction")
         for layer in parts.layers:
             if not compat.belongs_to_keras(type(layer)):
                 replaced.replace(layer, "add_loss", self._add_loss)
-            if is_keras_3 and compat.adds_up(getattr(layer, "activity_regularizer", None)):
-                replaced.replace(layer, "activity_regularizer", self._regularize)
-        if is_keras_3:
+        for layer in parts.regularized:
+            replaced.replace(layer, "activity_regularizer", self._regularize)
+        if compat.is_keras_3(compat.keras_of(model)):
             replaced.replace(model, "compute_loss", _compute_with_masks)
 
     def _call(self, loss: Any, reduction: Any, own: Callable[..., Any], y_true: Any, y_pred: Any) -> Any:
@@ -77,7 +76,6 @@ class Losses:
         return own(tf.nest.map_structure(self._if_per_sample, losses), *args, **kwargs)
 
     def _regularize(self, own: Callable[[Any], Any], outputs: Any) -> Any:
-        # In Keras 3 a sum over the samples; in tf-keras it is divided by their number.
         return self._of_the_whole(own(outputs), 1.0)
 
     def _if_per_sample(self, loss: Any) -> Any:
@@ -155,6 +153,8 @@ class Metrics:
         self._metrics = parts.metrics
         self._results: list[tuple[Any, Any, Any]] = []
         of_losses = set(map(id, parts.trackers))
+        # tf-keras counts each loss of a sample as often as there are samples; Keras 3 their mean.
+        self._counts_each = not compat.is_keras_3(compat.keras_of(parts.layers[0]))
         for metric in self._metrics:
             if _sees_everything(metric):
                 replaced.replace(metric, "update_state", self._update_with_all_ranks)
@@ -191,10 +191,10 @@ class Metrics:
         weight = tf.cast(self._step.weight, tensor.dtype if tensor.dtype.is_floating else tf.float32)
         if tensor.shape.rank == 0:
             return update(values, sample_weight=weight if sample_weight is None else sample_weight)
-        if is_tracker and sample_weight is not None and tf.convert_to_tensor(sample_weight).shape.rank == 0:
-            # A loss per sample, times what ``Losses`` has divided by; Keras counts each as often as there are samples.
-            samples = tf.cast(sample_weight, weight.dtype)
-            return update(tensor * weight, sample_weight=tf.math.divide_no_nan(samples, weight))
+        if is_tracker:  # a loss per sample, times what ``Losses`` has divided by
+            if sample_weight is not None and self._counts_each:
+                sample_weight = tf.math.divide_no_nan(tf.cast(sample_weight, weight.dtype), weight)
+            return update(tensor * weight, sample_weight=sample_weight)
         return update(values, sample_weight=sample_weight)
 
     def _update_with_all_ranks(self, update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

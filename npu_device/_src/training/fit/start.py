@@ -131,6 +131,7 @@ class Parts:
         trackers: the metrics to which Keras itself passes losses.
         losses: the loss objects that reduce: the compiled ones, and those among the model's attributes.
         layers: the model and its layers.
+        regularized: layers whose activity regularizer is a sum over the samples.
         statistics: floating-point variables that a training step moves, but no optimizer, such as moving averages.
         generators: what the step draws random numbers from.
     """
@@ -139,6 +140,7 @@ class Parts:
     trackers: list[Any]
     losses: list[Any]
     layers: list[Any]
+    regularized: list[Any]
     statistics: list[Any]
     generators: list[Any]
 
@@ -165,6 +167,7 @@ def parts_of(model: Any) -> Parts:
         compat.loss_trackers_of(model),
         training_state.unique([*compat.compiled_losses(model), *own]),
         compat.all_layers(model),
+        compat.layers_that_add_up_activity(model),
         training_state.unique([*compat.moving_statistics(model), *loose]),
         generators_of(model),
     )

@@ -8,11 +8,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src import environment
+from npu_device._src import compat, environment
 from npu_device._src.cluster.frames import counted
 from npu_device._src.collectives.choice import explained, open_ports
 from npu_device._src.training import training_state
 from npu_device._src.training.world import World
+
+_SHOWN = 3
 
 
 def report(world: World, model: Any, rows: int | None, steps: int | None, checked: str) -> None:
@@ -47,6 +49,7 @@ def lines(world: World, model: Any, rows: int | None, steps: int | None, checked
         f"  global batch   {batch}; {'unknown' if steps is None else steps} steps per epoch",
         f"  learning rate  {rates}, as given, not scaled by the number of ranks",
         f"  backend        {backend}; {threads} per rank",
+        *_normalisation(model),
         *([f"  open ports     {ports}"] if ports else []),
         f"  first step     {checked}",
         "  files          callbacks write on rank 0; the others wait after each epoch",
@@ -55,7 +58,27 @@ def lines(world: World, model: Any, rows: int | None, steps: int | None, checked
 
 
 def _rate(optimizer: Any) -> str:
-    rate = getattr(optimizer, "_learning_rate", None)
-    if hasattr(rate, "get_config") and not hasattr(rate, "assign"):
-        return f"{type(rate).__name__} ({type(optimizer).__name__})"
-    return f"{float(tf.convert_to_tensor(optimizer.learning_rate)):g} ({type(optimizer).__name__})"
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    rate = getattr(inner, "_learning_rate", None)
+    if not _is_schedule(rate):
+        rate = inner.learning_rate  # of a legacy optimizer, this may be a schedule as well
+    text = type(rate).__name__ if _is_schedule(rate) else f"{float(tf.convert_to_tensor(rate)):g}"
+    return f"{text} ({type(optimizer).__name__})"
+
+
+def _is_schedule(rate: Any) -> bool:
+    return hasattr(rate, "get_config") and not hasattr(rate, "assign")
+
+
+def _normalisation(model: Any) -> list[str]:
+    """Return a line about layers that normalise each rank's share by itself; none without such layers."""
+    kind = compat.keras_of(model).layers.BatchNormalization
+    layers = [layer for layer in compat.all_layers(model) if isinstance(layer, kind) and layer.trainable]
+    names = [layer.name for layer in layers if not getattr(layer, "synchronized", False)]
+    if not names:
+        return []
+    shown = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+    return [
+        f"  batch norm     {counted(len(names), 'layer')} ({shown}): by each rank's share, unlike one process; with "
+        "synchronized=True by all samples"
+    ]

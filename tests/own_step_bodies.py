@@ -1,0 +1,346 @@
+"""Trainings whose steps hide something from a replicated model: losses per sample, tensors of other lengths, optimizers
+and variables that Keras doesn't know, sizes that they rely on, a class's own ``fit``. All have one process's result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from fit_models import outcome, samples
+
+
+def _model(step: Any = None, *more: Any) -> Any:
+    """A model of two dense layers with ``more`` in between, and a train step."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    keras = tf.keras
+    keras.utils.set_random_seed(3 + npu.distribute.rank())
+    inputs = keras.Input([6])
+    hidden = keras.layers.Dense(4, activation="tanh")(inputs)
+    for layer in more:
+        hidden = layer(hidden)
+    base = keras.Model if step is None else type("OwnStep", (keras.Model,), {"train_step": step})
+    return base(inputs, keras.layers.Dense(1)(hidden))
+
+
+def _mean_step(self: Any, data: Any) -> Any:
+    import tensorflow as tf
+
+    x, y = data
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+    gradients = tape.gradient(loss, self.trainable_variables)
+    self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+    return {"loss": loss}
+
+
+def _data(count: int = 41) -> tuple[np.ndarray, np.ndarray]:
+    x, y = samples(count)
+    return x, y[:, None].astype(np.float32)
+
+
+def body_losses(kind: str, directory: str) -> Any:
+    """Losses that have one value per sample, or are sums over samples. A batch has a last one of a single sample."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    del directory
+    keras = tf.keras
+
+    class PerSample(keras.layers.Layer):  # type: ignore[misc]
+        def call(self, values: Any) -> Any:
+            self.add_loss(0.1 * tf.reduce_mean(values**2, axis=-1))
+            return values
+
+    more = []
+    if kind.startswith("added"):
+        more = [PerSample()]
+    elif kind == "activity":
+        more = [keras.layers.Dense(3, activity_regularizer=keras.regularizers.L2(0.01))]
+    model = _model(None, *more)
+    loss: Any = "mse"
+    if kind == "added alone":
+        loss = None
+    elif kind == "not reduced":
+        loss = keras.losses.MeanSquaredError(reduction="none")
+    model.compile(keras.optimizers.SGD(0.01), loss)
+    model = npu.distribute.replicate(model)
+    x, y = _data()
+    history = model.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0)
+    scores = model.evaluate(x, y, batch_size=10, verbose=0)
+    return outcome(model, history, scores=np.asarray(scores))
+
+
+def body_two_lengths(directory: str) -> Any:
+    """40 unlabelled and 10 labelled samples a batch; then 8 and 2, so that some ranks have none; then 8 and 5."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    del directory
+
+    def step(self: Any, data: Any) -> Any:
+        free, (x, y) = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2) + 0.1 * tf.reduce_mean(self(free) ** 2)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        return {"loss": loss}
+
+    free, _ = _data(56)
+    x, y = samples(17)
+    sizes = [(40, 10), (8, 2), (8, 5)]
+
+    def batches() -> Any:
+        first = second = 0
+        for one, other in sizes:
+            labelled = slice(second, second + other)
+            yield free[first : first + one], (x[labelled], y[labelled, None].astype(np.float32))
+            first, second = first + one, second + other
+
+    number = tf.TensorSpec([None, 6], tf.float32)
+    spec = (number, (number, tf.TensorSpec([None, 1], tf.float32)))
+    model = _model(step)
+    model.compile(tf.keras.optimizers.SGD(0.1))
+    model = npu.distribute.replicate(model)
+    history = model.fit(tf.data.Dataset.from_generator(batches, output_signature=spec), epochs=2, verbose=0)
+    if history.history["loss"] == [0.0, 0.0]:  # in Keras 3, of a loss tracker that the step doesn't use
+        del history.history["loss"]
+    return outcome(model, history)
+
+
+def body_optimizers(kind: str, directory: str) -> Any:
+    """Optimizers that aren't attributes of the model."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    del directory
+    keras = tf.keras
+    optimizers = [keras.optimizers.SGD(0.05), keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.02, 9))]
+    if kind == "legacy":
+        schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+        optimizers = [keras.optimizers.legacy.SGD(schedule), keras.optimizers.legacy.Adam(0.01)]
+    keras.utils.set_random_seed(3 + npu.distribute.rank())
+
+    class Holder:
+        def __init__(self) -> None:
+            self.both = tuple(optimizers)
+
+    class Pair(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = keras.Sequential([keras.Input([6]), keras.layers.Dense(4, "tanh")])
+            self.decoder = keras.Sequential([keras.Input([4]), keras.layers.Dense(6)])
+            if kind in ("parts", "legacy"):
+                self.encoder.compile(optimizer=optimizers[0])
+                self.decoder.compile(optimizer=optimizers[1])
+            elif kind == "dictionaries":
+                self.held = {"of": {"the": [optimizers[0]], "other": optimizers[1]}}
+            elif kind == "an object":
+                self.held = Holder()
+
+        def chosen(self) -> Any:
+            if kind in ("parts", "legacy"):
+                return self.encoder.optimizer, self.decoder.optimizer
+            if kind == "dictionaries":
+                return self.held["of"]["the"][0], self.held["of"]["other"]
+            return self.held.both if kind == "an object" else optimizers  # a closure
+
+        def train_step(self, data: Any) -> Any:
+            x = data[0] if isinstance(data, tuple) else data
+            with tf.GradientTape(persistent=True) as tape:
+                loss = tf.reduce_mean((self.decoder(self.encoder(x)) - x) ** 2)
+            for part, optimizer in zip((self.encoder, self.decoder), self.chosen()):
+                variables = part.trainable_variables
+                optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+            return {"out": loss}
+
+    model = Pair()
+    model.compile()
+    model = npu.distribute.replicate(model)
+    x, _ = samples(41)
+    return outcome(model, model.fit(x, batch_size=10, epochs=2, shuffle=False, verbose=0))
+
+
+def body_step(kind: str, directory: str) -> Any:
+    """Other trainings with a step of the script's own."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    del directory
+    keras = tf.keras
+    more: dict[str, Any] = {}
+    x, y = _data()
+    batch, step = 10, _mean_step
+    if kind == "synchronised":
+        model = _model(step, keras.layers.BatchNormalization(synchronized=True, momentum=0.8))
+    elif kind == "variable":
+        moved = tf.Variable(0.0, trainable=False)
+
+        def step(self: Any, data: Any) -> Any:
+            moved.assign(0.5 * moved + tf.reduce_mean(data[0][:, 0]))
+            return _mean_step(self, data)
+
+        model = _model(step)
+        more["moved"] = moved
+    elif kind == "static size":
+        x, y, batch = x[:36], y[:36], 6
+
+        def step(self: Any, data: Any) -> Any:
+            return _mean_step(self, (data[0] + tf.zeros((data[0].shape[0], 6)), data[1]))
+
+        model = _model(step)
+    else:
+        assert kind == "of another model"  # whose step is part of this one's
+        inner = npu.distribute.replicate(_model(step))
+        inner.compile(keras.optimizers.SGD(0.1))
+
+        def step(self: Any, data: Any) -> Any:
+            return inner.train_step(data)
+
+        model = type("Outer", (keras.Model,), {"train_step": step})(inner.inputs, inner.outputs)
+    model.compile(keras.optimizers.SGD(0.1))
+    model = npu.distribute.replicate(model)
+    data: Any = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch, drop_remainder=kind == "static size")
+    history = model.fit(data, epochs=2, verbose=0)
+    return outcome(model, history, **{key: float(value) for key, value in more.items()})
+
+
+def body_float64(directory: str) -> Any:
+    """A model and data of float64, with weights that no binary number is equal to."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    del directory
+    keras = tf.keras
+    policies = keras.mixed_precision
+    before = keras.backend.floatx(), policies.global_policy()
+    keras.backend.set_floatx("float64")
+    policies.set_global_policy("float64")
+    try:
+        model = _model()
+        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+        x, y = _data(47)
+        model = npu.distribute.replicate(model)
+        x, y = x.astype(np.float64), y.astype(np.float64)
+        history = model.fit(x, y, batch_size=12, epochs=3, shuffle=False, verbose=0)
+        return outcome(model, history)
+    finally:
+        keras.backend.set_floatx(before[0])
+        policies.set_global_policy(before[1])
+
+
+def body_own_fit(names: str) -> list[bool]:
+    """Return in which epochs a callback that writes ran, in a model whose class has a ``fit`` that passes all on."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    keras = tf.keras
+    ran = []
+
+    class Log(keras.callbacks.CSVLogger):  # type: ignore[misc]
+        def on_train_begin(self, logs: Any = None) -> None:
+            ran.append(True)
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            ran.append("val_loss" in logs)
+
+        def on_train_end(self, logs: Any = None) -> None:
+            pass
+
+    class Own(keras.Sequential):  # type: ignore[misc]
+        if names == "none":
+
+            def fit(self, *args: Any, **kwargs: Any) -> Any:
+                return super().fit(*args, **kwargs)
+        else:
+
+            def fit(self, x: Any, y: Any = None, *args: Any, fast: bool = True, **kwargs: Any) -> Any:
+                return super().fit(x, y, *args, **kwargs)
+
+    model = Own([keras.Input([6]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x, y = _data(12)
+    data = npu.distribute.divided(tf.data.Dataset.from_tensor_slices((x, y)).batch(4))
+    model = npu.distribute.replicate(model)
+    if names == "none":
+        model.fit(x, y, 4, 2, 0, [Log("/nowhere/log.csv")], validation_data=data)
+    else:
+        model.fit(x, y, 4, epochs=2, verbose=0, callbacks=[Log("/nowhere/log.csv")], validation_data=data)
+    return ran
+
+
+def body_arguments() -> list[Any]:
+    """Return with which arguments Keras's step of an unbuilt model has called the script's own methods."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    keras = tf.keras
+    seen = []
+
+    class Own(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x: Any, training: Any = None) -> Any:
+            seen.append(("call", training, x.shape[0]))
+            return self.dense(x)
+
+        def compute_loss(self, *args: Any, training: Any = "not given", **kwargs: Any) -> Any:
+            seen.append(("compute_loss", training))
+            return super().compute_loss(*args, **kwargs)
+
+    model = Own()
+    model.compile("sgd", "mse")
+    x, y = _data(12)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(6, drop_remainder=True)
+    npu.distribute.replicate(model).fit(data, verbose=0)
+    return seen
+
+
+def body_first_axes(kind: str) -> str:
+    """Return the error of a batch whose tensors have no common length."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    model = _model(lambda self, data: {"loss": tf.reduce_sum(data["nodes"])})
+    model.compile("sgd")
+    model = npu.distribute.replicate(model)
+    graph = {"nodes": np.ones([7, 6], np.float32), "edges": np.zeros([12, 2], np.int32)}
+    dataset: Any = tf.data.Dataset.from_tensors(graph)
+    if kind == "divided":
+        dataset = npu.distribute.divided(dataset)
+    try:
+        model.fit(dataset, verbose=0)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def body_statement(kind: str) -> list[str]:
+    """Return the lines of the statement about learning rates and normalisation."""
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device._src.training.fit import statement
+    from npu_device._src.training.world import world
+
+    keras = tf.keras
+    normal = keras.layers.BatchNormalization
+    model = _model(None, normal(name="one"), normal(synchronized=True), normal(name="still", trainable=False))
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+    optimizers = keras.optimizers.legacy if kind == "legacy" else keras.optimizers
+    model.compile(optimizers.SGD(schedule), "mse")
+    npu.distribute.replicate(model)
+    return statement.lines(world(), model, 8, None)
