@@ -308,6 +308,30 @@ def body_arguments() -> list[Any]:
     return seen
 
 
+def body_old_division() -> tuple[int, int]:
+    """Return this rank's labelled and unlabelled samples of 5 and 10, divided as 0.1 did."""
+    import os
+
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    def step(self: Any, data: Any) -> Any:
+        seen.append((data[0].shape[0], data[1].shape[0]))
+        return {"loss": tf.reduce_sum(self(data[0]))}
+
+    seen: list[Any] = []
+    model = _model(step)
+    model.compile("sgd")
+    os.environ["NPU_DEVICE_DIVISION"] = "first"
+    try:
+        x, _ = samples(10)
+        npu.distribute.replicate(model).fit(tf.data.Dataset.from_tensors((x[:4], x)), verbose=0)
+    finally:
+        del os.environ["NPU_DEVICE_DIVISION"]
+    return seen[-1]
+
+
 def body_first_axes(kind: str) -> str:
     """Return the error of a batch whose tensors have no common length."""
     import tensorflow as tf

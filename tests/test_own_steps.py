@@ -66,6 +66,10 @@ def test_first_axes_that_are_not_samples(keras_two_ranks: Pool) -> None:
     assert keras_two_ranks.run(own_step_bodies.body_first_axes, "divided") == ["", ""]
 
 
+def test_the_division_of_0_1(keras_two_ranks: Pool) -> None:
+    assert keras_two_ranks.run(own_step_bodies.body_old_division) == [(2, 2), (2, 2)]
+
+
 def test_the_statement(keras_two_ranks: Pool, keras: str) -> None:
     for kind in ("new", *(["legacy"] if keras == "2" else [])):
         lines = keras_two_ranks.run(own_step_bodies.body_statement, kind)[0]

@@ -154,6 +154,14 @@ NPU_DEVICE_STEP_RANDOM = Variable(
     "`same` lets all ranks draw the same, so that gradients are noisier than on one process. `same` goes after 0.2.",
     everywhere=True,
 )
+NPU_DEVICE_DIVISION = Variable(
+    "NPU_DEVICE_DIVISION",
+    forms.one_of("alike", "first"),
+    "alike",
+    "how a replicated model divides a batch whose tensors have different lengths: `alike` cuts all at the same "
+    "fractions; `first` cuts all by the length of the first one, as before. `first` goes after 0.2.",
+    everywhere=True,
+)
 NPU_DEVICE_RESTART_COUNT = Variable(
     "NPU_DEVICE_RESTART_COUNT",
     forms.integer(0),

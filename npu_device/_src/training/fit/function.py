@@ -133,7 +133,7 @@ class Function:
         pulled = batches if several else pull(batches, compat.steps_per_call(model))
         own_data = bool(pulled) and is_divided(pulled[0])
         if pulled:
-            if not own_data:
+            if not own_data and environment.NPU_DEVICE_DIVISION.get() == "alike":
                 require_units(pulled[0], world.size)
             self.build(batches, pulled[0])
         if training or not self._replica.in_fit:

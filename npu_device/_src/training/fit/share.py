@@ -64,13 +64,14 @@ class Share:
         return tensor[: tf.where(self.units > 0, tf.shape(tensor)[0], 0)]
 
 
-def share_of_batch(data: Any, rank: int, size: int) -> Share:
+def share_of_batch(data: Any, rank: int, size: int, division: str = "alike") -> Share:
     """Cut this rank's share out of a batch that all ranks have.
 
     Args:
         data: nested tensors, dense, sparse or ragged, with the samples along their first dimension, and ``None``.
         rank: this rank.
         size: number of ranks.
+        division: ``"alike"``; or ``"first"`` to cut all tensors by the length of the first one, as 0.1 did.
 
     Returns:
         The rank's run of neighbouring units; runs differ by one unit at most. Sizes that are known stay known.
@@ -80,7 +81,7 @@ def share_of_batch(data: Any, rank: int, size: int) -> Share:
         raise ValueError(
             "there is no tensor with a batch dimension in the data that fit, evaluate or predict was given"
         )
-    total = _common_divisor(lengths)
+    total = lengths[0] if division == "first" else _common_divisor(lengths)
     begin, end = rank * total // size, (rank + 1) * total // size
     if isinstance(total, int):
         first = min(begin, max(total - 1, 0))
@@ -89,7 +90,7 @@ def share_of_batch(data: Any, rank: int, size: int) -> Share:
         first = tf.minimum(begin, tf.maximum(total - 1, 0))
         last = tf.maximum(end, first + 1)
 
-    return Share(run_of(data, total, first, last), end - begin, total)
+    return Share(run_of(data, total, first, last, division), end - begin, total)
 
 
 def lengths_of(data: Any) -> list[Number]:
@@ -102,7 +103,7 @@ def units_of(data: Any) -> Number:
     return _common_divisor(lengths_of(data))
 
 
-def run_of(data: Any, total: Number, first: Number, last: Number) -> Any:
+def run_of(data: Any, total: Number, first: Number, last: Number, division: str = "alike") -> Any:
     """Return a run of a batch's units: from the first to before the last of a total number."""
     several = len(lengths_of(data)) > 1
 
@@ -110,7 +111,7 @@ def run_of(data: Any, total: Number, first: Number, last: Number) -> Any:
         if not _is_divisible(leaf):
             return leaf
         length = length_of(leaf)
-        unit = length // _at_least_1(total) if several and length is not total else 1
+        unit = length // _at_least_1(total) if several and division == "alike" else 1
         return _cut(leaf, first * unit, last * unit)
 
     return tf.nest.map_structure(cut, data)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Callable
 import numpy as np
 import tensorflow as tf
 
-from npu_device._src import compat
+from npu_device._src import compat, environment
 from npu_device._src.training.fit import batch_norm
 from npu_device._src.training.fit.current import CurrentStep, current_step, running
 from npu_device._src.training.fit.losses_metrics import Losses, Metrics
@@ -85,7 +85,7 @@ def divide(world: World, batch: Any) -> Share:
     """Return this rank's share of a batch."""
     if is_divided(batch):
         return share_of_divided(batch, world.add_up)
-    return share_of_batch(batch, world.rank, world.size)
+    return share_of_batch(batch, world.rank, world.size, environment.NPU_DEVICE_DIVISION.get())
 
 
 # Stepped.
