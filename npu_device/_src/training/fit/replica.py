@@ -127,7 +127,8 @@ class Replica:
                 self._depth -= 1
             if not self.train.has_begun:  # no epoch was left to train
                 start.synchronise(self.world, self.model, training=True)
-            warn_if_different(self.world, training_state.weights(self.model))  # and so waits for rank 0's files
+            variables = [*training_state.weights(self.model), *training_state.loose_variables(self.model)]
+            warn_if_different(self.world, variables)  # and so waits for rank 0's files
             return history
 
         return fit
