@@ -16,7 +16,7 @@ help:
 	@echo "make test-quick   run a representative part of it"
 	@echo "make test-full    run the suite with every combination of ranks, Keras and backend"
 	@echo "make test-gpu     run the tests of GPUs, if there is one"
-	@echo "make test-matrix  run the suite on the default, the oldest and the newest TensorFlow (each in its own .venv-…)"
+	@echo "make test-matrix  run the suite on the default, the oldest and the newest TensorFlow, and test-canary (each in its own .venv-…)"
 	@echo "make test-canary  run a representative part on the next TensorFlow, with Keras 3"
 	@echo "make lint         check style and types"
 	@echo "make check        build the wheel, install it into a fresh environment, and test it outside the repository"
@@ -42,7 +42,7 @@ test-gpu: $(STAMP)
 
 # The oldest TensorFlow that the package works with (Python 3.9 to 3.11), and the newest in the registry. The model
 # garden's example is skipped there, because the garden pins its own TensorFlow.
-test-matrix: test .venv-oldest/.installed .venv-newest/.installed
+test-matrix: test .venv-oldest/.installed .venv-newest/.installed test-canary
 	.venv-oldest/bin/python -m pytest $(PARALLEL)
 	.venv-newest/bin/python -m pytest $(PARALLEL)
 

@@ -27,7 +27,7 @@ def body_variables(root: int) -> Any:
     matrix = tf.Variable(tf.fill([2, 3], float(rank)))
     empty = tf.Variable(tf.zeros([0, 2]))
     npu.distribute.broadcast([*variables, odd, scalar], root_rank=root)
-    npu.distribute.broadcast((matrix, empty), root)
+    npu.distribute.broadcast({"matrix": matrix, "rest": [empty]}, root)
     alone = tf.Variable(rank)
     npu.distribute.broadcast(alone, root)
     npu.distribute.broadcast([], root_rank=root)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,8 @@ def body_optimizers() -> list[float]:
 
 
 def test_two_optimizers_of_one_id(two_ranks: Pool) -> None:
+    if importlib.util.find_spec("tf_keras") is None:
+        pytest.skip("needs tf-keras")
     assert two_ranks.run(body_optimizers) == [[-1.5, -15.0]] * 2
 
 

@@ -166,13 +166,18 @@ def test_platforms_that_say_too_little(variables: dict[str, str], expected: str)
     assert b"ran\n" not in done.stdout
 
 
-def test_two_nodes_of_a_platform_meet(tmp_path: Path) -> None:
+@pytest.mark.parametrize("platform", ["PET", "SKYPILOT"])
+def test_two_nodes_of_a_platform_meet(platform: str, tmp_path: Path) -> None:
     path = script(tmp_path, "import os; print(os.environ['RANK_ID'], 'of', os.environ['RANK_SIZE'])")
     port = str(free_port())
+    sky = {**SKY_0, "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1"}
+    variables, options = (
+        ({**NODE_0, "PET_MASTER_PORT": port}, []) if platform == "PET" else (sky, ["--master-port", port])
+    )
     nodes = [
         subprocess.Popen(
-            [*NPURUN, path],
-            env=environment(**{**NODE_0, "PET_NODE_RANK": str(node), "PET_MASTER_PORT": port}),
+            [*NPURUN, *options, path],
+            env=environment(**{**variables, f"{platform}_NODE_RANK": str(node)}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
@@ -181,7 +186,7 @@ def test_two_nodes_of_a_platform_meet(tmp_path: Path) -> None:
     outputs = [node.communicate(timeout=60) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
     assert b"0 of 2" in outputs[0][0] and b"1 of 2" in outputs[1][0]
-    assert b"PET_NNODES and others of the platform say that this is node 1 of 2" in outputs[1][1]
+    assert b" and others of the platform say that this is node 1 of 2" in outputs[1][1]
 
 
 def test_aoe_mode_4_is_as_strict_as_tune(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import clean_environment
 from test_membership import CM, given, membership, refused, table, tf_config
 
 from npu_device._src import environment
@@ -119,13 +120,24 @@ def test_alone(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> No
     ],
     ids=str,
 )
-def test_not_alone_in_one_of_several_processes(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    text = refused(monkeypatch, **variables)
+def test_not_alone_in_one_of_several_processes(variables: dict[str, str]) -> None:
     name = next(iter(variables))
-    assert f"{name} is {variables[name][-1]}: " in text
-    assert "npurun" in text and "NPU_DEVICE_LAUNCHER=off" in text
-    with pytest.raises(ClusterError, match="nothing gives this one a rank"):
-        world_size_from_environment()
+    for call in ("world_size_from_environment", "membership_from_environment"):
+        text = process(call, **variables)
+        assert f"ClusterError: {name} is {variables[name][-1]}: " in text
+        assert "npurun" in text and "NPU_DEVICE_LAUNCHER=off" in text
+    assert process("world_size_from_environment", **variables, NPU_DEVICE_LAUNCHER="off") == "1"
+
+
+def process(call: str, **variables: str) -> str:
+    """Return what a process of its own finds in these variables."""
+    code = f"from npu_device._src.membership import schemes\ntry: print(schemes.{call}())\n"
+    code += "except Exception as error: print(f'{type(error).__name__}: {error}')"
+    environment = {**clean_environment(), **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    return done.stdout.strip()
 
 
 # One launcher
