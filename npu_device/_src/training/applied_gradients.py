@@ -89,7 +89,7 @@ class AppliedGradients:
 
     def find_keras(self) -> None:
         """Wrap the methods of each Keras that has been imported since the last call."""
-        if self._missing.isdisjoint(sys.modules):
+        if not any(name in sys.modules for name in self._missing):  # at each call: there are thousands of modules
             return
         done = {(kind, name) for kind, name, _, _ in self._replaced}
         for kind, name in compat.optimizer_methods():
