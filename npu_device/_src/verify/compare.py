@@ -51,7 +51,6 @@ class Deviation:
 
     Attributes:
         step: number of the step, from 1.
-        optimizer: number of the optimizer.
         variable: its name.
         ratio: the multiple of one process's that it is; None if it points elsewhere.
         off: the difference, relative to one process's norm.
@@ -59,7 +58,6 @@ class Deviation:
     """
 
     step: int
-    optimizer: int
     variable: str
     ratio: float | None
     off: float
@@ -120,7 +118,7 @@ def deviations(
             ratio = float(np.dot(c, a) / np.dot(a, a))
             rest = float(np.linalg.norm(c - ratio * a)) / max(abs(ratio) * size, 1e-30)
             pure = rest <= max(_PURE, allowed) and abs(ratio - 1) > _PURE
-            found.append(Deviation(number, 0, name, ratio if pure else None, off, allowed))
+            found.append(Deviation(number, name, ratio if pure else None, off, allowed))
     return found
 
 

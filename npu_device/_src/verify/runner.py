@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Callable
 
+from npu_device._src import environment
 from npu_device._src.verify import file_shadow
 from npu_device._src.verify.process_settings import FAILED, Settings
 
@@ -68,7 +69,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 def main(arguments: Sequence[str]) -> None:
     """Run a script and record its steps."""
     settings = Settings.read(arguments[0])
-    rank = int(os.environ.get("RANK_ID") or 0) if settings.ranks > 1 else 0
+    rank = (environment.RANK_ID.get() or 0) if settings.ranks > 1 else 0
     script, sys.argv = arguments[1], list(arguments[1:])
     _seed()
     recorders: list[Any] = []

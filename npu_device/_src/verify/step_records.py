@@ -39,7 +39,7 @@ class Recorder:
 
     def __init__(self, settings: Settings, rank: int) -> None:
         self.settings = settings
-        self.facts: dict[str, Any] = {"variables": {}, "notes": [], "calls": []}
+        self.facts: dict[str, Any] = {"variables": {}, "calls": []}
         self._folder = settings.folder(rank)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._file = (self._folder / STEPS).open("w", encoding="utf-8")
