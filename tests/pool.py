@@ -7,6 +7,7 @@ session.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import tempfile
@@ -19,7 +20,8 @@ from answers import Answer
 from forked import Process
 from ranks import clean_environment, table_environment
 
-_WORKER = str(Path(__file__).parent / "pool_worker.py")
+_HERE = Path(__file__).parent
+_WORKER = str(_HERE / "pool_worker.py")
 _TAIL_LINES = 40
 _REPETITIONS = 3  # of a body that has left something
 
@@ -46,6 +48,8 @@ class Pool:
             self._connections = self._accept(listener)
 
     def _start(self, arguments: list[str], environment: dict[str, str]) -> list[Any]:
+        # Bodies may import benchmarks/, as this process does; it isn't installed.
+        environment = {**environment, "PYTHONPATH": os.pathsep.join([environment["PYTHONPATH"], str(_HERE.parent)])}
         directory = Path(self._directory.name)
         tables = [table_environment(directory, self.size, rank) if self.size > 1 else {} for rank in range(self.size)]
         return [Process(arguments, {**environment, **table}) for table in tables]
