@@ -24,9 +24,9 @@ class NpuSide:
 
     def __init__(self, rank: int, ranks: int) -> None:
         npu.open().as_default()
-        running = current()
-        assert running is not None
-        self._runtime = running
+        job = current()
+        assert job is not None
+        self._job = job
         self._rank = rank
         self._ranks = ranks
         self._trainees: dict[str, Trainee] = {}
@@ -74,7 +74,7 @@ class NpuSide:
     def traced_training(self, model: str) -> Callable[[], tf.Tensor]:
         """Return the training step with the default split and the iteration trace."""
         if trace.running() is None:
-            trace.start(self._runtime, Settings(Path(tempfile.mkdtemp(prefix="npu_trace_"))))
+            trace.start(self._job, Settings(Path(tempfile.mkdtemp(prefix="npu_trace_"))))
         return self.training(model, True, None)
 
     def untraced_training(self, model: str) -> Callable[[], tf.Tensor]:

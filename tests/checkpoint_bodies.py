@@ -253,7 +253,7 @@ def body_two_ask(gives_up: bool) -> int:
     """
     ranks = world()
     assert ranks is not None
-    health, everyone = ranks.runtime.health, range(ranks.size)
+    health, everyone = ranks.job.health, range(ranks.size)
     watch = preemption.Preemption(health, ranks.size, signal.SIGUSR2, 20.0)
     ranks.wait()
 

@@ -34,14 +34,14 @@ def group(kind: str) -> Any:
     from npu_device._src.collectives.group import WORLD_GROUP, Group
     from npu_device._src.training import device
 
-    runtime = device.cluster_runtime()
-    assert runtime is not None
-    rank = runtime.cluster.rank
-    ranks = members(runtime.cluster.world_size, rank, kind)
-    return runtime, Group(WORLD_GROUP if kind == "world" else "parity", ranks, ranks.index(rank))
+    job = device.running_job()
+    assert job is not None
+    rank = job.cluster.rank
+    ranks = members(job.cluster.world_size, rank, kind)
+    return job, Group(WORLD_GROUP if kind == "world" else "parity", ranks, ranks.index(rank))
 
 
-def all_to_all(runtime: Any, tensor: Any, mine: Any) -> Any:
+def all_to_all(job: Any, tensor: Any, mine: Any) -> Any:
     """``all_to_all_v`` of equal blocks of the first dimension."""
     import tensorflow as tf
 
@@ -49,7 +49,7 @@ def all_to_all(runtime: Any, tensor: Any, mine: Any) -> Any:
 
     counts = tf.fill([mine.size], tf.size(tensor) // mine.size)
     places = tf.cumsum(counts, exclusive=True)
-    moved = all_to_all_v(runtime, tf.reshape(tensor, [-1]), counts, places, counts, places, mine)
+    moved = all_to_all_v(job, tf.reshape(tensor, [-1]), counts, places, counts, places, mine)
     return tf.ensure_shape(tf.reshape(moved, tf.shape(tensor)), tensor.shape)
 
 

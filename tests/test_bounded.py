@@ -152,10 +152,10 @@ def body_many_at_once() -> tuple[list[float], int]:
     from npu_device._src.collectives.engines.tensorflow.keys import RING, sequence_of
     from npu_device._src.collectives.ops import all_reduce
 
-    runtime, mine = group("world")
-    rings = sequence_of(runtime, mine)._drawn
+    job, mine = group("world")
+    rings = sequence_of(job, mine)._drawn
     before = len(rings)
-    sums = in_graph(lambda value: [all_reduce(runtime, value + float(n), "sum", mine)[-1] for n in range(5 * RING)])
+    sums = in_graph(lambda value: [all_reduce(job, value + float(n), "sum", mine)[-1] for n in range(5 * RING)])
     for _ in range(3):
         found = [float(one) for one in sums(tf.zeros([1357]))]
     return found, len(rings) - before
@@ -217,7 +217,7 @@ def body_graphs(known: bool) -> dict[str, int]:
     from npu_device._src.collectives.moves import all_gather_v
     from npu_device._src.collectives.ops import broadcast
 
-    runtime, mine = group("world")
+    job, mine = group("world")
 
     def lists(values: list[tf.Tensor]) -> Any:
         slices = tf.IndexedSlices(values[0][tf.newaxis], tf.constant([0]), tf.constant([4, 8]))
@@ -238,8 +238,8 @@ def body_graphs(known: bool) -> dict[str, int]:
         )
 
     def others(values: list[tf.Tensor]) -> Any:
-        sent = all_to_all(runtime, tf.tile(values[1], [mine.size]), mine)
-        return [sent, all_gather_v(runtime, values[1], mine), broadcast(runtime, values, 0, mine)]
+        sent = all_to_all(job, tf.tile(values[1], [mine.size]), mine)
+        return [sent, all_gather_v(job, values[1], mine), broadcast(job, values, 0, mine)]
 
     def alive_after(call: Any) -> int:
         graphs = []

@@ -80,22 +80,22 @@ def body_gradients(mode: str) -> dict[str, Any]:
     from npu_device._src.collectives.moves import all_gather, all_gather_v, all_to_all_v, all_to_all_vc
     from npu_device._src.collectives.ops import broadcast, reduce, reduce_scatter
 
-    runtime, mine = group("world")
+    job, mine = group("world")
     size, me = mine.size, mine.rank
     matrix = counts(size)
     row, column = matrix[me], matrix[:, me]
     calls = {
-        "all_gather": lambda x: all_gather(runtime, x, mine),
-        "all_gather_v": lambda x: all_gather_v(runtime, x[: me + 1], mine),
-        "all_to_all": lambda x: all_to_all(runtime, x, mine),
-        "all_to_all_v": lambda x: all_to_all_v(runtime, x, row, apart(row), column, apart(column), mine),
-        "all_to_all_vc": lambda x: all_to_all_vc(runtime, x, matrix, mine),
-        "broadcast": lambda x: broadcast(runtime, [x], size - 1, mine)[0],
+        "all_gather": lambda x: all_gather(job, x, mine),
+        "all_gather_v": lambda x: all_gather_v(job, x[: me + 1], mine),
+        "all_to_all": lambda x: all_to_all(job, x, mine),
+        "all_to_all_v": lambda x: all_to_all_v(job, x, row, apart(row), column, apart(column), mine),
+        "all_to_all_vc": lambda x: all_to_all_vc(job, x, matrix, mine),
+        "broadcast": lambda x: broadcast(job, [x], size - 1, mine)[0],
     }
     for reduction in ("sum", "mean"):
-        calls[f"reduce {reduction}"] = lambda x, how=reduction: reduce(runtime, x, how, size - 1, mine)
+        calls[f"reduce {reduction}"] = lambda x, how=reduction: reduce(job, x, how, size - 1, mine)
     for reduction in ("sum", "mean", "max"):
-        calls[f"reduce_scatter {reduction}"] = lambda x, how=reduction: reduce_scatter(runtime, x, how, mine)
+        calls[f"reduce_scatter {reduction}"] = lambda x, how=reduction: reduce_scatter(job, x, how, mine)
 
     def derivatives(call: Any, x: Any) -> Any:
         with tf.GradientTape() as outer:

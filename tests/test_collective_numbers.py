@@ -46,7 +46,7 @@ def body_operations(slots: bool, edge_bytes: int = SLOT) -> tuple[list[Any], int
     from npu_device._src.collectives.moves import all_gather
     from npu_device._src.collectives.ops import all_reduce, broadcast, reduce, reduce_scatter
 
-    runtime, mine = group("world")
+    job, mine = group("world")
     size, rank = mine.size, mine.rank
     wrong: list[Any] = []
     tried = checksum = 0
@@ -65,21 +65,21 @@ def body_operations(slots: bool, edge_bytes: int = SLOT) -> tuple[list[Any], int
             tensor = tf.constant(_mine(rank, length, dtype))
             for how in COMBINE:
                 expected = _expected(size, length, dtype, how)
-                reduced = all_reduce(runtime, tensor, how, mine)
+                reduced = all_reduce(job, tensor, how, mine)
                 check(reduced, expected, "all_reduce", name, how, length)
                 checksum = zlib.crc32(np.asarray(reduced).tobytes(), checksum)
                 if how in ("sum", "mean"):
-                    root = reduce(runtime, tensor, how, size - 1, mine)
+                    root = reduce(job, tensor, how, size - 1, mine)
                     right = expected if rank == size - 1 else np.zeros_like(expected)
                     check(root, right, "reduce", name, how, length)
                 rows = length // size
-                block = reduce_scatter(runtime, tensor[: rows * size], how, mine)
+                block = reduce_scatter(job, tensor[: rows * size], how, mine)
                 check(block, expected[rank * rows : (rank + 1) * rows], "reduce_scatter", name, how, length)
             everybody = [_mine(member, length, dtype) for member in range(size)]
-            check(all_gather(runtime, tensor, mine), np.concatenate(everybody), "all_gather", name, length)
-            check(broadcast(runtime, [tensor], 1, mine)[0], everybody[1], "broadcast", name, length)
+            check(all_gather(job, tensor, mine), np.concatenate(everybody), "all_gather", name, length)
+            check(broadcast(job, [tensor], 1, mine)[0], everybody[1], "broadcast", name, length)
             blocks = [other[rank * rows : (rank + 1) * rows] for other in everybody]
-            check(all_to_all(runtime, tensor[: rows * size], mine), np.concatenate(blocks), "all_to_all", name, length)
+            check(all_to_all(job, tensor[: rows * size], mine), np.concatenate(blocks), "all_to_all", name, length)
     edges = (SLOT // 2, (1 << 20) // 2, RING // 2) if slots else (max(edge_bytes // 4, 3), (1 << 20) // 2)
     for name, compression in (("float32", "fp16"), ("float64", "fp16"), ("float32", "bf16")):
         for edge in edges:
@@ -114,17 +114,17 @@ def body_messages() -> tuple[tuple[list[Any], int, int], int, int]:
     from npu_device._src.collectives.engines.tensorflow.keys import sequence_of
     from npu_device._src.collectives.ops import all_reduce
 
-    runtime, mine = group("world")
+    job, mine = group("world")
 
     def keys() -> int:
-        return sum(count for _, count in sequence_of(runtime, mine)._drawn.values())
+        return sum(count for _, count in sequence_of(job, mine)._drawn.values())
 
     with small_data_in_messages() as room:
         found = body_operations(False, room)
         taken = []
         for length in (256, 257):
             before = keys()
-            all_reduce(runtime, tf.zeros([length]), "sum", mine)
+            all_reduce(job, tf.zeros([length]), "sum", mine)
             taken.append(keys() - before)
     return found, taken[0], taken[1]
 
@@ -144,12 +144,12 @@ def body_mixed() -> list[list[float]]:
 
     from npu_device._src.collectives.ops import all_reduce
 
-    runtime, mine = group("world")
+    job, mine = group("world")
 
     def total(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         with tf.GradientTape() as tape:
             tape.watch(value)
-            reduced = all_reduce(runtime, value, "sum", mine)
+            reduced = all_reduce(job, value, "sum", mine)
         return reduced, tape.gradient(reduced, value, tf.cast(mine.rank, tf.float32) * reduced)
 
     with small_data_in_messages():
@@ -210,7 +210,7 @@ def body_equal() -> list[Any]:
     import npu_device as npu
     from npu_device._src.collectives.ops import all_reduce, reduce, reduce_scatter
 
-    runtime, mine = group("world")
+    job, mine = group("world")
     wrong = []
     for dtype in (tf.float16, tf.bfloat16, tf.float32, tf.float64):
         if dtype.size == 2:  # all numbers whose sum float32 holds; TensorFlow takes the smallest of bfloat16 for zero
@@ -225,9 +225,9 @@ def body_equal() -> list[Any]:
         slices = npu.distribute.all_reduce(tf.IndexedSlices(same[:100], index, tf.constant([100])), "mean")
         none = npu.distribute.all_reduce(tf.IndexedSlices(same[:100], index, tf.constant([100_000])), "mean")
         found = {
-            "all_reduce": (all_reduce(runtime, same, "mean", mine), same),
+            "all_reduce": (all_reduce(job, same, "mean", mine), same),
             "compressed": (npu.distribute.all_reduce(tf.cast(same, tf.float64), "mean", compression="fp16"), None),
-            "reduce_scatter": (reduce_scatter(runtime, same, "mean", mine), same[mine.rank * rows :][:rows]),
+            "reduce_scatter": (reduce_scatter(job, same, "mean", mine), same[mine.rank * rows :][:rows]),
             "dense slices": (tf.convert_to_tensor(slices), same[:100]),
             "gathered slices": (none.values, same[:100]),
         }
@@ -236,14 +236,14 @@ def body_equal() -> list[Any]:
         else:
             found["compressed"] = (found["compressed"][0], tf.cast(tf.cast(same, tf.float16), tf.float64))
         if mine.rank == 0:
-            found["reduce"] = (reduce(runtime, same, "mean", 0, mine), same)
+            found["reduce"] = (reduce(job, same, "mean", 0, mine), same)
         else:
-            reduce(runtime, same, "mean", 0, mine)
+            reduce(job, same, "mean", 0, mine)
         ones = tf.ones([5], dtype)
         for name, call in (("all_reduce", all_reduce), ("reduce", lambda r, x, h, g: reduce(r, x, h, 0, g))):
             with tf.GradientTape() as tape:
                 tape.watch(ones)
-                result = call(runtime, ones, "mean", mine)
+                result = call(job, ones, "mean", mine)
             [gradient] = tape.gradient([result], [ones])
             share = 1 if name == "all_reduce" else 1 / tf.cast(mine.size, dtype)
             found[f"gradient of {name}"] = (gradient, ones * share)
@@ -262,13 +262,13 @@ def body_block() -> list[bool]:
 
     from npu_device._src.collectives.ops import all_reduce, reduce_scatter
 
-    runtime, mine = group("world")
+    job, mine = group("world")
     same = []
     for name in FLOATS:
         tensor = tf.cast(tf.random.stateless_normal([mine.size * 50_000], [mine.rank, 7]), name)
         for how in COMBINE:
-            whole = np.asarray(all_reduce(runtime, tensor, how, mine))
-            block = np.asarray(reduce_scatter(runtime, tensor, how, mine))
+            whole = np.asarray(all_reduce(job, tensor, how, mine))
+            block = np.asarray(reduce_scatter(job, tensor, how, mine))
             same.append(block.tobytes() == whole[mine.rank * 50_000 :][:50_000].tobytes())
     return same
 

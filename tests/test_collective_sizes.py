@@ -19,23 +19,23 @@ def body_empty(mode: str) -> dict[str, Any]:
     from npu_device._src.collectives.moves import all_gather, all_gather_v, all_to_all_vc
     from npu_device._src.collectives.ops import all_reduce, broadcast, reduce, reduce_scatter
 
-    runtime, mine = group("world")
+    job, mine = group("world")
 
     def operations(none: tf.Tensor, wide: tf.Tensor) -> list[tf.Tensor]:
         matrix = tf.zeros([mine.size, mine.size], tf.int32)
         results = [
-            all_gather(runtime, none, mine),
-            all_gather(runtime, wide, mine),
-            all_gather_v(runtime, none, mine),
-            all_to_all(runtime, none, mine),
-            all_to_all_vc(runtime, tf.reshape(none, [-1]), matrix, mine),
-            *broadcast(runtime, [none, wide], 0, mine),
+            all_gather(job, none, mine),
+            all_gather(job, wide, mine),
+            all_gather_v(job, none, mine),
+            all_to_all(job, none, mine),
+            all_to_all_vc(job, tf.reshape(none, [-1]), matrix, mine),
+            *broadcast(job, [none, wide], 0, mine),
         ]
         if none.dtype != tf.bool:
             results += [
-                all_reduce(runtime, none, "sum", mine),
-                reduce(runtime, none, "sum", 0, mine),
-                reduce_scatter(runtime, none, "sum", mine),
+                all_reduce(job, none, "sum", mine),
+                reduce(job, none, "sum", 0, mine),
+                reduce_scatter(job, none, "sum", mine),
             ]
         return results
 
@@ -67,7 +67,7 @@ def body_unknown() -> dict[str, Any]:
     from npu_device._src.collectives.moves import all_gather, all_to_all_v
     from npu_device._src.collectives.ops import broadcast, reduce_scatter
 
-    runtime, mine = group("world")
+    job, mine = group("world")
     size = mine.size
 
     def check(signature: Any, dtype: str) -> list[Any]:
@@ -75,11 +75,11 @@ def body_unknown() -> dict[str, Any]:
             packed = tf.cumsum(counts, exclusive=True)
             flat = tf.reshape(tensor, [-1])
             return [
-                all_gather(runtime, tensor, mine),
-                all_to_all(runtime, tensor, mine),
-                reduce_scatter(runtime, tensor, "sum", mine),
-                *broadcast(runtime, [tensor, flat], 1, mine),
-                all_to_all_v(runtime, flat, counts, packed, counts, packed, mine),
+                all_gather(job, tensor, mine),
+                all_to_all(job, tensor, mine),
+                reduce_scatter(job, tensor, "sum", mine),
+                *broadcast(job, [tensor, flat], 1, mine),
+                all_to_all_v(job, flat, counts, packed, counts, packed, mine),
             ]
 
         call = in_graph(operations, input_signature=[tf.TensorSpec(signature, dtype), tf.TensorSpec([None], tf.int32)])
@@ -87,7 +87,7 @@ def body_unknown() -> dict[str, Any]:
         return [value.numpy() for value in call(tensor, tf.fill([size], 3))]
 
     def not_divisible(tensor: tf.Tensor) -> tf.Tensor:
-        return reduce_scatter(runtime, tensor, "sum", mine)
+        return reduce_scatter(job, tensor, "sum", mine)
 
     try:
         in_graph(not_divisible, input_signature=[tf.TensorSpec([None])])(tf.zeros([size + 1]))
@@ -123,16 +123,16 @@ def body_small() -> list[Any]:
     from npu_device._src.collectives.moves import all_gather
     from npu_device._src.collectives.ops import all_reduce, broadcast, reduce
 
-    runtime, mine = group("world")
+    job, mine = group("world")
     byte = tf.constant([mine.rank + 1], tf.uint8)
     scalar = tf.constant(mine.rank + 1.5)
     return [
-        all_reduce(runtime, byte, "sum", mine).numpy().tolist(),
-        all_gather(runtime, byte, mine).numpy().tolist(),
-        broadcast(runtime, [byte, scalar, byte], 1, mine)[0].numpy().tolist(),
-        broadcast(runtime, [byte, scalar, byte], 1, mine)[1].numpy().tolist(),
-        all_reduce(runtime, scalar, "max", mine).numpy().tolist(),
-        float(reduce(runtime, scalar, "min", 0, mine)),
+        all_reduce(job, byte, "sum", mine).numpy().tolist(),
+        all_gather(job, byte, mine).numpy().tolist(),
+        broadcast(job, [byte, scalar, byte], 1, mine)[0].numpy().tolist(),
+        broadcast(job, [byte, scalar, byte], 1, mine)[1].numpy().tolist(),
+        all_reduce(job, scalar, "max", mine).numpy().tolist(),
+        float(reduce(job, scalar, "min", 0, mine)),
     ]
 
 
@@ -156,16 +156,16 @@ def body_large(operation: str) -> tuple[float, float, bool]:
             [line] = [line for line in status if line.startswith(which)]
         return int(line.split()[1]) * 1024
 
-    runtime, mine = group("world")
+    job, mine = group("world")
     tensor = tf.fill([LARGE // 4], float(mine.rank + 1))
     with open("/proc/self/clear_refs", "w") as reset:
         reset.write("5")  # forget the highest mark
     before = resident("VmRSS")
     began = time.monotonic()
     if operation == "all_reduce":
-        result, expected = all_reduce(runtime, tensor, "sum", mine), 3.0
+        result, expected = all_reduce(job, tensor, "sum", mine), 3.0
     else:
-        [result], expected = broadcast(runtime, [tensor], 1, mine), 2.0
+        [result], expected = broadcast(job, [tensor], 1, mine), 2.0
     peak = resident("VmHWM") - before
     elapsed = time.monotonic() - began
     return elapsed, peak, bool(tf.reduce_all(result == expected))

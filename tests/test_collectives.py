@@ -54,31 +54,31 @@ def body_moves(kind: str, mode: str, dtypes: tuple[str, ...]) -> dict[str, dict[
     from npu_device._src.collectives.moves import all_gather, all_gather_v, all_to_all_v, all_to_all_vc, receive, send
     from npu_device._src.collectives.ops import broadcast
 
-    runtime, mine = group(kind)
+    job, mine = group(kind)
     size, me = mine.size, mine.rank
     matrix = counts(size)
 
     def moves(tensor: tf.Tensor) -> dict[str, tf.Tensor]:
         flat = tf.reshape(tensor, [-1])
         results = {
-            "all_gather": all_gather(runtime, tensor, mine),
-            "all_gather_v": all_gather_v(runtime, tensor[: me + 1], mine),
-            "all_to_all": all_to_all(runtime, tensor, mine),
+            "all_gather": all_gather(job, tensor, mine),
+            "all_gather_v": all_gather_v(job, tensor[: me + 1], mine),
+            "all_to_all": all_to_all(job, tensor, mine),
             "all_to_all_v": all_to_all_v(
-                runtime, flat, matrix[me], apart(matrix[me]), matrix[:, me], apart(matrix[:, me]), mine
+                job, flat, matrix[me], apart(matrix[me]), matrix[:, me], apart(matrix[:, me]), mine
             ),
-            "all_to_all_vc": all_to_all_vc(runtime, flat, matrix, mine),
-            "broadcast": broadcast(runtime, [flat[:1], tensor], size - 1, mine)[1],
+            "all_to_all_vc": all_to_all_vc(job, flat, matrix, mine),
+            "broadcast": broadcast(job, [flat[:1], tensor], size - 1, mine)[1],
         }
         if size > 1:
             if me == 0:
-                send(runtime, tensor[0], 7, size - 1, mine)
+                send(job, tensor[0], 7, size - 1, mine)
             elif me == size - 1:
-                results["receive"] = receive(runtime, [3], tensor.dtype, 7, 0, mine)
+                results["receive"] = receive(job, [3], tensor.dtype, 7, 0, mine)
         return results
 
     call = in_graph(moves) if mode == "graph" else moves
-    rank = runtime.cluster.rank
+    rank = job.cluster.rank
     return {
         dtype: {
             name: (value.dtype.name, plain(value))
@@ -132,21 +132,21 @@ def body_reductions(kind: str, mode: str, dtypes: tuple[str, ...]) -> dict[str, 
 
     from npu_device._src.collectives.ops import all_reduce, reduce, reduce_scatter
 
-    runtime, mine = group(kind)
+    job, mine = group(kind)
 
     def reductions(tensor: tf.Tensor) -> dict[Any, tf.Tensor]:
         results = {}
         for reduction in REDUCTIONS:
-            results["all_reduce", reduction] = all_reduce(runtime, tensor, reduction, mine)
-            results["reduce", reduction] = reduce(runtime, tensor, reduction, mine.size - 1, mine)
-            results["reduce_scatter", reduction] = reduce_scatter(runtime, tensor, reduction, mine)
+            results["all_reduce", reduction] = all_reduce(job, tensor, reduction, mine)
+            results["reduce", reduction] = reduce(job, tensor, reduction, mine.size - 1, mine)
+            results["reduce_scatter", reduction] = reduce_scatter(job, tensor, reduction, mine)
         return results
 
     call = in_graph(reductions) if mode == "graph" else reductions
     return {
         dtype: {
             key: (value.dtype.name, plain(value))
-            for key, value in call(tf.cast(values(runtime.cluster.rank, (2 * mine.size, 3)), dtype)).items()
+            for key, value in call(tf.cast(values(job.cluster.rank, (2 * mine.size, 3)), dtype)).items()
         }
         for dtype in dtypes
         if dtype not in OTHERS
@@ -185,17 +185,17 @@ def body_bits() -> dict[str, Any]:
     from npu_device._src.collectives.moves import all_gather
     from npu_device._src.collectives.ops import all_reduce
 
-    runtime, mine = group("world")
+    job, mine = group("world")
     bits = np.frombuffer(np.random.default_rng(mine.rank).bytes(96), np.uint8)
     results = {}
     for dtype in ("float16", "bfloat16", "float32", "float64", "uint64", "int64", "complex64", "int8"):
         size = tf.as_dtype(dtype).size
         own = tf.bitcast(tf.reshape(bits, [-1, size]) if size > 1 else bits, dtype)
-        gathered = all_gather(runtime, own, mine)
+        gathered = all_gather(job, own, mine)
         results[dtype] = gathered.numpy().tobytes()
     high = tf.constant([2**63 + mine.rank, 5 + mine.rank, 2**64 - 1], tf.uint64)
     for reduction in ("min", "max", "sum"):
-        results[reduction] = all_reduce(runtime, high, reduction, mine).numpy().tolist()
+        results[reduction] = all_reduce(job, high, reduction, mine).numpy().tolist()
     return results
 
 
@@ -218,7 +218,7 @@ def body_loop() -> Any:
     from npu_device._src.collectives.moves import all_gather_v
     from npu_device._src.collectives.ops import reduce_scatter
 
-    runtime, mine = group("world")
+    job, mine = group("world")
 
     exchange, gather, scatter = as_they_are(all_to_all, all_gather_v, reduce_scatter)
 
@@ -227,9 +227,9 @@ def body_loop() -> Any:
         block = tf.fill([mine.size], float(mine.rank + 1))
         total = tf.constant(0.0)
         for step in tf.range(steps):
-            moved = exchange(runtime, block + tf.cast(step, tf.float32), mine)
-            rows = gather(runtime, moved[: mine.rank + 1], mine)
-            total += tf.reduce_sum(scatter(runtime, moved, "sum", mine)) + tf.reduce_sum(rows)
+            moved = exchange(job, block + tf.cast(step, tf.float32), mine)
+            rows = gather(job, moved[: mine.rank + 1], mine)
+            total += tf.reduce_sum(scatter(job, moved, "sum", mine)) + tf.reduce_sum(rows)
         return total
 
     return [float(loop(tf.constant(5))), float(loop(tf.constant(5)))]
@@ -250,14 +250,14 @@ def body_barrier() -> tuple[float, float, int]:
 
     from npu_device._src.collectives.ops import barrier
 
-    runtime, mine = group("world")
-    barrier(runtime, mine)
+    job, mine = group("world")
+    barrier(job, mine)
     began = time.monotonic()
     if mine.rank == mine.size - 1:
         time.sleep(0.5)
-    came = barrier(runtime, mine)
+    came = barrier(job, mine)
     waited = time.monotonic() - began
-    came_in_graph = in_graph(lambda: barrier(runtime, mine))()
+    came_in_graph = in_graph(lambda: barrier(job, mine))()
     return waited, int(came), int(came_in_graph)
 
 

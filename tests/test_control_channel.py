@@ -310,8 +310,8 @@ def test_a_host_that_is_cut_off_is_noticed_on_both_sides(tmp_path: Path) -> None
     path.write_text(
         READY
         + """
-from npu_device._src.training.device import cluster_runtime
-health = cluster_runtime().health
+from npu_device._src.training.device import running_job
+health = running_job().health
 while not health.is_over:
     time.sleep(0.05)
 print("noticed at", time.time(), flush=True)

@@ -18,7 +18,7 @@ def body_ring(length: int) -> Any:
 
     from npu_device._src.collectives.moves import receive, send
 
-    runtime, mine = group("world")
+    job, mine = group("world")
     send_as_it_is, receive_as_it_is = as_they_are(send, receive)
     following, before = (mine.rank + 1) % mine.size, (mine.rank - 1) % mine.size
 
@@ -26,8 +26,8 @@ def body_ring(length: int) -> Any:
     def ring(steps: tf.Tensor) -> tf.Tensor:
         value = tf.fill([length], tf.cast(mine.rank, tf.int16))
         for _ in tf.range(steps):
-            send_as_it_is(runtime, value, 3, following, mine)  # everybody sends before anybody receives
-            value = receive_as_it_is(runtime, [length], tf.int16, 3, before, mine)
+            send_as_it_is(job, value, 3, following, mine)  # everybody sends before anybody receives
+            value = receive_as_it_is(job, [length], tf.int16, 3, before, mine)
         return value
 
     return ring(tf.constant(1)).numpy(), ring(tf.constant(mine.size)).numpy()
@@ -48,23 +48,23 @@ def body_tags() -> Any:
 
     from npu_device._src.collectives.moves import receive, send
 
-    runtime, mine = group("world")
+    job, mine = group("world")
     last = mine.size - 1
 
     def crossed() -> list[tf.Tensor]:
         if mine.rank == 0:
             for tag in (1, 2, 3):
-                send(runtime, tf.fill([4], float(tag)), tag, last, mine)
+                send(job, tf.fill([4], float(tag)), tag, last, mine)
         elif mine.rank == last:
-            return [receive(runtime, [4], tf.float32, tag, 0, mine) for tag in (3, 1, 2)]
+            return [receive(job, [4], tf.float32, tag, 0, mine) for tag in (3, 1, 2)]
         return []
 
     found = [value.numpy().tolist() for value in in_graph(crossed)()]
     for call in range(3):  # the same tag again and again is a queue
         if mine.rank == 0:
-            send(runtime, tf.constant([call, call]), 1, last, mine)
+            send(job, tf.constant([call, call]), 1, last, mine)
         elif mine.rank == last:
-            found.append(receive(runtime, (2,), tf.int32, 1, 0, mine).numpy().tolist())
+            found.append(receive(job, (2,), tf.int32, 1, 0, mine).numpy().tolist())
     return found
 
 
@@ -80,11 +80,11 @@ def body_small() -> list[list[float]]:
 
     from npu_device._src.collectives.moves import receive, send
 
-    runtime, mine = group("world")
+    job, mine = group("world")
     to, source = (mine.rank + 1) % mine.size, (mine.rank - 1) % mine.size
 
     def to_the_next(value: tf.Tensor) -> None:
-        send(runtime, value, 5, to, mine)
+        send(job, value, 5, to, mine)
 
     sending = in_graph(to_the_next, input_signature=[tf.TensorSpec([None])])
     found = []
@@ -92,7 +92,7 @@ def body_small() -> list[list[float]]:
         for length in (3, 256, 257, 0, 5000, 1):
             if mine.rank % 2 == 0:
                 sending(tf.fill([length], float(mine.rank)))
-            got = receive(runtime, [length], tf.float32, 5, source, mine).numpy()
+            got = receive(job, [length], tf.float32, 5, source, mine).numpy()
             if mine.rank % 2 == 1:
                 to_the_next(tf.fill([length], float(mine.rank)))
             assert len(got) == length
@@ -111,11 +111,11 @@ def body_refusals() -> dict[str, str]:
 
     from npu_device._src.collectives.moves import receive, send
 
-    runtime, mine = group("world")
+    job, mine = group("world")
 
     def refusal(operation: Any, *arguments: Any) -> str:
         try:
-            operation(runtime, *arguments, mine)
+            operation(job, *arguments, mine)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return "accepted"

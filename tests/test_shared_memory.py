@@ -30,8 +30,8 @@ rank = npu.open().worker_id
 def shared():
     from npu_device._src.collectives import choice as backend, group
     from npu_device._src.training import device
-    runtime = device.cluster_runtime()
-    return backend.backend_name(runtime, group.group_of(runtime, "hccl_world_group"), [tf.float32]) == "shared_memory"
+    job = device.running_job()
+    return backend.backend_name(job, group.group_of(job, "hccl_world_group"), [tf.float32]) == "shared_memory"
 """
 
 

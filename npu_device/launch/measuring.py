@@ -19,11 +19,11 @@ def main() -> None:
     file, largest = Path(sys.argv[1]), int(sys.argv[2])
     freed_memory.keep()  # as a training process does, which allocates much else
     device.open()
-    runtime = device.cluster_runtime()
-    if runtime is None:
+    job = device.running_job()
+    if job is None:
         sys.exit("there is nothing to measure with a single rank")
-    cost = measure(runtime, group_of(runtime, WORLD_GROUP), largest)
-    if runtime.cluster.rank == 0:
+    cost = measure(job, group_of(job, WORLD_GROUP), largest)
+    if job.cluster.rank == 0:
         cost.write(file)
 
 

@@ -61,13 +61,13 @@ class Facts:
     clock: float | None
 
 
-def collect(runtime: Job | None) -> Facts:
+def collect(job: Job | None) -> Facts:
     """Collect this rank's facts. Every rank of a job calls this, since the clocks are compared."""
     host, address = "node0", "127.0.0.1"  # npurun's names, for a single rank
     ahead: float | None = 0.0
-    if runtime is not None:
-        host, address = runtime.cluster.host, runtime.cluster.addresses[runtime.cluster.rank]
-        measured = clock.measure(runtime)
+    if job is not None:
+        host, address = job.cluster.host, job.cluster.addresses[job.cluster.rank]
+        measured = clock.measure(job)
         ahead = None if measured.error_us is None else -measured.offset_us / 1e6
     interface, cores = interface_of(address), os.sched_getaffinity(0)
     return Facts(
@@ -80,7 +80,7 @@ def collect(runtime: Job | None) -> Facts:
         chosen=next((variable.name for variable in _CHOOSING if variable.is_set()), "the route to node 0"),
         versions=_versions(),
         cores=sorted(cores),
-        share=len(cores) if runtime is None else runtime.cores,
+        share=len(cores) if job is None else job.cores,
         quota=_quota(),
         free=_free_memory(),
         copy=_copy_speed(),

@@ -38,28 +38,28 @@ class LinkSpeed:
     speed: float
 
 
-def unreachable(runtime: Job, servers: tuple[str, ...]) -> dict[int, str]:
+def unreachable(job: Job, servers: tuple[str, ...]) -> dict[int, str]:
     """Connect to the server of one rank on each other host, the one with this rank's place among those of its host.
 
     Args:
-        runtime: the running cluster.
+        job: the job.
         servers: each rank's ``host:port``.
 
     Returns:
         Where and what happened, by rank, for those that can't be reached.
     """
-    targets = list(_peers(runtime)) if servers else []
+    targets = list(_peers(job)) if servers else []
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         outcomes = pool.map(lambda rank: _connect(servers[rank]), targets)
         return {rank: f"{servers[rank]}: {outcome}" for rank, outcome in zip(targets, outcomes) if outcome}
 
 
-def _peers(runtime: Job) -> Iterator[int]:
-    hosts = runtime.cluster.hosts
+def _peers(job: Job) -> Iterator[int]:
+    hosts = job.cluster.hosts
     for host in dict.fromkeys(hosts):
         ranks = [rank for rank, other in enumerate(hosts) if other == host]
-        if host != runtime.cluster.host:
-            yield ranks[min(runtime.cluster.local_rank, len(ranks) - 1)]
+        if host != job.cluster.host:
+            yield ranks[min(job.cluster.local_rank, len(ranks) - 1)]
 
 
 def _connect(server: str) -> str:
@@ -73,26 +73,26 @@ def _connect(server: str) -> str:
         return (error.strerror or str(error)).lower()
 
 
-def measure(runtime: Job, leaders: list[int], timeout: float) -> LinkSpeed | str:
+def measure(job: Job, leaders: list[int], timeout: float) -> LinkSpeed | str:
     """Measure the link from this host to the next one. All hosts do so at once, as in a ring.
 
     Args:
-        runtime: the running cluster.
+        job: the job.
         leaders: one rank of each host, at least two; each of them calls this.
         timeout: seconds to wait for the others.
 
     Returns:
         The link, or why it could not be measured.
     """
-    round_trip = _with_next(runtime, leaders, timeout, _answer, _ping)
-    speed = _with_next(runtime, leaders, timeout, _drain, _stream)
+    round_trip = _with_next(job, leaders, timeout, _answer, _ping)
+    speed = _with_next(job, leaders, timeout, _drain, _stream)
     if isinstance(round_trip, float) and isinstance(speed, float):
         return LinkSpeed(round_trip, speed)
     return round_trip if isinstance(round_trip, str) else str(speed)
 
 
 def _with_next(
-    runtime: Job,
+    job: Job,
     leaders: list[int],
     timeout: float,
     serve: Callable[[socket.socket], None],
@@ -103,13 +103,13 @@ def _with_next(
     Returns:
         The result of ``talk``, or why there is none.
     """
-    cluster, peers = runtime.cluster, runtime.peers
+    cluster, peers = job.cluster, job.peers
     place = leaders.index(cluster.rank)
     following, previous = leaders[(place + 1) % len(leaders)], leaders[place - 1]
     name = f"check/{talk.__name__}"
     number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
-    peers.open(runtime.store)
-    runtime.store.gather_from(name, None, leaders, timeout)
+    peers.open(job.store)
+    job.store.gather_from(name, None, leaders, timeout)
     until = time.monotonic() + _ANSWER_SECONDS
     with _serving(lambda: peers.accept(previous, number, lambda: time.monotonic() > until), serve):
         try:

@@ -38,40 +38,38 @@ class CheckResult:
 def check() -> CheckResult:
     """Open this rank's device, and check. Every rank of the job calls this."""
     device.open()
-    runtime = device.cluster_runtime()
-    found = judge.Findings([collect(None)]) if runtime is None else _found(runtime)
+    job = device.running_job()
+    found = judge.Findings([collect(None)]) if job is None else _found(job)
     problems = judge.problems(found)
-    is_main = runtime is None or runtime.cluster.rank == 0
+    is_main = job is None or job.cluster.rank == 0
     report = check_page.text(found, problems, judge.warnings(found)) if is_main else ""
-    return CheckResult(
-        not problems, check_page.verdict(problems), report, runtime is None or runtime.cluster.local_rank == 0
-    )
+    return CheckResult(not problems, check_page.verdict(problems), report, job is None or job.cluster.local_rank == 0)
 
 
-def _found(runtime: Job) -> judge.Findings:
+def _found(job: Job) -> judge.Findings:
     """Find out everything, the same on all ranks."""
-    store, cluster = runtime.store, runtime.cluster
-    facts = [Facts(**each) for each in store.gather("check/facts", asdict(collect(runtime)), _SECONDS)]
+    store, cluster = job.store, job.cluster
+    facts = [Facts(**each) for each in store.gather("check/facts", asdict(collect(job)), _SECONDS)]
     hosts = list(dict.fromkeys(cluster.hosts))
     leaders = [cluster.hosts.index(host) for host in hosts]
     failed = {
-        **links.unreachable(runtime, runtime.peers.addresses),
-        **links.unreachable(runtime, runtime.server_addresses),
+        **links.unreachable(job, job.peers.addresses),
+        **links.unreachable(job, job.server_addresses),
     }
     unreachable = [
         {int(rank): what for rank, what in each.items()} for each in store.gather("check/unreachable", failed, _SECONDS)
     ]
-    engine, ports = explained(runtime, group_of(runtime, WORLD_GROUP)), open_ports(runtime)
-    sharing = runtime.hosts.problems
+    engine, ports = explained(job, group_of(job, WORLD_GROUP)), open_ports(job)
+    sharing = job.hosts.problems
     if any(unreachable):  # a collective would wait for the stall watch
         return judge.Findings(facts, engine, ports, sharing, unreachable)
     leads, several = cluster.rank in leaders, len(hosts) > 1
-    link = links.measure(runtime, leaders, _SECONDS) if leads and several else None
-    engines = _engines(runtime) if several else []  # before the first tensor
-    right = speeds.sum_is_right(runtime)
-    within = speeds.within(runtime)
+    link = links.measure(job, leaders, _SECONDS) if leads and several else None
+    engines = _engines(job) if several else []  # before the first tensor
+    right = speeds.sum_is_right(job)
+    within = speeds.within(job)
     store.barrier("check/within", _SECONDS)
-    between = speeds.between(runtime, leaders, engines) if leads and several else None
+    between = speeds.between(job, leaders, engines) if leads and several else None
     mine = [asdict(link) if isinstance(link, LinkSpeed) else link, right, within, between]
     measured = store.gather("check/speeds", mine, _SECONDS)
     found_links = {
@@ -88,32 +86,32 @@ def _found(runtime: Job) -> judge.Findings:
         found_links,
         _slowest(within for _, _, within, _ in measured),
         {name: _slowest(between[name] for *_, between in measured if between) for name in engines},
-        runtime.hosts.engine,
+        job.hosts.engine,
         all(right for _, right, *_ in measured),
     )
 
 
-def _engines(runtime: Job) -> list[str]:
+def _engines(job: Job) -> list[str]:
     """Return the engines that can be measured between the hosts, that in use first; the same on all ranks."""
-    found = [runtime.hosts.engine, *(["mpi"] if runtime.mpi_world else [])]
-    if _has_server(runtime):
+    found = [job.hosts.engine, *(["mpi"] if job.mpi_world else [])]
+    if _has_server(job):
         found.append("tensorflow")
     return list(dict.fromkeys([*found, "tcp"]))
 
 
-def _has_server(runtime: Job) -> bool:
+def _has_server(job: Job) -> bool:
     """Return whether TensorFlow's servers can be reached. They are started now if the job's engine doesn't need them,
     and if there are ports for them.
     """
-    if runtime.server_addresses:
+    if job.server_addresses:
         return True
-    ports, hosts = environment.NPU_DEVICE_PORT_RANGE.get(), runtime.cluster.hosts
+    ports, hosts = environment.NPU_DEVICE_PORT_RANGE.get(), job.cluster.hosts
     most = 2 * max(map(hosts.count, hosts)) + 1
-    if runtime.hosts.late or (ports is not None and ports[1] - ports[0] + 1 < most):
+    if job.hosts.late or (ports is not None and ports[1] - ports[0] + 1 < most):
         return False
-    server.start(runtime)
-    failed = links.unreachable(runtime, runtime.server_addresses)
-    return not any(runtime.store.gather("check/servers", len(failed), _SECONDS))
+    server.start(job)
+    failed = links.unreachable(job, job.server_addresses)
+    return not any(job.store.gather("check/servers", len(failed), _SECONDS))
 
 
 def _slowest(seconds: Iterable[list[float] | None]) -> list[float]:

@@ -22,44 +22,44 @@ _SECONDS = 1.0  # for each size, if that is enough for the fewest repeats
 _FEWEST, _MOST = 3, 50
 
 
-def sum_is_right(runtime: Job) -> bool:
+def sum_is_right(job: Job) -> bool:
     """Return whether a sum over all ranks is what it should be. Every rank calls this."""
-    rank, size = runtime.cluster.rank, runtime.cluster.world_size
-    total = all_reduce(runtime, tf.fill([_ELEMENTS], float(rank + 1)), "sum", group_of(runtime, WORLD_GROUP))
+    rank, size = job.cluster.rank, job.cluster.world_size
+    total = all_reduce(job, tf.fill([_ELEMENTS], float(rank + 1)), "sum", group_of(job, WORLD_GROUP))
     return bool(tf.reduce_all(total == size * (size + 1) / 2))
 
 
-def within(runtime: Job) -> list[float] | None:
+def within(job: Job) -> list[float] | None:
     """Return the seconds of an all_reduce of the ranks of this host, for each size; None for a single rank."""
-    cluster = runtime.cluster
+    cluster = job.cluster
     ranks = [rank for rank, host in enumerate(cluster.hosts) if host == cluster.host]
-    return _by_size(runtime, _WITHIN, ranks) if len(ranks) > 1 else None
+    return _by_size(job, _WITHIN, ranks) if len(ranks) > 1 else None
 
 
-def between(runtime: Job, leaders: list[int], engines: Sequence[str]) -> dict[str, list[float]]:
+def between(job: Job, leaders: list[int], engines: Sequence[str]) -> dict[str, list[float]]:
     """Return the seconds of an all_reduce of one rank per host, for each engine and size. The leaders call this."""
-    chosen, found = runtime.hosts, {}
+    chosen, found = job.hosts, {}
     try:
         for name in engines:
-            runtime.hosts = replace(chosen, engine=name)
-            found[name] = _by_size(runtime, f"{_BETWEEN}_{name}", leaders)
+            job.hosts = replace(chosen, engine=name)
+            found[name] = _by_size(job, f"{_BETWEEN}_{name}", leaders)
     finally:
-        runtime.hosts = chosen
+        job.hosts = chosen
     return found
 
 
-def _by_size(runtime: Job, name: str, ranks: list[int]) -> list[float]:
-    group = Group(name, tuple(ranks), ranks.index(runtime.cluster.rank))
-    return [_median_seconds(runtime, group, size) for size in SIZES]
+def _by_size(job: Job, name: str, ranks: list[int]) -> list[float]:
+    group = Group(name, tuple(ranks), ranks.index(job.cluster.rank))
+    return [_median_seconds(job, group, size) for size in SIZES]
 
 
-def _median_seconds(runtime: Job, group: Group, size: int) -> float:
+def _median_seconds(job: Job, group: Group, size: int) -> float:
     """Return the seconds of one of several calls, each of which begins when the one before has ended on all ranks."""
     value = tf.ones([size // 4])
 
     @tf.function(autograph=False)
     def reduce(tensor: tf.Tensor) -> tf.Tensor:
-        return all_reduce(runtime, tensor, "mean", group)
+        return all_reduce(job, tensor, "mean", group)
 
     called = reduce.get_concrete_function(value)
 
@@ -69,6 +69,6 @@ def _median_seconds(runtime: Job, group: Group, size: int) -> float:
         return time.perf_counter() - began
 
     seconds()  # the first call makes connections
-    slowest = float(all_reduce(runtime, tf.constant(seconds(), tf.float64), "max", group))  # the same on all ranks
+    slowest = float(all_reduce(job, tf.constant(seconds(), tf.float64), "max", group))  # the same on all ranks
     repeats = min(_MOST, max(_FEWEST, int(_SECONDS / slowest)))
     return statistics.median(seconds() for _ in range(repeats))

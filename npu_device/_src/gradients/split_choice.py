@@ -46,11 +46,11 @@ class _SharedSplits:
     where: str
 
 
-def send_splits(runtime: Job) -> None:
+def send_splits(job: Job) -> None:
     """Send the splits that rank 0 knows to every rank, with ``NPU_DEVICE_SPLIT=auto``; called once the cluster runs.
 
     Args:
-        runtime: the running cluster. Every rank calls this.
+        job: the job. Every rank calls this.
 
     Raises:
         ValueError: ``NPU_DEVICE_SPLIT`` is malformed.
@@ -59,14 +59,14 @@ def send_splits(runtime: Job) -> None:
     if environment.NPU_DEVICE_SPLIT.get() != "auto":
         return
     shared: dict[str, Any]
-    if runtime.cluster.rank == 0:
+    if job.cluster.rank == 0:
         found = [asdict(split) for split in load_all()]
         shared = {"processor": processor_of_this_host(), "splits": found, "where": str(directory())}
-        runtime.store.set(_KEY, json.dumps(shared))
+        job.store.set(_KEY, json.dumps(shared))
     else:
-        shared = json.loads(runtime.store.get(_KEY, environment.HCCL_CONNECT_TIMEOUT.get()))
+        shared = json.loads(job.store.get(_KEY, environment.HCCL_CONNECT_TIMEOUT.get()))
     splits = [SavedSplit.from_dict(split) for split in shared["splits"]]
-    runtime.add(_SharedSplits(shared["processor"], splits, shared["where"]))
+    job.add(_SharedSplits(shared["processor"], splits, shared["where"]))
 
 
 def ends_for(sizes: Sequence[int], dtype: str, group: str) -> list[int] | None:
@@ -99,10 +99,10 @@ def ends_for(sizes: Sequence[int], dtype: str, group: str) -> list[int] | None:
     return _found(job, shared, sizes, dtype, group)
 
 
-def _found(runtime: Job, shared: _SharedSplits, sizes: Sequence[int], dtype: str, group: str) -> list[int] | None:
+def _found(job: Job, shared: _SharedSplits, sizes: Sequence[int], dtype: str, group: str) -> list[int] | None:
     model = fingerprint(dtype, sizes)
-    backend = backend_name(runtime, group_of(runtime, group), [tf.as_dtype(dtype)])
-    place = place_of(runtime.cluster.hosts, backend, shared.processor)
+    backend = backend_name(job, group_of(job, group), [tf.as_dtype(dtype)])
+    place = place_of(job.cluster.hosts, backend, shared.processor)
     same_model = [split for split in shared.splits if (split.model, split.group) == (model, group)]
     for split in same_model:
         if split.place == place:

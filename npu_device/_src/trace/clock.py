@@ -28,24 +28,24 @@ class Offset:
     error_us: float | None
 
 
-def measure(runtime: Job) -> Offset:
+def measure(job: Job) -> Offset:
     """Compare clocks. Every rank calls this; rank 0 answers all hosts, one after the other.
 
     Returns:
         The offset, the same on all ranks of a host. Where rank 0 doesn't trace it is unknown, which is logged.
     """
-    cluster = runtime.cluster
+    cluster = job.cluster
     asking = [rank for rank, host in enumerate(cluster.hosts) if host not in cluster.hosts[:rank]][1:]
     try:
         if cluster.rank == 0:
             for rank in asking:
-                _answer(runtime, rank)
+                _answer(job, rank)
         if cluster.hosts[cluster.rank] == cluster.hosts[0]:
             return Offset(0.0, 0.0)
         first = cluster.hosts.index(cluster.hosts[cluster.rank])
         if cluster.rank == first:
-            runtime.store.set(f"{_KEY}/found/{first}", json.dumps(asdict(_ask(runtime))))
-        return Offset(**json.loads(runtime.store.get(f"{_KEY}/found/{first}", environment.HCCL_CONNECT_TIMEOUT.get())))
+            job.store.set(f"{_KEY}/found/{first}", json.dumps(asdict(_ask(job))))
+        return Offset(**json.loads(job.store.get(f"{_KEY}/found/{first}", environment.HCCL_CONNECT_TIMEOUT.get())))
     except TimeoutError as error:
         _log.warning(
             "rank %d: the clocks of the hosts could not be compared (%s); times of different hosts don't belong "
@@ -56,20 +56,20 @@ def measure(runtime: Job) -> Offset:
         return Offset(0.0, None)
 
 
-def _answer(runtime: Job, rank: int) -> None:
+def _answer(job: Job, rank: int) -> None:
     timeout = environment.HCCL_CONNECT_TIMEOUT.get()
     for number in range(_ROUNDS):
-        runtime.store.get(f"{_KEY}/ask/{rank}/{number}", timeout)
-        runtime.store.set(f"{_KEY}/answer/{rank}/{number}", repr(time.time()))
+        job.store.get(f"{_KEY}/ask/{rank}/{number}", timeout)
+        job.store.set(f"{_KEY}/answer/{rank}/{number}", repr(time.time()))
 
 
-def _ask(runtime: Job) -> Offset:
-    rank, timeout = runtime.cluster.rank, environment.HCCL_CONNECT_TIMEOUT.get()
+def _ask(job: Job) -> Offset:
+    rank, timeout = job.cluster.rank, environment.HCCL_CONNECT_TIMEOUT.get()
     rounds = []
     for number in range(_ROUNDS):
         before = time.time()
-        runtime.store.set(f"{_KEY}/ask/{rank}/{number}", "")
-        there = float(runtime.store.get(f"{_KEY}/answer/{rank}/{number}", timeout))
+        job.store.set(f"{_KEY}/ask/{rank}/{number}", "")
+        there = float(job.store.get(f"{_KEY}/answer/{rank}/{number}", timeout))
         after = time.time()
         rounds.append((after - before, there - (before + after) / 2))
     took, offset = min(rounds)

@@ -33,16 +33,16 @@ class Tracer:
     """Takes the points of this rank's iterations.
 
     Args:
-        runtime: the running cluster. Every rank makes a tracer.
+        job: the job. Every rank makes a tracer.
         settings: what is traced.
 
     Raises:
         OSError: the directory can't be written.
     """
 
-    def __init__(self, runtime: Job, settings: Settings) -> None:
-        cluster = runtime.cluster
-        offset = clock.measure(runtime)
+    def __init__(self, job: Job, settings: Settings) -> None:
+        cluster = job.cluster
+        offset = clock.measure(job)
         head = RankTrace(
             rank=cluster.rank,
             world_size=cluster.world_size,
@@ -118,9 +118,9 @@ def running() -> Tracer | None:
     return None if job is None else job.part(Tracer)
 
 
-def start(runtime: Job, settings: Settings) -> None:
+def start(job: Job, settings: Settings) -> None:
     """Start a trace, which ends with the job. Every rank calls this; see ``Tracer``."""
-    runtime.add(Tracer(runtime, settings))
+    job.add(Tracer(job, settings))
 
 
 def stop() -> None:

@@ -45,8 +45,8 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
 
     Source: Ascend TF Adapter 2.x, ``npu.distribute.shard_and_rebatch_dataset``.
     """
-    runtime = device.unless_child()
-    place = device.parent_of_this_process() if runtime is None else runtime.cluster
+    job = device.unless_child()
+    place = device.parent_of_this_process() if job is None else job.cluster
     if place is None:
         return dataset, global_bs
     rank, world_size = place.rank, place.world_size
@@ -66,10 +66,10 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
             f"{world_size} ranks.\n"
             f"What to do: use a multiple of {world_size}, for instance {below} or {below + world_size}."
         )
-    if runtime is not None:
+    if job is not None:
         if rank == 0:
             _warn_if_uneven(dataset, batch_size, world_size)
-        runtime.made(DividedData).compare(runtime, dataset)
+        job.made(DividedData).compare(job, dataset)
     return dataset.shard(world_size, rank), batch_size // world_size
 
 

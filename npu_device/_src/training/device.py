@@ -1,8 +1,8 @@
 """Opening and closing: ``npu.open()`` joins the job that the environment describes, and returns this rank's handle.
 
-Without distributed environment variables nothing is started. The calls of ``npu.distribute`` get the running cluster
-from here; if the script forgot ``npu.open()``, they open it themselves as long as that is still possible, and raise
-otherwise: a rank that trains alone while it believes it is one of four is worse than any error.
+Without distributed environment variables nothing is started. The calls of ``npu.distribute`` get the job from here; if
+the script forgot ``npu.open()``, they open it themselves as long as that is still possible, and raise otherwise: a rank
+that trains alone while it believes it is one of four is worse than any error.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class NpuDeviceHandle:
     def scope(self) -> Any:
         """Return a context manager that places operations on this rank's device: its GPU if any, else its CPU."""
         kind = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
-        running = jobs.current()
-        return tf.device(running.device(kind) if running else f"/device:{kind}:0")
+        job = jobs.current()
+        return tf.device(job.device(kind) if job else f"/device:{kind}:0")
 
     def is_cluster_worker(self) -> bool:
         """Return True when this process is one of several workers."""
@@ -146,10 +146,10 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
             compat.renew_context_of_graphs()
             cluster, channel = rendezvous.meet(mine)
             parent_rank.mark(cluster)  # before TensorFlow's threads start: C programs may read the environment
-            running = jobs.start(cluster, channel, mine.starts_hub, mine.secret)
+            job = jobs.start(cluster, channel, mine.starts_hub, mine.secret)
             if mine.under_mpiexec:
                 jobs.on_exit(last_words.allow_time())
-            _begin(running, trace_settings, seed)
+            _begin(job, trace_settings, seed)
         except ChildOfRankError as child:  # it was started before its parent's open, or without its parent's mark
             parent_rank.mark_as_child(child.parent)
             return open(device_id)
@@ -199,26 +199,26 @@ def _require_same_job(opened: NpuDeviceHandle, device_id: int | None) -> None:
         )
 
 
-def _begin(running: Job, trace_settings: Settings | None, seed: int | None) -> None:
+def _begin(job: Job, trace_settings: Settings | None, seed: int | None) -> None:
     """Prepare the first collective together with the other ranks; a rank that fails here tells the others."""
     try:
-        running.threads, running.sessions = CallingThreads(), Sessions(running)
-        running.stall_watch = StallWatch(running)
-        seeds.require_same(running, seed)
-        found = detect_hosts(running, gpus.choose_device(running.cluster))
-        hosts = running.hosts = choose_engine(running, found)
-        resources.count_cores(running)
-        resources.divide_cores(running)
-        gpus.prepare(running, hosts)
+        job.threads, job.sessions = CallingThreads(), Sessions(job)
+        job.stall_watch = StallWatch(job)
+        seeds.require_same(job, seed)
+        found = detect_hosts(job, gpus.choose_device(job.cluster))
+        hosts = job.hosts = choose_engine(job, found)
+        resources.count_cores(job)
+        resources.divide_cores(job)
+        gpus.prepare(job, hosts)
         if not hosts.share_memory:
-            running.peers.open(running.store)
+            job.peers.open(job.store)
         if hosts.needs_server:
-            server.start(running)
-        send_splits(running)
-        _start_trace(running, trace_settings)
-        last_word = LastWord(running)
-        running.add(last_word)
-        running.add(AppliedGradients(running, last_word))
+            server.start(job)
+        send_splits(job)
+        _start_trace(job, trace_settings)
+        last_word = LastWord(job)
+        job.add(last_word)
+        job.add(AppliedGradients(job, last_word))
     except BaseException as error:
         parent_rank.unmark()
         cause = jobs.abandon(error)
@@ -235,8 +235,8 @@ def close() -> None:
     """
     global _handle, _seed
     _handle = _seed = None
-    running = jobs.current()
-    if running is not None and running.is_parents:
+    job = jobs.current()
+    if job is not None and job.is_parents:
         return
     tracer = trace.running()
     jobs.close()
@@ -249,25 +249,25 @@ def handle() -> NpuDeviceHandle | None:
     return _handle
 
 
-def cluster_runtime() -> Job | None:
-    """Return the running cluster, opened now if the script hasn't done so; None on a single device.
+def running_job() -> Job | None:
+    """Return the job, opened now if the script hasn't done so; None on a single device.
 
     Raises:
         RuntimeError: the environment names several workers, but the cluster can't be joined any more.
         ValueError: a malformed environment variable.
     """
-    running = jobs.current()
+    job = jobs.current()
     parent = parent_of_this_process()
     if parent is not None:
         raise ClusterError(
             f"this process ({os.getpid()}) is a child of {parent}, and no rank: it takes part in no collective "
             f"operation.\nWhat to do: make the call in the rank's own process, outside of workers. {_TO_BE_A_RANK}"
         )
-    if running is not None:
-        watching = running.part(AppliedGradients)
+    if job is not None:
+        watching = job.part(AppliedGradients)
         if watching is not None:
             watching.find_keras()
-        return running
+        return job
     if schemes.world_size_from_environment() == 1:
         return None
     _log.warning(
@@ -278,18 +278,18 @@ def cluster_runtime() -> Job | None:
 
 
 def unless_child() -> Job | None:
-    """Return the running cluster as ``cluster_runtime``; None also in a child process of a rank, where there is nothing
+    """Return the job as ``running_job``; None also in a child process of a rank, where there is nothing
     to do for calls that begin or prepare training.
     """
-    return None if parent_of_this_process() else cluster_runtime()
+    return None if parent_of_this_process() else running_job()
 
 
 def parent_of_this_process() -> ParentRank | None:
     """Return the rank that has started this process, or has been forked; None if this isn't a child of a rank."""
-    running = jobs.current()
-    if running is None:
+    job = jobs.current()
+    if job is None:
         return parent_rank.inherited()
-    return ParentRank.of(running.cluster, running.pid) if running.is_parents else None
+    return ParentRank.of(job.cluster, job.pid) if job.is_parents else None
 
 
 def _tell_once(parent: ParentRank) -> None:
@@ -304,13 +304,13 @@ def _tell_once(parent: ParentRank) -> None:
         )
 
 
-def _start_trace(running: Job, wanted: Settings | None) -> None:
+def _start_trace(job: Job, wanted: Settings | None) -> None:
     tuning = global_options().aoe_config
     if wanted is None and (tuning.aoe_mode.typed or environment.AOE_MODE.get()) == "4":
-        wanted = aoe.begin(running, Path(tuning.work_path.typed))
+        wanted = aoe.begin(job, Path(tuning.work_path.typed))
     if wanted is not None:
-        trace.start(running, wanted)
-        running.serves_others = running.serves_others or running.cluster.rank == 0  # for the report on all ranks
+        trace.start(job, wanted)
+        job.serves_others = job.serves_others or job.cluster.rank == 0  # for the report on all ranks
         atexit.register(close)  # and so runs before the cluster's own shutdown, which is registered at its start
 
 

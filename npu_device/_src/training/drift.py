@@ -61,13 +61,13 @@ class Drift:
 
         Every rank has to call this. In a graph, it adds the operations that do it.
         """
-        runtime, group = self._world.runtime, self._world.group
+        job, group = self._world.job, self._world.group
         numbers, amounts = tf.TensorSpec([None], tf.int64), tf.TensorSpec([None], tf.float64)
         [digests] = call_now(self._all_digests, [due], [numbers])
-        [values] = call_now(self._different_values, [all_gather(runtime, digests, group)], [amounts])
-        [roots] = broadcast(runtime, [values], 0, group)
+        [values] = call_now(self._different_values, [all_gather(job, digests, group)], [amounts])
+        [roots] = broadcast(job, [values], 0, group)
         [apart] = call_now(self._distances, [roots], [amounts])
-        return call_now(self._tell, [all_gather(runtime, apart, group)], [tf.TensorSpec([], tf.int64)])[0]
+        return call_now(self._tell, [all_gather(job, apart, group)], [tf.TensorSpec([], tf.int64)])[0]
 
     def _all_digests(self, _: Any) -> list[Any]:
         return [np.array([zlib.crc32(repr(digest).encode()) for digest in self._digests], np.int64)]
@@ -93,13 +93,13 @@ class Drift:
         text = self._text(distances.reshape(self._world.size, -1))
         self._values, self._digests, self._mine = (), (), []
         if environment.NPU_DEVICE_DRIFT.get() == "error":
-            raise RuntimeError(f"rank {self._world.runtime.cluster.rank}: {text}")
+            raise RuntimeError(f"rank {self._world.job.cluster.rank}: {text}")
         if self._world.rank == 0:
             _log.warning("%s\nThis optimizer is not audited any more.", text)
         return [np.int64(NEVER)]
 
     def _text(self, distances: np.ndarray) -> str:
-        ranks, cluster = self._world.group.ranks, self._world.runtime.cluster
+        ranks, cluster = self._world.group.ranks, self._world.job.cluster
         names = [self._names[place] for place in self._different]
         before = "" if self._equal_after is None else f" (after step {self._equal_after} they were equal)"
         far = [place for place in range(len(ranks)) if self._differs[place].any()]

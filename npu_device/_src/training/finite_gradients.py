@@ -46,7 +46,7 @@ def checked(
 
     def report() -> tf.Tensor:
         kinds = tf.stack([_kind(mine[place]) for place in present])
-        everybody = all_gather(world.runtime, kinds, world.group)
+        everybody = all_gather(world.job, kinds, world.group)
 
         def tell(everybody: Any, steps: Any) -> list[Any]:
             raise RuntimeError(_text(world, int(steps), names, everybody.reshape(world.size, -1)))
@@ -68,7 +68,7 @@ def _kind(gradient: Any) -> tf.Tensor:
 
 
 def _text(world: World, steps: int, names: Sequence[str], kinds: np.ndarray) -> str:
-    ranks, cluster = world.group.ranks, world.runtime.cluster
+    ranks, cluster = world.group.ranks, world.job.cluster
     bad = [place for place in range(world.size) if kinds[place].any()]
     lines = cluster.lines({ranks[place]: _row(names, kinds[place]) for place in bad}, SHOWN_RANKS)
     head = (

@@ -94,11 +94,11 @@ def destroy_group(group: str) -> None:
     if _find(group).name == WORLD_GROUP:
         rank, _ = _rank_and_size()
         raise ValueError(f"rank {rank}, destroy_group({group!r}): the group of all ranks can't be destroyed")
-    runtime = device.unless_child()
-    if runtime is None:
+    job = device.unless_child()
+    if job is None:
         del _made()[group]
     else:
-        runtime.forget_group(group)
+        job.forget_group(group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -193,14 +193,14 @@ def _rank_and_size() -> tuple[int, int]:
     parent = device.parent_of_this_process()
     if parent is not None:
         return parent.rank, parent.world_size
-    runtime = device.cluster_runtime()
-    return (0, 1) if runtime is None else (runtime.cluster.rank, runtime.cluster.world_size)
+    job = device.running_job()
+    return (0, 1) if job is None else (job.cluster.rank, job.cluster.world_size)
 
 
 def _made() -> dict[str, Group]:
     """Return the groups that this process's script has made, by name."""
-    runtime = device.unless_child()
-    return _alone if runtime is None else runtime.groups
+    job = device.unless_child()
+    return _alone if job is None else job.groups
 
 
 def _find(name: str) -> Group:
@@ -213,11 +213,11 @@ def _neighbours(name: str) -> list[int]:
     parent = device.parent_of_this_process()
     if parent is not None:
         return [rank for rank, world_rank in enumerate(members.ranks) if world_rank in ranks_of(parent.neighbours)]
-    runtime = device.cluster_runtime()
-    if runtime is None:
+    job = device.running_job()
+    if job is None:
         return [members.rank]
-    hosts = [runtime.cluster.hosts[world_rank] for world_rank in members.ranks]
-    return [rank for rank, host in enumerate(hosts) if host == runtime.cluster.host]
+    hosts = [job.cluster.hosts[world_rank] for world_rank in members.ranks]
+    return [rank for rank, host in enumerate(hosts) if host == job.cluster.host]
 
 
 def _check_rank(argument: str, rank: Any) -> None:

@@ -58,9 +58,9 @@ def allreduce(tensor: Any, reduction: str, fusion: int = 1, fusion_id: int = -1,
         return tensor
     if fusion == 2:
         together = ReductionOptions(reduction, fusion, fusion_id)
-        return reduce_list(ranks.runtime, [compat.to_tensor(tensor)], together, ranks.group)[0]
-    reduced = _ops.all_reduce(ranks.runtime, compat.to_tensor(tensor), reduction, ranks.group)
-    ranks.runtime.made(ReducedTensors).add([reduced])
+        return reduce_list(ranks.job, [compat.to_tensor(tensor)], together, ranks.group)[0]
+    reduced = _ops.all_reduce(ranks.job, compat.to_tensor(tensor), reduction, ranks.group)
+    ranks.job.made(ReducedTensors).add([reduced])
     return reduced
 
 
@@ -86,7 +86,7 @@ def allgather(tensor: Any, rank_size: int, group: str = WORLD_GROUP, fusion: int
     _check_rank_size("allgather", rank_size, group, ranks)
     if ranks is None:
         return tensor
-    return _moves.all_gather(ranks.runtime, compat.to_tensor(tensor), ranks.group)
+    return _moves.all_gather(ranks.job, compat.to_tensor(tensor), ranks.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -116,7 +116,7 @@ def broadcast(
     ranks = world(group)
     if ranks is None:
         return list(tensor)
-    sent = _ops.broadcast(ranks.runtime, [compat.to_tensor(value) for value in tensor], root_rank, ranks.group)
+    sent = _ops.broadcast(ranks.job, [compat.to_tensor(value) for value in tensor], root_rank, ranks.group)
     return [overwriting(value, result) for value, result in zip(tensor, sent)]
 
 
@@ -146,7 +146,7 @@ def reduce(
     ranks = world(group)
     if ranks is None:
         return tensor
-    return _ops.reduce(ranks.runtime, compat.to_tensor(tensor), reduction, root_rank, ranks.group)
+    return _ops.reduce(ranks.job, compat.to_tensor(tensor), reduction, root_rank, ranks.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -176,7 +176,7 @@ def reduce_scatter(
     _check_rank_size("reduce_scatter", rank_size, group, ranks)
     if ranks is None:
         return tensor
-    return _ops.reduce_scatter(ranks.runtime, compat.to_tensor(tensor), reduction, ranks.group)
+    return _ops.reduce_scatter(ranks.job, compat.to_tensor(tensor), reduction, ranks.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -200,7 +200,7 @@ def send(tensor: Any, sr_tag: int, dest_rank: int, group: str = WORLD_GROUP) -> 
     Inside one ``tf.function`` they don't.
     """
     ranks = _others("send", group)
-    return _moves.send(ranks.runtime, compat.to_tensor(tensor), sr_tag, dest_rank, ranks.group)
+    return _moves.send(ranks.job, compat.to_tensor(tensor), sr_tag, dest_rank, ranks.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -223,7 +223,7 @@ def receive(shape: Any, data_type: Any, sr_tag: int, src_rank: int, group: str =
         TypeError: a dtype that has no bits to send.
     """
     ranks = _others("receive", group)
-    return _moves.receive(ranks.runtime, shape, tf.as_dtype(data_type), sr_tag, src_rank, ranks.group)
+    return _moves.receive(ranks.job, shape, tf.as_dtype(data_type), sr_tag, src_rank, ranks.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -260,7 +260,7 @@ def all_to_all_v(
         incoming = _blocks.checked("recv", recv_counts, recv_displacements, 1)
         return _blocks.join(_blocks.pad_blocks(data, outgoing, incoming.counts[0]), incoming)
     return _moves.all_to_all_v(
-        ranks.runtime, data, send_counts, send_displacements, recv_counts, recv_displacements, ranks.group
+        ranks.job, data, send_counts, send_displacements, recv_counts, recv_displacements, ranks.group
     )
 
 
@@ -295,7 +295,7 @@ def all_to_all_v_c(
     if ranks is None:
         outgoing = _blocks.packed(_blocks.whole_numbers("send_count_matrix", send_count_matrix, [1, 1])[0])
         return _blocks.join(_blocks.pad_blocks(data, outgoing, outgoing.counts[0]), outgoing)
-    return _moves.all_to_all_vc(ranks.runtime, data, send_count_matrix, ranks.group)
+    return _moves.all_to_all_vc(ranks.job, data, send_count_matrix, ranks.group)
 
 
 alltoallv = all_to_all_v

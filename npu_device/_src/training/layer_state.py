@@ -46,7 +46,7 @@ def require_same(world: World, layers: Sequence[Any], constants: bool = True) ->
                 texts = {rank: f"{text}, checksum {value:08x}" for rank, (text, value) in zip(world.group.ranks, found)}
                 raise ValueError(
                     f"the layer {name!r} holds different values of {attribute!r} on the ranks:\n"
-                    + "\n".join(world.runtime.cluster.lines(texts))
+                    + "\n".join(world.job.cluster.lines(texts))
                     + "\nLikely cause: the layer adapted to data that were already divided among the ranks, or its "
                     "values are computed at random without a seed.\nWhat to do: call adapt on the same data on every "
                     "rank, before they are divided; for random values, call npu.open(seed=1) right after the imports."

@@ -84,7 +84,7 @@ def npu_distributed_keras_optimizer_wrapper(
         return optimizer
     if keras_hooks.is_wrapped(optimizer):
         raise ValueError(
-            f"rank {ranks.runtime.cluster.rank}: this {type(optimizer).__name__} is wrapped already; wrapping it, or "
+            f"rank {ranks.job.cluster.rank}: this {type(optimizer).__name__} is wrapped already; wrapping it, or "
             "the loss-scale optimizer around it, a second time would reduce its gradients twice.\nWhat to do: call "
             "npu_distributed_keras_optimizer_wrapper once per optimizer."
         )
@@ -134,8 +134,8 @@ class GradientReduction:
 
     def reduce(self, gradients: Iterable[Gradient]) -> list[Gradient]:
         """Return the gradients reduced over the ranks, ``None`` where ``None`` was."""
-        gradients, options, runtime, group = list(gradients), self.options, self._world.runtime, self._world.group
-        reduced = reduce_list(runtime, gradients, options, group)
+        gradients, options, job, group = list(gradients), self.options, self._world.job, self._world.group
+        reduced = reduce_list(job, gradients, options, group)
         if group.name == WORLD_GROUP:
             self._pair = pair_of(gradients, reduced, options.kind, group.size)
         self._remember(reduced)

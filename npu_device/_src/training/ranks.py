@@ -52,7 +52,7 @@ def local_rank() -> int:
     if parent is not None:
         return parent.local_rank
     ranks = world()
-    return 0 if ranks is None else ranks.runtime.cluster.local_rank
+    return 0 if ranks is None else ranks.job.cluster.local_rank
 
 
 @tf.autograph.experimental.do_not_convert
@@ -62,7 +62,7 @@ def local_size() -> int:
     if parent is not None:
         return parent.local_size
     ranks = world()
-    return 1 if ranks is None else ranks.runtime.cluster.local_size
+    return 1 if ranks is None else ranks.job.cluster.local_size
 
 
 @tf.autograph.experimental.do_not_convert
@@ -203,19 +203,19 @@ def weighted_mean(values: Any, weight: Any) -> Any:
     mine = tf.cast(weight, tf.float64)
     if mine.shape.rank not in (0, None):
         raise ValueError(
-            f"rank {ranks.runtime.cluster.rank}: weighted_mean was given a weight of shape {mine.shape}; expected a "
+            f"rank {ranks.job.cluster.rank}: weighted_mean was given a weight of shape {mine.shape}; expected a "
             "scalar, such as this rank's number of samples"
         )
     known = tf.get_static_value(mine)
     if known is not None and known < 0:
         raise ValueError(
-            f"rank {ranks.runtime.cluster.rank}: weighted_mean was given the weight {known:g}; expected 0 or more, "
+            f"rank {ranks.job.cluster.rank}: weighted_mean was given the weight {known:g}; expected 0 or more, "
             "such as this rank's number of samples"
         )
     part = tf.math.divide_no_nan(mine, ranks.add_up(mine))
 
     parts = [weighted(with_values(value, _as_mean), part) for value in tf.nest.flatten(values)]
-    return tf.nest.pack_sequence_as(values, reduce_list(ranks.runtime, parts, ReductionOptions("sum"), ranks.group))
+    return tf.nest.pack_sequence_as(values, reduce_list(ranks.job, parts, ReductionOptions("sum"), ranks.group))
 
 
 def _as_mean(values: tf.Tensor) -> tf.Tensor:

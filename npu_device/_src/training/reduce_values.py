@@ -81,9 +81,9 @@ def all_reduce(
     adds_up = reduction in ("mean", "sum")
     behind = same_variables.make_equal_behind(ranks, tensors) if several and adds_up else None
     with session_start.compared(ranks, tensors) if several and adds_up else contextlib.nullcontext():
-        reduced = reduce_list(ranks.runtime, tensors, how, ranks.group)
+        reduced = reduce_list(ranks.job, tensors, how, ranks.group)
     watch_reduction(ranks, tensors, reduced, how, behind)
-    watching = ranks.runtime.part(AppliedGradients)
+    watching = ranks.job.part(AppliedGradients)
     if watching is not None:
         watching.note_variables(tf.nest.flatten(values))
     return tf.nest.pack_sequence_as(values, reduced)
@@ -120,7 +120,7 @@ def watch_reduction(
         behind: from ``same_variables.make_equal_behind``.
     """
     pair = pair_of(mine, reduced, how.kind, ranks.size) if ranks.group.name == WORLD_GROUP else None
-    watching = ranks.runtime.part(AppliedGradients)
+    watching = ranks.job.part(AppliedGradients)
     if tf.executing_eagerly() and watching is not None:
         watching.note_pair(pair)
     audit_by_hand(ranks, behind, pair)

@@ -49,8 +49,8 @@ class Audit:
         self._world = world
         self._is_off = every == "off"
         self._every = None if every in ("auto", "off") else int(every)
-        self._schedule = Schedule(world.runtime.device("CPU"), 1 if at_once else self._next(0, 0))
-        self._samples = SameSamples(world.runtime)
+        self._schedule = Schedule(world.job.device("CPU"), 1 if at_once else self._next(0, 0))
+        self._samples = SameSamples(world.job)
         self._drift = Drift(world)
         self._began = self._audit_seconds = self._step_seconds = 0.0
         self._last: tuple[int, float] | None = None  # steps and time at the previous audit
@@ -92,7 +92,7 @@ class Audit:
         gradients_given = len(gradients)  # a graph's tensors must not be kept by what it calls
         values = [value_of(variable) for variable in audited]
         [mine] = call_now(digest, [count, made, *gradients, *values], [tf.TensorSpec([5], tf.int64)])
-        most = mine if self._is_off else all_reduce(self._world.runtime, mine, "max", self._world.group)
+        most = mine if self._is_off else all_reduce(self._world.job, mine, "max", self._world.group)
         equal, due = call_now(settle, [most, count], [tf.TensorSpec([], tf.bool), tf.TensorSpec([], tf.int64)])
         return tf.cond(equal, lambda: tf.identity(due), lambda: self._drift.report(due))
 
@@ -140,7 +140,7 @@ def audit_by_hand(world: World, variables: Sequence[Any] | None, pair: Pair | No
         pair: one of the gradients before and after its reduction.
     """
     if variables is not None and world.size > 1 and can_compare():
-        audits = world.runtime.made(AuditsByHand)
+        audits = world.job.made(AuditsByHand)
         audit = audits.of(variables, lambda: Audit(world, not compared(variables)))
         audit.step(variables, None, pair)
 

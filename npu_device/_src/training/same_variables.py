@@ -50,7 +50,7 @@ def make_equal(world: World, variables: Sequence[Any], ordered: bool = True) -> 
             return False
         if without:
             raise RuntimeError(
-                f"rank {world.runtime.cluster.rank}: at the first step the variables of the model or the optimizer "
+                f"rank {world.job.cluster.rank}: at the first step the variables of the model or the optimizer "
                 f"have no values yet on rank(s) {', '.join(map(str, without))}, but on the others they have.\n"
                 "Likely cause: the model is built, or a checkpoint is read, on some ranks only.\n"
                 "What to do: build the whole model on every rank, and call npu.distribute.broadcast(model.variables) "
@@ -68,7 +68,7 @@ def make_equal(world: World, variables: Sequence[Any], ordered: bool = True) -> 
             "npu.distribute.broadcast(model.variables) before the first step."
         )
         if mode == "error":
-            raise RuntimeError(f"rank {world.runtime.cluster.rank}: {text}")
+            raise RuntimeError(f"rank {world.job.cluster.rank}: {text}")
         world.assign_from_root([variables[place] for place in places])
         if world.rank == 0:
             _log.warning("%s\nThey are those of rank %d now.", text, world.group.ranks[0])
@@ -187,7 +187,7 @@ def _differences(world: World, variables: Sequence[Any]) -> tuple[list[int], str
     if any(one != shapes[0] for one in shapes):
         return None  # the reduction names what differs
     checksums = [[number for _, _, number in digests] for digests in everybody]
-    return differences(world.runtime.cluster, world.group.ranks, list(map(variable_name, variables)), checksums)
+    return differences(world.job.cluster, world.group.ranks, list(map(variable_name, variables)), checksums)
 
 
 def _has_value(variable: Any) -> bool:

@@ -51,17 +51,17 @@ def compared(world: World, gradients: Sequence[Any]) -> Iterator[None]:
     """
     mode = environment.NPU_DEVICE_UNEQUAL_START.get()
     variables = _variables_of(gradients) if runs_if_fetched() and mode != "ignore" else []
-    starts = world.runtime.made(SessionStarts)
-    if not variables or starts.graphs >= _GRAPHS or world.size < world.runtime.cluster.world_size:
+    starts = world.job.made(SessionStarts)
+    if not variables or starts.graphs >= _GRAPHS or world.size < world.job.cluster.world_size:
         yield
         return
     starts.graphs += 1
     name, names, runs = f"session {starts.graphs}", list(map(variable_name, variables)), itertools.count(1)
 
     def compare(*arrays: np.ndarray) -> list[Any]:
-        text = _compare(world.runtime, f"{name}, start {next(runs)}", names, list(map(checksum, arrays)))
+        text = _compare(world.job, f"{name}, start {next(runs)}", names, list(map(checksum, arrays)))
         if text is not None and mode == "error":
-            raise RuntimeError(f"rank {world.runtime.cluster.rank}: {text}")
+            raise RuntimeError(f"rank {world.job.cluster.rank}: {text}")
         if text is not None:
             _log.warning("%s", text)
         return [np.int32(0)]

@@ -64,12 +64,12 @@ def broadcast(values: Any, root_rank: int = 0, fusion: int = 2, fusion_id: int =
             "the model isn't built yet, and has no variables before its first call.\nWhat to do: call "
             "model.build(input_shape), or the model on one batch, before broadcast; or let "
             "npu.distribute.replicate(model) see to it.",
-            ranks.runtime.cluster.rank,
+            ranks.job.cluster.rank,
         )
     for position, variable in enumerate(given):
         if not (hasattr(variable, "assign") or compat.is_vocabulary(variable)):
             raise TypeError(
-                f"rank {ranks.runtime.cluster.rank}: broadcast overwrites variables in place, and number {position} of "
+                f"rank {ranks.job.cluster.rank}: broadcast overwrites variables in place, and number {position} of "
                 f"the {len(given)} values is of type {type(variable).__name__}, which can't be assigned to. Pass "
                 "variables, for instance model.trainable_variables."
             )

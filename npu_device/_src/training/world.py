@@ -23,15 +23,15 @@ class World:
     """The ranks of a running job, or a group of them.
 
     Attributes:
-        runtime: the running cluster.
+        job: the job.
         group: the group.
         rank: this process's rank in the group.
         size: the number of ranks in the group.
         is_main: True on the group's first rank: rank 0, if it is the whole job.
     """
 
-    def __init__(self, runtime: Job, group: Group) -> None:
-        self.runtime = runtime
+    def __init__(self, job: Job, group: Group) -> None:
+        self.job = job
         self.group = group
         self.rank = group.rank
         self.size = group.size
@@ -39,19 +39,19 @@ class World:
 
     def add_up(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return the sum of all ranks' tensors, of the same shape and dtype."""
-        return all_reduce(self.runtime, tensor, "sum", self.group)
+        return all_reduce(self.job, tensor, "sum", self.group)
 
     def reduce(self, tensors: Sequence[Any], options: ReductionOptions) -> list[Any]:
         """Return a list of tensors, ``None`` and ``tf.IndexedSlices`` reduced over the ranks."""
-        return reduce_list(self.runtime, tensors, options, self.group)
+        return reduce_list(self.job, tensors, options, self.group)
 
     def gather(self, tensor: tf.Tensor, purpose: str = "") -> tf.Tensor:
         """Return all ranks' tensors one after the other along the first dimension, which may differ among the ranks."""
-        return all_gather_v(self.runtime, tensor, self.group, purpose)
+        return all_gather_v(self.job, tensor, self.group, purpose)
 
     def from_root(self, tensors: Sequence[tf.Tensor], root_rank: int = 0) -> list[tf.Tensor]:
         """Return the root's tensors, of the same shapes and dtypes."""
-        return broadcast(self.runtime, list(tensors), root_rank, self.group)
+        return broadcast(self.job, list(tensors), root_rank, self.group)
 
     def object_from_root(self, value: Any, root_rank: int = 0) -> Any:
         """Return the root's Python object; those of the other ranks are ignored.
@@ -59,7 +59,7 @@ class World:
         Raises:
             ClusterError: it can't be sent in this job, see ``sent_objects``; on all ranks.
         """
-        mine, cluster = self.rank == root_rank, self.runtime.cluster
+        mine, cluster = self.rank == root_rank, self.job.cluster
         data = np.frombuffer(packed(value, cluster.trusted), np.uint8) if mine else np.zeros([0], np.uint8)
         [length] = self.from_root([tf.constant(np.int64(len(data)))], root_rank)
         buffer = tf.constant(data) if mine else tf.zeros([int(length)], tf.uint8)
@@ -79,7 +79,7 @@ class World:
         Raises:
             ClusterError: one can't be sent in this job, see ``sent_objects``; on all ranks.
         """
-        trusted = self.runtime.cluster.trusted
+        trusted = self.job.cluster.trusted
         data = np.frombuffer(packed(value, trusted), np.uint8)
         everything = self.gather(tf.constant(data), purpose).numpy().tobytes()
         return unpacked(everything, [f"rank {rank}" for rank in self.group.ranks], trusted)
@@ -92,13 +92,13 @@ class World:
 
     def note_equal(self, variables: Sequence[Any]) -> None:
         """Have variables that are equal now compared at the end of the job, if all of its ranks are here."""
-        last_word = self.runtime.part(LastWord)
-        if last_word is not None and self.size == self.runtime.cluster.world_size:
+        last_word = self.job.part(LastWord)
+        if last_word is not None and self.size == self.job.cluster.world_size:
             last_word.add(variables)
 
     def wait(self) -> None:
         """Wait until all ranks have made this call."""
-        barrier(self.runtime, self.group)
+        barrier(self.job, self.group)
 
 
 def value_of(variable: Any) -> tf.Tensor:
@@ -115,7 +115,7 @@ def world(group: str = WORLD_GROUP) -> World | None:
             child of a rank.
         ValueError: this rank knows no group of that name.
     """
-    return _world(device.cluster_runtime(), group)
+    return _world(device.running_job(), group)
 
 
 def world_unless_child(group: str = WORLD_GROUP) -> World | None:
@@ -123,5 +123,5 @@ def world_unless_child(group: str = WORLD_GROUP) -> World | None:
     return _world(device.unless_child(), group)
 
 
-def _world(runtime: Job | None, group: str) -> World | None:
-    return None if runtime is None else World(runtime, group_of(runtime, group))
+def _world(job: Job | None, group: str) -> World | None:
+    return None if job is None else World(job, group_of(job, group))

@@ -14,11 +14,11 @@ def turn_off(model: Any) -> None:
     """Set a Keras model's ``jit_compile`` to False before its step is traced; rank 0 logs it. Does nothing on a single
     device.
     """
-    running = device.unless_child()
-    if running is None or not getattr(model, "jit_compile", False):
+    job = device.unless_child()
+    if job is None or not getattr(model, "jit_compile", False):
         return
     model.jit_compile = False
-    if running.cluster.rank == 0:
+    if job.cluster.rank == 0:
         _log.warning(
             "jit_compile is off for %s %r: XLA can't compile a step that waits for other ranks. Keras 3 turns it on by "
             "itself on a GPU; jit_compile=False in model.compile leaves this message out.",

@@ -30,11 +30,11 @@ _LARGEST = 32_000_000
 _log = logging.getLogger("npu_device")
 
 
-def begin(runtime: Job, work_path: Path, largest: int = _LARGEST) -> Settings:
+def begin(job: Job, work_path: Path, largest: int = _LARGEST) -> Settings:
     """Measure the collectives, and have rank 0 plan when the script ends.
 
     Args:
-        runtime: the running cluster. Every rank calls this.
+        job: the job. Every rank calls this.
         work_path: directory for the tuner's files, ``aoe_config.work_path``.
         largest: bytes of the largest collective that is measured.
 
@@ -46,8 +46,8 @@ def begin(runtime: Job, work_path: Path, largest: int = _LARGEST) -> Settings:
     """
     directory = (work_path / _DIRECTORY).resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    cost = measure(runtime, group_of(runtime, WORLD_GROUP), largest)
-    if runtime.cluster.rank == 0:
+    cost = measure(job, group_of(job, WORLD_GROUP), largest)
+    if job.cluster.rank == 0:
         cost.write(directory / MEASURED_FILE)
         atexit.register(finish, directory, cost)
     return Settings(output=directory / FIRST)

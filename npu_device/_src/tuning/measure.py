@@ -1,4 +1,4 @@
-"""A short measurement on the running cluster: the time of all_reduce by size, for several side by side, and beside
+"""A short measurement on the running job: the time of all_reduce by size, for several side by side, and beside
 computing.
 """
 
@@ -33,11 +33,11 @@ _FEWEST_TURNS = 2
 _SECONDS = 6.0  # after this time, the minimum number of repeats is enough
 
 
-def measure(runtime: Job, group: Group, largest: int) -> CostModel:
+def measure(job: Job, group: Group, largest: int) -> CostModel:
     """Measure and fit.
 
     Args:
-        runtime: the running cluster.
+        job: the job.
         group: the group whose all_reduce is measured.
         largest: bytes of all gradients together.
 
@@ -52,18 +52,18 @@ def measure(runtime: Job, group: Group, largest: int) -> CostModel:
     if len(sizes) == 1:
         sizes.append(16 * _SMALLEST)
     segments = [[_segment(size, largest)] for size in sizes]
-    reductions = [_reduction(runtime, group, each) for each in (*segments, [[_SMALLEST]] * _LANES)]
-    *times, lanes = _alternately(runtime, group, reductions)
+    reductions = [_reduction(job, group, each) for each in (*segments, [[_SMALLEST]] * _LANES)]
+    *times, lanes = _alternately(job, group, reductions)
     cost = fit(dict(zip(sizes, times)), {_LANES: lanes})
-    return _beside_backward(runtime, group, cost, _segment(min(largest, _SEVERAL), largest))
+    return _beside_backward(job, group, cost, _segment(min(largest, _SEVERAL), largest))
 
 
-def _beside_backward(runtime: Job, group: Group, cost: CostModel, segment: Sequence[int]) -> CostModel:
+def _beside_backward(job: Job, group: Group, cost: CostModel, segment: Sequence[int]) -> CostModel:
     """Return the cost model with packing, load and pace, from a segment that is reduced alone, as one tensor, and while
     all ranks compute. They take turns, so that a machine that gets slower or faster affects all of them.
     """
     size = sum(segment)
-    listed, single = _reduction(runtime, group, [segment]), _reduction(runtime, group, [[size]])
+    listed, single = _reduction(job, group, [segment]), _reduction(job, group, [[size]])
     computing = Computing()
     alone: list[float] = []
     joined: list[float] = []
@@ -71,56 +71,56 @@ def _beside_backward(runtime: Job, group: Group, cost: CostModel, segment: Seque
     worked = passed = 0.0  # processor time and time of the collectives by themselves
     listed(), single()
     began = time.monotonic()
-    while len(alone) < _FEWEST_TURNS or (len(alone) < _TURNS and _spent(runtime, group, began) < _SECONDS):
+    while len(alone) < _FEWEST_TURNS or (len(alone) < _TURNS and _spent(job, group, began) < _SECONDS):
         processor, clock = time.process_time(), time.perf_counter()
-        alone.append(_seconds(runtime, group, listed))
+        alone.append(_seconds(job, group, listed))
         worked, passed = worked + time.process_time() - processor, passed + time.perf_counter() - clock
-        joined.append(_seconds(runtime, group, single))
+        joined.append(_seconds(job, group, single))
         with computing:
-            beside.append(_seconds(runtime, group, listed))
+            beside.append(_seconds(job, group, listed))
     by_itself, as_one, shared = (
-        statistics.fmean(_of_the_last(runtime, group, seconds)) for seconds in (alone, joined, beside)
+        statistics.fmean(_of_the_last(job, group, seconds)) for seconds in (alone, joined, beside)
     )
-    load = min(1.0, _of_all(runtime, group, [worked / passed / runtime.cores], "max")[0])
-    packing = max(0.0, by_itself - as_one) / 2 if packs(runtime, group, tf.float32) else 0.0
+    load = min(1.0, _of_all(job, group, [worked / passed / job.cores], "max")[0])
+    packing = max(0.0, by_itself - as_one) / 2 if packs(job, group, tf.float32) else 0.0
     # Packing is work for the processor. The part that the collectives keep busy anyway is no better than travelling.
     packing *= 1 - load
     pace = (by_itself - 2 * packing) / (max(by_itself, shared) - 2 * packing)
     return replace(cost, beta=max(0.0, cost.beta - 2 * packing / size), pack=packing / size, load=load, pace=pace)
 
 
-def _alternately(runtime: Job, group: Group, reductions: Sequence[Callable[[], float]]) -> list[list[float]]:
+def _alternately(job: Job, group: Group, reductions: Sequence[Callable[[], float]]) -> list[list[float]]:
     """Time several reductions in turn, several times, so that noise of the machine affects all of them."""
     seconds: list[list[float]] = [[] for _ in reductions]
     for reduce in reductions:
         reduce()
     began = time.monotonic()
     repeats = 0
-    while repeats < _FEWEST_REPEATS or (repeats < _REPEATS and _spent(runtime, group, began) < _SECONDS):
+    while repeats < _FEWEST_REPEATS or (repeats < _REPEATS and _spent(job, group, began) < _SECONDS):
         for times, reduce in zip(seconds, reductions):
-            times.append(_seconds(runtime, group, reduce))
+            times.append(_seconds(job, group, reduce))
         repeats += 1
-    return [_of_the_last(runtime, group, times) for times in seconds]
+    return [_of_the_last(job, group, times) for times in seconds]
 
 
-def _seconds(runtime: Job, group: Group, reduce: Callable[[], float]) -> float:
+def _seconds(job: Job, group: Group, reduce: Callable[[], float]) -> float:
     """Return the seconds of a reduction on this rank when all ranks begin it at once."""
-    _of_all(runtime, group, [0.0], "max")
+    _of_all(job, group, [0.0], "max")
     return reduce()
 
 
-def _spent(runtime: Job, group: Group, began: float) -> float:
+def _spent(job: Job, group: Group, began: float) -> float:
     """Return the seconds since a moment, the most on any rank, so that all ranks agree when to stop."""
-    return _of_all(runtime, group, [time.monotonic() - began], "max")[0]
+    return _of_all(job, group, [time.monotonic() - began], "max")[0]
 
 
-def _of_the_last(runtime: Job, group: Group, seconds: Sequence[float]) -> list[float]:
+def _of_the_last(job: Job, group: Group, seconds: Sequence[float]) -> list[float]:
     """Return, for each of several reductions, the seconds of the last rank, which waited for nobody."""
-    return _of_all(runtime, group, seconds, "min")
+    return _of_all(job, group, seconds, "min")
 
 
-def _of_all(runtime: Job, group: Group, values: Sequence[float], reduction: str) -> list[float]:
-    return [float(value) for value in all_reduce(runtime, tf.constant(values, tf.float64), reduction, group)]
+def _of_all(job: Job, group: Group, values: Sequence[float], reduction: str) -> list[float]:
+    return [float(value) for value in all_reduce(job, tf.constant(values, tf.float64), reduction, group)]
 
 
 def _segment(size: int, largest: int) -> list[int]:
@@ -129,7 +129,7 @@ def _segment(size: int, largest: int) -> list[int]:
     return [max(4, size // count // 4 * 4)] * count
 
 
-def _reduction(runtime: Job, group: Group, segments: Sequence[Sequence[int]]) -> Callable[[], float]:
+def _reduction(job: Job, group: Group, segments: Sequence[Sequence[int]]) -> Callable[[], float]:
     """Return a function that runs the collectives of segments with these bytes, all started at once, and returns the
     seconds from when the tensors are there until all is over.
     """
@@ -140,7 +140,7 @@ def _reduction(runtime: Job, group: Group, segments: Sequence[Sequence[int]]) ->
         number = itertools.count()
         made = [[tf.fill([size // 4], value + next(number)) for size in sizes] for sizes in segments]
         begun = points.when([tensor for segment in made for tensor in segment])
-        results = reduce_segments(Agreement(runtime), made, "mean", group, None)
+        results = reduce_segments(Agreement(job), made, "mean", group, None)
         return begun, [points.reduced(result[0]) for result in results], [result[0][:1] for result in results]
 
     # A concrete function, since TensorFlow warns of calls that trace again, and each size does.

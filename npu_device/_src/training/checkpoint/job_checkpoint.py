@@ -348,7 +348,7 @@ def _watch_for_the_signal() -> Preemption | None:
     if device.parent_of_this_process() is not None:
         return None
     ranks = world()
-    health, size = (None, 1) if ranks is None else (ranks.runtime.health, ranks.size)
+    health, size = (None, 1) if ranks is None else (ranks.job.health, ranks.size)
     number = signal.Signals[environment.NPU_DEVICE_PREEMPT_SIGNAL.get()]
     try:
         return Preemption(health, size, number, environment.NPU_DEVICE_PREEMPT_TIMEOUT.get())

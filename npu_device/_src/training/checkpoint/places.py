@@ -59,7 +59,7 @@ def on_all_ranks(world: World | None, part: Callable[[], Any], what: str) -> lis
     found = everybody(world, (problem, result))
     problems = {rank: text for rank, (text, _) in enumerate(found) if text is not None}
     if problems:
-        lines = problems.values() if world is None else world.runtime.cluster.lines(problems)
+        lines = problems.values() if world is None else world.job.cluster.lines(problems)
         raise CheckpointError("\n".join([what, *lines]))
     return [result for _, result in found]
 

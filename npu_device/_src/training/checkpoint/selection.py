@@ -124,7 +124,7 @@ def _problems(world: World | None, place: Place, views: Sequence[_RankView]) -> 
                 found.setdefault(text, rank)
     if world is None or len(set(place.keepers)) == 1:
         return list(found)
-    return [f"on host {world.runtime.cluster.hosts[rank]}: {text}" for text, rank in found.items()]
+    return [f"on host {world.job.cluster.hosts[rank]}: {text}" for text, rank in found.items()]
 
 
 def _warn(place: Place, problems: Sequence[str], step: int) -> None:

@@ -108,11 +108,11 @@ def _require_equal_rates(world: World, rates: Sequence[list[float]]) -> None:
     if all(repr(each) == repr(rates[0]) for each in rates):  # NaN equals NaN
         return
     lines = [
-        f"  {world.runtime.cluster.name_of(rank)}: {', '.join(f'{rate:g}' for rate in each)}"
+        f"  {world.job.cluster.name_of(rank)}: {', '.join(f'{rate:g}' for rate in each)}"
         for rank, each in zip(world.group.ranks, rates)
     ]
     raise RuntimeError(
-        f"rank {world.runtime.cluster.rank}: the ranks have different learning rates at the end of an epoch:\n"
+        f"rank {world.job.cluster.rank}: the ranks have different learning rates at the end of an epoch:\n"
         + "\n".join(lines)
         + "\nLikely cause: a callback that changes the learning rate is passed on some ranks only.\n"
         "What to do: pass it on every rank; the logs are the same everywhere, so that it decides alike."

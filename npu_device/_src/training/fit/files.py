@@ -239,7 +239,7 @@ def saving(world: World, own: Callable[..., Any]) -> Callable[..., Any]:
     """Return one of a model's methods that write (``METHODS``) as one that every rank may call, or only rank 0."""
     if hasattr(own, _IS_REPLACED):
         return own
-    job = world.runtime
+    job = world.job
     saves = job.part(Saves)
     if saves is None:
         saves = Saves(job)

@@ -66,10 +66,10 @@ def check(function: Function, batch: Any) -> str:
     found = world.objects(_verdict(function, batch), "first-step check")
     wrong = [rank for rank, verdict in enumerate(found) if verdict.error]
     if wrong:
-        names = ", ".join(world.runtime.cluster.name_of(world.group.ranks[rank]) for rank in wrong)
+        names = ", ".join(world.job.cluster.name_of(world.group.ranks[rank]) for rank in wrong)
         where = "" if len(wrong) == world.size else f"\nFound on {names}."
         raise ValueError(
-            f"rank {world.runtime.cluster.rank}: {found[wrong[0]].error}{where}\n"
+            f"rank {world.job.cluster.rank}: {found[wrong[0]].error}{where}\n"
             "(NPU_DEVICE_FIRST_STEP_CHECK=off leaves this check out.)"
         )
     warning = next((verdict.warning for verdict in found if verdict.warning), "")
@@ -91,7 +91,7 @@ def require_divisible(function: Function, spec: Any, share: Any, batch: Any, err
     """
     if not _can_be_traced(function, spec, lambda data: data) or _can_be_traced(function, spec, share):
         return
-    rank = function.world.runtime.cluster.rank
+    rank = function.world.job.cluster.rank
     raise ValueError(f"rank {rank}: {_not_samples(batch, _last_line(error), function.world)}") from error
 
 

@@ -42,7 +42,7 @@ class WeightedReduction(GradientReduction):
             return gradients
         gradients = self.part_of(gradients, step)
         how = replace(self.options, kind="sum")
-        reduced = reduce_list(self._world.runtime, gradients, how, self._world.group)
+        reduced = reduce_list(self._world.job, gradients, how, self._world.group)
         self._remember(reduced)
         return reduced
 

@@ -73,7 +73,7 @@ def same_everywhere(world: World, source: Any, digest: int, rows: int) -> bool:
     if len({value for value, _ in found}) == 1:
         return True
     lines = "\n".join(
-        f"  {world.runtime.cluster.name_of(rank)}: first batch of {counted(size, 'sample')}, checksum {value:08x}"
+        f"  {world.job.cluster.name_of(rank)}: first batch of {counted(size, 'sample')}, checksum {value:08x}"
         for rank, (value, size) in enumerate(found)
     )
     pipelines = world.objects(_pipeline(source), "data pipeline")
@@ -130,7 +130,7 @@ def kinds_that_differ(world: World, checksums: dict[str, int], in_fit: bool) -> 
     if kinds and (world.is_main or not in_fit):
         data = " and ".join(map(_USES.__getitem__, kinds))
         text = f"the {data} data were not the same on all ranks; only the first batches were:\n" + "\n".join(
-            f"  {world.runtime.cluster.name_of(rank)}: checksum "
+            f"  {world.job.cluster.name_of(rank)}: checksum "
             + " and ".join(f"{each[kind] & 0xFFFFFFFF:08x}" for kind in kinds)
             for rank, each in enumerate(found)
         )

@@ -33,7 +33,7 @@ def report(world: World, model: Any, rows: int | None, steps: int | None, checke
 
 def lines(world: World, model: Any, rows: int | None, steps: int | None, checked: str) -> list[str]:
     """Return the block's lines."""
-    hosts = Counter(world.runtime.cluster.hosts)
+    hosts = Counter(world.job.cluster.hosts)
     where = ", ".join(f"{count} on {host}" for host, count in hosts.items())
     if rows is None:
         batch = "each rank's own batches (divided data)"
@@ -43,7 +43,7 @@ def lines(world: World, model: Any, rows: int | None, steps: int | None, checked
     rates = ", ".join(_rate(optimizer) for optimizer in training_state.optimizers(model)) or "none"
     number = tf.config.threading.get_intra_op_parallelism_threads()
     threads = counted(number, "thread") if number else "TensorFlow's default number of threads"
-    backend, ports = explained(world.runtime, world.group), open_ports(world.runtime)
+    backend, ports = explained(world.job, world.group), open_ports(world.job)
     return [
         f"npu_device: {type(model).__name__} {model.name!r} trains on {world.size} ranks ({where})",
         f"  global batch   {batch}; {'unknown' if steps is None else steps} steps per epoch",
