@@ -2,16 +2,15 @@
 
 ``sudo .venv/bin/python -m benchmarks.between_hosts`` needs root, ``ip`` and ``tc``. Two hosts are network namespaces
 with a core each. All processes of a case are started once, and take turns; the speed of the links changes between
-rounds. ``shaped_link`` compares splits over the same links.
+rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Optional
 
 from benchmarks import results, sides
 from benchmarks.cases import (
@@ -34,9 +33,6 @@ from npu_device.testing import hosts
 TCP, RING, MPI = "TCP", "TensorFlow's ring", "MPI"
 _SIDES = {TCP: sides.TCP_OF_HOSTS, RING: sides.RING_OF_HOSTS, MPI: sides.MPI_OF_HOSTS}
 
-Tuned = Mapping[str, Optional[tuple[int, ...]]]
-"""By engine, the ends of the segments that tuning has found."""
-
 _MOST_RANKS = 8
 _MIB = 1 << 20
 _SIZES = (4, _MIB, 16 * _MIB, 100 * _MIB)
@@ -53,9 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rates = "Gbit/s that each host may send, 0 for no limit (default: 1 10 25 0)"
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 10.0, 25.0, 0.0], help=rates)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="what to measure (default: all)")
-    tuned = "ends of the segments that tuning has found for {}, such as 20,100,213: one more rival"
-    for engine, option in ((TCP, "--tuned-tcp"), (RING, "--tuned-ring"), (MPI, "--tuned-mpi")):
-        parser.add_argument(option, dest=engine, type=_ends, help=tuned.format(engine))
     parser.add_argument("--ranks-per-host", type=int, default=1, help="which share its core (default: 1)")
     parser.add_argument("--repeats", type=int, default=3, help="how often each rival is timed (default: 3)")
     parser.add_argument("--quick", action="store_true", help="two sizes, one step a repetition: to see that it works")
@@ -66,18 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run = results.begin(options.repeats)
     for name in options.cases:
         with hosts.hosts(sides.HOSTS, options.rates[0]):
-            case = CASES[name](options.quick, options.rates, {engine: getattr(options, engine) for engine in _SIDES})
+            case = CASES[name](options.quick, options.rates)
             ranks = sides.HOSTS * options.ranks_per_host
             run.cases.append(run_case(case, ranks, options.repeats, options.output / "logs"))
         run.write(options.output / "results.json")
     print(tables(run), end="")
 
 
-def _ends(text: str) -> tuple[int, ...]:
-    return tuple(int(end) for end in text.split(","))
-
-
-def all_reduce(quick: bool, rates: Sequence[float], _: Tuned) -> Case:
+def all_reduce(quick: bool, rates: Sequence[float]) -> Case:
     """Return the case that times one all_reduce (sum, float32) by size."""
     rounds = []
     for size in _QUICK_SIZES if quick else _SIZES:
@@ -91,32 +80,30 @@ def all_reduce(quick: bool, rates: Sequence[float], _: Tuned) -> Case:
     return Case("all_reduce", "all_reduce of float32 between hosts", LINK_SIZES, _MOST_RANKS, tuple(rounds))
 
 
-def resnet50(quick: bool, rates: Sequence[float], tuned: Tuned) -> Case:
+def resnet50(quick: bool, rates: Sequence[float]) -> Case:
     """Return the case of ResNet-50's training step, whose gradients are 102 MB."""
     title = "training step of ResNet-50 between hosts, 96×96, batch 4 per rank"
-    rounds = _training("resnet50", RESNET50_BYTES, 1 if quick else 4, rates, tuned)
+    rounds = _training("resnet50", RESNET50_BYTES, 1 if quick else 4, rates)
     return Case("resnet50", title, LINK_STEPS, _MOST_RANKS, rounds)
 
 
-def bert(quick: bool, rates: Sequence[float], tuned: Tuned) -> Case:
+def bert(quick: bool, rates: Sequence[float]) -> Case:
     """Return the case of BERT's training step, whose gradients are 438 MB."""
     title = "training step of a BERT-base-sized stack between hosts, 2×32 tokens per rank"
-    rounds = _training("bert", BERT_BYTES, 1 if quick else 2, rates, tuned)
+    rounds = _training("bert", BERT_BYTES, 1 if quick else 2, rates)
     return Case("bert", title, LINK_STEPS, _MOST_RANKS, rounds, one_side_at_a_time=True)
 
 
 CASES = {case.__name__: case for case in (all_reduce, resnet50, bert)}
 
 
-def _training(model: str, size: int, steps: int, rates: Sequence[float], tuned: Tuned) -> tuple[Round, ...]:
+def _training(model: str, size: int, steps: int, rates: Sequence[float]) -> tuple[Round, ...]:
     rivals = [Rival(ALONE, sides.TCP_OF_HOSTS, "training", (model, False, None))]
     for label, side in _SIDES.items():
         for segments, compression in _SPLITS:
             split = "default split" if segments is None else f"{segments} segments" if segments > 1 else "1 segment"
             name = ", ".join(filter(None, (label, split, compression)))
             rivals.append(Rival(name, side, "training", (model, True, segments, compression)))
-        if tuned[label] is not None:
-            rivals.append(Rival(f"{label}, tuned", side, "training", (model, True, tuned[label])))
     return tuple(Round(_rate(gbit), size, steps, tuple(rivals), gbit=gbit) for gbit in rates)
 
 

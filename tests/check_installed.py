@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-COMMANDS = ("npurun", "npu-trace", "npu-tune")
+COMMANDS = ("npurun", "npu-trace")
 
 
 @pytest.mark.parametrize("name", ["npu_device", "npu_bridge", "hccl"])

@@ -59,7 +59,7 @@ def test_help_is_short() -> None:
     assert b"--nproc-per-node" in done.stdout
     assert len(done.stdout.splitlines()) < 60
     first_screen = b"\n".join(done.stdout.splitlines()[:24])
-    assert all(command in first_screen for command in (b"check ", b"trace DIR", b"tune DIR"))
+    assert all(command in first_screen for command in (b"check ", b"trace DIR"))
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,7 @@ def test_help_is_short() -> None:
         (["plain"], "chmod +x"),
         (["-n", "cpu", "plain"], "must be a positive integer; found 'cpu'"),
         (["trace"], "npurun trace: error: the following arguments are required: DIR"),
+        (["tune", "trace"], "npurun tune and npu-tune are gone"),
         (["check", "good.py"], "check runs its own script once"),
         (["-n", "0", "plain"], "must be a positive integer; found '0'"),
         (["-np", "2", "plain"], "-np is mpirun's spelling; npurun's is -n N"),

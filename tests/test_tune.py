@@ -1,255 +1,243 @@
-"""Tuning: what a trace says, and what is tried and kept."""
+"""``npurun --tune``: which splits are tried, which one wins, and the real thing with a script."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+import logging
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from textwrap import dedent
+from typing import Any
 
 import pytest
+from launcher import NPURUN, environment, is_running, wait_for_files, wait_until
+from pool import Pool
+from ranks import free_port
 
-from npu_device._src.gradients.saved_splits import fingerprint, load_all
+from npu_device._src.gradients.split_strategy import cut_by_size
 from npu_device._src.trace.records import FILE, GradientRecord, Iteration, RankTrace
-from npu_device._src.tuning import __main__ as npu_tune
-from npu_device._src.tuning.cost_model import MEASURED_FILE, CostModel
-from npu_device._src.tuning.keeping import keep
-from npu_device._src.tuning.planner import best_plan, predict
-from npu_device._src.tuning.traced_run import TracedRun, summarise
-from npu_device._src.tuning.trials import Budget, Tried, tune
+from npu_device._src.tuning import trials
+from npu_device._src.tuning.trials import SPLITS, WARM_UP, Run, Split, Tried
+from npu_device.launch import arguments
+from npu_device.launch import tune as launch_tune
 
 GRADIENTS = 20
-BYTES = 1_000_000
-COST = CostModel(2e-3, 1e-9, busy=2e-3)
+HALVES = (50.0, 50.0)
 
 
-def trace(rank: int, slower: float = 1.0, steps: int = 8) -> RankTrace:
-    """A rank of two: forward 100 ms, then a gradient each 5 ms, two segments, update 10 ms, input 20 ms."""
-    backward = [100_000 + 5_000 * number * slower for number in range(1, GRADIENTS + 1)]
-    iterations: list[Iteration] = []
-    for number in range(1, steps + 1):
-        begin = 1e15 + 400_000 * number
-        ready = tuple(begin + moment for moment in backward)
-        over = ready[-1] + 30_000
-        reductions = ((ready[17], ready[17] + 20_000), (ready[-1], over))
-        previous = iterations[-1].iteration_end if iterations else None
-        iterations.append(Iteration(number, begin, ready[-1], over + 10_000, reductions, ready, previous))
-    gradients = tuple(GradientRecord(f"gradient{number}", "float32", BYTES) for number in range(GRADIENTS))
-    return RankTrace(
-        rank, 2, "here", 1, 0.0, 0.0, "model", "tensorflow", "hccl_world_group", gradients, ((0, 17), (18, 19)),
-        tuple(iterations),
-    )  # fmt: skip
-
-
-def write_trace(directory: Path) -> None:
-    for rank in range(2):
-        one = trace(rank)
-        lines = [one.header(), *(iteration.__dict__ for iteration in one.iterations)]
+def write_trace(directory: Path, split: Split, ranks: int = 2, step: float = 400e3, exposed: float = 30e3) -> None:
+    """Traces of two ranks, of which rank 0 is later by 20 ms and waits less for the reduction."""
+    gradients = tuple(GradientRecord(f"gradient{number}", "float32", 1_000_000) for number in range(GRADIENTS))
+    ends = cut_by_size([one.bytes for one in gradients], split or (90, 10))
+    segments = tuple(zip([0, *(end + 1 for end in ends)], ends))
+    for rank in range(ranks):
+        iterations = []
+        for number in range(WARM_UP + 3):
+            end = 1e15 + step * (number + 1)
+            ready = end - 10e3 - exposed - 20e3 * rank
+            reduced = ((ready, end - 10e3),) * len(segments)
+            iterations.append(Iteration(number + 1, end - step, ready, end, reduced, (ready,) * GRADIENTS, end - step))
+        head = RankTrace(rank, 2, "here", 1, 0.0, 0.0, "m", "b", "hccl_world_group", gradients, segments)
         (directory / f"rank{rank}").mkdir(parents=True)
+        lines = [head.header(), *(iteration.__dict__ for iteration in iterations)]
         (directory / f"rank{rank}" / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_what_a_trace_says() -> None:
-    found = summarise([trace(0), trace(1)], skip=2)
-    assert found.step.backward.sizes == (BYTES,) * GRADIENTS
-    assert found.step.backward.ready == pytest.approx([0.1 + 0.005 * number for number in range(1, GRADIENTS + 1)])
-    assert found.step.backward.end == pytest.approx(0.2)
-    assert found.ends == (17, 19)
-    assert found.exposed == pytest.approx(0.03)
-    assert found.seconds == pytest.approx((0.4,) * 6)
-    # 400 ms less 200 ms of forward and backward and 30 ms of hanging over.
-    assert found.step.rest == pytest.approx(0.17)
-    assert (found.dtype, found.hosts) == ("float32", ("here", "here"))
+def test_the_runs_go_there_and_back() -> None:
+    runs = [(one.name, one.split) for one in trials.runs(rounds=2)]
+    assert [split for _, split in runs] == [*SPLITS, *SPLITS[::-1]]
+    assert len({name for name, _ in runs}) == len(runs)
+    assert sum(one.steps for one in trials.runs()) <= 64
 
 
-def test_backward_ends_with_a_gradient_whichever_it_is() -> None:
-    """Now the last gradient ends it, now the one before: the median of each alone is 5 ms too soon."""
-
-    def with_turns(one: RankTrace) -> RankTrace:
-        turned = [
-            replace(step, ready=(*step.ready[:-2], step.ready[-1], step.ready[-2])) if number % 2 else step
-            for number, step in enumerate(one.iterations)
-        ]
-        return replace(one, iterations=tuple(turned))
-
-    backward = summarise([with_turns(trace(0)), with_turns(trace(1))]).step.backward
-    assert max(backward.ready) == pytest.approx(backward.end)
-
-
-def test_the_slowest_rank_counts() -> None:
-    quick, slow = trace(0), trace(1, slower=1.5)
-    # The collectives end on both at once: 80 ms after the quick one's backward, 30 ms after the slow one's.
-    waiting = tuple(replace(one, allreduce=other.allreduce) for one, other in zip(quick.iterations, slow.iterations))
-    found = summarise([replace(quick, iterations=waiting), slow])
-    assert found.step.backward.end == pytest.approx(0.25)
-    assert found.exposed == pytest.approx(0.03), "waiting for the other rank is not communication"
-
-
-def test_the_slowest_rank_may_be_another_one_in_each_iteration() -> None:
-    ranks = [trace(0), trace(0, slower=1.5)]
-    alternating = [
-        replace(ranks[0], rank=rank, iterations=tuple(
-            ranks[(rank + number) % 2].iterations[number] for number in range(8)
-        ))
-        for rank in range(2)
-    ]  # fmt: skip
-    assert summarise(alternating).step.backward.end == pytest.approx(0.25)
-
-
-def test_ranks_may_have_recorded_other_iterations() -> None:
-    """A bounded trace drops its older half, on each rank when its own file is full."""
-    ranks = [trace(0), trace(0, slower=1.5)]
-    slow_at_odd = tuple(ranks[number % 2].iterations[number] for number in range(8))
-    whole, late = replace(ranks[0], iterations=slow_at_odd), replace(ranks[0], rank=1, iterations=slow_at_odd[3:])
-    # Two of 200 ms and two of 250 ms; matched by their places all would seem to take 250 ms.
-    assert summarise([whole, late], skip=1).step.backward.end == pytest.approx(0.225)
-
-
-def test_the_dtype_with_the_most_bytes_is_tuned() -> None:
-    mixed = []
-    for rank in range(2):
-        one = trace(rank)
-        gradients = tuple(replace(gradient, dtype="float16") for gradient in one.gradients[:18]) + one.gradients[18:]
-        mixed.append(replace(one, gradients=gradients, segments=((0, 10), (11, 17), (18, 19))))
-    found = summarise(mixed)
-    assert (found.dtype, len(found.step.backward.sizes), found.ends) == ("float16", 18, (10, 17))
+def test_what_the_traces_say_and_which_split_wins(tmp_path: Path) -> None:
+    tried: dict[Split, Tried] = {}
+    for one in trials.runs([None, HALVES], rounds=2):
+        write_trace(tmp_path / one.name, one.split, step=300e3 if one.split else 400e3)
+        trials.add(tried, one, tmp_path / one.name)
+    assert tried[None].step == pytest.approx(0.4)
+    assert tried[None].exposed == pytest.approx([0.03] * 2), "waiting for the other rank is not communication"
+    assert [tried[None].segments, tried[HALVES].segments] == [2, 2]
+    assert trials.winner(tried).split == HALVES
+    text = trials.outcome(tried)
+    assert "33.3% faster" in text
+    assert "set_split_strategy_by_size([50.0, 50.0])" in text
+    assert "NPU_DEVICE_SPLIT=50%,50%" in text
 
 
 @pytest.mark.parametrize(
-    ("traces", "problem"),
+    ("present", "other", "wins"),
     [
-        ([], "no trace"),
-        ([trace(1)], r"rank\(s\) 0 of 2"),
-        ([trace(0), trace(1, steps=2)], "rank 1: 2"),
-        ([trace(0), replace(trace(1), model="other")], "rank 1: other"),
+        ([[1.00, 1.00, 1.01, 1.02], [1.01, 1.01, 1.02, 1.03]], [[0.97, 0.98, 1.30, 1.40], [0.98, 0.99, 1.60, 2]], True),
+        ([[1.0] * 4, [1.2] * 4], [[0.9] * 4, [1.25] * 4], False),
+        ([[1.0] * 4, [1.2] * 4], [[0.9] * 4, [1.05] * 4], True),
     ],
+    ids=["disturbed steps don't decide", "slower once", "the machine got slower"],
 )
-def test_traces_of_no_use(traces: list[RankTrace], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        summarise(traces, skip=2)
+def test_who_wins(present: list[list[float]], other: list[list[float]], wins: bool) -> None:
+    tried: dict[Split, Tried] = {None: Tried(None, present, [0.1] * 2, 2), HALVES: Tried(HALVES, other, [0.1] * 2, 2)}
+    assert (trials.winner(tried).split == HALVES) == wins
+    assert ("keep it." in trials.outcome(tried)) == (not wins)
 
 
-class World:
-    """A script whose steps take what the cost model says, times what ``slowdown`` has for the split."""
-
-    def __init__(self, own: Sequence[int] | None = None) -> None:
-        self.first = summarise([trace(0), trace(1)])
-        self.ends: list[tuple[int, ...] | None] = []
-        self.counted = 0
-        self.slowdown: dict[tuple[int, ...], float] = {}
-        self._own = tuple(own) if own else None
-
-    def run(self, name: str, ends: Sequence[int] | None, steps: int) -> TracedRun:
-        self.ends.append(None if ends is None else tuple(ends))
-        self.counted += steps
-        actual = self._own or tuple(ends or self.first.ends)
-        plan = predict(self.first.step.backward, COST, actual)
-        seconds = (self.first.step.alone + plan.exposed) * self.slowdown.get(actual, 1.0)
-        return replace(self.first, ends=actual, seconds=(seconds,) * steps, exposed=plan.exposed)
+def test_runs_of_no_use(tmp_path: Path) -> None:
+    write_trace(tmp_path / "own", (90, 10))
+    with pytest.raises(ValueError, match=r"remove the call of set_split_strategy_by_idx"):
+        trials.add({}, Run("own", HALVES, 5), tmp_path / "own")
+    write_trace(tmp_path / "few", None, ranks=1)
+    with pytest.raises(ValueError, match=r"no trace of rank\(s\) 1"):
+        trials.add({}, Run("few", None, 5), tmp_path / "few")
 
 
-def test_the_best_split_wins_within_fifty_steps() -> None:
-    world = World()
-    result = tune(world.run, lambda _: COST, lambda _: None, Budget())
-    assert result.gained
-    assert result.chosen.plan == best_plan(world.first.step.backward, COST)
-    assert world.counted <= 50
-    assert len(result.tried) == 4
-    assert all(len(one.runs) == 2 for one in result.tried)
+def cut_with(choice: str, sizes: list[int]) -> tuple[list[list[int]], list[str]]:
+    """The segments of a list of float32 gradients of these lengths, and the warnings about them."""
+    import tensorflow as tf
+
+    from npu_device._src.gradients.segments import cut
+
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("npu_device").addHandler(handler)
+    os.environ["NPU_DEVICE_SPLIT"] = choice
+    try:
+        # Eager tensors that were made in the order of the list count from its end.
+        return cut([tf.zeros([size]) for size in sizes], "sum", 1, "hccl_world_group"), warnings
+    finally:
+        del os.environ["NPU_DEVICE_SPLIT"]
+        logging.getLogger("npu_device").removeHandler(handler)
 
 
-def test_the_runs_go_there_and_back() -> None:
-    world = World()
-    tune(world.run, lambda _: COST, lambda _: None, Budget())
-    assert world.ends[0] is world.ends[1] is None
-    assert world.ends[1:5] == world.ends[5:][::-1]
+def from_the_environment() -> dict[str, Any]:
+    from hccl.split.api import set_split_strategy_by_size
+    from npu_device._src.gradients import split_strategy
+
+    found = {"fits": cut_with("[1, 3, 5]", [8] * 6), "other": cut_with("1,3,5", [8] * 5), "short": cut_with("1,3", [8])}
+    found |= {"percentages": cut_with("50%, 50%", [8] * 6), "auto": cut_with("auto", [8] * 5)}
+    set_split_strategy_by_size([50, 50])
+    found["own"] = cut_with("1,3,5", [8] * 6)
+    split_strategy.forget()
+    return found
 
 
-def test_a_prediction_that_turns_out_slower_is_not_kept() -> None:
-    world = World()
-    best = best_plan(world.first.step.backward, COST).ends
-    world.slowdown = {best: 1.2}
-    result = tune(world.run, lambda _: COST, lambda _: None, Budget())
-    assert result.chosen.plan.ends != best
-    world.slowdown = dict.fromkeys((one.plan.ends for one in result.tried[1:]), 1.2)
-    result = tune(world.run, lambda _: COST, lambda _: None, Budget())
-    assert not result.gained
-    assert result.chosen.plan.ends == world.first.ends
+def test_the_split_from_the_environment(single: Pool) -> None:
+    (found,) = single.run(from_the_environment)
+    assert found["fits"] == ([[5, 4], [3, 2], [1, 0]], [])
+    segments, (warning,) = found["other"]
+    assert sum(map(len, segments)) == 5
+    assert segments[0] == [4, 3, 2, 1, 0][: len(segments[0])]
+    assert "its last number has to be 4" in warning
+    assert found["short"] == ([[0]], [])
+    assert found["percentages"] == ([[5, 4, 3], [2, 1, 0]], [])
+    assert found["own"] == found["percentages"]
+    assert found["auto"][0] == segments and "saved splits are gone" in found["auto"][1][0]
 
 
-def one_of(runs: list[list[float]]) -> Tried:
-    first = summarise([trace(0), trace(1)])
-    plan = best_plan(first.step.backward, COST)
-    return Tried("", plan, [replace(first, seconds=tuple(seconds)) for seconds in runs])
+SCRIPT = """\
+    import tensorflow as tf
+    import npu_device as npu
+
+    npu.open().as_default()
+    tf.random.set_seed(1)
+    layers = [tf.Variable(tf.random.normal([256, 256]) * 0.05) for _ in range(8)]
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            y = x
+            for layer in layers:
+                y = tf.nn.relu(y @ layer)
+            loss = tf.reduce_mean(tf.square(y - 1))
+        gradients = npu.distribute.all_reduce(tape.gradient(loss, layers))
+        for layer, gradient in zip(layers, gradients):
+            layer.assign_sub(0.01 * gradient)
+        return loss
+
+    for number in range(100_000):
+        step(tf.random.normal([64, 256]))
+"""
+
+TUNE_IT = """\
+    import sys
+    from npu_device.launch import arguments, tune
+    from npu_device._src.tuning import trials
+
+    sys.exit(tune.run(arguments.parse(sys.argv[1:]), trials.runs([None, (50.0, 50.0)], rounds=1, steps=3)))
+"""
 
 
-def test_disturbed_steps_do_not_decide() -> None:
-    present = one_of([[1.00, 1.00, 1.01, 1.02, 1.03], [1.01, 1.01, 1.02, 1.03, 1.04]])
-    better = one_of([[0.97, 0.98, 1.30, 1.40, 1.50], [1.60, 0.98, 0.99, 1.05, 1.20]])
-    assert better.faster_than(present)
-    assert better.seconds < present.seconds
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_tuning_a_script(tmp_path: Path, nodes: int) -> None:
+    """The real thing, with as few runs as there can be; the directory has the traces of an earlier tuning."""
+    (tmp_path / "train.py").write_text(dedent(SCRIPT))
+    (tmp_path / "tune_it.py").write_text(dedent(TUNE_IT))
+    write_trace(tmp_path / "npu_tune" / "run1", HALVES)
+    launch = [sys.executable, "tune_it.py", "-n", str(2 // nodes), "--tune"]
+    if nodes == 2:
+        launch += ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    variables = environment(TF_CPP_MIN_LOG_LEVEL="2", NPU_DEVICE_SPLIT="3,7", NPU_DEVICE_SECRET="the same")
+    running = [
+        subprocess.Popen(
+            [*launch, *(["--node-rank", str(node)] if nodes == 2 else []), "train.py"],
+            cwd=tmp_path,
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(nodes)
+    ]
+    try:
+        outputs = [process.communicate(timeout=240) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0] * nodes, outputs
+    table = outputs[0][0].splitlines()
+    assert table[1].startswith("as it is now") and table[2].startswith("50, 50")
+    assert sum("<- chosen" in line for line in table) == 1
+    assert all(stdout == "" for stdout, _ in outputs[1:])
 
 
-def test_a_split_that_was_slower_once_does_not_win() -> None:
-    present = one_of([[1.0] * 5, [1.2] * 5])
-    assert not one_of([[0.9] * 5, [1.25] * 5]).faster_than(present)
-    assert one_of([[0.9] * 5, [1.05] * 5]).faster_than(present), "the machine got slower in the second round"
-
-
-def test_a_script_with_a_split_of_its_own_is_refused() -> None:
-    with pytest.raises(ValueError, match="remove the call of set_split_strategy_by_idx"):
-        tune(World(own=[17, 19]).run, lambda _: COST, lambda _: None, Budget())
-
-
-def test_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NPU_DEVICE_SPLIT_DIR", str(tmp_path / "splits"))
-    world = World()
-    result = tune(world.run, lambda _: COST, lambda _: None, Budget())
-    _, fusion = keep(result, tmp_path)
-    (split,) = load_all()
-    assert split.ends == result.chosen.plan.ends
-    assert split.checked
-    assert split.model == fingerprint("float32", [BYTES] * GRADIENTS)
-    assert split.place.world_size == 2
-    (graph,) = json.loads(fusion.read_text())
-    assert fusion.name == "CPU_gradient_fusion.json"
-    assert graph["modelhash"] == split.model
-    assert graph["modelvalue"]["gradientSize"] == [BYTES] * GRADIENTS
-    assert graph["modelvalue"]["gradientTime"] == [105_000, *[5_000] * (GRADIENTS - 1)]
-
-
-def test_a_file_that_is_no_split_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_run_that_makes_no_steps_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("NPU_DEVICE_SPLIT_DIR", str(tmp_path))
-    (tmp_path / "broken.json").write_text("{")
-    (tmp_path / "newer.json").write_text('{"version": 2}')
-    assert load_all() == []
-    assert "broken.json" in caplog.text
-    assert "version 2; expected 1" in caplog.text
+    (tmp_path / "sleep.py").write_text("import time; time.sleep(3)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch_tune, "_SILENT_SECONDS", 0.5)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        code = launch_tune.run(arguments.parse(["-n", "2", "--tune", "sleep.py"]))
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    said = capfd.readouterr().err
+    assert code == 1
+    assert "run1: nothing for 1 s, 0 of 8 steps traced so far. Either a step takes that long" in said
+    assert f"Its output is in {tmp_path}/npu_tune/run1-node0.log; Ctrl-C ends the tuning." in said
+    assert said.count("nothing for") < 5, "each time after twice as long"
+    assert "run1 ended with exit code 0 after 0 traced iterations" in said
 
 
-def test_npu_tune_prints_the_line_to_paste(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_trace(tmp_path)
-    COST.write(tmp_path / MEASURED_FILE)
-    npu_tune.main([str(tmp_path)])
-    text = capsys.readouterr().out
-    best = best_plan(summarise([trace(0), trace(1)]).step.backward, COST)
-    assert f"set_split_strategy_by_idx({list(best.ends)})" in text
-    assert "20 float32 gradients, 20.0 MB; 2 ranks on 1 host" in text
-    for name in ("as it is now", "default", "one segment", "one per gradient", "best", "(traced"):
-        assert any(line.startswith(name) for line in text.splitlines())
-
-
-def test_npu_tune_simulates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_trace(tmp_path)
-    npu_tune.main(["--simulate", str(tmp_path), "--network", "25gbe"])
-    text = capsys.readouterr().out
-    assert "  1024 tree" in text
-    assert "Assumptions: " in text
-
-
-def test_npu_tune_without_a_measurement(tmp_path: Path) -> None:
-    write_trace(tmp_path)
-    with pytest.raises(SystemExit, match=r"no collectives\.json.*\n.*--alpha"):
-        npu_tune.main([str(tmp_path)])
+def test_the_ranks_end_with_a_tuning_that_is_killed(tmp_path: Path) -> None:
+    waits = """
+        import os, time
+        from pathlib import Path
+        Path("pid" + os.environ["RANK_ID"]).write_text(str(os.getpid()))
+        time.sleep(60)
+        """
+    (tmp_path / "train.py").write_text(dedent(waits))
+    tuning = subprocess.Popen(
+        [*NPURUN, "-n", "2", "--grace", "1", "--tune", "train.py"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    pids = wait_for_files(tmp_path, "pid*", 2)
+    tuning.kill()
+    tuning.wait()
+    wait_until(lambda: not any(map(is_running, pids)))

@@ -16,10 +16,7 @@ def main() -> None:
         report(rest, "npurun trace")
         return
     if command == ["tune"]:
-        from npu_device._src.tuning.__main__ import main as plan
-
-        plan(rest, "npurun tune")
-        return
+        tune_is_gone()
     if command == ["verify"]:
         from npu_device.launch import verify
 
@@ -30,6 +27,15 @@ def main() -> None:
     if options.check:
         print("npurun: --check is now npurun check, and will go in 0.3.0", file=sys.stderr)
     _run(options)
+
+
+def tune_is_gone() -> None:  # until 0.3.0; also what npu-tune runs
+    """Exit with a message: a prediction from a trace decided nothing."""
+    print(
+        "npurun tune and npu-tune are gone. What to do: npurun -n 2 --tune train.py tries splits of the gradients",
+        file=sys.stderr,
+    )
+    sys.exit(2)
 
 
 def _run(options: arguments.Options) -> None:

@@ -23,7 +23,7 @@ _JOB_ID = re.compile(r"[A-Za-z0-9_-]+")
 
 _USAGE = """\
 npurun [-n N] [options] [-m] script [argument ...]
-       npurun check [options] | verify [options] script | trace DIR | tune DIR"""
+       npurun check [options] | verify [options] script | trace DIR"""
 
 _DESCRIPTION = """\
 Start a script as several ranks, forward their output, and stop all of them when one fails.
@@ -31,8 +31,7 @@ Start a script as several ranks, forward their output, and stop all of them when
 commands, as the first word (npurun ./trace runs a program of that name):
   check         check hosts and network, without a script: would training work?
   verify        run a script for a few steps as one process and on N ranks: does it train right?
-  trace DIR     report on the trace that --trace has written
-  tune DIR      find the best gradient split in the files of --tune or --trace"""
+  trace DIR     report on the trace that --trace has written"""
 
 _EXAMPLES = """\
 examples:

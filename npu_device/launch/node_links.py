@@ -1,6 +1,6 @@
 """The connections between the launchers of several nodes: JSON messages, and the proof of the job's secret first.
 
-They carry the messages of ``leader`` and ``member``, and of ``tune_nodes``; the ranks have the hub.
+They carry the messages of ``leader`` and ``member``; the ranks have the hub.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from npu_device._src.check.judge import Findings, fastest
 from npu_device._src.check.links import LinkSpeed
 from npu_device._src.check.speeds import SIZES
 from npu_device._src.cluster.frames import counted, ranges
-from npu_device._src.tuning.networks import Network, ring
 
 _UNITS = {4: "4 B", 64 << 10: "64 KiB", 1 << 20: "1 MiB", 16 << 20: "16 MiB"}
 
@@ -78,9 +77,9 @@ def _speeds(found: Findings) -> str:
         limits: list[float | None] = [None] * len(SIZES)
         links = [link for link in found.links.values() if isinstance(link, LinkSpeed)]
         if links:
-            network = Network("", max(link.round_trip for link in links) / 2, 1 / min(link.speed for link in links))
-            cost = ring(network, len(found.hosts))
-            limits = [cost.alpha + cost.beta * size for size in SIZES]
+            hosts, one_way = len(found.hosts), max(link.round_trip for link in links) / 2
+            # In a ring, each host sends 2(N-1) pieces of 1/N of the bytes to its neighbour, one by one.
+            limits = [2 * (hosts - 1) * (one_way + size / hosts / min(link.speed for link in links)) for size in SIZES]
         for name, seconds in found.between.items():
             columns += _columns(f"between hosts, {name}", seconds)
         columns.append(_limits("the wire", limits))

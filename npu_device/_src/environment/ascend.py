@@ -73,14 +73,8 @@ HCCL_IF_BASE_PORT = optional(
 AOE_MODE = optional(
     "AOE_MODE",
     forms.one_of("1", "2", "4"),
-    "4 finds the best gradient split (`npurun` acts as with `--tune`); 1 and 2 tune NPU kernels and have no effect. "
-    "The option `aoe_config.aoe_mode` takes precedence.",
+    "4 makes `npurun` act as with `--tune`; 1 and 2 tune NPU kernels and have no effect.",
     everywhere=True,
-)
-TUNE_BANK_PATH = optional(
-    "TUNE_BANK_PATH",
-    forms.PATH,
-    "directory for the tuner's `<device>_gradient_fusion.json`; default: the tuner's work path.",
 )
 PROFILING_MODE = Variable(
     "PROFILING_MODE",

@@ -36,12 +36,18 @@ def one_of(*texts: str) -> Form[str]:
     return Form(parse, f"one of {', '.join(texts)}")
 
 
-def split(text: str) -> str | tuple[int, ...]:
-    """Parse ``auto``, or numbers as ``set_split_strategy_by_idx`` takes them, with or without brackets."""
+def split(text: str) -> str | tuple[int, ...] | tuple[float, ...]:
+    """Parse numbers as ``set_split_strategy_by_idx`` takes them, percentages (floats), or ``auto``, which is gone."""
+    parts = text.strip("[]").split(",")
     if text == "auto":
         return text
-    numbers = tuple(int(part) for part in text.strip("[]").split(","))
-    if not 1 <= len(numbers) <= 8 or numbers[0] < 0 or list(numbers) != sorted(set(numbers)):
+    if text.endswith("%"):
+        shares = tuple(float(part.strip().removesuffix("%")) for part in parts)
+        if len(shares) > 8 or min(shares) < 0 or sum(shares) != 100:
+            raise ValueError(text)
+        return shares
+    numbers = tuple(int(part) for part in parts)
+    if len(numbers) > 8 or numbers[0] < 0 or list(numbers) != sorted(set(numbers)):
         raise ValueError(text)
     return numbers
 

@@ -81,15 +81,10 @@ NPU_DEVICE_TRACE_ITERATIONS = Variable(
 )
 NPU_DEVICE_SPLIT = optional(
     "NPU_DEVICE_SPLIT",
-    Form(forms.split, "auto, or 1 to 8 ascending numbers separated by commas"),
-    "how gradients are split if the script sets no split strategy: `auto` uses the split that `npurun --tune` found "
-    "for this model and cluster; numbers are those of `set_split_strategy_by_idx`, for lists that they fit.",
+    Form(forms.split, "1 to 8 ascending numbers, or percentages such as 25%,25%,50% whose sum is 100"),
+    "how gradients are split if the script sets no split strategy: numbers are those of `set_split_strategy_by_idx`, "
+    "for lists that they fit; percentages those of `set_split_strategy_by_size`.",
     everywhere=True,
-)
-NPU_DEVICE_SPLIT_DIR = optional(
-    "NPU_DEVICE_SPLIT_DIR",
-    forms.PATH,
-    "directory on rank 0's host in which found splits are saved; default: `~/.cache/npu_device/splits`.",
 )
 NPU_DEVICE_UNEQUAL_START = Variable(
     "NPU_DEVICE_UNEQUAL_START",

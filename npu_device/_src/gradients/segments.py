@@ -11,8 +11,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.gradients.order import production_order
-from npu_device._src.gradients.split_choice import ends_for
-from npu_device._src.gradients.split_strategy import firsts_and_lasts, is_set, segment_result, segments
+from npu_device._src.gradients.split_strategy import firsts_and_lasts, segment_result, segments
 
 _log = logging.getLogger("npu_device")
 _logged: set[str] = set()
@@ -59,8 +58,7 @@ def cut(tensors: Sequence[Any], reduction: str, fusion: int, group: str) -> list
             found.append(order)
             continue
         sizes = [tensors[position].shape.num_elements() * dtype.size for position in order]
-        # The script's own setting takes precedence over the environment.
-        ends = (None if is_set(group) else ends_for(sizes, dtype.name, group)) or segments(sizes, group)
+        ends = segments(sizes, group)
         if _log.isEnabledFor(logging.INFO):
             _log_once(f"{segment_result(ends)} of {len(order)} {dtype.name} gradients in group {group!r}")
         found.extend(order[first : last + 1] for first, last in firsts_and_lasts(ends))

@@ -1,7 +1,7 @@
 """The gradient split strategy: where a list of gradients, in the order of their production, is cut into segments.
 
-Imports no TensorFlow, so that a script can set its strategy before anything else. The callers determine the order of
-the gradients, and which of them form a list.
+The script sets it, or else ``NPU_DEVICE_SPLIT`` does. Imports no TensorFlow, so that a script can set its strategy
+before anything else. The callers determine the order of the gradients, and which of them form a list.
 
 Source: Ascend's ``hccl.split.api``, and the rule by which its compiler applies it.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from npu_device._src import environment
 from npu_device._src.collectives.group import WORLD_GROUP, check_group_name
 
 MAX_SEGMENTS = 8
@@ -26,6 +27,9 @@ _log = logging.getLogger("npu_device")
 _IDX, _SIZE = "idxList", "dataSizeList"
 _strategies: dict[tuple[str, str], list[Any]] = {}
 """By parameter and group: what the script has set."""
+# Shorter lists are metrics and the like, not a model's gradients; they need no message.
+_FEWEST_GRADIENTS = 4
+_said: set[str] = set()
 
 
 def set_by_idx(idxList: Any, group: str = WORLD_GROUP) -> None:
@@ -91,14 +95,9 @@ def forget() -> None:
     _strategies.clear()
 
 
-def is_set(group: str) -> bool:
-    """Return True when the script has set a strategy for the group."""
-    return (_IDX, group) in _strategies or (_SIZE, group) in _strategies
-
-
 def segments(sizes: Sequence[int], group: str) -> list[int]:
-    """Return a group's cuts of a list of gradients: by percentages if set, else by numbers if set, else 96.54 % and the
-    rest.
+    """Return a group's cuts of a list of gradients: by percentages if set, else by numbers if set, else by
+    ``NPU_DEVICE_SPLIT``, else 96.54 % and the rest.
 
     Args:
         sizes: bytes of each gradient, in the order of production; at least one. A single gradient is one segment,
@@ -125,7 +124,38 @@ def segments(sizes: Sequence[int], group: str) -> list[int]:
     by_size = _strategies.get((_SIZE, group))
     if by_size is not None:
         return cut_by_size(sizes, by_size)
-    return list(by_idx) if by_idx is not None else cut_by_default(sizes)
+    if by_idx is not None:
+        return list(by_idx)
+    return _cut_by_environment(sizes, group) or cut_by_default(sizes)
+
+
+def _cut_by_environment(sizes: Sequence[int], group: str) -> list[int] | None:
+    wanted = environment.NPU_DEVICE_SPLIT.get()
+    if wanted is None:
+        return None
+    if wanted == "auto":  # until 0.3.0; since 0.2.0: percentages
+        _warn_once(
+            sizes,
+            "NPU_DEVICE_SPLIT=auto has no effect any more: saved splits are gone. What to do: set it to the "
+            "percentages that npurun --tune prints, such as 25%,25%,25%,25%",
+        )
+        return None
+    if isinstance(wanted[0], float):
+        return cut_by_size(sizes, [float(part) for part in wanted])
+    if wanted[-1] == len(sizes) - 1:
+        return [int(end) for end in wanted]
+    _warn_once(
+        sizes,
+        f"NPU_DEVICE_SPLIT={','.join(map(str, wanted))} is not applied to {len(sizes)} gradients of one dtype in group "
+        f"{group!r}: its last number has to be {len(sizes) - 1}",
+    )
+    return None
+
+
+def _warn_once(sizes: Sequence[int], text: str) -> None:
+    if len(sizes) >= _FEWEST_GRADIENTS and text not in _said:
+        _said.add(text)
+        _log.warning("%s", text)
 
 
 def firsts_and_lasts(ends: Sequence[int]) -> list[tuple[int, int]]:

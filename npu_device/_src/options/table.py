@@ -151,11 +151,16 @@ GLOBAL_OPTIONS = Section(
                 Rule(
                     "aoe_mode",
                     "what to tune: 1 subgraphs, 2 kernels, 4 gradient split",
-                    "4 works: it traces the run, and says at the end how to split the gradients, see tuning.md. 1 and "
-                    "2 have no effect.",
+                    "No effect: one run can't compare splits; 4 warns of that. `npurun --tune` compares them, see "
+                    "tuning.md.",
                     allowed=("1", "2", "4"),
                 ),
-                Rule("work_path", "directory for the tuner's files", "Works with aoe_mode 4.", default="./"),
+                Rule(
+                    "work_path",
+                    "directory for the tuner's files",
+                    "No effect: `npurun --tune` writes to `npu_tune/`.",
+                    default="./",
+                ),
                 Rule("aoe_config_file", "file with the tuner's settings", _TUNING),
             ),
         ),

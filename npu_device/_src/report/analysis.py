@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from npu_device._src.report.diagnosis import Diagnosis, diagnose
 from npu_device._src.report.figures import RankFigures, Slowest, figures, median_iteration, slowest, steady
@@ -30,12 +29,12 @@ class Analysis:
     diagnosis: Diagnosis
 
 
-def analyse(traces: Sequence[RankTrace], directory: Path) -> Analysis:
-    """Analyse the traces of a directory.
+def analyse(traces: Sequence[RankTrace]) -> Analysis:
+    """Analyse the traces of a job.
 
     Raises:
         ValueError: no iteration that all ranks have, or ranks that reduced different segments.
     """
     kept = steady(traces)
     ranks = [figures(trace) for trace in kept]
-    return Analysis(tuple(kept), tuple(ranks), slowest(ranks), median_iteration(kept), diagnose(kept, ranks, directory))
+    return Analysis(tuple(kept), tuple(ranks), slowest(ranks), median_iteration(kept), diagnose(kept, ranks))

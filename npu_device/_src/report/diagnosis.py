@@ -1,4 +1,4 @@
-"""Diagnoses a trace as one of the three situations of Ascend's tuning guide, and proposes the split to try next.
+"""Diagnoses a trace as one of the three situations of Ascend's tuning guide, and proposes a split to try.
 
 Source: Ascend TF Adapter, "Adjusting the gradient splitting strategy".
 """
@@ -8,21 +8,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Callable
 
 from npu_device._src.collectives.group import WORLD_GROUP
-from npu_device._src.gradients.split_strategy import firsts_and_lasts
 from npu_device._src.report.figures import RankFigures
 from npu_device._src.trace.records import Iteration, RankTrace
-from npu_device._src.tuning.cost_model import CostModel, fit, measured_in
-from npu_device._src.tuning.messages import line_to_paste
-from npu_device._src.tuning.planner import best_plan, predict
-from npu_device._src.tuning.traced_run import summarise
 
 _LITTLE = 0.02  # of a step: not worth a change
 _MOST = 0.9  # of the bytes
-_ASSUMED_ALPHA = 1e-3
+_EQUAL = 4
+"""Segments of equal bytes to try: about as fast as the best split that a model finds (docs/benchmarks.md)."""
 _NETWORK = 0.2e9
 """Bytes a second between hosts. A core can send at least twice as much on each backend (docs/benchmarks.md), so what is
 slower is bound by the network.
@@ -35,10 +30,10 @@ class Diagnosis:
 
     Attributes:
         good: there is nothing to gain.
-        situation: a headline, with the guide's advice if a better split is to be expected.
+        situation: a headline, with the guide's advice.
         reasons: the figures that say so.
-        call: the call to paste; None when no better split is to be expected.
-        expectation: what the call is expected to bring, or why there is none.
+        call: the call to paste; None when there is none to try.
+        expectation: how to find out what it brings, and what else may help.
     """
 
     good: bool
@@ -48,13 +43,12 @@ class Diagnosis:
     expectation: str
 
 
-def diagnose(traces: Sequence[RankTrace], ranks: Sequence[RankFigures], directory: Path) -> Diagnosis:
+def diagnose(traces: Sequence[RankTrace], ranks: Sequence[RankFigures]) -> Diagnosis:
     """Return what the split does to the step.
 
     Args:
         traces: from ``figures.steady``.
         ranks: their figures.
-        directory: of the trace; it may contain a measurement of the collectives.
     """
     last = max(ranks, key=lambda rank: rank.busy)
     trace = next(one for one in traces if one.rank == last.rank)
@@ -62,8 +56,10 @@ def diagnose(traces: Sequence[RankTrace], ranks: Sequence[RankFigures], director
         reasons = f"Only {_ms(last.exposed)} of each step is exposed."
         return Diagnosis(True, "Communication is hidden behind backward.", reasons, None, "There is nothing to change.")
     situation, remedy, reasons = _situation(trace, last)
-    call, expectation = _advice(traces, directory)
-    return Diagnosis(False, f"{situation}: {remedy}." if call else f"{situation}.", reasons, call, expectation)
+    where = "" if trace.group == WORLD_GROUP else f", group={trace.group!r}"
+    call = None if len(trace.segments) == _EQUAL else f"set_split_strategy_by_size({[100 // _EQUAL] * _EQUAL}{where})"
+    expectation = "npurun --tune compares splits with the present one." + _send_less(traces, last)
+    return Diagnosis(False, f"{situation}: {remedy}.", reasons, call, expectation)
 
 
 def _situation(trace: RankTrace, rank: RankFigures) -> tuple[str, str, str]:
@@ -99,83 +95,18 @@ def _situation(trace: RankTrace, rank: RankFigures) -> tuple[str, str, str]:
     )
 
 
-def _advice(traces: Sequence[RankTrace], directory: Path) -> tuple[str | None, str]:
-    """Return the call to make, and its expected gain."""
-    check = "npurun --tune measures the collectives, and tries the splits that it finds."
-    try:
-        found = summarise(traces)
-    except ValueError as error:
-        return None, f"No split is proposed: {error}"
-    cost, source = _cost(traces, directory)
-    backward = found.without_collectives(cost).backward
-    plan, now = best_plan(backward, cost), predict(backward, cost, found.ends)
-    gain, check = now.finish - plan.finish, check + _send_less(traces, cost)
-    if gain < _LITTLE * found.median:
-        return None, f"According to {source}, no other split is expected to be faster. {check}"
-    text = f"According to {source}, it saves {_ms(gain * 1e6)} of a step's {_ms(found.median * 1e6)}. {check}"
-    return _call(traces[0], backward.sizes, plan.ends), text
-
-
-def _send_less(traces: Sequence[RankTrace], cost: CostModel) -> str:
+def _send_less(traces: Sequence[RankTrace], last: RankFigures) -> str:
     """Return advice to send less if the network between hosts is the limit, and not a core."""
     hosts = len({trace.host for trace in traces})
     wide = any(gradient.dtype in ("float32", "float64") for gradient in traces[0].gradients)
-    sent = 2 * (hosts - 1) / hosts  # bytes that each host sends for a byte of gradients
-    if hosts == 1 or not wide or sent >= _NETWORK * cost.beta:
+    sent = sum(gradient.bytes for gradient in traces[0].gradients) * 2 * (hosts - 1) / hosts  # by each host
+    speed = sent / ((last.hidden + last.exposed) * 1e-6)
+    if hosts == 1 or not wide or speed >= _NETWORK:
         return ""
     return (
-        f" Each host sends {sent / cost.beta * 8e-9:.1f} Gbit/s, which a core could exceed: the network is the limit. "
+        f" Each host sends {speed * 8e-9:.1f} Gbit/s, which a core could exceed: the network is the limit. "
         'compression="bf16" halves the bytes, if you don\'t use it yet.'
     )
-
-
-def _cost(traces: Sequence[RankTrace], directory: Path) -> tuple[CostModel, str]:
-    known = measured_in(directory)
-    if known is not None:
-        return known, "the measured collectives"
-    samples = _samples(traces)
-    samples.pop(0, None)
-    if len(samples) > 1:
-        cost = fit(samples)
-        return CostModel(cost.alpha, cost.beta, busy=cost.alpha), "the segments' times in this trace"
-    [(size, times)] = samples.items()
-    beta = max(0.0, statistics.median(times) - _ASSUMED_ALPHA) / size
-    fixed = _ms(_ASSUMED_ALPHA * 1e6)
-    source = f"the gradients' time in this trace (of which {fixed} are assumed to be independent of size)"
-    return CostModel(_ASSUMED_ALPHA, beta, busy=_ASSUMED_ALPHA), source
-
-
-def _samples(traces: Sequence[RankTrace]) -> dict[int, list[float]]:
-    """Return, by bytes, the seconds that segments took once every rank had them and the network was theirs alone.
-
-    In shared memory and through MPI, a segment begins when the one before it is over. Elsewhere, segments in flight at
-    the same time share the network, and only their total counts.
-    """
-    queued = traces[0].backend != "tensorflow"
-    samples: dict[int, list[float]] = {}
-    for ones in zip(*(trace.iterations for trace in traces)):
-        size, begun, over = 0, 0.0, 0.0
-        for segment in _by_start(traces[0]):
-            start, end = (max(one.allreduce[segment][point] for one in ones) for point in (0, 1))
-            if size and (queued or start >= over):
-                samples.setdefault(size, []).append(max(1.0, over - begun) * 1e-6)
-                size = 0
-            begun = begun if size else max(over, start)
-            size += traces[0].bytes_of(segment)
-            over = end if queued else max(over, end)
-        samples.setdefault(size, []).append(max(1.0, over - begun) * 1e-6)
-    return samples
-
-
-def _call(trace: RankTrace, sizes: Sequence[int], ends: Sequence[int]) -> str:
-    if len({gradient.dtype for gradient in trace.gradients if not gradient.dtype.startswith("sparse")}) == 1:
-        return line_to_paste(ends, trace.group)
-    # Each dtype numbers its gradients separately, and one list of indices fits only one dtype.
-    shares = [sum(sizes[first : last + 1]) / sum(sizes) for first, last in firsts_and_lasts(ends)]
-    percentages = [max(1, round(100 * share)) for share in shares]
-    percentages[percentages.index(max(percentages))] += 100 - sum(percentages)
-    where = "" if trace.group == WORLD_GROUP else f", group={trace.group!r}"
-    return f"set_split_strategy_by_size({percentages}{where})"
 
 
 def _by_start(trace: RankTrace) -> list[int]:

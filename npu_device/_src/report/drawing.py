@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+from npu_device._src.report.figures import amount
 from npu_device._src.trace.records import Iteration, RankTrace
-from npu_device._src.tuning.messages import amount
 
 COLOURS = {
     "input wait": "#cbd5e1",

@@ -110,3 +110,12 @@ def median_iteration(traces: Sequence[RankTrace]) -> int:
     longest = [max(each) for each in zip(*times)]
     ordered = sorted(range(len(longest)), key=longest.__getitem__)
     return traces[0].iterations[ordered[len(ordered) // 2]].iteration
+
+
+def amount(size: float) -> str:
+    """Return a number of bytes with its unit.
+
+    >>> amount(102_228_128), amount(196)
+    ('102.2 MB', '0.2 kB')
+    """
+    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"

@@ -32,7 +32,7 @@ def write_all(directory: Path) -> str:
         raise ValueError("there is no trace in the directory")
     write_csv(traces, directory / TABLE)
     write_json(traces, directory / PERFETTO)
-    found = analyse(traces, directory)
+    found = analyse(traces)
     text = summary(found)
     (directory / TEXT).write_text(text + "\n", encoding="utf-8")
     (directory / PAGE).write_text(page(found), encoding="utf-8")

@@ -6,9 +6,8 @@ import statistics
 from collections.abc import Sequence
 
 from npu_device._src.report.analysis import Analysis
-from npu_device._src.report.figures import RankFigures
+from npu_device._src.report.figures import RankFigures, amount
 from npu_device._src.trace.records import RankTrace
-from npu_device._src.tuning.messages import amount
 
 
 def summary(found: Analysis) -> str:

@@ -28,7 +28,6 @@ from npu_device._src.collectives.engines.tensorflow import server
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.sessions import Sessions
 from npu_device._src.collectives.stall import StallWatch
-from npu_device._src.gradients.split_choice import send_splits
 from npu_device._src.membership import parent_rank, schemes
 from npu_device._src.membership.parent_rank import ParentRank
 from npu_device._src.options import global_options
@@ -38,7 +37,6 @@ from npu_device._src.trace.settings import Settings, settings
 from npu_device._src.training import seed as seeds
 from npu_device._src.training.applied_gradients import AppliedGradients
 from npu_device._src.training.last_word import LastWord
-from npu_device._src.tuning import aoe
 
 _TO_BE_A_RANK = (
     "To make it a rank of another job, start it with npurun, or with that job's variables and NPU_DEVICE_RANK_PROCESS "
@@ -214,7 +212,6 @@ def _begin(job: Job, trace_settings: Settings | None, seed: int | None) -> None:
             job.peers.open(job.store)
         if hosts.needs_server:
             server.start(job)
-        send_splits(job)
         _start_trace(job, trace_settings)
         last_word = LastWord(job)
         job.add(last_word)
@@ -305,9 +302,11 @@ def _tell_once(parent: ParentRank) -> None:
 
 
 def _start_trace(job: Job, wanted: Settings | None) -> None:
-    tuning = global_options().aoe_config
-    if wanted is None and (tuning.aoe_mode.typed or environment.AOE_MODE.get()) == "4":
-        wanted = aoe.begin(job, Path(tuning.work_path.typed))
+    if job.cluster.rank == 0 and (global_options().aoe_config.aoe_mode.typed or environment.AOE_MODE.get()) == "4":
+        _log.warning(
+            "aoe_mode 4 has no effect in a script: one run can't compare splits. What to do: npurun --tune runs the "
+            "script with several; without npurun, set NPU_DEVICE_SPLIT=25%,25%,25%,25% and compare the steps' times"
+        )
     if wanted is not None:
         trace.start(job, wanted)
         job.serves_others = job.serves_others or job.cluster.rank == 0  # for the report on all ranks

@@ -1,141 +1,139 @@
-"""Checks the tuner's plans: tries the best few splits and the present one in turn, and keeps the fastest.
+"""Which gradient split is the fastest: the splits that ``npurun --tune`` tries, and what their traces say.
 
-A split is read when a step is traced, so each trial is a short run of the script from its start. The caller starts and
-stops the runs (``npu_device.launch.tune``). Imports no TensorFlow.
+There is no model of the network behind it: over links of 1 and 10 Gbit/s, a few segments of equal bytes were as fast as
+the best split that a model found (docs/benchmarks.md). Imports no TensorFlow.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Callable, Optional
+from pathlib import Path
+from typing import Optional
 
-from npu_device._src.tuning.cost_model import CostModel
-from npu_device._src.tuning.planner import Plan, contenders, predict
-from npu_device._src.tuning.traced_run import TracedRun
+from npu_device._src.gradients.split_strategy import cut_by_size
+from npu_device._src.trace.records import RankTrace, on_all_ranks, read
+
+Split = Optional[tuple[float, ...]]
+"""Percentages as ``set_split_strategy_by_size`` takes them; None for the script's present split."""
+
+SPLITS: tuple[Split, ...] = (None, (100,), (25,) * 4, (12.5,) * 8)
+"""What is tried. One segment suits small models, and several overlap with backward."""
 
 WARM_UP = 2
-"""Traced iterations at the start of each run that don't count."""
-
-FIRST = "first"
-"""Name of the run that traces the split as it is, and of its directory."""
+"""Traced iterations at the start of each run that don't count: they compile, and fill caches."""
 
 
 @dataclass(frozen=True)
-class Budget:
-    """The number of trials; the defaults count 50 steps in all.
+class Run:
+    """A run of the script, which has to make ``steps`` traced steps: the first ones warm up."""
 
-    Attributes:
-        first: steps of the first run, which shows when the gradients are ready.
-        plans: maximum number of splits to try besides the present one.
-        rounds: number of runs of each.
-        steps: steps that count in each of these runs.
-    """
-
-    first: int = 10
-    plans: int = 3
-    rounds: int = 2
-    steps: int = 5
+    name: str
+    split: Split
+    steps: int
 
 
 @dataclass
 class Tried:
-    """A split and its measured steps. ``measured`` has one run for each round."""
+    """A split with its runs: the seconds of each step, and those of communication after backward."""
 
-    label: str
-    plan: Plan
-    runs: list[TracedRun] = field(default_factory=list)
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds of an undisturbed step, the median of the runs."""
-        return statistics.median(self.undisturbed)
-
-    @property
-    def exposed(self) -> float:
-        """Return the seconds of communication after backward, the median of the runs."""
-        return statistics.median(run.exposed for run in self.runs)
+    split: Split
+    seconds: list[list[float]] = field(default_factory=list)
+    exposed: list[float] = field(default_factory=list)
+    segments: int = 0
 
     @property
     def undisturbed(self) -> list[float]:
         """Return the seconds of a step for each run, the lower quartile: disturbances only make steps longer."""
-        return [sorted(run.seconds)[len(run.seconds) // 4] for run in self.runs]
+        return [sorted(run)[len(run) // 4] for run in self.seconds]
+
+    @property
+    def step(self) -> float:
+        """Return the seconds of an undisturbed step, the median of the runs."""
+        return statistics.median(self.undisturbed)
 
     def faster_than(self, other: Tried) -> bool:
         """Return True when it was faster in every round: a machine that gets slower or faster does so for both."""
         return all(mine < theirs for mine, theirs in zip(self.undisturbed, other.undisturbed))
 
 
-@dataclass(frozen=True)
-class TuningResult:
-    """The result of tuning.
-
-    Attributes:
-        traced: the first run, with the split that the script has now.
-        cost: the measured collectives.
-        tried: the present split first, then the plans.
-        chosen: the fastest of those that were faster than the present split, else the present one.
-    """
-
-    traced: TracedRun
-    cost: CostModel
-    tried: tuple[Tried, ...]
-    chosen: Tried
-
-    @property
-    def gained(self) -> bool:
-        """Return True when another split than the present one was faster."""
-        return self.chosen is not self.tried[0]
+def runs(splits: Sequence[Split] = SPLITS, rounds: int = 2, steps: int = 6) -> Iterator[Run]:
+    """Yield the runs: back and forth, so that a machine that gets slower or faster affects all splits alike."""
+    number = 0
+    for turn in range(rounds):
+        for split in splits if turn % 2 == 0 else splits[::-1]:
+            number += 1
+            yield Run(f"run{number}", split, WARM_UP + steps)
 
 
-Run = Callable[[str, Optional[Sequence[int]], int], TracedRun]
-"""Runs the script: name of the run, the split (None: as the script is), steps that count."""
-
-
-def tune(run: Run, measure: Callable[[int], CostModel], report: Callable[[str], None], budget: Budget) -> TuningResult:
-    """Find the best split of a script.
-
-    Args:
-        run: runs the script once.
-        measure: measures the collectives, given the bytes of all gradients.
-        report: reports progress to the user.
-        budget: the number of trials.
+def add(tried: dict[Split, Tried], run: Run, directory: Path) -> None:
+    """Add the trace of a run.
 
     Raises:
-        ValueError: the script doesn't take the split that it is given, since it sets its own; a trace is of no use.
+        ValueError: the script doesn't take the split that it is given, since it sets its own; ranks without a trace.
     """
-    report("run 1: when the gradients are ready, with the split as it is now")
-    first = run(FIRST, None, budget.first)
-    report("measuring the collectives")
-    cost = measure(sum(first.step.backward.sizes))
-    backward = first.without_collectives(cost).backward
-    present = Tried("as it is now", predict(backward, cost, first.ends))
-    plans = [plan for plan in contenders(backward, cost, budget.plans) if plan.ends != first.ends]
-    tried = (present, *(Tried(f"plan {number}", plan) for number, plan in enumerate(plans, start=1)))
-    number = 1
-    for round_number in range(budget.rounds if plans else 0):
-        # Back and forth, so that a machine that gets slower or faster affects all alike.
-        for one in tried if round_number % 2 == 0 else tried[::-1]:
-            number += 1
-            ends = None if one is present else one.plan.ends
-            report(
-                f"run {number} of {1 + budget.rounds * len(tried)}: {one.label}, segments end at {list(one.plan.ends)}"
-            )
-            result = run(f"run{number}", ends, budget.steps)
-            _require_split(one, result)
-            one.runs.append(result)
-    if not plans:
-        present.runs.append(first)
-    faster = [one for one in tried[1:] if one.faster_than(present)]
-    return TuningResult(first, cost, tried, min(faster, key=lambda one: one.seconds, default=present))
+    traces = read(directory)
+    missing = sorted(set(range(traces[0].world_size if traces else 1)) - {trace.rank for trace in traces})
+    if missing:
+        raise ValueError(f"{directory} has no trace of rank(s) {', '.join(map(str, missing))}")
+    _require_split(run, traces[0])
+    iterations = on_all_ranks(traces)[WARM_UP:]
+    one = tried.setdefault(run.split, Tried(run.split))
+    # The collectives wait for the slowest rank; the others' wait for it is not communication.
+    one.seconds.append([max(rank.time for rank in each) * 1e-6 for each in iterations])
+    one.exposed.append(statistics.median(min(rank.exposed for rank in each) for each in iterations) * 1e-6)
+    one.segments = len(traces[0].segments)
 
 
-def _require_split(wanted: Tried, result: TracedRun) -> None:
-    if result.ends != wanted.plan.ends:
+def winner(tried: dict[Split, Tried]) -> Tried:
+    """Return the fastest of those that were faster than the present split in every round, else the present one."""
+    present = tried[None]
+    faster = [one for one in tried.values() if one.faster_than(present)]
+    return min(faster, key=lambda one: one.step, default=present)
+
+
+def variable(split: Sequence[float]) -> str:
+    """Return the value of ``NPU_DEVICE_SPLIT`` for a split.
+
+    >>> variable((12.5, 87.5))
+    '12.5%,87.5%'
+    """
+    return ",".join(f"{part:g}%" for part in split)
+
+
+def outcome(tried: dict[Split, Tried]) -> str:
+    """Return the measured times, and what to do."""
+    best = winner(tried)
+    lines = [f"{'split, % of the bytes':36}{'segments':>9}{'exposed, ms':>13}{'ms per step':>13}"]
+    for one in tried.values():
+        what = "as it is now" if one.split is None else ", ".join(f"{part:g}" for part in one.split)
+        figures = f"{one.segments:>9}{statistics.median(one.exposed) * 1e3:>13.1f}{one.step * 1e3:>13.1f}"
+        lines.append(f"{what:36}{figures}{'  <- chosen' if one is best else ''}")
+    if best.split is None:
+        return "\n".join([*lines, "", "No split was faster in every round than the present one: keep it."])
+    gain = tried[None].step / best.step - 1
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Steps are {gain:.1%} faster than now. To keep it, paste before the first step",
+            f"  set_split_strategy_by_size({list(best.split)})",
+            f"or start the script with NPU_DEVICE_SPLIT={variable(best.split)}",
+        ]
+    )
+
+
+def _require_split(run: Run, trace: RankTrace) -> None:
+    """Compare the segments with those that the percentages give; sparse gradients and unknown sizes travel alone."""
+    sizes = [one.bytes for one in trace.gradients if one.bytes]
+    if run.split is None or len({one.dtype for one in trace.gradients}) > 1 or len(sizes) < len(trace.gradients):
+        return
+    wanted = cut_by_size(sizes, run.split)
+    found = [last for _, last in trace.segments]
+    if found != wanted:
         raise ValueError(
-            f"the run should have cut the gradients at {list(wanted.plan.ends)}, but cut them at {list(result.ends)}.\n"
-            "Likely cause: a split strategy set in the script (hccl.split.api) takes precedence over the tuner's; or "
-            "the gradients differ from run to run.\n"
-            "What to do: remove the call of set_split_strategy_by_idx or set_split_strategy_by_size while tuning."
+            f"{run.name} should have cut the gradients at {wanted}, but cut them at {found}.\nLikely cause: a split "
+            "strategy set in the script (hccl.split.api) takes precedence over the tuner's.\nWhat to do: remove the "
+            "call of set_split_strategy_by_idx or set_split_strategy_by_size while tuning."
         )
