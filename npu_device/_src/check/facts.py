@@ -6,22 +6,14 @@ import importlib.metadata
 import os
 import platform
 import socket
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from npu_device._src import environment
 from npu_device._src.cluster.rendezvous import installed_versions
 from npu_device._src.collectives.job import Job
 from npu_device._src.membership.interfaces import interface_of, speed_of
 from npu_device._src.trace import clock
-
-_COPIED = 16 << 20  # bytes
-_COPIES = 5
-_CHOOSING = (environment.HCCL_IF_IP, environment.HCCL_SOCKET_IFNAME)  # in this order
 
 
 @dataclass(frozen=True)
@@ -35,13 +27,11 @@ class Facts:
         address: address at which the others reach it.
         interface: name of the interface with this address; None if it is no address of this host.
         bits: the interface's bits per second; None if unknown.
-        chosen: what chose the address.
         versions: of Python and of what is installed, by name.
         cores: numbers of the cores that the process may use.
         share: how many of them are for this rank.
         quota: cores' worth of processor time that the container gets; None without a limit.
         free: bytes of memory that are free, on the machine or in the container.
-        copy: bytes per second that one core copies within memory.
         clock: seconds by which the host's clock is ahead of rank 0's; None if unknown.
     """
 
@@ -51,13 +41,11 @@ class Facts:
     address: str
     interface: str | None
     bits: float | None
-    chosen: str
     versions: dict[str, str]
     cores: list[int]
     share: int
     quota: float | None
     free: int
-    copy: float
     clock: float | None
 
 
@@ -77,13 +65,11 @@ def collect(job: Job | None) -> Facts:
         address=address,
         interface=interface,
         bits=speed_of(interface) if interface else None,
-        chosen=next((variable.name for variable in _CHOOSING if variable.is_set()), "the route to node 0"),
         versions=_versions(),
         cores=sorted(cores),
         share=len(cores) if job is None else job.cores,
         quota=_quota(),
         free=_free_memory(),
-        copy=_copy_speed(),
         clock=ahead,
     )
 
@@ -134,14 +120,3 @@ def _free_memory() -> int:
             continue
         free.append(most - used + int(cached))
     return min(free)
-
-
-def _copy_speed() -> float:
-    source = np.ones(_COPIED, np.uint8)
-    target = np.zeros_like(source)
-    quickest = float("inf")
-    for _ in range(_COPIES):
-        began = time.perf_counter()
-        np.copyto(target, source)
-        quickest = min(quickest, time.perf_counter() - began)
-    return _COPIED / quickest

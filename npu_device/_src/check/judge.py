@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from npu_device._src.check.facts import Facts
-from npu_device._src.check.links import LinkSpeed
+from npu_device._src.check.measurements import SIZES
 from npu_device._src.cluster.frames import counted, ranges
 from npu_device._src.cluster.ports import is_loopback
 
 _CLOCK_SECONDS = 1.0
 _LEAST_MEMORY = 1 << 30  # bytes a rank; TensorFlow itself takes about half of that
 _CLOSE = 1.1  # times the shortest time: as fast
-_SLOW_LINK = 0.5  # of the speed that the interface claims
+_SLOW_LINK = 0.25  # of the speed that the interface claims; a core may be the limit of fast ones
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,6 @@ class Findings:
         ports: where the ranks serve whoever reaches them; "" if nowhere.
         sharing: for each rank why it can't share memory with the lowest rank of its host; "" if it can.
         unreachable: for each rank, by rank, the address and what happened for those that it can't connect to.
-        links: from each host to the next one, by host; why not where it could not be measured. Empty for one host.
         within: seconds of an all_reduce by size among the ranks of a host, the slowest host's; empty if there is none.
         between: the same among hosts, by engine.
         in_use: the engine between hosts that the job uses.
@@ -38,7 +37,6 @@ class Findings:
     ports: str = ""
     sharing: Sequence[str] = ()
     unreachable: Sequence[dict[int, str]] = ()
-    links: dict[str, LinkSpeed | str] = field(default_factory=dict)
     within: Sequence[float] = ()
     between: dict[str, Sequence[float]] = field(default_factory=dict)
     in_use: str = ""
@@ -57,27 +55,37 @@ class Findings:
         facts = self.facts[rank]
         return f"rank {rank} on host {facts.host} ({facts.machine})"
 
+    @property
+    def fastest(self) -> str:
+        """Return the engine that takes the shortest time for the largest size between hosts; that in use, if it is
+        close. Needs a measurement between hosts.
+        """
+        seconds = {name: each[-1] for name, each in self.between.items()}
+        best = min(seconds, key=lambda name: seconds[name])
+        return self.in_use if seconds.get(self.in_use, float("inf")) < _CLOSE * seconds[best] else best
 
-def fastest(found: Findings) -> str:
-    """Return the engine that takes the shortest time for the largest size between hosts; that in use, if it is close;
-    "" if none was measured.
-    """
-    seconds = {name: each[-1] for name, each in found.between.items()}
-    if not seconds:
-        return ""
-    best = min(seconds, key=lambda name: seconds[name])
-    return found.in_use if seconds.get(found.in_use, float("inf")) < _CLOSE * seconds[best] else best
+    @property
+    def link_speed(self) -> float:
+        """Return the bits per second that the fastest engine sends from each host: 2(N-1)/N of the bytes, in a ring."""
+        hosts = len(self.hosts)
+        return 8 * max(SIZES) * 2 * (hosts - 1) / hosts / self.between[self.fastest][-1]
 
 
 def problems(found: Findings) -> list[str]:
     """Return what would make training fail, each with its remedy."""
-    return [*_blocked(found), *_loopback(found), *_versions(found, ("Keras", "tf-keras")), *_wrong_sum(found)]
+    wrong_sum = (
+        "an all_reduce over all ranks gave a wrong sum.\n"
+        f"What to do: set NPU_DEVICE_BACKEND={'tcp' if found.in_use == 'tensorflow' else 'tensorflow'} or "
+        "NPU_DEVICE_SHARED_MEMORY=off on all ranks and check again; report it as a bug."
+    )
+    different = _versions(found, ("Keras", "tf-keras"))
+    return [*_blocked(found), *_loopback(found), *different, *([] if found.right else [wrong_sum])]
 
 
 def warnings(found: Findings) -> list[str]:
     """Return what training works with, but worse than it could; each with its remedy."""
-    parts = _versions(found, ("Python", "NumPy")), _clocks(found), _not_shared(found), _same_machine(found)
-    return [text for part in (*parts, _cores(found), _memory(found), _slow_links(found)) for text in part]
+    parts = _versions(found, ("Python", "NumPy")), _not_shared(found), _same_machine(found), _hosts(found)
+    return [text for part in (*parts, _slow_links(found)) for text in part]
 
 
 def _blocked(found: Findings) -> Iterator[str]:
@@ -103,8 +111,7 @@ def _blocked(found: Findings) -> Iterator[str]:
 
 def _loopback(found: Findings) -> Iterator[str]:
     for rank, facts in enumerate(found.facts):
-        others = [other for other in found.facts if other.kernel != facts.kernel]
-        if others and is_loopback(facts.address):
+        if is_loopback(facts.address) and any(other.kernel != facts.kernel for other in found.facts):
             yield (
                 f"{found.name(rank)} is known to the others as {facts.address}, its own loopback.\n"
                 "What to do: let HCCL_SOCKET_IFNAME name its interface to the network, or HCCL_IF_IP its address "
@@ -120,26 +127,6 @@ def _versions(found: Findings, names: Sequence[str]) -> Iterator[str]:
         if len(ranks) > 1:
             lines = "\n".join(f"  {version}: rank(s) {ranges(those)}" for version, those in ranks.items())
             yield f"the ranks have different versions of {name}:\n{lines}\nWhat to do: install the same one everywhere."
-
-
-def _wrong_sum(found: Findings) -> Iterator[str]:
-    if not found.right:
-        yield (
-            "an all_reduce over all ranks gave a wrong sum.\n"
-            f"What to do: set NPU_DEVICE_BACKEND={'tcp' if found.in_use == 'tensorflow' else 'tensorflow'} or "
-            "NPU_DEVICE_SHARED_MEMORY=off on all ranks and check again; report it as a bug."
-        )
-
-
-def _clocks(found: Findings) -> Iterator[str]:
-    for host, ranks in found.hosts.items():
-        ahead = found.facts[ranks[0]].clock
-        if ahead is not None and abs(ahead) > _CLOCK_SECONDS:
-            yield (
-                f"the clock of host {host} ({found.facts[ranks[0]].machine}) is {abs(ahead):.1f} s "
-                f"{'ahead of' if ahead > 0 else 'behind'} that of rank 0: times in logs and files don't match.\n"
-                "What to do: synchronize the hosts' clocks (chrony, NTP)."
-            )
 
 
 def _not_shared(found: Findings) -> Iterator[str]:
@@ -164,9 +151,16 @@ def _same_machine(found: Findings) -> Iterator[str]:
             )
 
 
-def _cores(found: Findings) -> Iterator[str]:
+def _hosts(found: Findings) -> Iterator[str]:
+    """Report clocks, cores and memory."""
     for host, ranks in found.hosts.items():
         facts = found.facts[ranks[0]]
+        if facts.clock is not None and abs(facts.clock) > _CLOCK_SECONDS:
+            yield (
+                f"the clock of host {host} ({facts.machine}) is {abs(facts.clock):.1f} s "
+                f"{'ahead of' if facts.clock > 0 else 'behind'} that of rank 0: times in logs and files don't match.\n"
+                "What to do: synchronize the hosts' clocks (chrony, NTP)."
+            )
         cores = len({core for rank in ranks for core in found.facts[rank].cores})
         if facts.quota is not None and facts.quota < 0.9 * cores:
             yield (
@@ -179,10 +173,6 @@ def _cores(found: Findings) -> Iterator[str]:
                 f"host {host} has {cores} core(s) for {len(ranks)} ranks: they wait for each other.\n"
                 "What to do: start at most one rank per core."
             )
-
-
-def _memory(found: Findings) -> Iterator[str]:
-    for host, ranks in found.hosts.items():
         free = min(found.facts[rank].free for rank in ranks)
         if free < _LEAST_MEMORY * len(ranks):
             yield (
@@ -192,14 +182,11 @@ def _memory(found: Findings) -> Iterator[str]:
 
 
 def _slow_links(found: Findings) -> Iterator[str]:
-    for host, link in found.links.items():
-        facts = found.facts[found.hosts[host][0]]
-        if isinstance(link, str):
-            yield f"the link from host {host} to the next one could not be measured: {link}."
-        elif facts.bits is not None and 8 * link.speed < _SLOW_LINK * facts.bits:
-            yield (
-                f"{facts.interface} of host {host} is rated at {facts.bits / 1e9:g} Gbit/s, but bare sockets reach "
-                f"{8 * link.speed / 1e9:.2g} Gbit/s to the next host.\n"
-                "What to do: look for other traffic, a slower switch or cable between them, and a limit of the "
-                "virtual machine; HCCL_SOCKET_IFNAME chooses another interface."
-            )
+    rated = {facts.bits: facts for facts in found.facts if facts.bits is not None}
+    if found.between and rated and found.link_speed < _SLOW_LINK * min(rated):
+        facts = rated[min(rated)]
+        yield (
+            f"{facts.interface} of host {facts.host} is rated at {min(rated) / 1e9:g} Gbit/s, but the fastest engine "
+            f"sends {found.link_speed / 1e9:.2g} Gbit/s.\nWhat to do: look for other traffic, a slower switch or cable "
+            "between the hosts, and a limit of the virtual machine; HCCL_SOCKET_IFNAME chooses another interface."
+        )

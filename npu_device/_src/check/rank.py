@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from npu_device._src import environment
-from npu_device._src.check import check_page, judge, links, speeds
+from npu_device._src.check import check_page, judge, measurements
 from npu_device._src.check.facts import Facts, collect
-from npu_device._src.check.links import LinkSpeed
 from npu_device._src.collectives.choice import explained, open_ports
 from npu_device._src.collectives.engines.tensorflow import server
 from npu_device._src.collectives.group import WORLD_GROUP, group_of
@@ -53,8 +52,8 @@ def _found(job: Job) -> judge.Findings:
     hosts = list(dict.fromkeys(cluster.hosts))
     leaders = [cluster.hosts.index(host) for host in hosts]
     failed = {
-        **links.unreachable(job, job.peers.addresses),
-        **links.unreachable(job, job.server_addresses),
+        **measurements.unreachable(job, job.peers.addresses),
+        **measurements.unreachable(job, job.server_addresses),
     }
     unreachable = [
         {int(rank): what for rank, what in each.items()} for each in store.gather("check/unreachable", failed, _SECONDS)
@@ -63,31 +62,22 @@ def _found(job: Job) -> judge.Findings:
     sharing = job.hosts.problems
     if any(unreachable):  # a collective would wait for the stall watch
         return judge.Findings(facts, engine, ports, sharing, unreachable)
-    leads, several = cluster.rank in leaders, len(hosts) > 1
-    link = links.measure(job, leaders, _SECONDS) if leads and several else None
-    engines = _engines(job) if several else []  # before the first tensor
-    right = speeds.sum_is_right(job)
-    within = speeds.within(job)
+    engines = _engines(job) if len(hosts) > 1 else []  # before the first tensor
+    right = measurements.sum_is_right(job)
+    within = measurements.within(job)
     store.barrier("check/within", _SECONDS)
-    between = speeds.between(job, leaders, engines) if leads and several else None
-    mine = [asdict(link) if isinstance(link, LinkSpeed) else link, right, within, between]
-    measured = store.gather("check/speeds", mine, _SECONDS)
-    found_links = {
-        host: link if isinstance(link, str) else LinkSpeed(**link)
-        for host, (link, *_) in zip(hosts, (measured[rank] for rank in leaders))
-        if link is not None
-    }
+    between = measurements.between(job, leaders, engines) if cluster.rank in leaders and engines else None
+    measured = store.gather("check/speeds", [right, within, between], _SECONDS)
     return judge.Findings(
         facts,
         engine,
         ports,
         sharing,
         unreachable,
-        found_links,
-        _slowest(within for _, _, within, _ in measured),
+        _slowest(within for _, within, _ in measured),
         {name: _slowest(between[name] for *_, between in measured if between) for name in engines},
         job.hosts.engine,
-        all(right for _, right, *_ in measured),
+        all(right for right, *_ in measured),
     )
 
 
@@ -110,7 +100,7 @@ def _has_server(job: Job) -> bool:
     if job.hosts.late or (ports is not None and ports[1] - ports[0] + 1 < most):
         return False
     server.start(job)
-    failed = links.unreachable(job, job.server_addresses)
+    failed = measurements.unreachable(job, job.server_addresses)
     return not any(job.store.gather("check/servers", len(failed), _SECONDS))
 
 

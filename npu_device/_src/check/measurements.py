@@ -1,10 +1,12 @@
-"""The time of real collectives by size, within the hosts and between them, and whether a sum is right."""
+"""What the ranks measure together: who can connect to whom, the time of collectives, and whether a sum is right."""
 
 from __future__ import annotations
 
+import socket
 import statistics
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import tensorflow as tf
@@ -13,13 +15,44 @@ from npu_device._src.collectives.group import WORLD_GROUP, Group, group_of
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.ops import all_reduce
 
-SIZES = (4, 64 << 10, 1 << 20, 16 << 20)
-"""Bytes."""
+SIZES = {4: "4 B", 64 << 10: "64 KiB", 1 << 20: "1 MiB", 16 << 20: "16 MiB"}
 
+_CONNECT_SECONDS = 3.0
+_AT_ONCE = 16  # connections
 _ELEMENTS = 1 << 18
-_WITHIN, _BETWEEN = "check_within", "check_between"
 _SECONDS = 1.0  # for each size, if that is enough for the fewest repeats
 _FEWEST, _MOST = 3, 50
+
+
+def unreachable(job: Job, servers: tuple[str, ...]) -> dict[int, str]:
+    """Connect to the server of one rank on each other host, the one with this rank's place among those of its host.
+
+    Args:
+        job: the job.
+        servers: each rank's ``host:port``.
+
+    Returns:
+        Where and what happened, by rank, for those that can't be reached.
+    """
+    hosts, targets = job.cluster.hosts, []
+    for host in dict.fromkeys(hosts) if servers else ():
+        ranks = [rank for rank, other in enumerate(hosts) if other == host]
+        if host != job.cluster.host:
+            targets.append(ranks[min(job.cluster.local_rank, len(ranks) - 1)])
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        outcomes = pool.map(lambda rank: _connect(servers[rank]), targets)
+        return {rank: f"{servers[rank]}: {outcome}" for rank, outcome in zip(targets, outcomes) if outcome}
+
+
+def _connect(server: str) -> str:
+    host, _, port = server.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS):
+            return ""
+    except socket.timeout:
+        return "no answer: the connection is dropped on its way"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
 
 
 def sum_is_right(job: Job) -> bool:
@@ -33,7 +66,7 @@ def within(job: Job) -> list[float] | None:
     """Return the seconds of an all_reduce of the ranks of this host, for each size; None for a single rank."""
     cluster = job.cluster
     ranks = [rank for rank, host in enumerate(cluster.hosts) if host == cluster.host]
-    return _by_size(job, _WITHIN, ranks) if len(ranks) > 1 else None
+    return _by_size(job, "check_within", ranks) if len(ranks) > 1 else None
 
 
 def between(job: Job, leaders: list[int], engines: Sequence[str]) -> dict[str, list[float]]:
@@ -42,7 +75,7 @@ def between(job: Job, leaders: list[int], engines: Sequence[str]) -> dict[str, l
     try:
         for name in engines:
             job.hosts = replace(chosen, engine=name)
-            found[name] = _by_size(job, f"{_BETWEEN}_{name}", leaders)
+            found[name] = _by_size(job, f"check_between_{name}", leaders)
     finally:
         job.hosts = chosen
     return found
