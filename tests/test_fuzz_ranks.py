@@ -1,5 +1,5 @@
-"""The ranks' own connections, the check's and the TCP engine's, with any data: an error or nothing, never a hang, or
-memory beyond a limit.
+"""The ranks' own connections, and the TCP engine's, with any data: an error or nothing, never a hang, or memory beyond a
+limit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from fuzzing import VALUES, changed, ends, pair, send, streams
 
-from npu_device._src.check import links
 from npu_device._src.cluster import handshake
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster, Membership
@@ -107,46 +106,6 @@ def test_a_process_with_the_secret_says_anything(rank: tuple[Peers, int, bytes],
     with contextlib.suppress(handshake.AttemptFailedError):
         _connect(*rank[1:], **said).close()
     _require_work(*rank)
-
-
-@given(st.lists(st.binary(max_size=9)), st.sampled_from([links._answer, links._ping, links._drain, links._stream]))
-def test_any_bytes_in_the_check(pieces: list[bytes], part: Any) -> None:
-    with pair() as (theirs, mine):
-        mine.settimeout(_SOON)
-        reader = threading.Thread(target=_swallow, args=(theirs,))
-        send(theirs, pieces)
-        theirs.shutdown(socket.SHUT_WR)
-        reader.start()
-        with contextlib.suppress(OSError):
-            part(mine)
-        with contextlib.suppress(OSError):
-            mine.shutdown(socket.SHUT_RDWR)
-        reader.join(_SOON)
-        assert not reader.is_alive()
-
-
-def _swallow(connection: socket.socket) -> None:
-    connection.settimeout(_SOON)
-    with contextlib.suppress(OSError):
-        while connection.recv(1 << 20):
-            pass
-
-
-def test_a_check_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_ANSWER_SECONDS", 0.3)
-    with pair() as (theirs, mine):
-        stop = threading.Event()
-
-        def trickle() -> None:
-            with contextlib.suppress(OSError):
-                while not stop.wait(0.01):
-                    theirs.sendall(b"x")
-
-        thread = threading.Thread(target=trickle)
-        thread.start()
-        links._drain(mine)
-        stop.set()
-        thread.join(_SOON)
 
 
 _MESSAGES = st.lists(st.binary(min_size=1, max_size=20), max_size=3)
