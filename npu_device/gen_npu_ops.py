@@ -2,7 +2,8 @@
 that speak to other ranks, in ``training.hcom_ops``.
 """
 
-from npu_device._src.operators.activations import centralization, fast_gelu, fast_gelu_grad, fast_gelu_v2
+from npu_device._src.operators.activations import fast_gelu, layer_norm
+from npu_device._src.operators.activations import layer_norm as fused_layer_norm
 from npu_device._src.operators.activations import prelu as p_relu
 from npu_device._src.operators.activations import tanh_gelu as gelu
 from npu_device._src.operators.adam_lamb import (
@@ -17,12 +18,6 @@ from npu_device._src.operators.dropout import (
     drop_out_gen_mask,
     drop_out_gen_mask_v3,
 )
-from npu_device._src.operators.dynamic_gru import (
-    dynamic_augru,
-    dynamic_gru_v2,
-    dynamic_gru_v2_grad,
-)
-from npu_device._src.operators.dynamic_rnn import dynamic_rnn, dynamic_rnn_grad
 from npu_device._src.operators.float_status import (
     npu_alloc_float_status,
     npu_alloc_float_status_v2,
@@ -32,18 +27,18 @@ from npu_device._src.operators.float_status import (
     npu_get_float_status_v2,
 )
 from npu_device._src.operators.lars import lars, lars_v2
-from npu_device._src.operators.layer_norm import layer_norm, layer_norm_grad
-from npu_device._src.operators.layer_norm import layer_norm as fused_layer_norm
-from npu_device._src.operators.layer_norm import layer_norm_grad as fused_layer_norm_grad
-from npu_device._src.operators.lstm_cell import (
-    basic_lstm_cell,
-    basic_lstm_cell_c_state_grad,
-    basic_lstm_cell_input_grad,
-    basic_lstm_cell_weight_grad,
-)
-from npu_device._src.operators.refused import dynamic_augru_grad
+from npu_device._src.operators.recurrent import basic_lstm_cell, dynamic_augru, dynamic_gru_v2, dynamic_rnn
 from npu_device._src.operators.refused import embeddingrankid as embedding_rank_id
 from npu_device._src.operators.refused import gather_all_to_all_v as hcom_gather_all_to_all_v
+from npu_device._src.operators.refused import gradient as basic_lstm_cell_c_state_grad
+from npu_device._src.operators.refused import gradient as basic_lstm_cell_input_grad
+from npu_device._src.operators.refused import gradient as basic_lstm_cell_weight_grad
+from npu_device._src.operators.refused import gradient as dynamic_augru_grad
+from npu_device._src.operators.refused import gradient as dynamic_gru_v2_grad
+from npu_device._src.operators.refused import gradient as dynamic_rnn_grad
+from npu_device._src.operators.refused import gradient as fast_gelu_grad
+from npu_device._src.operators.refused import gradient as fused_layer_norm_grad
+from npu_device._src.operators.refused import gradient as layer_norm_grad
 from npu_device._src.operators.refused import remote_read as hcom_remote_read
 from npu_device._src.operators.refused import remote_ref_read as hcom_remote_ref_read
 from npu_device._src.operators.refused import remote_scatter_write as hcom_remote_scatter_write
@@ -67,7 +62,6 @@ __all__ = [
     "basic_lstm_cell_c_state_grad",
     "basic_lstm_cell_input_grad",
     "basic_lstm_cell_weight_grad",
-    "centralization",
     "drop_out_do_mask",
     "drop_out_do_mask_v3",
     "drop_out_gen_mask",
@@ -81,7 +75,6 @@ __all__ = [
     "embedding_rank_id",
     "fast_gelu",
     "fast_gelu_grad",
-    "fast_gelu_v2",
     "fused_layer_norm",
     "fused_layer_norm_grad",
     "gelu",

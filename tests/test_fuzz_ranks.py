@@ -1,6 +1,4 @@
-"""The ranks' own connections, and the TCP engine's, with any data: an error or nothing, never a hang, or memory beyond a
-limit.
-"""
+"""The ranks' own connections and the TCP engine's, with any data: an error or nothing, never a hang, or much memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """An RNN cell, unrolled."""
 
-from npu_device._src.operators.static_rnn import npu_dynamic_rnn
+from npu_device._src.operators.recurrent_layers import npu_dynamic_rnn
 
 __all__ = ["npu_dynamic_rnn"]

@@ -1,19 +1,15 @@
-"""Ascend's activations as TensorFlow operations: the fast gelus, gelu by tanh, PReLU, and centralization.
-
-Gradients come from TensorFlow's differentiation of the formulas. ``npu.ops.gelu`` is in ``gelu.py``.
-"""
+"""Ascend's activations and layer norm as TensorFlow operations, which TensorFlow differentiates."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from npu_device._src import compat
+
 # The sigmoid in place of the normal distribution's integral: Hendrycks and Gimpel 2016, section 2.
-SLOPE = 1.702
-# The parabola in place of erf, and the position of its top: Kim et al. 2021 (I-BERT), equation 8.
-_PARABOLA, _TOP = -0.2888, 1.769
+_SLOPE = 1.702
 
 
 def fast_gelu(x: Any, name: str | None = None) -> tf.Tensor:
@@ -33,39 +29,7 @@ def fast_gelu(x: Any, name: str | None = None) -> tf.Tensor:
     """
     with tf.name_scope(name or "FastGelu"):
         x = tf.convert_to_tensor(x)
-        return x * tf.sigmoid(SLOPE * x)
-
-
-def fast_gelu_grad(dy: Any, x: Any, name: str | None = None) -> tf.Tensor:
-    """Return the gradient of ``fast_gelu`` with respect to ``x``, times ``dy``.
-
-    Args:
-        dy: gradient of the result; shape and dtype of ``x``.
-        x: what ``fast_gelu`` was given.
-        name: of the operation.
-
-    Returns:
-        A tensor of the shape and dtype of ``x``.
-
-    Other ranks see nothing. Source: Ascend operator FastGeluGrad.
-    """
-    with tf.name_scope(name or "FastGeluGrad"):
-        x = tf.convert_to_tensor(x)
-        gate = tf.sigmoid(SLOPE * x)
-        return dy * (gate + SLOPE * x * gate * (1 - gate))
-
-
-def fast_gelu_v2(x: Any, name: str | None = None) -> tf.Tensor:
-    """Return gelu with a parabola in place of erf: ``x/2 * (1 + sign(x) * (a * (min(|x|/sqrt(2), b) - b)**2 + 1))``,
-    with a = -0.2888 and b = 1.769; at most 0.02 from gelu. Arguments and result are as for ``fast_gelu``.
-
-    Other ranks see nothing. Source: Ascend operator FastGeluV2; Kim et al. 2021, I-BERT.
-    """
-    with tf.name_scope(name or "FastGeluV2"):
-        x = tf.convert_to_tensor(x)
-        clipped = tf.minimum(tf.abs(x) * 0.5**0.5, _TOP)
-        erf = tf.sign(x) * (_PARABOLA * tf.square(clipped - _TOP) + 1)
-        return 0.5 * x * (1 + erf)
+        return x * tf.sigmoid(_SLOPE * x)
 
 
 def tanh_gelu(x: Any, name: str | None = None) -> tf.Tensor:
@@ -98,22 +62,71 @@ def prelu(x: Any, weight: Any, name: str | None = None) -> tf.Tensor:
         return tf.nn.relu(x) - weight * tf.nn.relu(-x)
 
 
-def centralization(x: Any, axes: Sequence[int] | int = (-1,), name: str | None = None) -> tf.Tensor:
-    """Return ``x`` less its mean over ``axes``, with its gradient.
+def gelu(x: Any) -> Any:
+    """Return gelu: by erf eagerly, ``x * sigmoid(1.702 * x)`` in graphs, as on Ascend; they differ by at most 0.021.
 
     Args:
-        x: floating-point tensor of any shape.
-        axes: what to average over; default the last axis.
+        x: floating-point tensor of any shape, or a symbolic tensor of Keras.
+
+    Returns:
+        A tensor of the shape and dtype of ``x``; for a symbolic tensor, the result of Keras layers that compute the
+        fast form, the last of them named ``npu.ops.gelu`` with a number. They are Keras's own: the model can be loaded
+        without this package.
+
+    Other ranks see nothing. Source: Ascend TF Adapter 2.x, ``npu.ops.gelu``.
+    """
+    if type(x).__name__ == "KerasTensor":
+        return _layers(x)
+    if tf.executing_eagerly():
+        return tf.nn.gelu(x)
+    return fast_gelu(x)
+
+
+def _layers(x: Any) -> Any:
+    keras = compat.keras_of(x)
+    gate = keras.layers.Activation("sigmoid")(keras.layers.Rescaling(_SLOPE)(x))
+    number = keras.backend.get_uid("npu.ops.gelu")
+    return keras.layers.Multiply(name=f"npu.ops.gelu_{number}")([x, gate])
+
+
+def layer_norm(
+    x: Any,
+    gamma: Any,
+    beta: Any,
+    begin_norm_axis: int = 0,
+    begin_params_axis: int = 0,
+    epsilon: float = 1e-7,
+    name: str | None = None,
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Return ``gamma * (x - mean) / sqrt(variance + epsilon) + beta``, differentiable by ``x``, ``gamma``, ``beta``.
+
+    Args:
+        x: floating-point tensor of known rank.
+        gamma, beta: scale and offset, of the shape ``x.shape[begin_params_axis:]`` and the dtype of ``x``.
+        begin_norm_axis: mean and variance are taken over this axis and those behind it; default all of them.
+        begin_params_axis: first axis of ``gamma`` and ``beta``; default 0.
+        epsilon: added to the variance; default 1e-7.
         name: of the operation.
 
     Returns:
-        A tensor of the shape and dtype of ``x``.
+        The normalised tensor; the mean and the variance, with 1 in the place of the axes averaged over. All have the
+        dtype of ``x``; 16-bit tensors are averaged in float32.
 
-    Other ranks see nothing. Source: Ascend TF Adapter 1.15, ``npu_aicore_ops.centralization``.
-
-    >>> centralization([1.0, 3.0]).numpy().tolist()
-    [-1.0, 1.0]
+    Other ranks see nothing. Source: Ascend operator LayerNorm.
     """
-    with tf.name_scope(name or "Centralization"):
+    with tf.name_scope(name or "LayerNorm"):
         x = tf.convert_to_tensor(x)
-        return x - tf.reduce_mean(x, axis=axes, keepdims=True)
+        wide = tf.cast(x, tf.float32) if x.dtype.size < 4 else x
+        axes = list(range(begin_norm_axis % x.shape.rank, x.shape.rank))
+        trailing = tf.shape(x)[begin_params_axis:]
+        mean = tf.reduce_mean(wide, axes, keepdims=True)
+        # Not tf.nn.moments: TensorFlow 2.20's graph optimizer would replace everything by a fused layer norm with
+        # another epsilon, and drop the mean although it is fetched. Can go when that rewrite respects both.
+        variance = tf.reduce_mean(tf.square(wide - mean), axes, keepdims=True)
+        normalised = (wide - mean) * tf.math.rsqrt(variance + epsilon)
+        y = normalised * _parameter(gamma, trailing, wide.dtype) + _parameter(beta, trailing, wide.dtype)
+        return tf.cast(y, x.dtype), tf.cast(mean, x.dtype), tf.cast(variance, x.dtype)
+
+
+def _parameter(value: Any, shape: Any, dtype: Any) -> tf.Tensor:
+    return tf.reshape(tf.cast(value, dtype), shape)

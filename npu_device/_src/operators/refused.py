@@ -27,12 +27,12 @@ def embeddingrankid(*arguments: Any, **keywords: Any) -> NoReturn:
     )
 
 
-def dynamic_augru_grad(*arguments: Any, **keywords: Any) -> NoReturn:
-    """Raise NotImplementedError: TensorFlow differentiates ``dynamic_augru`` itself."""
+def gradient(*arguments: Any, **keywords: Any) -> NoReturn:
+    """Raise NotImplementedError: TensorFlow differentiates the operators, and never calls their gradients by name."""
     del arguments, keywords
     raise NotImplementedError(
-        "gen_npu_ops.dynamic_augru_grad was removed in 0.2.0: TensorFlow differentiates gen_npu_ops.dynamic_augru.\n"
-        "What to do: tape.gradient of its results, or tf.gradients in a session's graph."
+        "the gradients in gen_npu_ops were removed in 0.2.0: TensorFlow differentiates its operators itself.\n"
+        "What to do: tape.gradient of the operator's results, or tf.gradients in a session's graph."
     )
 
 
