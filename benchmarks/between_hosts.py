@@ -28,7 +28,7 @@ from benchmarks.cases import (
 )
 from benchmarks.measuring import run_case
 from benchmarks.table import tables
-from npu_device.testing import hosts
+from npu_device._src.testing import hosts
 
 TCP, RING, MPI = "TCP", "TensorFlow's ring", "MPI"
 _SIDES = {TCP: sides.TCP_OF_HOSTS, RING: sides.RING_OF_HOSTS, MPI: sides.MPI_OF_HOSTS}

@@ -10,7 +10,7 @@ from benchmarks.cases import Case, Rival, Round
 from benchmarks.process_set import ProcessSet, RivalError
 from benchmarks.results import NOT_INSTALLED, CaseResult, RoundResult, Timing
 from benchmarks.sides import HOSTS, SIDES
-from npu_device.testing import hosts
+from npu_device._src.testing import hosts
 
 
 def run_case(case: Case, ranks: int, repeats: int, logs: Path) -> CaseResult:

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks import mpiexecs
 from benchmarks.sides import SIDES, host_of
-from npu_device.testing import hosts
+from npu_device._src.testing import hosts
 
 _ROOT = Path(__file__).parents[1]
 _ANSWER_SECONDS = 600.0

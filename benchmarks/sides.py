@@ -17,8 +17,8 @@ from typing import Any, Callable
 
 from benchmarks import mpiexecs
 from npu_device._src.cluster.ports import ReservedPort
+from npu_device._src.testing.hosts import address
 from npu_device.launch.child_environment import rank_table
-from npu_device.testing.hosts import address
 
 SHARED_MEMORY = "shared_memory"
 TENSORFLOW = "tensorflow"
@@ -47,7 +47,7 @@ class Side:
         environments: returns each rank's additional environment, given the number of ranks and a directory.
         needs: packages of the extra ``rivals``.
         started_by_mpiexec: rather than one by one; by MPICH's.
-        on_hosts: each rank has one of ``npu_device.testing.hosts`` to itself, and a core.
+        on_hosts: each rank has one of ``npu_device._src.testing.hosts`` to itself, and a core.
         uses_gpus: its processes see the GPUs.
     """
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from typing import Any, Callable
 
 import allowed_warnings
-import forked
-import leaks
 import pytest
 import versions
 from pool import Pool
 from ranks import all_through
+
+from npu_device._src.testing import forked, leaks, run
 
 with contextlib.suppress(ImportError):  # tests that need Hypothesis are skipped without it
     import fuzz_profiles  # noqa: F401
@@ -38,37 +38,26 @@ if CHOSEN_BACKEND:
     os.environ.setdefault("NPU_DEVICE_SHARED_MEMORY", "off")
 BACKENDS = (CHOSEN_BACKEND,) if CHOSEN_BACKEND else ("shared_memory", "tensorflow")
 
-_MOST_RANKS = 6
-"""Ranks of pools that are alive at once: each takes some 500 MB. Tests of one pool run one after another."""
-
 _WORKER_BYTES = 6 << 30  # with its ranks, and the processes that fork them
 
-_Kind = tuple[int, str, tuple[tuple[str, str], ...]]
 
-_pools: dict[_Kind, Pool] = {}  # the last used one is the last
-
-
-def _kind(size: int, keras: str, backend: str | None = None) -> _Kind:
+def _kind(size: int, keras: str, backend: str | None = None) -> Any:
     if size == 1 or (backend == "shared_memory" and not CHOSEN_BACKEND):
         backend = None  # ranks of one host share memory by themselves
-    return size, keras, tuple(sorted(all_through(backend).items()))
+    return run.kind_of(size, keras, all_through(backend))
 
 
-def _pool(size: int, keras: str, backend: str | None = None) -> Pool:
+def _pool(size: int, keras: str, backend: str | None = None) -> Any:
     return _pool_of(_kind(size, keras, backend))
 
 
-def _pool_of(kind: _Kind) -> Pool:
+def _pool_of(kind: Any) -> Any:
+    return run.pool_of(kind, _started)
+
+
+def _started(kind: Any) -> Pool:
     size, keras, environment = kind
-    pool = _pools.pop(kind, None)
-    if pool is None or not pool.alive:
-        if pool is not None:
-            pool.close()
-        while _pools and sum(other.size for other in _pools.values()) + size > _MOST_RANKS:
-            _pools.pop(next(iter(_pools))).close()
-        pool = Pool(size, keras, **dict(environment))
-    _pools[kind] = pool
-    return pool
+    return Pool(size, keras, **dict(environment))
 
 
 _QUICK = {"size": 2, "several_ranks": 2, "several_keras_ranks": 2, "keras": "3", "backend": BACKENDS[0]}
@@ -265,7 +254,7 @@ def two_ranks(backend: str | None) -> Pool:
 @pytest.fixture
 def pool_with() -> Callable[..., Pool]:
     """Return a function that returns the ranks of a size, a Keras, and variables of the environment."""
-    return lambda size, keras, **environment: _pool_of((size, keras, tuple(sorted(environment.items()))))
+    return lambda size, keras, **environment: _pool_of(run.kind_of(size, keras, environment))
 
 
 @pytest.fixture
@@ -304,7 +293,7 @@ def nothing_is_left() -> Iterator[None]:
     before = leaks.held()
     yield
     left = leaks.left_since(before, _kept_for_other_tests)
-    of_pools = [process for pool in _pools.values() for process in pool.processes]
+    of_pools = [process for pool in run.pools() for process in pool.processes]
     left += [f"rank {process.pid} runs: {process.name}" for process in forked.running() if process not in of_pools]
     assert not left, "the test leaves\n" + "\n".join(left)
 
@@ -313,15 +302,10 @@ def _kept_for_other_tests() -> tuple[set[int], set[int]]:
     """Return the descriptors and the children of the pools and of the processes that fork."""
     servers = forked.servers()
     pipes = {pipe.fileno() for server in servers for pipe in (server.stdin, server.stdout) if pipe is not None}
-    return pipes.union(*(pool.descriptors() for pool in _pools.values())), {server.pid for server in servers}
+    return pipes.union(*(pool.descriptors() for pool in run.pools())), {server.pid for server in servers}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def close_processes() -> Iterator[None]:
     yield
-    for pool in _pools.values():
-        pool.hang_up()
-    for pool in _pools.values():
-        pool.close()
-    _pools.clear()
-    forked.close()
+    run.close()

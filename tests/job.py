@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from forked import Process
 from ranks import clean_environment, table_environment
+
+from npu_device._src.testing.forked import Process
 
 
 class Ended(NamedTuple):

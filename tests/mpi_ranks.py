@@ -31,7 +31,7 @@ def mpiexec(kind: str) -> list[str]:
 
 def environment_for(command: list[str], **variables: str) -> dict[str, str]:
     """Return the environment of an ``mpiexec`` whose ranks use MPI."""
-    path = os.pathsep.join([LEAN, str(_ROOT), *sys.path[1:]])
+    path = os.pathsep.join([LEAN, str(_ROOT), *sys.path])
     library = mpiexecs.library_of(next(word for word in command if word.endswith("mpiexec")))
     common = {**AS_ROOT, "LD_LIBRARY_PATH": library, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
     return {**clean_environment(), **common, **variables}

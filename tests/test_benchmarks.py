@@ -35,7 +35,7 @@ from benchmarks.process_set import ProcessSet, RivalError
 from benchmarks.results import CaseResult, RoundResult, Timing, begin
 from benchmarks.sides import SIDES, Side
 from benchmarks.table import tables
-from npu_device.testing import hosts
+from npu_device._src.testing import hosts
 
 
 def run(module: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:

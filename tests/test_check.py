@@ -19,7 +19,7 @@ from npu_device._src.check import check_page, judge
 from npu_device._src.check.facts import Facts
 from npu_device._src.check.judge import Findings
 from npu_device._src.membership.interfaces import interface_of
-from npu_device.testing.hosts import address, can_be_made, hosts, on_host
+from npu_device._src.testing.hosts import address, can_be_made, hosts, on_host
 
 LIMIT = 100.0
 SIZES = ("4 B", "64 KiB", "1 MiB", "16 MiB")

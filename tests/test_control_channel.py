@@ -14,12 +14,12 @@ from typing import Any
 import job
 import pytest
 from conftest import BACKENDS
-from forked import Process
 from launcher import NPURUN, ROOT, environment, is_running, script, start, wait_until
 from ranks import all_through, clean_environment, table_environment
 
 from npu_device._src.environment import TF_GRPC_DEFAULT_OPTIONS
-from npu_device.testing.hosts import address, can_be_made, cut_off, hosts, on_host
+from npu_device._src.testing.forked import Process
+from npu_device._src.testing.hosts import address, can_be_made, cut_off, hosts, on_host
 
 pytestmark = pytest.mark.xdist_group("waiting")
 

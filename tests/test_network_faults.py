@@ -9,10 +9,10 @@ from typing import Callable
 
 import job
 import pytest
-from forked import Process
 from ranks import free_port
 
-from npu_device.testing.proxy import Proxy
+from npu_device._src.testing.forked import Process
+from npu_device._src.testing.soak.proxy import Proxy
 
 pytestmark = pytest.mark.xdist_group("waiting")
 

@@ -17,8 +17,8 @@ from launcher import script, start, wait_until
 from ranks import free_port
 
 from npu_device._src.cluster import frames
+from npu_device._src.testing import hosts
 from npu_device.launch.node_links import Link, serve
-from npu_device.testing import hosts
 
 pytestmark = pytest.mark.xdist_group("waiting")
 

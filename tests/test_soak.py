@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launcher import environment, script
 
-from npu_device.testing.hosts import can_be_made
+from npu_device._src.testing.hosts import can_be_made
 
 pytestmark = pytest.mark.xdist_group("waiting")
 

@@ -12,7 +12,7 @@ import launcher
 import pytest
 from mpi_ranks import mpiexec, run_under
 
-from npu_device.testing.hosts import address, can_be_made, hosts, name, on_host
+from npu_device._src.testing.hosts import address, can_be_made, hosts, name, on_host
 
 pytestmark = [
     pytest.mark.slow,

@@ -1,1 +1,6 @@
-"""Tools with which users test their own scripts on their own machines."""
+"""``npu_device.testing``: test a training on real ranks; see ``docs/testing.md``. Imports no TensorFlow."""
+
+from npu_device._src.testing.answers import RankError
+from npu_device._src.testing.run import run
+
+__all__ = ["RankError", "run"]

@@ -173,13 +173,18 @@ def current() -> Job | None:
     return _current
 
 
+def is_closed() -> bool:
+    """Return True after ``close`` in this process, which can't join a job again."""
+    return _closed_by == os.getpid()
+
+
 def require_unclosed() -> None:
     """Refuse to join a job a second time.
 
     Raises:
         ClusterError: the job has been closed in this process.
     """
-    if _closed_by == os.getpid():
+    if is_closed():
         raise ClusterError(
             "npu_device has been closed in this process, and a process can join its job only once.\n"
             "What to do in a script: call npu.close() only at its end, or not at all: it also runs at exit.\n"

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Callable
 
-from npu_device.testing.network import Here
-from npu_device.testing.running import Rank, children_of, ranks_of
+from npu_device._src.testing.soak.network import Here
+from npu_device._src.testing.soak.running import Rank, children_of, ranks_of
 
 PROCESS_KINDS = ("kill", "stop")
 _LASTING = ("stop", "drop", "delay")

@@ -1,23 +1,28 @@
 """A process that has imported TensorFlow, Keras and the package, and forks into scripts that are to be run: the
-imports take seconds, and the tests start hundreds of ranks. It runs nothing itself, and has no TensorFlow context or
-device that a fork could break.
+imports take seconds, and tests start many ranks. It runs nothing itself, and has no TensorFlow context or device that a
+fork could break.
 
 Reads one order per line from its standard input (see ``forked.py``), answers with the process's number, and writes how
-the process ended into the file that the order names. Ends when its input ends.
+the process ended into the file that the order names. When its input ends it ends, and the system kills its ranks.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import json
 import os
 import select
+import signal
 import sys
 import tempfile
 import types
 from pathlib import Path
 from typing import Any
+
+_HERE = os.path.dirname(__file__)
+sys.path[:] = [path for path in sys.path if path != _HERE]  # where Python puts it: this isn't a folder of modules
 
 _left_whole: dict[str, types.ModuleType] = {}
 
@@ -39,12 +44,11 @@ import tensorflow as tf  # noqa: E402
 import npu_device._api  # noqa: E402, F401
 
 tf.keras.Sequential  # noqa: B018 - loads Keras 2, too
-atexit.unregister(gc.freeze)  # of lean/sitecustomize.py: only what is here now is frozen, below
-_LEAN = str(Path(__file__).parent / "lean")
-sys.path[:] = [path for path in sys.path if path != _LEAN]  # scripts may import the packages that it hides
 
 _OWN = {"__main__", "sys", "builtins", "npu_device", "npu_bridge", "hccl"}
 _TICK = 0.01  # seconds between two looks at who has ended
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_libc = ctypes.CDLL(None)
 
 
 def serve() -> dict[str, Any] | None:
@@ -83,6 +87,8 @@ def _report(path: str, code: int) -> None:
 
 def become(order: dict[str, Any]) -> types.ModuleType:
     """Make this process look as if Python had been started with the script; the module in which to run it."""
+    _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    os.setpgid(0, 0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for descriptor, source in ((0, nothing), (1, output), (2, output)):
@@ -91,9 +97,11 @@ def become(order: dict[str, Any]) -> types.ModuleType:
     os.close(output)
     os.environ.clear()
     os.environ.update(order["environment"])
+    os.chdir(order["directory"])
     script = order["arguments"][0]
     sys.argv = order["arguments"]
-    sys.path[0] = os.path.dirname(script)
+    folder = os.path.dirname(script)
+    sys.path[:] = [*([] if folder == _HERE else [folder]), *order["path"]]
     tempfile.tempdir = None  # the import of TensorFlow has looked it up
     np.random.seed()  # else every process would draw the same numbers
     module = types.ModuleType("__main__")

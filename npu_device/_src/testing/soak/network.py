@@ -6,9 +6,10 @@ import socket
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from npu_device.testing import connections, hosts
-from npu_device.testing.proxy import Proxy
-from npu_device.testing.running import Rank
+from npu_device._src.testing import hosts
+from npu_device._src.testing.soak import connections
+from npu_device._src.testing.soak.proxy import Proxy
+from npu_device._src.testing.soak.running import Rank
 
 KINDS = ("drop", "delay", "reset", "half-close")
 _GBIT = 10.0

@@ -18,9 +18,10 @@ import time
 from pathlib import Path
 
 _SERVER = Path(__file__).parent / "fork_server.py"
-_READ_BY_IMPORT = {"TF_USE_LEGACY_KERAS": "0", "TF_CPP_MIN_LOG_LEVEL": None}  # a server for each combination
+_READ_BY_IMPORT = ("TF_", "XLA_", "KERAS_")  # a server for each combination of variables with these prefixes,
+_READ_LATER = ("TF_CONFIG", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")  # but these
 
-_servers: dict[tuple[str | None, ...], subprocess.Popen[str]] = {}
+_servers: dict[frozenset[tuple[str, str]], subprocess.Popen[str]] = {}
 _numbers = itertools.count()
 _running: dict[int, Process] = {}  # by process number, those whose end nobody has seen
 
@@ -32,7 +33,12 @@ def _directory() -> tempfile.TemporaryDirectory[str]:
 
 
 class Process:
-    """One script in a process of its own, with the part of ``subprocess.Popen`` that the tests need."""
+    """One script in a process of its own, with the part of ``subprocess.Popen`` that tests need.
+
+    Args:
+        arguments: the script's file, and its arguments.
+        environment: all variables.
+    """
 
     def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
         number = next(_numbers)
@@ -42,6 +48,8 @@ class Process:
         order = {
             "arguments": arguments,
             "environment": {**environment, "TMPDIR": _directory().name},  # ranks that are killed leave files there
+            "directory": os.getcwd(),
+            "path": [os.path.abspath(path) for path in sys.path],
             "output": str(self._output),
             "status": str(self._status),
         }
@@ -50,7 +58,8 @@ class Process:
         server.stdin.write(json.dumps(order) + "\n")
         server.stdin.flush()
         answer = server.stdout.readline()
-        assert answer, f"the fork server ended with code {server.wait()}"
+        if not answer:
+            raise RuntimeError(f"the process that forks ranks ended with code {server.wait()}; see its output above")
         self.pid = int(answer)
         self.returncode: int | None = None
         _running[self.pid] = self
@@ -88,8 +97,9 @@ class Process:
 
 
 def _server(environment: dict[str, str]) -> subprocess.Popen[str]:
-    key = tuple(environment.get(name, default) for name, default in _READ_BY_IMPORT.items())
-    if key not in _servers:
+    read = {name: value for name, value in environment.items() if name.startswith(_READ_BY_IMPORT)}
+    key = frozenset((name, value) for name, value in read.items() if name not in _READ_LATER)
+    if key not in _servers or _servers[key].poll() is not None:
         _servers[key] = subprocess.Popen(
             [sys.executable, "-u", str(_SERVER)],
             env=environment,
@@ -97,6 +107,7 @@ def _server(environment: dict[str, str]) -> subprocess.Popen[str]:
             stdout=subprocess.PIPE,
             stderr=None,
             text=True,
+            start_new_session=True,  # Ctrl-C is for this process
         )
     return _servers[key]
 
@@ -112,7 +123,7 @@ def servers() -> list[subprocess.Popen[str]]:
 
 
 def close() -> None:
-    """End the servers."""
+    """End the servers, and with them all processes that still run."""
     for server in _servers.values():
         server.communicate()
     _servers.clear()

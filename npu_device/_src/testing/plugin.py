@@ -1,0 +1,124 @@
+"""pytest's plugin: ``@pytest.mark.ranks(1, 2, 3)`` runs a test on real ranks. See ``docs/testing.md``.
+
+It is loaded in every pytest run of an environment with this package: it imports nothing but pytest and the standard
+library, and does nothing until a test has the mark. ``pytest_job`` runs the tests, ``pytest_rank`` is the ranks' side.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_MARK = (
+    "ranks(*sizes, keras=None, environment={}, limit=300): run the test on that many real ranks, each size in turn; "
+    "limit is in seconds"
+)
+PARAMETER = "npu_ranks"
+RANK = pytest.StashKey[Any]()  # the other side: this process is a rank
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "of the tests with the mark ranks, run only those on these numbers of ranks (such as 2, or 1,3)"
+    parser.getgroup("npu_device").addoption("--npu-ranks", metavar="SIZES", type=_sizes, help=text)
+
+
+def _sizes(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", _MARK)
+    config.pluginmanager.register(_Start(), "npu_start")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    mark = metafunc.definition.get_closest_marker("ranks")
+    if mark is None:
+        return
+    sizes = mark.args
+    if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+        raise pytest.UsageError(f"{metafunc.definition.nodeid}: expected numbers, as in @pytest.mark.ranks(1, 2, 3)")
+    if unknown := set(mark.kwargs) - {"keras", "environment", "limit"}:
+        raise pytest.UsageError(f"{metafunc.definition.nodeid}: the mark ranks has no {', '.join(sorted(unknown))}")
+    if PARAMETER not in metafunc.fixturenames:
+        metafunc.fixturenames.append(PARAMETER)
+    ids = ["1rank" if size == 1 else f"{size}ranks" for size in sizes]
+    metafunc.parametrize(PARAMETER, sizes, indirect=True, ids=ids, scope="session")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    chosen, left_out = [], []
+    for item in items:
+        if item.get_closest_marker("ranks") is not None:
+            size = size_of(item)
+            if size is None:
+                raise pytest.UsageError(f"{item.nodeid}: the mark ranks is for functions, not for methods of unittest")
+            if config.option.npu_ranks and size not in config.option.npu_ranks:
+                left_out.append(item)
+                continue
+            if item.get_closest_marker("xdist_group") is None and config.pluginmanager.hasplugin("xdist"):
+                item.add_marker(pytest.mark.xdist_group(f"{size}ranks"))  # one process has these ranks
+        chosen.append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = chosen
+
+
+def size_of(item: pytest.Item) -> int | None:
+    """Return the number of ranks that a test has; None without the mark."""
+    parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
+    return parameters.get(PARAMETER)
+
+
+class _Start:
+    """Starts ranks before the timer of pytest-timeout, which may allow for the test alone."""
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        if size_of(item) is not None and RANK not in item.config.stash:
+            from npu_device._src.testing import pytest_job
+
+            pytest_job.start(item)
+        return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    if size_of(item) is None or RANK in item.config.stash:
+        return None
+    from npu_device._src.testing import pytest_job
+
+    return pytest_job.run_test(item, nextitem)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)  # within pytest-cov's, so that the ranks have saved what they measured
+def pytest_runtestloop() -> Generator[None, object, object]:
+    try:
+        return (yield)
+    finally:
+        if job := sys.modules.get("npu_device._src.testing.pytest_job"):
+            job.close()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if (run := sys.modules.get("npu_device._src.testing.run")) and RANK not in config.stash:
+        run.close()
+
+
+@pytest.fixture(scope="session")
+def npu_ranks(request: pytest.FixtureRequest) -> int:
+    """The number of ranks that run the test; 1 without the mark ``ranks``."""
+    return int(getattr(request, "param", 1))
+
+
+@pytest.fixture
+def job_tmp_path(request: pytest.FixtureRequest) -> Path:
+    """A new directory that the ranks of a test share; ``tmp_path`` is each rank's own."""
+    rank = request.config.stash.get(RANK, None)
+    path: Path = request.getfixturevalue("tmp_path") if rank is None else rank.directory
+    return path

@@ -1,0 +1,94 @@
+"""The side of pytest's plugin on a rank: a session that collects the same files, and runs the tests that it is told to.
+
+For other plugins the session is a worker's, like those of pytest-xdist: it has ``config.workerinput``.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npu_device._src.testing.answers import Answer
+from npu_device._src.testing.plugin import RANK
+
+
+class _Rank:
+    """The session of this rank; a plugin of it."""
+
+    def __init__(self) -> None:
+        self.directory = Path()
+        self.session: Any = None
+        self._items: dict[str, pytest.Item] = {}
+        self._reports: list[Any] = []
+        self._warnings: list[Any] = []
+        self._next: pytest.Item | None = None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self.session = session
+        self._items = {name_of(item): item for item in session.items}
+        from npu_device._src.testing import worker  # imports TensorFlow
+
+        worker.answer_this_and_more(Answer(True, None))
+        return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._reports.append(report)
+
+    def pytest_warning_recorded(self, warning_message: Any, when: str, nodeid: str, location: Any) -> None:
+        text = str(warning_message.message)
+        place = warning_message.filename, warning_message.lineno
+        self._warnings.append((text, warning_message.category.__name__, *place, when, nodeid, location))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_timeout_set_timer(self, item: pytest.Item) -> bool:
+        return True  # the test's process has the timer
+
+    def run(self, name: str, following: str | None, directory: str) -> Answer:
+        item = self._items.get(name)
+        if item is None:
+            return Answer(False, f"this rank doesn't collect {name}; do names or parameters depend on the rank?")
+        self.directory = Path(directory)
+        self._reports, self._warnings = [], []
+        config = item.config
+        if self._next is not item:  # other fixtures are needed than those of the test that was announced
+            self.session._setupstate.teardown_exact(item)
+        self._next = self._items.get(following or "")
+        config.hook.pytest_runtest_protocol(item=item, nextitem=self._next)
+        data = [config.hook.pytest_report_to_serializable(config=config, report=each) for each in self._reports]
+        return Answer(not any(report.failed for report in self._reports), (data, self._warnings))
+
+
+def name_of(item: pytest.Item) -> str:
+    """Return a test's name without the group that pytest-xdist writes behind it."""
+    mark = item.get_closest_marker("xdist_group")
+    group = "@" + str(mark.args[0] if mark.args else mark.kwargs.get("name", "default")) if mark else ""
+    return item.nodeid[: -len(group)] if group and item.nodeid.endswith(group) else item.nodeid
+
+
+_session: _Rank | None = None
+
+
+def session(directory: str, options: dict[str, Any], files: list[str], worker_input: dict[str, Any]) -> Any:
+    """Be a pytest session until there are no more calls. Answers when the files are collected."""
+    from npu_device._src.training.ranks import rank
+
+    global _session
+    os.chdir(directory)
+    config = pytest.Config.fromdictargs({**options, "basetemp": f"{options['basetemp']}-rank{rank()}"}, files)
+    as_worker: Any = config
+    as_worker.workerinput = {**worker_input, "workerid": f"{worker_input['workerid']}rank{rank()}"}
+    as_worker.workeroutput = {}
+    _session = config.stash[RANK] = _Rank()
+    config.pluginmanager.register(_session, "npu_rank")
+    code = config.hook.pytest_cmdline_main(config=config)
+    return Answer(_session.session is not None, f"its pytest session ended with {code!r} before the first test")
+
+
+def test(name: str, following: str | None, directory: str) -> Answer:
+    """Run a test; the answer has its reports, in a form that can be sent."""
+    assert _session is not None
+    return _session.run(name, following, directory)

@@ -1,0 +1,109 @@
+"""``run``: calls a function on real ranks, which are started once and used again. Imports no TensorFlow."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from npu_device._src.testing import forked
+from npu_device._src.testing.pool import Pool
+
+_Kind = tuple[Any, ...]
+_MOST_RANKS = 6  # that are alive at once: each takes some 500 MB
+
+_pools: dict[_Kind, Pool] = {}  # the last used one is the last
+
+
+def run(
+    function: Callable[..., Any],
+    *arguments: Any,
+    ranks: int = 2,
+    keras: int | None = None,
+    environment: Mapping[str, str] | None = None,
+    fresh: bool = False,
+    limit: float = 300.0,
+) -> list[Any]:
+    """Call ``function(*arguments)`` on a number of real ranks; return what each returned, in order of rank.
+
+    The ranks are processes of one job on this machine, on its CPU. They are started when first needed, and used again
+    by later calls with the same ``ranks``, ``keras`` and ``environment``. Keras's state, the seeds, the environment and
+    the working directory are at each call as at the start.
+
+    Args:
+        function: at the top level of a module that the ranks can import, as this process can.
+        *arguments: sent to the ranks, as pickle does.
+        ranks: how many; 1 is a process, too, without a job.
+        keras: 2 or 3; by default as ``TF_USE_LEGACY_KERAS`` says.
+        environment: variables that the ranks have besides those of this process.
+        fresh: start new processes for this call, and end them after it.
+        limit: seconds that the call may take.
+
+    Raises:
+        RankError: the function raised on a rank, or did not return in time. The error that came first is the first in
+            the text, with its traceback; each rank's output follows.
+        TypeError: function or arguments can't be sent.
+        MemoryError: there is too little memory for so many ranks.
+    """
+    kind = kind_of(ranks, keras, environment or {})
+    if not fresh:
+        return pool_of(kind).run(function, *arguments, timeout=limit)
+    pool = make(kind)
+    try:
+        return pool.run(function, *arguments, timeout=limit)
+    finally:
+        pool.close()
+
+
+def kind_of(ranks: int, keras: object, environment: Mapping[str, str]) -> _Kind:
+    """Return what tells pools apart.
+
+    Raises:
+        ValueError: the number of ranks or the Keras is impossible.
+    """
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise ValueError(f"ranks={ranks!r}: expected a whole number from 1")
+    if str(keras) not in ("2", "3", "None"):
+        raise ValueError(f"keras={keras!r}: expected 2, 3, or None")
+    return ranks, None if keras is None else str(keras), tuple(sorted(environment.items()))
+
+
+def make(kind: _Kind) -> Pool:
+    """Start ranks."""
+    size, keras, environment = kind
+    return Pool(size, keras, **dict(environment))
+
+
+def pool_of(kind: _Kind, make: Callable[[_Kind], Pool] = make) -> Pool:
+    """Return ranks that wait for a call; those that have not been used for longest end when there are too many."""
+    pool = _pools.pop(kind, None)
+    if pool is None or not pool.alive:
+        if pool is not None:
+            pool.close()
+        while _pools and sum(other.size for other in _pools.values()) + kind[0] > _MOST_RANKS:
+            _pools.pop(next(iter(_pools))).close()
+        pool = make(kind)
+    _pools[kind] = pool
+    return pool
+
+
+def pools() -> list[Pool]:
+    """Return the pools that are alive."""
+    return list(_pools.values())
+
+
+def close_pools(of: type[Pool] = Pool) -> None:
+    """End the ranks of a class of pools."""
+    ending = {kind: pool for kind, pool in _pools.items() if isinstance(pool, of)}
+    for pool in ending.values():
+        pool.hang_up()
+    for kind, pool in ending.items():
+        pool.close()
+        del _pools[kind]
+
+
+@atexit.register
+def close() -> None:
+    """End all ranks, and the processes that fork them."""
+    close_pools()
+    forked.close()

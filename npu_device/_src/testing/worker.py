@@ -1,0 +1,146 @@
+"""One rank of a pool (``pool.py``): opens the device, then calls what it is told to until the connection ends."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from npu_device._src.collectives import job
+from npu_device._src.testing.answers import Answer
+from npu_device._src.training import device
+
+
+class Start:
+    """What a function may change for the next one, as it was at the start of this process."""
+
+    def __init__(self) -> None:
+        self._environment = dict(os.environ)
+        self._directory = os.getcwd()
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+        loaded = [sys.modules[name] for name in ("keras", "tf_keras") if name in sys.modules]
+        self._keras = [_settings_of(keras) for keras in loaded]
+
+    def restore(self) -> None:
+        """Restore it."""
+        if os.environ != self._environment:
+            os.environ.clear()
+            os.environ.update(self._environment)
+        os.chdir(self._directory)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        tf.random.set_seed(None)
+        tf.config.run_functions_eagerly(False)
+        for keras, floatx, image_format, policy in self._keras:
+            try:
+                keras.backend.clear_session(free_memory=False)  # that can take long
+            except TypeError:  # Keras 2, and the first Keras 3
+                keras.backend.clear_session()
+            keras.backend.set_floatx(floatx)
+            keras.backend.set_image_data_format(image_format)
+            keras.mixed_precision.set_global_policy(policy)
+
+
+def _settings_of(keras: Any) -> tuple[Any, str, str, str]:
+    policy = getattr(keras.mixed_precision, "global_policy", None) or keras.mixed_precision.dtype_policy
+    return keras, keras.backend.floatx(), keras.backend.image_data_format(), policy().name
+
+
+def answer_to(call: bytes) -> tuple[Answer, BaseException | None]:
+    """Make a call; what came of it, and the error."""
+    error: BaseException | None = None
+    try:
+        function, arguments = pickle.loads(call)
+        answer = function(*arguments)
+        if not isinstance(answer, Answer):
+            answer = Answer(True, answer)
+        elif not answer.succeeded:
+            error = RuntimeError("the test has failed on this rank")
+    except BaseException as caught:  # whatever it is, the others wait for the answer
+        error = caught
+        answer = Answer(False, _traceback(caught), not isinstance(caught, (SystemExit, KeyboardInterrupt)))
+    return answer._replace(goes_on=answer.goes_on and not job.is_closed()), error
+
+
+def _traceback(error: BaseException) -> str:
+    """Return it without this file's frames."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__ and frames.tb_next is not None:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+
+
+def packed(answer: Answer) -> bytes:
+    """Return an answer as it is sent; one whose result can't be is an error."""
+    try:
+        return pickle.dumps(answer)
+    except Exception as error:
+        text = (
+            f"the function returned {type(answer.value).__name__}, which can't be sent to the test: {error}\n"
+            "What to do: return numbers, strings, numpy arrays, or lists and dictionaries of them."
+        )
+        return pickle.dumps(Answer(False, text, answer.goes_on))
+
+
+_calls: Connection
+_over = False  # there are no more calls
+_error: BaseException | None = None  # of the last call
+
+
+def answer_calls(restore: Callable[[], None] = lambda: None) -> None:
+    """Answer until there are no more calls.
+
+    Args:
+        restore: called before each of them.
+    """
+    global _over, _error
+    with contextlib.suppress(EOFError, OSError):
+        while call := _calls.recv_bytes():
+            restore()
+            answer, error = answer_to(call)
+            if _over:  # the function has answered calls itself, to the last
+                return
+            _error = error
+            _calls.send_bytes(packed(answer))
+    _over = True
+
+
+def answer_this_and_more(answer: Answer) -> None:
+    """Answer a call before its function has returned, and calls that come until there are no more."""
+    _calls.send_bytes(packed(answer))
+    answer_calls()
+
+
+def main() -> None:
+    """Be a rank."""
+    global _calls
+    address, stacks = sys.argv[1:]
+    with Client(address, family="AF_UNIX") as _calls:
+        handle = device.open().as_default()
+        with open(f"{stacks}{handle.worker_id}", "w") as file:
+            faulthandler.register(signal.SIGUSR1, file)  # a pool asks where a rank is that doesn't answer
+            _calls.send((handle.worker_id, os.getpid()))
+            answer_calls(Start().restore)
+            if _error is not None and job.current() is not None:
+                job.abandon(_error)  # the others may wait for this rank
+            device.close()
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(0)  # for Python to take all graphs apart would be seconds; jobs test how a rank ends
+
+
+if __name__ == "__main__":
+    sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]  # not a folder of modules
+    importlib.import_module("npu_device._src.testing.worker").main()  # as calls import it

@@ -1,0 +1,55 @@
+"""What the ranks of a pool do around a body: collect warnings, and see what it leaves."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import allowed_warnings
+
+from npu_device._src.testing import leaks
+
+
+class Checked(NamedTuple):
+    """The end of a body on one rank."""
+
+    value: Any
+    warnings: list[str]  # those that are not allowed
+    left: list[str]  # what the process holds more than before
+
+
+def call(body: Callable[..., Any], arguments: tuple[Any, ...]) -> Checked:
+    before = leaks.held()
+    with allowed_warnings.collected() as warnings:
+        value = body(*arguments)
+    return Checked(value, warnings, leaks.held().beyond(before))
+
+
+def prepare() -> None:
+    """Make what a rank makes once, when it first needs it: connections, shared memory, the background thread. A body
+    that made it would seem to leave it, and run again.
+    """
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device._src.collectives.engines.host import small_programs
+    from npu_device.distribute import hccl_ops
+
+    rank, size, backend = npu.distribute.rank(), npu.distribute.size(), os.environ.get("NPU_DEVICE_BACKEND")
+    if os.environ.get("NPU_DEVICE_SHARED_MEMORY") == "off" and (backend != "tensorflow" or size == 2):
+        small_programs.MOST_ROOM_BYTES = 0  # the backend moves all data, however small; elsewhere messages carry some
+    values = [tf.ones([4]), tf.ones([300_000])]
+    in_graph = tf.function(npu.distribute.all_reduce)
+    in_graph(values)
+    for is_late in (rank == 0, rank != 0):
+        npu.distribute.all_reduce(values)
+        time.sleep(0.1 if is_late else 0)  # the others wait in the background
+        in_graph(values)
+    for sender, receiver in itertools.permutations(range(size), 2):
+        if rank == sender:
+            hccl_ops.send(values[0], 0, receiver)
+        elif rank == receiver:
+            hccl_ops.receive([4], tf.float32, 0, sender)

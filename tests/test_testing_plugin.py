@@ -1,0 +1,213 @@
+"""pytest's plugin: tests with the mark ``ranks`` in pytest runs of their own, as users start them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import launcher
+import pytest
+from ranks import LEAN
+
+pytestmark = pytest.mark.xdist_group("testing")
+
+OUTCOMES = """
+    import warnings
+    import pytest
+    import npu_device as npu
+
+    @pytest.fixture(scope="module")
+    def made(tmp_path_factory):
+        print("made once")
+        yield tmp_path_factory.mktemp("made")
+        print("taken back")
+
+    @pytest.mark.ranks(1, 2, 3)
+    @pytest.mark.parametrize("word", ["a", "b"])
+    def test_passes(npu_ranks, word, made, tmp_path, job_tmp_path, capsys):
+        rank = npu.distribute.rank()
+        print("hello")
+        assert capsys.readouterr().out == "hello\\n"
+        (made / word).touch()
+        (tmp_path / word).touch()
+        (job_tmp_path / str(rank)).touch()
+        npu.distribute.barrier()
+        assert [len(list(path.iterdir())) for path in (tmp_path, job_tmp_path)] == [1, npu_ranks]
+        assert npu.distribute.size() == npu_ranks
+        if rank == 0:
+            warnings.warn("careful")
+
+    @pytest.mark.ranks(2)
+    class TestEnds:
+        def test_fails_on_one(self):
+            rank = npu.distribute.rank()
+            print("rank", rank, "was here")
+            assert rank == 0, "only one"
+            npu.distribute.all_reduce(1.0)
+
+        def test_skips_alone(self):
+            if npu.distribute.rank() == 1:
+                pytest.skip("no reason")
+
+        @pytest.mark.skip(reason="on all")
+        def test_skips(self): ...
+
+        @pytest.mark.xfail(strict=True)
+        def test_fails_as_expected(self):
+            assert npu.distribute.size() == 3
+
+        @pytest.mark.ranks(2, limit=1)
+        def test_hangs(self):
+            while npu.distribute.rank() == 1:
+                pass
+
+    @pytest.fixture
+    def broken():
+        assert npu.distribute.size() == 3
+
+    @pytest.mark.ranks(2)
+    def test_fixture_fails(broken): ...
+
+    def test_without_ranks(npu_ranks, job_tmp_path, tmp_path):
+        assert (npu_ranks, job_tmp_path) == (1, tmp_path)
+"""
+
+
+def start(directory: Path, *arguments: str, **files: str) -> subprocess.Popen[str]:
+    """Start pytest in a project of these test files."""
+    found = [entry.value for entry in metadata.entry_points(group="pytest11") if entry.name == "npu_device"]
+    assert found, "this environment doesn't know the plugin: install the package again (pip install -e .)"
+    for name, text in files.items():
+        launcher.script(directory, text, f"{name}.py")
+    return subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
+        cwd=directory,
+        env={**launcher.environment(), "PYTHONPATH": LEAN},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(directory: Path, *arguments: str, **files: str) -> str:
+    output, _ = start(directory, *arguments, **files).communicate(timeout=120)
+    return output
+
+
+def test_each_outcome(tmp_path: Path) -> None:
+    output = run(tmp_path, "-v", test_outcomes=OUTCOMES)
+    seen = dict(re.findall(r"^\S+py::(\S+) (\w+)", output, re.MULTILINE))
+    passing = [f"test_passes[{ranks}-{word}]" for ranks in ("1rank", "2ranks", "3ranks") for word in "ab"]
+    ends = {"fails_on_one": "FAILED", "skips_alone": "FAILED", "skips": "SKIPPED", "hangs": "FAILED"}
+    ends["fails_as_expected"] = "XFAIL"
+    assert seen == {
+        **dict.fromkeys([*passing, "test_without_ranks"], "PASSED"),
+        **{f"TestEnds::test_{name}[2ranks]": outcome for name, outcome in ends.items()},
+        "test_fixture_fails[2ranks]": "ERROR",
+    }, output
+    assert re.search(r'\n> +assert rank == 0, "only one"\nE +AssertionError: only one\nE +assert 1 == 0', output)
+    assert "failed first on rank 1 of 2, then on rank(s) 0" in output and "rank 1 was here" in output
+    assert "PeerError: rank 1 on host" in output, "rank 0's error, when rank 1 had left it alone"
+    assert "rank(s) [1] skipped the test (Skipped: no reason), and rank(s) [0] ran it." in output
+    assert re.search(
+        r"no answer within 1 s; rank\(s\) \[0\] have returned. It was here:\n(  File .*\n)* .* in test_hangs", output
+    )
+    assert "UserWarning: careful" in output
+
+
+BUSY = """
+    import pathlib, time
+    import pytest
+    import npu_device as npu
+    import mine
+
+    @pytest.mark.ranks(1, 2)
+    def test_covered(worker_id):
+        assert mine.double(npu.distribute.rank()) == 2 * npu.distribute.rank()
+        assert worker_id.startswith("gw") and worker_id.endswith(f"rank{npu.distribute.rank()}")
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.timeout(2)
+    def test_is_stopped():
+        time.sleep(60)
+
+    def test_beside(): ...
+"""
+
+
+def test_beside_other_plugins(tmp_path: Path) -> None:
+    for plugin in ("xdist", "pytest_cov", "pytest_timeout"):
+        pytest.importorskip(plugin)
+    mine = "def double(value):\n    twice = 2 * value\n    return twice\n"
+    output = run(tmp_path, "-n", "2", "--dist", "loadgroup", "--cov", "mine", test_busy=BUSY, mine=mine)
+    assert re.search(r"^mine.py +3 +0 +100%$", output, re.MULTILINE), output
+    assert "1 failed, 3 passed" in output
+    assert re.search(r"Timeout \(>2.0s\) from pytest-timeout.(.|\n)*in test_is_stopped", output)
+
+
+STUCK = """
+    import os, pathlib, time
+    import pytest
+    import npu_device as npu
+
+    @pytest.mark.ranks(2)
+    def test_stuck():
+        pathlib.Path(f"pid{npu.distribute.rank()}").write_text(str(os.getpid()))
+        assert "fail" not in os.environ.get("PYTEST_ADDOPTS", "")
+        time.sleep(600)
+
+    @pytest.mark.ranks(2)
+    def test_next(): ...
+"""
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", "kill"])
+def test_nothing_is_left(tmp_path: Path, how: str) -> None:
+    shared = set(os.listdir("/dev/shm"))
+    process = start(tmp_path, "-x", test_stuck=STUCK)
+    pids = launcher.wait_for_files(tmp_path, "pid*", 2)
+    os.killpg(process.pid, signal.SIGINT if how == "ctrl-c" else signal.SIGKILL)
+    output, _ = process.communicate(timeout=30)
+    if how == "ctrl-c":
+        assert "KeyboardInterrupt" in output, output
+    launcher.wait_until(lambda: not any(map(launcher.is_running, pids)))
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+@pytest.mark.parametrize(
+    ("mark", "says"),
+    [
+        ("ranks()", "expected numbers, as in @pytest.mark.ranks(1, 2, 3)"),
+        ("ranks(0)", "expected numbers"),
+        ("ranks(2, limits=3)", "the mark ranks has no limits"),
+    ],
+)
+def test_a_wrong_mark_is_an_error(tmp_path: Path, mark: str, says: str) -> None:
+    output = run(tmp_path, "--co", test_wrong=f"import pytest\n@pytest.mark.{mark}\ndef test_it(): ...\n")
+    assert says in output
+
+
+def test_the_number_of_ranks_can_be_chosen(tmp_path: Path) -> None:
+    output = run(tmp_path, "--co", "-q", "--npu-ranks", "2", test_outcomes=OUTCOMES)
+    assert "[2ranks" in output and "[1rank" not in output and "[3ranks" not in output and "without" in output
+
+
+def test_the_plugin_is_light() -> None:
+    code = """
+import sys, time
+import pytest
+before = set(sys.modules)
+began = time.process_time()
+import npu_device._src.testing.plugin
+print(time.process_time() - began, *(name for name in set(sys.modules) - before if "." not in name))
+"""
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
+    assert min(float(one.stdout.split()[0]) for one in runs) < 0.02
+    new = set(runs[0].stdout.split()[1:])
+    assert new - set(sys.stdlib_module_names) == {"npu_device"}

@@ -1,0 +1,137 @@
+"""``npu_device.testing.run``: a function on real ranks, its results and its errors."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import LEAN
+
+from npu_device import testing
+
+pytestmark = pytest.mark.xdist_group("testing")
+
+run = partial(testing.run, keras=3, environment={"PYTHONPATH": LEAN})
+
+
+def place(factor: int) -> tuple[int, int, Any]:
+    import npu_device as npu
+
+    rank, size = npu.distribute.rank(), npu.distribute.size()
+    return factor * rank, size, np.asarray(npu.distribute.all_reduce(np.float32(rank), "sum"))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_results_come_in_order_of_rank(size: int) -> None:
+    assert run(place, 10, ranks=size) == [(10 * rank, size, sum(range(size))) for rank in range(size)]
+
+
+def change_everything() -> tuple[int, Any]:
+    import keras
+    import tensorflow as tf
+
+    seen = (
+        os.getpid(),
+        (os.getcwd(), os.environ.get("CHANGED"), keras.layers.Dense(1).name, keras.backend.floatx(), random.random(),
+         float(np.random.uniform()), keras.config.dtype_policy().name, tf.config.functions_run_eagerly()),
+    )  # fmt: skip
+    os.chdir("/")
+    os.environ["CHANGED"] = "1"
+    keras.backend.set_floatx("float64")
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    tf.config.run_functions_eagerly(True)
+    return seen
+
+
+def test_ranks_are_used_again_and_are_as_at_their_start() -> None:
+    first = run(change_everything)
+    began = time.monotonic()
+    second = run(change_everything)
+    assert time.monotonic() - began < 1
+    assert first == second
+    assert [pid for pid, _ in run(change_everything, fresh=True)] != [pid for pid, _ in first]
+
+
+def fail(wrong: int) -> None:
+    import npu_device as npu
+
+    if npu.distribute.rank() == wrong:
+        print("what rank", wrong, "printed")
+        raise ValueError(f"on rank {wrong} only")
+    npu.distribute.all_reduce(1.0)
+
+
+def test_the_error_of_the_first_rank_to_fail_comes_first() -> None:
+    began = time.monotonic()
+    with pytest.raises(testing.RankError) as caught:
+        run(fail, 1, ranks=3)
+    text = str(caught.value)
+    assert next(iter(caught.value.errors)) == 1 and set(caught.value.errors) == {0, 1, 2}
+    assert re.match(r"\s*rank 1 of 3:\nTraceback .*\n  File .*test_testing_run.py.* in fail\n", text)
+    assert text.index("ValueError: on rank 1 only") < text.index("rank 0 of 3:")
+    assert "what rank 1 printed" in text[text.index("output of rank 1") :]
+    assert time.monotonic() - began < 30
+
+
+def hang_on(who: int) -> None:
+    import npu_device as npu
+
+    while npu.distribute.rank() == who:
+        time.sleep(0.1)
+
+
+def all_reduce_alone() -> None:
+    import npu_device as npu
+
+    if npu.distribute.rank() == 0:
+        npu.distribute.all_reduce(1.0)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (partial(hang_on, 1), r"rank 1 of 2:\nno answer within 2 s; rank\(s\) \[0\] have returned(.|\n)* in hang_on\n"),
+        (all_reduce_alone, r"rank 0 of 2:\nno answer within 2 s(.|\n)* in all_reduce_alone\n(.|\n)*rank 1 on host"),
+    ],
+    ids=["hangs", "leaves a collective open"],
+)
+def test_a_body_that_does_not_return(body: Any, says: str) -> None:
+    with pytest.raises(testing.RankError, match=says):
+        run(body, limit=2)
+
+
+def end(how: str) -> Any:
+    if how == "exit":
+        os._exit(3)
+    if how == "lambda":
+        return lambda: 0
+    return None
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "says"),
+    [
+        (partial(run, lambda: 0), TypeError, r"<lambda> is a lambda(.|\n)*define it with def"),
+        (partial(run, place, lambda: 0), TypeError, r"place or one of its arguments can't be sent to the ranks"),
+        (partial(run, end, "lambda"), testing.RankError, r"the function returned function, which can't be sent"),
+        (partial(run, end, "exit"), testing.RankError, r"its process ended with exit code 3"),
+        (partial(run, place, ranks=0), ValueError, r"ranks=0: expected a whole number"),
+        (partial(testing.run, place, keras=1), ValueError, r"keras=1: expected 2, 3, or None"),
+        (partial(run, place, ranks=100_000), MemoryError, r"100000 ranks need about .* MiB of memory"),
+    ],
+)
+def test_bad_input_is_a_clear_error(body: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        body()
+
+
+def test_a_function_of_the_script_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place, "__module__", "__main__")
+    with pytest.raises(TypeError, match="which the ranks don't import"):
+        run(place, 1)
