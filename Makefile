@@ -82,6 +82,7 @@ check:
 docs: $(STAMP)
 	$(BIN)/python -m npu_device._src.environment > docs/environment.md
 	$(BIN)/python -m npu_device._src.options > docs/options.md
+	sed -i '/^## Rules/q' docs/porting.md && (echo; cat npu_device/_src/port/rules.md) >> docs/porting.md
 
 clean:
 	rm -rf $(VENV) .venv-oldest .venv-newest .venv-canary build

@@ -21,6 +21,10 @@ def main() -> None:
         from npu_device.launch import verify
 
         sys.exit(verify.main(rest))
+    if command == ["port"]:
+        from npu_device._src.port.__main__ import main as port
+
+        sys.exit(port(rest, "npurun port"))
     if command == ["check"]:
         _run(arguments.parse(["--check", *rest]))
     options = arguments.parse(sys.argv[1:])

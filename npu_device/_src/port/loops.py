@@ -1,0 +1,193 @@
+"""Loops of the script's own: reduce where gradients are applied, broadcast before the loop, divide what it reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import libcst as cst
+
+from npu_device._src.port.keras_fit import is_built
+from npu_device._src.port.port import DONE, NOTE, OPEN, Port
+from npu_device._src.port.scaling import EACH, MEAN, SUM, scaling
+from npu_device._src.port.script import dotted, is_definition, keyword, method, target_of, walk
+
+SHARE = "[npu.distribute.rank() :: npu.distribute.size()]"
+_BATCHES = ("batch", "padded_batch", "ragged_batch")
+_SAME_DATA = ("enumerate", "tqdm", "iter", "next", "experimental_distribute_dataset")
+_DRAWS = (
+    "normal",
+    "uniform",
+    "truncated_normal",
+    "standard_normal",
+    "random_normal",
+    "random_uniform",
+    "randn",
+    "rand",
+)
+_FILLS = ("ones", "zeros", "fill", "full")
+_VARIABLES = ("trainable_variables", "trainable_weights", "variables", "weights")
+
+
+def loops(port: Port) -> None:
+    """Port every loop that applies gradients of a tape."""
+    tapes = {
+        port.text(node.asname.name)
+        for node in port.of(cst.WithItem)
+        if node.asname and "GradientTape" in port.text(node)
+    }
+    for call in port.calls if tapes else ():
+        if any(dotted(arg.value) in tapes for arg in call.args):  # another function takes the gradients
+            port.found(OPEN, "gradients from elsewhere", call)
+    applies = [call for call in port.calls if method(call) == "apply_gradients" and not _is_of_keras(port, call)]
+    applies = applies if any(method(call) == "gradient" for call in port.calls) else []
+    for call in applies:
+        _reduce(port, call)
+        _broadcast(port, call)
+    if applies:
+        _divide(port, applies)
+        if "Dropout(" in port.module.code or "GaussianNoise(" in port.module.code:
+            port.found(NOTE, "noise", applies[0])
+
+
+def _is_of_keras(port: Port, call: Any) -> bool:
+    """Return True in a model's train step and the methods that it calls, and in an optimizer."""
+    for owner in (each for each in port.up(call) if isinstance(each, cst.ClassDef)):
+        methods = {each.name.value for each in owner.body.body if isinstance(each, cst.FunctionDef)}
+        if port.inherits(owner, ("Optimizer",)) or (
+            "train_step" in methods and port.inherits(owner, ("Model", "Sequential"))
+        ):
+            return True
+    return False
+
+
+def _reduce(port: Port, call: Any) -> None:
+    source = _gradient(port, call.args[0].value) if call.args else None
+    if source is None:
+        port.found(OPEN, "gradients from elsewhere", call)
+        return
+    kind = scaling(port, keyword(source, "target", 0))
+    if kind not in (MEAN, SUM, EACH):
+        port.found(OPEN, "sum or mean", source)
+        return
+    how = "mean" if kind == MEAN else "sum"
+    statement = port.statement(source)
+    target = port.text(target_of(statement)).strip("[]()")
+    if target and statement.body[0].value is source:
+        port.insert(statement, f'{target} = npu.distribute.all_reduce({target}, reduction="{how}")', after=True)
+    else:
+        port.replace(source, f'npu.distribute.all_reduce({{}}, reduction="{how}")')
+    said = "averages over" if how == "mean" else "adds up"
+    port.found(DONE, "reduce", source, f"the loss {said} the samples: gradients are reduced by {how}")
+
+
+def _gradient(port: Port, node: Any, depth: int = 0) -> Any:
+    """Return the call of a tape's ``gradient`` behind gradients, which may have been changed since; None if unknown."""
+    if method(node) == "gradient":
+        return node
+    below = [node.args[0].value] if _is_call(node, "zip") else [*port.origins(node), *node.children]
+    found = (_gradient(port, each, depth + 1) for each in below if depth < 20)
+    return next((each for each in found if each is not None), None)
+
+
+def _broadcast(port: Port, call: Any) -> None:
+    """Send rank 0's variables before the loop, where they exist."""
+    given: Any = next((each.args[1].value for each in walk(call) if _is_call(each, "zip") and len(each.args) > 1), None)
+    if isinstance(given, cst.Name):
+        given = next(iter(port.origins(given)), given)
+    is_model = isinstance(given, cst.Attribute) and given.attr.value in _VARIABLES
+    names = [given.value] if is_model else [each for each in walk(given) if isinstance(each, cst.Name)] if given else []
+    made = [each for each in map(port.assigned, names) if each is not None]
+    last = max(made, key=lambda each: port.line(each.statement), default=None)
+    start = None
+    if last is not None and len({each.scope for each in made}) == 1 and not isinstance(last.scope, cst.ClassDef):
+        block = next(each for each in port.up(last.statement) if hasattr(each, "body"))
+        later = [each for each in block.body if port.line(each) > port.line(last.statement)]
+        start = next((each for each in later if not is_definition(each) and port.runs(each, [call])), None)
+    if start is None or (is_model and not is_built(port, names[0], start)):
+        port.found(NOTE, "no broadcast", call)
+    else:
+        text = f"{port.text(names[0])}.variables" if is_model else port.text(given)
+        port.insert(start, f"npu.distribute.broadcast({text}, root_rank=0)", after=False)
+        port.found(DONE, "broadcast", start)
+
+
+def _divide(port: Port, steps: list[Any]) -> None:
+    """Let each rank read its share of the data set, or take its share of the arrays, that lead to the steps."""
+    running = [loop for loop in port.of(cst.For) if port.runs(loop.body, steps)]
+    sources = [loop.iter for loop in running]
+    sources += [each for loop in running for each in walk(loop.body) if _is_call(each, "next")]
+    chains = list(dict.fromkeys(each for each in (_chain(port, source) for source in sources) if each is not None))
+    are_slices = [_divide_slices(port, loop) for loop in running]
+    makers = [each for chain in chains for each in port.up(chain) if isinstance(each, cst.FunctionDef)]
+    makers = [each for each in makers if sum(each in port.callees(call) for call in port.calls) > 1]
+    if len(chains) == 1 and not makers:
+        _shard(port, chains[0], running)
+    elif chains or not any(are_slices):
+        port.found(OPEN, "several data sets" if chains else "no data set", steps[0])
+
+
+def _chain(port: Port, node: Any, depth: int = 0) -> Any:
+    """Return the call of ``batch`` behind what a loop reads, or None."""
+    if depth > 12 or method(node) in _BATCHES:
+        return node if depth <= 12 else None
+    if isinstance(node, cst.Call) and node.args and port.last(node) in _SAME_DATA:
+        return _chain(port, node.args[0].value, depth + 1)
+    if method(node) and not port.name(node.func) and not port.functions(node.func, node):
+        return _chain(port, node.func.value, depth + 1)
+    found = [_chain(port, each, depth + 1) for each in port.origins(node)]
+    return next((each for each in found if each is not None), None)
+
+
+def _shard(port: Port, batch: Any, running: list[Any]) -> None:
+    """Divide a data set before its first shuffle, repeat or batch in the statement, and batch the rank's share."""
+    size, whole, node = keyword(batch, "batch_size", 0), batch.func.value, batch.func.value
+    while method(node) and not port.name(node.func):
+        whole = node.func.value if method(node) in ("shuffle", "repeat", *_BATCHES) else whole
+        node = node.func.value
+    statement = port.statement(batch)
+    target = dotted(target_of(statement)) or "dataset"
+    call = f"npu.distribute.shard_and_rebatch_dataset({port.text(whole)}, {port.text(size)})"
+    port.insert(statement, f"{target}, rank_batch = {call}", after=False)
+    port.replace(whole, target)
+    port.replace(size, "rank_batch")
+    port.found(DONE, "shard", batch)
+    if isinstance(size, cst.Name):
+        _resize(port, size.value, running)
+
+
+def _resize(port: Port, size: str, running: list[Any]) -> None:
+    """Give the rank's size to what the functions of a loop draw or fill in the size of a batch."""
+    for call in (each for each in port.calls if method(each) in (*_DRAWS, *_FILLS)):
+        inside = [each for each in walk(call) if isinstance(each, cst.Name) and each.value == size]
+        in_function = any(isinstance(each, cst.FunctionDef) for each in port.up(call))
+        if inside and in_function and any(port.runs(loop.body, [call]) for loop in running):
+            if method(call) in _DRAWS:
+                port.replace(call, "{}" + SHARE)
+            else:
+                port.replace(inside[0], "{} // npu.distribute.size()")
+            port.found(DONE, "batch size in a shape", call)
+
+
+def _divide_slices(port: Port, loop: Any) -> bool:
+    """Let each rank take its share of the arrays that a loop cuts out of larger ones; True if there are any."""
+    found = [each for each in walk(loop.body) if target_of(each) is not None and is_slice(each.body[0].value)]
+    for statement in found:
+        names = port.text(target_of(statement)).strip("()").split(",")
+        for name in (each.strip() for each in names if each.strip() != "_"):
+            port.insert(statement, f"{name} = {name}{SHARE}", after=True)
+        port.found(DONE, "share of an array", statement)
+    return bool(found)
+
+
+def is_slice(node: Any) -> bool:
+    """Return True for ``x[begin:end]``, several of them, and ``data.next_batch(…)``."""
+    if isinstance(node, cst.Tuple):
+        return all(is_slice(each.value) for each in node.elements)
+    if not isinstance(node, cst.Subscript) or len(node.slice) != 1 or not dotted(node.value):
+        return method(node) == "next_batch"
+    part = node.slice[0].slice
+    return isinstance(part, cst.Slice) and part.lower is not None and part.upper is not None and part.step is None
+
+
+def _is_call(node: Any, name: str) -> bool:
+    return isinstance(node, cst.Call) and dotted(node.func) == name

@@ -1,0 +1,220 @@
+"""``npurun port``: each rule's example, what is refused, and the files. TensorFlow isn't needed."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launcher import environment
+
+pytest.importorskip("libcst")
+
+from npu_device._src.port.__main__ import main
+from npu_device._src.port.port import PAGE, RULES
+from npu_device._src.port.porting import port_text as port
+
+DOCS = Path(__file__).parent.parent / "docs" / "porting.md"
+
+OPEN = "+import npu_device as npu\n+npu.open(seed=1).as_default()\n"
+HEAD = " import os\n import matplotlib.pyplot as plt\n import numpy as np\n import tensorflow as tf\n"
+FIT = ' model.compile("sgd", "mse")\n+model = npu.distribute.replicate(model)\n model.fit(x, y)\n'
+VARIABLE = " w = tf.Variable(1.0)\n optimizer = tf.keras.optimizers.SGD(0.1)\n"
+STEP = RULES["reduce"].example
+BROADCAST = "+npu.distribute.broadcast([w], root_rank=0)\n"
+MAKE_DATA = RULES["shard"].example
+LOOP = BROADCAST + " for x, y in dataset:\n     step(x, y)\n"
+DATA = MAKE_DATA + LOOP
+SESSION = (
+    " import tensorflow.compat.v1 as tf\n+import npu_device as npu\n"
+    "+from npu_bridge.npu_init import NPUDistributedOptimizer\n{imports}+npu.open(seed=1).as_default()\n"
+    " w = tf.get_variable('w', [])\n"
+)
+V1_STEP = RULES["session: optimizer"].example
+BROADCASTS = "+from npu_bridge.estimator.npu.npu_hook import broadcast_global_variables\n"
+HOOKS = "+from npu_bridge.estimator.npu.npu_hook import NPUBroadcastGlobalVariablesHook\n"
+V1_OPEN = " session = tf.Session()\n"
+
+FRAMES = {
+    "open": f"{HEAD}{{}}{FIT}",
+    "reduce": f"{HEAD}{OPEN}{VARIABLE}{{}}{DATA}",
+    "broadcast": f"{HEAD}{OPEN} optimizer = tf.keras.optimizers.SGD(0.1)\n{STEP}{MAKE_DATA}{{}}",
+    "shard": f"{HEAD}{OPEN}{VARIABLE}{STEP}{{}}{LOOP}",
+    "batch size in a shape": f"{HEAD}{OPEN} batch_size = 32\n{VARIABLE}{{}}     step2(x, x)\n"
+    + STEP.replace("step(", "step2(")
+    + DATA.replace("32", "batch_size").replace("step(x, y)", "step(x)"),
+    "share of an array": f"{HEAD}{OPEN}{VARIABLE}{STEP}{BROADCAST}{{}}",
+    "no data set": f"{HEAD}{VARIABLE}{STEP}{{}}",
+    "strategy": f"{HEAD}{OPEN}{{}}     model.compile()\n+    model = npu.distribute.replicate(model)\n"
+    " model.fit(x, y)\n",
+    "horovod": "{}",
+    "horovod's others": "{}",
+    "session: optimizer": SESSION.format(imports="") + "{}" + V1_OPEN,
+    "session: broadcast": SESSION.format(imports=BROADCASTS) + V1_STEP + V1_OPEN + "{}",
+    "session: hook": SESSION.format(imports=HOOKS) + V1_STEP + "{}",
+    "TensorFlow 1": "{} tf.train.AdamOptimizer(0.1)\n",
+    "gone from TensorFlow": " import tensorflow as tf\n{} tf.Session()\n",
+}
+"""Around the example of a rule, in the form of a diff as well; the others stand in a script with ``fit``."""
+
+
+def sides(diff: str) -> tuple[str, str]:
+    lines = diff.splitlines(keepends=True)
+    return "".join(line[1:] for line in lines if line[0] != "+"), "".join(line[1:] for line in lines if line[0] != "-")
+
+
+@pytest.mark.parametrize("name", [rule.name for rule in RULES.values() if rule.example and not rule.choices])
+def test_an_example_is_ported_as_the_page_shows(name: str) -> None:
+    frame = FRAMES.get(name) or f"{HEAD}{OPEN}{{}}" + ("" if ".fit(" in RULES[name].example else FIT)
+    before, after = sides(frame.format(RULES[name].example))
+    ported, findings = port(before)
+    assert ported == after
+    assert name in {finding.rule for finding in findings}
+    assert port(after) == (after, [])
+
+
+@pytest.mark.parametrize("name", [rule.name for rule in RULES.values() if rule.example and rule.choices])
+def test_a_question_leaves_the_file(name: str) -> None:
+    before, _ = sides(FRAMES.get(name, f"{HEAD} w = tf.Variable(1.0)\n{{}}").format(RULES[name].example))
+    ported, findings = port(before)
+    assert ported == before
+    [asked] = [finding for finding in findings if finding.rule == name]
+    assert asked.choices == RULES[name].choices
+    assert asked.code == before.splitlines()[asked.line - 1].strip()
+
+
+LOSSES = {
+    "tf.reduce_mean((x * w - y) ** 2)": "mean",
+    "tf.reduce_sum((x * w - y) ** 2)": "sum",
+    "tf.reduce_sum((x * w - y) ** 2) / 64": "sum",
+    "tf.reduce_sum((x * w - y) ** 2) / tf.cast(tf.shape(x)[0], tf.float32)": "mean",
+    "tf.nn.compute_average_loss((x * w - y) ** 2, global_batch_size=64)": "sum",
+    "tf.keras.losses.MeanSquaredError()(y, x * w)": "mean",
+    "tf.keras.losses.mean_squared_error(y, x * w)": "sum",
+    "tf.reduce_mean(tf.reduce_sum((x * w - y) ** 2, axis=1))": "mean",
+    "tf.reduce_mean(tf.reduce_sum((x * w - y) ** 2))": "sum",
+    "tf.reduce_mean((x * w - y) ** 2) + 0.1 * tf.nn.l2_loss(w)": "mean",
+    "tf.reduce_sum((x * w - y) ** 2) + 0.1 * tf.nn.l2_loss(w)": "",
+    "tf.reduce_sum((x * w - y) ** 2) / tf.reduce_sum(mask)": "",
+    "criterion(y, x * w)": "",
+}
+
+
+@pytest.mark.parametrize(("loss", "expected"), LOSSES.items())
+def test_sum_or_mean(loss: str, expected: str) -> None:
+    before, _ = sides(f"{HEAD}{VARIABLE}{STEP}{DATA}")
+    ported, findings = port(before.replace("tf.reduce_mean((x * w - y) ** 2)", loss))
+    assert f'reduction="{expected}"' in ported if expected else "sum or mean" in {each.rule for each in findings}
+
+
+BAD = {
+    "syntax.py": ("import tensorflow\nmodel.fit(x\n", "a syntax error"),
+    "old.py": ('import tensorflow\nprint "loss"\nmodel.fit(x)\n', "2to3"),
+    "cells.py": ("import tensorflow\n%matplotlib inline\nmodel.fit(x)\n", "IPython"),
+    "cells.ipynb": ("{}", "nbconvert"),
+    "zero.py": ("model.fit(x)\0", "zero bytes"),
+    "latin.py": (b"# caf\xe9\nmodel.fit(x)\n", "UTF-8"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_not_python_3_is_refused_by_name(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content, remedy = BAD[name]
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    before = path.read_bytes()
+    assert main([str(path), "--write"]) == 1
+    said = capsys.readouterr().err
+    assert f"{path}: refused: " in said
+    assert remedy in said
+    assert path.read_bytes() == before
+
+
+def script(model: str = "model") -> str:
+    return sides(f"{HEAD}{FIT}".replace("model", model))[0]
+
+
+def test_a_file_is_written_once_with_its_mode_and_encoding(tmp_path: Path) -> None:
+    path, link = tmp_path / "train.py", tmp_path / "link.py"
+    path.write_bytes(("# -*- coding: latin-1 -*-\n# caf\xe9\n" + script()).replace("\n", "\r\n").encode("latin-1"))
+    path.chmod(0o751)
+    link.symlink_to(path)
+    assert main([str(link), "--write"]) == 0
+    ported = path.read_bytes()
+    assert link.is_symlink() and stat.S_IMODE(path.stat().st_mode) == 0o751
+    assert b"# caf\xe9\r\n" in ported and b"npu.open(seed=1).as_default()\r\n" in ported
+    assert ported.count(b"\n") == ported.count(b"\r\n")
+    assert main([str(path), "--write"]) == 0 and path.read_bytes() == ported
+    assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
+
+
+def test_a_folder_is_written_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    (old / "package").mkdir(parents=True)
+    (old / "train.py").write_text("from package import models\n" + script())
+    (old / "package" / "models.py").write_text("def make():\n    model = x()\n    model.compile()\n    return model\n")
+    (old / "open.py").write_text("def train(something):\n    something.fit(1)\n")
+    (old / "data.txt").write_text("kept")
+    assert main(["-i", str(old), "-o", str(new), "-r", str(tmp_path / "report.html"), "--json"]) == 1
+    found = {each["path"]: each["verdict"] for each in json.loads(capsys.readouterr().out)}
+    assert sorted(found.values()) == ["ported", "ported", "unchanged, since questions are open"]
+    assert (
+        "npu.open" in (new / "train.py").read_text() and "npu.open" not in (new / "package" / "models.py").read_text()
+    )
+    assert "replicate(model)" in (new / "package" / "models.py").read_text()
+    assert (new / "open.py").read_text() == (old / "open.py").read_text()
+    assert (new / "data.txt").read_text() == "kept" and (old / "train.py").read_text().endswith(script())
+    page = (tmp_path / "report.html").read_text()
+    assert "something.fit(1)" in page and "http" not in page and "<ins>+npu.open" in page.replace("+import", "+import")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([], "missing"),
+        (["gone.py"], "no such file"),
+        (["-d", "mpi", "a.py"], "invalid choice"),
+        (["--write", "-o", "x", "."], "exclude"),
+        (["-o", ".", "."], "files already"),
+        (["-m", "gone.py", "."], "no gone.py"),
+    ],
+)
+def test_wrong_usage(
+    arguments: list[str],
+    problem: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").write_text("")
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_distribution_and_version_1_are_as_the_user_says() -> None:
+    horovod, strategy = (
+        "import horovod.tensorflow as hvd\n",
+        "import tensorflow as tf\ns = tf.distribute.MirroredStrategy()\n",
+    )
+    assert port(horovod, kind="horovod")[0] == "import npu_device.horovod.tensorflow as hvd\n"
+    assert "other distribution" in {each.rule for each in port(horovod, kind="tf_strategy")[1]}
+    assert "other distribution" in {each.rule for each in port(strategy, kind="horovod")[1]}
+    old = "import tensorflow as tf\ntrain = tf.train.AdamOptimizer(0.1)\nsession = tf.Session()\n"
+    ported, _ = port(old, is_v1=True)
+    assert ported.startswith("import tensorflow.compat.v1 as tf\ntf.disable_v2_behavior()\nimport npu_device as npu\n")
+
+
+def test_the_page_has_the_table_of_rules() -> None:
+    assert DOCS.read_text().endswith(PAGE), "run: make docs"
+
+
+def test_without_libcst_the_extra_is_named() -> None:
+    code = "import sys; sys.modules['libcst'] = None; from npu_device._src.port import __main__ as m; m.main(['tests'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True)
+    assert "npu_device[port]" in done.stderr and not done.stdout
