@@ -1,4 +1,4 @@
-"""``npurun port``: each rule's example, what is refused, and the files. TensorFlow isn't needed."""
+"""``npurun port``: each rule's example, what is refused, the files, and three scripts that train."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from launcher import environment
+from pool import Pool
 
 pytest.importorskip("libcst")
 
@@ -108,6 +110,43 @@ def test_sum_or_mean(loss: str, expected: str) -> None:
     before, _ = sides(f"{HEAD}{VARIABLE}{STEP}{DATA}")
     ported, findings = port(before.replace("tf.reduce_mean((x * w - y) ** 2)", loss))
     assert f'reduction="{expected}"' in ported if expected else "sum or mean" in {each.rule for each in findings}
+
+
+MAKER = (
+    " def make(x):\n     return tf.data.Dataset.from_tensor_slices((x, x)).batch(8)\n train, rest = make(x), make(x)\n"
+)
+SEEN = {
+    "a parameter is another model": (
+        f"{FIT} def train(model):\n+    npu.distribute.replicate(model)\n     model.fit(x, y, epochs=2)\n",
+        "fit",
+    ),
+    "a helper makes two data sets": (
+        f"{VARIABLE}{STEP}{MAKER} for x, y in train:\n     step(x, y)\n".replace("+", "#"),
+        "several data sets",
+    ),
+    "another function takes the tape": (
+        " with tf.GradientTape() as tape:\n     loss = 1\n minimize(tape, loss)\n",
+        "gradients from elsewhere",
+    ),
+    "the train step calls a method": (
+        " class GAN(tf.keras.Model):\n     def train_step(self, x):\n         return self.step(x)\n"
+        "     def step(self, x):\n"
+        "         with tf.GradientTape() as tape:\n             loss = x\n"
+        "         self.optimizer.apply_gradients(zip(tape.gradient(loss, [w]), [w]))\n gan = GAN()\n"
+        "+gan = npu.distribute.replicate(gan)\n gan.fit(x)\n",
+        "fit",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_seen_in_scripts(name: str) -> None:
+    diff, rule = SEEN[name]
+    diff = "\n".join(line for line in diff.split("\n") if line[:1] != "#")
+    before, after = sides(f"{HEAD}{OPEN if '+' in diff else ''}{diff}")
+    ported, findings = port(before)
+    assert ported == after
+    assert rule in {finding.rule for finding in findings}
 
 
 BAD = {
@@ -218,3 +257,53 @@ def test_without_libcst_the_extra_is_named() -> None:
     code = "import sys; sys.modules['libcst'] = None; from npu_device._src.port import __main__ as m; m.main(['tests'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True)
     assert "npu_device[port]" in done.stderr and not done.stdout
+
+
+BEFORE = """import numpy as np
+import tensorflow as tf
+tf.keras.utils.set_random_seed(1)
+x, y = np.random.rand(48, 3).astype("float32"), np.random.rand(48, 1).astype("float32")
+model = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(4, "tanh"), tf.keras.layers.Dense(1)])
+"""
+LOOP_OF = """optimizer = tf.keras.optimizers.SGD(0.1)
+criterion = tf.keras.losses.MeanSquaredError(reduction=REDUCTION)
+dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+
+
+@tf.function
+def step(x, y):
+    with tf.GradientTape() as tape:
+        loss = criterion(y, model(x)) / DIVISOR
+    optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+
+
+for x, y in dataset:
+    step(x, y)
+"""
+SCRIPTS = {
+    "fit": BEFORE + "model.compile('sgd', 'mse')\nmodel.fit(x, y, batch_size=16, epochs=2, verbose=0)\n",
+    "loop, sum": BEFORE + LOOP_OF.replace("REDUCTION", "'sum'").replace("DIVISOR", "16"),
+    "loop, mean": BEFORE + LOOP_OF.replace("REDUCTION", "'sum_over_batch_size'").replace("DIVISOR", "1"),
+}
+
+
+def body_weights(path: str) -> list[np.ndarray]:
+    import runpy
+
+    return runpy.run_path(path, run_name="__main__")["model"].get_weights()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_ported_script_trains_like_the_original(
+    name: str, tmp_path: Path, keras_single: Pool, keras_two_ranks: Pool
+) -> None:
+    original, ported = tmp_path / "original.py", tmp_path / "ported.py"
+    original.write_text(SCRIPTS[name])
+    ported.write_text(port(SCRIPTS[name])[0])
+    [before] = keras_single.run(body_weights, str(original))
+    [alone] = keras_single.run(body_weights, str(ported))
+    for weights, one in zip(alone, before):
+        np.testing.assert_array_equal(weights, one)
+    for rank in keras_two_ranks.run(body_weights, str(ported)):
+        for weights, one in zip(rank, alone):
+            np.testing.assert_allclose(weights, one, rtol=1e-5, atol=1e-6)

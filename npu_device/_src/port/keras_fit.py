@@ -7,7 +7,7 @@ from typing import Any
 import libcst as cst
 
 from npu_device._src.port.port import DONE, OPEN, Port
-from npu_device._src.port.script import dotted, method, walk
+from npu_device._src.port.script import dotted, method, parameters, walk
 
 _TRAINS = ("fit", "fit_generator", "train_on_batch")
 _KERAS_ARGUMENTS = {"epochs", "batch_size", "validation_data", "validation_split", "callbacks", "steps_per_epoch"}
@@ -38,6 +38,10 @@ def _replicate(port: Port, node: Any, model: Any, after: bool = True) -> None:
 def _trained(port: Port, call: Any) -> None:
     model = call.func.value
     name, scopes = port.text(model), list(port.up(call))
+    given = next(
+        (each for each in scopes if isinstance(each, cst.FunctionDef) and name in parameters(each)), port.module
+    )
+    scopes = scopes[: scopes.index(given) + 1]  # a parameter is another model than one of this name outside
     if any(each == name and (scope in scopes or name.startswith("self.")) for each, scope in port.replicated):
         return
     kind = _kind(port, model)
