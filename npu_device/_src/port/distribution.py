@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import libcst as cst
 
-from npu_device._src.port.port import DONE, NOTE, OPEN, Port
+from npu_device._src.port.port import DONE, NOTE, OPEN, WORDS, Port
 from npu_device._src.port.script import dotted, keyword, method
 
-_OWN = {  # of a strategy or its replica context, without a counterpart
-    *("distribute_datasets_from_function", "experimental_distribute_datasets_from_function", "gather", "merge_call"),
-    *("experimental_distribute_values_from_function", "get_replica_context", "make_dataset_iterator"),
-}
 _FACES = ("horovod.tensorflow", "horovod.keras")
 
 
@@ -33,7 +29,7 @@ def strategies(port: Port) -> None:
             how = "mean" if "mean" in port.text(call.args[0]).lower() else "sum"
             port.replace(call, f'npu.distribute.all_reduce({port.text(call.args[1].value)}, reduction="{how}")')
             port.found(DONE, "strategy.reduce", call)
-        elif method(call) in _OWN and uses_strategy(port):
+        elif method(call) in WORDS["only of a strategy"] and uses_strategy(port):
             port.found(OPEN, "strategy's own", call)
     for node in port.of(cst.Attribute):
         if node.attr.value == "num_replicas_in_sync":

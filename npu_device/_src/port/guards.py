@@ -8,18 +8,11 @@ from typing import Any
 
 import libcst as cst
 
-from npu_device._src.port.port import DONE, NOTE, RULES, Port, Rule
+from npu_device._src.port.port import DONE, NOTE, RULES, WORDS, Port, Rule
 from npu_device._src.port.script import dotted, keyword, method, target_of, walk
 
 _FIRST, _MAIN = "with npu.distribute.rank_zero_first()", "if npu.distribute.is_main()"
 _READS = re.compile(r"(^|\.)(load(?!_data\b)\w*|restore|latest_\w+|(im)?read\w*|open|\w*csv|\w*Dataset|list_files)$")
-_HARMLESS = {  # calls whose results don't depend on other ranks
-    *("abs", "bool", "dict", "float", "format", "int", "len", "list", "max", "min", "range", "repr", "round", "set"),
-    *("sorted", "str", "sum", "tuple", "type", "zip", "numpy", "item", "join", "result", "argmax", "mean", "time"),
-    *("reduce_mean", "keys", "items", "values", "get", "tolist", "lower", "decode", "get_shape", "as_list"),
-}
-_WRITTEN = {"write", "writelines", "writerow", "print", "open"}  # what is plain below "with open(…)"
-_PURE = ("numpy.", "json.", "pickle.", "os.path.", "time.", "csv.")
 
 
 def files(port: Port) -> None:
@@ -81,11 +74,16 @@ def _whole(port: Port, call: Any) -> Any:
 
 def _is_plain(port: Port, statement: Any, call: Any) -> bool:
     """Return True if nothing in a statement is missed on other ranks: no name, and no call that all must make."""
-    allowed = _HARMLESS | (_WRITTEN if isinstance(statement, cst.With) else set())
+    allowed = {*WORDS["harmless in a guarded call"]}
+    allowed.update(WORDS["harmless below an opened file"] if isinstance(statement, cst.With) else ())
     for each in walk(statement):
         if isinstance(each, (cst.Assign, cst.AnnAssign, cst.AugAssign, cst.Return, cst.Yield, cst.Await)):
             return False
-        is_other = isinstance(each, cst.Call) and each is not call and not port.name(each.func).startswith(_PURE)
+        is_other = (
+            isinstance(each, cst.Call)
+            and each is not call
+            and not port.name(each.func).startswith(WORDS["harmless modules"])
+        )
         if is_other and (method(each) or dotted(each.func)) not in allowed:
             return False
     return True

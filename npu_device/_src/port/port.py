@@ -35,7 +35,9 @@ def _rule(section: str) -> Rule:
 
 
 PAGE = Path(__file__).with_name("rules.md").read_text(encoding="utf-8")
-RULES = {rule.name: rule for rule in map(_rule, re.split(r"^### ", PAGE, flags=re.M)[1:])}
+_HEAD, *_SECTIONS = re.split(r"^### ", PAGE, flags=re.M)[1:]
+RULES = {rule.name: rule for rule in map(_rule, _SECTIONS)}
+WORDS = {line.partition(":")[0]: tuple(re.findall("`(.+?)`", line)) for line in _HEAD.split("\n- ")[1:]}
 
 
 class Finding(NamedTuple):

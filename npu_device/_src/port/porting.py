@@ -9,12 +9,11 @@ import libcst as cst
 
 from npu_device._src.port.distribution import horovod, strategies, uses_strategy
 from npu_device._src.port.guards import files
-from npu_device._src.port.keras_fit import models
-from npu_device._src.port.loops import loops
 from npu_device._src.port.port import DONE, OPEN, Finding, Port
 from npu_device._src.port.script import target_of
 from npu_device._src.port.source import Refused, not_python
-from npu_device._src.port.v1_sessions import sessions
+from npu_device._src.port.version_1 import sessions
+from npu_device._src.port.version_2 import loops, models
 
 _OURS = re.compile(r"^\s*(import|from)\s+(npu_device|npu_bridge|hccl)\b", re.M)
 _TRAINS = re.compile(

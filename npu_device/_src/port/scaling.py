@@ -7,16 +7,13 @@ from typing import Any
 
 import libcst as cst
 
-from npu_device._src.port.port import Port
+from npu_device._src.port.port import WORDS, Port
 from npu_device._src.port.script import dotted, keyword
 
 MEAN, SUM, EACH, SHARED, COUNT, UNKNOWN = "mean", "sum", "each", "shared", "count", "unknown"
 """Over the samples; one value per sample; the same on all ranks whatever the samples; the rank's number of samples."""
 
-_SAME = ("cast", "identity", "convert_to_tensor", "negative", "float", "get_scaled_loss", "check_numerics")
 _PAIRS = {"add": cst.Add, "subtract": cst.Subtract, "multiply": cst.Multiply, "divide": cst.Divide}
-_COUNTS = ("shape", "size", "len")
-_FIXED = ("scale_regularization_loss", "add_n", "l2_loss", "l1_loss")
 _NUMBER = re.compile(r"(batch_?size|num_\w+|\w*(weight|alpha|beta|lambda|gamma|coef|scale|factor|_size|losses))$", re.I)
 
 
@@ -68,9 +65,9 @@ def _called(port: Port, call: Any, depth: int) -> str:
         return MEAN if last == "reduce_mean" else SUM
     if last == "compute_average_loss":
         return MEAN if keyword(call, "global_batch_size", 2) is None else SUM
-    if last in (*_FIXED, *_COUNTS):
-        return SHARED if last in _FIXED else COUNT
-    if last in _SAME:
+    if last in ("shape", "size", "len") or last in WORDS["the same on all ranks"]:
+        return SHARED if last in WORDS["the same on all ranks"] else COUNT
+    if last in WORDS["keeps the scale of a loss"]:
         return scaling(port, first, depth + 1)
     if name.startswith("tensorflow.") and last in _PAIRS and len(call.args) > 1:
         return _pair(_PAIRS[last](), scaling(port, first, depth + 1), scaling(port, call.args[1].value, depth + 1))

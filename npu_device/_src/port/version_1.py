@@ -7,13 +7,12 @@ from typing import Any
 
 import libcst as cst
 
-from npu_device._src.port.loops import SHARE, is_slice
-from npu_device._src.port.port import DONE, OPEN, Port
+from npu_device._src.port.port import DONE, OPEN, WORDS, Port
 from npu_device._src.port.scaling import EACH, SUM, scaling
 from npu_device._src.port.script import dotted, keyword, method, target_of, walk
+from npu_device._src.port.version_2 import SHARE, is_slice
 
 _SESSIONS = ("tensorflow.Session", "tensorflow.InteractiveSession", "tensorflow.train.MonitoredTrainingSession")
-_GONE = ("tensorflow.contrib", "tensorflow.examples", "tensorflow.estimator", "tensorflow_estimator")
 _OPTIMIZER = re.compile(r"tensorflow\.train\.\w+Optimizer")
 _INITIALIZERS = ("global_variables_initializer", "initialize_all_variables")
 _OURS = "from npu_bridge.npu_init import NPUDistributedOptimizer"
@@ -23,8 +22,8 @@ _BATCH, _NUMBER, _UNKNOWN = "batch", "number", "unknown"
 
 def sessions(port: Port, is_v1: bool) -> None:
     """Port what a script trains in sessions."""
-    gone = [node for name, node in port.imported if name.startswith(_GONE)]
-    gone += [node for node in port.of(cst.Attribute) if port.name(node) in _GONE]
+    gone = [node for name, node in port.imported if name.startswith(WORDS["gone from TensorFlow"])]
+    gone += [node for node in port.of(cst.Attribute) if port.name(node) in WORDS["gone from TensorFlow"]]
     if gone:
         port.found(OPEN, "gone from TensorFlow", gone[0])
     opened = [call for call in port.calls if port.name(call.func) in _SESSIONS]

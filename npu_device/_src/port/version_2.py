@@ -1,4 +1,4 @@
-"""Loops of the script's own: reduce where gradients are applied, broadcast before the loop, divide what it reads."""
+"""What trains in TensorFlow 2: models that ``fit`` trains, and loops of the script's own."""
 
 from __future__ import annotations
 
@@ -6,26 +6,85 @@ from typing import Any
 
 import libcst as cst
 
-from npu_device._src.port.keras_fit import is_built
-from npu_device._src.port.port import DONE, NOTE, OPEN, Port
+from npu_device._src.port.port import DONE, NOTE, OPEN, WORDS, Port
 from npu_device._src.port.scaling import EACH, MEAN, SUM, scaling
-from npu_device._src.port.script import dotted, is_definition, keyword, method, target_of, walk
+from npu_device._src.port.script import dotted, is_definition, keyword, method, parameters, target_of, walk
 
+_TRAINS = ("fit", "fit_generator", "train_on_batch")
 SHARE = "[npu.distribute.rank() :: npu.distribute.size()]"
 _BATCHES = ("batch", "padded_batch", "ragged_batch")
-_SAME_DATA = ("enumerate", "tqdm", "iter", "next", "experimental_distribute_dataset")
-_DRAWS = (
-    "normal",
-    "uniform",
-    "truncated_normal",
-    "standard_normal",
-    "random_normal",
-    "random_uniform",
-    "randn",
-    "rand",
-)
-_FILLS = ("ones", "zeros", "fill", "full")
 _VARIABLES = ("trainable_variables", "trainable_weights", "variables", "weights")
+_MODEL, _COMPILED, _OTHER, _UNKNOWN = "model", "compiled", "other", "unknown"  # what a name is
+
+
+def models(port: Port) -> None:
+    """Replicate every model that the script compiles, or trains without compiling it here."""
+    calls = [call for call in port.calls if method(call) in ("compile", *_TRAINS)]
+    calls = [call for call in calls if not port.name(call.func.value)]
+    for call in sorted(calls, key=lambda each: method(each) != "compile"):
+        if method(call) != "compile":
+            _trained(port, call)
+        elif port.text(call.func.value) not in ("self", "super()"):
+            _replicate(port, call, call.func.value)
+
+
+def _replicate(port: Port, node: Any, model: Any, after: bool = True) -> None:
+    name, scope = port.text(model), port.scope(node)
+    if (name, scope) not in port.replicated and not isinstance(model, cst.Call):
+        port.replicated.add((name, scope))
+        target = f"{name} = " if dotted(model) and after else ""
+        port.insert(port.statement(node), f"{target}npu.distribute.replicate({name})", after)
+        port.found(DONE, "fit", node)
+
+
+def _trained(port: Port, call: Any) -> None:
+    model = call.func.value
+    name, scopes = port.text(model), list(port.up(call))
+    given = next(
+        (each for each in scopes if isinstance(each, cst.FunctionDef) and name in parameters(each)), port.module
+    )
+    scopes = scopes[: scopes.index(given) + 1]  # a parameter is another model than one of this name outside
+    if any(each == name and (scope in scopes or name.startswith("self.")) for each, scope in port.replicated):
+        return
+    kind = _kind(port, model)
+    looks_so = method(call) != "fit" or {arg.keyword.value for arg in call.args if arg.keyword} & {
+        *WORDS["arguments of fit"]
+    }
+    if kind == _COMPILED:
+        port.replicated.add((name, port.scope(call)))
+    elif kind == _MODEL or (kind == _UNKNOWN and looks_so and dotted(model)):
+        made = port.assigned(model)
+        here = made is not None and kind == _MODEL and made.scope is port.scope(call)
+        _replicate(port, made.statement if made and here else call, model, after=here)
+    elif kind == _UNKNOWN:
+        port.found(OPEN, "fit of what", call)
+
+
+def _kind(port: Port, node: Any, depth: int = 0) -> str:
+    if isinstance(node, cst.Call):
+        if port.name(node.func):
+            return _MODEL if port.name(node.func).startswith(WORDS["makers of models"]) else _OTHER
+        if dotted(node.func) in port.classes:
+            return _MODEL if port.inherits(port.classes[dotted(node.func)], ("Model", "Sequential")) else _OTHER
+        if any(method(each) == "compile" for function in port.callees(node) for each in walk(function.body)):
+            return _COMPILED
+    kinds = [_kind(port, each, depth + 1) for each in port.origins(node)] if depth < 6 else []
+    return next((each for each in kinds if each != _UNKNOWN), _UNKNOWN)
+
+
+def _is_built(port: Port, node: Any, at: Any) -> bool:
+    """Return True if a model has its variables before a line: it was made of inputs, or called or built before."""
+    name = dotted(node)
+    for call in port.calls if name else ():
+        is_use = dotted(call.func) == name or (method(call) in ("build", "summary") and dotted(call.func.value) == name)
+        if is_use and port.scope(call) is port.scope(at) and port.line(call) < port.line(at):
+            return True
+    if not isinstance(node, cst.Call):
+        return any(_is_built(port, each, each) for each in port.origins(node))
+    made = port.name(node.func)
+    if made.endswith("Sequential"):
+        return "Input(" in port.text(node) or "input_shape=" in port.text(node)
+    return made.startswith(WORDS["makers of models"]) or any(_is_built(port, each, each) for each in port.origins(node))
 
 
 def loops(port: Port) -> None:
@@ -103,7 +162,7 @@ def _broadcast(port: Port, call: Any) -> None:
         block = next(each for each in port.up(last.statement) if hasattr(each, "body"))
         later = [each for each in block.body if port.line(each) > port.line(last.statement)]
         start = next((each for each in later if not is_definition(each) and port.runs(each, [call])), None)
-    if start is None or (is_model and not is_built(port, names[0], start)):
+    if start is None or (is_model and not _is_built(port, names[0], start)):
         port.found(NOTE, "no broadcast", call)
     else:
         text = f"{port.text(names[0])}.variables" if is_model else port.text(given)
@@ -130,7 +189,7 @@ def _chain(port: Port, node: Any, depth: int = 0) -> Any:
     """Return the call of ``batch`` behind what a loop reads, or None."""
     if depth > 12 or method(node) in _BATCHES:
         return node if depth <= 12 else None
-    if isinstance(node, cst.Call) and node.args and port.last(node) in _SAME_DATA:
+    if isinstance(node, cst.Call) and node.args and port.last(node) in WORDS["passes data on"]:
         return _chain(port, node.args[0].value, depth + 1)
     if method(node) and not port.name(node.func) and not port.functions(node.func, node):
         return _chain(port, node.func.value, depth + 1)
@@ -157,11 +216,11 @@ def _shard(port: Port, batch: Any, running: list[Any]) -> None:
 
 def _resize(port: Port, size: str, running: list[Any]) -> None:
     """Give the rank's size to what the functions of a loop draw or fill in the size of a batch."""
-    for call in (each for each in port.calls if method(each) in (*_DRAWS, *_FILLS)):
+    for call in (each for each in port.calls if method(each) in WORDS["draws"] + WORDS["fills"]):
         inside = [each for each in walk(call) if isinstance(each, cst.Name) and each.value == size]
         in_function = any(isinstance(each, cst.FunctionDef) for each in port.up(call))
         if inside and in_function and any(port.runs(loop.body, [call]) for loop in running):
-            if method(call) in _DRAWS:
+            if method(call) in WORDS["draws"]:
                 port.replace(call, "{}" + SHARE)
             else:
                 port.replace(inside[0], "{} // npu.distribute.size()")
