@@ -146,6 +146,10 @@ def main() -> None:
     if given.what == "cost":
         x = tf.random.stateless_normal([8, 16], [rank, 0])
         images = tf.random.stateless_normal([4, 96, 96, 3], [rank, 0])
+        wide = [tf.keras.layers.Dense(512, "relu"), tf.keras.layers.Dense(512, "relu"), tf.keras.layers.Dense(10)]
+        digits = tf.random.stateless_normal([128, 784], [rank, 0])
+        line = cost("MNIST", digits, tf.keras.Sequential([tf.keras.Input([784]), *wide]), given.rounds, 10)
+        print(line if rank == 0 else "", flush=True)
         for variables in map(int, given.variables.split(",")):
             line = cost("MLP", x, model_of(variables, tf.keras), given.rounds, 20)
             print(line if rank == 0 else "", flush=True)

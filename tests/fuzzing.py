@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,48 @@ pytest.importorskip("hypothesis", reason="the extra 'test' has it")
 
 from hypothesis import strategies as st
 
+from npu_device._src.cluster.control_channel import ControlChannel
+from npu_device._src.cluster.description import Cluster, Membership
+from npu_device._src.cluster.hub_process import HubProcess
+from npu_device._src.cluster.rendezvous import meet
+
+SECRET = b"known to the ranks"
+PLACE = Membership("rank table", 2, 0, None, "here", 0, False, ("127.0.0.1",), 0, "fuzz", 20.0, secret=SECRET)
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 5) | st.integers() | st.floats() | st.text(max_size=5),
     lambda parts: st.lists(parts, max_size=3) | st.dictionaries(st.text(max_size=5), parts, max_size=3),
     max_leaves=5,
 )
+
+
+def hub_of_two(stays: bool) -> HubProcess:
+    """Return a running hub for a job of two ranks."""
+    return HubProcess(
+        secret=SECRET,
+        listen=("127.0.0.1",),
+        ports=(0, 0),
+        job_id="fuzz",
+        world_size=2,
+        expected_hosts=(),
+        host_key="here",
+        stays=stays,
+    )
+
+
+def both_met(hub: HubProcess) -> list[tuple[Cluster, ControlChannel]]:
+    """Let two ranks meet; return what each of them gets."""
+    found: dict[int, tuple[Cluster, ControlChannel]] = {}
+
+    def come(rank: int) -> None:
+        found[rank] = meet(replace(PLACE, rank=rank, device_id=rank, chief_port=hub.port), {"v": "1"})
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * PLACE.connect_timeout)
+    return [found[0], found[1]]
 
 
 def frame(value: Any) -> bytes:

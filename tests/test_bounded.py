@@ -89,14 +89,14 @@ def body_retraced() -> int:
 
         several()
 
-    for _ in range(30):
+    for _ in range(15):
         made_and_called()
-    return _growth(made_and_called, calls=40)
+    return _growth(made_and_called, calls=20)
 
 
 def test_functions_that_are_traced_again(two_ranks: Pool) -> None:
-    # TensorFlow kept 0.7 KB for each call of a Python function in a graph: 120 KB.
-    assert max(two_ranks.run(body_retraced)) < 60 << 10
+    # TensorFlow kept 0.7 KB for each call of a Python function in a graph: 60 KB.
+    assert max(two_ranks.run(body_retraced)) < 30 << 10
 
 
 def body_keys() -> int:
@@ -253,7 +253,7 @@ def body_graphs(known: bool) -> dict[str, int]:
             shapes = [tf.TensorSpec(value.shape if known else [None]) for value in values]
             in_graph(step, input_signature=[shapes])(values)
 
-        for _ in range(4):
+        for _ in range(3):
             trace()
         gc.collect()
         return sum(graph() is not None for graph in graphs)

@@ -14,11 +14,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-from fuzzing import VALUES, ends, frame, memory_of, pair, send, streams
+from fuzzing import PLACE, SECRET, VALUES, both_met, ends, frame, hub_of_two, memory_of, pair, send, streams
 
 from npu_device._src.cluster import frames, handshake
 from npu_device._src.cluster.control_channel import ControlChannel
-from npu_device._src.cluster.description import Membership
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.hub_process import HubProcess
 from npu_device._src.cluster.rendezvous import meet
@@ -29,25 +28,14 @@ given, st = hypothesis.given, pytest.importorskip("hypothesis.strategies")
 
 pytestmark = pytest.mark.xdist_group("waiting")
 
-_SECRET = b"known to the ranks"
 _MOST_BYTES, _FEW_BYTES = 600 << 20, 60 << 20
 _SOON = 5.0
-_PLACE = Membership("rank table", 2, 0, None, "here", 0, False, ("127.0.0.1",), 0, "fuzz", 20.0, secret=_SECRET)
 _numbers = itertools.count()
 
 
 @pytest.fixture()
 def hub() -> Iterator[HubProcess]:
-    running = HubProcess(
-        secret=_SECRET,
-        listen=("127.0.0.1",),
-        ports=(0, 0),
-        job_id="fuzz",
-        world_size=2,
-        expected_hosts=(),
-        host_key="here",
-        stays=True,
-    )
+    running = hub_of_two(stays=True)
     yield running
     assert running._process.poll() is None, "the hub has ended"
     assert memory_of(running._process.pid) < _MOST_BYTES
@@ -59,28 +47,19 @@ def _connect(hub: HubProcess) -> socket.socket:
 
 
 def _proved(hub: HubProcess) -> handshake.TimedConnection:
-    return handshake.reach(hub.host, hub.port, _SOON, _SECRET)
+    return handshake.reach(hub.host, hub.port, _SOON, SECRET)
 
 
 @contextlib.contextmanager
 def _job(hub: HubProcess) -> Iterator[tuple[ControlChannel, list[dict[str, Any]], socket.socket]]:
     """Let two ranks meet; yield the first one's channel and its news, and the second one's socket."""
-    found: dict[int, ControlChannel] = {}
-
-    def come(rank: int) -> None:
-        found[rank] = meet(replace(_PLACE, rank=rank, device_id=rank, chief_port=hub.port), {"v": "1"})[1]
-
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * _PLACE.connect_timeout)
+    channels = [channel for _, channel in both_met(hub)]
     news: list[dict[str, Any]] = []
-    found[0].listen(news.append, lambda reason: news.append({"push": "lost", "text": reason}))
+    channels[0].listen(news.append, lambda reason: news.append({"push": "lost", "text": reason}))
     try:
-        yield found[0], news, found[1]._socket
+        yield channels[0], news, channels[1]._socket
     finally:
-        for channel in found.values():
+        for channel in channels:
             channel.close()
 
 
@@ -244,7 +223,7 @@ def test_a_rank_and_any_answers_at_the_hubs_address(pieces: list[bytes], proves:
                 connection, _ = listener.accept()
                 with connection:
                     if proves:
-                        handshake._admit(connection, _SECRET)
+                        handshake._admit(connection, SECRET)
                     send(connection, pieces)
                     connection.shutdown(socket.SHUT_WR)
                     connection.settimeout(_SOON)
@@ -253,7 +232,7 @@ def test_a_rank_and_any_answers_at_the_hubs_address(pieces: list[bytes], proves:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        place = replace(_PLACE, chief_port=listener.getsockname()[1], connect_timeout=0.0)
+        place = replace(PLACE, chief_port=listener.getsockname()[1], connect_timeout=0.0)
         began = time.monotonic()
         with contextlib.suppress(ClusterError):
             meet(place)[1].close()
@@ -320,13 +299,13 @@ def test_the_proof_covers_what_the_client_says() -> None:
 
         def admit() -> None:
             try:
-                outcome.append(handshake._admit(server, _SECRET)[1])
+                outcome.append(handshake._admit(server, SECRET)[1])
             except handshake.AttemptFailedError as error:
                 outcome.append(error)
 
         def authenticate() -> None:
             with contextlib.suppress(handshake.AttemptFailedError):
-                handshake.authenticate(handshake.TimedConnection(client), _SECRET, rank=0, number=1)
+                handshake.authenticate(handshake.TimedConnection(client), SECRET, rank=0, number=1)
 
         threads = [threading.Thread(target=admit), threading.Thread(target=authenticate)]
         for thread in threads:

@@ -5,22 +5,17 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from fuzzing import VALUES, changed, ends, pair, send, streams
+from fuzzing import SECRET, VALUES, both_met, changed, ends, hub_of_two, pair, send, streams
 
 from npu_device._src.cluster import handshake
-from npu_device._src.cluster.control_channel import ControlChannel
-from npu_device._src.cluster.description import Cluster, Membership
 from npu_device._src.cluster.health import Health
-from npu_device._src.cluster.hub_process import HubProcess
 from npu_device._src.cluster.peers import Peers
-from npu_device._src.cluster.rendezvous import meet
 from npu_device._src.collectives.engines.host import sockets
 
 hypothesis = pytest.importorskip("hypothesis", reason="the extra 'test' has it")
@@ -28,42 +23,22 @@ given, st = hypothesis.given, pytest.importorskip("hypothesis.strategies")
 
 pytestmark = pytest.mark.xdist_group("waiting")
 
-_SECRET = b"known to the ranks"
 _SOON = 5.0
 
 
 @pytest.fixture()
 def rank() -> Iterator[tuple[Peers, int, bytes]]:
     """Rank 0 of two: its connections, its port, and what a rank must know to connect."""
-    hub = HubProcess(
-        secret=_SECRET,
-        listen=("127.0.0.1",),
-        ports=(0, 0),
-        job_id="fuzz",
-        world_size=2,
-        expected_hosts=(),
-        host_key="here",
-        stays=False,
-    )
-    met: dict[int, tuple[Cluster, ControlChannel]] = {}
-
-    def come(number: int) -> None:
-        place = Membership("rank table", 2, number, None, "here", number, False, ("127.0.0.1",), hub.port, "fuzz", 20.0)
-        met[number] = meet(Membership(**{**vars(place), "secret": _SECRET}), {})
-
-    threads = [threading.Thread(target=come, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    hub = hub_of_two(stays=False)
+    met = both_met(hub)
     cluster, channel = met[0]
     channel.listen(lambda push: None, lambda reason: None)
-    peers = Peers(cluster, Health(cluster, channel), _SECRET)
+    peers = Peers(cluster, Health(cluster, channel), SECRET)
     peers.open(channel)
     port, token = channel.get("peers/0", 1).split()
-    yield peers, int(port), _SECRET + token.encode()
+    yield peers, int(port), SECRET + token.encode()
     peers.close()
-    for _, each in met.values():
+    for _, each in met:
         each.close()
     hub.end()
 

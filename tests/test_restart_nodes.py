@@ -296,9 +296,11 @@ def test_a_request_to_stop_ends_all_nodes_resumable(tmp_path: Path, signalled: i
         assert "failed" not in stderr + other_stderr
 
 
-@pytest.mark.parametrize("taken", [0, 1])
-def test_a_node_that_is_taken_away_costs_no_restart(tmp_path: Path, taken: int) -> None:
-    """It comes back. Later a rank fails, which costs the only restart; then another node is taken away."""
+@pytest.mark.parametrize(("taken", "most"), [(0, 2), (1, 1)])
+def test_a_node_that_is_taken_away_costs_no_restart(tmp_path: Path, taken: int, most: int) -> None:
+    """It comes back. Later a rank fails, which costs the only restart; then another node is taken away, which ends the
+    job if it may happen once only.
+    """
     text = f"""
     if count == 1:
         sys.exit(3 * rank)
@@ -309,7 +311,7 @@ def test_a_node_that_is_taken_away_costs_no_restart(tmp_path: Path, taken: int) 
     all_are("armed")
     sys.exit(75)
     """
-    with Nodes(tmp_path, text, "--max-restarts", "1", "--max-preemptions", "2") as nodes:
+    with Nodes(tmp_path, text, "--max-restarts", "1", "--max-preemptions", str(most)) as nodes:
         launches = {node: nodes.start(node) for node in (0, 1)}
         for count, node in ((0, taken), (2, 1)):
             for rank in (0, 1):
@@ -318,8 +320,14 @@ def test_a_node_that_is_taken_away_costs_no_restart(tmp_path: Path, taken: int) 
             code, stderr = ends(launches[node])
             assert code == 75, stderr
             assert "stopped on request" in stderr
-            launches[node] = nodes.start(node)
-        code, stderr = ends(launches[1 - taken if taken else 0])
+            if count == 0 or most == 2:
+                launches[node] = nodes.start(node)
+        code, stderr = ends(launches[0])
+        if most == 1:
+            assert code == 75, stderr
+            assert "preemption 1, which costs no restart: node 1 taken away" in stderr
+            assert "no restart: nodes were taken away more than 1 time(s) (--max-preemptions)" in stderr
+            return
         assert code == 0, stderr
         assert "0: " in stderr and f"node {taken} taken away: stopped on request, resumable" in stderr
         assert "preemption 2, which costs no restart: node 1 taken away: stopped on request, resumable" in stderr

@@ -26,7 +26,7 @@ def step(x):
         loss = tf.reduce_mean(tf.square(model(x) - 1))
     gradients = tape.gradient(loss, model.trainable_variables)
     if not {wrapped}:
-        gradients = npu.distribute.all_reduce(gradients, "{kind}")
+        gradients = [1.0 * gradient for gradient in npu.distribute.all_reduce(gradients, "{kind}")]
     optimizer.apply_gradients(zip(gradients, model.trainable_variables))
 
 call = {call}

@@ -309,9 +309,7 @@ class Services:
 
     def _report_departures(self) -> None:
         left_ranks, self._unreported_left = self._unreported_left, []
-        alike: dict[str, list[int]] = {}
-        for rank in left_ranks:
-            alike.setdefault(self._left[rank], []).append(rank)
+        alike = _alike({rank: self._left[rank] for rank in left_ranks})
         self._push_frame(frames.join(b'{"push":"left","left":', _joined(alike), b"}"))
 
     def _stop(self, rank: int, message: dict[str, Any]) -> None:

@@ -9,23 +9,25 @@ computed from the same data. No rank waits for another, and what is found is a w
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Callable
 
 import numpy as np
 import tensorflow as tf
 
-from npu_device._src import compat
+from npu_device._src import compat, environment
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.job import Job, current
 from npu_device._src.gradients.reduced import ReducedTensors, dense_of
 from npu_device._src.training import keras_hooks
-from npu_device._src.training.audits_by_hand import AuditsByHand
+from npu_device._src.training.digests import BROADCAST, DIFFERENT_START, checksum, posted_differences, variable_name
 from npu_device._src.training.last_word import LastWord
 from npu_device._src.training.same_samples import Pair, SameSamples
 from npu_device._src.training.schedule import FIRST_LOOKS, NEVER, Schedule, can_compare, next_look
@@ -37,17 +39,11 @@ _SUMMED = 16  # gradients, the smallest ones
 _ROUNDING = 1e-3  # of the sum of a gradient's absolute values: hosts with other processors round differently
 _LAST_LOOK = 1000  # steps, when ranks that have posted nothing are not waited for any more
 
-_HEAD = (
-    "the ranks apply gradients that were not reduced: the optimizer %s has made %d steps, and each of the %d ranks "
-    "trains a model of its own.\n"
-)
-_DISCARDED = (
-    "Likely cause: the result of all_reduce isn't used. It returns the reduced gradients, and leaves its arguments as "
-    "they are.\nWhat to do: gradients = npu.distribute.all_reduce(gradients), and apply those."
-)
 _NOT_REDUCED = (
-    "Likely cause: the optimizer isn't wrapped, or another model than the replicated one is trained, such as one "
-    "loaded or cloned later; a loss that is reduced for printing reduces no gradient.\nWhat to do: call model = "
+    "the ranks apply gradients that were not reduced: the optimizer %s has made %d steps, and each of the %d ranks "
+    "trains a model of its own.\nLikely cause: the result of all_reduce isn't used (it returns the reduced gradients, "
+    "and leaves its arguments as they are); the optimizer isn't wrapped; another model than the replicated one is "
+    "trained, such as one loaded or cloned later; or only the loss is reduced, for printing.\nWhat to do: call model = "
     "npu.distribute.replicate(model) before fit, for each model; or in the training loop gradients = "
     "npu.distribute.all_reduce(gradients) before they are applied."
 )
@@ -62,6 +58,7 @@ class _Watched:
         self.kind = kind
         numbers = sum(int(np.prod(tuple(variable.shape))) for variable in variables)
         self.signature = f"{len(variables)} variables, {numbers} numbers"  # the same on every rank
+        self.variables = list(map(weakref.ref, variables))
         self.trained = {id(compat.inner_variable(variable)) for variable in variables}
         self.schedule = Schedule(job.device("CPU"), FIRST_LOOKS[0])
         self.samples = SameSamples(job)
@@ -80,10 +77,13 @@ class AppliedGradients:
     def __init__(self, job: Job, last_word: LastWord) -> None:
         self._job = job
         self._last_word = last_word
-        self._posts: dict[str, list[dict[str, _Sums]]] = {}  # by signature
+        self._posts: dict[str, deque[dict[str, _Sums]]] = {}  # by signature
         self._watched: weakref.WeakKeyDictionary[Any, _Watched] = weakref.WeakKeyDictionary()
         self._replaced: list[tuple[type, str, Any, Any]] = []
         self._pair: Pair | None = None
+        self._reduced_now = 0  # tensors since the last eager step
+        self._starts = 0  # compared
+        self._averaged: set[int] = set()  # the ids of variables that are reduced themselves
         self._missing = {"keras", "tf_keras"}
         self.find_keras()
 
@@ -106,117 +106,116 @@ class AppliedGradients:
             if vars(kind).get(name) is hook:
                 setattr(kind, name, original)
 
-    def note_pair(self, pair: Pair | None) -> None:
-        """Note a gradient of an eager loop before and after its reduction, until it is applied."""
-        self._pair = pair or self._pair
+    def note_reduced(self, values: Sequence[Any], pair: Pair | None, everywhere: bool) -> None:
+        """Note what is reduced by hand, ``everywhere`` or in a group: in eager mode gradients, of which one is there
+        before and after its reduction; or variables, as in local SGD, whose gradients then needn't be.
+        """
+        if tf.executing_eagerly() and everywhere:
+            self._pair, self._reduced_now = pair or self._pair, self._reduced_now + len(values)
+        self._averaged |= {id(compat.inner_variable(value)) for value in values if hasattr(value, "assign")}
+        for watched in self._watched.values():
+            if watched.is_reduced is None and 0 < len(watched.posted) < len(FIRST_LOOKS):
+                known = [variable for reference in watched.variables if (variable := reference()) is not None]
+                self._averaged |= {id(compat.inner_variable(one)) for one in known if _is_value_of(one, values)}
 
-    def note_variables(self, values: Sequence[Any]) -> None:
-        """Note that variables themselves are reduced, as in local SGD; gradients for them then needn't be."""
-        reduced = {id(compat.inner_variable(value)) for value in values if hasattr(value, "assign")}
-        for watched in self._watched.values() if reduced else ():
-            if reduced & watched.trained:
-                watched.is_reduced = True
+    def leaves_unreduced(self, variable: Any) -> bool:
+        """Return whether an optimizer has applied gradients to a variable that aren't known to be reduced."""
+        key = id(compat.inner_variable(variable))
+        return any(key in watched.trained and not watched.is_reduced for watched in self._watched.values())
 
     def look(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Look at what an optimizer is about to apply, if it is time."""
-        if not can_compare() or hasattr(optimizer, "inner_optimizer") or _has_replicas() or compat.compiled_by_xla():
-            return
-        pairs = [(one, other) for one, other in zip(gradients, variables) if tf.is_tensor(dense_of(one))]
-        if not pairs:
+        present = [gradient for gradient in gradients if tf.is_tensor(dense_of(gradient))]
+        is_inner = hasattr(optimizer, "inner_optimizer") or _has_replicas()
+        if not present or is_inner or not can_compare() or compat.compiled_by_xla():
             return
         watched = self._watched.get(optimizer)
+        is_new = watched is None
         if watched is None:
-            watched = _Watched(self._job, type(optimizer).__name__, variables)
-            self._watched[optimizer] = watched
-            if tf.executing_eagerly() and self._job.made(ReducedTensors).lead_to([one for one, _ in pairs]):
-                self._know_as_reduced(watched, optimizer, variables)
-        if keras_hooks.reduction_of(optimizer) is not None:
-            self._know_as_reduced(watched, optimizer, variables)
+            watched = self._watched[optimizer] = _Watched(self._job, type(optimizer).__name__, variables)
+        is_wrapped, eager = keras_hooks.reduction_of(optimizer) is not None, tf.executing_eagerly()
+        may_lead = is_new or not eager or (watched.is_reduced is None and watched.schedule.is_due())
+        if is_wrapped or (may_lead and self._job.made(ReducedTensors).lead_to(present)):
+            if not watched.is_reduced:
+                watched.is_reduced = True
+                self._last_word.add_optimizer(optimizer, variables)
+            if is_wrapped or not eager:
+                return
+        if eager:
+            pair, self._pair = self._pair, None
+            are_all, self._reduced_now = self._reduced_now >= len(present), 0
+            if is_new and watched.is_reduced and are_all:
+                self._compare_start(variables)
+            watched.schedule.step(lambda count: self._look_now(watched, int(count), present, pair))
             return
-        present = [one for one, _ in pairs]
-        if tf.executing_eagerly():
-            watched.schedule.step(lambda count: self._look_now(watched, int(count), present, optimizer, variables))
-            self._pair = None
-            self._job.made(ReducedTensors).begin_step()
-            return
-        leads = self._job.made(ReducedTensors).lead_to(present)
-        if leads:
-            self._know_as_reduced(watched, optimizer, variables)
-            return
-        if leads is False:
-            self._job.made(AuditsByHand).are_not_reduced([variable for _, variable in pairs])
-        cause = self._cause(present)
 
         def post(count: Any, *arrays: np.ndarray) -> list[Any]:
-            return [np.int64(self._post(watched, int(count), list(map(_sums_of, arrays)), cause))]
+            due = NEVER
+            with contextlib.suppress(Exception):  # whoever watches never ends a training; another rank may have told
+                due = self._post(watched, int(count), list(map(_sums_of, arrays)))
+            return [np.int64(due)]
 
-        def look(count: Any) -> Any:
-            return call_now(post, [count, *_smallest(present)], [tf.TensorSpec([], tf.int64)])[0]
+        watched.schedule.step(
+            lambda count: call_now(post, [count, *_smallest(present)], [tf.TensorSpec([], tf.int64)])[0]
+        )
 
-        watched.schedule.step(look)
-
-    def _know_as_reduced(self, watched: _Watched, optimizer: Any, variables: Sequence[Any]) -> None:
-        if watched.is_reduced is None:
-            watched.is_reduced = True
-            self._last_word.add_optimizer(optimizer, variables)
-
-    def _look_now(
-        self, watched: _Watched, count: int, gradients: Sequence[Any], optimizer: Any, variables: Sequence[Any]
-    ) -> int:
+    def _look_now(self, watched: _Watched, count: int, gradients: Sequence[Any], pair: Pair | None) -> int:
         """Look at a step of an eager loop; return the step of the next look."""
-        reduced = self._job.made(ReducedTensors)
-        if reduced.lead_to(gradients):
-            self._know_as_reduced(watched, optimizer, variables)
-        if self._pair is not None and reduced.have_shapes_of(gradients):
-            mine, result, scale = self._pair
-            watched.samples.compare(count, compat.to_array(mine), compat.to_array(result), scale)
+        if pair is not None and any(dense_of(gradient).shape == pair.mine.shape for gradient in gradients):
+            watched.samples.compare(count, compat.to_array(pair.mine), compat.to_array(pair.reduced), pair.scale)
+        due = NEVER
         if watched.is_reduced is None:
-            sums = [_sums_of(compat.to_array(tensor)) for tensor in _smallest(gradients)]
-            return self._post(watched, count, sums, self._cause(gradients))
-        return NEVER if count >= FIRST_LOOKS[-1] else next_look(count, 0)
+            with contextlib.suppress(ClusterError, KeyError):  # the next collective tells; or another rank has told
+                due = self._post(watched, count, [_sums_of(compat.to_array(one)) for one in _smallest(gradients)])
+        return due if count >= FIRST_LOOKS[-1] else next_look(count, 0)
 
-    def _cause(self, gradients: Sequence[Any]) -> str:
-        return _DISCARDED if self._job.made(ReducedTensors).have_shapes_of(gradients) else _NOT_REDUCED
+    def _compare_start(self, variables: Sequence[Any]) -> None:
+        """Compare what an eager loop begins with; functions do it when they are traced, see ``same_variables``."""
+        self._starts += 1
+        mode = environment.NPU_DEVICE_UNEQUAL_START.get()
+        if mode == "ignore" or self._starts > _KEPT:
+            return
+        checksums = [checksum(tf.convert_to_tensor(variable)) for variable in variables]
+        names = list(map(variable_name, variables))
+        found = posted_differences(self._job, f"eager start {self._starts}", names, checksums)
+        if found is not None:
+            _log.warning("%s%s%s", DIFFERENT_START, found, BROADCAST)
 
-    def _post(self, watched: _Watched, count: int, sums: _Sums, cause: str) -> int:
+    def _post(self, watched: _Watched, count: int, sums: _Sums) -> int:
         """Post sums of this rank's gradients, and look at what all ranks have posted in an earlier step; return the
         step of the next look.
+
+        What earlier optimizers of the signature have posted is posted again: another rank may be behind by one.
         """
         if watched.is_reduced is not None or self._job.health.is_over:
             return NEVER
-        earlier, cluster = list(watched.posted), self._job.cluster
+        earlier, size = list(watched.posted), self._job.cluster.world_size
         if len(earlier) < len(FIRST_LOOKS) and np.any(sums) and np.all(np.isfinite(sums)):
             watched.posted[str(count)] = sums
-        try:
-            posted = self._job.store.post(f"gradients of {watched.signature}", self._posts_with(watched))
-            for step in earlier:  # if these were reduced, the other ranks have posted theirs by now
-                own = _own({rank: [one[step] for one in each if step in one] for rank, each in posted.items()})
-                if len(own) < cluster.world_size:
-                    break
-                watched.is_reduced = watched.posted[step] not in own[cluster.rank] or None
-                if watched.is_reduced is None and all(own.values()):
-                    watched.is_reduced = False
+        posts = self._posts.setdefault(watched.signature, deque(maxlen=_KEPT))
+        if not earlier:
+            posts.append(watched.posted)
+        if len(self._posts) > _KEPT:
+            del self._posts[next(iter(self._posts))]
+        posted = self._job.store.post(f"gradients of {watched.signature}", list(posts))
+        for step in earlier:  # if these were reduced, the other ranks have posted theirs by now
+            own = _own({rank: [one[step] for one in each if step in one] for rank, each in posted.items()})
+            if len(own) == size and watched.posted[step] not in own[self._job.cluster.rank]:
+                watched.is_reduced = True
+            elif len(own) == size and all(own.values()):
+                watched.is_reduced = False
+                if not self._are_equal_otherwise(watched):
                     models = min(map(len, own.values()))
                     self._job.store.set(f"told about {models} models of {watched.signature}", "")
-                    _log.warning(_HEAD + cause, watched.kind, count, cluster.world_size)
-                if watched.is_reduced is not None:
-                    return NEVER
-        except (ClusterError, KeyError):  # the next collective tells; or another rank has told
-            return NEVER
+                    _log.warning(_NOT_REDUCED, watched.kind, count, size)
+            if watched.is_reduced is not None:
+                return NEVER
         return NEVER if count >= _LAST_LOOK else next_look(count, count)
 
-    def _posts_with(self, watched: _Watched) -> list[dict[str, _Sums]]:
-        """Return what this rank has posted of the optimizers of a signature, the last one among them.
-
-        Earlier ones stay, also after the optimizer's end: another rank may be behind by an optimizer.
-        """
-        posts = self._posts.setdefault(watched.signature, [])
-        if all(one is not watched.posted for one in posts):
-            posts.append(watched.posted)
-        del posts[:-_KEPT]
-        while len(self._posts) > _KEPT:
-            del self._posts[next(iter(self._posts))]
-        return posts
+    def _are_equal_otherwise(self, watched: _Watched) -> bool:
+        """Return whether what an optimizer trains is reduced itself, or by another optimizer, as in local SGD."""
+        others = [other.trained for other in self._watched.values() if other.is_reduced]
+        return any(not watched.trained.isdisjoint(other) for other in [*others, self._averaged])
 
 
 def _own(rows: dict[int, list[_Sums]]) -> dict[int, list[_Sums]]:
@@ -249,6 +248,16 @@ def _smallest(gradients: Sequence[Any]) -> list[Any]:
     tensors = [dense_of(gradient) for gradient in gradients]
     known = [tensor for tensor in tensors if tensor.dtype.is_floating]
     return sorted(known, key=lambda tensor: tensor.shape.num_elements() or sys.maxsize)[:_SUMMED]
+
+
+def _is_value_of(variable: Any, values: Sequence[Any]) -> bool:
+    """Return whether the value of a variable is among some values."""
+    alike = [one for one in values if tf.is_tensor(one) and one.shape == variable.shape]
+    if tf.executing_eagerly() and alike:
+        value = compat.to_array(tf.convert_to_tensor(variable))
+        return bool(value.any()) and any(np.array_equal(compat.to_array(one), value) for one in alike)
+    handles = {id(handle) for known, handle in compat.variables_read() if known is compat.inner_variable(variable)}
+    return any(one.op.type == "ReadVariableOp" and id(one.op.inputs[0]) in handles for one in alike)
 
 
 def _has_replicas() -> bool:

@@ -11,9 +11,17 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.cluster.description import Cluster
+from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.collectives.job import Job
 
 SHOWN_VARIABLES = 4
 SHOWN_RANKS = 16
+
+DIFFERENT_START = "the ranks begin training with different values of "
+BROADCAST = (
+    "\nLikely cause: no broadcast, a layer that was built after it, or another seed on each rank.\nWhat to do: build "
+    "the whole model, and call npu.distribute.broadcast(model.variables) before the first step."
+)
 
 Digest = tuple[tuple[int, ...], str, int]
 """Shape, dtype and checksum of a value."""
@@ -62,3 +70,19 @@ def differences(
     rows = {rank: f"digest {mine[places[0]]:08x} of {different[0]}" for rank, mine in zip(ranks, checksums)}
     head = f"{len(places)} of {len(names)} variables ({named(different)}):"
     return places, "\n".join([head, *cluster.lines(rows, SHOWN_RANKS)])
+
+
+def posted_differences(job: Job, name: str, names: Sequence[str], checksums: Sequence[int]) -> str | None:
+    """Post checksums of variables under a name; on the last rank to come, return a text about those that differ. No
+    rank waits.
+    """
+    cluster = job.cluster
+    try:
+        everybody = job.store.post(name, list(checksums))
+    except ClusterError:
+        return None  # the next collective tells
+    rows = [everybody[rank] for rank in sorted(everybody)]
+    if len(rows) < cluster.world_size or any(len(row) != len(names) for row in rows):
+        return None
+    found = differences(cluster, range(cluster.world_size), names, rows)
+    return None if found is None else found[1]

@@ -12,7 +12,7 @@ import logging
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -36,10 +36,19 @@ _ALONE = (
     "training loop; or wrap the optimizer: npu.distribute.npu_distributed_keras_optimizer_wrapper(optimizer), and "
     "NPUDistributedOptimizer in a session. Start a single rank where they have nothing to do with each other."
 )
-_APART = (
-    "the ranks ended with different values for %s\nLikely cause: the script changes variables on some ranks only, or "
-    "applies gradients that weren't reduced.\nWhat to do: change them on every rank alike."
+ENDED_APART = (
+    "the ranks ended with different values for %s\nLikely cause: the script changes variables on some ranks only, "
+    "applies gradients that weren't reduced, or trains some with an optimizer that isn't an attribute of the model.\n"
+    "What to do: change them on every rank alike."
 )
+
+
+class _Noted(NamedTuple):
+    """A variable, what the ranks call it, and its name."""
+
+    key: str
+    reference: weakref.ref[Any]
+    name: str
 
 
 class LastWord:
@@ -51,37 +60,28 @@ class LastWord:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._keys: dict[int, str] = {}  # by the variable's id
-        self._variables: dict[str, weakref.ref[Any]] = {}
-        self._names: dict[str, str] = {}
+        self._noted: dict[int, _Noted] = {}  # by the variable's id
         self._optimizers: dict[str, list[weakref.ref[Any]]] = {}  # each with what it trains, by the key of the first
         self._calls = 0
 
     def add(self, variables: Sequence[Any]) -> None:
         """Note variables that are equal on all ranks of the job from now on. Every rank does it, in the same order."""
         inner = list(map(compat.inner_variable, variables))  # a function knows Keras's variables by those inside
-        new = [place for place, variable in enumerate(inner) if id(variable) not in self._keys]
+        new = [place for place, variable in enumerate(inner) if id(variable) not in self._noted]
         if not new or not can_compare():
             return
         self._calls += 1
+        noted = self._noted
         for place in new:
-            self._add(f"{self._calls}/{place}", inner[place], variable_name(variables[place]))
-
-    def _add(self, key: str, variable: Any, name: str) -> None:
-        number, keys, found, names = id(variable), self._keys, self._variables, self._names
-
-        def forget(_: Any) -> None:
-            keys.pop(number, None)
-            found.pop(key, None)
-            names.pop(key, None)
-
-        found[key], keys[number], names[key] = weakref.ref(variable, forget), key, name
+            number = id(inner[place])
+            reference = weakref.ref(inner[place], lambda _, number=number: noted.pop(number, None))  # type: ignore[misc]
+            noted[number] = _Noted(f"{self._calls}/{place}", reference, variable_name(variables[place]))
 
     def add_optimizer(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Note that an optimizer trains variables with reduced gradients: its state is equal on all ranks, too."""
-        key = self._keys.get(id(compat.inner_variable(variables[0]))) if variables else None
-        if key is not None:
-            self._optimizers.setdefault(key, [weakref.ref(one) for one in (optimizer, *variables)])
+        first = self._noted.get(id(compat.inner_variable(variables[0]))) if variables else None
+        if first is not None:
+            self._optimizers.setdefault(first.key, [weakref.ref(one) for one in (optimizer, *variables)])
 
     def close(self) -> None:
         """Compare; after a failure nothing is compared."""
@@ -90,52 +90,52 @@ class LastWord:
             return
         with compat.eager_mode(), contextlib.suppress(ClusterError, tf.errors.OpError):
             present = self._present()
-            mine = dict(_checksums((key, variable) for key, (variable, _) in present.items()))
+            mine = dict(_checksums(present))
             said = {"alone": not job.has_communicated, "checksums": mine}
             everybody = job.store.post("the last word", said)
             if len(everybody) == job.cluster.world_size:
                 self._say(present, [everybody[rank] for rank in range(job.cluster.world_size)])
 
-    def _present(self) -> dict[str, tuple[Any, bool]]:
-        """Return the variables that exist, by key, each with whether it must be equal; those that must come first."""
-        variables, optimizers = list(self._variables.items()), list(self._optimizers.items())
-        alive = {key: variable for key, reference in variables if (variable := reference()) is not None}
-        state: dict[str, Any] = {}
-        for key, references in optimizers:
+    def _present(self) -> list[tuple[str, Any, str, bool]]:
+        """Return the variables that exist, each with its key, its name and whether it must be equal; those first."""
+        noted = list(self._noted.values())
+        found = {one.key: (variable, one.name) for one in noted if (variable := one.reference()) is not None}
+        state: dict[str, tuple[Any, str]] = {}
+        for key, references in self._optimizers.items():
             optimizer, *trained = [reference() for reference in references]
             if optimizer is not None and all(variable is not None for variable in trained):
-                own = compat.optimizer_variables(optimizer, trained)
-                state.update({f"{key}/{place}": compat.inner_variable(variable) for place, variable in enumerate(own)})
-        of_optimizers = {id(variable) for variable in state.values()}
-        found = {**alive, **{key: variable for key, variable in state.items() if id(variable) not in self._keys}}
-        must = {
-            key: bool(variable.trainable) or id(variable) in of_optimizers
-            for key, variable in found.items()
+                own = map(compat.inner_variable, compat.optimizer_variables(optimizer, trained))
+                state.update({f"{key}/{place}": (one, variable_name(one)) for place, one in enumerate(own)})
+        of_optimizers = {id(variable) for variable, _ in state.values()}
+        found.update({key: one for key, one in state.items() if id(one[0]) not in self._noted})
+        present = [
+            (key, variable, name, bool(variable.trainable) or id(variable) in of_optimizers)
+            for key, (variable, name) in found.items()
             if hasattr(variable, "trainable")
-        }
-        return {key: (found[key], must[key]) for key in sorted(must, key=lambda key: not must[key])}
+        ]
+        return sorted(present, key=lambda one: not one[3])
 
-    def _say(self, present: dict[str, tuple[Any, bool]], everybody: list[dict[str, Any]]) -> None:
+    def _say(self, present: list[tuple[str, Any, str, bool]], everybody: list[dict[str, Any]]) -> None:
         cluster = self._job.cluster
         if all(one["alone"] for one in everybody):
             _log.warning(_ALONE, cluster.world_size)
             return
         checksums = [one["checksums"] for one in everybody]
-        # What nobody refers to any more may be gone on some ranks only.
-        common = [key for key in checksums[0] if all(key in mine for mine in checksums) and key in present]
-        for level, must in ((logging.WARNING, True), (logging.INFO, False)):
-            keys = [key for key in common if present[key][1] is must]
-            names = [self._names.get(key) or variable_name(present[key][0]) for key in keys]
-            rows = [[mine[key] for key in keys] for mine in checksums]
-            found = differences(cluster, range(cluster.world_size), names, rows)
+        for level, wanted in ((logging.WARNING, True), (logging.INFO, False)):
+            # What nobody refers to any more may be gone on some ranks only.
+            names = {
+                key: name for key, _, name, must in present if must is wanted and all(key in mine for mine in checksums)
+            }
+            rows = [[mine[key] for key in names] for mine in checksums]
+            found = differences(cluster, range(cluster.world_size), list(names.values()), rows)
             if found is not None:
-                _log.log(level, _APART, found[1])
+                _log.log(level, ENDED_APART, found[1])
 
 
-def _checksums(variables: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, int]]:
+def _checksums(present: Iterable[tuple[str, Any, str, bool]]) -> Iterator[tuple[str, int]]:
     """Return the keys and checksums of as many variables as there is time for."""
     until = time.monotonic() + _SECONDS
-    for key, variable in variables:
+    for key, variable, _, _ in present:
         if time.monotonic() > until:
             return
         with contextlib.suppress(tf.errors.OpError, NotImplementedError, ValueError):  # without a value, or a graph's

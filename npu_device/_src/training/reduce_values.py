@@ -13,7 +13,7 @@ from npu_device._src.collectives.dtypes import mean_dtype
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
 from npu_device._src.gradients.sparse import weighted, with_values
-from npu_device._src.training import same_variables, session_start
+from npu_device._src.training import same_variables
 from npu_device._src.training.applied_gradients import AppliedGradients
 from npu_device._src.training.fit.current import CurrentStep, current_step
 from npu_device._src.training.replica_audit import audit_by_hand
@@ -80,12 +80,9 @@ def all_reduce(
         return tf.nest.pack_sequence_as(values, _reduce_in_step(step, tensors, how))
     adds_up = reduction in ("mean", "sum")
     behind = same_variables.make_equal_behind(ranks, tensors) if several and adds_up else None
-    with session_start.compared(ranks, tensors) if several and adds_up else contextlib.nullcontext():
+    with same_variables.compared_in_session(ranks, tensors) if several and adds_up else contextlib.nullcontext():
         reduced = reduce_list(ranks.job, tensors, how, ranks.group)
-    watch_reduction(ranks, tensors, reduced, how, behind)
-    watching = ranks.job.part(AppliedGradients)
-    if watching is not None:
-        watching.note_variables(tf.nest.flatten(values))
+    watch_reduction(ranks, tf.nest.flatten(values), tensors, reduced, how, behind)
     return tf.nest.pack_sequence_as(values, reduced)
 
 
@@ -108,12 +105,18 @@ def _floating(values: tf.Tensor) -> tf.Tensor:
 
 
 def watch_reduction(
-    ranks: World, mine: list[Any], reduced: list[Any], how: ReductionOptions, behind: list[Any] | None
+    ranks: World,
+    values: list[Any],
+    mine: list[Any],
+    reduced: list[Any],
+    how: ReductionOptions,
+    behind: list[Any] | None,
 ) -> None:
     """Compare what belongs to a reduction of gradients by hand, now or when it is time.
 
     Args:
         ranks: the ranks.
+        values: as the script gave them.
         mine: this rank's gradients.
         reduced: the results.
         how: the settings.
@@ -121,8 +124,8 @@ def watch_reduction(
     """
     pair = pair_of(mine, reduced, how.kind, ranks.size) if ranks.group.name == WORLD_GROUP else None
     watching = ranks.job.part(AppliedGradients)
-    if tf.executing_eagerly() and watching is not None:
-        watching.note_pair(pair)
+    if watching is not None:
+        watching.note_reduced(values, pair, ranks.size == ranks.job.cluster.world_size)
     audit_by_hand(ranks, behind, pair)
 
 

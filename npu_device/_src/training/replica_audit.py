@@ -1,35 +1,57 @@
 """The replica audit: the ranks compare digests of what an optimizer trains, and of its own state; or of the variables
 whose gradients a ``tf.function`` reduces itself. ``schedule`` says when.
 
-What the ranks send each other are collectives of the step, so that they keep their place among its other collectives.
-An audit that finds a difference goes on to find out how large it is (``drift``).
+The digest is reduced by a collective of the step, so that it keeps its place among the step's other collectives. If it
+differs, the ranks exchange what they have seen of each variable through the hub.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import time
 import weakref
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
+from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.time_limits import DETAILS_SECONDS
 from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.ops import all_reduce
-from npu_device._src.training.audits_by_hand import AuditsByHand
-from npu_device._src.training.digests import digest_of, variable_name
-from npu_device._src.training.drift import Drift
+from npu_device._src.training.applied_gradients import AppliedGradients
+from npu_device._src.training.digests import SHOWN_RANKS, SHOWN_VARIABLES, Digest, digest_of, named, variable_name
 from npu_device._src.training.same_samples import Pair, SameSamples
 from npu_device._src.training.same_variables import compared
 from npu_device._src.training.schedule import FIRST_LOOKS, NEVER, Schedule, can_compare, next_look
 from npu_device._src.training.training_state import unique
 from npu_device._src.training.world import World, value_of
 
+_log = logging.getLogger("npu_device")
+
 _SHARE = 0.0005  # of the time, so that audits that take twice as long as expected cost less than 0.1 %
+
+_ADVICE = (
+    "Likely cause: a rank that changed a variable alone (an assign, a callback, a restored checkpoint); variables that "
+    "were made after the broadcast; a loss with another seed or learning rate on each rank, whose gradients were not "
+    "reduced; or hosts with different processors, which round differently.\n"
+    "What to do: make the change on every rank; broadcast again after it. NPU_DEVICE_AUDIT=1 finds the step, and "
+    "NPU_DEVICE_DRIFT=warning goes on after one warning."
+)
+
+
+class _Seen(NamedTuple):
+    """What this rank has read in an audit, after so many steps of the optimizer."""
+
+    steps: int
+    names: list[str]
+    arrays: Sequence[np.ndarray]
+    digests: list[Digest]
 
 
 class Audit:
@@ -38,10 +60,6 @@ class Audit:
     Args:
         world: the ranks.
         at_once: the first step is audited, because the ranks couldn't compare the variables before it.
-
-    Attributes:
-        is_reduced: False once the script is known to apply other gradients than the reduced ones. The variables then
-            differ, and ``applied_gradients`` tells why; an audit is silent.
     """
 
     def __init__(self, world: World, at_once: bool) -> None:
@@ -51,10 +69,10 @@ class Audit:
         self._every = None if every in ("auto", "off") else int(every)
         self._schedule = Schedule(world.job.device("CPU"), 1 if at_once else self._next(0, 0))
         self._samples = SameSamples(world.job)
-        self._drift = Drift(world)
+        self._seen: _Seen | None = None
+        self._equal_after: int | None = None
         self._began = self._audit_seconds = self._step_seconds = 0.0
         self._last: tuple[int, float] | None = None  # steps and time at the previous audit
-        self.is_reduced = True
 
     def step(self, variables: Sequence[Any], optimizer: Any = None, pair: Pair | None = None) -> None:
         """Count a step, and audit it if it is time. Later updates of the variables come after that.
@@ -65,61 +83,58 @@ class Audit:
             pair: a gradient of the step before and after its reduction.
         """
         myself = weakref.ref(self)  # a graph must not keep the job
-
-        def look(count: Any) -> Any:
-            return myself_of(myself)._look(count, variables, optimizer, pair)
-
-        self._schedule.step(look)
+        self._schedule.step(lambda count: _audit_of(myself)._look(count, variables, optimizer, pair))
 
     def _look(self, count: Any, variables: Sequence[Any], optimizer: Any, pair: Pair | None) -> Any:
         """Compare; return the step of the next audit."""
-        myself = weakref.ref(self)
+        myself, ordered = weakref.ref(self), optimizer is not None
         audited = [] if self._is_off else [*variables, *_own(optimizer, variables)]
-        names, ordered = [variable_name(variable) for variable in audited], optimizer is not None
+        names, by_hand = [variable_name(one) for one in audited], [] if ordered else list(map(weakref.ref, variables))
         made = tf.cast(value_of(optimizer.iterations), tf.int64) if ordered else count - 1
         gradients = [] if pair is None or self._samples.is_over else [pair.mine, pair.reduced]
-        scale = None if pair is None else pair.scale
+        given, scale = len(gradients), 0.0 if pair is None else pair.scale  # what is called must not keep tensors
 
         def digest(count: Any, made: Any, *arrays: np.ndarray) -> list[Any]:
-            audit = myself_of(myself)
-            if gradients_given and scale is not None:
+            audit = _audit_of(myself)
+            if given:
                 audit._samples.compare(int(count), arrays[0], arrays[1], scale)
-            return [audit._digest(int(count), int(made), names, arrays[gradients_given:], ordered)]
+            digests = [digest_of(array) for array in arrays[given:]]
+            audit._seen = _Seen(int(made), names, arrays[given:], digests)
+            return [audit._message(int(count), digests if ordered else sorted(digests), by_hand)]
 
         def settle(most: Any, count: Any) -> list[Any]:
-            return myself_of(myself)._settle(most, int(count))
+            return [np.int64(_audit_of(myself)._settle([int(number) for number in most], int(count)))]
 
-        gradients_given = len(gradients)  # a graph's tensors must not be kept by what it calls
         values = [value_of(variable) for variable in audited]
         [mine] = call_now(digest, [count, made, *gradients, *values], [tf.TensorSpec([5], tf.int64)])
         most = mine if self._is_off else all_reduce(self._world.job, mine, "max", self._world.group)
-        equal, due = call_now(settle, [most, count], [tf.TensorSpec([], tf.bool), tf.TensorSpec([], tf.int64)])
-        return tf.cond(equal, lambda: tf.identity(due), lambda: self._drift.report(due))
+        return call_now(settle, [most, count], [tf.TensorSpec([], tf.int64)])[0]
 
-    def _digest(self, count: int, made: int, names: list[str], arrays: Sequence[np.ndarray], ordered: bool) -> Any:
+    def _message(self, count: int, digests: list[Digest], by_hand: Sequence[Any]) -> Any:
         """Return this rank's digest, negated too, whether it is silent, and minus its times: the ranks take the maxima.
 
-        Without an optimizer, the ranks' variables may be in another order.
+        A rank is silent while it isn't known to apply the gradients that it has reduced by hand: ``applied_gradients``
+        tells.
         """
-        began = time.perf_counter()
-        digests = [digest_of(array) for array in arrays]
-        self._drift.note(names, arrays, digests, made)
+        now = time.perf_counter()
         if self._last is not None:
-            self._step_seconds = (began - self._last[1]) / max(1, count - self._last[0])
-        self._last, self._began = (count, began), began
-        digest = zlib.crc32(repr(digests if ordered else sorted(digests)).encode())
+            self._step_seconds = (now - self._last[1]) / max(1, count - self._last[0])
+        self._last, self._began = (count, now), now
+        applied = self._world.job.part(AppliedGradients)
+        is_silent = applied is not None and any(applied.leaves_unreduced(one()) for one in by_hand)
+        digest = zlib.crc32(repr(digests).encode())
         # Those who wait for the last rank don't work: the shortest of the ranks' audits is what one costs.
-        cost = max(time.perf_counter() - began, self._audit_seconds)
-        return np.array([digest, -digest, not self.is_reduced, -cost * 1e9, -self._step_seconds * 1e9], np.int64)
+        return np.array([digest, -digest, is_silent, -self._audit_seconds * 1e9, -self._step_seconds * 1e9], np.int64)
 
-    def _settle(self, most: Any, count: int) -> list[Any]:
-        """Return whether the digests are equal, and the step of the next audit."""
+    def _settle(self, most: list[int], count: int) -> int:
+        """Raise or warn if the digests differ; return the step of the next audit."""
         self._audit_seconds = time.perf_counter() - self._began
-        digest, negated, is_silent, cost, step = (int(number) for number in most)
-        equal = digest == -negated or bool(is_silent) or self._is_off
-        if equal:
-            self._drift.equal()
-        return [np.bool_(equal), np.int64(self._next(count, math.ceil(cost / step / _SHARE) if step else 0))]
+        seen, self._seen = self._seen, None
+        digest, negated, is_silent, cost, step = most
+        if seen is not None and digest != -negated and not is_silent and not self._is_off:
+            return self._tell(seen, f"drift/{self._world.group.key}/{count}/{digest}")
+        self._equal_after = None if seen is None else seen.steps
+        return self._next(count, math.ceil(cost / step / _SHARE) if step else 0)
 
     def _next(self, count: int, interval: int) -> int:
         """Return the step of the next audit, given the interval at which audits cost their share of the time."""
@@ -130,6 +145,55 @@ class Audit:
         regular = self._every - count % self._every
         return count + regular if self._every <= FIRST_LOOKS[-1] else next_look(count, regular)
 
+    def _tell(self, seen: _Seen, key: str) -> int:
+        """Raise an error or warn, on every rank alike: which variables differ, and how far."""
+        ranks, cluster = self._world.group.ranks, self._world.job.cluster
+        mine = [[repr(digest), _norm(array)] for digest, array in zip(seen.digests, seen.arrays)]
+        found = {cluster.rank: mine}
+        with contextlib.suppress(ClusterError):
+            found = self._world.job.store.gather_from(key, mine, ranks, DETAILS_SECONDS)
+        first = found[min(found)]
+        places = [
+            place for place, name in enumerate(seen.names) if any(one[place] != first[place] for one in found.values())
+        ]
+        rows = {
+            rank: ", ".join(
+                f"{seen.names[place]} with the norm {one[place][1]}, not {first[place][1]}"
+                for place in places[:SHOWN_VARIABLES]
+                if one[place] != first[place]
+            )
+            or "other variables"
+            for rank, one in found.items()
+            if one != first
+        }
+        before = "" if self._equal_after is None else f" (after step {self._equal_after} they were equal)"
+        head = (
+            f"the ranks have drifted apart: seen after step {seen.steps}{before}, in {len(places)} of "
+            f"{len(seen.names)} variables ({named([seen.names[place] for place in places])}). They differ from rank "
+            f"{min(found)}'s on:"
+        )
+        text = "\n".join([head, *cluster.lines(rows, SHOWN_RANKS), _ADVICE])
+        if environment.NPU_DEVICE_DRIFT.get() == "error":
+            raise RuntimeError(f"rank {cluster.rank}: {text}")
+        if self._world.rank == 0:
+            _log.warning("%s\nThis optimizer is not audited any more.", text)
+        return NEVER
+
+
+def _norm(array: np.ndarray) -> str:
+    return f"{np.linalg.norm(np.abs(array).astype(np.float64)):.9g}"
+
+
+class _AuditsByHand:
+    """The audits of variables whose gradients functions reduce themselves, by the variables' ids; a part of the job.
+
+    Functions that are made again go on with the same count. So an audit lives as long as the first of its variables: a
+    function that nobody refers to is gone when Python's garbage collector has run, on each rank at another time.
+    """
+
+    def __init__(self) -> None:
+        self.audits: dict[tuple[int, ...], Audit] = {}
+
 
 def audit_by_hand(world: World, variables: Sequence[Any] | None, pair: Pair | None) -> None:
     """Audit the variables whose gradients a ``tf.function`` has reduced, if it is time.
@@ -139,13 +203,17 @@ def audit_by_hand(world: World, variables: Sequence[Any] | None, pair: Pair | No
         variables: from ``same_variables.make_equal_behind``; None if the values aren't gradients.
         pair: one of the gradients before and after its reduction.
     """
-    if variables is not None and world.size > 1 and can_compare():
-        audits = world.job.made(AuditsByHand)
-        audit = audits.of(variables, lambda: Audit(world, not compared(variables)))
-        audit.step(variables, None, pair)
+    if variables is None or world.size == 1 or not can_compare():
+        return
+    audits, key = world.job.made(_AuditsByHand).audits, tuple(map(id, variables))
+    if key not in audits:
+        audits[key] = Audit(world, not compared(variables))
+        if variables:
+            weakref.finalize(variables[0], audits.pop, key, None)
+    audits[key].step(variables, None, pair)
 
 
-def myself_of(reference: weakref.ref[Audit]) -> Audit:
+def _audit_of(reference: weakref.ref[Audit]) -> Audit:
     """Return the audit of a graph.
 
     Raises:

@@ -1,24 +1,44 @@
-"""Checks that the ranks hold the same variables: before the first step, and after a training.
+"""Checks that the ranks hold the same variables: before the first step, also of a session, and after a training.
 
-In between ``replica_audit`` does, and at the end of the job ``last_word``. Sessions have ``session_start``.
+In between ``replica_audit`` does, and at the end of the job ``last_word``.
 """
 
 from __future__ import annotations
 
-import collections
+import contextlib
+import itertools
 import logging
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.training.digests import differences, digest_of, variable_name
+from npu_device._src.collectives.graph import runs_if_fetched
+from npu_device._src.collectives.sessions import call_python
+from npu_device._src.training.digests import (
+    BROADCAST,
+    DIFFERENT_START,
+    checksum,
+    differences,
+    digest_of,
+    posted_differences,
+    variable_name,
+)
+from npu_device._src.training.last_word import ENDED_APART
 from npu_device._src.training.schedule import can_compare
-from npu_device._src.training.world import World
+from npu_device._src.training.world import World, value_of
 
 _log = logging.getLogger("npu_device")
+_HOOK = (
+    "\nLikely cause: no broadcast, or another seed on each rank.\nWhat to do: pass "
+    "npu_bridge.npu_init.NPUBroadcastGlobalVariablesHook(0) to the session's hooks; or run the operation "
+    "npu_bridge.estimator.npu.npu_hook.broadcast_global_variables(0) once, after the variables have got their values."
+)
+_GRAPHS = 100  # of sessions, whose variables are compared
 _TAPE = "gradient_tape/"  # before the name of the operation that the gradient is of
 
 
@@ -62,11 +82,7 @@ def make_equal(world: World, variables: Sequence[Any], ordered: bool = True) -> 
             world.note_equal(variables)
             return True
         places, named = found
-        text = (
-            f"the ranks begin training with different values of {named}\nLikely cause: no broadcast, a layer that was "
-            "built after it, or another seed on each rank.\nWhat to do: build the whole model, and call "
-            "npu.distribute.broadcast(model.variables) before the first step."
-        )
+        text = f"{DIFFERENT_START}{named}{BROADCAST}"
         if mode == "error":
             raise RuntimeError(f"rank {world.job.cluster.rank}: {text}")
         world.assign_from_root([variables[place] for place in places])
@@ -112,8 +128,13 @@ def _variables_of(gradients: Sequence[Any]) -> list[Any]:
         for variable, handle in compat.variables_read()
         if variable.trainable and any(user.name in needed for reader in handle.consumers() for user in _users(reader))
     ]
-    wanted, there = (collections.Counter(map(_shape_and_dtype, values)) for values in (gradients, read))
-    return [variable for variable in read if there[_shape_and_dtype(variable)] == wanted[_shape_and_dtype(variable)]]
+    return _of_the_kinds(gradients, read)
+
+
+def _of_the_kinds(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """Return the variables of each shape and dtype of which there are as many variables as gradients."""
+    wanted, there = (Counter(map(_shape_and_dtype, values)) for values in (gradients, variables))
+    return [one for one in variables if there[_shape_and_dtype(one)] == wanted[_shape_and_dtype(one)]]
 
 
 def _in_common_order(world: World, variables: Sequence[Any]) -> Sequence[Any]:
@@ -156,7 +177,7 @@ def compared(variables: Sequence[Any]) -> bool:
 
 
 def _shape_and_dtype(value: Any) -> tuple[str, tf.DType]:
-    return str(value.shape), value.dtype
+    return str(value.shape), tf.as_dtype(value.dtype).base_dtype
 
 
 def warn_if_different(world: World, variables: Sequence[Any]) -> None:
@@ -168,12 +189,7 @@ def warn_if_different(world: World, variables: Sequence[Any]) -> None:
     """
     found = _differences(world, variables)
     if found is not None and world.rank == 0:
-        _log.warning(
-            "the ranks ended with different values for %s\nLikely cause: the script changes variables on some ranks "
-            "only, or trains some of them with an optimizer that isn't an attribute of the model.\nWhat to do: change "
-            "them on every rank alike.",
-            found[1],
-        )
+        _log.warning(ENDED_APART, found[1])
 
 
 def _differences(world: World, variables: Sequence[Any]) -> tuple[list[int], str] | None:
@@ -196,3 +212,55 @@ def _has_value(variable: Any) -> bool:
         return bool(variable.shape.is_compatible_with(tf.convert_to_tensor(variable).shape))
     except tf.errors.OpError:
         return False
+
+
+# In a session's graph: the first run of each session compares.
+
+
+class _Sessions:
+    """Counts the graphs that compare their variables; a part of the job."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+
+@contextlib.contextmanager
+def compared_in_session(world: World, gradients: Sequence[Any]) -> Iterator[None]:
+    """In a session's graph, compare variables in each session's first run; operations of the block come after that.
+
+    Args:
+        world: the ranks.
+        gradients: those that the block reduces. The trainable variables of their shapes are compared, if there are as
+            many of them.
+    """
+    mode, sessions = environment.NPU_DEVICE_UNEQUAL_START.get(), world.job.made(_Sessions)
+    variables: list[Any] = []
+    if runs_if_fetched() and mode != "ignore" and world.size == world.job.cluster.world_size:
+        present = [gradient for gradient in gradients if gradient is not None]
+        variables = _of_the_kinds(present, tf.compat.v1.trainable_variables())
+    if not variables or sessions.graphs >= _GRAPHS:
+        yield
+        return
+    sessions.graphs += 1
+    name, runs = f"session {sessions.graphs}", itertools.count(1)
+    names = list(map(variable_name, variables))
+
+    def compare(*arrays: np.ndarray) -> list[Any]:
+        found = posted_differences(world.job, f"{name}, start {next(runs)}", names, list(map(checksum, arrays)))
+        text = None if found is None else f"{DIFFERENT_START}{found}{_HOOK}"
+        if text is not None and mode == "error":
+            raise RuntimeError(f"rank {world.job.cluster.rank}: {text}")
+        if text is not None:
+            _log.warning("%s", text)
+        return [np.int32(0)]
+
+    done = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name=f"npu_device {name}")
+
+    def call() -> tf.Tensor:
+        [result] = call_python(compare, [value_of(one) for one in variables], [tf.TensorSpec([], tf.int32)])
+        with tf.control_dependencies([tf.raw_ops.AssignVariableOp(resource=done, value=result)]):
+            return tf.identity(result)
+
+    once = tf.cond(tf.raw_ops.VarIsInitializedOp(resource=done), lambda: tf.constant(0), call)
+    with tf.control_dependencies([once]):
+        yield

@@ -60,6 +60,10 @@ class Schedule:
         self._first = first
         self._in_graphs: tuple[Any, Any] | None = None
 
+    def is_due(self) -> bool:
+        """Return whether the next eager step looks."""
+        return self._count + 1 >= self._due
+
     def step(self, look: Callable[[Any], Any]) -> None:
         """Count a step, now or when the graph that is built runs, and look if it is time.
 
@@ -68,8 +72,9 @@ class Schedule:
                 in which it is to be called next. In a graph it builds a branch.
         """
         if tf.executing_eagerly():
+            is_due = self.is_due()
             self._count += 1
-            if self._count >= self._due:
+            if is_due:
                 self._due = int(look(np.int64(self._count)))
             return
         made, due = self._variables()
