@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from npu_device._src.testing.answers import Answer, RankError
+from npu_device._src.testing.faults import Armed
 from npu_device._src.testing.forked import Process
 from npu_device._src.testing.rank_environment import clean_environment, table_environment
 
@@ -229,7 +230,7 @@ def _told(stacks: str) -> str:
         frames = [frame for frame in frames if not any(place in frame for place in _NOT_TOLD)]
         if title.startswith("Current") or any("/tensorflow/" in frame for frame in frames):
             kept += frames
-    return "\n".join(kept)
+    return "\n".join(kept) or "  not in Python code: stopped, or busy in a library"
 
 
 def _packed(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
@@ -238,7 +239,7 @@ def _packed(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
     Raises:
         TypeError: the ranks can't import the function, or an argument can't be sent.
     """
-    function_itself = getattr(function, "func", function)  # of functools.partial
+    function_itself = arguments[0] if isinstance(function, Armed) else getattr(function, "func", function)
     name = getattr(function_itself, "__qualname__", repr(function))
     if getattr(function_itself, "__module__", None) == "__main__":
         raise TypeError(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from npu_device._src.testing import forked
+from npu_device._src.testing.answers import RankError
+from npu_device._src.testing.faults import Armed, Fault
 from npu_device._src.testing.pool import Pool
 
 _Kind = tuple[Any, ...]
@@ -22,6 +26,8 @@ def run(
     keras: int | None = None,
     environment: Mapping[str, str] | None = None,
     fresh: bool = False,
+    faults: Sequence[Fault] = (),
+    restarts: int = 0,
     limit: float = 300.0,
 ) -> list[Any]:
     """Call ``function(*arguments)`` on a number of real ranks; return what each returned, in order of rank.
@@ -37,22 +43,35 @@ def run(
         keras: 2 or 3; by default as ``TF_USE_LEGACY_KERAS`` says.
         environment: variables that the ranks have besides those of this process.
         fresh: start new processes for this call, and end them after it.
-        limit: seconds that the call may take.
+        faults: what happens to ranks at a step, see ``faults``; the processes are new then.
+        restarts: how often all ranks are started again when the call fails, as by ``npurun --max-restarts``.
+        limit: seconds that the call may take, each time.
 
     Raises:
+        AssertionError: a fault did not happen.
         RankError: the function raised on a rank, or did not return in time. The error that came first is the first in
             the text, with its traceback; each rank's output follows.
         TypeError: function or arguments can't be sent.
         MemoryError: there is too little memory for so many ranks.
     """
     kind = kind_of(ranks, keras, environment or {})
-    if not fresh:
+    if not (fresh or faults or restarts):
         return pool_of(kind).run(function, *arguments, timeout=limit)
-    pool = make(kind)
-    try:
-        return pool.run(function, *arguments, timeout=limit)
-    finally:
-        pool.close()
+    with tempfile.TemporaryDirectory(prefix="npu_faults_") as directory:
+        armed = Armed(faults, Path(directory))
+        for attempt in range(restarts + 1):
+            pool = Pool(ranks, kind[1], **{**dict(kind[2]), "NPU_DEVICE_RESTART_COUNT": str(attempt)})
+            try:
+                results = pool.run(armed, function, *arguments, timeout=limit)
+                break
+            except RankError:
+                if attempt == restarts:
+                    armed.require_all()
+                    raise
+            finally:
+                pool.close()
+        armed.require_all()
+    return results
 
 
 def kind_of(ranks: int, keras: object, environment: Mapping[str, str]) -> _Kind:

@@ -99,6 +99,11 @@ _over = False  # there are no more calls
 _error: BaseException | None = None  # of the last call
 
 
+def is_rank() -> bool:
+    """Return True on a rank of a pool, also if it is a single process."""
+    return "_calls" in globals()
+
+
 def answer_calls(restore: Callable[[], None] = lambda: None) -> None:
     """Answer until there are no more calls.
 
@@ -133,7 +138,7 @@ def main() -> None:
             faulthandler.register(signal.SIGUSR1, file)  # a pool asks where a rank is that doesn't answer
             _calls.send((handle.worker_id, os.getpid()))
             answer_calls(Start().restore)
-            if _error is not None and job.current() is not None:
+            if _error is not None and not isinstance(_error, SystemExit) and job.current() is not None:
                 job.abandon(_error)  # the others may wait for this rank
             device.close()
             for stream in (sys.stdout, sys.stderr):

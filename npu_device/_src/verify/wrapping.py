@@ -56,9 +56,8 @@ class Hooks:
         self._wrap(keras.Model, "compile", _without_compiler)
         self._wrap(keras.layers.Layer, "add_loss", self._add_loss)
         self._wrap(keras.layers.BatchNormalization, "call", self._normalise)
-        for name in dir(keras.layers):
-            if name in _NOISY or name.startswith("Random"):
-                self._wrap(getattr(keras.layers, name), "call", _at_inference)
+        for layer in noisy_layers(keras):
+            layer.call = quiet(layer.call)
         self._wrap(keras.utils, "set_random_seed", self._seeded)
 
     def _wrap(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
@@ -105,13 +104,13 @@ class Hooks:
         self._recorder.rows(self._number("model", model), inputs, None if step is None else step.share.rows)
         changed = self._recorder.settings.perturbed
         if changed and args:
-            args = (tf.nest.map_structure(_in_the_last_bit, args[0]), *args[1:])
+            args = (tf.nest.map_structure(in_the_last_bit, args[0]), *args[1:])
         self._inside += 1
         try:
             outputs = own(model, *args, **kwargs)
         finally:
             self._inside -= 1
-        return tf.nest.map_structure(_in_the_last_bit, outputs) if changed else outputs
+        return tf.nest.map_structure(in_the_last_bit, outputs) if changed else outputs
 
     def _add_loss(self, own: Any, layer: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
         rank = getattr(getattr(loss, "shape", None), "rank", None) if not callable(loss) else None
@@ -156,9 +155,24 @@ class Hooks:
             return own(values, *args, **kwargs)
 
 
-def _at_inference(own: Any, layer: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    kwargs["training"] = False
-    return own(layer, inputs, **kwargs)
+def noisy_layers(keras: Any) -> list[Any]:
+    """Return the classes of layers that draw random numbers in training."""
+    names = [name for name in dir(keras.layers) if name in _NOISY or name.startswith("Random")]
+    return [getattr(keras.layers, name) for name in names]
+
+
+def quiet(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the ``call`` of a layer as it is outside training; the same if it is synchronized."""
+
+    @functools.wraps(call)
+    @_as_it_is
+    def called(layer: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(layer, "synchronized", False):
+            return call(layer, inputs, *args, **kwargs)
+        kwargs["training"] = False
+        return call(layer, inputs, **kwargs)
+
+    return called
 
 
 def _without_shuffling(own: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +185,8 @@ def _without_compiler(own: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     return own(model, *args, **kwargs)
 
 
-def _in_the_last_bit(value: Any) -> Any:
+def in_the_last_bit(value: Any) -> Any:
+    """Return a tensor of floats with another last bit in each; anything else as it is."""
     if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
         return value
     signs = tf.random.stateless_uniform(tf.shape(value), [3, 5], dtype=tf.float32) - 0.5

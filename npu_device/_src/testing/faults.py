@@ -1,0 +1,125 @@
+"""``npu_device.testing.faults``: faults of a rank at a step, for tests of restarts and checkpoints.
+
+``run`` gives them to the ranks, and asserts that each has happened. Imports no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault that a rank has once, when it has done a step."""
+
+    kind: str
+    rank: int
+    step: int
+    detail: Any = None
+
+    def __str__(self) -> str:
+        return f"faults.{self.kind}(rank={self.rank}, step={self.step})"
+
+    def happen(self) -> None:
+        """Let it happen to this process."""
+        if self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.kind == "stop":
+            if self.detail is not None:
+                subprocess.Popen(["sh", "-c", f"sleep {self.detail}; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.kind == "leave":
+            raise SystemExit
+        else:
+            raise self.detail
+
+
+def kill(rank: int, step: int) -> Fault:
+    """Kill a rank with SIGKILL, as a machine without memory does."""
+    return Fault("kill", rank, step)
+
+
+def stop(rank: int, step: int, seconds: float | None = None) -> Fault:
+    """Stop a rank with SIGSTOP, as a frozen machine; it continues after some seconds, or never."""
+    return Fault("stop", rank, step, seconds)
+
+
+def leave(rank: int, step: int) -> Fault:
+    """Let a rank end as a script that is over, while the others go on."""
+    return Fault("leave", rank, step)
+
+
+def raise_(rank: int, step: int, error: BaseException | None = None) -> Fault:
+    """Raise an error on a rank, by default a RuntimeError."""
+    return Fault("raise_", rank, step, error or RuntimeError(f"a fault on rank {rank} after step {step}"))
+
+
+_armed: Armed | None = None
+
+
+class Armed:
+    """The faults of a call of ``run``, on a rank and in the test's process.
+
+    Args:
+        faults: all of them.
+        directory: which all ranks see, and later attempts; it knows what has happened.
+    """
+
+    def __init__(self, faults: Sequence[Fault], directory: Path) -> None:
+        self._faults = faults
+        self._directory = directory
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function on a rank, with these faults."""
+        global _armed
+        _armed = self
+        try:
+            return function(*arguments)
+        finally:
+            _armed = None
+
+    def reached(self, rank: int, step: int) -> None:
+        """Let what is due happen."""
+        (self._directory / f"rank{rank}").write_text(str(step))
+        for number, fault in enumerate(self._faults):
+            mark = self._directory / f"fault{number}"
+            if fault.rank == rank and step >= fault.step and not mark.exists():
+                mark.touch()
+                fault.happen()
+
+    def require_all(self) -> None:
+        """Raise AssertionError unless all have happened."""
+        missing = []
+        for number, fault in enumerate(self._faults):
+            if not (self._directory / f"fault{number}").exists():
+                last = self._directory / f"rank{fault.rank}"
+                reached = f"reached step {last.read_text()}" if last.exists() else "has called faults.step_done never"
+                missing.append(f"{fault} did not happen: rank {fault.rank} {reached}")
+        if missing:
+            hint = "What to do: call faults.step_done(step) after each step, or give fit callbacks=[faults.callback()]."
+            raise AssertionError("\n".join([*missing, hint]))
+
+
+def step_done(step: int) -> None:
+    """Tell the faults that this rank has done a step, from 1 on; nothing happens outside ``run(..., faults=…)``."""
+    if _armed is not None:
+        from npu_device._src.training.ranks import rank
+
+        _armed.reached(rank(), int(step))
+
+
+def callback() -> Any:
+    """Return a Keras callback that calls ``step_done`` after each batch with the optimizer's number of steps."""
+    import tensorflow as tf
+
+    class Steps(tf.keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            step_done(int(self.model.optimizer.iterations))
+
+    return Steps()

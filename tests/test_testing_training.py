@@ -1,0 +1,133 @@
+"""``npu_device.testing``: faults at a step, restarts, and trainings on ranks compared with one process; the example."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from functools import partial
+from typing import Any
+
+import launcher
+import numpy as np
+import pytest
+from ranks import LEAN
+
+from npu_device import testing
+from npu_device.testing import faults
+
+pytestmark = pytest.mark.xdist_group("testing")
+
+run = partial(testing.run, ranks=2, keras=3, environment={"PYTHONPATH": LEAN})
+
+
+def train(steps: int = 4) -> str | None:
+    import npu_device as npu
+
+    for step in range(1, steps + 1):
+        npu.distribute.all_reduce(float(step))
+        faults.step_done(step)
+    return os.environ.get("NPU_DEVICE_RESTART_COUNT")
+
+
+def fit() -> None:
+    import tensorflow as tf
+
+    model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(np.ones([6, 2]), np.ones([6, 1]), batch_size=2, epochs=2, verbose=0, callbacks=[faults.callback()])
+
+
+@pytest.mark.parametrize(
+    ("body", "fault", "says"),
+    [
+        (train, faults.kill(1, 2), "rank 1 of 2:\nits process was killed by SIGKILL"),
+        (train, faults.leave(0, 2), "rank 1 of 2:\n.*rank 0 on host .* has left the job"),
+        (train, faults.raise_(1, 3, KeyError("mine")), "rank 1 of 2:\n.*KeyError: 'mine'.*rank 0 of 2:"),
+        (fit, faults.raise_(0, 5), "rank 0 of 2:\n.*RuntimeError: a fault on rank 0 after step 5"),
+    ],
+    ids=["kill", "leave", "raise_", "in fit"],
+)
+def test_a_fault_reaches_all(body: Any, fault: Any, says: str) -> None:
+    with pytest.raises(testing.RankError, match=f"(?s){says}"):
+        run(body, faults=[fault])
+
+
+def test_faults_that_a_job_survives() -> None:
+    assert run(train, faults=[faults.stop(1, 1, seconds=0.5), faults.kill(0, 3)], restarts=1) == ["1", "1"]
+
+
+def test_a_fault_that_does_not_happen() -> None:
+    with pytest.raises(AssertionError, match=r"faults.kill\(rank=1, step=9\) did not happen: rank 1 reached step 4"):
+        run(train, faults=[faults.kill(1, 9)])
+
+
+def same(differing: bool) -> None:
+    import npu_device as npu
+
+    rank = npu.distribute.rank()
+    testing.same_on_all_ranks({"step": 3, "weights": [np.zeros(3), np.full([8], float(rank == 1 and differing))]})
+
+
+def test_the_same_on_all_ranks() -> None:
+    run(same, False)
+    says = r"1 of 3 values differ between the ranks: values\['weights'\]\[1\]\n  rank 0: float64\[8\] \[0. 0. 0. 0. …\]"
+    with pytest.raises(testing.RankError, match=says):
+        run(same, True)
+    with pytest.raises(RuntimeError, match="this process isn't one"):
+        testing.same_on_all_ranks(1)
+
+
+def make_model(loss: Any = "mse") -> Any:
+    import tensorflow as tf
+
+    layers = tf.keras.layers
+    made = [tf.keras.Input([3]), layers.Dense(4, name="first"), layers.BatchNormalization(), layers.Dropout(0.5)]
+    model = tf.keras.Sequential([*made, layers.Dense(1, name="last")])
+    model.compile(tf.keras.optimizers.Adam(0.01), loss, metrics=["mae"])
+    return model
+
+
+def mixing_loss(y: Any, predicted: Any) -> Any:
+    import tensorflow as tf
+
+    return tf.square(tf.reduce_mean(predicted - y, axis=0, keepdims=True)) + 0 * predicted
+
+
+def make_callbacks() -> list[Any]:
+    import tensorflow as tf
+
+    return [tf.keras.callbacks.EarlyStopping("loss", patience=0, min_delta=0.2)]
+
+
+def test_a_training_on_ranks_is_that_of_one_process() -> None:
+    random = np.random.default_rng(1)
+    data = random.normal(size=[24, 3]).astype(np.float32), random.normal(size=[24, 1]).astype(np.float32)
+    equal = partial(testing.equal_to_one_process, keras=3, environment={"PYTHONPATH": LEAN})
+    equal(make_model, data, make_callbacks=make_callbacks, epochs=3)
+    says = "(?s)2 ranks don't train as one process does.*  loss after epoch 1: off by .*npurun verify"
+    with pytest.raises(AssertionError, match=says):
+        equal(partial(make_model, mixing_loss), data, ranks=[2], epochs=1)
+
+
+@pytest.mark.slow
+def test_the_example_with_an_installed_wheel(tmp_path: Any) -> None:
+    source, site, project = tmp_path / "source", tmp_path / "site", tmp_path / "project"
+    for name in ("npu_device", "npu_bridge", "hccl"):
+        shutil.copytree(launcher.ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(launcher.ROOT / name, source)
+    code = "from setuptools.build_meta import build_wheel; build_wheel('.')"
+    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
+    [wheel] = source.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(site)
+    shutil.copytree(launcher.ROOT / "examples" / "testing", project)
+    environment = {**launcher.environment(), "PYTHONPATH": os.pathsep.join([LEAN, str(site)])}
+    where = "import npu_device._src.testing.plugin as it; print(it.__file__)"
+    for command, says in (["-c", where], str(site)), (["-m", "pytest", "-q"], "7 passed"):
+        done = subprocess.run(
+            [sys.executable, *command], cwd=project, env=environment, capture_output=True, text=True, check=False
+        )
+        assert says in done.stdout, done.stdout + done.stderr
