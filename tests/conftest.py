@@ -153,19 +153,21 @@ def _has_its_keras(item: pytest.Item) -> bool:
     return keras in marker.args and (keras != "3" or versions.HAS_KERAS_3)
 
 
-_COMBINED = {"size", "keras", "backend", "several_ranks", "several_keras_ranks"}
+_COMBINED = {"size", "keras", "backend", "several_ranks", "several_keras_ranks", "tensorflow_ranks"}
 
 
 def _alternate(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the items without those that another kind of the same test stands for: of tests, or kinds, that are
-    marked ``alternating``, the first kind keeps its first combination of ranks, Keras and backend, the next kind the
-    next one, and so on.
+    """Return the items without those that another kind of the same test stands for: the first kind keeps its first
+    combination of ranks, Keras and backend, the next kind the next one, and so on.
     """
-    kinds_of: dict[str, dict[Any, list[pytest.Item]]] = {}
+    kinds_of: dict[str, dict[str, dict[str, list[pytest.Item]]]] = {}
     for item in items:
-        if item.get_closest_marker("alternating"):
-            own = str([(name, value) for name, value in _parameters(item).items() if name not in _COMBINED])
-            kinds_of.setdefault(item.nodeid.partition("[")[0], {}).setdefault(own, []).append(item)
+        if not item.get_closest_marker("every_combination"):
+            parameters = _parameters(item)
+            own = str([(name, value) for name, value in parameters.items() if name not in _COMBINED])
+            combined = str([parameters.get(name) for name in sorted(_COMBINED)])
+            kinds = kinds_of.setdefault(item.nodeid.partition("[")[0], {})
+            kinds.setdefault(own, {}).setdefault(combined, []).append(item)
     left_out: set[pytest.Item] = set()
     for kinds in kinds_of.values():
         most = max(map(len, kinds.values()))
@@ -173,8 +175,8 @@ def _alternate(items: list[pytest.Item]) -> list[pytest.Item]:
             continue
         for number, combinations in enumerate(kinds.values()):
             # A step aside after each round, or a parameter of as many values would always meet the same combination.
-            kept = combinations[(number + number // most) % len(combinations)]
-            left_out.update(item for item in combinations if item is not kept)
+            kept = list(combinations)[(number + number // most) % len(combinations)]
+            left_out.update(item for name in set(combinations) - {kept} for item in combinations[name])
     return [item for item in items if item not in left_out]
 
 

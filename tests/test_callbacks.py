@@ -138,7 +138,6 @@ RUNS = [
 ]
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(("size", "keras", "case"), RUNS, indirect=["size", "keras"])
 def test_training_goes_on_from_the_checkpoint_of_the_root_as_in_one_process(
     keras_ranks: Pool, tmp_path: Path, case: str

@@ -50,7 +50,6 @@ def body_empty(mode: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("mode", ["graph", "eager", "unknown shapes"])
 def test_without_elements(several_ranks: Pool, mode: str) -> None:
     n = several_ranks.size

@@ -40,11 +40,11 @@ FEW_DTYPES = ("bfloat16", "float64", "int8", "int64", "bool", "complex64")
 # each graph has half of them where not all combinations are wanted.
 KINDS_MODES_AND_DTYPES = [
     pytest.param("world", "eager", EVERY_DTYPE, marks=pytest.mark.every_combination, id="world-eager"),
-    pytest.param("world", "graph", EVERY_DTYPE[::2], marks=pytest.mark.alternating, id="world-graph-half"),
-    pytest.param("world", "graph", EVERY_DTYPE[1::2], marks=pytest.mark.alternating, id="world-graph-other half"),
+    pytest.param("world", "graph", EVERY_DTYPE[::2], id="world-graph-half"),
+    pytest.param("world", "graph", EVERY_DTYPE[1::2], id="world-graph-other half"),
     pytest.param("sub", "eager", FEW_DTYPES, marks=pytest.mark.every_combination, id="sub-eager"),
-    pytest.param("sub", "graph", FEW_DTYPES[::2], marks=pytest.mark.alternating, id="sub-graph-half"),
-    pytest.param("sub", "graph", FEW_DTYPES[1::2], marks=pytest.mark.alternating, id="sub-graph-other half"),
+    pytest.param("sub", "graph", FEW_DTYPES[::2], id="sub-graph-half"),
+    pytest.param("sub", "graph", FEW_DTYPES[1::2], id="sub-graph-other half"),
 ]
 
 

@@ -43,14 +43,12 @@ def check(results: list[Any], epochs: list[int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alternating
 @pytest.mark.parametrize("kind", ["arrays", "repeated", "dataset"])
 def test_fit_goes_on_to_the_same_bits(keras_ranks: Pool, kind: str, tmp_path: Path) -> None:
     check(keras_ranks.run(bodies.body_same_bits, str(tmp_path / "fit"), kind), [2] if kind == "dataset" else [1, 2])
 
 
 @pytest.mark.slow
-@pytest.mark.alternating
 @pytest.mark.parametrize("kind", ["own", "divided"])
 def test_each_rank_with_data_of_its_own(keras_two_ranks: Pool, kind: str, tmp_path: Path) -> None:
     check(keras_two_ranks.run(bodies.body_same_bits, str(tmp_path / "fit"), kind), [1, 2])

@@ -95,10 +95,7 @@ def body_fit(kind: str, directory: str) -> Any:
         "of own samples",
         "compiled",
         "clipping",
-        *(
-            pytest.param(kind, marks=pytest.mark.alternating)
-            for kind in ("of all samples", "statistic", "eagerly", "penalty", "accumulation")
-        ),
+        *("of all samples", "statistic", "eagerly", "penalty", "accumulation"),
     ],
 )
 def test_in_a_step(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path) -> None:

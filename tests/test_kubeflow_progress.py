@@ -90,7 +90,6 @@ def body(variables: dict[str, str]) -> list[str]:
     return texts
 
 
-@pytest.mark.alternating
 def test_progress(keras_ranks: Pool, server: tuple[_Server, dict[str, str]]) -> None:
     found, variables = server
     texts = keras_ranks.run(body, variables)

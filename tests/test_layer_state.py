@@ -17,11 +17,11 @@ def test_preprocessing_inside_a_model(several_keras_ranks: Pool, keras_single: P
 @pytest.mark.parametrize(
     ("kind", "how", "name", "attribute"),
     [
-        pytest.param("StringLookup, adapted", "fit", "adapted", "vocabulary", marks=pytest.mark.alternating),
-        pytest.param("Normalization, adapted", "fit", "adapted", "mean", marks=pytest.mark.alternating),
-        pytest.param("Discretization, adapted", "fit", "adapted", "bin_boundaries", marks=pytest.mark.alternating),
-        pytest.param("table", "fit", "own_table", "table", marks=pytest.mark.alternating),
-        pytest.param("constant", "fit", "projection", "matrix", marks=pytest.mark.alternating),
+        ("StringLookup, adapted", "fit", "adapted", "vocabulary"),
+        ("Normalization, adapted", "fit", "adapted", "mean"),
+        ("Discretization, adapted", "fit", "adapted", "bin_boundaries"),
+        ("table", "fit", "own_table", "table"),
+        ("constant", "fit", "projection", "matrix"),
         pytest.param("StringLookup, adapted", "broadcast", "adapted", "vocabulary", marks=pytest.mark.only_keras("2")),
     ],
 )
@@ -34,7 +34,6 @@ def test_a_difference_names_the_layer(
             assert part in text
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("kind", ["MirroredStrategy", "OneDeviceStrategy"])
 def test_a_model_of_a_strategy(several_keras_ranks: Pool, kind: str) -> None:
     for text in several_keras_ranks.run(bodies.body_strategy, kind):

@@ -94,7 +94,6 @@ def _custom_loop_alone(kind: str, size: int) -> Any:
 LEGACY = pytest.param("legacy", marks=pytest.mark.only_keras("2"))
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("kind", ["sgd clipped by global norm", "value", "adam", LEGACY])
 def test_custom_loop_equals_one_process(keras_ranks: Pool, kind: str, graph: bool) -> None:
@@ -135,7 +134,6 @@ def _fit_alone(size: int) -> Any:
     return model.get_weights()
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(("steps_per_execution", "eagerly"), [(1, False), (2, False), (4, False), (1, True)])
 def test_fit_equals_one_process(keras_ranks: Pool, steps_per_execution: int, eagerly: bool) -> None:
     results = keras_ranks.run(body_fit, steps_per_execution, eagerly)
@@ -241,7 +239,6 @@ def body_loss_scale(place: str, kind: str, bad_rank: int, graph: bool) -> Any:
     return trail, 1 - 0.1 * 1e-3 * sum(range(1, size + 1))
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("place", ["inner", "outer"])
 @pytest.mark.parametrize("kind", ["value", LEGACY])

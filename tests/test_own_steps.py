@@ -26,7 +26,9 @@ def test_tensors_of_different_lengths(several_keras_ranks: Pool, keras_single: P
     [
         "parts",
         pytest.param("legacy", marks=pytest.mark.only_keras("2")),
-        *(pytest.param(kind, marks=pytest.mark.alternating) for kind in ("dictionaries", "an object", "a closure")),
+        "dictionaries",
+        "an object",
+        "a closure",
     ],
 )
 def test_optimizers_anywhere(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path) -> None:
@@ -43,7 +45,6 @@ def test_float64(several_keras_ranks: Pool, keras_single: Pool, tmp_path: Path) 
     compare(several_keras_ranks, keras_single, body, directory=tmp_path, tolerance=1e-13)
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("names", ["none", "some"])
 def test_a_class_with_a_fit_of_its_own(several_keras_ranks: Pool, names: str) -> None:
     first, *others = several_keras_ranks.run(own_step_bodies.body_own_fit, names)

@@ -43,7 +43,6 @@ def body_keras_fit(directory: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.alternating
 @pytest.mark.parametrize("name", ["contrastive", "custom_loop", "data", "gan", "keras_fit", "memory_bank"])
 def test_recipe(several_keras_ranks: Pool, keras_single: Pool, name: str, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
@@ -55,7 +54,6 @@ def test_recipe(several_keras_ranks: Pool, keras_single: Pool, name: str, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.alternating  # what they show is tested with more ranks and Kerases for JobCheckpoint and FitCheckpoint
 @pytest.mark.parametrize("name", ["resuming", "resuming_fit"])
 def test_resuming(several_keras_ranks: Pool, name: str) -> None:
     pytest.importorskip("sklearn")

@@ -69,7 +69,6 @@ def body_drift(how: str, settings: dict[str, str], drifts_at: int, steps: int = 
             del os.environ[name]
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("how", ["eager", "function", "loop", "by hand"])
 def test_drift_is_one_error_on_every_rank(keras_ranks: Pool, size: int, how: str) -> None:
     results = keras_ranks.run(body_drift, how, {"NPU_DEVICE_AUDIT": "2"}, 3)

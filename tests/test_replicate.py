@@ -53,16 +53,11 @@ def compare(
     return ranks
 
 
-def _alternating(*kinds: str) -> list[Any]:
-    return [pytest.param(kind, marks=pytest.mark.alternating) for kind in kinds]
-
-
-@pytest.mark.parametrize("kind", ["functional", "own step", *_alternating("subclassed", "unbuilt", "loaded")])
+@pytest.mark.parametrize("kind", ["functional", "own step", "subclassed", "unbuilt", "loaded"])
 def test_arrays(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path) -> None:
     compare(several_keras_ranks, keras_single, fit_bodies.body_arrays, kind, directory=tmp_path)
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(
     "kind",
     [
@@ -88,7 +83,12 @@ def test_kinds_of_data(several_keras_ranks: Pool, keras_single: Pool, kind: str,
         pytest.param("accumulation", marks=pytest.mark.only_keras("3")),
         pytest.param("weighted mean", marks=pytest.mark.only_keras("3")),
         pytest.param("loss scale", marks=pytest.mark.only_keras("2")),
-        *_alternating("clipping", "eagerly", "schedule", "average", "sum", "words"),
+        "clipping",
+        "eagerly",
+        "schedule",
+        "average",
+        "sum",
+        "words",
     ],
 )
 def test_what_is_compiled(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path) -> None:
@@ -105,7 +105,6 @@ def test_two_models_with_one_optimizer(several_keras_ranks: Pool, keras_single: 
 
 
 @pytest.mark.slow
-@pytest.mark.alternating
 @pytest.mark.parametrize("kind", ["of scores", "of distances"])
 def test_metrics(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path) -> None:
     compare(several_keras_ranks, keras_single, fit_bodies.body_metrics, kind, directory=tmp_path)
@@ -121,7 +120,6 @@ def test_files_are_written_once(several_keras_ranks: Pool, keras_single: Pool, t
     compare(several_keras_ranks, keras_single, fit_bodies.body_files, directory=tmp_path)
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("kind", ["functional", "unbuilt", "subclassed"])
 def test_ascends_callback_and_wrapper(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path) -> None:
     compare(several_keras_ranks, keras_single, fit_call_bodies.body_with_the_callback, kind, directory=tmp_path)
@@ -149,7 +147,6 @@ def test_another_order_on_each_rank_becomes_rank_0s(keras_two_ranks: Pool, keras
     assert ["Rank 0's batches are sent to all" in text for text in said] == [True]
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("kind", ["strings", "sparse"])
 def test_batches_that_cannot_be_sent_are_an_error(keras_two_ranks: Pool, kind: str) -> None:
     for error in keras_two_ranks.run(fit_step_bodies.body_that_cannot_be_sent, kind):
@@ -177,7 +174,7 @@ def test_other_data_on_each_rank_is_an_error(keras_two_ranks: Pool, kind: str) -
 
 
 @pytest.mark.parametrize("kind", ["train", "validation", "evaluate", "predict", "none"])
-@pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.alternating)])
+@pytest.mark.parametrize("steps", [1, 2])
 def test_batches_that_differ_later_are_told(keras_two_ranks: Pool, kind: str, steps: int) -> None:
     (error, said, weights), other = keras_two_ranks.run(fit_bodies.body_later_batches, kind, steps)
     assert weights == other[2]

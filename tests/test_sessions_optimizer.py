@@ -73,7 +73,6 @@ def train(kind: str, split: bool = False) -> dict[str, Any]:
 KINDS = ("NPUDistributedOptimizer", "wrapper", "sharded", "loss scale", "NPUOptimizer", "by hand")
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_train_as_one(several_ranks: Pool, single: Pool, kind: str) -> None:
     [alone] = single.run(train, kind)

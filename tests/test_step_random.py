@@ -14,16 +14,18 @@ ONE_PROCESS = bodies.BATCH**-0.5
 """The standard deviation of the mean of a batch's numbers."""
 
 
-def alternating(*kinds: str) -> list:
-    return [pytest.param(kind, marks=pytest.mark.alternating) for kind in kinds]
-
-
 @pytest.mark.parametrize(
     "kind",
     [
         "dropout",
         pytest.param("keras.random", marks=pytest.mark.only_keras("3")),
-        *alternating("tf.random", "noise", "seeded noise", "flip", "generator", "function", "loop"),
+        "tf.random",
+        "noise",
+        "seeded noise",
+        "flip",
+        "generator",
+        "function",
+        "loop",
     ],
 )
 def test_noise_is_that_of_one_process(several_keras_ranks: Pool, kind: str) -> None:
@@ -33,7 +35,7 @@ def test_noise_is_that_of_one_process(several_keras_ranks: Pool, kind: str) -> N
         assert states == ranks[0][1]
 
 
-@pytest.mark.parametrize("kind", ["branch", *alternating("number", "drop path", "columns", "weights")])
+@pytest.mark.parametrize("kind", ["branch", "number", "drop path", "columns", "weights"])
 def test_one_draw_for_the_batch_is_that_of_one_process(
     several_keras_ranks: Pool, keras_single: Pool, kind: str
 ) -> None:
@@ -54,7 +56,7 @@ def test_outside_of_steps_all_ranks_draw_the_same(several_keras_ranks: Pool) -> 
     assert all(rank == ranks[0] for rank in ranks)
 
 
-@pytest.mark.parametrize("kind", alternating("dropout", "generator"))
+@pytest.mark.parametrize("kind", ["dropout", "generator"])
 def test_eager_steps(several_keras_ranks: Pool, kind: str) -> None:
     own = kind == "generator" or several_keras_ranks.keras == "3"  # tf-keras's dropout draws from tf.random
     for rank, (deviation, text) in enumerate(several_keras_ranks.run(bodies.body_eager, kind)):

@@ -88,7 +88,6 @@ REDUCED = ["wrapped", "loss scale", "by hand", "sum", "one by one", "clipped", "
 REDUCED += ["weights", "values of weights"]
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "function"])
 @pytest.mark.parametrize("how", REDUCED)
 def test_there_is_no_false_alarm(several_keras_ranks: Pool, how: str, graph: bool) -> None:
@@ -243,7 +242,6 @@ def test_the_last_word(tmp_path: Path, keras: str, apart: bool) -> None:
     assert ("learning_rate" in together) is apart
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("how", ["function", "eager"])
 @pytest.mark.parametrize("case", watching.CASES)
 def test_audits_of_every_step_raise_no_false_alarm(several_keras_ranks: Pool, keras: str, case: str, how: str) -> None:
