@@ -36,7 +36,6 @@ class _Sessions(Pool):
         given: Mapping[str, Any] = getattr(config, "workerinput", {})
         files = {str(item.path): None for item in session.items if size_of(item) is not None}
         options = {**vars(config.option), **_NOT_SHARED, "basetemp": str(_temporary(config, f"{self.size}ranks"))}
-        options["plugins"] = [*options["plugins"], "no:terminal"]
         options.update(rootdir=str(config.rootpath), inifilename=str(config.inipath) if config.inipath else None)
         worker_input = {
             "workerid": given.get("workerid", ""),

@@ -27,6 +27,11 @@ class _Rank:
         self._next: pytest.Item | None = None
 
     @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        if session.config.pluginmanager.has_plugin("terminalreporter"):  # the test's process shows the progress
+            session.config.get_terminal_writer()._file = open(os.devnull, "w")
+
+    @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.session = session
         self._items = {name_of(item): item for item in session.items}
