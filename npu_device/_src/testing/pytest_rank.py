@@ -29,7 +29,7 @@ class _Rank:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         if session.config.pluginmanager.has_plugin("terminalreporter"):  # the test's process shows the progress
-            session.config.get_terminal_writer()._file = open(os.devnull, "w")
+            session.config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
