@@ -80,8 +80,10 @@ OUTCOMES = """
 
 def start(directory: Path, *arguments: str, **files: str) -> subprocess.Popen[str]:
     """Start pytest in a project of these test files."""
-    found = [entry.value for entry in metadata.entry_points(group="pytest11") if entry.name == "npu_device"]
-    assert found, "this environment doesn't know the plugin: install the package again (pip install -e .)"
+    groups = [entry.group for entry in metadata.distribution("npu_device").entry_points]
+    assert "pytest11" in groups, (
+        "this environment doesn't know the plugin: install the package again (pip install -e .)"
+    )
     for name, text in files.items():
         launcher.script(directory, text, f"{name}.py")
     return subprocess.Popen(
@@ -159,7 +161,6 @@ STUCK = """
     @pytest.mark.ranks(2)
     def test_stuck():
         pathlib.Path(f"pid{npu.distribute.rank()}").write_text(str(os.getpid()))
-        assert "fail" not in os.environ.get("PYTEST_ADDOPTS", "")
         time.sleep(600)
 
     @pytest.mark.ranks(2)
@@ -210,4 +211,4 @@ print(time.process_time() - began, *(name for name in set(sys.modules) - before 
     runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
     assert min(float(one.stdout.split()[0]) for one in runs) < 0.02
     new = set(runs[0].stdout.split()[1:])
-    assert new - set(sys.stdlib_module_names) == {"npu_device"}
+    assert new.isdisjoint({"tensorflow", "keras", "numpy"}) and "npu_device" in new
