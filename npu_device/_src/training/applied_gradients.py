@@ -114,9 +114,11 @@ class AppliedGradients:
             self._pair, self._reduced_now = pair or self._pair, self._reduced_now + len(values)
         self._averaged |= {id(compat.inner_variable(value)) for value in values if hasattr(value, "assign")}
         for watched in self._watched.values():
-            if watched.is_reduced is None and 0 < len(watched.posted) < len(FIRST_LOOKS):
+            in_doubt = not tf.executing_eagerly() or 0 < len(watched.posted) < len(FIRST_LOOKS)
+            if watched.is_reduced is None and in_doubt:
                 known = [variable for reference in watched.variables if (variable := reference()) is not None]
-                self._averaged |= {id(compat.inner_variable(one)) for one in known if _is_value_of(one, values)}
+                with contextlib.suppress(Exception):  # whoever watches never ends a training
+                    self._averaged |= {id(compat.inner_variable(one)) for one in known if _is_value_of(one, values)}
 
     def leaves_unreduced(self, variable: Any) -> bool:
         """Return whether an optimizer has applied gradients to a variable that aren't known to be reduced."""
@@ -252,12 +254,13 @@ def _smallest(gradients: Sequence[Any]) -> list[Any]:
 
 def _is_value_of(variable: Any, values: Sequence[Any]) -> bool:
     """Return whether the value of a variable is among some values."""
-    alike = [one for one in values if tf.is_tensor(one) and one.shape == variable.shape]
+    alike = [one for one in values if isinstance(one, tf.Tensor) and one.shape == variable.shape]
     if tf.executing_eagerly() and alike:
         value = compat.to_array(tf.convert_to_tensor(variable))
         return bool(value.any()) and any(np.array_equal(compat.to_array(one), value) for one in alike)
-    handles = {id(handle) for known, handle in compat.variables_read() if known is compat.inner_variable(variable)}
-    return any(one.op.type == "ReadVariableOp" and id(one.op.inputs[0]) in handles for one in alike)
+    handles = {handle.name for known, handle in compat.variables_read() if known is compat.inner_variable(variable)}
+    reads = [one.op.inputs[0].op if one.op.type == "Identity" else one.op for one in alike]
+    return any(read.type == "ReadVariableOp" and read.inputs[0].name in handles for read in reads)
 
 
 def _has_replicas() -> bool:
