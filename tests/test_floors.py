@@ -21,6 +21,7 @@ PACKAGES = ("npu_device", "hccl", "npu_bridge")
 MORE_THAN_IMPORTS = {
     "npu_device/__init__.py": "refuses to be mixed with Ascend's wheels; loads names late, for npurun",
     "npu_device/distribute/__init__.py": "loads its callbacks at their first use, which imports Keras",
+    "npu_device/horovod/__main__.py": "runs a script",
     "npu_device/compat/v1/__init__.py": "takes npu_bridge's modules in by its __path__",
     "npu_bridge/helper/helper.py": "get_gen_ops() returns another public module, which no component may import",
 }

@@ -10,7 +10,7 @@ import os
 
 _OURS = {
     "npu_device": {
-        *("_src", "compat", "distribute", "launch", "ops", "testing", "train", "utils"),
+        *("_src", "compat", "distribute", "horovod", "launch", "ops", "testing", "train", "utils"),
         *("__init__.py", "_api.py", "callbacks.py", "configs.py", "errors.py", "gen_npu_ops.py", "npu_device.py"),
     },
     "npu_bridge": {

@@ -69,6 +69,7 @@ class Options:
         preempt_signal: number of the signal that asks the ranks for a checkpoint and a resumable end.
         preempt_timeout: seconds that the ranks have for that.
         hosts: the nodes' hosts, reached by ssh; empty if npurun is started on each node.
+        horovod: let the script's ``import horovod`` find this package's modules.
     """
 
     command: tuple[str, ...]
@@ -92,6 +93,7 @@ class Options:
     preempt_signal: int
     preempt_timeout: float
     hosts: tuple[str, ...]
+    horovod: bool
 
     @property
     def world_size(self) -> int:
@@ -184,7 +186,16 @@ def _take_from_platform(parser: argparse.ArgumentParser, given: argparse.Namespa
 
 def _hosts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[tuple[str, int | None]]:
     """Return the hosts of --hosts or --hostfile, and complete the other arguments from them."""
+    total = given.num_proc
+    if total is not None and (given.nproc_per_node != visible_gpus.AUTO or given.nnodes is not None):
+        nnodes = given.nnodes[1] if given.nnodes else 1
+        each = f"-n {max(1, total // nnodes)} --nnodes {nnodes}" if nnodes > 1 else f"-n {given.nproc_per_node}"
+        parser.error(
+            f"-np {total} counts the ranks of all hosts, -n those of each node. Give one of them: npurun -np {total} "
+            f"-H a:N,b:N; or npurun {each}"
+        )
     if given.hosts is None and given.hostfile is None:
+        given.nproc_per_node = total or given.nproc_per_node
         return []
     if given.hosts is not None and given.hostfile is not None:
         parser.error("--hosts and --hostfile name the same thing: give one of them")
@@ -192,6 +203,7 @@ def _hosts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[t
         parser.error("--node-rank and --tune belong to an npurun that is started on each node: leave --hosts out")
     try:
         found = host_list.parse(given.hosts) if given.hostfile is None else host_list.read(given.hostfile)
+        found = found if total is None else host_list.filled(found, total)
     except (OSError, ValueError) as error:
         parser.error(f"{'--hosts' if given.hostfile is None else '--hostfile'}: {error}")
     numbers = {number for _, number in found if number is not None}
@@ -244,11 +256,16 @@ def _parser() -> argparse.ArgumentParser:
     grace = "seconds before ranks that don't stop are killed (default 5)"
     _add(parser, "--grace", type=_seconds, default=5.0, metavar="S", help=grace)
     _add(parser, "--trace", metavar="DIR", help="write a trace of the iterations and a report to DIR")
-    _add(parser, "--tune", action="store_true", help="run the script a few times to find the best gradient split")
+    _add(parser, "--tune", action="store_true", help="run the script a few times: the best gradient split")
+    horovod = "import horovod gives npu_device.horovod"
+    _add(parser, "--horovod", action="store_true", help=horovod)
     _add(parser, "--check", action="store_true", help=argparse.SUPPRESS)  # until 0.3.0; since 0.2.0: npurun check
     several = parser.add_argument_group("several nodes (run npurun once on each, or give --hosts)")
-    _add(several, "--hosts", metavar="A:N,B:N", help="start all nodes from here, over ssh")
+    _add(several, "--hosts", metavar="A:N,B:N", help="start all nodes from here, over ssh (also -H)")
+    several.add_argument("-H", dest="hosts", help=argparse.SUPPRESS, default=argparse.SUPPRESS)
     _add(several, "--hostfile", metavar="FILE", help="the same, from lines such as: A slots=N")
+    total = "number of ranks on all hosts together"
+    several.add_argument("-np", dest="num_proc", type=_positive, metavar="N", help=total)
     several_nodes = "number of nodes (default 1); MIN:MAX: start with MAX nodes, go on with MIN or more"
     _add(several, "--nnodes", type=_nodes, metavar="N", help=several_nodes)
     _add(several, "--node-rank", type=int, metavar="R", help="number of this node, from 0")
@@ -312,9 +329,11 @@ def _command(parser: argparse.ArgumentParser, module: bool, words: list[str]) ->
 
 
 def _ranks(text: str) -> int | str:
-    if text == "p":
-        raise argparse.ArgumentTypeError("-np is mpirun's spelling; npurun's is -n N")
     return text if text == visible_gpus.AUTO else _count(text, 1)
+
+
+def _positive(text: str) -> int:
+    return _count(text, 1)
 
 
 def _count(text: str, low: int = 0) -> int:

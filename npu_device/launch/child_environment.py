@@ -13,6 +13,7 @@ import signal
 from collections.abc import Mapping, Sequence
 
 from npu_device._src.environment import NPU_DEVICE_RANK_PROCESS
+from npu_device._src.horovod import modules
 from npu_device.launch.arguments import Options
 from npu_device.launch.meeting import Meeting
 
@@ -70,6 +71,8 @@ def for_rank(
     )
     if meeting.made_secret is not None:
         environment.update(NPU_DEVICE_SECRET=meeting.made_secret)
+    if options.horovod:
+        environment.update(modules.variables(environment))
     if trace is not None:
         environment.update(PROFILING_MODE="true", PROFILING_OPTIONS=json.dumps({"output": os.path.abspath(trace)}))
     return environment

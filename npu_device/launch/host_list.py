@@ -48,6 +48,30 @@ def read(path: str) -> list[tuple[str, int | None]]:
     return parse(",".join(hosts))
 
 
+def filled(hosts: list[tuple[str, int | None]], total: int) -> list[tuple[str, int | None]]:
+    """Return the hosts that so many ranks need, which fill one after the other, each with its number of ranks.
+
+    Raises:
+        ValueError: there isn't room for all, or a host would get another number than the first one.
+
+    Examples:
+        >>> filled([("a", 2), ("b", 2), ("c", 2)], 4)
+        [('a', 2), ('b', 2)]
+    """
+    room = [number or max(1, total // len(hosts)) for _, number in hosts]
+    used = [max(0, min(number, total - sum(room[:place]))) for place, number in enumerate(room)]
+    if sum(used) < total or len(set(used) - {0}) > 1:
+        count = min(len(hosts), total)
+        each = total // count
+        counts = ", ".join(f"{number} on {host}" for (host, _), number in zip(hosts, used))
+        alike = ",".join(f"{host}:{each}" for host, _ in hosts[:count])
+        raise ValueError(
+            f"-np {total} gives {counts}; npurun starts all {total} ranks, the same number on each host. For example: "
+            f"npurun -np {each * count} -H {alike}"
+        )
+    return [(host, number) for (host, _), number in zip(hosts, used) if number]
+
+
 def name(host: str) -> str:
     """Return a host without the user."""
     return host.rpartition("@")[2]

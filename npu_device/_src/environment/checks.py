@@ -43,3 +43,8 @@ def settings_everywhere() -> dict[str, str]:
     """
     values = {variable: variable.get() for variable in ALL if variable.everywhere}
     return {variable.name: str(value) for variable, value in values.items() if value != variable.default}
+
+
+def horovod_variables_without_effect() -> list[str]:
+    """Return the names of Horovod's variables that are set and mean nothing here."""
+    return sorted(names_in_environment("HOROVOD_") - {variable.name for variable in ALL})

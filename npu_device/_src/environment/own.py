@@ -157,6 +157,12 @@ NPU_DEVICE_DIVISION = Variable(
     "fractions; `first` cuts all by the length of the first one, as before. `first` goes after 0.2.",
     everywhere=True,
 )
+NPU_DEVICE_HOROVOD = optional(
+    "NPU_DEVICE_HOROVOD",
+    forms.TEXT,
+    "`import horovod` gives `npu_device.horovod`, and Keras 3 takes `experimental_run_tf_function` in `compile`. "
+    "`npurun --horovod` and `python -m npu_device.horovod` set this, and PYTHONPATH.",
+)
 NPU_DEVICE_RESTART_COUNT = Variable(
     "NPU_DEVICE_RESTART_COUNT",
     forms.integer(0),

@@ -42,6 +42,12 @@ JAX_COORDINATOR_ADDRESS = optional(
     "address and port at which the ranks meet, on rank 0's host.",
 )
 HOROVOD_SIZE = optional("HOROVOD_SIZE", forms.COUNT, f"number of Horovod's processes. {_SEVERAL}")
+HOROVOD_TIMELINE = optional(
+    "HOROVOD_TIMELINE",
+    forms.PATH,
+    "file that rank 0 of a job with `hvd.init()` writes at the end: the trace of the iterations, in Chrome's format. "
+    "The directory of that name with `.trace` has the report.",
+)
 FLUX_JOB_SIZE = optional("FLUX_JOB_SIZE", forms.COUNT, f"number of Flux's tasks. {_SEVERAL}")
 KUBEFLOW_TRAINER_SERVER_URL = optional(
     "KUBEFLOW_TRAINER_SERVER_URL", forms.TEXT, "where `npu.callbacks.KubeflowProgress` reports progress."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -78,12 +78,31 @@ def all_reduce(
     step = current_step()
     if step is not None and group == WORLD_GROUP:
         return tf.nest.pack_sequence_as(values, _reduce_in_step(step, tensors, how))
-    adds_up = reduction in ("mean", "sum")
-    behind = same_variables.make_equal_behind(ranks, tensors) if several and adds_up else None
-    with same_variables.compared_in_session(ranks, tensors) if several and adds_up else contextlib.nullcontext():
+    if several and reduction in ("mean", "sum"):
+        reduced = reduce_by_hand(ranks, tf.nest.flatten(values), tensors, how)
+    else:
         reduced = reduce_list(ranks.job, tensors, how, ranks.group)
-    watch_reduction(ranks, tf.nest.flatten(values), tensors, reduced, how, behind)
+        watch_reduction(ranks, tf.nest.flatten(values), tensors, reduced, how, None)
     return tf.nest.pack_sequence_as(values, reduced)
+
+
+def reduce_by_hand(
+    ranks: World, values: list[Any], tensors: list[Any], how: ReductionOptions, level: int = logging.WARNING
+) -> list[Any]:
+    """Reduce what may be the gradients of a step of the script's own; compare the ranks' variables before the first.
+
+    Args:
+        ranks: the ranks.
+        values: as the script gave them.
+        tensors: the same as dense tensors, ``tf.IndexedSlices`` and ``None``.
+        how: the settings, for a sum or a mean.
+        level: how to log that the variables differed.
+    """
+    behind = same_variables.make_equal_behind(ranks, tensors, level)
+    with same_variables.compared_in_session(ranks, tensors):
+        reduced = reduce_list(ranks.job, tensors, how, ranks.group)
+    watch_reduction(ranks, values, tensors, reduced, how, behind)
+    return reduced
 
 
 def _reduce_in_step(step: CurrentStep, tensors: list[Any], how: ReductionOptions) -> list[Any]:

@@ -42,13 +42,14 @@ _GRAPHS = 100  # of sessions, whose variables are compared
 _TAPE = "gradient_tape/"  # before the name of the operation that the gradient is of
 
 
-def make_equal(world: World, variables: Sequence[Any], ordered: bool = True) -> bool:
+def make_equal(world: World, variables: Sequence[Any], ordered: bool = True, level: int = logging.WARNING) -> bool:
     """Compare variables before the first step; where they differ, overwrite them with those of the group's first rank.
 
     Args:
         world: the ranks.
         variables: those that an optimizer updates, and its own; the same on every rank.
         ordered: they come in the same order on every rank; else those of one name belong together.
+        level: how to log that they differ.
 
     Returns:
         False while they have no values: they were made in the trace that goes on. Usually TensorFlow then gives them
@@ -57,7 +58,7 @@ def make_equal(world: World, variables: Sequence[Any], ordered: bool = True) -> 
     Raises:
         RuntimeError: they differ, and ``NPU_DEVICE_UNEQUAL_START`` is ``error``; or only some ranks have values.
 
-    A warning names the variables that differ. With ``NPU_DEVICE_UNEQUAL_START=ignore`` nothing is compared. While a
+    The log names the variables that differ. With ``NPU_DEVICE_UNEQUAL_START=ignore`` nothing is compared. While a
     function is traced, this happens at once.
     """
     mode = environment.NPU_DEVICE_UNEQUAL_START.get()
@@ -87,19 +88,20 @@ def make_equal(world: World, variables: Sequence[Any], ordered: bool = True) -> 
             raise RuntimeError(f"rank {world.job.cluster.rank}: {text}")
         world.assign_from_root([variables[place] for place in places])
         if world.rank == 0:
-            _log.warning("%s\nThey are those of rank %d now.", text, world.group.ranks[0])
+            _log.log(level, "%s\nThey are those of rank %d now.", text, world.group.ranks[0])
         return True
 
 
 _compared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
 
 
-def make_equal_behind(world: World, gradients: Sequence[Any]) -> list[Any] | None:
+def make_equal_behind(world: World, gradients: Sequence[Any], level: int = logging.WARNING) -> list[Any] | None:
     """Do as ``make_equal`` does with the variables of gradients that a ``tf.function`` reduces itself.
 
     Args:
         world: the ranks.
         gradients: a list that is about to be reduced; nothing happens unless a tape computed it in this graph.
+        level: how to log that they differ.
 
     Returns:
         The variables, none if they aren't known; None if the values aren't gradients of a tape in this graph.
@@ -112,7 +114,7 @@ def make_equal_behind(world: World, gradients: Sequence[Any]) -> list[Any] | Non
         return None
     behind = _variables_of(present)
     new = [variable for variable in behind if _compared.get(id(variable)) is not variable]
-    if new and make_equal(world, new, ordered=False):
+    if new and make_equal(world, new, ordered=False, level=level):
         _compared.update({id(variable): variable for variable in new})
     return behind
 

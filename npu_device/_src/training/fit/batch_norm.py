@@ -27,12 +27,23 @@ def synchronise(layers: Sequence[Any], step: CurrentStep, world: World, replaced
     for layer in layers:
         name = "_sync_calculate_mean_and_var" if hasattr(layer, "_sync_calculate_mean_and_var") else "_moments"
         if hasattr(layer, name):
-            replaced.replace(layer, name, partial(_moments, step, world, layer))
+            replaced.replace(layer, name, partial(moments, step, world, layer))
 
 
-def _moments(
-    step: CurrentStep, world: World, layer: Any, own: Callable[..., Any], inputs: Any, *rest: Any, mask: Any = None
+def moments(
+    step: Any, world: World, layer: Any, own: Callable[..., Any], inputs: Any, *rest: Any, mask: Any = None
 ) -> Any:
+    """Return mean and variance over all ranks.
+
+    Args:
+        step: a ``CurrentStep``, or what has its ``weight``, ``counts``, ``to_exchange`` and ``exchanged``.
+        world: the ranks.
+        layer: the layer.
+        own: the layer's own method, unused.
+        inputs: the layer's inputs.
+        rest: what the Keras passes with them.
+        mask: the mask of Keras 3.
+    """
     del own
     # Keras 3 passes the mask; tf-keras passes the axes and whether to keep their dimensions.
     axes, keep = rest if len(rest) == 2 else (layer._reduction_axes, False)

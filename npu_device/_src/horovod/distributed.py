@@ -1,0 +1,170 @@
+"""``DistributedOptimizer`` and ``DistributedGradientTape``: gradients averaged over the ranks, as Horovod does it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src import compat, environment
+from npu_device._src.gradients.reduction import ReductionOptions
+from npu_device._src.horovod.tensor_ops import Average, Compression, check_rest, kind_of, wire_of
+from npu_device._src.tf1.distributed_optimizer import DelegatingOptimizer
+from npu_device._src.training.local_gradients import LocalGradients, made_dense
+from npu_device._src.training.optimizer_wrapper import npu_distributed_keras_optimizer_wrapper
+from npu_device._src.training.reduce_values import reduce_by_hand
+from npu_device._src.training.world import world_unless_child
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """The arguments of Horovod. From ``gradient_predivide_factor`` on, they have no effect: a mean doesn't depend on
+    where it is divided, and the split strategy groups the gradients.
+
+    Attributes:
+        compression: ``Compression.none`` or ``Compression.fp16``.
+        sparse_as_dense: make sparse gradients dense first.
+        op: ``Average`` or ``Sum``.
+        backward_passes_per_step: add up the gradients of so many batches on each rank, then reduce and apply the sum.
+        average_aggregated_gradients: divide that sum by the number of batches.
+    """
+
+    compression: Any = Compression.none
+    sparse_as_dense: bool = False
+    op: int = Average
+    backward_passes_per_step: int = 1
+    average_aggregated_gradients: bool = False
+    process_set: Any = None
+    gradient_predivide_factor: float = 1.0
+    use_locking: bool = False
+    device_dense: str = ""
+    device_sparse: str = ""
+    num_groups: int = 0
+    groups: Any = None
+    scale_local_gradients: bool = True
+
+    def __post_init__(self) -> None:
+        check_rest({"process_set": self.process_set})
+        if self.options.kind not in ("mean", "sum"):
+            raise ValueError("op currently only supports Average and Sum")
+        if self.gradient_predivide_factor != 1.0 and self.op != Average:
+            raise ValueError("gradient_predivide_factor not supported with op != Average")
+
+    @property
+    def options(self) -> ReductionOptions:
+        """Return the settings of the reduction."""
+        return ReductionOptions(kind_of(self.op), compression=wire_of(self.compression))
+
+    def reduced(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return gradients reduced over the ranks."""
+        ranks, gradients = world_unless_child(), made_dense(gradients) if self.sparse_as_dense else list(gradients)
+        if ranks is None:
+            return gradients
+        # Horovod's scripts send the root's variables after the first step. So it is normal that they differ before.
+        return reduce_by_hand(ranks, gradients, gradients, self.options, logging.INFO)
+
+
+def DistributedOptimizer(optimizer: Any, name: str | None = None, **arguments: Any) -> Any:
+    """Make an optimizer reduce its gradients over all ranks.
+
+    Args:
+        optimizer: of Keras 3, tf-keras or ``tf.compat.v1.train``.
+        name: of the TensorFlow 1 optimizer; a Keras optimizer keeps its own.
+        **arguments: those of ``_Settings``.
+
+    Returns:
+        A Keras optimizer itself, which in Keras 3 has ``lr`` and a callable ``variables`` from now on, as older scripts
+        expect; or an optimizer around that of TensorFlow 1.
+    """
+    settings = _Settings(**arguments)
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        if settings.backward_passes_per_step > 1:
+            raise NotImplementedError(
+                "backward_passes_per_step above 1 isn't supported with an optimizer of TensorFlow 1.\n"
+                "What to do: multiply the batch size by it, or use a Keras optimizer."
+            )
+        made = _LegacyOptimizer(optimizer, name or f"Distributed{type(optimizer).__name__}")
+        made._settings = settings
+        return made
+    options = settings.options
+    npu_distributed_keras_optimizer_wrapper(optimizer, options.kind, compression=options.compression)
+    keras = compat.keras_of(optimizer)
+    if compat.is_keras_3(keras):
+        own: Any = type(optimizer)
+        optimizer.__class__ = _with_old_names(own)
+        if environment.NPU_DEVICE_HOROVOD.is_set():
+            _take_old_argument(next(kind for kind in keras.Model.__mro__ if "compile" in vars(kind)))
+    if settings.sparse_as_dense or settings.backward_passes_per_step > 1:
+        averages = settings.average_aggregated_gradients
+        LocalGradients(settings.sparse_as_dense, settings.backward_passes_per_step, averages).install(optimizer)
+    return optimizer
+
+
+class _LegacyOptimizer(DelegatingOptimizer):
+    """An optimizer of TensorFlow 1 whose ``compute_gradients`` reduces."""
+
+    _settings: _Settings
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        """Return the gradients of the optimizer inside, reduced over all ranks."""
+        pairs = super().compute_gradients(*args, **kwargs)
+        reduced = self._settings.reduced([gradient for gradient, _ in pairs])
+        return [(gradient, variable) for gradient, (_, variable) in zip(reduced, pairs)]
+
+
+class _CallableList(list):
+    """Serves ``optimizer.variables`` and ``optimizer.variables()``."""
+
+    def __call__(self) -> list[Any]:
+        return self
+
+
+@functools.cache
+def _with_old_names(kind: Any) -> Any:
+    """Return a class of Keras 3 optimizers with names that older scripts use. It saves and loads as the original."""
+
+    def set_rate(self: Any, value: Any) -> None:
+        self.learning_rate = value
+
+    rate = property(lambda self: self.learning_rate, set_rate)
+    variables = property(lambda self: _CallableList(kind.variables.fget(self)))
+    return type(kind.__name__, (kind,), {"lr": rate, "variables": variables, "__module__": kind.__module__})
+
+
+@functools.cache
+def _take_old_argument(owner: Any) -> None:
+    """Let ``compile`` take ``experimental_run_tf_function``, which has meant nothing since TensorFlow 2.2."""
+    original = owner.compile
+
+    @functools.wraps(original)
+    def compile(self: Any, *args: Any, experimental_run_tf_function: Any = None, **kwargs: Any) -> Any:
+        return original(self, *args, **kwargs)
+
+    owner.compile = compile
+
+
+def DistributedGradientTape(gradtape: Any, **arguments: Any) -> Any:
+    """Return a tape like another one, whose ``gradient`` reduces over all ranks; for arguments see ``_Settings``."""
+    tape = copy.copy(gradtape)
+    own: Any = type(gradtape)
+    tape.__class__ = _distributed(own)
+    tape.npu_settings = _Settings(**arguments)
+    return tape
+
+
+@functools.cache
+def _distributed(kind: Any) -> Any:
+    @tf.autograph.experimental.do_not_convert
+    def gradient(
+        self: Any, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False, **more: Any
+    ) -> Any:
+        """Return the gradients, reduced over all ranks."""
+        mine = kind.gradient(self, target, sources, output_gradients, **more)
+        return tf.nest.pack_sequence_as(mine, self.npu_settings.reduced(tf.nest.flatten(mine)))
+
+    return type(kind.__name__, (kind,), {"gradient": gradient, "__module__": kind.__module__})

@@ -1,0 +1,56 @@
+"""The calls of ``horovod.keras`` and ``horovod.tensorflow.keras``: on values, also while a session's graph is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.horovod import sent_state, tensor_ops
+from npu_device._src.horovod.distributed import DistributedOptimizer
+
+
+def _now(operation: Any, *arguments: Any, **options: Any) -> Any:
+    """Return an operation's result: a tensor, or an array if graphs are built."""
+    if tf.executing_eagerly():
+        return operation(*arguments, **options)
+    with compat.eager_mode():
+        return operation(*arguments, **options).numpy()
+
+
+def allreduce(value: Any, name: str | None = None, average: bool | None = None, **arguments: Any) -> Any:
+    """Reduce a value over all ranks; see ``horovod.tensorflow.allreduce``."""
+    return _now(tensor_ops.allreduce, value, average, **arguments)
+
+
+def allgather(value: Any, name: str | None = None) -> Any:
+    """Return all ranks' values one after the other along the first dimension."""
+    return _now(tensor_ops.allgather, value)
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
+    """Return the root's value."""
+    return _now(tensor_ops.broadcast, value, root_rank)
+
+
+def reducescatter(value: Any, name: str | None = None, op: int = tensor_ops.Average) -> Any:
+    """Reduce a value over all ranks, and return this rank's part; see ``horovod.tensorflow.reducescatter``."""
+    return _now(tensor_ops.reducescatter, value, op=op)
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """Overwrite the variables of Keras's session with the root's; raise RuntimeError in eager mode."""
+    operation = sent_state.broadcast_global_variables(root_rank)
+    return compat.session_backend().get_session().run(operation)
+
+
+def load_model(
+    filepath: Any, custom_optimizers: Any = None, custom_objects: Any = None, compression: Any = None, **_: Any
+) -> Any:
+    """Load a model of ``tf.keras``, and make its optimizer, perhaps of a custom class, a ``DistributedOptimizer``."""
+    known = {**{kind.__name__: kind for kind in custom_optimizers or ()}, **(custom_objects or {})}
+    model = tf.keras.models.load_model(filepath, custom_objects=known)
+    if getattr(model, "optimizer", None) is not None:
+        DistributedOptimizer(model.optimizer, compression=compression)
+    return model

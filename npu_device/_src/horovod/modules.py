@@ -1,0 +1,105 @@
+"""The modules of Horovod: which of them exist here, and how a script's ``import horovod`` finds them.
+
+The launcher and ``python -m npu_device.horovod`` put a folder with a package ``horovod`` on PYTHONPATH, so that child
+processes find it as well. Imports no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from npu_device._src import environment
+
+__version__ = "0.28.1"
+"""The release of Horovod whose names and arguments these are."""
+
+_THEIRS, _OURS = "horovod", "npu_device.horovod"
+_INSTEAD = {
+    "torch": "for PyTorch, use torch.distributed with DistributedDataParallel, started by torchrun",
+    "mxnet": "MXNet isn't supported",
+    "spark": "inside a Spark barrier stage, call npu.open() in each task (docs/launching.md)",
+    "ray": "start one task per rank with Ray, and call npu.open() in each (docs/launching.md)",
+    "runner": "start the script with npurun -np N -H a:2,b:2 --horovod train.py",
+}
+PAGE = "docs/from_horovod.md"
+
+
+def variables(inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which a process of this environment, and its children, import these modules."""
+    folder = str(Path(__file__).parent / "path")
+    others = [each for each in (inherited.get("PYTHONPATH") or folder).split(os.pathsep) if each != folder]
+    return {environment.NPU_DEVICE_HOROVOD.name: "1", "PYTHONPATH": os.pathsep.join([folder, *others])}
+
+
+def main() -> None:
+    """Become Python with the rest of the command line: mpirun or srun still has the process that it has started."""
+    if not sys.argv[1:]:
+        sys.exit("usage: python -m npu_device.horovod [-m] script [argument ...]")
+    before = getattr(sys, "orig_argv", [])  # from Python 3.10 on
+    flags = before[1 : before.index("-m")] if "-m" in before else []
+    os.execve(sys.executable, [sys.executable, *flags, *sys.argv[1:]], {**os.environ, **variables(os.environ)})
+
+
+def take_over() -> None:
+    """Let ``horovod`` and its submodules be those of this package, in this process. ``import horovod`` calls this."""
+    sys.modules[_THEIRS] = importlib.import_module(_OURS)
+    _Finder.replaces = True
+
+
+def other_horovod() -> str | None:
+    """Return the version of an installed Horovod that these modules stand in for; None without one."""
+    try:
+        return metadata.version(_THEIRS) if _Finder.replaces else None
+    except metadata.PackageNotFoundError:
+        return None
+
+
+class _Finder:
+    """Finds ``horovod.X``, and says what to do about modules that aren't offered."""
+
+    replaces = False  # ``horovod`` is this package's
+
+    @classmethod
+    def find_spec(cls, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        """Return the spec of a module of Horovod's that is offered; None for all other modules."""
+        is_ours, is_theirs = name.startswith(f"{_OURS}."), cls.replaces and name.startswith(f"{_THEIRS}.")
+        if not (is_ours or is_theirs):
+            return None
+        rest = name[len(_OURS if is_ours else _THEIRS) + 1 :]
+        instead = _INSTEAD.get(rest.split(".", 1)[0])
+        if instead is None and is_theirs and importlib.util.find_spec(f"{_OURS}.{rest}") is None:
+            instead = "the modules are horovod.tensorflow, horovod.tensorflow.keras and horovod.keras; see " + PAGE
+        if instead is not None:
+            raise ImportError(f"npu_device has no {_THEIRS}.{rest}.\nWhat to do: {instead}.", name=name)
+        return ModuleSpec(name, _Loader(f"{_OURS}.{rest}")) if is_theirs else None
+
+
+class _Loader(Loader):
+    """Gives the module of another name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module."""
+        module = importlib.import_module(self._name)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module its own spec back, which the import has replaced."""
+        module.__spec__ = self._spec
+
+
+sys.meta_path.insert(0, _Finder)

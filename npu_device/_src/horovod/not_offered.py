@@ -1,0 +1,32 @@
+"""Names of Horovod that this package doesn't have, and what to use instead; and one that is made at its first use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from npu_device._src.horovod.modules import PAGE
+
+_SETS = "make a group with hccl.manage.api.create_group, and call npu.distribute.all_reduce(..., group=...)"
+_RESUME = "npurun --max-restarts with npu.callbacks.FitCheckpoint (docs/reliability.md)"
+_INSTEAD = {
+    "global_process_set": "leave process_set out",
+    **dict.fromkeys(("ProcessSet", "add_process_set", "remove_process_set"), _SETS),
+    "join": "give every rank the same number of steps; npu.distribute.weighted_mean takes ranks without samples",
+    "elastic": _RESUME,
+    "run": "npurun -np N --horovod train.py",
+    "broadcast_": "hvd.broadcast_variables",
+    "PartialDistributedGradientTape": "hvd.DistributedGradientTape, and compute the local gradients with another tape",
+    **dict.fromkeys(("start_timeline", "stop_timeline"), "HOROVOD_TIMELINE=FILE, or npurun --trace DIR"),
+    **{f"{name}_op": f"hvd.{name}()" for name in ("rank", "local_rank", "size", "local_size")},
+    **{f"cross_{name}": f"hvd.{name}() // hvd.local_size(), if hosts are alike" for name in ("rank", "size")},
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Return a name that Horovod's modules have besides those that they import."""
+    if name == "SyncBatchNormalization":
+        from npu_device._src.horovod.sync_batch_norm import layer_class
+
+        return layer_class()
+    instead = f"\nWhat to do: {_INSTEAD[name]}." if name in _INSTEAD else ""
+    raise AttributeError(f"npu_device's horovod has no {name!r} ({PAGE}).{instead}")

@@ -1,0 +1,113 @@
+"""Horovod's calls about the process and its job, and its variables: ``init``, ``rank``, ``HOROVOD_TIMELINE``."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src import compat, environment
+from npu_device._src.horovod import modules
+from npu_device._src.report.output import PERFETTO
+from npu_device._src.training import device, ranks
+
+_log = logging.getLogger("npu_device")
+
+_is_initialized = False
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Join the job that the environment describes, as ``npu.open()`` does. Without a launcher, there is one rank.
+
+    Args:
+        comm: an MPI communicator of all ranks, or the list of all ranks.
+        process_sets: not supported.
+    """
+    global _is_initialized
+    if process_sets:
+        raise NotImplementedError("process sets aren't supported.\nWhat to do: make groups with hccl.manage.api.")
+    is_first = device.handle() is None
+    if is_first:
+        _ask_for_timeline()
+    device.open()
+    wanted = comm.Get_size() if hasattr(comm, "Get_size") else len(comm or ()) or ranks.size()
+    if wanted != ranks.size():
+        raise NotImplementedError(
+            f"rank {ranks.rank()}: hvd.init was given {wanted} of the job's {ranks.size()} ranks.\n"
+            "What to do: call hvd.init() without comm, and start as many ranks as are to train."
+        )
+    _is_initialized = True
+    if is_first and ranks.rank() == 0:
+        _tell()
+
+
+def _ask_for_timeline() -> None:
+    """Ask for a trace, whose file for Chrome rank 0 copies at the end, unless another trace is wanted."""
+    file = environment.HOROVOD_TIMELINE.get()
+    if file is not None and environment.PROFILING_MODE.get() != "true":
+        environment.PROFILING_MODE.set("true")
+        environment.PROFILING_OPTIONS.set(json.dumps({"output": str(folder := Path(f"{file}.trace").resolve())}))
+        atexit.register(_copy, folder / PERFETTO, Path(file).resolve())  # runs after the trace's own end
+
+
+def _copy(written: Path, file: Path) -> None:
+    with contextlib.suppress(OSError):  # another rank than 0, or nothing was traced
+        shutil.copyfile(written, file)
+
+
+def _tell() -> None:
+    installed, ignored = modules.other_horovod(), environment.horovod_variables_without_effect()
+    if installed is not None:
+        _log.warning("import horovod gives npu_device's modules in this job, not the installed Horovod %s", installed)
+    if ignored:
+        _log.warning("%s: no effect with npu_device (%s)", ", ".join(ignored), modules.PAGE)
+
+
+def shutdown() -> None:
+    """Leave the job; also happens at exit. The process can't join it again."""
+    global _is_initialized
+    _is_initialized = False
+    device.close()
+
+
+def is_initialized() -> bool:
+    """Return True between ``init`` and ``shutdown``."""
+    return _is_initialized
+
+
+def _after_init(call: Callable[[], int]) -> Callable[[], int]:
+    """Return a call that raises ValueError before ``init``, as in Horovod."""
+
+    @functools.wraps(call)
+    def checked() -> int:
+        if not _is_initialized:
+            raise ValueError("Horovod has not been initialized; use hvd.init().")
+        return call()
+
+    return checked
+
+
+rank, size, local_rank, local_size = map(_after_init, (ranks.rank, ranks.size, ranks.local_rank, ranks.local_size))
+
+
+def gloo_built() -> bool:
+    """Return True: ranks work together without MPI."""
+    return True
+
+
+def mpi_built() -> bool:
+    """Return False: MPI, and what else Horovod may be built with, isn't needed."""
+    return False
+
+
+gloo_enabled, nccl_built = gloo_built, compat.has_nccl
+mpi_enabled = mpi_threads_supported = ccl_built = ddl_built = mpi_built
+cuda_built, rocm_built = tf.test.is_built_with_cuda, tf.test.is_built_with_rocm

@@ -1,0 +1,57 @@
+"""Horovod's calls that give all ranks the root's variables or objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Callable
+
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.horovod.tensor_ops import check_rest
+from npu_device._src.tf1 import hooks
+from npu_device._src.training import ranks
+from npu_device._src.training.variables import broadcast
+
+
+def broadcast_variables(variables: Iterable[Any], root_rank: int, **rest: Any) -> Any:
+    """Overwrite variables with the root's values; return the operation in a graph for a session, else None."""
+    check_rest(rest)
+    variables = list(variables)
+    return broadcast(variables, root_rank) if variables else None
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """Return the operation that overwrites the graph's global variables with the root's."""
+    if tf.executing_eagerly():
+        raise RuntimeError(
+            "hvd.broadcast_global_variables() does not support eager execution. Please use "
+            "`hvd.broadcast_variables(<model/optimizer variables>)` instead."
+        )
+    return hooks.broadcast_global_variables(root_rank)
+
+
+class BroadcastGlobalVariablesHook(hooks.NPUBroadcastGlobalVariablesHook):
+    """Gives all ranks the root's global variables when the session has been made or restored."""
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__(root_rank)
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None, **rest: Any) -> Any:
+    """Return the root's Python object, also while a graph is built."""
+    check_rest(rest)
+    with compat.eager_mode():
+        return ranks.broadcast_object(obj, root_rank)
+
+
+def broadcast_object_fn(root_rank: int = 0, **rest: Any) -> Callable[[Any], Any]:
+    """Return ``broadcast_object`` for this root."""
+    return lambda obj: broadcast_object(obj, root_rank, **rest)
+
+
+def allgather_object(obj: Any, session: Any = None, name: str | None = None, **rest: Any) -> list[Any]:
+    """Return every rank's Python object, by rank, also while a graph is built."""
+    check_rest(rest)
+    with compat.eager_mode():
+        return ranks.gather_object(obj)

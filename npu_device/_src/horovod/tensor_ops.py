@@ -1,0 +1,270 @@
+"""Horovod's operations on tensors: every rank gets the result, and results have the dtype of what was given.
+
+Gradients are Horovod's, too, which averages where this package adds up. ``rest`` is what ``check_rest`` takes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.collectives import ops
+from npu_device._src.collectives.graph import differentiable
+from npu_device._src.collectives.mismatch import MismatchError
+from npu_device._src.gradients.reduction import ReductionOptions
+from npu_device._src.gradients.sparse import with_values
+from npu_device._src.training import hccl_ops
+from npu_device._src.training.reduce_values import watch_reduction
+from npu_device._src.training.world import world
+
+Average, Sum, Adasum, Min, Max, Product = range(6)
+_KINDS = {Average: "mean", Sum: "sum", Min: "min", Max: "max", Product: "prod"}
+_NO_EFFECT = {"name", "device", "device_dense", "device_sparse", "ignore_name_scope", "inplace", "session"}
+
+
+class NoneCompressor:
+    """Sends tensors as they are. Scripts may pass a class of their own with the same methods to ``allreduce``."""
+
+    @staticmethod
+    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        """Return the tensor to send, and what ``decompress`` needs."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: tf.Tensor, context: Any) -> tf.Tensor:
+        """Return the tensor that a received one stands for."""
+        return tensor if context is None else tf.cast(tensor, context)
+
+
+class FP16Compressor(NoneCompressor):
+    """Sends floating-point tensors in 16 bits. In sums and means they are added up in their own dtype."""
+
+    @staticmethod
+    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        """Return the tensor as float16, and its dtype."""
+        return (tf.cast(tensor, tf.float16) if tensor.dtype.is_floating else tensor), tensor.dtype
+
+
+class Compression:
+    """The compressions that ``compression=`` takes."""
+
+    none, fp16 = NoneCompressor, FP16Compressor
+
+
+def wire_of(compression: Any) -> str | None:
+    """Return a compression of gradients in this package's spelling; raise TypeError for one of the script's own."""
+    if compression in (None, NoneCompressor, FP16Compressor):
+        return "fp16" if compression is FP16Compressor else None
+    raise TypeError(
+        f"compression is {compression!r}; gradients travel with Compression.none or Compression.fp16.\n"
+        "What to do: call hvd.allreduce(gradient, compression=...), which takes any compressor."
+    )
+
+
+def kind_of(op: int | None, average: bool | None = None) -> str:
+    """Return a reduction in this package's spelling; ``average`` is Horovod's older one, of ``Average`` and ``Sum``."""
+    if average is not None and op is not None:
+        raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+    op = (Average if average in (None, True) else Sum) if op is None else op
+    if op == Adasum:
+        raise NotImplementedError(
+            "Adasum isn't supported.\nWhat to do: pass op=hvd.Average, and multiply the learning rate by hvd.size()."
+        )
+    if op not in _KINDS:
+        raise ValueError(f"op is {op!r}; expected one of hvd.Average, Sum, Min, Max and Product")
+    return _KINDS[op]
+
+
+def check_rest(rest: dict[str, Any]) -> None:
+    """Check arguments that have no effect: names, devices and the like. Others are errors."""
+    if rest.get("process_set") is not None:
+        raise NotImplementedError(
+            "process sets aren't supported.\nWhat to do: leave process_set out, or make a group with "
+            "hccl.manage.api.create_group and call npu.distribute.all_reduce(..., group=...)."
+        )
+    unknown = sorted(rest.keys() - _NO_EFFECT - {"process_set"})
+    if unknown:
+        raise TypeError(f"unexpected argument: {', '.join(unknown)}")
+
+
+def _operation(call: Any) -> Any:
+    """Let an operation raise what Horovod raises when the ranks' calls don't fit each other."""
+
+    @tf.autograph.experimental.do_not_convert
+    @functools.wraps(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except MismatchError as error:
+            raise tf.errors.FailedPreconditionError(None, None, str(error)) from error
+
+    return run
+
+
+def allreduce(tensor: Any, average: bool | None = None, **arguments: Any) -> Any:
+    """Reduce a tensor, variable, array, number or ``tf.IndexedSlices`` over all ranks; see ``grouped_allreduce``."""
+    return grouped_allreduce([tensor], average, **arguments)[0]
+
+
+@_operation
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    *,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    **rest: Any,
+) -> list[Any]:
+    """Reduce several tensors together.
+
+    Args:
+        tensors: as in ``allreduce``. The rows of ``tf.IndexedSlices`` are gathered.
+        average: older spelling of ``op``.
+        compression: what travels.
+        op: ``Average`` (default), ``Sum``, ``Min``, ``Max`` or ``Product``.
+        prescale_factor, postscale_factor: multiply the tensors before, and the results.
+
+    Raises:
+        NotImplementedError: a process set; Adasum; factors, or others than sum and mean, with ``tf.IndexedSlices``.
+    """
+    check_rest(rest)
+    kind = kind_of(op, average)
+    values = [each if isinstance(each, tf.IndexedSlices) else compat.to_tensor(each) for each in tensors]
+    if any(isinstance(each, tf.IndexedSlices) for each in values):
+        if kind not in ("mean", "sum"):
+            raise NotImplementedError("Only Sum and Average ops are supported with tf.IndexedSlices")
+        if (prescale_factor, postscale_factor) != (1.0, 1.0):
+            raise NotImplementedError("Pre/postscale_factor are not supported with tf.IndexedSlices")
+    ranks = world()
+    by_wire = "fp16" if compression is Compression.fp16 and kind in ("mean", "sum") else None
+    compressor: Any = Compression.none if by_wire else compression
+    sent, contexts = list(values), [None] * len(values)
+    for place, each in enumerate(values):
+        if tf.is_tensor(each):
+            sent[place], contexts[place] = compressor.compress(_times(each, prescale_factor))
+    if ranks is not None and sent:
+        # A single tensor isn't cut by a split strategy, which is made for a model's gradients.
+        options = ReductionOptions(kind, fusion=int(len(sent) > 1), compression=by_wire, adds_rows=False)
+        reduced = ranks.reduce(sent, options)
+        watch_reduction(ranks, list(tensors), sent, reduced, options, None)
+        sent = list(map(_in_dtype_of, sent, reduced))
+    for place, each in enumerate(sent):
+        if tf.is_tensor(each):
+            sent[place] = _times(compressor.decompress(each, contexts[place]), postscale_factor)
+    return sent
+
+
+def _times(value: tf.Tensor, factor: float) -> tf.Tensor:
+    wide = tf.float64 if value.dtype.is_integer else value.dtype
+    return value if factor == 1.0 else tf.cast(tf.cast(value, wide) * tf.cast(factor, wide), value.dtype)
+
+
+def _in_dtype_of(value: Any, result: Any) -> Any:
+    """Return a result in the dtype of what was given: the mean of integers is an integer in Horovod."""
+    return with_values(result, lambda values: tf.cast(values, value.dtype))
+
+
+def _with_gradient_times(tensor: tf.Tensor, factor: float) -> tf.Tensor:
+    """Return a tensor whose gradient is multiplied."""
+    if not tensor.dtype.is_floating:
+        return tensor
+    factor_like = tf.cast(factor, tensor.dtype)
+    return differentiable([tf.identity(tensor)], lambda upstream: [upstream * factor_like], [tensor])[0]
+
+
+@_operation
+def allgather(tensor: Any, name: str | None = None, **rest: Any) -> Any:
+    """Return all ranks' tensors one after the other along the first dimension, which may differ among the ranks."""
+    check_rest(rest)
+    ranks, tensor = world(), compat.to_tensor(tensor)
+    return tensor if ranks is None else ranks.gather(_with_gradient_times(tensor, 1 / ranks.size))
+
+
+def grouped_allgather(tensors: Sequence[Any], name: str | None = None, **rest: Any) -> list[Any]:
+    """Gather each of several tensors; see ``allgather``."""
+    return [allgather(each, **rest) for each in tensors]
+
+
+@_operation
+def broadcast(tensor: Any, root_rank: int, name: str | None = None, **rest: Any) -> Any:
+    """Return the root's tensor, which has the same shape and dtype on every rank."""
+    check_rest(rest)
+    ranks, tensor = world(), compat.to_tensor(tensor)
+    return tensor if ranks is None else ranks.from_root([_with_gradient_times(tensor, 1 / ranks.size)], root_rank)[0]
+
+
+@_operation
+def alltoall(tensor: Any, splits: Any = None, name: str | None = None, **rest: Any) -> Any:
+    """Send a part of the first dimension to each rank: as many rows as ``splits`` says, or the same number. Return the
+    parts from rank 0, 1, … one after the other; with ``splits`` also how many rows came from each rank.
+    """
+    check_rest(rest)
+    ranks, tensor = world(), _with_rows("alltoall", tensor)
+    count = 1 if ranks is None else ranks.size
+    if splits is None:
+        if tensor.shape[0] is not None and tensor.shape[0] % count:
+            raise ValueError(f"alltoall: {tensor.shape[0]} rows can't be divided among {count} ranks; pass splits")
+        mine = tf.fill([count], tf.shape(tensor)[0] // count)
+    else:
+        mine = tf.cast(compat.to_tensor(splits), tf.int32)
+        if mine.shape.rank != 1 or mine.shape[0] not in (count, None):
+            raise ValueError(f"alltoall: splits has shape {mine.shape}; expected one entry for each of {count} ranks")
+    if ranks is None:
+        return tensor if splits is None else (tensor, mine)
+    matrix = tf.reshape(ranks.gather(mine), [count, count])
+    row = tf.reduce_prod(tf.shape(tensor)[1:])
+    flat = hccl_ops.all_to_all_v_c(tf.reshape(tensor, [-1]), matrix * row, ranks.rank)
+    received = matrix[:, ranks.rank]
+    result = tf.reshape(flat, tf.concat([[tf.reduce_sum(received)], tf.shape(tensor)[1:]], 0))
+    return result if splits is None else (result, received)
+
+
+@_operation
+def reducescatter(
+    tensor: Any,
+    *,
+    compression: Any = Compression.none,
+    op: int = Average,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    **rest: Any,
+) -> Any:
+    """Reduce a tensor over all ranks, and return this rank's part of the first dimension; the first ranks get a row
+    more if it can't be divided evenly. Arguments are those of ``grouped_allreduce``; only sums and means.
+    """
+    check_rest(rest)
+    kind = kind_of(op)
+    if kind not in ("mean", "sum"):
+        raise NotImplementedError("reducescatter knows Sum and Average")
+    ranks, tensor = world(), _with_rows("reducescatter", tensor)
+    sent, context = compression.compress(_times(tensor, prescale_factor))
+    if ranks is not None:
+        given, sent = sent, _with_gradient_times(sent, float(ranks.size))
+        rows = tf.shape(sent)[0] if sent.shape[0] is None else sent.shape[0]
+        if isinstance(rows, int) and rows % ranks.size == 0:
+            part = ops.reduce_scatter(ranks.job, sent, kind, ranks.group)
+        else:
+            each, more = rows // ranks.size, rows % ranks.size
+            first = each * ranks.rank + tf.minimum(more, ranks.rank)
+            whole = ops.all_reduce(ranks.job, sent, kind, ranks.group)
+            part = whole[first : first + each + tf.cast(ranks.rank < more, tf.int32)]
+        sent = _in_dtype_of(given, part)
+    return _times(compression.decompress(sent, context), postscale_factor)
+
+
+def _with_rows(operation: str, value: Any) -> tf.Tensor:
+    tensor = compat.to_tensor(value)
+    if tensor.shape.rank == 0:
+        raise ValueError(f"{operation} was given a scalar; expected a tensor whose first dimension is divided")
+    return tensor
+
+
+def grouped_reducescatter(tensors: Sequence[Any], **arguments: Any) -> list[Any]:
+    """Reduce and divide each of several tensors; see ``reducescatter``."""
+    return [reducescatter(each, **arguments) for each in tensors]

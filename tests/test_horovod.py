@@ -1,0 +1,227 @@
+"""Horovod's names: unchanged scripts of Horovod train as Horovod's documentation says, under either Keras."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launcher import environment, npurun, script
+from pool import Pool
+
+PASSES = 3
+
+
+def body_operations() -> None:
+    import tensorflow as tf
+
+    import npu_device.horovod.tensorflow as hvd
+
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    total = size * (size + 1) // 2
+    mine = tf.fill([2, 3], rank + 1)
+    assert hvd.allreduce(mine, op=hvd.Sum).numpy().tolist() == [[total] * 3] * 2
+    assert hvd.allreduce(mine, average=False).dtype == tf.int32
+    assert hvd.allreduce(float(rank)).numpy() == (size - 1) / 2
+    assert hvd.allreduce(mine, op=hvd.Product).numpy()[0, 0] == np.prod(range(1, size + 1))
+    sums = hvd.grouped_allreduce([mine, tf.ones([])], op=hvd.Sum, prescale_factor=2.0, compression=hvd.Compression.fp16)
+    assert sums[0].numpy()[0, 0] == 2 * total and sums[1].numpy() == 2 * size
+    slices = tf.IndexedSlices(tf.fill([1, 2], float(rank)), tf.constant([0]), tf.constant([4, 2]))
+    assert hvd.allreduce(slices).values.numpy()[:, 0].tolist() == [other / size for other in range(size)]
+    gathered = hvd.allgather(tf.fill([rank], rank)).numpy().tolist()
+    assert gathered == [other for other in range(size) for _ in range(other)]
+    assert hvd.broadcast(tf.constant(rank), root_rank=size - 1).numpy() == size - 1
+    sent, counts = hvd.alltoall(tf.fill([size * 2, 2], rank), splits=[2] * size)
+    assert sent.numpy()[:, 0].tolist() == [r for r in range(size) for _ in range(2)]
+    assert counts.numpy().tolist() == [2] * size
+    rows = hvd.reducescatter(tf.range(size + 1), op=hvd.Sum).numpy().tolist()  # one row more for rank 0
+    assert rows == ([0, size] if rank == 0 and size > 1 else [0, 1] if size == 1 else [rank * size + size])
+    assert hvd.allgather_object(rank) == list(range(size))
+    assert hvd.broadcast_object_fn(0)({"rank": rank}) == {"rank": 0}
+    layer = hvd.SyncBatchNormalization(momentum=0.0, epsilon=0.0)
+    out = layer(tf.fill([2, 1], float(rank)), training=True)
+    np.testing.assert_allclose(layer.moving_mean, [(size - 1) / 2], rtol=1e-6)
+    assert size == 1 or abs(float(hvd.allreduce(out[0, 0]))) < 1e-5
+    for wrong in (lambda: hvd.allreduce(mine, op=hvd.Adasum), lambda: hvd.allgather(mine, process_set=1)):
+        with pytest.raises(NotImplementedError, match="What to do"):
+            wrong()
+    if size > 1:
+        with pytest.raises(tf.errors.FailedPreconditionError, match="rank 1"):
+            hvd.allreduce(tf.zeros([1 + rank]))
+    assert not hasattr(hvd, "join") and not hasattr(hvd, "ProcessSet") and hasattr(hvd, "SyncBatchNormalization")
+
+
+def test_operations(keras_ranks: Pool) -> None:
+    keras_ranks.run(body_operations)
+
+
+def body_accumulate(graph: bool, dense: bool) -> Any:
+    import tensorflow as tf
+
+    import npu_device.horovod.tensorflow.keras as hvd
+
+    hvd.init()
+    weight = tf.Variable([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    optimizer = hvd.DistributedOptimizer(
+        tf.keras.optimizers.SGD(0.1), backward_passes_per_step=PASSES, sparse_as_dense=dense
+    )
+
+    def step(number: Any) -> None:
+        with tf.GradientTape() as tape:
+            used = tf.gather(weight, [0, 0, 2]) if dense else weight
+            loss = tf.reduce_sum(used) * tf.cast(number + hvd.rank(), tf.float32)
+        optimizer.apply_gradients([(tape.gradient(loss, weight), weight)])
+
+    call = tf.function(step) if graph else step
+    for number in range(2 * PASSES + 1):
+        call(tf.constant(number))
+    assert int(np.asarray(optimizer.iterations)) == 2 * PASSES + 1
+    return weight.numpy(), float(np.asarray(optimizer.lr)), len(optimizer.variables())
+
+
+@pytest.mark.alternating
+@pytest.mark.parametrize(("graph", "dense"), [(True, False), (False, False), (True, True)])
+def test_gradients_of_several_batches(keras_ranks: Pool, graph: bool, dense: bool) -> None:
+    batches, size = range(2 * PASSES), keras_ranks.size
+    gradient = sum(batches) + len(batches) * (size - 1) / 2
+    rows = np.array([[2.0], [0.0], [1.0]] if dense else [[1.0]] * 3)
+    expected = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]) - 0.1 * gradient * rows
+    for weight, rate, _ in keras_ranks.run(body_accumulate, graph, dense):
+        np.testing.assert_allclose(weight, expected, rtol=1e-5)
+        assert rate == pytest.approx(0.1)
+
+
+def body_loop() -> Any:
+    """The loop of Horovod's documentation, which sends the variables after the first step."""
+    import tensorflow as tf
+
+    import npu_device.horovod.tensorflow as hvd
+
+    hvd.init()
+    tf.keras.utils.set_random_seed(hvd.rank())
+    model = tf.keras.Sequential([tf.keras.layers.Dense(3), tf.keras.layers.Dense(1)])
+    optimizer = tf.keras.optimizers.Adam(0.01)
+
+    @tf.function
+    def step(x: Any, first: bool) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x, training=True) - 1.0))
+        tape = hvd.DistributedGradientTape(tape)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        if first:
+            hvd.broadcast_variables(model.variables, root_rank=0)
+            hvd.broadcast_variables(optimizer.variables, root_rank=0)
+
+    for number in range(5):
+        step(tf.random.normal([8, 4]), number == 0)
+    return [value.tolist() for value in model.get_weights()]
+
+
+def test_loop_with_a_tape(keras_ranks: Pool) -> None:
+    weights = keras_ranks.run(body_loop)
+    assert all(other == weights[0] for other in weights)
+
+
+def body_session() -> Any:
+    import tensorflow as tf
+
+    import npu_device.horovod.tensorflow as hvd
+
+    hvd.init()
+    with tf.Graph().as_default():
+        weight = tf.compat.v1.get_variable("w", initializer=float(hvd.rank() + 1), use_resource=True)
+        optimizer = hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.5))
+        train = optimizer.minimize(weight * float(hvd.rank() + 1))
+        hooks = [hvd.BroadcastGlobalVariablesHook(0)]
+        with tf.compat.v1.train.MonitoredTrainingSession(hooks=hooks) as session:
+            session.run(train)
+            return float(session.run(weight))
+
+
+def test_session(ranks: Pool) -> None:
+    mean = (ranks.size + 1) / 2
+    assert ranks.run(body_session) == [pytest.approx(1 - 0.5 * mean)] * ranks.size
+
+
+TRAIN = """
+    import sys
+    import horovod
+    import horovod.tensorflow.keras as hvd
+    import npu_device.horovod.tensorflow.keras as ours
+    import numpy as np
+    import tensorflow as tf
+
+    assert hvd is ours and horovod.__version__ and hvd.__spec__.name == "npu_device.horovod.tensorflow.keras"
+    hvd.init()
+    random = np.random.default_rng(hvd.rank())
+    model = tf.keras.Sequential([tf.keras.layers.Dense(2)])
+    rate = 0.1 * hvd.size()
+    optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(rate))
+    model.compile(optimizer, "mse", experimental_run_tf_function=False)
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd.callbacks.MetricAverageCallback(),
+        hvd.callbacks.LearningRateWarmupCallback(warmup_epochs=2, verbose=1),
+    ]
+    found = model.fit(
+        random.normal(size=(32, 3)), random.normal(size=(32, 2)), 8, epochs=2, verbose=0, callbacks=callbacks
+    )
+    assert np.allclose(found.history["lr"], [0.1 * (1 + (hvd.size() - 1) / 2), rate]), found.history
+    everybody = hvd.allgather_object([found.history, [value.tolist() for value in model.get_weights()]])
+    assert all(other == everybody[0] for other in everybody)
+    if hvd.rank() == 0:
+        model.save("model.keras")
+    hvd.allgather_object(0)
+    loaded = hvd.load_model("model.keras")
+    assert np.isclose(float(np.asarray(loaded.optimizer.lr)), rate)
+    print("trained", hvd.size())
+"""
+
+
+def test_unchanged_script(tmp_path: Path) -> None:
+    path = script(tmp_path, TRAIN)
+    variables = {"HOROVOD_TIMELINE": str(tmp_path / "timeline.json"), "HOROVOD_CYCLE_TIME": "1"}
+    command = ["--horovod", "-np", "2", "sh", "-c", f"{sys.executable} {path}"]
+    done = npurun(*command, cwd=tmp_path, limit=120, TF_USE_LEGACY_KERAS="0", **variables)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode().count("trained 2") == 2
+    assert done.stdout.decode().count("finished gradual learning rate warmup to 0.2") == 1
+    assert done.stderr.decode().count("HOROVOD_CYCLE_TIME: no effect") == 1
+    assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+
+
+WITHOUT_TENSORFLOW = """
+    import sys
+    import horovod
+    assert horovod.__version__ and not hasattr(horovod, "run") and "tensorflow" not in sys.modules
+    for name in ("horovod.torch", "horovod.common", "npu_device.horovod.mxnet"):
+        try:
+            __import__(name)
+        except ImportError as error:
+            print(error)
+"""
+
+
+def test_module_that_runs_a_script(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "npu_device.horovod", script(tmp_path, WITHOUT_TENSORFLOW)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("npu_device has no")] == [
+        "npu_device has no horovod.torch.",
+        "npu_device has no horovod.common.",
+        "npu_device has no horovod.mxnet.",
+    ]
+    assert "torchrun" in done.stdout and "docs/from_horovod.md" in done.stdout
+
+
+def test_horovods_launcher_is_refused() -> None:
+    text = "import npu_device.horovod.tensorflow as hvd; hvd.init()"
+    variables = environment(HOROVOD_SIZE="2", HOROVOD_RANK="0")
+    done = subprocess.run([sys.executable, "-c", text], env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "npurun" in done.stderr
