@@ -85,6 +85,22 @@ def body_next_line(keras_version: str, directory: str) -> Any:
     return found
 
 
+def body_by_function(directory: str) -> list[str]:
+    """Return what is said when a model is saved by its method, and then twice by a function, to a path of each rank."""
+    import tensorflow as tf
+    from checkpoint_bodies import warnings_of_package
+
+    import npu_device as npu
+
+    model, _ = make(1)
+    with warnings_of_package() as said:
+        model.save(f"{directory}/model.keras")
+        assert said == []
+        for _ in range(2):
+            tf.keras.models.save_model(model, f"{directory}/{npu.distribute.rank()}.keras")
+    return said
+
+
 def body_other_numbers_of_saves(directory: str) -> Any:
     """Rank 0 saves alone and more often; each rank reads what its own save stands for."""
     import tensorflow as tf

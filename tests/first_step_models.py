@@ -29,6 +29,7 @@ def model_and_data(kind: str) -> tuple[Any, dict[str, Any]]:
         "valid steps": _functional,
         "added sum": _functional,
         "noise": _functional,
+        "size in a layer": _functional,
     }
     if kind in names:
         return names[kind](kind, data)
@@ -56,6 +57,8 @@ def model_and_data(kind: str) -> tuple[Any, dict[str, Any]]:
                 x = tf.random.shuffle(x)
             elif kind == "python":
                 x = tf.ensure_shape(tf.numpy_function(lambda array: array, [x], tf.float32), [None, 6])
+            elif kind == "draws in a branch":
+                x = tf.cond(tf.reduce_mean(x) > -9.0, lambda: x + tf.random.normal(tf.shape(x)), lambda: x)
             elif kind == "fixed size":
                 x += tf.zeros([x.shape[0], 6])
             with tf.GradientTape() as tape:
@@ -79,6 +82,9 @@ def model_and_data(kind: str) -> tuple[Any, dict[str, Any]]:
             if kind == "by hand":
                 for variable, gradient in zip(variables, gradients):
                     variable.assign(tf.convert_to_tensor(variable) - 0.1 * gradient)
+            elif kind == "applies in a branch":
+                apply = self.optimizer.apply_gradients
+                tf.cond(loss > -1.0, lambda: (apply(zip(gradients, variables)), 0)[1], lambda: 0)
             else:
                 self.optimizer.apply_gradients(zip(gradients, variables))
             if "bank" in kind:
@@ -142,6 +148,10 @@ def _functional(kind: str, data: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         def call(self, values: Any, training: bool = False) -> Any:
             return values * tf.floor(0.8 + tf.random.uniform([tf.shape(values)[0], 1])) if training else values
 
+    class Reshapes(layers.Layer):  # type: ignore[misc]
+        def call(self, values: Any) -> Any:
+            return tf.reshape(values, [SAMPLES, 4])
+
     def valid_steps(y: Any, out: Any) -> Any:
         each = keras.losses.sparse_categorical_crossentropy(y, out, from_logits=True)
         valid = tf.cast(y != 0, each.dtype)
@@ -159,10 +169,15 @@ def _functional(kind: str, data: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         hidden = AddsSum()(hidden)
     elif kind == "noise":
         hidden = Drops()(layers.Dropout(0.9)(layers.BatchNormalization()(hidden)))
+    elif kind == "size in a layer":
+        hidden = Reshapes()(hidden)
     elif kind == "mixing operation":
         mean = getattr(keras, "ops", tf).mean if hasattr(keras, "ops") else tf.reduce_mean
         hidden = hidden - mean(hidden, axis=0)
     model = keras.Model(inputs, layers.Dense(3)(hidden))
     loss = losses.get(kind, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     model.compile(keras.optimizers.SGD(0.1), loss)
+    if kind == "size in a layer":
+        whole = tf.data.Dataset.from_tensor_slices((data["x"], data["y"])).batch(SAMPLES, drop_remainder=True)
+        data = {"x": whole, "verbose": 0}
     return model, data

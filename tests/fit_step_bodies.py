@@ -82,8 +82,8 @@ def body_one_optimizer(directory: str) -> Any:
     return outcome(second, history)
 
 
-def body_eager_logs(reset: bool) -> Any:
-    """Return the logs of a train step that returns a Python number, its rank; or the error if it resets a metric."""
+def body_eager_logs(kind: str) -> Any:
+    """Return the logs of a train step that returns a Python number, its rank; or the error of one that can't be run."""
     import tensorflow as tf
 
     import npu_device as npu
@@ -93,8 +93,10 @@ def body_eager_logs(reset: bool) -> Any:
     class Model(keras.Model):  # type: ignore[misc]
         def train_step(self, data: Any) -> Any:
             logs = super().train_step(data)
-            if reset:
+            if kind == "reset":
                 self.metrics[0].reset_state()
+            elif kind == "value":
+                logs["loss"].numpy()
             return {**logs, "number": float(npu.distribute.rank())}
 
     inputs = keras.Input([6])
@@ -105,6 +107,31 @@ def body_eager_logs(reset: bool) -> Any:
         return npu.distribute.replicate(model).fit(x[:12], y[:12], batch_size=6, verbose=0).history["number"]
     except RuntimeError as error:
         return str(error)
+
+
+def body_computed_logs() -> list[str]:
+    """Return the warnings about a step that returns a result, a function of it, and a number."""
+    import tensorflow as tf
+    from checkpoint_bodies import warnings_of_package
+
+    import npu_device as npu
+
+    keras = tf.keras
+
+    class Model(keras.Model):  # type: ignore[misc]
+        def train_step(self, data: Any) -> Any:
+            logs = super().train_step(data)
+            result = self.mine.result()
+            return {**logs, "mine": result, "perplexity": tf.exp(result), "number": tf.reduce_mean(data[0])}
+
+    inputs = keras.Input([6])
+    model = Model(inputs, keras.layers.Dense(1)(inputs))
+    model.mine = keras.metrics.Mean(name="mine")
+    model.compile("sgd", "mse")
+    x, y = samples()
+    with warnings_of_package() as said:
+        npu.distribute.replicate(model).fit(x[:12], y[:12], batch_size=6, verbose=0)
+    return said
 
 
 def body_that_cannot_be_sent(kind: str) -> str:
@@ -135,3 +162,41 @@ def body_that_cannot_be_sent(kind: str) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def body_replaced() -> tuple[list[str], str]:
+    """Return the methods that are replaced on a model and its parts while a step is traced, and ``replica``'s list."""
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device._src import compat
+    from npu_device._src.training.fit import replica
+
+    keras = tf.keras
+    found: set[str] = set()
+
+    class Noise(keras.layers.Layer):  # type: ignore[misc]
+        def call(self, values: Any) -> Any:
+            self.add_loss(tf.reduce_mean(values**2))
+            return values
+
+    def replaced(model: Any) -> set[str]:
+        losses = [model.loss_object, *compat.compiled_losses(model)]
+        parts = [*compat.all_layers(model), *model.metrics, *losses, model.optimizer, model.generator, *seeds]
+        held = [(part, name) for part in parts for name, value in vars(part).items() if callable(value)]
+        return {name for part, name in held if callable(getattr(type(part), name, None))}
+
+    class Model(keras.Model):  # type: ignore[misc]
+        def train_step(self, data: Any) -> Any:
+            found.update(replaced(self))
+            return super().train_step(data)
+
+    inputs = keras.Input([6])
+    normalised = keras.layers.BatchNormalization(synchronized=True)(keras.layers.Dropout(0.1)(Noise()(inputs)))
+    model = Model(inputs, keras.layers.Dense(1, activity_regularizer="l2")(normalised))
+    seeds = [layer.seed_generator for layer in model.layers if hasattr(layer, "seed_generator")]
+    model.loss_object, model.generator = keras.losses.MeanSquaredError(), tf.random.Generator.from_seed(1)
+    model.compile("sgd", "mse", metrics=["mae", keras.metrics.AUC()])
+    x, before = np.ones([6, 6], np.float32), replaced(model)
+    npu.distribute.replicate(model).fit(x, x[:, :1], verbose=0)
+    return sorted(found - before), str(replica.__doc__)

@@ -24,7 +24,7 @@ def _model(step: Any = None, *more: Any) -> Any:
     for layer in more:
         hidden = layer(hidden)
     base = keras.Model if step is None else type("OwnStep", (keras.Model,), {"train_step": step})
-    return base(inputs, keras.layers.Dense(1)(hidden))
+    return base(inputs, keras.layers.Dense(1, name="last")(hidden))
 
 
 def _mean_step(self: Any, data: Any) -> Any:
@@ -197,6 +197,22 @@ def body_step(kind: str, directory: str) -> Any:
             return _mean_step(self, (data[0] + tf.zeros((data[0].shape[0], 6)), data[1]))
 
         model = _model(step)
+    elif kind == "a part for testing only":
+
+        def step(self: Any, data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+            variables = self.get_layer("last").trainable_variables  # tf-keras can't list all of them
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+            return {"loss": loss}
+
+        def test_step(self: Any, data: Any) -> Any:
+            return {"loss": tf.reduce_mean((self(self.before(data[0])) - data[1]) ** 2)}
+
+        model = _model(step)
+        model.before = keras.Sequential([keras.layers.Dropout(0.1), keras.layers.BatchNormalization()])
+        type(model).test_step = test_step
     else:
         assert kind == "of another model"  # whose step is part of this one's
         inner = npu.distribute.replicate(_model(step))
@@ -209,7 +225,8 @@ def body_step(kind: str, directory: str) -> Any:
     model.compile(keras.optimizers.SGD(0.1))
     model = npu.distribute.replicate(model)
     data: Any = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch, drop_remainder=kind == "static size")
-    history = model.fit(data, epochs=2, verbose=0)
+    tests = data if kind == "a part for testing only" else None
+    history = model.fit(data, epochs=2, verbose=0, validation_data=tests)
     return outcome(model, history, **{key: float(value) for key, value in more.items()})
 
 

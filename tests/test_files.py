@@ -34,6 +34,12 @@ def test_the_next_line_reads_the_file(keras_ranks: Pool, tmp_path: Path) -> None
             assert len(written) == (rank == 0), (rank, kind)
 
 
+def test_a_save_by_a_function_is_named(keras_two_ranks: Pool, tmp_path: Path) -> None:
+    none, [warning] = keras_two_ranks.run(file_bodies.body_by_function, str(tmp_path))
+    assert none == []
+    assert warning.startswith("rank 1 ") and "model.save(path)" in warning
+
+
 def test_ranks_that_save_more_often_than_others(several_keras_ranks: Pool, tmp_path: Path) -> None:
     for rank, found in enumerate(several_keras_ranks.run(file_bodies.body_other_numbers_of_saves, str(tmp_path))):
         expected = [f"own{rank}.keras"]

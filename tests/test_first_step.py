@@ -46,6 +46,7 @@ ERRORS = {
     "local bank": ["bank", "takes values of the samples", "# set here", "npu.distribute.all_gather"],
     "by hand": ["kernel", "without an optimizer", "variable.assign(", "npu.distribute.all_reduce(gradients)"],
     "pairs": ["first axis", "data: shape (2, 12, 6)", "npu.distribute.divided"],
+    "size in a layer": ["fixed batch size", "data[0]: shape (12, 6)", "npu.distribute.divided"],
 }
 
 
@@ -59,6 +60,7 @@ ERRORS = {
         "by hand",
         "pairs",
         "pairs of any number",
+        "size in a layer",
     ],
 )
 def test_errors(several_keras_ranks: Pool, kind: str) -> None:
@@ -95,6 +97,8 @@ STATEMENTS = {
     "shuffles": "not checked: the step draws random numbers",
     "python": "not checked: the step runs PyFunc",
     "fixed size": "not checked: the step can't run on a few samples",
+    "draws in a branch": "not checked: the step draws random numbers in a branch or a loop",
+    "applies in a branch": "not checked: the step applies gradients in a branch or a loop",
 }
 
 

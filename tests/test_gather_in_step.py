@@ -107,7 +107,7 @@ def body_reductions() -> Any:
     import tensorflow as tf
 
     import npu_device as npu
-    from npu_device._src.training.fit import reduced_by_step
+    from npu_device._src.training.fit.current import reduced_by_step
 
     keras = tf.keras
     found: list[bool] = []
@@ -119,7 +119,7 @@ def body_reductions() -> Any:
                 loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
             own = tape.gradient(loss, self.trainable_variables)
             gradients, _ = tf.clip_by_global_norm(npu.distribute.all_reduce(own), 1.0)
-            found.extend(map(reduced_by_step.reduced_by_step, (gradients, own, [gradients[0] + own[0]])))
+            found.extend(map(reduced_by_step, (gradients, own, [gradients[0] + own[0]])))
             self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
             return {"value": loss}
 

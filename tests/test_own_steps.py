@@ -35,7 +35,9 @@ def test_optimizers_anywhere(several_keras_ranks: Pool, keras_single: Pool, kind
     compare(several_keras_ranks, keras_single, own_step_bodies.body_optimizers, kind, directory=tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["synchronised", "variable", "static size", "of another model"])
+@pytest.mark.parametrize(
+    "kind", ["synchronised", "variable", "static size", "of another model", "a part for testing only"]
+)
 def test_own_steps(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path) -> None:
     compare(several_keras_ranks, keras_single, own_step_bodies.body_step, kind, directory=tmp_path)
 

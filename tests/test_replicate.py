@@ -155,13 +155,23 @@ def test_batches_that_cannot_be_sent_are_an_error(keras_two_ranks: Pool, kind: s
 
 
 def test_numbers_of_an_eager_step_are_averaged(keras_two_ranks: Pool) -> None:
-    for numbers in keras_two_ranks.run(fit_step_bodies.body_eager_logs, False):
+    for numbers in keras_two_ranks.run(fit_step_bodies.body_eager_logs, "number"):
         assert numbers == [0.5]
 
 
-def test_a_step_that_resets_a_metric_is_an_error(keras_two_ranks: Pool) -> None:
-    for error in keras_two_ranks.run(fit_step_bodies.body_eager_logs, True):
-        assert "called reset_state of its metric 'loss'" in error
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("reset", "called reset_state of its metric 'loss'"), ("value", "return tensors from the step")],
+)
+def test_what_a_step_must_not_do(keras_two_ranks: Pool, kind: str, message: str) -> None:
+    for error in keras_two_ranks.run(fit_step_bodies.body_eager_logs, kind):
+        assert message in error
+
+
+def test_logs_that_are_computed_from_results_are_named(keras_two_ranks: Pool) -> None:
+    [warning], others = keras_two_ranks.run(fit_step_bodies.body_computed_logs)
+    assert "computes 'perplexity' from a metric's result" in warning
+    assert others == []
 
 
 @pytest.mark.parametrize("kind", ["shard", "parts", "batch"])
@@ -223,3 +233,10 @@ def test_random_layers_and_statistics_are_equal_on_all_ranks(several_keras_ranks
             np.testing.assert_array_equal(mine, roots)
         assert rank["history"] == first["history"]
         assert rank["one_more"] == first["one_more"]
+
+
+def test_what_is_replaced_is_listed(keras_two_ranks: Pool) -> None:
+    names, text = keras_two_ranks.run(fit_step_bodies.body_replaced)[0]
+    expected = {"train_step", "make_test_function", "fit", "save", "apply_gradients", "call", "add_loss"}
+    assert {*expected, "update_state", "result", "reset_state", "skip"} <= set(names)
+    assert [name for name in names if f"``{name}``" not in text] == []

@@ -60,6 +60,7 @@ from npu_device._src.compat.keras_models import (
     moving_statistics,
     operations_of,
     steps_per_call,
+    variables_of,
 )
 from npu_device._src.compat.rehearsal import (
     changed_by,
@@ -174,6 +175,7 @@ __all__ = [
     "to_array",
     "to_tensor",
     "value_of_handle",
+    "variables_of",
     "variables_read",
     "variables_to_update",
     "what_remains",

@@ -21,6 +21,15 @@ def all_layers(model: Any) -> list[Any]:
     return list(model._flatten_layers())  # in tf-keras 2.15 to 2.20, and Keras 3.0 to 3.15
 
 
+def variables_of(model: Any) -> list[Any]:
+    """Return a model's variables, as far as they exist; tf-keras doesn't list them if a part was never called."""
+    try:
+        return list(model.variables)
+    except ValueError:
+        own = [[*layer._trainable_weights, *layer._non_trainable_weights] for layer in all_layers(model)]
+        return _unique(variable for variables in own for variable in variables)
+
+
 def operations_of(model: Any) -> list[Any]:
     """Return a model's layers, including itself and nested ones, and in Keras 3 what a functional model does between
     them; without metrics, which are layers in tf-keras.
@@ -69,8 +78,9 @@ def _flat(metric: Any) -> Iterator[Any]:
 
 def compiled_losses(model: Any) -> list[Any]:
     """Return the loss objects of ``compile``, as far as they exist; those of functions and names, too."""
-    built = getattr(getattr(model, "_compile_loss", None), "_flat_losses", None)  # Keras 3
-    losses = [entry.loss for entry in built or []]
+    compiled = getattr(model, "_compile_loss", None)  # Keras 3; before 3.7 with the objects themselves
+    built = getattr(compiled, "_flat_losses", None) or getattr(compiled, "flat_losses", None) or []
+    losses = [loss for loss in (getattr(entry, "loss", entry) for entry in built) if hasattr(loss, "reduction")]
     container: Any = getattr(model, "compiled_loss", None)  # tf-keras; in Keras 3 a method
     if getattr(container, "built", False) is True:
         losses += [loss for loss in container._losses if hasattr(loss, "reduction")]
@@ -79,13 +89,13 @@ def compiled_losses(model: Any) -> list[Any]:
 
 def is_loss_container(loss: Any) -> bool:
     """Return True for Keras 3's own container of the compiled losses."""
-    return hasattr(loss, "_flat_losses")
+    return type(loss).__name__ == "CompileLoss"
 
 
 def layers_that_add_up_activity(model: Any) -> list[Any]:
     """Return the layers whose activity regularizer, of Keras's own, adds up over the samples.
 
-    Keras 3 divides by their number in newer versions, as tf-keras always did. Can go with those that don't.
+    Keras 3 divides by their number from 3.14 on, as tf-keras always did. Can go with the versions before that.
     """
     layers = [layer for layer in all_layers(model) if _adds_up(getattr(layer, "activity_regularizer", None))]
     return layers if layers and _adds_up_activity(keras_of(model)) else []
@@ -122,10 +132,17 @@ def moving_statistics(model: Any) -> list[Any]:
     layers = all_layers(model)
     # In tf-keras metrics are layers, too.
     others = [layer for layer in layers if not layer.trainable or hasattr(layer, "update_state")]
-    frozen = {id(variable) for layer in [*others, *metrics_of(model)] for variable in layer.variables}
-    updated = _unique(variable for layer in layers if layer.trainable for variable in layer.non_trainable_weights)
+    frozen = {id(variable) for layer in [*others, *metrics_of(model)] for variable in variables_of(layer)}
+    updated = _unique(variable for layer in layers if layer.trainable for variable in _not_trained(layer))
     variables = [each for each in updated if id(each) not in frozen and not is_vocabulary(each)]
     return [variable for variable in variables if tf.as_dtype(variable.dtype).is_floating]
+
+
+def _not_trained(layer: Any) -> list[Any]:
+    try:
+        return list(layer.non_trainable_weights)
+    except ValueError:  # a part was never called (tf-keras); its layers are asked, too
+        return []
 
 
 def steps_per_call(model: Any) -> int:

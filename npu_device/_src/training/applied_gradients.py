@@ -26,7 +26,6 @@ from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.job import Job, current
 from npu_device._src.gradients.reduced import ReducedTensors, dense_of
-from npu_device._src.training import keras_hooks
 from npu_device._src.training.digests import BROADCAST, DIFFERENT_START, checksum, posted_differences, variable_name
 from npu_device._src.training.last_word import LastWord
 from npu_device._src.training.same_samples import Pair, SameSamples
@@ -48,7 +47,21 @@ _NOT_REDUCED = (
     "npu.distribute.all_reduce(gradients) before they are applied."
 )
 
+REDUCTION = "_npu_gradient_reduction"
+"""The attribute of a wrapped optimizer that holds its ``GradientReduction``."""
+
 _Sums = list[list[float]]  # for each gradient its sum, and that of its absolute values
+
+
+def is_wrapped(optimizer: Any) -> bool:
+    """Return True when the optimizer, or the one inside a loss-scale optimizer, already reduces its gradients."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return reduction_of(optimizer) is not None or (inner is not None and reduction_of(inner) is not None)
+
+
+def reduction_of(optimizer: Any) -> Any:
+    """Return the ``GradientReduction`` of a wrapped optimizer; None for another one."""
+    return vars(optimizer).get(REDUCTION)
 
 
 class _Watched:
@@ -135,7 +148,7 @@ class AppliedGradients:
         is_new = watched is None
         if watched is None:
             watched = self._watched[optimizer] = _Watched(self._job, type(optimizer).__name__, variables)
-        is_wrapped, eager = keras_hooks.reduction_of(optimizer) is not None, tf.executing_eagerly()
+        is_wrapped, eager = reduction_of(optimizer) is not None, tf.executing_eagerly()
         may_lead = is_new or not eager or (watched.is_reduced is None and watched.schedule.is_due())
         if is_wrapped or (may_lead and self._job.made(ReducedTensors).lead_to(present)):
             if not watched.is_reduced:
@@ -280,9 +293,9 @@ def _hook(original: Callable[..., Any], parameter: str) -> Callable[..., Any]:
             return original(self, given, *rest, **kwargs)
         if parameter == "grads":
             gradients, variables = given, compat.variables_to_update(self, *rest, **kwargs)
-            reduction = keras_hooks.reduction_inside(self)
+            reduction = _reduction_inside(self)
             if reduction is not None:
-                return keras_hooks.apply_reduced(self, reduction, functools.partial(original, self), given, variables)
+                return reduction.apply(self, functools.partial(original, self), given, variables)
         else:
             gradients, variables = [one for one, _ in given], [variable for _, variable in given]
         try:
@@ -292,3 +305,15 @@ def _hook(original: Callable[..., Any], parameter: str) -> Callable[..., Any]:
         return original(self, given, *rest, **kwargs)
 
     return apply
+
+
+def _reduction_inside(optimizer: Any) -> Any:
+    """Return the reduction of the optimizer inside a loss-scale optimizer of Keras 3 that isn't wrapped itself; else
+    None.
+
+    It calls the one inside only if the gradients are finite, on which all ranks must agree, or some wait forever. Keras
+    makes it itself (compile under mixed_float16) without telling the inner one. So its gradients are reduced before it
+    looks at them.
+    """
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return None if inner is None or reduction_of(optimizer) is not None else reduction_of(inner)

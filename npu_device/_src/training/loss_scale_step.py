@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.gradients.sparse import with_values
-from npu_device._src.training import keras_hooks
+from npu_device._src.training.applied_gradients import is_wrapped, reduction_of
 from npu_device._src.training.reduce_values import all_reduce
 
 
@@ -49,10 +49,10 @@ def reduced_and_finite(optimizer: Any, gradients: Sequence[Any]) -> tuple[list[A
     Those of a wrapped inner optimizer are already reduced here, while backward still produces others; the inner one
     recognises them. Reduced gradients are the same everywhere, so no agreement is needed.
     """
-    inner = keras_hooks.reduction_of(optimizer.inner_optimizer)
+    inner = reduction_of(optimizer.inner_optimizer)
     gradients = list(gradients) if inner is None else inner.reduce_once(gradients)
     finite = all_finite(gradients)
-    return gradients, finite if keras_hooks.is_wrapped(optimizer) else on_all_ranks(finite)
+    return gradients, finite if is_wrapped(optimizer) else on_all_ranks(finite)
 
 
 def apply_if_finite(

@@ -1,7 +1,8 @@
 """``npu_distributed_keras_optimizer_wrapper``: a Keras optimizer that reduces the gradients over all ranks before it
 uses them.
 
-The optimizers' methods that this replaces are in ``keras_hooks``.
+Methods are replaced on the user's instance, never on a class. They are bound methods, so that a deep copy of the
+optimizer has its own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from types import MethodType
+from typing import Any, Callable
 
 import tensorflow as tf
 
@@ -18,7 +20,8 @@ from npu_device._src import compat
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.gradients.reduced import dense_of, origin_of
 from npu_device._src.gradients.reduction import Gradient, ReductionOptions, reduce_list
-from npu_device._src.training import keras_hooks
+from npu_device._src.trace.steps import iteration
+from npu_device._src.training.applied_gradients import REDUCTION, is_wrapped
 from npu_device._src.training.finite_gradients import checked, is_wanted
 from npu_device._src.training.replica_audit import Audit
 from npu_device._src.training.same_samples import Pair, pair_of
@@ -26,6 +29,9 @@ from npu_device._src.training.same_variables import make_equal
 from npu_device._src.training.schedule import can_compare
 from npu_device._src.training.training_state import unique
 from npu_device._src.training.world import World, world_unless_child
+
+# Otherwise AutoGraph would rewrite the methods below when an optimizer is called in a tf.function.
+_as_it_is = tf.autograph.experimental.do_not_convert
 
 
 def npu_distributed_keras_optimizer_wrapper(
@@ -82,14 +88,14 @@ def npu_distributed_keras_optimizer_wrapper(
     ranks = world_unless_child(group)
     if ranks is None:
         return optimizer
-    if keras_hooks.is_wrapped(optimizer):
+    if is_wrapped(optimizer):
         raise ValueError(
             f"rank {ranks.job.cluster.rank}: this {type(optimizer).__name__} is wrapped already; wrapping it, or "
             "the loss-scale optimizer around it, a second time would reduce its gradients twice.\nWhat to do: call "
             "npu_distributed_keras_optimizer_wrapper once per optimizer."
         )
     keras = compat.keras_of(optimizer)
-    keras_hooks.install(optimizer, keras, GradientReduction(ranks, with_rows_for(keras, how)))
+    install(optimizer, keras, GradientReduction(ranks, with_rows_for(keras, how)))
     return optimizer
 
 
@@ -145,7 +151,7 @@ class GradientReduction:
         self._reduced = [weakref.ref(dense_of(gradient)) for gradient in reduced if gradient is not None]
 
     @contextlib.contextmanager
-    def applying(self) -> Iterator[None]:
+    def _applied(self) -> Iterator[None]:
         """Treat gradients that come in the block as already reduced."""
         before, self._applying = self._applying, True
         try:
@@ -164,7 +170,14 @@ class GradientReduction:
             return list(gradients)
         return self.reduce(gradients)
 
-    def reduce_to_apply(
+    def apply(self, optimizer: Any, apply: Callable[..., Any], gradients: list[Any], variables: list[Any]) -> Any:
+        """Apply gradients after their reduction."""
+        self.begin(optimizer, variables)
+        reduced = self._reduce_to_apply(optimizer, gradients, variables)
+        with iteration(), self._applied():
+            return apply(reduced, variables)
+
+    def _reduce_to_apply(
         self, optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]
     ) -> list[Gradient]:
         """Reduce gradients that the optimizer applies next, as ``reduce_once`` does. Audit the variables if it is time,
@@ -181,3 +194,94 @@ class GradientReduction:
         if as_they_are or not is_wanted(optimizer):
             return reduced
         return checked(self._world, optimizer.iterations, gradients, reduced, variables)
+
+
+def install(optimizer: Any, keras: Any, reduction: Any) -> None:
+    """Make an optimizer reduce its gradients.
+
+    Args:
+        optimizer: the instance to change.
+        keras: the Keras package that it belongs to.
+        reduction: a ``GradientReduction``.
+
+    Raises:
+        TypeError: it isn't an optimizer of any known family.
+    """
+    if compat.is_keras_3(keras) and isinstance(optimizer, keras.optimizers.Optimizer):
+        hooks: dict[str, Callable[..., Any]] = {
+            "apply_gradients": _apply_gradients,
+            "apply": _apply_keras_3,
+        }
+    elif not hasattr(optimizer, "apply_gradients"):
+        raise TypeError(
+            f"expected a Keras optimizer; found a {type(optimizer).__module__}.{type(optimizer).__name__}, which has "
+            "no apply_gradients"
+        )
+    elif hasattr(optimizer, "inner_optimizer"):
+        hooks = {"apply_gradients": _apply_gradients}
+    elif hasattr(optimizer, "aggregate_gradients"):
+        hooks = {"apply_gradients": _apply_gradients, "aggregate_gradients": _aggregate_gradients}
+    elif hasattr(optimizer, "_aggregate_gradients"):
+        hooks = {"apply_gradients": _apply_gradients, "_aggregate_gradients": _aggregate_gradients_legacy}
+    else:
+        raise TypeError(
+            f"a {type(optimizer).__module__}.{type(optimizer).__name__} is not a Keras optimizer of a known kind "
+            "(Keras 3, tf-keras, legacy)"
+        )
+    setattr(optimizer, REDUCTION, reduction)
+    for name, hook in hooks.items():
+        setattr(optimizer, name, MethodType(hook, optimizer))
+
+
+# All. A custom class may clip, and thereby create new tensors, before the base class goes on to `apply` or to
+# aggregation: gradients inside `apply_gradients` have been reduced.
+
+
+@_as_it_is
+def _apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+    gradients, variables = _lists(grads_and_vars)
+
+    def apply(reduced: Any, variables: Any) -> Any:
+        return type(self).apply_gradients(self, list(zip(reduced, variables)), *args, **kwargs)
+
+    return getattr(self, REDUCTION).apply(self, apply, gradients, variables)
+
+
+# Keras 3. `apply_gradients` and `fit` go through `apply`, which clips, accumulates and updates.
+
+
+@_as_it_is
+def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    variables = compat.variables_to_update(self, trainable_variables)
+
+    def apply(reduced: Any, variables: Any) -> Any:
+        return type(self).apply(self, reduced, None if trainable_variables is None else variables)
+
+    return getattr(self, REDUCTION).apply(self, apply, list(grads), variables)
+
+
+# tf-keras. `fit` and `minimize` go through `apply_gradients`; a loss-scale optimizer calls its inner optimizer's
+# aggregation first, decides whether the gradients are finite, and then has them applied without aggregation.
+
+
+@_as_it_is
+def _aggregate_gradients(self: Any, grads_and_vars: Any) -> Any:
+    return type(self).aggregate_gradients(self, _reduce_pairs(self, grads_and_vars))
+
+
+@_as_it_is
+def _aggregate_gradients_legacy(self: Any, grads_and_vars: Any) -> Any:
+    return type(self)._aggregate_gradients(self, _reduce_pairs(self, grads_and_vars))
+
+
+def _reduce_pairs(optimizer: Any, grads_and_vars: Any) -> list[tuple[Any, Any]]:
+    gradients, variables = _lists(grads_and_vars)
+    reduction = getattr(optimizer, REDUCTION)
+    reduction.begin(optimizer, variables)
+    return list(zip(reduction.reduce_once(gradients), variables))
+
+
+def _lists(pairs: Any) -> tuple[list[Any], list[Any]]:
+    """Return the gradients and the variables."""
+    pairs = list(pairs)
+    return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]

@@ -30,11 +30,12 @@ def training_variables(model: Any) -> list[Any]:
 
 
 def weights(model: Any) -> list[Any]:
-    """Return the model's weights; an empty list before it is built (tf-keras raises an error then)."""
+    """Return the model's weights, as far as they exist."""
     try:
-        return unique(weight for weight in model.weights if not compat.is_vocabulary(weight))
-    except ValueError:
-        return []
+        found = model.weights
+    except ValueError:  # tf-keras: a part isn't built
+        found = compat.variables_of(model)
+    return unique(weight for weight in found if not compat.is_vocabulary(weight))
 
 
 def optimizer_state(model: Any) -> list[Any]:
@@ -56,7 +57,7 @@ def loose_variables(model: Any) -> list[Any]:
     variables: all in Keras 3; in tf-keras those outside of layers.
     """
     metrics = (variable for metric in compat.metrics_of(model) for variable in metric.variables)
-    known = {id(variable) for variable in [*model.variables, *metrics, *compat.counters_of(model)]}
+    known = {id(variable) for variable in [*compat.variables_of(model), *metrics, *compat.counters_of(model)]}
     return [thing for thing in reachable(model) if isinstance(thing, tf.Variable) and id(thing) not in known]
 
 

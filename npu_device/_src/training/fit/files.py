@@ -19,10 +19,12 @@ import functools
 import glob
 import itertools
 import json
+import logging
 import os
 import secrets
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Callable, Optional
@@ -45,6 +47,14 @@ _FIRST_SECONDS, _LONGEST_SECONDS = 0.5, 5.0  # until a rank asks again whether r
 _ANSWER_SECONDS = 10.0
 _LEFT_SECONDS = 1.0
 _PAUSE_SECONDS = 0.05
+
+_log = logging.getLogger("npu_device")
+_own = threading.local()
+_BY_FUNCTION = (
+    "%s saves the model %r by a function, such as keras.saving.save_model or tf.saved_model.save: each rank writes the "
+    "file then, perhaps at the same time.\nWhat to do: model.save(path) or model.export(path), which write once; or "
+    "call the function under `if npu.distribute.is_main():` only. A copy of the model in memory needs no change."
+)
 
 _Moment = tuple[int, int]  # number of collectives before a save, and of saves of the path since then
 _Outcome = tuple[bool, Optional[tuple[str, str]]]  # whether the rank has written the path; its error's type and text
@@ -229,17 +239,38 @@ class Saves:
 
 def save_parts_once(world: World, model: Any) -> None:
     """Let the models that a model consists of write as it does: a script may save its encoder only."""
+    if not world.is_main:
+        _notice_other_saves(world, model)
     for part in keras_models.all_layers(model):
         for name in METHODS:
             if part is not model and hasattr(part, name):
                 object.__setattr__(part, name, saving(world, getattr(part, name)))
 
 
+def _notice_other_saves(world: World, model: Any) -> None:
+    """Warn, once, if this rank saves a model by functions of Keras or TensorFlow, which every rank does by itself."""
+    said: list[bool] = []
+
+    def noticing(own: Callable[..., Any], *kinds: str) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            by_function = not getattr(_own, "save", False) and (not kinds or {*args, *kwargs.values()} & {*kinds})
+            if by_function and not said:
+                said.append(True)
+                _log.warning(_BY_FUNCTION, world.job.cluster.name_of(world.rank), model.name)
+            return own(*args, **kwargs)
+
+        return call
+
+    for name, kinds in (("save_own_variables", ()), ("_trackable_children", ("savedmodel",))):
+        object.__setattr__(model, name, noticing(getattr(model, name), *kinds))
+
+
 def saving(world: World, own: Callable[..., Any]) -> Callable[..., Any]:
     """Return one of a model's methods that write (``METHODS``) as one that every rank may call, or only rank 0."""
     if hasattr(own, _IS_REPLACED):
         return own
-    job = world.job
+    own, job = _by_method()(own), world.job
     saves = job.part(Saves)
     if saves is None:
         saves = Saves(job)
@@ -256,6 +287,15 @@ def saving(world: World, own: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(save, _IS_REPLACED, True)
     return save
+
+
+@contextlib.contextmanager
+def _by_method() -> Iterator[None]:
+    before, _own.save = getattr(_own, "save", False), True
+    try:
+        yield
+    finally:
+        _own.save = before
 
 
 def _exists(path: str) -> bool:

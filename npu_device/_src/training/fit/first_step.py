@@ -89,7 +89,8 @@ def require_divisible(function: Function, spec: Any, share: Any, batch: Any, err
         batch: the first one; without what ``divided`` adds to it.
         error: of the trace with the share.
     """
-    if not _can_be_traced(function, spec, lambda data: data) or _can_be_traced(function, spec, share):
+    # The share first: what has been traced with the batch counts as built, and wouldn't be traced again.
+    if _can_be_traced(function, spec, share) or not _can_be_traced(function, spec, lambda data: data):
         return
     rank = function.world.job.cluster.rank
     raise ValueError(f"rank {rank}: {_not_samples(batch, _last_line(error), function.world)}") from error
@@ -236,7 +237,7 @@ def _variables(function: Function) -> tuple[dict[int, Any], set[int]]:
     reduced = [*(variable for metric in known.metrics for variable in metric.variables)]
     reduced += training_state.optimizer_state(model)
     others = {id(compat.handle_of(variable)) for variable in reduced}
-    every = [*model.variables, *training_state.loose_variables(model)]
+    every = [*compat.variables_of(model), *training_state.loose_variables(model)]
     named = {id(compat.handle_of(variable)): variable for variable in every}
     averaged = {id(compat.handle_of(variable)) for variable in known.statistics}
     return {handle: variable for handle, variable in named.items() if handle not in others}, averaged

@@ -10,8 +10,14 @@ from npu_device._src.training.fit import first_step, randomness, start
 from npu_device._src.training.fit.batches import again, pull
 from npu_device._src.training.fit.randomness import NumbersOfRank
 from npu_device._src.training.fit.share import Share, content, is_divided, require_units, rows_of
-from npu_device._src.training.fit.sources import RunningChecksum, can_be_sent, same_everywhere, warn_if_all_the_same
-from npu_device._src.training.fit.step import Replaced, divide
+from npu_device._src.training.fit.sources import can_be_sent, same_everywhere, warn_if_all_the_same
+from npu_device._src.training.fit.step import Replaced, RunningChecksum, divide
+
+_TRACED = (
+    "Likely cause: the model runs eagerly, but is traced once before its first step, to make its variables, and traced "
+    "tensors have no values.\nWhat to do: return tensors from the step, not value.numpy(). If the model's call needs "
+    "values, compile it and call model.test_on_batch with a few samples before npu.distribute.replicate (Keras 3)."
+)
 
 if TYPE_CHECKING:
     from npu_device._src.training.fit.replica import Replica
@@ -113,6 +119,8 @@ class Function:
             start.build(self.model, self.kind, self.own_step, spec, share)
         except Exception as error:
             first_step.require_divisible(self, spec, share, content(batch), error)
+            if self.model.run_eagerly and isinstance(error, (AttributeError, TypeError, NotImplementedError)):
+                raise RuntimeError(f"{type(error).__name__}: {error}\n{_TRACED}") from error
             raise
         finally:
             replaced.restore()

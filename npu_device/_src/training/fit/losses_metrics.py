@@ -176,6 +176,13 @@ class Metrics:
                 return partial(_part_of, result, key)
         return None
 
+    def computed_from_results(self, logs: Any) -> list[str]:
+        """Return the names of logs that a graph computes from results of metrics, which are this rank's own there."""
+        given = {id(value) for value, *_ in self._results}
+        named = logs.items() if isinstance(logs, dict) else ()
+        own = [(name, value) for name, value in named if tf.is_symbolic_tensor(value) and not self.result_behind(value)]
+        return [str(name) for name, value in own if _leads_to(value, given)]
+
     def _record(self, result: Callable[[], Any]) -> Any:
         given = result()
         if isinstance(given, dict):
@@ -213,6 +220,18 @@ class Metrics:
         if mask is not None:
             gathered._keras_mask = self._world.gather(self._step.share.counted(mask))
         return gathered
+
+
+def _leads_to(tensor: tf.Tensor, targets: set[int]) -> bool:
+    waiting, seen = [tensor], set()
+    while waiting:
+        tensor = waiting.pop()
+        if id(tensor) in targets:
+            return True
+        if tensor.op.name not in seen:
+            seen.add(tensor.op.name)
+            waiting += tensor.op.inputs
+    return False
 
 
 def _refuse_reset(name: str, reset: Callable[[], None]) -> None:

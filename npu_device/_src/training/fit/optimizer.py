@@ -12,11 +12,10 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import Gradient, ReductionOptions, reduce_list
 from npu_device._src.gradients.sparse import weighted
-from npu_device._src.training import keras_hooks
-from npu_device._src.training.fit.current import CurrentStep, current_step
-from npu_device._src.training.fit.reduced_by_step import reduced_by_step
+from npu_device._src.training.applied_gradients import REDUCTION, reduction_of
+from npu_device._src.training.fit.current import CurrentStep, current_step, reduced_by_step
 from npu_device._src.training.fit.start import is_building
-from npu_device._src.training.optimizer_wrapper import GradientReduction, with_rows_for
+from npu_device._src.training.optimizer_wrapper import GradientReduction, install, with_rows_for
 from npu_device._src.training.world import World
 
 
@@ -64,12 +63,12 @@ class WeightedReduction(GradientReduction):
 def replicate_optimizer(optimizer: Any, world: World) -> None:
     """Make an optimizer weight its gradients by their samples when it reduces them; it may be wrapped already."""
     carrier = _carrier(optimizer)
-    before = keras_hooks.reduction_of(carrier)
+    before = reduction_of(carrier)
     if isinstance(before, WeightedReduction):
         return
     keras = compat.keras_of(optimizer)
     how = with_rows_for(keras, ReductionOptions("mean")) if before is None else before.options
-    keras_hooks.install(carrier, keras, WeightedReduction(world, how))
+    install(carrier, keras, WeightedReduction(world, how))
     name, hook = ("scale_loss", _scale_loss) if compat.is_keras_3(keras) else ("minimize", _minimize)
     setattr(optimizer, name, MethodType(hook, optimizer))
 
@@ -77,11 +76,11 @@ def replicate_optimizer(optimizer: Any, world: World) -> None:
 def _carrier(optimizer: Any) -> Any:
     """Return the optimizer itself, or the one inside a loss-scale optimizer if that one has been wrapped."""
     inner = getattr(optimizer, "inner_optimizer", None)
-    return inner if inner is not None and keras_hooks.reduction_of(inner) is not None else optimizer
+    return inner if inner is not None and reduction_of(inner) is not None else optimizer
 
 
 def _weighted_loss(optimizer: Any, loss: Any) -> Any:
-    reduction = keras_hooks.reduction_of(_carrier(optimizer))
+    reduction = getattr(_carrier(optimizer), REDUCTION)
     return reduction.weighted_loss(loss) if isinstance(reduction, WeightedReduction) else loss
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.training import keras_hooks, training_state
+from npu_device._src.training import training_state
+from npu_device._src.training.applied_gradients import reduction_of
 from npu_device._src.training.fit.current import CurrentStep, current_step
 from npu_device._src.training.fit.optimizer import WeightedReduction
 from npu_device._src.training.fit.share import Share
@@ -141,7 +142,7 @@ class Rehearsal:
 
     def _record(self, optimizer: Any, replaced: Replaced) -> None:
         carriers = [optimizer, getattr(optimizer, "inner_optimizer", None)]
-        reductions = [keras_hooks.reduction_of(each) for each in carriers if each is not None]
+        reductions = [reduction_of(each) for each in carriers if each is not None]
         reduction = next((each for each in reductions if isinstance(each, WeightedReduction)), None)
 
         def take(gradients: Any, variables: Any) -> Any:

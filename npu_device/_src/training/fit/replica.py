@@ -1,4 +1,27 @@
-"""``npu.distribute.replicate``, the one line for Keras. It replaces some methods of one model, and of no class."""
+"""``npu.distribute.replicate``, the one line for Keras. It replaces methods of a model and its parts, and of no class.
+
+For good, on the model (``Replica._methods`` has the reasons): ``make_train_function``, ``make_test_function``,
+``make_predict_function``, ``train_step``, ``test_step``, ``predict_step``, ``fit``, ``evaluate``, ``predict``,
+``save``, ``save_weights``, ``export``, and tf-keras's ``_maybe_load_initial_counters_from_ckpt``. On models inside it
+the three that write files. On ranks but 0 ``save_own_variables`` and ``_trackable_children``, which functions that
+save a model call: a warning says that each rank writes (``files``).
+
+For good, on each optimizer that a step can reach (``optimizer``, ``optimizer_wrapper``):
+
+- ``apply_gradients``, ``apply``, ``aggregate_gradients``, ``_aggregate_gradients``: they reduce gradients first
+- ``scale_loss``, ``minimize``: a loss that passes through is weighted by the rank's samples, which costs less
+
+While a step runs (``step.Replaced`` gives everything back):
+
+- ``call`` of losses, and ``compute_loss`` of a Keras 3 model: another denominator than the number of samples is that of
+  all ranks (``losses_metrics``)
+- ``add_loss`` of the script's layers, ``activity_regularizer`` of layers whose Keras adds it up: sums over samples
+- ``update_state`` of metrics: a number counts by the rank's samples; a metric of the script's gets those of all ranks
+- ``result`` and ``reset_state`` of metrics: the logs show the results of all ranks; a reset in a step is refused
+- ``_moments``, ``_sync_calculate_mean_and_var`` of synchronized batch normalisation: of all ranks (``batch_norm``)
+- ``next`` and ``skip`` of random generators: each rank draws its own numbers (``randomness``)
+- in the first-step check ``call`` of Keras's layers that are noisy, and what applies gradients (``rehearsal``)
+"""
 
 from __future__ import annotations
 

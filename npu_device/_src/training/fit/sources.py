@@ -12,45 +12,7 @@ from npu_device._src.cluster.frames import counted
 from npu_device._src.training.world import World
 
 _log = logging.getLogger("npu_device")
-_SAMPLE = 4096
-"""Elements of a tensor that count, at equal distances; those of a smaller tensor all count."""
-
 _USES = {"train": "training", "test": "validation", "predict": "prediction"}
-
-
-class RunningChecksum:
-    """Two ranks' checksums are equal if they were given the same batches in the same order, except by chance."""
-
-    def __init__(self) -> None:
-        self._value = tf.Variable(0, dtype=tf.int64, trainable=False)
-
-    def add(self, batch: Any) -> None:
-        """Add a batch: nested tensors, dense, sparse or ragged, and ``None``. May be called in a graph."""
-        value = self._value.read_value()
-        for leaf in tf.nest.flatten(batch, expand_composites=True):
-            if leaf is not None:
-                value = value * 31 + _checksum(tf.convert_to_tensor(leaf))
-        self._value.assign(value)
-
-    def take(self) -> int:
-        """Return the checksum, and begin anew."""
-        value = int(self._value)
-        self._value.assign(0)
-        return value
-
-
-def _checksum(tensor: tf.Tensor) -> tf.Tensor | int:
-    """Return an int64 of shape []; 0 for a dtype without values that can be read."""
-    if not (tensor.dtype == tf.string or tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool):
-        return 0
-    flat = tf.reshape(tensor, [-1])
-    flat = flat[:: tf.maximum(tf.size(flat) // _SAMPLE, 1)]
-    if flat.dtype == tf.string:
-        flat = tf.strings.to_hash_bucket_fast(flat, 1 << 31)
-    elif flat.dtype.is_floating:
-        flat = tf.bitcast(tf.cast(flat, tf.float32), tf.int32)
-    # A value counts as often as its place says, so that the order counts.
-    return tf.reduce_sum(tf.cast(flat, tf.int64) * (2 * tf.range(tf.size(flat, tf.int64)) + 1))
 
 
 def same_everywhere(world: World, source: Any, digest: int, rows: int) -> bool:

@@ -114,7 +114,7 @@ def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) ->
     # An eager model's layers may keep tensors of their last call, which are of the rank's share.
     constants = not getattr(model, "run_eagerly", False)
     layer_state.require_same(world, [model, *compat.layers_of(model)], constants)
-    variables = [variable for variable in model.variables if not compat.is_vocabulary(variable)]
+    variables = [variable for variable in compat.variables_of(model) if not compat.is_vocabulary(variable)]
     variables += training_state.loose_variables(model)
     if training:
         variables += training_state.optimizer_state(model)

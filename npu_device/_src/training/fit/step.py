@@ -8,6 +8,7 @@ in ``optimizer``.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Callable
@@ -25,6 +26,16 @@ from npu_device._src.training.world import World
 
 if TYPE_CHECKING:
     from npu_device._src.training.fit.function import Function
+
+_SAMPLE = 4096
+"""Elements of a tensor that count, at equal distances; those of a smaller tensor all count."""
+
+_log = logging.getLogger("npu_device")
+_COMPUTED = (
+    "the step of a replicated %s computes %s from a metric's result. In the step that is the result of this rank's "
+    "samples, so that the logs hold the mean of what the ranks compute.\nWhat to do: compute it in a metric class, or "
+    "in a callback from the logs, which hold the results of all ranks."
+)
 
 _as_it_is = tf.autograph.experimental.do_not_convert
 
@@ -75,6 +86,41 @@ def _take(function: Function, data: Any) -> Any:
     leaves = tf.nest.flatten(data)
     arrived = iter(function.world.from_root([leaf for leaf in leaves if leaf is not None]))
     return tf.nest.pack_sequence_as(data, [None if leaf is None else next(arrived) for leaf in leaves])
+
+
+class RunningChecksum:
+    """Two ranks' checksums are equal if they were given the same batches in the same order, except by chance."""
+
+    def __init__(self) -> None:
+        self._value = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+    def add(self, batch: Any) -> None:
+        """Add a batch: nested tensors, dense, sparse or ragged, and ``None``. May be called in a graph."""
+        value = self._value.read_value()
+        for leaf in tf.nest.flatten(batch, expand_composites=True):
+            if leaf is not None:
+                value = value * 31 + _checksum(tf.convert_to_tensor(leaf))
+        self._value.assign(value)
+
+    def take(self) -> int:
+        """Return the checksum, and begin anew."""
+        value = int(self._value)
+        self._value.assign(0)
+        return value
+
+
+def _checksum(tensor: tf.Tensor) -> tf.Tensor | int:
+    """Return an int64 of shape []; 0 for a dtype without values that can be read."""
+    if not (tensor.dtype == tf.string or tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool):
+        return 0
+    flat = tf.reshape(tensor, [-1])
+    flat = flat[:: tf.maximum(tf.size(flat) // _SAMPLE, 1)]
+    if flat.dtype == tf.string:
+        flat = tf.strings.to_hash_bucket_fast(flat, 1 << 31)
+    elif flat.dtype.is_floating:
+        flat = tf.bitcast(tf.cast(flat, tf.float32), tf.int32)
+    # A value counts as often as its place says, so that the order counts.
+    return tf.reduce_sum(tf.cast(flat, tf.int64) * (2 * tf.range(tf.size(flat, tf.int64)) + 1))
 
 
 # Divided.
@@ -135,6 +181,9 @@ class Step:
     @_as_it_is
     def results_of_all(self, logs: Any) -> Any:
         """Give metrics and statistics the values of all ranks, and return the logs with those."""
+        computed = self._metrics.computed_from_results(logs)
+        if computed and self._world.is_main:
+            _log.warning(_COMPUTED, type(self._function.model).__name__, ", ".join(map(repr, computed)))
         self._increments.reduce()
         values = tf.nest.flatten(logs)
         again = [self._metrics.result_behind(value) for value in values]
