@@ -125,6 +125,28 @@ def body_compiled(kind: str, directory: str) -> Any:
         inputs = keras.Input([6], dtype="int32")
         embedded = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(12, 4)(inputs))
         model = keras.Model(inputs, keras.layers.Dense(3)(embedded))
+    elif kind == "decides in Python":  # by AutoGraph, which Keras 3 doesn't use
+
+        def loss(y: Any, out: Any) -> Any:
+            each = keras.losses.sparse_categorical_crossentropy(y, out, from_logits=True)
+            if tf.size(y) > 0:
+                each = 2.0 * each
+            return each
+
+        class Loss(keras.losses.Loss):  # type: ignore[misc]
+            def call(self, y: Any, out: Any) -> Any:
+                return loss(y, out)
+
+        class Samples(keras.metrics.Mean):  # type: ignore[misc]
+            def update_state(self, y: Any, out: Any, sample_weight: Any = None) -> Any:
+                if tf.size(y) > 0:
+                    return super().update_state(tf.reduce_sum(tf.cast(y, tf.float32)))
+                return super().update_state(-1.0)
+
+        inputs = keras.Input([6])
+        model = keras.Model(inputs, [keras.layers.Dense(3)(inputs), keras.layers.Dense(3)(inputs)])
+        compiled.update(loss=[loss, Loss()], metrics=[[Samples(name="a")], ["accuracy"]])
+        y = (y, y)
     elif kind == "weighted mean":
         compiled["loss"] = keras.losses.SparseCategoricalCrossentropy(
             from_logits=True, reduction="mean_with_sample_weight"

@@ -56,26 +56,35 @@ def _model(layer: Any, dtype: str) -> Any:
 
 
 def body_preprocessing() -> Any:
-    """Fit, evaluate and predict with each kind of layer; return the numbers by kind."""
+    """Fit, evaluate and predict with a layer of each kind, each with an output of its own; return the numbers."""
     import tensorflow as tf
 
     import npu_device as npu
 
-    found = {}
-    for kind in KINDS:
+    keras = tf.keras
+    data = {"string": WORDS, "int64": NUMBERS, "float32": NUMBERS.astype("f4")}
+    inputs = {dtype: keras.Input((1,), dtype=dtype, name=dtype) for dtype in data}
+    outputs = []
+    for place, kind in enumerate(KINDS):
         name = kind.partition(",")[0]
-        data = NUMBERS.astype("f4") if name in ("Normalization", "Discretization") else NUMBERS
-        data = WORDS if name in ("StringLookup", "TextVectorization") else data
-        dtype = {"U": "string", "i": "int64", "f": "float32"}[data.dtype.kind]
-        model = _model(make_layer(kind), dtype)
-        npu.distribute.broadcast(model.variables)  # with vocabularies among them, in tf-keras
-        model = npu.distribute.replicate(model)
-        dataset = tf.data.Dataset.from_tensor_slices((tf.constant(data), tf.ones((6, 1)))).batch(4)
-        model.fit(dataset, verbose=0)
-        scores = model.evaluate(dataset, verbose=0)
-        predicted = model.predict(dataset.map(lambda x, y: x), verbose=0)
-        found[kind] = float(scores), predicted.tolist(), [weight.tolist() for weight in model.get_weights()[-2:]]
-    return found
+        dtype = "float32" if name in ("Normalization", "Discretization") else "int64"
+        dtype = "string" if name in ("StringLookup", "TextVectorization") else dtype
+        dense = keras.layers.Dense(1, kernel_initializer="ones", name=f"kind{place}")
+        outputs.append(dense(make_layer(kind)(inputs[dtype])))
+    model = keras.Model(inputs, outputs)
+    model.compile(keras.optimizers.SGD(0.1), ["mse"] * len(KINDS))
+    npu.distribute.broadcast(model.variables)  # with vocabularies among them, in tf-keras
+    model = npu.distribute.replicate(model)
+    x = {dtype: tf.constant(values) for dtype, values in data.items()}
+    dataset = tf.data.Dataset.from_tensor_slices((x, (tf.reshape(tf.range(6.0), (6, 1)),) * len(KINDS))).batch(4)
+    model.fit(dataset, verbose=0)
+    scores = model.evaluate(dataset, verbose=0, return_dict=True)
+    predicted = model.predict(dataset.map(lambda x, y: x), verbose=0)
+    weights = [model.get_layer(f"kind{place}").get_weights() for place in range(len(KINDS))]
+    return {
+        "scores": {name: float(score) for name, score in scores.items()},
+        **{kind: (out.tolist(), [each.tolist() for each in own]) for kind, out, own in zip(KINDS, predicted, weights)},
+    }
 
 
 def body_different(kind: str, how: str) -> str:

@@ -6,7 +6,6 @@ from typing import Any
 from npu_device._src.training.dataset import shard_and_rebatch_dataset
 from npu_device._src.training.fit.divided import divided
 from npu_device._src.training.fit.replica import replicate
-from npu_device._src.training.gather_values import all_gather
 from npu_device._src.training.optimizer_wrapper import npu_distributed_keras_optimizer_wrapper
 from npu_device._src.training.optimizer_wrapper import npu_distributed_keras_optimizer_wrapper as DistributedOptimizer
 from npu_device._src.training.ranks import (
@@ -22,7 +21,7 @@ from npu_device._src.training.ranks import (
     size,
     weighted_mean,
 )
-from npu_device._src.training.reduce_values import all_reduce
+from npu_device._src.training.reduce_values import all_gather, all_reduce
 from npu_device._src.training.sharded import grouping_broadcast, grouping_gradients_apply
 from npu_device._src.training.variables import broadcast
 from npu_device.distribute import hccl_ops

@@ -48,6 +48,7 @@ from npu_device._src.compat.keras import (
 from npu_device._src.compat.keras_models import (
     all_layers,
     compiled_losses,
+    converted,
     counters_of,
     forward_of_training,
     is_built,
@@ -111,6 +112,7 @@ __all__ = [
     "compiled_losses",
     "config_pb2",
     "context_is_initialized",
+    "converted",
     "counters_of",
     "dataset_of",
     "eager_context",

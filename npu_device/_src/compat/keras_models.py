@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Callable, cast
 
 import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
 
 from npu_device._src.compat.keras import belongs_to_keras, is_keras_3, keras_of
 from npu_device._src.compat.tf_keras import is_vocabulary
@@ -19,6 +20,23 @@ from npu_device._src.compat.tf_keras import is_vocabulary
 def all_layers(model: Any) -> list[Any]:
     """Return a model and its layers, including nested ones."""
     return list(model._flatten_layers())  # in tf-keras 2.15 to 2.20, and Keras 3.0 to 3.15
+
+
+def converted(thing: Any, name: str) -> Callable[..., Any]:
+    """Return a method of an object. AutoGraph rewrites that of a loss or metric of tf-keras in a graph, as Keras's own
+    calls of it do, even if whoever calls it isn't rewritten. Keras 3 has none rewritten.
+    """
+    method = getattr(thing, name)
+    if not (hasattr(thing, "reduction") or hasattr(thing, "update_state")) or is_keras_3(keras_of(thing)):
+        return cast(Callable[..., Any], method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if tf.executing_eagerly():
+            return method(*args, **kwargs)
+        with ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED) as status:
+            return tf.__internal__.autograph.tf_convert(method, status)(*args, **kwargs)
+
+    return call
 
 
 def variables_of(model: Any) -> list[Any]:

@@ -284,9 +284,10 @@ def _summed(title: str, what: str, world: World) -> str:
     return (
         f"{title} adds up what its samples give where a replicated model expects their mean: {what}.\nEach of the "
         f"{world.size} ranks has its share of the batch, so that the result would be {world.size} times too small.\n"
-        "Likely cause: a loss with one value per sample, or their sum, is differentiated; or a loss divided by the "
-        "size of the whole batch.\nWhat to do: take the mean over the samples, tf.reduce_mean(loss); for a sum, pass "
-        "a loss object with reduction='sum' to compile, or keep it as an attribute of the model."
+        "Likely cause: a loss with one value per sample, or their sum, is differentiated; a loss is divided by the "
+        "size of the whole batch; or a regularizer multiplies samples with each other (tf.tensordot).\nWhat to do: "
+        "take the mean over the samples, tf.reduce_mean(loss); for a sum, pass a loss object with reduction='sum' to "
+        "compile, or keep it as an attribute of the model."
     )
 
 

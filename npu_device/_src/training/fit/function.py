@@ -13,14 +13,14 @@ from npu_device._src.training.fit.share import Share, content, is_divided, requi
 from npu_device._src.training.fit.sources import can_be_sent, same_everywhere, warn_if_all_the_same
 from npu_device._src.training.fit.step import Replaced, RunningChecksum, divide
 
+if TYPE_CHECKING:
+    from npu_device._src.training.fit.replica import Replica
+
 _TRACED = (
     "Likely cause: the model runs eagerly, but is traced once before its first step, to make its variables, and traced "
     "tensors have no values.\nWhat to do: return tensors from the step, not value.numpy(). If the model's call needs "
     "values, compile it and call model.test_on_batch with a few samples before npu.distribute.replicate (Keras 3)."
 )
-
-if TYPE_CHECKING:
-    from npu_device._src.training.fit.replica import Replica
 
 
 class Function:

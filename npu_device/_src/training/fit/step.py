@@ -207,7 +207,7 @@ class Replaced:
 
     def replace(self, thing: Any, name: str, hook: Callable[..., Any]) -> None:
         """Replace a method of an object, and of no class, by ``hook(own method, *arguments)``."""
-        own = getattr(thing, name)
+        own = compat.converted(thing, name)
         self.keep(thing, name)
         vars(thing)[name] = _as_it_is(lambda *args, **kwargs: hook(own, *args, **kwargs))
 
