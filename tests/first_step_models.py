@@ -35,6 +35,14 @@ def model_and_data(kind: str) -> tuple[Any, dict[str, Any]]:
         return names[kind](kind, data)
     if kind == "own function":
         return _with_function(data)
+    if kind == "ragged":
+        lengths = [1, 6, 1, 6, 1, 6, 5, 3]
+        steps, _ = samples(sum(lengths))
+        values = [tf.RaggedTensor.from_row_lengths(each, lengths) for each in (steps, steps[:, :1])]
+        inputs = keras.Input([None, 6], ragged=True)
+        model = keras.Model(inputs, layers.TimeDistributed(layers.Dense(1))(inputs))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model, {**data, "x": values[0], "y": values[1]}
 
     class Model(keras.Model):  # type: ignore[misc]
         def __init__(self) -> None:

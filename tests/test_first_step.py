@@ -76,11 +76,22 @@ WARNINGS = {
     "mixing operation": ["gradient of 5 samples", "Samples first meet in", "npu.distribute.all_gather"],
     "valid steps": ["isn't a mean", "ignore_class"],
     "clips": ["gradients, _ = tf.clip_by_global_norm(gradients, 99.0)", "npu.distribute.all_reduce(gradients)"],
+    "ragged": ["isn't a mean", "time_distributed"],
     "counter": ["seen", "count steps, not samples", "self.seen.assign_add("],
 }
 
 
-@pytest.mark.parametrize("kind", ["contrastive", "clips", "mixing operation", "valid steps", "counter"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "contrastive",
+        "clips",
+        "mixing operation",
+        "valid steps",
+        "counter",
+        pytest.param("ragged", marks=pytest.mark.only_keras("2")),
+    ],
+)
 def test_warnings(several_keras_ranks: Pool, kind: str) -> None:
     found = several_keras_ranks.run(body_check, kind)
     assert [(error, statement) for error, statement, _ in found] == [("", "checked, with a warning")] + [("", "")] * (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import tensorflow as tf
+
 from npu_device._src import compat
 from npu_device._src.training.fit.share import lengths_of
 
@@ -23,7 +25,7 @@ _ANYTHING = ("Lambda", "TFOpLambda", "SlicingOpLambda", "ClassMethod", "Instance
 
 
 def needs_no_check(function: Function, batch: Any) -> bool:
-    """Return True for a functional model of Keras's own layers with a built-in loss and inputs of one length."""
+    """Return True for a functional model of Keras's own layers with a built-in loss and dense inputs of one length."""
     losses = function.parts.losses
     return (
         not function.is_scripts
@@ -31,7 +33,8 @@ def needs_no_check(function: Function, batch: Any) -> bool:
         and bool(losses)
         and all(map(_is_well_known_loss, losses))
         and all(map(_treats_samples_apart, compat.operations_of(function.model)))
-        and len(set(lengths_of(batch))) == 1
+        and len({int(length) for length in lengths_of(batch)}) == 1
+        and not any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(batch))
     )
 
 

@@ -93,7 +93,8 @@ def _are_the_same(whole: np.ndarray, parts: Sequence[np.ndarray], rows: Sequence
         return True  # its first axis isn't samples
     ways = [np.concatenate(parts)]
     views = len(whole) // sum(rows)
-    if views * sum(rows) == len(whole) and views > 1:  # of each sample, one after the other
+    if views > 1 and [len(each) for each in (whole, *parts)] == [views * count for count in (sum(rows), *rows)]:
+        # of each sample, one after the other
         each = [part.reshape(views, count, *whole.shape[1:]) for part, count in zip(parts, rows)]
         ways.append(np.concatenate(each, axis=1).reshape(whole.shape))
     wide = whole.astype(np.float64)
