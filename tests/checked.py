@@ -35,12 +35,12 @@ def prepare() -> None:
     import tensorflow as tf
 
     import npu_device as npu
-    from npu_device._src.collectives.engines.host import small_programs
+    from npu_device._src.collectives.engines.host import small_messages
     from npu_device.distribute import hccl_ops
 
     rank, size, backend = npu.distribute.rank(), npu.distribute.size(), os.environ.get("NPU_DEVICE_BACKEND")
     if os.environ.get("NPU_DEVICE_SHARED_MEMORY") == "off" and (backend != "tensorflow" or size == 2):
-        small_programs.MOST_ROOM_BYTES = 0  # the backend moves all data, however small; elsewhere messages carry some
+        small_messages.MOST_ROOM_BYTES = 0  # the engine moves all data, however small
     values = [tf.ones([4]), tf.ones([300_000])]
     in_graph = tf.function(npu.distribute.all_reduce)
     in_graph(values)

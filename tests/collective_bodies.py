@@ -60,13 +60,13 @@ def small_data_in_messages() -> Iterator[int]:
     Yields:
         the largest size of a rank's data in a message, in bytes.
     """
-    from npu_device._src.collectives.engines.host import small_programs as programs
+    from npu_device._src.collectives.engines.host import small_messages
 
-    usual, programs.MOST_ROOM_BYTES = programs.MOST_ROOM_BYTES, 1024
+    usual, small_messages.MOST_ROOM_BYTES = small_messages.MOST_ROOM_BYTES, 1024
     try:
-        yield programs.MOST_ROOM_BYTES
+        yield small_messages.MOST_ROOM_BYTES
     finally:
-        programs.MOST_ROOM_BYTES = usual
+        small_messages.MOST_ROOM_BYTES = usual
 
 
 def in_graph(function: Any, **options: Any) -> Any:

@@ -115,7 +115,7 @@ def body_times(overlap: bool, cores: int) -> Any:
     import npu_device as npu
     from hccl.manage.api import create_group, destroy_group
     from hccl.split.api import set_split_strategy_by_idx
-    from npu_device._src.collectives.engines.host.start_finish import end_of
+    from npu_device._src.collectives.engines.host.host_engine import end_of
     from npu_device._src.collectives.job import current
     from npu_device._src.gradients import split_strategy
 

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from npu_device._src.collectives.engines.host import memory_programs as programs
-from npu_device._src.collectives.engines.host.arithmetic import FOLDS
+from npu_device._src.collectives.engines.host import programs
 from npu_device._src.collectives.engines.host.memory_ring import Layout, MemoryRing, has_counters
 from npu_device._src.collectives.engines.host.queue import HostQueue, PendingOperation
-from npu_device._src.collectives.engines.host.stream import ALIGNMENT, BufferPool, Stream
+from npu_device._src.collectives.engines.host.stream import ALIGNMENT, FOLDS, BufferPool, Stream
 
 pytestmark = pytest.mark.skipif(not has_counters(), reason="needs Linux on x86-64")
 
@@ -62,13 +61,17 @@ def run(engine: HostQueue, program: Callable[[MemoryRing], Any], background: boo
     engine.finish(pending)
 
 
+def summed(channel: MemoryRing, stream: Stream, result: np.ndarray, reduction: str, head: Any) -> Any:
+    return programs.reduce(channel, stream, result, result.dtype, reduction, range(channel.size), head)
+
+
 def reduced(
     engine: HostQueue, arrays: list[np.ndarray], reduction: str, wire: Any = None, result: Any = None
 ) -> list[np.ndarray]:
     flats = [array.reshape(-1) for array in arrays]
     stream = Stream([array.shape for array in arrays], np.dtype(wire or arrays[0].dtype), flats)
     flat, results = stream.results(BufferPool(), np.dtype(result or arrays[0].dtype))
-    run(engine, lambda channel: programs.all_reduce(channel, stream, flat, reduction, (1, 2, 3, 4)))
+    run(engine, lambda channel: summed(channel, stream, flat, reduction, (1, 2, 3, 4)))
     return results
 
 
@@ -224,7 +227,7 @@ def test_heads_that_differ_are_an_error_everywhere_and_the_next_job_works() -> N
 
     def meet(rank: int, engine: HostQueue) -> str:
         try:
-            run(engine, lambda channel: programs.meet(channel, (rank == 1, 0, 0, 0)))
+            run(engine, lambda channel: programs.meet(channel, (rank == 1, 0, 0, 1)))
         except ValueError as error:
             return str(error)
         return "no error"
@@ -249,7 +252,7 @@ def test_starting_never_waits_and_long_jobs_proceed_by_themselves() -> None:
             stream = Stream([array.shape], array.dtype, [array])
             flat, results = stream.results(BufferPool(), array.dtype)
             pending = PendingOperation(
-                lambda channel, s=stream, f=flat: programs.all_reduce(channel, s, f, "sum", (0, 0, 0, 0)),
+                lambda channel, s=stream, f=flat: summed(channel, s, f, "sum", (0, 0, 0, 0)),
                 results,
                 lambda: ValueError("heads differ"),
             )

@@ -96,7 +96,7 @@ def cut_with(choice: str, sizes: list[int]) -> tuple[list[list[int]], list[str]]
     """The segments of a list of float32 gradients of these lengths, and the warnings about them."""
     import tensorflow as tf
 
-    from npu_device._src.gradients.segments import cut
+    from npu_device._src.gradients.segments import FirstOrders, cut
 
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -105,7 +105,7 @@ def cut_with(choice: str, sizes: list[int]) -> tuple[list[list[int]], list[str]]
     os.environ["NPU_DEVICE_SPLIT"] = choice
     try:
         # Eager tensors that were made in the order of the list count from its end.
-        return cut([tf.zeros([size]) for size in sizes], "sum", 1, "hccl_world_group"), warnings
+        return cut(FirstOrders(), [tf.zeros([size]) for size in sizes], "sum", 1, "hccl_world_group"), warnings
     finally:
         del os.environ["NPU_DEVICE_SPLIT"]
         logging.getLogger("npu_device").removeHandler(handler)

@@ -19,8 +19,8 @@ from npu_device._src import environment
 from npu_device._src.collectives.call import Agreement, Route
 from npu_device._src.collectives.engines.contract import Backend, ReducingBackend
 from npu_device._src.collectives.engines.host.engines import messages, mpi, shared_memory, tcp
-from npu_device._src.collectives.engines.host.host_engine import ComparingEngine
-from npu_device._src.collectives.engines.host.small_programs import fits
+from npu_device._src.collectives.engines.host.host_engine import HostEngine
+from npu_device._src.collectives.engines.host.small_messages import fits
 from npu_device._src.collectives.engines.tensorflow import engine as tensorflow_backend
 from npu_device._src.collectives.engines.tensorflow import lengths
 from npu_device._src.collectives.engines.two_level import TwoLevelBackend
@@ -33,7 +33,7 @@ _TWO_LEVEL = {name: TwoLevelBackend(engine) for name, engine in _ENGINES.items()
 _SHOWN_PORTS = 8
 
 
-def comparing_backend_of(job: Job, group: Group) -> ComparingEngine:
+def comparing_backend_of(job: Job, group: Group) -> HostEngine:
     """Return the backend through which a group's ranks compare their calls; the same on every rank."""
     return shared_memory if _number_of_hosts(job, group) == 1 else messages
 
@@ -88,7 +88,7 @@ def _or_messages(agreement: Agreement, group: Group, own: ReducingBackend) -> An
 class _Either:
     """A backend that decides in the running graph: small data travel in messages, others on the group's own backend."""
 
-    def __init__(self, own: Any, carrying: ComparingEngine, group: Group) -> None:
+    def __init__(self, own: Any, carrying: HostEngine, group: Group) -> None:
         self._own, self._carrying, self._group = own, carrying, group
 
     def __getattr__(self, call: str) -> Callable[..., Any]:

@@ -1,16 +1,20 @@
-"""Give this rank its GPU, before TensorFlow makes its devices. The decisions are in ``gpu_choice``."""
+"""Give this rank its GPU, before TensorFlow makes its devices. The decisions are in ``gpu_choice``, which the launcher
+needs without TensorFlow.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import sys
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.collectives import cuda_driver, gpu_choice
+from npu_device._src.collectives import gpu_choice
 from npu_device._src.collectives.engines.host.sharing import Hosts
 from npu_device._src.collectives.gpu_choice import Device
 from npu_device._src.collectives.job import Job
@@ -45,15 +49,15 @@ def choose_device(cluster: Cluster) -> Device:
         tf.config.set_visible_devices([gpus[index]], "GPU")
     number = int(gpus[index].name.rsplit(":", 1)[1])
     name = gpu_choice.name_of(cuda, number)
-    found = cuda_driver.identity(number)
+    found = identity(number)
     if found is None:  # AMD's GPUs have another driver
         return Device(name, "", name, name, compat.has_nccl())
     return Device(name, found.model, found.uuid, found.bus, compat.has_nccl())
 
 
-def prepare(running: Job, hosts: Hosts) -> None:
+def prepare(job: Job, hosts: Hosts) -> None:
     """Let ranks that share a GPU share its memory, and let rank 0 say which rank has which device."""
-    cluster = running.cluster
+    cluster = job.cluster
     shared = gpu_choice.sharing(hosts.devices, cluster.hosts)
     if any(cluster.rank in ranks for ranks in shared):
         _let_memory_grow(cluster.rank)
@@ -85,3 +89,45 @@ def _let_memory_grow(rank: int) -> None:
             "What to do: call npu.open() right after the imports.",
             rank,
         )
+
+
+# NVIDIA's driver: which GPU is behind one of CUDA's numbers. This makes no CUDA context and takes no GPU memory.
+
+_LIBRARY = "libcuda.so.1"
+_NAME_BYTES = 256
+_BUS_BYTES = 32
+_UUID_BYTES = 16
+
+
+class Identity(NamedTuple):
+    """A GPU or MIG instance: its model, its UUID in hexadecimal, and the PCI bus id of the GPU."""
+
+    model: str
+    uuid: str
+    bus: str
+
+
+def identity(index: int) -> Identity | None:
+    """Return what the driver says about a GPU; None without a driver.
+
+    Args:
+        index: CUDA's number of the GPU in this process, which is TensorFlow's number of the physical device.
+    """
+    try:
+        driver = ctypes.CDLL(_LIBRARY)
+    except OSError:  # no NVIDIA driver
+        return None
+    # Unlike cuDeviceGetUuid, its second version (CUDA 11.4) tells the MIG instances of a GPU apart.
+    get_uuid = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
+    device = ctypes.c_int()
+    model = ctypes.create_string_buffer(_NAME_BYTES)
+    bus = ctypes.create_string_buffer(_BUS_BYTES)
+    uuid = (ctypes.c_ubyte * _UUID_BYTES)()
+    failed = (
+        driver.cuInit(0)
+        or driver.cuDeviceGet(ctypes.byref(device), index)
+        or driver.cuDeviceGetName(model, _NAME_BYTES, device)
+        or get_uuid(uuid, device)
+        or driver.cuDeviceGetPCIBusId(bus, _BUS_BYTES, device)
+    )
+    return None if failed else Identity(model.value.decode(), bytes(uuid).hex(), bus.value.decode())

@@ -17,13 +17,14 @@ from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.health import Health
 from npu_device._src.cluster.peers import Peers
+from npu_device._src.collectives.engines.host.stream import BufferPool
 from npu_device._src.collectives.group import WORLD_GROUP, Group
 
 if TYPE_CHECKING:
     from npu_device._src.collectives.call import CallingThreads
-    from npu_device._src.collectives.engines.host.mpi_world import MpiWorld
+    from npu_device._src.collectives.engines.host.host_engine import Calls, Orders
+    from npu_device._src.collectives.engines.host.mpi_messages import MpiWorld
     from npu_device._src.collectives.engines.host.sharing import Hosts
-    from npu_device._src.collectives.engines.host.start_finish import Calls, Orders
     from npu_device._src.collectives.engines.tensorflow.keys import Sequence
     from npu_device._src.collectives.sessions import Sessions
     from npu_device._src.collectives.stall import StallWatch
@@ -72,6 +73,7 @@ class Job:
         pid: number of the rank's process; a forked child has another one.
         calls: the operations of each group on a backend, by backend and group.
         orders: the orders in which graphs run starts and finishes.
+        buffers: memory for results, which is used again.
         sequences: TensorFlow's keys, by group.
         nccl_order: the variable by which TensorFlow orders the collectives that use NCCL.
     """
@@ -100,6 +102,7 @@ class Job:
         self.making = threading.RLock()
         self.calls: dict[tuple[Any, Group], Calls] = {}
         self.orders: Orders | None = None
+        self.buffers = BufferPool()
         self.sequences: dict[Group, Sequence] = {}
         self.nccl_order: Any = None
         self._parts: dict[type, Any] = {}

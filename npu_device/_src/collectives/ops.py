@@ -13,8 +13,7 @@ import tensorflow as tf
 
 from npu_device._src.collectives.call import Agreement
 from npu_device._src.collectives.choice import reducing_backend_of
-from npu_device._src.collectives.dtypes import REDUCED, reduced_dtype, require_bits, wire_dtype
-from npu_device._src.collectives.folding import fold
+from npu_device._src.collectives.dtypes import REDUCED, fold, reduced_dtype, require_bits, wire_dtype
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job

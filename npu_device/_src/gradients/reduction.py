@@ -28,7 +28,7 @@ from npu_device._src.collectives.ops import (
     require_reduction,
 )
 from npu_device._src.gradients.reduced import ReducedTensors
-from npu_device._src.gradients.segments import cut
+from npu_device._src.gradients.segments import FirstOrders, cut
 from npu_device._src.gradients.sparse import gather_slices, reduce_slices, require_sparse_reduction
 from npu_device._src.gradients.split_strategy import MAX_SEGMENTS
 from npu_device._src.options import global_options
@@ -141,7 +141,7 @@ def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions,
         MismatchError: the ranks' calls differ.
     """
     alone = len(values) == 1 and isinstance(values[0], tf.Tensor)
-    segments = [[0]] if alone else cut(values, options.kind, options.fusion, group.name)
+    segments = [[0]] if alone else cut(job.made(FirstOrders), values, options.kind, options.fusion, group.name)
     rows = [[position] for position, value in enumerate(values) if isinstance(value, tf.IndexedSlices)]
     parts: list[_Part] = [(range(len(values)), segments)]
     if runs_if_fetched():  # each segment and each sparse gradient is an operation of its own

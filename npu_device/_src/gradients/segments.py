@@ -15,14 +15,21 @@ from npu_device._src.gradients.split_strategy import firsts_and_lasts, segment_r
 
 _log = logging.getLogger("npu_device")
 _logged: set[str] = set()
-_first_orders: dict[tuple[str, ...], list[int]] = {}
 _MAX_REMEMBERED = 1000
 
 
-def cut(tensors: Sequence[Any], reduction: str, fusion: int, group: str) -> list[list[int]]:
+class FirstOrders:
+    """The order of production in the first graph of each function; a part of the job."""
+
+    def __init__(self) -> None:
+        self.orders: dict[tuple[str, ...], list[int]] = {}
+
+
+def cut(first: FirstOrders, tensors: Sequence[Any], reduction: str, fusion: int, group: str) -> list[list[int]]:
     """Cut a list of tensors into segments.
 
     Args:
+        first: the job's.
         tensors: dense tensors, possibly of several dtypes; anything else is left out.
         reduction: the split strategy is for sum and mean; the other reductions use one segment per dtype.
         fusion: 0 gives every tensor a segment of its own, 1 cuts by the split strategy, 2 makes one segment per dtype.
@@ -53,7 +60,7 @@ def cut(tensors: Sequence[Any], reduction: str, fusion: int, group: str) -> list
         if len(positions) == 1:
             found.append(positions)
             continue
-        order = [positions[i] for i in _order([tensors[position] for position in positions], group)]
+        order = [positions[i] for i in _order(first, [tensors[position] for position in positions], group)]
         if fusion == 2 or reduction not in ("sum", "mean"):
             found.append(order)
             continue
@@ -65,7 +72,7 @@ def cut(tensors: Sequence[Any], reduction: str, fusion: int, group: str) -> list
     return found + alone
 
 
-def _order(tensors: Sequence[tf.Tensor], group: str) -> list[int]:
+def _order(first: FirstOrders, tensors: Sequence[tf.Tensor], group: str) -> list[int]:
     """Return the order of production; in a function that is traced again, that of its first graph.
 
     One rank alone may trace again, for instance when its last batch is smaller than the others'. In a graph for an
@@ -76,11 +83,11 @@ def _order(tensors: Sequence[tf.Tensor], group: str) -> list[int]:
         return production_order(tensors)
     name = re.sub(r"\d+", "", graph.name)
     key = (name, group, *(f"{tensor.dtype.name}{tensor.shape}" for tensor in tensors))
-    if key not in _first_orders:
-        if len(_first_orders) == _MAX_REMEMBERED:
-            _first_orders.clear()
-        _first_orders[key] = production_order(tensors)
-    return _first_orders[key]
+    if key not in first.orders:
+        if len(first.orders) == _MAX_REMEMBERED:
+            first.orders.clear()
+        first.orders[key] = production_order(tensors)
+    return first.orders[key]
 
 
 def _log_once(text: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.collectives.engines.host.start_finish import end_of
+from npu_device._src.collectives.engines.host.host_engine import end_of
 
 _log = logging.getLogger("npu_device")
 

@@ -16,13 +16,16 @@ import ctypes
 import mmap
 import platform
 import sys
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Callable
 
 import numpy as np
 
 from npu_device._src.cluster.time_limits import CHECK_SECONDS
-from npu_device._src.collectives.engines.host.queue import HEAD_WORDS, Program
+from npu_device._src.collectives.engines.host.programs import Round
+from npu_device._src.collectives.engines.host.queue import HEAD_WORDS, Head, Program, require_same
+from npu_device._src.collectives.engines.host.stream import BufferPool
 
 _WAIT, _WAKE = 0, 1
 _ALL = 0x7FFFFFFF
@@ -123,7 +126,7 @@ class Layout:
 
 
 class MemoryRing:
-    """One member's end.
+    """One member's end; see ``queue.Channel``.
 
     Args:
         memory: a mapping with ``Layout(size).bytes`` bytes from ``first`` on, zeros when the first member comes.
@@ -134,6 +137,9 @@ class MemoryRing:
         settle: called after each operation, when all members have come.
         spins: look for a while before sleeping; with more ranks than cores, that takes the core from the awaited ones.
     """
+
+    reaches_all = True
+    ahead = 3  # more would leave the core's cache: a member also reads what it has published itself
 
     def __init__(
         self,
@@ -150,7 +156,9 @@ class MemoryRing:
         self.rank = rank
         self.slots = layout.slots
         self.slot_bytes = layout.slot_bytes
-        self.step = 0
+        self._step = 0
+        self.counts = (1,) * size
+        self.buffers = BufferPool()
         self.settle = settle
         self._while_waiting = while_waiting
         self._spins = spins
@@ -162,35 +170,52 @@ class MemoryRing:
         self._rings = rings.reshape(size, self.slots, self.slot_bytes)
         self._views: dict[np.dtype, np.ndarray] = {}
 
-    def rings(self, dtype: np.dtype) -> np.ndarray:
+    def run(self, rounds: Iterator[Round], head: Head | None) -> Program:
+        """Run rounds: in each, members publish a slot, and all read what they need of it. With a head, no member
+        publishes a second slot before all heads agree.
+
+        Raises:
+            Mismatch: the heads differ.
+        """
+        published: deque[Round] = deque()  # not read yet
+        number = 0  # of rounds that have been read
+        upcoming = next(rounds, None)
+        while upcoming is not None or published:
+            compared = head if number == 0 else None
+            ahead = self.ahead if compared is None else 0
+            while upcoming is not None and len(published) <= ahead and upcoming.after <= number:
+                step = self._step + len(published)
+                if published and not self._has_free_slot(step):
+                    break
+                yield from _reached(self._read, step - self.slots + 1)
+                if compared is not None:
+                    self._heads[self.rank, step % self.slots] = compared
+                if upcoming.source is not None:
+                    upcoming.fill(self._slots(upcoming.dtype)[self.rank, step % self.slots])
+                self._written[self.rank].advance_to(step + 1)
+                published.append(upcoming)
+                upcoming = next(rounds, None)
+            one, step = published.popleft(), self._step
+            members = one.publishers if compared is None else range(self.size)
+            yield from _reached([self._written[member] for member in members], step + 1)
+            self._step = step + 1
+            number += 1
+            try:
+                if compared is not None:
+                    require_same(self._heads[:, step % self.slots].tolist())  # a few numbers: faster than with numpy
+                one.take(self._slots(one.dtype)[:, step % self.slots], self.rank)
+            finally:
+                self._read[self.rank].advance_to(step + 1)
+
+    def _slots(self, dtype: np.dtype) -> np.ndarray:
         """Return all slots of all members, shape [size, slots, elements of a slot]."""
         if dtype not in self._views:
             self._views[dtype] = self._rings.view(dtype)
         return self._views[dtype]
 
-    def heads(self, step: int) -> np.ndarray:
-        """Return the words beside the slots of a step: int32, shape [size, HEAD_WORDS]."""
-        return self._heads[:, step % self.slots]
-
-    def has_free_slot(self, step: int) -> bool:
+    def _has_free_slot(self, step: int) -> bool:
         """Return whether all members have read the previous content of this member's slot of the step."""
         return all(counter.has_reached(step - self.slots + 1) for counter in self._read)
-
-    def free_slot(self, step: int) -> Program:
-        """Wait until all members have read the previous content of this member's slot of the step."""
-        return _reached(self._read, step - self.slots + 1)
-
-    def publish(self, step: int) -> None:
-        """Show this member's slot of the step to the others, even if it has nothing to send in it."""
-        self._written[self.rank].advance_to(step + 1)
-
-    def published(self, step: int, members: Sequence[int]) -> Program:
-        """Wait until the given members have published their slots of the step."""
-        return _reached([self._written[member] for member in members], step + 1)
-
-    def done(self, step: int) -> None:
-        """Let the others reuse the slots of the step."""
-        self._read[self.rank].advance_to(step + 1)
 
     def close(self) -> None:
         """Give up the channel; its memory goes with its last reader."""

@@ -7,15 +7,17 @@ pause, then with sleeps in between, so that TensorFlow computes meanwhile.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.time_limits import CHECK_SECONDS, MPI_LONGEST_SLEEP_SECONDS, NEWS_SECONDS, SPIN_SECONDS
-from npu_device._src.collectives.engines.host.mpi_world import MpiWorld
+from npu_device._src.collectives.engines.host.exchange import MessageChannel
 from npu_device._src.collectives.engines.host.queue import Program
 from npu_device._src.collectives.group import Group, counts_of
 from npu_device._src.collectives.job import Job
@@ -24,33 +26,47 @@ _BURST = 8  # tests between two sleeps: each moves only part of what has arrived
 
 _TAG = 0
 
-_abandoned: list[Any] = []  # MPI may still write to the memory of operations that have failed
+
+@dataclass(frozen=True)
+class MpiWorld:
+    """MPI as all ranks share it.
+
+    Attributes:
+        mpi: mpi4py's module.
+        comm: a communicator of all ranks, in the order of the job's ranks, in which groups meet.
+        tags: number of tags that MPI has.
+        library: name and version of the MPI library.
+        ended: set when this rank leaves.
+        abandoned: operations that have failed: MPI may still write to their memory.
+    """
+
+    mpi: Any
+    comm: Any
+    tags: int
+    library: str
+    ended: threading.Event = field(default_factory=threading.Event)
+    abandoned: list[Any] = field(default_factory=list)
 
 
-class MpiMessages:
+class MpiMessages(MessageChannel):
     """One member's end.
 
     Args:
-        world: the job's MPI.
-        job: the job.
+        job: the job, whose MPI has been started.
         group: the members; at the first operation they meet, and get a communicator.
 
     Attributes:
-        size: number of members.
-        rank: this member's number.
-        counts: for each member, the number of ranks whose sum it contributes.
-        ahead: see ``exchange.Channel``.
         check: raises if the job has failed.
         mpi: mpi4py's module.
     """
 
     ahead = 8
 
-    def __init__(self, world: MpiWorld, job: Job, group: Group) -> None:
-        self.size, self.rank = group.size, group.rank
-        self.counts = counts_of(group)
+    def __init__(self, job: Job, group: Group) -> None:
+        assert job.mpi_world is not None
+        super().__init__(group.size, group.rank, counts_of(group), job.buffers)
         self.check = job.health.require_running
-        self._world, self._group, self.mpi = world, group, world.mpi
+        self._world, self._group, self.mpi = job.mpi_world, group, job.mpi_world.mpi
         self._comm: Any = None
         self._meeting = self._meet()
 
@@ -96,7 +112,7 @@ class MpiMessages:
                 try:
                     self.check()
                 except PeerError:
-                    _abandoned.append(program)
+                    self._world.abandoned.append(program)
                     raise
         return True
 

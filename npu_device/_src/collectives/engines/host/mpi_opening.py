@@ -19,9 +19,8 @@ import numpy as np
 
 from npu_device._src.cluster.time_limits import LATEST_ANSWER_SECONDS, MPI_GRACE_SECONDS, MPI_TICK_SECONDS
 from npu_device._src.collectives import job as jobs
-from npu_device._src.collectives.engines.host import exchange as programs
-from npu_device._src.collectives.engines.host.mpi_messages import MpiMessages
-from npu_device._src.collectives.engines.host.mpi_world import MpiWorld
+from npu_device._src.collectives.engines.host import programs
+from npu_device._src.collectives.engines.host.mpi_messages import MpiMessages, MpiWorld
 from npu_device._src.collectives.engines.host.queue import head_of
 from npu_device._src.collectives.engines.host.stream import Stream
 from npu_device._src.collectives.group import Group
@@ -46,10 +45,11 @@ def open_world(job: Job, wanted: bool) -> Sequence[str]:
     if not any(problems):
         problems = job.store.gather("mpi/started", _start(job), LATEST_ANSWER_SECONDS)
     if not any(problems):
-        world = _world(job)
+        world = job.mpi_world = _world(job)
         problems = job.store.gather("mpi/checked", _check_sum(job, world), LATEST_ANSWER_SECONDS)
-        if not any(problems):
-            job.mpi_world = world
+        if any(problems):
+            job.mpi_world = None
+        else:
             _keep_going(world)
     return list(problems) if any(problems) else []
 
@@ -122,13 +122,14 @@ def _check_sum(job: Job, world: MpiWorld) -> str:
     """Add up known numbers, few and many; return the problem, "" if the sums are right."""
     cluster = job.cluster
     group = Group("mpi/check", tuple(range(cluster.world_size)), cluster.rank)
-    channel = MpiMessages(world, job, group)
+    channel = MpiMessages(job, group)
     wrong = ""
     for length in _CHECKED_LENGTHS:
         numbers = np.arange(length, dtype=np.int32)
         stream = Stream([numbers.shape], numbers.dtype, [numbers * (cluster.rank + 1)])
-        flat, found = stream.results(programs.POOL, numbers.dtype)
-        channel.advance(programs.all_reduce(channel, stream, flat, "sum", head_of(None, 0)), block=True)
+        flat, found = stream.results(job.buffers, numbers.dtype)
+        program = programs.reduce(channel, stream, flat, numbers.dtype, "sum", range(group.size), head_of(None, 0))
+        channel.advance(program, block=True)
         if (found[0] != numbers * (group.size * (group.size + 1) // 2)).any():
             wrong = f"a sum of {length} numbers is wrong in MPI ({world.library})"
     channel.close()

@@ -14,10 +14,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, Callable, Protocol
+from typing import TYPE_CHECKING, Any, Callable, Protocol
 
 from npu_device._src.cluster.errors import PeerError
 from npu_device._src.collectives.call import Terms
+
+if TYPE_CHECKING:
+    from npu_device._src.collectives.engines.host.programs import Round
+    from npu_device._src.collectives.engines.host.stream import BufferPool
 
 Program = Iterator[Any]
 """One operation, which pauses where it would have to wait, and yields what its channel has to wait for."""
@@ -58,7 +62,35 @@ def require_same(heads: list[Head]) -> None:
 
 
 class Channel(Protocol):
-    """The connection that carries the members' data."""
+    """The connection that carries the members' data. Its contract: a member publishes, and others read a view of that.
+
+    Attributes:
+        size: number of members.
+        rank: this member's number.
+        counts: for each member, the number of ranks whose sum it contributes.
+        reaches_all: what a member publishes reaches all at the cost of one copy; else each reader is sent its part.
+        ahead: how many rounds a member publishes before it has to read.
+        buffers: memory for what is neither the script's nor a result.
+    """
+
+    size: int
+    rank: int
+    counts: tuple[int, ...]
+    reaches_all: bool
+    ahead: int
+    buffers: BufferPool
+
+    @property
+    def slot_bytes(self) -> int:
+        """Return how much a member publishes in one round at most."""
+
+    def run(self, rounds: Iterator[Round], head: Head | None) -> Program:
+        """Return the program that runs rounds, which pauses where it would have to wait.
+
+        Args:
+            rounds: alike on all members; one is asked for when it can be published.
+            head: what the members compare before anybody reads; None if they don't.
+        """
 
     def advance(self, program: Any, block: bool, hurry: bool = False) -> bool:
         """Run a program to its end, or as far as it goes without blocking; return whether it has ended.

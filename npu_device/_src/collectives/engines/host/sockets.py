@@ -24,6 +24,7 @@ import numpy as np
 
 from npu_device._src.cluster.peers import Peers
 from npu_device._src.cluster.time_limits import CHECK_SECONDS, SPIN_SECONDS
+from npu_device._src.collectives.engines.host.exchange import MessageChannel
 from npu_device._src.collectives.engines.host.queue import Program
 from npu_device._src.collectives.group import Group, counts_of
 from npu_device._src.collectives.job import Job
@@ -31,7 +32,7 @@ from npu_device._src.collectives.job import Job
 _LENGTH = struct.Struct("<Q")
 
 
-class Message:
+class SocketMessage:
     """One message on its way."""
 
     def __init__(self, wire: Wire, data: np.ndarray) -> None:
@@ -65,12 +66,12 @@ class Wire:
     def __init__(self, poll: Busy, peers: Peers, rank: int) -> None:
         self._busy, self._peers, self._rank = poll, peers, rank
         self.connection: socket.socket
-        self.messages: deque[Message] = deque()
+        self.messages: deque[SocketMessage] = deque()
         self.lost: str | None = None
 
-    def add(self, data: np.ndarray) -> Message:
+    def add(self, data: np.ndarray) -> SocketMessage:
         """Start a message."""
-        message = Message(self, data)
+        message = SocketMessage(self, data)
         self.messages.append(message)
         if self.lost is None:
             self._busy.add(self)
@@ -96,7 +97,7 @@ class Wire:
         if self.lost is not None and self.messages:
             self._peers.raise_for(self._rank, self.lost)
 
-    def _move(self, connection: socket.socket, message: Message) -> None:
+    def _move(self, connection: socket.socket, message: SocketMessage) -> None:
         raise NotImplementedError
 
     def _end_first(self) -> None:
@@ -110,16 +111,16 @@ class _Outgoing(Wire):
         super().__init__(poll, peers, rank)
         self._left: list[memoryview] = []
 
-    def add(self, data: np.ndarray) -> Message:
+    def add(self, data: np.ndarray) -> SocketMessage:
         """Start a message; as much as the kernel takes leaves at once."""
-        message = Message(self, data)
+        message = SocketMessage(self, data)
         self.messages.append(message)
         self.advance()
         if not message.ended and self.lost is None:
             self._busy.add(self)
         return message
 
-    def _move(self, connection: socket.socket, message: Message) -> None:
+    def _move(self, connection: socket.socket, message: SocketMessage) -> None:
         self._left = self._left or [memoryview(_LENGTH.pack(message.data.nbytes)), message.data]
         sent = connection.sendmsg(self._left)
         while self._left and sent >= self._left[0].nbytes:
@@ -139,7 +140,7 @@ class _Incoming(Wire):
         self._left = memoryview(self._length)
         self._in_data = False
 
-    def _move(self, connection: socket.socket, message: Message) -> None:
+    def _move(self, connection: socket.socket, message: SocketMessage) -> None:
         if self._left.nbytes:
             received = connection.recv_into(self._left)
             if not received:
@@ -205,7 +206,7 @@ class Busy:
         return bool(ready)
 
 
-class SocketMesh:
+class SocketMesh(MessageChannel):
     """One member's end.
 
     Args:
@@ -216,15 +217,9 @@ class SocketMesh:
         purpose: tells the connections of a group's meshes apart.
 
     Attributes:
-        size: number of members.
-        rank: this member's number.
-        counts: for each member, the number of ranks whose sum it contributes.
-        ahead: see ``exchange.Channel``.
         busy: the connections on which messages are on their way.
         connected: set when all connections are there, or can't be made.
     """
-
-    ahead = 4
 
     def __init__(
         self,
@@ -234,8 +229,7 @@ class SocketMesh:
         source: Sequence[int] | None = None,
         purpose: int = 0,
     ) -> None:
-        self.size, self.rank = group.size, group.rank
-        self.counts = counts_of(group)
+        super().__init__(group.size, group.rank, counts_of(group), job.buffers)
         self._peers, self._health, self._ranks = job.peers, job.health, group.ranks
         self._number = group.number ^ purpose
         self._spins = job.has_own_core
@@ -277,11 +271,11 @@ class SocketMesh:
     def _is_closed(self) -> bool:
         return self._closed
 
-    def send(self, member: int, data: np.ndarray) -> Message:
+    def send(self, member: int, data: np.ndarray) -> SocketMessage:
         """Start to send bytes to a member; as many as the kernel takes leave at once."""
         return self._outgoing[member].add(data)
 
-    def receive(self, member: int, data: np.ndarray) -> Message:
+    def receive(self, member: int, data: np.ndarray) -> SocketMessage:
         """Start to receive the next message of a member, which has as many bytes."""
         return self._incoming[member].add(data)
 

@@ -26,9 +26,9 @@ import tensorflow as tf
 
 from npu_device._src.cluster.time_limits import CHECK_SECONDS, LAST_TRANSFER_SECONDS
 from npu_device._src.collectives.call import Agreement, Terms
-from npu_device._src.collectives.engines.host.host_engine import aligned_array, bytes_of
-from npu_device._src.collectives.engines.host.sockets import Message, SocketMesh
-from npu_device._src.collectives.engines.host.start_finish import Action, AllCalls, Finish, Operation, refusal
+from npu_device._src.collectives.engines.host.host_engine import Action, Calls, Finish, OnArrays, bytes_of, refusal, run
+from npu_device._src.collectives.engines.host.sockets import SocketMesh, SocketMessage
+from npu_device._src.collectives.engines.host.stream import BufferPool
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 
@@ -143,9 +143,9 @@ class Stream:
         self._posted: defaultdict[_Queue, deque[Transfer]] = defaultdict(deque)
         self._arrived: defaultdict[_Queue, deque[_Arriving]] = defaultdict(deque)
         self._header = np.empty(_HEADER.size, np.uint8)
-        self._expected: Message | None = None
+        self._expected: SocketMessage | None = None
         self._arriving: _Arriving | None = None
-        self._leaving: deque[Message] = deque()
+        self._leaving: deque[SocketMessage] = deque()
         self._broken: BaseException | None = None
         self._closing = False
         self._bell = _Bell()
@@ -238,7 +238,7 @@ class Stream:
         if data.nbytes:
             self._leaving.append(self._mesh.send(self._other, data))
 
-    def _next(self) -> Message:
+    def _next(self) -> SocketMessage:
         """Handle the header or the data that have come; return the message that comes next."""
         if self._arriving is None:
             kind, number, group, tag, head, check, shapes, length = _HEADER.unpack(self._header.tobytes())
@@ -333,14 +333,15 @@ class PairCalls:
         self._stream = transfers_of(job).with_rank(pair.ranks[1 - pair.rank])
         self._withdraw = partial(transfers_of(job).withdraw, pair.name)
         self._watch = job.stall_watch.calls_of(pair)
+        self._buffers = job.buffers
 
     def start(
-        self, operation: Operation, terms: Terms | None, shapes: int, arrays: list[np.ndarray], overlaps: bool
+        self, operation: OnArrays, terms: Terms | None, shapes: int, arrays: list[np.ndarray], overlaps: bool
     ) -> Finish:
         """Start a transfer without waiting for the other rank."""
         assert terms is not None
         del overlaps
-        act, results = operation.prepare(arrays)
+        act, results = operation.prepare(arrays, self._buffers)
         position = self._watch.begin(terms.row)
         transfer = act(content=_Content(*terms.head, shapes), done=threading.Event())
         self._stream.start(transfer)
@@ -364,28 +365,34 @@ class PairCalls:
         self._withdraw()
 
 
-_calls = AllCalls(PairCalls)
+def _calls_of(job: Job, pair: Group) -> Calls:
+    with job.making:
+        if ("send", pair) not in job.calls:
+            job.calls["send", pair] = PairCalls(job, pair)
+        return job.calls["send", pair]
 
 
 def send(agreement: Agreement, tensor: tf.Tensor, pair: Group) -> tf.Tensor:
     """Send to the other rank of a pair; return a tensor that is ready once the other rank has received."""
 
-    def prepare(arrays: list[np.ndarray]) -> Action:
+    def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
+        del buffers
         flat = np.ascontiguousarray(arrays[0]).reshape(-1).view(np.uint8)
         return partial(Transfer, pair, flat, True), [np.array(0, np.int32)]
 
-    operation = Operation([tf.TensorSpec([], tf.int32)], bytes_of([tensor]), prepare)
-    [[sent]] = _calls.run(agreement, pair, [(operation, [tensor])])
+    operation = OnArrays([tf.TensorSpec([], tf.int32)], bytes_of([tensor]), prepare)
+    [[sent]] = run(_calls_of(agreement.job, pair), agreement, [(operation, [tensor])])
     return sent
 
 
 def receive(agreement: Agreement, like: tf.TensorSpec, pair: Group) -> tf.Tensor:
     """Return the tensor that the other rank of a pair sends; this rank knows its shape and dtype."""
 
-    def prepare(arrays: list[np.ndarray]) -> Action:
+    def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
         del arrays
-        result = aligned_array(tuple(like.shape.as_list()), np.dtype(like.dtype.as_numpy_dtype))
+        result = buffers.array(tuple(like.shape.as_list()), np.dtype(like.dtype.as_numpy_dtype))
         return partial(Transfer, pair, result.reshape(-1).view(np.uint8), False), [result]
 
-    [[received]] = _calls.run(agreement, pair, [(Operation([like], bytes_of([like]), prepare), [])])
+    operation = OnArrays([like], bytes_of([like]), prepare)
+    [[received]] = run(_calls_of(agreement.job, pair), agreement, [(operation, [])])
     return received

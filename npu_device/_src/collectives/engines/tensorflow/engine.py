@@ -14,9 +14,8 @@ from typing import Callable
 import tensorflow as tf
 
 from npu_device._src.collectives.call import Agreement
-from npu_device._src.collectives.dtypes import mean_dtype, sum_dtype, wire_dtype, wire_scales
+from npu_device._src.collectives.dtypes import fold, mean_dtype, sum_dtype, wire_dtype, wire_scales
 from npu_device._src.collectives.engines.tensorflow import kernels, words
-from npu_device._src.collectives.folding import fold
 from npu_device._src.collectives.group import Group, counts_of
 from npu_device._src.collectives.job import Job
 
