@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import job
@@ -11,7 +10,8 @@ import pytest
 from launcher import npurun, script
 
 from npu_device._src.verify import report
-from npu_device._src.verify.process_settings import Settings
+from npu_device._src.verify.process_settings import CODE, LOG, written
+from npu_device.launch.verify import plan
 
 pytestmark = pytest.mark.xdist_group("waiting")
 
@@ -38,9 +38,10 @@ def step(x, y):
     {reduce}
     optimizer.apply_gradients(zip(gradients, model.trainable_variables))
 
+open("result.txt", "w").write("written")
+assert open("result.txt").read() == "written"
 for x, y in dataset:
     step(x, y)
-open("result.txt", "w").write("written")
 """
 RIGHT = {
     "model": "model = tf.keras.Sequential([tf.keras.layers.Dense(3), tf.keras.layers.Dropout(0.5), "
@@ -76,6 +77,10 @@ WRONG: dict[str, dict[str, str]] = {
     "same samples": {"data": "dataset = dataset.batch(12 // size)"},
     "seed of each rank's own": {"data": OF_OWN_SEED + RIGHT["data"]},
     "scaled rate": {"rate": "0.1 * size"},
+    "adapted to a part": {
+        "data": RIGHT["data"] + "\nlookup = tf.keras.layers.IntegerLookup(max_tokens=9)\n"
+        "lookup.adapt(dataset.map(lambda x, y: tf.cast(9 * x[:, 0], tf.int64)))"
+    },
     "random numbers": {"loss": "tf.reduce_mean(tf.square(z + tf.random.normal(tf.shape(z)) - y))"},
     "unknown": {"loss": "tf.reduce_mean(tf.reduce_logsumexp(tf.matmul(z, z, transpose_b=True), axis=1))"},
 }
@@ -90,25 +95,18 @@ SAID = {
 """What stands in the line that the verdict names."""
 
 
-def runs(directory: Path, size: int, steps: int = 2) -> tuple[Settings, Settings, Settings]:
-    one = Settings(str(directory / "runs"), "one", 1, steps)
-    return one, replace(one, name="again", perturbed=True), replace(one, name="ranks", ranks=size)
-
-
-def verified(directory: Path, source: str, size: int, keras: str) -> report.Verdict:
+def verified(directory: Path, source: str, size: int, keras: str, steps: int = 2) -> report.Verdict:
     """Run a script as ``npurun verify`` does, in forks of a process that has imported TensorFlow."""
     path = directory / "script.py"
     path.write_text(source)
-    settings = runs(directory, size)
-    for run in settings:
-        folder = directory / run.name
-        folder.mkdir()
-        runner = f"from npu_device._src.verify import runner; runner.main([{run.written()!r}, {str(path)!r}])"
-        variables = {"TF_USE_LEGACY_KERAS": "1" if keras == "2" else "0", "NPU_DEVICE_FIRST_STEP_CHECK": "off"}
-        variables["NPU_DEVICE_UNEQUAL_START"] = "ignore"  # else it is made right
-        ended = job.run(folder, run.ranks, f"import os; os.chdir({str(directory)!r})\n{runner}", 120, **variables)
-        assert all(rank.code == 0 for rank in ended), ended[0].output
-    return report.judge(*settings[:2], settings[2:])
+    runs = plan(directory / "runs", [size], steps)
+    runner = f"from npu_device._src.verify import runner; runner.main([{written(runs)!r}, {str(path)!r}])"
+    variables = {"TF_USE_LEGACY_KERAS": "1" if keras == "2" else "0", "NPU_DEVICE_FIRST_STEP_CHECK": "off"}
+    variables["NPU_DEVICE_UNEQUAL_START"] = "ignore"  # else it is made right
+    [start] = job.run(directory / "runs", 1, f"import os; os.chdir({str(directory)!r})\n{runner}", 120, **variables)
+    logs = "".join(log.read_text() for log in sorted((directory / "runs").rglob(LOG)))
+    assert start.code == 0 and all((each.folder / CODE).read_text() == "0" for run in runs for each in run), logs
+    return report.judge(runs)
 
 
 @pytest.mark.parametrize("cause", list(WRONG))
@@ -136,6 +134,7 @@ y = x.sum(axis=1, keepdims=True)
 class Model(tf.keras.Model):
     def __init__(self):
         super().__init__()
+        self.newest = tf.Variable([[0.0]], trainable=False)
         self.inner = tf.keras.Sequential([tf.keras.layers.Dense(3), tf.keras.layers.BatchNormalization(),
                                           tf.keras.layers.GaussianNoise(0.5), tf.keras.layers.Dense(1)])
 
@@ -157,22 +156,73 @@ CONTRASTIVE = """
         self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
         return {"loss": loss}
 """
+PAIRS = "tf.reduce_logsumexp(tf.matmul(z, z, transpose_b=True), axis=1)"
+PER_SAMPLE = CONTRASTIVE.replace(f"tf.reduce_mean({PAIRS})", "tf.reduce_sum(tf.square(z - y), axis=1)")
+MEAN = CONTRASTIVE.replace(PAIRS, "tf.square(z - y + self.newest)")
+QUEUE = MEAN.replace("gradients =", "self.newest.assign(z[:1])\n        gradients =", 1)
+LOCAL_LOG = MEAN.replace('"loss": loss', '"loss": tf.reduce_max(z)')
 REPLICATED = "npu.distribute.replicate(Model())"
 FITS = {
-    "adam": ("", {"step": "", "model": REPLICATED, "optimizer": "Adam(0.01)"}),
-    "momentum": ("", {"step": "", "model": REPLICATED, "optimizer": "SGD(0.1, momentum=0.9)"}),
-    "forgotten": ("same samples", {"step": "", "model": "Model()", "optimizer": "Adam(0.01)"}),
-    "contrastive": ("unknown", {"step": CONTRASTIVE, "model": REPLICATED, "optimizer": "SGD(0.1)"}),
+    "adam": ("", "", REPLICATED, "Adam(0.01)"),
+    "momentum": ("", "", REPLICATED, "SGD(0.1, momentum=0.9)"),
+    "forgotten": ("same samples", "", "Model()", "Adam(0.01)"),
+    "contrastive": ("unknown", CONTRASTIVE, REPLICATED, "SGD(0.1)"),
+    "loss per sample": ("sum averaged", PER_SAMPLE, REPLICATED, "SGD(0.1)"),
+    "queue": ("state in the step", QUEUE, REPLICATED, "SGD(0.1)"),
+    "local log": ("other logs", LOCAL_LOG, REPLICATED, "SGD(0.1)"),
 }
 
 
 @pytest.mark.parametrize("name", list(FITS))
 def test_fit(name: str, tmp_path: Path) -> None:
-    size, keras = ((3, "3"), (2, "2"), (2, "3"), (3, "2"))[list(FITS).index(name)]
-    cause, parts = FITS[name]
-    verdict = verified(tmp_path, FIT.format(**{key: value.strip("\n") for key, value in parts.items()}), size, keras)
+    size, keras = ((3, "3"), (2, "2"), (2, "3"), (3, "2"))[list(FITS).index(name) % 4]
+    cause, step, model, optimizer = FITS[name]
+    source = FIT.format(step=step.strip("\n"), model=model, optimizer=optimizer)
+    verdict = verified(tmp_path, source, size, keras)
     assert verdict.cause == cause, report.text(verdict)
     assert any("batch normalisation isn't synchronized in 1 layers" in note for note in verdict.notes)
+
+
+SESSION = """
+import numpy as np, tensorflow.compat.v1 as tf, npu_device as npu
+from npu_bridge.npu_init import NPUDistributedOptimizer, npu_distributed_optimizer_wrapper
+tf.disable_v2_behavior()
+npu.open(seed=1).as_default()
+rank, size = npu.distribute.rank(), npu.distribute.size()
+numbers = np.random.default_rng(0)
+x = numbers.normal(size=[48, 4]).astype("float32")
+share = slice(rank * 48 // size, (rank + 1) * 48 // size)
+for _ in range(size):
+    tf.random_normal([2])  # a graph with other operations
+given = tf.placeholder(tf.float32, [None, 4])
+weight = tf.get_variable("weight", [4, 1])
+loss = {loss}
+optimizer = tf.train.GradientDescentOptimizer(0.1)
+train = {optimizer}.minimize(loss)
+start = {start}
+with tf.Session() as session:
+    session.run(tf.global_variables_initializer())
+    session.run(start)
+    for _ in range(4):
+        session.run([loss, train], {{given: x[share]}})
+"""
+SESSION_RIGHT = {
+    "loss": "tf.reduce_mean(tf.square(given @ weight - tf.reduce_sum(given, 1, keepdims=True)))",
+    "optimizer": "NPUDistributedOptimizer(optimizer)",
+    "start": "npu.distribute.broadcast(tf.global_variables())",
+}
+SESSIONS = {
+    "": {},
+    "not reduced": {"optimizer": "optimizer"},
+    "different starts": {"start": "weight.assign(weight + float(rank))"},
+    "sum averaged": {"loss": SESSION_RIGHT["loss"].replace("reduce_mean", "reduce_sum")},
+}
+
+
+@pytest.mark.parametrize("cause", list(SESSIONS))
+def test_sessions(cause: str, tmp_path: Path) -> None:
+    verdict = verified(tmp_path, SESSION.format(**{**SESSION_RIGHT, **SESSIONS[cause]}), 2, "3", steps=3)
+    assert verdict.cause == cause, report.text(verdict)
 
 
 def test_the_page_and_json(tmp_path: Path) -> None:
@@ -203,8 +253,8 @@ def test_wrong_usage(arguments: list[str], expected: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("print('no step')", "ended before the first step of a Keras optimizer"),
-        ("raise ValueError('broken')", "as one process, the script failed (exit code 1)"),
+        ("print('no step')", "the script ended before its first step"),
+        ("raise ValueError('broken')", "as one process, the script failed"),
     ],
 )
 def test_scripts_that_make_no_step(source: str, expected: str, tmp_path: Path) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,7 +18,8 @@ from pathlib import Path
 
 from npu_device._src import environment
 from npu_device._src.verify.file_shadow import COVERED, state_of
-from npu_device._src.verify.process_settings import FAILED, STEPS, Settings
+from npu_device._src.verify.process_settings import CODE, FAILED, LOG, START, STEPS, Settings, written
+from npu_device.launch import child_environment
 from npu_device.launch.attempt import USAGE
 
 _LIMIT_SECONDS = 1800.0
@@ -35,28 +40,25 @@ def main(arguments: Sequence[str]) -> int:
     sizes = [given.n] if given.n else [size for size in (2, 3) if size == 2 or size * _RANK_BYTES < memory]
     if max(sizes) * _RANK_BYTES > memory:
         return _usage(f"{max(sizes)} ranks need more memory than the {memory >> 30} GiB of this machine")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and so end the script's processes
     with tempfile.TemporaryDirectory(prefix="npurun-verify-") as directory:
         return _verify(given, words, sizes, Path(given.keep or directory).resolve())
 
 
 def _verify(given: argparse.Namespace, words: Sequence[str], sizes: Sequence[int], directory: Path) -> int:
-    one = Settings(str(directory), "one", 1, given.steps, module=given.module)
-    again = replace(one, name="again", perturbed=True)
-    jobs = [replace(one, name=f"ranks{size}", ranks=size) for size in sizes]
-    say = _silent if given.json else _say
-    say(f"{words[0]}: one process twice, then {' and '.join(map(str, sizes))} ranks, {given.steps} steps each")
-    say(f"your files stay as they are, as far as this covers: {COVERED}")
+    runs = plan(directory, sizes, given.steps, given.module)
+    if not given.json:
+        _say(f"{words[0]}: one process twice, then {' and '.join(map(str, sizes))} ranks, {given.steps} steps each")
+        _say(f"your files stay as they are, as far as this covers: {COVERED}")
     folders = [Path.cwd(), *([] if given.module else [Path(words[0]).resolve().parent])]
     before = state_of(folders)
-    for run in (one, again, *jobs):
-        say(f"running as {'one process' if run.ranks == 1 else f'{run.ranks} ranks'}")
-        problem = _run(run, words)
-        if problem:
-            print(f"npurun verify: {problem}", file=sys.stderr)
-            return 3
+    problem = _run(runs, words)
+    if problem:
+        print(f"npurun verify: {problem}", file=sys.stderr)
+        return 3
     from npu_device._src.verify import report
 
-    verdict = report.judge(one, again, jobs)
+    verdict = report.judge(runs)
     changed = sorted(path for path, state in state_of(folders).items() if before.get(path) != state)
     if changed:
         verdict.notes.append(f"these files changed, by calls that aren't covered: {', '.join(changed[:5])}")
@@ -66,11 +68,37 @@ def _verify(given: argparse.Namespace, words: Sequence[str], sizes: Sequence[int
     return verdict.code
 
 
-def _run(run: Settings, words: Sequence[str]) -> str:
-    """Run the script once; return what is wrong, "" if nothing is."""
-    command = [sys.executable, "-u", "-m"]
-    if run.ranks > 1:
-        command += ["npu_device.launch", "-n", str(run.ranks), "-m"]
+def plan(directory: Path, sizes: Sequence[int], steps: int, is_module: bool = False) -> list[list[Settings]]:
+    """Return the processes: one and its twin with changed inputs, then the ranks of each number of ranks."""
+    one = Settings(str(directory), "one", steps, module=is_module)
+    runs = [[one, replace(one, run="again", perturbed=True)]]
+    for size in sizes:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        table = directory / f"ranks{size}.json"
+        directory.mkdir(parents=True, exist_ok=True)
+        table.write_text(child_environment.rank_table([0], size, "127.0.0.1", port), encoding="utf-8")
+        rank = replace(one, run=f"ranks{size}", ranks=size)
+        runs.append([replace(rank, rank=each, environment=_environment(table, size, each)) for each in range(size)])
+    for run in [START, *(run[0].run for run in runs), "again"]:
+        shutil.rmtree(directory / run, ignore_errors=True)  # kept before
+    return runs
+
+
+def _environment(table: Path, size: int, rank: int) -> dict[str, str]:
+    return {
+        "RANK_TABLE_FILE": str(table),
+        "RANK_ID": str(rank),
+        "RANK_SIZE": str(size),
+        "ASCEND_DEVICE_ID": str(rank),
+        "DEVICE_ID": str(rank),
+        "JOB_ID": "verify",
+    }
+
+
+def _run(runs: Sequence[Sequence[Settings]], words: Sequence[str]) -> str:
+    """Run the script as all processes; return what is wrong, "" if nothing is."""
     variables = {name: value for name, value in os.environ.items() if name not in _describing_a_job()}
     variables.update(
         PYTHONHASHSEED="0",
@@ -78,30 +106,53 @@ def _run(run: Settings, words: Sequence[str]) -> str:
         NPU_DEVICE_STATEMENT="off",
         NPU_DEVICE_LAUNCHER="off",
         TF_CPP_MIN_LOG_LEVEL=os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2"),
+        TF_FORCE_GPU_ALLOW_GROWTH="true",  # several processes share a GPU
     )
-    log = Path(run.directory, f"{run.name}.log")
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output:
+    start = replace(runs[0][0], run=START)
+    start.folder.mkdir(parents=True)
+    with (start.folder / LOG).open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-m", _RUNNER, written(runs), *words],
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
-            done = subprocess.run(
-                [*command, _RUNNER, run.written(), *words],
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=_LIMIT_SECONDS,
-                check=False,
-            )
+            code = process.wait(_LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
-            return f"the script didn't make {run.steps} steps in {_LIMIT_SECONDS / 60:.0f} minutes; its output: {log}"
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
-    who = "one process" if run.ranks == 1 else f"{run.ranks} ranks"
-    if done.returncode != 0 or any((run.folder(rank) / FAILED).exists() for rank in range(run.ranks)):
-        return f"as {who}, the script failed (exit code {done.returncode}). The end of its output:\n{tail}"
-    records = [run.folder(rank) / STEPS for rank in range(run.ranks)]
-    if not all(record.exists() and '"step"' in record.read_text() for record in records):
-        return f"as {who}, the script ended before the first step of a Keras optimizer. The end of its output:\n{tail}"
+            return (
+                f"the script didn't make its steps in {_LIMIT_SECONDS / 60:.0f} minutes; use --keep to see its output"
+            )
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return _problem(runs, start, code)
+
+
+def _problem(runs: Sequence[Sequence[Settings]], start: Settings, code: int) -> str:
+    for run in runs:
+        who = "one process" if run is runs[0] else f"{len(run)} ranks"
+        begun = [process for process in run if (process.folder / CODE).exists()]
+        failed = [process for process in begun if (process.folder / CODE).read_text() != "0"]
+        failed.sort(key=_time)
+        end = "The end of its output:\n"
+        if failed or code:
+            return f"as {who}, the script failed. {end}{_tail((*failed, start)[0])}"
+        silent = [process for process in begun if '"step"' not in (process.folder / STEPS).read_text()]
+        if silent or not begun:
+            return f"as {who}, the script ended before its first step. {end}{_tail((*silent, start)[0])}"
     return ""
+
+
+def _time(process: Settings) -> float:
+    error = process.folder / FAILED
+    return error.stat().st_mtime if error.exists() else 0.0
+
+
+def _tail(process: Settings) -> str:
+    return "\n".join((process.folder / LOG).read_text(errors="replace").splitlines()[-_TAIL_LINES:])
 
 
 def _describing_a_job() -> set[str]:
@@ -153,7 +204,3 @@ def _usage(problem: str) -> int:
 
 def _say(text: str) -> None:
     print(f"npurun verify: {text}", file=sys.stderr, flush=True)
-
-
-def _silent(_: str) -> None:
-    pass

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Callable
+from typing import Any, Callable
 
 import numpy as np
 
-from npu_device._src.verify.compare import Deviation, Record, Step, deviations, equal, together, union
+from npu_device._src.verify.compare import Deviation, Record, Step, deviations, equal, union
 
 _SHOWN = 5
 
@@ -22,38 +22,40 @@ class Findings:
         again: the same with inputs that differ in the last bit.
         ranks: the ranks' records.
         steps: those that all processes have made; the single process's first.
-        gradients, updates: what differs on rank 0.
+        gradients, updates, states: what differs on rank 0; states are of variables that no optimizer trains.
     """
 
     one: Record
     again: Record
     ranks: Sequence[Record]
-    steps: Sequence[tuple[Step, ...]]
+    steps: Sequence[tuple[Step, ...]] = ()
     gradients: list[Deviation] = field(default_factory=list)
     updates: list[Deviation] = field(default_factory=list)
+    states: list[Deviation] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.steps = list(zip(self.one.steps, *(record.steps for record in self.ranks)))
+        self.gradients, self.updates, self.states = deviations(self.one, self.again, self.ranks[0])
+        if all(np.isnan(step.gradients).all() for step in self.one.steps):  # sessions: updates stand for them
+            self.gradients = self.updates
 
     @property
     def size(self) -> int:
         """Return the number of ranks."""
         return len(self.ranks)
 
-    def first(self) -> tuple[Step, tuple[Step, ...]]:
-        """Return the first step of the single process and of the ranks."""
-        return self.steps[0][0], self.steps[0][2:]
-
     def begins(self) -> int:
         """Return the first step in which something differs; later ones follow from it. 0 if nothing does."""
-        return min((each.step for each in (*self.gradients, *self.updates)), default=0)
+        return min((each.step for each in (*self.gradients, *self.updates, *self.states)), default=0)
 
-    def other_gradients(self) -> list[Deviation]:
-        """Return the gradients that differ in the first step in which something does."""
-        return [each for each in self.gradients if each.step == self.begins()]
+    def first_of(self, found: Sequence[Deviation]) -> list[Deviation]:
+        """Return what differs in the first step in which something does."""
+        return [each for each in found if each.step == self.begins()]
 
     def ratio(self) -> float | None:
         """Return the multiple of one process's that all deviating gradients of that step are."""
-        first = self.other_gradients()
-        ratios = [each.ratio for each in first]
-        if not first or any(ratio is None for ratio in ratios):
+        ratios = [each.ratio for each in self.first_of(self.gradients)]
+        if not ratios or any(ratio is None for ratio in ratios):
             return None
         values = np.array(ratios, float)
         return float(values.mean()) if np.ptp(values) < 0.1 * abs(values.mean()) else None
@@ -64,53 +66,48 @@ class Findings:
         return ratio is not None and abs(ratio - wanted) < 0.1 * wanted
 
     def ranks_differ(self) -> bool:
-        """Return True if the ranks apply different gradients in the first step."""
-        _, ranks = self.first()
-        return any(not equal(step.gradients, ranks[0].gradients) for step in ranks[1:])
+        """Return True if the ranks apply different gradients in the first step, or have other weights after it."""
+        return not _same_on_ranks(self.steps[0], "gradients") or any(
+            not _same_on_ranks(step, "weights", len(step[0].gradients)) for step in self.steps[1:2]
+        )
 
     def starts_differ(self) -> bool:
         """Return True if the ranks have different weights before the first step."""
-        _, ranks = self.first()
-        return any(not equal(step.weights, ranks[0].weights) for step in ranks[1:])
+        started = [record.calls("started") for record in self.ranks]  # of sessions
+        values = [np.array([call["values"] for call in calls]) for calls in started]
+        trained = len(self.steps[0][1].gradients)
+        sessions_differ = any(not equal(each, values[0]) for each in values)
+        return sessions_differ or not _same_on_ranks(self.steps[0], "weights", trained)
+
+    def samples(self) -> str:
+        """Return what is wrong with the samples, "" if nothing is."""
+        lines = []
+        for number, (mine, *ranks) in enumerate(self.steps, start=1):
+            theirs = union(ranks)
+            if theirs != mine.rows:
+                lines.append(
+                    f"step {number}: one process reads {sum(mine.rows.values())} samples, the ranks together "
+                    f"{sum(theirs.values())}; {sum((mine.rows - theirs).values())} of the process's are not among "
+                    f"them, and {sum((theirs - mine.rows).values())} are others or repeated"
+                )
+        return "\n".join(lines[:_SHOWN])
+
+    def other_logs(self) -> str:
+        """Return a loss or metric that the ranks agree on, and that isn't one process's; "" without one."""
+        for number, (mine, again, *ranks) in enumerate(
+            zip(self.one.steps, self.again.steps, *(record.steps for record in self.ranks)), start=1
+        ):
+            for name, value in mine.logs.items():
+                found = [step.logs.get(name, np.nan) for step in ranks]
+                allowed = 30 * abs(again.logs.get(name, value) - value) + 1e-4 * abs(value) + 1e-6
+                if np.ptp(found) <= allowed < abs(found[0] - value):
+                    return f"{name} of step {number} is {found[0]:.6g} instead of {value:.6g}"
+        return ""
 
 
-def find(one: Record, again: Record, ranks: Sequence[Record]) -> Findings:
-    """Compare the records of one process with those of several ranks."""
-    steps = together([one, again, *ranks])
-    found = Findings(one, again, ranks, steps)
-    names = [one.facts["variables"][str(step[0].optimizer)] for step in steps]
-    series = [[step[who].gradients for step in steps] for who in (0, 1, 2)]
-    found.gradients = deviations(series[0], series[1], series[2], names)
-    updates = [[_updates(steps, who, number) for number in range(len(steps))] for who in (0, 1, 2)]
-    kept = [number for number in range(len(steps)) if updates[0][number] is not None]
-    if kept:
-        chosen = [[series[number] for number in kept] for series in updates]
-        found.updates = deviations(chosen[0], chosen[1], chosen[2], [names[number] for number in kept])  # type: ignore[arg-type]
-    return found
-
-
-def _updates(steps: Sequence[tuple[Step, ...]], who: int, number: int) -> np.ndarray | None:
-    """Return what a step has added to the weights: norms can't be subtracted, projections can."""
-    mine = steps[number][who]
-    for later in steps[number + 1 :]:
-        if later[who].optimizer == mine.optimizer:
-            return later[who].weights[:, 1:] - mine.weights[:, 1:]
-    return None
-
-
-def samples(found: Findings) -> str:
-    """Return what is wrong with the samples, "" if nothing is."""
-    lines = []
-    for number, (mine, _, *ranks) in enumerate(found.steps, start=1):
-        theirs = union(ranks)
-        if theirs == mine.rows:
-            continue
-        twice, never = sum((theirs - mine.rows).values()), sum((mine.rows - theirs).values())
-        lines.append(
-            f"step {number}: one process reads {sum(mine.rows.values())} samples, the ranks together "
-            f"{sum(theirs.values())}; {never} of the process's are not among them, and {twice} are others or repeated"
-        )
-    return "\n".join(lines[:_SHOWN])
+def _same_on_ranks(steps: Sequence[Step], name: str, count: int | None = None) -> bool:
+    values = [getattr(step, name)[:count] for step in steps[1:]]
+    return all(equal(each, values[0]) for each in values[1:])
 
 
 @dataclass(frozen=True)
@@ -121,11 +118,11 @@ class Cause:
         name: for the table of docs/verify.md.
         applies: looks at the findings.
         text: what it means and what to do, with ``{size}`` ranks, the gradients' ``{ratio}`` and the ``{line}``.
-        line: finds the line of the script.
+        line: finds the line of the script, or what else belongs into the text.
     """
 
     name: str
-    applies: Callable[[Findings], bool]
+    applies: Callable[[Findings], Any]
     text: str
     line: Callable[[Findings], str] = lambda _: ""
 
@@ -135,9 +132,13 @@ class Cause:
         return self.text.format(size=found.size, ratio=f"{ratio:.2f}" if ratio else "", line=self.line(found))
 
 
-def _same_everywhere(found: Findings) -> bool:
-    _, ranks = found.first()
-    return bool(ranks[0].rows) and all(step.rows == ranks[0].rows for step in ranks[1:])
+def _adapted(found: Findings) -> str:
+    """Return a layer that has adapted to something else than the single process's, with its line; "" without one."""
+    for number, mine in enumerate(found.one.calls("adapted")):
+        calls = [record.calls("adapted")[number : number + 1] for record in found.ranks]
+        if any(call and not np.allclose(call[0]["state"], mine["state"], rtol=1e-3) for call in calls):
+            return f"{mine['layer']!r}, {mine['line']}"
+    return ""
 
 
 def _other_seed(found: Findings) -> str:
@@ -149,10 +150,14 @@ def _other_seed(found: Findings) -> str:
     return ""
 
 
+def _same_everywhere(found: Findings) -> bool:
+    return bool(found.steps[0][1].rows) and all(step.rows == found.steps[0][1].rows for step in found.steps[0][2:])
+
+
 def _thrown_away(found: Findings) -> str:
     """Return the line whose all_reduce was given just the gradients that each rank then applies; "" without one."""
-    _, ranks = found.first()
-    given = [line for line, values in ranks[0].reduced if len(values) and equal(values, ranks[0].gradients)]
+    first = found.steps[0][1]
+    given = [line for line, values in first.reduced if len(values) and equal(values, first.gradients)]
     return given[0] if found.ranks_differ() and given else ""
 
 
@@ -165,11 +170,15 @@ def _clipped(found: Findings) -> str:
     return _line("clip_by_global_norm")(found) or _line("clip_by_norm")(found)
 
 
+def _state(found: Findings) -> str:
+    """Return the variables that no optimizer trains and that differ first; "" without one."""
+    return ", ".join(each.variable for each in found.first_of(found.states)[:_SHOWN])
+
+
 def _is_scaled(found: Findings) -> bool:
     """Return True if gradients are right, and the updates are as many times as large as there are ranks."""
-    first = [each.ratio for each in found.updates if each.step == found.begins()]
-    near = [ratio is not None and abs(ratio - found.size) < 0.1 * found.size for ratio in first]
-    return not found.other_gradients() and bool(near) and all(near)
+    ratios = [each.ratio or 0 for each in found.first_of(found.updates)]
+    return not found.first_of(found.gradients) and all(abs(ratio / found.size - 1) < 0.1 for ratio in ratios)
 
 
 def _line(kind: str) -> Callable[[Findings], str]:
@@ -184,7 +193,7 @@ def _averaged(kind: str) -> Callable[[Findings], bool]:
 
 def _variables(found: Findings) -> str:
     """Return the gradients that differ first, a line each."""
-    first, lines = found.other_gradients(), []
+    first, lines = found.first_of(found.gradients), []
     for each in first[:_SHOWN]:
         ratio = "another direction" if each.ratio is None else f"{each.ratio:.3f} of one process's"
         lines.append(f"  {each.variable}: {ratio}, off by {each.off:.1e} of its norm (rounding: {each.allowed:.0e})")
@@ -194,10 +203,19 @@ def _variables(found: Findings) -> str:
 
 _REDUCE = "What to do: gradients = npu.distribute.all_reduce(gradients)"
 
+_ADAPTED = Cause(
+    "adapted to a part",
+    _adapted,
+    "a layer has adapted to other data than in one process, or to other data on each rank: {line}.\nWhat to do: call "
+    "adapt before the data are divided, or on all of them.",
+    _adapted,
+)
+
 SAMPLES: tuple[Cause, ...] = (
+    _ADAPTED,
     Cause(
         "seed of each rank's own",
-        lambda found: bool(_other_seed(found)),
+        _other_seed,
         "shuffled with a seed of each rank's own, {line}: some samples are read several times, others never.\nWhat to "
         "do: give shuffle the same seed on every rank, or call it after npu.distribute.shard_and_rebatch_dataset.",
         _other_seed,
@@ -218,6 +236,7 @@ SAMPLES: tuple[Cause, ...] = (
 )
 
 CAUSES: tuple[Cause, ...] = (
+    _ADAPTED,
     Cause(
         "different starts",
         Findings.starts_differ,
@@ -226,7 +245,7 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "discarded result",
-        lambda found: bool(_thrown_away(found)),
+        _thrown_away,
         f"each rank applies its own gradients: the result of all_reduce is thrown away, {{line}}.\n{_REDUCE}.",
         _thrown_away,
     ),
@@ -279,15 +298,22 @@ CAUSES: tuple[Cause, ...] = (
         _line("all_reduce"),
     ),
     Cause(
+        "state in the step",
+        _state,
+        "a variable that no optimizer trains gets another value in the step than in one process: {line}.\nWhat to do: "
+        "compute it from all ranks' samples, with npu.distribute.all_reduce or npu.distribute.all_gather.",
+        _state,
+    ),
+    Cause(
         "scaled rate",
-        _is_scaled,
+        lambda found: found.updates and _is_scaled(found),
         "gradients are those of one process, and the updates are {size} times as large: the learning rate is "
         "multiplied by the number of ranks.\nWhat to do: leave it as it is, unless the global batch is "
         "larger than the single process's.",
     ),
     Cause(
         "other updates",
-        lambda found: not found.other_gradients() and bool(found.updates),
+        lambda found: found.updates and not found.first_of(found.gradients),
         "gradients are those of one process, but the updates aren't: the optimizer or its learning rate depends on the "
         "rank or on the number of ranks.",
     ),
@@ -299,11 +325,18 @@ CAUSES: tuple[Cause, ...] = (
         "samples.",
         _variables,
     ),
+    Cause(
+        "other logs",
+        Findings.other_logs,
+        "the ranks train as one process does, but a number in the logs of fit isn't one process's: {line}.\nWhat to "
+        "do: let train_step return the results of metrics, or means over samples.",
+        Findings.other_logs,
+    ),
 )
 """Most specific first."""
 
 
 def cause_of(found: Findings) -> Cause | None:
     """Return the most specific cause; None if N ranks do what one process does."""
-    table = SAMPLES if samples(found) else CAUSES
+    table = SAMPLES if found.samples() else CAUSES
     return next((cause for cause in table if cause.applies(found)), None)

@@ -19,18 +19,29 @@ from npu_device._src.verify.process_settings import FACTS, STEPS
 
 _TIMES_ROUNDING = 30.0  # of what the perturbed run moves; sums over ranks are rounded more often than once
 _LEAST = 1e-6  # of a tensor's norm: float32's own rounding in sums of a few hundred terms
+_LEAST_UNPERTURBED = 1e-3  # of sessions, whose inputs aren't changed
 _PURE = 0.05  # of a tensor's norm: less is left when the other run's is scaled, so it is a multiple
 
 
 @dataclass
 class Step:
-    """A step of an optimizer on one rank: a row of summaries for each variable, and the rows of the batches before."""
+    """A step of an optimizer in one process.
 
-    optimizer: int
+    Attributes:
+        optimizer: its number, or a session's name.
+        gradients: a row of summaries (norm, projections) for each variable that is trained.
+        weights: the same of these variables before the step, and of those that no optimizer trains.
+        rows: the samples that were read since the step before.
+        reduced: line and summaries of what was given to reductions since then.
+        logs: what the script sees of the step.
+    """
+
+    optimizer: int | str
     gradients: np.ndarray
     weights: np.ndarray
     rows: Counter[int] = field(default_factory=Counter)
     reduced: list[tuple[str, np.ndarray]] = field(default_factory=list)
+    logs: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -44,10 +55,16 @@ class Record:
         """Return the calls of a kind that the script has made, with their lines."""
         return [call for call in self.facts["calls"] if call["kind"] == kind]
 
+    def updates(self, number: int) -> np.ndarray | None:
+        """Return what a step has added to the weights, as projections, since norms can't be subtracted."""
+        step = self.steps[number]
+        later = [other for other in self.steps[number + 1 :] if other.optimizer == step.optimizer]
+        return later[0].weights[:, 1:] - step.weights[:, 1:] if later else None
+
 
 @dataclass(frozen=True)
 class Deviation:
-    """A variable whose gradient or update isn't that of one process.
+    """A variable whose gradient, update or value isn't that of one process.
 
     Attributes:
         step: number of the step, from 1.
@@ -76,6 +93,8 @@ def read(folder: Path) -> Record:
             rows.update(event["rows"])
         elif event["kind"] == "reduced":
             reduced.append((event["which"], np.array(event["values"])))
+        elif event["kind"] == "logs":
+            steps[-1].logs.update(event["values"])
         else:
             gradients, weights = np.array(event["gradients"]), np.array(event["weights"])
             steps.append(Step(event["which"], gradients, weights, rows, reduced))
@@ -83,43 +102,52 @@ def read(folder: Path) -> Record:
     return Record(facts, steps)
 
 
-def together(records: Sequence[Record]) -> list[tuple[Step, ...]]:
-    """Return the steps that all processes have made, in order."""
-    return list(zip(*(record.steps for record in records)))
-
-
 def union(steps: Sequence[Step]) -> Counter[int]:
     """Return the rows of all ranks' batches in one step."""
     return sum((step.rows for step in steps), Counter())
 
 
-def deviations(
-    one: Sequence[np.ndarray], again: Sequence[np.ndarray], other: Sequence[np.ndarray], names: Sequence[Sequence[str]]
-) -> list[Deviation]:
-    """Return what differs in a series of summaries.
+def deviations(one: Record, again: Record, other: Record) -> tuple[list[Deviation], ...]:
+    """Return in which gradients, updates, and variables that no optimizer trains a rank differs from one process.
 
     Args:
-        one: of the single process: for each step an array of a row per variable (norm, projections).
+        one: of the single process.
         again: of the single process with changed inputs.
-        other: of a rank.
-        names: of the variables, for each step.
+        other: of the rank.
     """
-    found = []
-    for number, (mine, moved, theirs) in enumerate(zip(one, again, other), start=1):
-        for place, name in enumerate(names[number - 1]):
-            a, b, c = mine[place], moved[place], theirs[place]
-            if np.isnan(a).all() and np.isnan(c).all():
+    found: tuple[list[Deviation], ...] = ([], [], [])
+    for number, steps in enumerate(zip(one.steps, again.steps, other.steps)):
+        names, trained = one.facts["variables"][str(steps[0].optimizer)], len(steps[0].gradients)
+        least = _LEAST_UNPERTURBED if np.isnan(steps[0].gradients).all() else _LEAST
+        made = [record.updates(number) for record in (one, again, other)]
+        for kind, named, arrays in (
+            (0, names, [step.gradients for step in steps]),
+            (1, names, [update[:trained] for update in made if update is not None]),
+            (2, names[trained:], [step.weights[trained:] for step in steps]),
+        ):
+            if len({len(array) for array in arrays}) != 1 or len(arrays) != len(steps):
                 continue
-            size = max(float(np.linalg.norm(a)), 1e-30)
-            allowed = _TIMES_ROUNDING * float(np.linalg.norm(b - a)) / size + _LEAST
-            off = float(np.linalg.norm(c - a)) / size
-            if off <= allowed:
-                continue
-            ratio = float(np.dot(c, a) / np.dot(a, a))
-            rest = float(np.linalg.norm(c - ratio * a)) / max(abs(ratio) * size, 1e-30)
-            pure = rest <= max(_PURE, allowed) and abs(ratio - 1) > _PURE
-            found.append(Deviation(number, name, ratio if pure else None, off, allowed))
+            floor = _LEAST * float(np.nanmax(np.abs(arrays[0]), initial=0)) + 1e-30
+            for name, *summaries in zip(named, *arrays):
+                deviation = _deviation(number + 1, name, summaries, least, floor)
+                if deviation is not None:
+                    found[kind].append(deviation)
     return found
+
+
+def _deviation(step: int, name: str, summaries: Sequence[np.ndarray], least: float, floor: float) -> Deviation | None:
+    one, again, other = summaries
+    if np.isnan(one).all() and np.isnan(other).all():
+        return None
+    size = max(float(np.linalg.norm(one)), floor)
+    allowed = _TIMES_ROUNDING * float(np.linalg.norm(again - one)) / size + least
+    off = float(np.linalg.norm(other - one)) / size
+    if off <= allowed:
+        return None
+    ratio = float(np.dot(other, one) / max(np.dot(one, one), 1e-60))
+    rest = float(np.linalg.norm(other - ratio * one)) / max(abs(ratio) * size, 1e-30)
+    is_multiple = rest <= max(_PURE, allowed) and abs(ratio - 1) > _PURE
+    return Deviation(step, name, ratio if is_multiple else None, off, allowed)
 
 
 def equal(first: np.ndarray, second: np.ndarray) -> bool:

@@ -1,43 +1,56 @@
-"""The settings of one process of ``npurun verify``, and the files that it leaves. Imports no TensorFlow."""
+"""The settings of the processes of ``npurun verify``, and the files that they leave. Imports no TensorFlow."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-STEPS, FACTS, DONE, FAILED = "steps.jsonl", "facts.json", "done", "failed.txt"
+STEPS, FACTS, DONE, FAILED, CODE, LOG = "steps.jsonl", "facts.json", "done", "failed.txt", "code", "output.log"
+START = "start"
+"""The run whose process begins the script, and becomes all others."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One run of the script.
+    """One process.
 
     Attributes:
         directory: of all runs.
-        name: of this run.
-        ranks: number of ranks; 1 for a process without a job.
+        run: name of its run.
         steps: of every optimizer.
+        ranks: number of ranks of its run; 1 for a process without a job.
+        rank: its own.
         perturbed: inputs are changed in their last bit.
         module: the script is the name of a module.
+        environment: what describes the job to it.
     """
 
     directory: str
-    name: str
-    ranks: int
+    run: str
     steps: int
+    ranks: int = 1
+    rank: int = 0
     perturbed: bool = False
     module: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
 
-    def folder(self, rank: int) -> Path:
-        """Return the folder of a rank's record."""
-        return Path(self.directory, self.name, f"rank{rank}")
+    @property
+    def folder(self) -> Path:
+        """Return the folder of its record."""
+        return Path(self.directory, self.run, f"rank{self.rank}")
 
-    def written(self) -> str:
-        """Return the settings as text for a command line."""
-        return json.dumps(asdict(self))
+    def beside(self, rank: int) -> Path:
+        """Return the folder of another rank of its run."""
+        return replace(self, rank=rank).folder
 
-    @classmethod
-    def read(cls, text: str) -> Settings:
-        """Return the settings that ``written`` has written."""
-        return cls(**json.loads(text))
+
+def written(runs: Sequence[Sequence[Settings]]) -> str:
+    """Return the processes as text for a command line: lists of those that run at the same time."""
+    return json.dumps([[asdict(process) for process in run] for run in runs])
+
+
+def read(text: str) -> list[list[Settings]]:
+    """Return the processes that ``written`` has written."""
+    return [[Settings(**process) for process in run] for run in json.loads(text)]

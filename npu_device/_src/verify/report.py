@@ -38,31 +38,29 @@ class Verdict:
         return asdict(self)
 
 
-def judge(one: Settings, again: Settings, jobs: Sequence[Settings]) -> Verdict:
-    """Compare the records that the runs have left."""
-    single, moved = (compare.read(run.folder(0)) for run in (one, again))
-    if not single.steps:
-        return Verdict(NOT_COMPARABLE, "no step", "the script made no step with a Keras optimizer.")
+def judge(runs: Sequence[Sequence[Settings]]) -> Verdict:
+    """Compare the records that the runs have left: of one process and its twin, and of each number of ranks."""
+    single, moved = (compare.read(process.folder) for process in runs[0])
     verdict = Verdict(SAME, "", f"N ranks do what one process does, for {len(single.steps)} steps.")
     verdict.notes = _notes(single)
-    for job in jobs:
-        ranks = [compare.read(job.folder(rank)) for rank in range(job.ranks)]
-        if not all(record.calls("joined") for record in ranks):
+    for run in runs[1:]:
+        ranks = [compare.read(process.folder) for process in run]
+        if not all(record.facts["joined"] for record in ranks):
             text = "the script makes no call of npu_device, so that each rank trains a model of its own.\nWhat to do: "
             return Verdict(NOT_COMPARABLE, "no call", text + "npurun port shows what to add; see docs/recipes.md.")
-        found = causes.find(single, moved, ranks)
+        found = causes.Findings(single, moved, ranks)
         cause = causes.cause_of(found)
         verdict.table += _table(found)
+        verdict.notes += _notes_on_logs(ranks)
         if cause is not None and verdict.code == SAME:
+            evidence = [found.samples()] if found.samples() else []
             verdict.code, verdict.cause = DIFFERS, cause.name
-            verdict.text = f"on {job.ranks} ranks, {cause.said(found)}"
-            evidence = causes.samples(found)
-            verdict.text += f"\n{evidence}" if evidence else ""
+            verdict.text = "\n".join([f"on {len(run)} ranks, {cause.said(found)}", *evidence])
             draws = single.calls("random")
-            if draws and cause.name == "unknown":
+            if draws and cause.name in ("other samples", "unknown"):
                 verdict.code, verdict.cause = NOT_COMPARABLE, "random numbers"
                 verdict.text = f"the step draws random numbers itself: {draws[0]['what']}, {draws[0]['where']}."
-            verdict.ratios = {each.variable: each.ratio for each in found.other_gradients()}
+            verdict.ratios = {each.variable: each.ratio for each in found.first_of(found.gradients)}
     return verdict
 
 
@@ -79,9 +77,23 @@ def _notes(record: compare.Record) -> list[str]:
     return notes
 
 
+def _notes_on_logs(ranks: Sequence[compare.Record]) -> list[str]:
+    """Return a note if the ranks' logs differ; those of sessions always do."""
+    logs = [[step.logs for step in record.steps] for record in ranks]
+    differs = any(
+        values.keys() & {"loss"} and values["loss"] != other.get("loss")
+        for rank in logs[1:]
+        for values, other in zip(logs[0], rank)
+    )
+    return [
+        "each rank logs the losses and metrics of its own samples; those of npu.distribute.replicate(model) are of "
+        "the whole batch."
+    ] * differs
+
+
 def _table(found: causes.Findings) -> list[str]:
     lines = []
-    for number, (mine, _, *ranks) in enumerate(found.steps, start=1):
+    for number, (mine, *ranks) in enumerate(found.steps, start=1):
         same = compare.union(ranks) == mine.rows
         off = max((each.off for each in found.gradients if each.step == number), default=0.0)
         moved = max((each.off for each in found.updates if each.step == number), default=0.0)

@@ -1,7 +1,9 @@
-"""One process of ``npurun verify``: ``python -m npu_device._src.verify.runner SETTINGS script argument …``.
+"""The processes of ``npurun verify``: ``python -m npu_device._src.verify.runner SETTINGS script argument …``.
 
-It seeds, runs the script as ``python`` would, and wraps Keras and TensorFlow when the script imports them, so that
-variables which the script sets before (``TF_USE_LEGACY_KERAS``) still count.
+One process begins the script, as ``python`` would, until TensorFlow is imported: most of a script's start. There it
+becomes all the others, by forks. Each goes on by itself, as a single process or with the variables of a rank, and wraps
+Keras and TensorFlow first. Variables that the script sets before (``TF_USE_LEGACY_KERAS``) count. A script that asks
+for its rank earlier is forked when it asks.
 """
 
 from __future__ import annotations
@@ -15,31 +17,31 @@ import runpy
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, Callable
 
-from npu_device._src import environment
 from npu_device._src.verify import file_shadow
-from npu_device._src.verify.process_settings import FAILED, Settings
+from npu_device._src.verify.process_settings import CODE, FAILED, LOG, START, Settings, read
 
 _SEED = 20201
 _WATCHED = ("tensorflow", "keras", "tf_keras", "npu_device.distribute")
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls back with the watched modules that have been imported, once TensorFlow is complete: it imports Keras."""
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Calls back with the watched modules when the outermost import of one has ended, if TensorFlow is among them."""
 
     def __init__(self, imported: Callable[[Sequence[ModuleType]], None]) -> None:
         self._imported = imported
         self._busy: set[str] = set()
-        self._waiting: list[ModuleType] = []
-        self._tensorflow = False
+        self._waiting = [sys.modules[name] for name in _WATCHED if name in sys.modules]
+        self._depth = 0
+        sys.meta_path.insert(0, self)
+        self._call()
 
-    def take_imported(self) -> None:
-        """Call back with modules that were imported before."""
-        self._tensorflow = "tensorflow" in sys.modules
-        modules = [sys.modules[name] for name in _WATCHED[1:] if name in sys.modules]
-        if modules:
+    def _call(self) -> None:
+        if self._waiting and not self._depth and "tensorflow" in sys.modules:
+            modules, self._waiting = self._waiting, []
             self._imported(modules)
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
@@ -55,43 +57,103 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         run = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            run(module)
-            self._tensorflow |= name == "tensorflow"
-            self._waiting += [module] if name != "tensorflow" else []
-            if self._tensorflow:
-                modules, self._waiting = self._waiting, []
-                self._imported(modules)
+            self._depth += 1
+            try:
+                run(module)
+            finally:
+                self._depth -= 1
+            self._waiting.append(module)
+            self._call()
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
+class _Processes:
+    """This process, which becomes those of all runs.
+
+    Attributes:
+        mine: the settings of the process that this one is.
+    """
+
+    def __init__(self, runs: Sequence[Sequence[Settings]], script: str) -> None:
+        self.mine = replace(runs[0][0], run=START)
+        self._runs = runs
+        self._hooks: Any = None
+        self._redirected = file_shadow.Redirection(self.mine.folder / "files", self.mine.directory, script)
+        self._redirected.install()
+        variables, self._read = type(os.environ), type(os.environ).__getitem__
+        of_ranks = {name for run in runs for process in run for name in process.environment}
+
+        def get(environ: Any, name: str) -> str:
+            if name in of_ranks:
+                self._fork()
+            return self._read(environ, name)
+
+        variables.__getitem__ = get  # type: ignore[method-assign]
+
+    def _fork(self) -> None:
+        """Become the processes of all runs, one run after the other; return in each of them."""
+        if self.mine.run != START:
+            return
+        type(os.environ).__getitem__ = self._read  # type: ignore[method-assign]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for run in self._runs:
+            children = {}
+            for process in run:
+                pid = os.fork()
+                if not pid:
+                    self._become(process)
+                    return
+                children[pid] = process
+            codes = []
+            for pid, process in children.items():
+                codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                (process.folder / CODE).write_text(str(codes[-1]))
+            if any(codes):
+                break
+        os._exit(0)
+
+    def _become(self, process: Settings) -> None:
+        self.mine = process
+        process.folder.mkdir(parents=True)
+        with (process.folder / LOG).open("wb") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        os.environ.update(process.environment)
+        self._redirected.move(process.folder / "files")
+
+    def imported(self, modules: Sequence[ModuleType]) -> None:
+        """Go on as one of the processes, and wrap what the script has imported."""
+        self._fork()
+        if self._hooks is None:
+            from npu_device._src.verify.step_records import Recorder
+            from npu_device._src.verify.wrapping import Hooks
+
+            recorder = Recorder(self.mine)
+            atexit.register(recorder.finish)
+            self._hooks = Hooks(recorder, _SEED)
+            self._redirected.install_tensorflow(sys.modules["tensorflow"])
+        for module in modules:
+            self._hooks.install(module)
+
+    def failed(self) -> None:
+        """Leave the error that is being handled."""
+        self._redirected.restore()
+        self.mine.folder.mkdir(parents=True, exist_ok=True)
+        (self.mine.folder / FAILED).write_text(traceback.format_exc(), encoding="utf-8")
+
+
 def main(arguments: Sequence[str]) -> None:
-    """Run a script and record its steps."""
-    settings = Settings.read(arguments[0])
-    rank = (environment.RANK_ID.get() or 0) if settings.ranks > 1 else 0
+    """Run a script as all processes, and record their steps."""
+    runs = read(arguments[0])
     script, sys.argv = arguments[1], list(arguments[1:])
     _seed()
-    recorders: list[Any] = []
-
-    def imported(modules: Sequence[ModuleType]) -> None:
-        from npu_device._src.verify.step_records import Recorder
-        from npu_device._src.verify.wrapping import Hooks
-
-        if not recorders:
-            recorders.append(Recorder(settings, rank))
-            recorders.append(Hooks(recorders[0], _SEED))
-            redirected.install_tensorflow(sys.modules["tensorflow"])
-        for module in modules:
-            recorders[1].install(module)
-
-    finder = _AfterImport(imported)
-    sys.meta_path.insert(0, finder)
-    redirected = file_shadow.redirect(settings.folder(rank) / "files", settings.directory, script)
-    atexit.register(lambda: recorders and recorders[0].finish())
-    finder.take_imported()
+    processes = _Processes(runs, script)
+    AfterImport(processes.imported)
     try:
-        if settings.module:
+        if runs[0][0].module:
             sys.path.insert(0, os.getcwd())
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
@@ -99,10 +161,7 @@ def main(arguments: Sequence[str]) -> None:
             runpy.run_path(script, run_name="__main__")
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
-            folder = settings.folder(rank)
-            folder.mkdir(parents=True, exist_ok=True)
-            redirected.restore()
-            (folder / FAILED).write_text(traceback.format_exc(), encoding="utf-8")
+            processes.failed()
         raise
 
 
