@@ -70,6 +70,8 @@ class Options:
         preempt_timeout: seconds that the ranks have for that.
         hosts: the nodes' hosts, reached by ssh; empty if npurun is started on each node.
         horovod: let the script's ``import horovod`` find this package's modules.
+        replicate: replicate the script's Keras models.
+        seed: of all ranks, with ``replicate``.
     """
 
     command: tuple[str, ...]
@@ -94,6 +96,8 @@ class Options:
     preempt_timeout: float
     hosts: tuple[str, ...]
     horovod: bool
+    replicate: bool
+    seed: int
 
     @property
     def world_size(self) -> int:
@@ -159,6 +163,10 @@ def parse(argv: Sequence[str]) -> Options:
     if not 0 <= given.node_rank < nnodes:
         parser.error(f"--node-rank {given.node_rank}: with --nnodes {nnodes} it is 0 to {nnodes - 1}")
     given.command = () if given.check else _command(parser, given.module, given.script)
+    if given.replicate and given.horovod:
+        parser.error("--replicate is for scripts without calls of Horovod: give either --replicate or --horovod")
+    if given.replicate:
+        given.command = _replicating(parser, given)
     given.hosts = tuple(host for host, _ in slots)
     given.fewest_nodes, given.nnodes = fewest, nnodes
     given.master_addr = given.master_addr or "127.0.0.1"
@@ -259,6 +267,9 @@ def _parser() -> argparse.ArgumentParser:
     _add(parser, "--tune", action="store_true", help="run the script a few times: the best gradient split")
     horovod = "import horovod gives npu_device.horovod"
     _add(parser, "--horovod", action="store_true", help=horovod)
+    unchanged = "train an unchanged Keras script; --seed N of all ranks"
+    _add(parser, "--replicate", action="store_true", help=unchanged)
+    parser.add_argument("--seed", type=_count, default=1, help=argparse.SUPPRESS)
     _add(parser, "--check", action="store_true", help=argparse.SUPPRESS)  # until 0.3.0; since 0.2.0: npurun check
     several = parser.add_argument_group("several nodes (run npurun once on each, or give --hosts)")
     _add(several, "--hosts", metavar="A:N,B:N", help="start all nodes from here, over ssh (also -H)")
@@ -326,6 +337,13 @@ def _command(parser: argparse.ArgumentParser, module: bool, words: list[str]) ->
     if program is None:
         parser.error(f"no such script or program: {script} (looked in {os.getcwd()} and on PATH; for a module: -m)")
     return (program, *arguments)
+
+
+def _replicating(parser: argparse.ArgumentParser, given: argparse.Namespace) -> tuple[str, ...]:
+    python, *words = given.command
+    if python != sys.executable:
+        parser.error("--replicate takes a .py file, or a module with -m")
+    return (python, "-u", "-m", "npu_device._src.replicate.main_program", str(given.seed), *words[1:])
 
 
 def _ranks(text: str) -> int | str:

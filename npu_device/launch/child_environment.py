@@ -69,6 +69,8 @@ def for_rank(
         NPU_DEVICE_PREEMPT_TIMEOUT=f"{options.preempt_timeout:g}",
         PYTHONUNBUFFERED="1",  # else a rank's output would come in blocks, and a killed rank's last block never
     )
+    if options.replicate:
+        environment.setdefault("PYTHONHASHSEED", str(options.seed))
     if meeting.made_secret is not None:
         environment.update(NPU_DEVICE_SECRET=meeting.made_secret)
     if options.horovod:

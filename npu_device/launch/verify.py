@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.verify.file_shadow import COVERED, state_of
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _verify(given: argparse.Namespace, words: Sequence[str], sizes: Sequence[int], directory: Path) -> int:
-    runs = plan(directory, sizes, given.steps, given.module)
+    runs = plan(directory, sizes, given.steps, module=given.module, replicate=given.replicate)
     if not given.json:
         _say(f"{words[0]}: one process twice, then {' and '.join(map(str, sizes))} ranks, {given.steps} steps each")
         _say(f"your files stay as they are, as far as this covers: {COVERED}")
@@ -68,9 +69,9 @@ def _verify(given: argparse.Namespace, words: Sequence[str], sizes: Sequence[int
     return verdict.code
 
 
-def plan(directory: Path, sizes: Sequence[int], steps: int, is_module: bool = False) -> list[list[Settings]]:
+def plan(directory: Path, sizes: Sequence[int], steps: int, **how: Any) -> list[list[Settings]]:
     """Return the processes: one and its twin with changed inputs, then the ranks of each number of ranks."""
-    one = Settings(str(directory), "one", steps, module=is_module)
+    one = Settings(str(directory), "one", steps, **how)
     runs = [[one, replace(one, run="again", perturbed=True)]]
     for size in sizes:
         with socket.socket() as free:
@@ -175,6 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
     parser.add_argument("--html", metavar="FILE", help="write a page with a picture of the ratios, too")
     parser.add_argument("--keep", metavar="DIR", help="keep records, output and written files in DIR")
+    parser.add_argument("--replicate", action="store_true", help="verify npurun --replicate, of an unchanged script")
     parser.add_argument("--hosts", help=argparse.SUPPRESS, type=_refused)
     parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script", nargs=argparse.REMAINDER, help="a .py file, or with -m a module, and its arguments")

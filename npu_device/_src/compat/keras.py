@@ -171,6 +171,12 @@ def gradient_entries(keras: Any) -> list[tuple[Any, str]]:
     return [(bases[0], "apply_gradients"), (optimizers.legacy.Optimizer, "apply_gradients")]
 
 
+def loss_scale_entries(keras: Any) -> list[tuple[Any, str]]:
+    """Return the methods, as class and name, that take the initial scale of a loss-scale optimizer."""
+    kind: Any = keras.mixed_precision.LossScaleOptimizer
+    return [(kind, "__init__")] if is_keras_3(keras) else [(type(kind), "__call__")]
+
+
 def gradients_and_variables(optimizer: Any, given: Any, variables: Any = None) -> list[tuple[Any, Any]]:
     """Return pairs from the arguments of one of the ``gradient_entries``: gradients and variables, or pairs."""
     if not is_keras_3(keras_of(optimizer)):

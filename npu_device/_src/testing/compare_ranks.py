@@ -133,7 +133,7 @@ def _deviations(one: _Training, again: _Training, other: _Training) -> list[str]
         first, second, third = (getattr(training, kind) for training in (one, again, other))
         names = [list(epoch) for epoch in first]
         rows = [[[np.atleast_1d(epoch[name]) for name in epoch] for epoch in each] for each in (first, second, third)]
-        found: list[Any] = deviations(rows[0], rows[1], rows[2], names)  # type: ignore[arg-type]
+        found: list[Any] = deviations(rows[0], rows[1], rows[2], names)
         for each in found:
             if each.step == found[0].step:
                 ratio = f", {each.ratio:.2f} times one process's" if each.ratio is not None else ""

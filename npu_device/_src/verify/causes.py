@@ -8,7 +8,7 @@ from typing import Any, Callable
 
 import numpy as np
 
-from npu_device._src.verify.compare import Deviation, Record, Step, deviations, equal, union
+from npu_device._src.verify.compare import Deviation, Record, Step, between, equal, union
 
 _SHOWN = 5
 
@@ -22,7 +22,8 @@ class Findings:
         again: the same with inputs that differ in the last bit.
         ranks: the ranks' records.
         steps: those that all processes have made; the single process's first.
-        gradients, updates, states: what differs on rank 0; states are of variables that no optimizer trains.
+        gradients, updates: what differs on rank 0.
+        states: which variables that no optimizer trains differ, on any rank.
     """
 
     one: Record
@@ -35,7 +36,9 @@ class Findings:
 
     def __post_init__(self) -> None:
         self.steps = list(zip(self.one.steps, *(record.steps for record in self.ranks)))
-        self.gradients, self.updates, self.states = deviations(self.one, self.again, self.ranks[0])
+        found = [between(self.one, self.again, rank) for rank in self.ranks]
+        self.gradients, self.updates, _ = found[0]
+        self.states = [each for _, _, states in found for each in states]
         if all(np.isnan(step.gradients).all() for step in self.one.steps):  # sessions: updates stand for them
             self.gradients = self.updates
 
@@ -46,7 +49,7 @@ class Findings:
 
     def begins(self) -> int:
         """Return the first step in which something differs; later ones follow from it. 0 if nothing does."""
-        return min((each.step for each in (*self.gradients, *self.updates, *self.states)), default=0)
+        return min((each.step for each in (*self.gradients, *self.updates)), default=0)
 
     def first_of(self, found: Sequence[Deviation]) -> list[Deviation]:
         """Return what differs in the first step in which something does."""
@@ -171,8 +174,12 @@ def _clipped(found: Findings) -> str:
 
 
 def _state(found: Findings) -> str:
-    """Return the variables that no optimizer trains and that differ first; "" without one."""
-    return ", ".join(each.variable for each in found.first_of(found.states)[:_SHOWN])
+    """Return variables that no optimizer trains and that differ when gradients begin to; "" without one.
+
+    A difference alone says nothing: a step may add up the ranks' parts at its end.
+    """
+    names = [each.variable for each in found.states if each.step <= found.begins()]
+    return ", ".join(list(dict.fromkeys(names))[:_SHOWN])
 
 
 def _is_scaled(found: Findings) -> bool:

@@ -107,7 +107,22 @@ def union(steps: Sequence[Step]) -> Counter[int]:
     return sum((step.rows for step in steps), Counter())
 
 
-def deviations(one: Record, again: Record, other: Record) -> tuple[list[Deviation], ...]:
+def deviations(
+    one: Sequence[Any], again: Sequence[Any], other: Sequence[Any], names: Sequence[Sequence[str]]
+) -> list[Deviation]:
+    """Return what differs in a series of values.
+
+    Args:
+        one: of the single process: for each step an array for each name.
+        again: of the single process with changed inputs.
+        other: of a rank.
+        names: for each step.
+    """
+    steps = enumerate(zip(names, one, again, other), start=1)
+    return [each for number, (named, *arrays) in steps for each in _of_step(number, named, arrays)]
+
+
+def between(one: Record, again: Record, other: Record) -> tuple[list[Deviation], ...]:
     """Return in which gradients, updates, and variables that no optimizer trains a rank differs from one process.
 
     Args:
@@ -125,14 +140,17 @@ def deviations(one: Record, again: Record, other: Record) -> tuple[list[Deviatio
             (1, names, [update[:trained] for update in made if update is not None]),
             (2, names[trained:], [step.weights[trained:] for step in steps]),
         ):
-            if len({len(array) for array in arrays}) != 1 or len(arrays) != len(steps):
-                continue
-            floor = _LEAST * float(np.nanmax(np.abs(arrays[0]), initial=0)) + 1e-30
-            for name, *summaries in zip(named, *arrays):
-                deviation = _deviation(number + 1, name, summaries, least, floor)
-                if deviation is not None:
-                    found[kind].append(deviation)
+            if len({len(array) for array in arrays}) == 1 and len(arrays) == len(steps):
+                floor = _LEAST * float(np.nanmax(np.abs(arrays[0]), initial=0))
+                found[kind].extend(_of_step(number + 1, named, arrays, least, floor))
     return found
+
+
+def _of_step(
+    number: int, names: Sequence[str], arrays: Sequence[Any], least: float = _LEAST, floor: float = 0.0
+) -> list[Deviation]:
+    found = [_deviation(number, name, values, least, floor + 1e-30) for name, *values in zip(names, *arrays)]
+    return [each for each in found if each is not None]
 
 
 def _deviation(step: int, name: str, summaries: Sequence[np.ndarray], least: float, floor: float) -> Deviation | None:

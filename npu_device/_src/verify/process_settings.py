@@ -24,6 +24,7 @@ class Settings:
         rank: its own.
         perturbed: inputs are changed in their last bit.
         module: the script is the name of a module.
+        replicate: ranks replicate the script's models.
         environment: what describes the job to it.
     """
 
@@ -34,6 +35,7 @@ class Settings:
     rank: int = 0
     perturbed: bool = False
     module: bool = False
+    replicate: bool = False
     environment: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -9,64 +9,22 @@ for its rank earlier is forked when it asks.
 from __future__ import annotations
 
 import atexit
-import importlib.abc
-import importlib.util
 import os
 import random
-import runpy
 import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
-from typing import Any, Callable
+from typing import Any
 
+from npu_device._src.replicate.after_import import AfterImport
+from npu_device._src.replicate.keras_models import Models
+from npu_device._src.replicate.main_program import run_main
 from npu_device._src.verify import file_shadow
 from npu_device._src.verify.process_settings import CODE, FAILED, LOG, START, Settings, read
 
 _SEED = 20201
-_WATCHED = ("tensorflow", "keras", "tf_keras", "npu_device.distribute")
-
-
-class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls back with the watched modules when the outermost import of one has ended, if TensorFlow is among them."""
-
-    def __init__(self, imported: Callable[[Sequence[ModuleType]], None]) -> None:
-        self._imported = imported
-        self._busy: set[str] = set()
-        self._waiting = [sys.modules[name] for name in _WATCHED if name in sys.modules]
-        self._depth = 0
-        sys.meta_path.insert(0, self)
-        self._call()
-
-    def _call(self) -> None:
-        if self._waiting and not self._depth and "tensorflow" in sys.modules:
-            modules, self._waiting = self._waiting, []
-            self._imported(modules)
-
-    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
-        if name not in _WATCHED or name in self._busy:
-            return None
-        self._busy.add(name)
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._busy.discard(name)
-        if spec is None or spec.loader is None:
-            return spec
-        run = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            self._depth += 1
-            try:
-                run(module)
-            finally:
-                self._depth -= 1
-            self._waiting.append(module)
-            self._call()
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
 
 
 class _Processes:
@@ -80,6 +38,7 @@ class _Processes:
         self.mine = replace(runs[0][0], run=START)
         self._runs = runs
         self._hooks: Any = None
+        self._models = Models(None)
         self._redirected = file_shadow.Redirection(self.mine.folder / "files", self.mine.directory, script)
         self._redirected.install()
         variables, self._read = type(os.environ), type(os.environ).__getitem__
@@ -99,11 +58,13 @@ class _Processes:
         type(os.environ).__getitem__ = self._read  # type: ignore[method-assign]
         sys.stdout.flush()
         sys.stderr.flush()
+        drawn = random.getstate()  # which Python sets anew in every fork
         for run in self._runs:
             children = {}
             for process in run:
                 pid = os.fork()
                 if not pid:
+                    random.setstate(drawn)
                     self._become(process)
                     return
                 children[pid] = process
@@ -127,6 +88,8 @@ class _Processes:
     def imported(self, modules: Sequence[ModuleType]) -> None:
         """Go on as one of the processes, and wrap what the script has imported."""
         self._fork()
+        if self.mine.replicate and self.mine.ranks > 1:
+            self._models.imported(modules)
         if self._hooks is None:
             from npu_device._src.verify.step_records import Recorder
             from npu_device._src.verify.wrapping import Hooks
@@ -151,14 +114,9 @@ def main(arguments: Sequence[str]) -> None:
     script, sys.argv = arguments[1], list(arguments[1:])
     _seed()
     processes = _Processes(runs, script)
-    AfterImport(processes.imported)
+    AfterImport(processes.imported, "npu_device.distribute")
     try:
-        if runs[0][0].module:
-            sys.path.insert(0, os.getcwd())
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-            runpy.run_path(script, run_name="__main__")
+        run_main(script, runs[0][0].module)
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
             processes.failed()

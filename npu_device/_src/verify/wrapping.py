@@ -22,7 +22,7 @@ from npu_device._src.cluster.tracebacks import is_users
 from npu_device._src.collectives.call import user_line
 from npu_device._src.training import training_state
 from npu_device._src.training.fit.current import current_step
-from npu_device._src.verify.sessions import Sessions
+from npu_device._src.verify.session_runs import Sessions
 from npu_device._src.verify.step_records import SCOPE, Recorder
 
 _NOISY = (
@@ -32,6 +32,7 @@ _NOISY = (
 _DRAWS = ("normal", "uniform", "truncated_normal", "categorical", "shuffle")
 _ADAPTED = ("mean", "variance", "bin_boundaries")
 _LAST_BIT = 2.0**-23  # of float32
+_LAST_BITS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}  # of dtypes in which a model computes
 _as_it_is = tf.autograph.experimental.do_not_convert
 
 
@@ -72,6 +73,8 @@ class Hooks:
         self._wrap(keras.Model, "compile", _with(jit_compile=False))  # XLA can't call Python
         self._wrap(keras.callbacks.CallbackList, "on_train_batch_end", self._batch_ended)
         self._wrap(keras.layers.Layer, "add_loss", self._add_loss)
+        for owner, name in compat.loss_scale_entries(keras):  # a large scale overflows in other steps on each rank
+            self._wrap(owner, name, _with(initial_scale=1.0))
         self._wrap(keras.layers.BatchNormalization, "call", self._normalise)
         for layer in noisy_layers(keras):
             layer.call = quiet(layer.call)
@@ -122,15 +125,16 @@ class Hooks:
         inputs = args[0] if args else next(iter(kwargs.values()), None)
         step = current_step()
         self._recorder.rows(self._number("model", model), inputs, None if step is None else step.share.rows)
-        changed = self._recorder.settings.perturbed
-        if changed and args:
-            args = (tf.nest.map_structure(in_the_last_bit, args[0]), *args[1:])
+        changed = functools.partial(in_the_last_bit, last_bit=_LAST_BITS.get(model.compute_dtype, _LAST_BIT))
+        is_changed = self._recorder.settings.perturbed
+        if is_changed and args:
+            args = (tf.nest.map_structure(changed, args[0]), *args[1:])
         self._inside += 1
         try:
             outputs = own(model, *args, **kwargs)
         finally:
             self._inside -= 1
-        return tf.nest.map_structure(in_the_last_bit, outputs) if changed else outputs
+        return tf.nest.map_structure(changed, outputs) if is_changed else outputs
 
     def _add_loss(self, own: Any, layer: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
         rank = getattr(getattr(loss, "shape", None), "rank", None) if not callable(loss) else None
@@ -227,12 +231,12 @@ def _states(models: Sequence[Any], trained: Sequence[Any]) -> list[Any]:
     return [each for each in found if id(each) not in known and tf.as_dtype(each.dtype).is_floating]
 
 
-def in_the_last_bit(value: Any) -> Any:
+def in_the_last_bit(value: Any, last_bit: float = _LAST_BIT) -> Any:
     """Return a tensor of floats with another last bit in each; anything else as it is."""
     if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
         return value
     signs = tf.random.stateless_uniform(tf.shape(value), [3, 5], dtype=tf.float32) - 0.5
-    return value * tf.cast(1 + _LAST_BIT * tf.sign(signs), value.dtype)
+    return value * tf.cast(1 + last_bit * tf.sign(signs), value.dtype)
 
 
 def _line_of(operation: Any) -> str:

@@ -1,0 +1,1 @@
+"""``npurun --replicate``: an unchanged Keras script on many ranks."""

@@ -1,0 +1,145 @@
+"""Replicates each Keras model of a script at its first ``fit``, ``evaluate``, ``predict`` or ``train_on_batch``.
+
+Only here the package wraps methods of Keras's classes: in a process whose user has asked for it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.abc
+import random
+import sys
+import weakref
+from collections.abc import Sequence
+from types import MethodType, ModuleType
+from typing import Any, Callable
+
+from npu_device._src import environment
+from npu_device._src.replicate.after_import import KERASES
+
+_TRAIN = ("fit", "evaluate", "predict")
+_OF_MODELS = (*_TRAIN, "train_on_batch", "test_on_batch", "predict_on_batch")
+_OTHER_CALLS = ("npu_device._api", "npu_device.distribute", "npu_device.horovod", "npu_bridge", "hccl", "horovod")
+_PORT = "npurun port shows what to add to such a script, which then runs without --replicate."
+
+
+class Models:
+    """The models of this process.
+
+    Args:
+        seed: of all ranks; None if random states have been set already.
+    """
+
+    def __init__(self, seed: int | None) -> None:
+        self._seed = seed
+        self._own: dict[type, dict[str, Callable[..., Any]]] = {}  # Keras's methods, by the Model class
+        self._methods: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+        self._is_open = False
+        if seed is not None:
+            import numpy as np
+
+            random.seed(seed)
+            np.random.seed(seed % (1 << 32))
+
+    def imported(self, modules: Sequence[ModuleType]) -> None:
+        """Open the job, and wrap the classes of the Kerases among the modules."""
+        names = {module.__name__ for module in modules}
+        if "keras" in names and sys.modules["keras"].backend.backend() != "tensorflow":
+            raise RuntimeError(
+                f"--replicate: Keras's backend is {sys.modules['keras'].backend.backend()}, and ranks train together "
+                "with TensorFlow only.\nWhat to do: set KERAS_BACKEND=tensorflow, in the script or outside of it."
+            )
+        if not self._is_open:
+            self._is_open = True
+            self._open()
+        from npu_device._src import compat
+
+        for name in names.intersection(KERASES):
+            keras: Any = sys.modules[name]
+            own = self._own[keras.Model] = {}
+            for method in _OF_MODELS:
+                own[method] = getattr(keras.Model, method)
+                setattr(keras.Model, method, self._method(own[method]))
+            for owner, method in compat.gradient_entries(keras):
+                setattr(owner, method, _only_in_fit(getattr(owner, method)))
+
+    def _open(self) -> None:
+        import tensorflow as tf
+
+        from npu_device._src.training import device
+
+        device.open()
+        sys.meta_path.insert(0, _NoOtherCalls())
+        if self._seed is not None:
+            tf.random.set_seed(self._seed)
+            if environment.RANK_ID.get() in (0, None):
+                print(f"npurun --replicate: all ranks draw by the seed {self._seed}", file=sys.stderr, flush=True)
+        atexit.register(self._end)
+
+    def _method(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def method(model: Any, *args: Any, **kwargs: Any) -> Any:
+            replaced = self._replicated(model).get(own.__name__)
+            return own(model, *args, **kwargs) if replaced is None else replaced(*args, **kwargs)
+
+        return method
+
+    def _replicated(self, model: Any) -> dict[str, Any]:
+        """Replicate a model, unless it is, and return what then stands for Keras's methods.
+
+        They are not left on the model, where they would hide a subclass's own, which calls Keras's by ``super``.
+        """
+        if model not in self._methods:
+            from npu_device._src.training.fit.replica import replicate
+
+            own = next(methods for kind, methods in self._own.items() if isinstance(model, kind))
+            for name in _TRAIN:
+                object.__setattr__(model, name, MethodType(own[name], model))
+            replicate(model)
+            self._methods[model] = {name: vars(model)[name] for name in _TRAIN}
+            for name in _TRAIN:
+                object.__delattr__(model, name)
+        return self._methods[model]
+
+    def _end(self) -> None:
+        if not self._methods and environment.RANK_ID.get() in (0, None):
+            print(
+                "npurun --replicate: the script called fit, evaluate or predict of no Keras model; each rank ran it by "
+                f"itself.\nWhat to do: {_PORT}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+class _NoOtherCalls(importlib.abc.MetaPathFinder):
+    """Refuses what a script imports to train on many ranks by itself."""
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> None:
+        if name not in _OTHER_CALLS:
+            return
+        way = "npurun --horovod" if "horovod" in name else "npurun, without --replicate"
+        raise ImportError(
+            f"--replicate: the script uses {name.replace('._api', '')}, and so reduces by itself what --replicate "
+            f"would reduce.\nWhat to do: start it with {way}; or take these calls out."
+        )
+
+
+def _only_in_fit(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an optimizer's method that refuses to update variables outside the step of a replicated model."""
+    import tensorflow as tf
+
+    from npu_device._src.training.fit.current import current_step
+    from npu_device._src.training.world import world_unless_child
+
+    @functools.wraps(own)
+    @tf.autograph.experimental.do_not_convert
+    def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if current_step() is None and world_unless_child() is not None:
+            raise RuntimeError(
+                f"--replicate: {type(optimizer).__name__} is used in a training loop of the script's own, outside of "
+                f"fit; each rank would train by itself.\nWhat to do: {_PORT}"
+            )
+        return own(optimizer, *args, **kwargs)
+
+    return apply
