@@ -261,7 +261,7 @@ def _parser() -> argparse.ArgumentParser:
     _add(parser, "--log-dir", metavar="DIR", help="write to DIR/rank<N>.log, not to the console")
     _add(parser, "--tee", action="store_true", help="with --log-dir: write to the console as well")
     _add(parser, "--job-id", type=_job_id, metavar="ID", help="name of the job (default $JOB_ID, else a new one)")
-    grace = "seconds before ranks that don't stop are killed (default 5)"
+    grace = "seconds until ranks that go on are killed (default 5)"
     _add(parser, "--grace", type=_seconds, default=5.0, metavar="S", help=grace)
     _add(parser, "--trace", metavar="DIR", help="write a trace of the iterations and a report to DIR")
     _add(parser, "--tune", action="store_true", help="run the script a few times: the best gradient split")
