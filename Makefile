@@ -60,7 +60,7 @@ test-canary: .venv-canary/.installed
 .venv-canary/.installed: pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e . "tensorflow==2.22.0rc0" "pytest>=8,<9.2" \
-	    pytest-xdist hypothesis mpi4py matplotlib
+	    pytest-xdist hypothesis mpi4py
 	@touch $@
 
 lint: $(STAMP)

@@ -1,4 +1,4 @@
-"""The command line: measures, prints the tables, writes ``results.json`` and a picture."""
+"""The command line: measures, prints the tables, and writes ``results.json``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from benchmarks import docs_page, gpu, results
 from benchmarks.cases import CASES
 from benchmarks.measuring import progress, run_case
-from benchmarks.picture import draw
 from benchmarks.table import tables
 
 
@@ -25,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, help="how often each rival is timed (default: 5; 1 with --quick)")
     parser.add_argument("--quick", action="store_true", help="two sizes, one step a repetition: to see that it works")
     parser.add_argument("--output", type=Path, default=Path("build/benchmarks"), help="default: build/benchmarks")
-    parser.add_argument("--write-docs", action="store_true", help="put tables and picture into docs/")
+    parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/benchmarks.md")
     parser.add_argument(
         "--gpu", action="store_true", help="measure training steps on GPUs instead; --ranks: one number"
     )
@@ -35,9 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     numbers = options.ranks or [2, 4]
     if min(numbers) < 2 or repeats < 1:
         parser.error("--ranks have to be 2 or more, and --repeats 1 or more")
-    for module, name in (("matplotlib", "matplotlib"), ("tf_keras", "tf-keras")):
-        if importlib.util.find_spec(module) is None:
-            sys.exit(f'{name} is not installed. What to do: pip install -e ".[benchmarks]" in the clone.')
+    if importlib.util.find_spec("tf_keras") is None:
+        sys.exit('tf-keras is not installed. What to do: pip install -e ".[benchmarks]" in the clone.')
     if options.gpu:
         gpu.measure(options.ranks and options.ranks[0], repeats, options.quick, options.on_cpu, options.output)
         return
@@ -53,10 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             run.write(options.output / "results.json")
     if not run.cases:
         sys.exit("nothing was measured: the cases don't go with so many ranks")
-    draw(run, options.output / "benchmarks.png")
     print(tables(run), end="")
     if options.write_docs:
-        docs_page.write(tables(run), options.output / "benchmarks.png")
+        docs_page.PAGE.write_text(docs_page.replace_results(docs_page.PAGE.read_text(), tables(run)))
 
 
 if __name__ == "__main__":

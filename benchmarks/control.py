@@ -40,7 +40,7 @@ class _Rank:
         self.failed_at = 0.0
 
     def meet(self) -> None:
-        cluster, self.channel = meet(self.membership, {"npu_device": "benchmark"})
+        cluster, self.channel = meet(self.membership)
         assert cluster.rank == self.membership.rank
         self.channel.listen(self._on_push, lambda reason: None)
 

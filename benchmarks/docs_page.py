@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 _BEGIN = "<!-- results: written by `python -m benchmarks --write-docs`, changes are lost -->"
 _END = "<!-- end of results -->"
-
-
-def write(tables: str, picture: Path) -> None:
-    """Put tables and picture into the documentation."""
-    PAGE.write_text(replace_results(PAGE.read_text(), tables))
-    if picture.exists():
-        shutil.copyfile(picture, PAGE.with_name("benchmarks.png"))
 
 
 def replace_results(page: str, tables: str) -> str:

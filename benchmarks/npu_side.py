@@ -55,7 +55,7 @@ class NpuSide:
             compression: as in ``npu.distribute.all_reduce``.
         """
         trainee = self._trainee(model)
-        split_strategy.forget()
+        split_strategy._strategies.clear()
         if isinstance(segments, int):
             set_split_strategy_by_size([100 / segments] * segments)
         elif segments is not None:

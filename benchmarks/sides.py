@@ -29,10 +29,6 @@ TCP_OF_HOSTS, RING_OF_HOSTS, MPI_OF_HOSTS = "tcp_of_hosts", "tensorflow_of_hosts
 GLOO_OF_HOSTS, MPICH_OF_HOSTS = "gloo_of_hosts", "mpich_of_hosts"
 GPU_HOST_MEMORY, GPU_NCCL = "gpu_host_memory", "gpu_nccl"
 GPU_MIRRORED, GPU_ONE_PROCESS = "gpu_mirrored", "gpu_one_process"
-TCP = "tcp"
-_ALONE = "none"
-SOAK = (SHARED_MEMORY, TCP, TENSORFLOW, _ALONE)
-"""Backends of the soak; with none each rank is by itself."""
 
 _HOST = "127.0.0.1"
 
@@ -147,20 +143,6 @@ def _nothing(ranks: int, _: Path) -> list[dict[str, str]]:
     return [{}] * ranks
 
 
-def _soak(ranks: int, directory: Path, backend: str) -> list[dict[str, str]]:
-    """Turn off glibc's caches of freed memory for each thread, and use one arena: with a hundred threads these grow for
-    50,000 steps, which looks like a leak.
-    """
-    environments = _nothing(ranks, directory) if backend == _ALONE else _npu(ranks, directory, backend)
-    settings = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=1"}
-    return [{**environment, **settings} for environment in environments]
-
-
-def soak_side(backend: str) -> str:
-    """Return the name of the side that soaks a backend."""
-    return f"soak_{backend}"
-
-
 SIDES = {
     SHARED_MEMORY: Side("npu_side", "NpuSide", partial(_npu, backend="shared_memory")),
     TENSORFLOW: Side("npu_side", "NpuSide", partial(_npu, backend="tensorflow")),
@@ -185,5 +167,4 @@ SIDES = {
     GPU_NCCL: Side("npu_side", "NpuSide", partial(_npu, backend="nccl"), uses_gpus=True),
     GPU_MIRRORED: Side("mirrored_side", "MirroredSide", _mirrored_on_gpus, uses_gpus=True),
     GPU_ONE_PROCESS: Side("mirrored_side", "OneProcessSide", _nothing, uses_gpus=True),
-    **{soak_side(backend): Side("soak_side", "SoakSide", partial(_soak, backend=backend)) for backend in SOAK},
 }

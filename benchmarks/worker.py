@@ -29,10 +29,6 @@ class Worker:
         _finish(step())
         self._steps[key] = step
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Return the result of a method of the side."""
-        return getattr(self._side, method)(*arguments)
-
     def measure(self, key: str, steps: int) -> tuple[float, float]:
         """Return the seconds per step, and the processor's seconds that this process spends on it. One untimed step
         goes first: it wakes the ranks and brings them into line.

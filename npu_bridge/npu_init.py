@@ -44,9 +44,7 @@ from npu_bridge.estimator.npu.npu_hook import (
     NPUBroadcastGlobalVariablesHook,
     NPUCheckpointSaverHook,
     NpuEmptyHook,
-    NPUOutputTensorHook,
     SetIterationsVarHook,
-    TellMeStepOrLossHook,
 )
 from npu_bridge.estimator.npu.npu_loss_scale_manager import ExponentialUpdateLossScaleManager, FixedLossScaleManager
 from npu_bridge.estimator.npu.npu_loss_scale_optimizer import NPULossScaleOptimizer
@@ -100,13 +98,11 @@ __all__ = [
     "NPUEstimatorSpec",
     "NPULossScaleOptimizer",
     "NPUOptimizer",
-    "NPUOutputTensorHook",
     "NPURunConfig",
     "NpuEmptyHook",
     "ProfilingConfig",
     "RewriterConfig",
     "SetIterationsVarHook",
-    "TellMeStepOrLossHook",
     "backend",
     "close_session",
     "config_pb2",

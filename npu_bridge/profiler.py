@@ -1,5 +1,5 @@
 """``profiler.Profiler`` of Ascend's star import."""
 
-from npu_device._src.tf1.profiler import Profiler
+from npu_device._src.tf1.system import Profiler
 
 __all__ = ["Profiler"]

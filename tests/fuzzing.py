@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -18,6 +19,7 @@ pytest.importorskip("hypothesis", reason="the extra 'test' has it")
 
 from hypothesis import strategies as st
 
+from npu_device._src.cluster import rendezvous
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster, Membership
 from npu_device._src.cluster.hub_process import HubProcess
@@ -52,13 +54,14 @@ def both_met(hub: HubProcess) -> list[tuple[Cluster, ControlChannel]]:
     found: dict[int, tuple[Cluster, ControlChannel]] = {}
 
     def come(rank: int) -> None:
-        found[rank] = meet(replace(PLACE, rank=rank, device_id=rank, chief_port=hub.port), {"v": "1"})
+        found[rank] = meet(replace(PLACE, rank=rank, device_id=rank, chief_port=hub.port))
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * PLACE.connect_timeout)
+    with mock.patch.object(rendezvous, "installed_versions", lambda: {"v": "1"}):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * PLACE.connect_timeout)
     return [found[0], found[1]]
 
 

@@ -9,8 +9,8 @@ import sys
 import threading
 import time
 
+from npu_device._src.cluster import rendezvous
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.cluster.rendezvous import meet
 from npu_device._src.membership.schemes import membership_from_environment
 
 
@@ -22,12 +22,13 @@ def open_sockets() -> int:
 def main() -> None:
     membership = membership_from_environment()
     assert membership is not None
-    versions = json.loads(sys.argv[1]) if len(sys.argv) > 1 else None
+    if len(sys.argv) > 1:
+        rendezvous.installed_versions = lambda: json.loads(sys.argv[1])
     sockets = open_sockets()
     report: dict[str, object] = {"has_secret": bool(membership.secret)}
     began = time.monotonic()
     try:
-        cluster, channel = meet(membership, versions)
+        cluster, channel = rendezvous.meet(membership)
         report["cluster"] = dataclasses.asdict(cluster)
         channel.close()
     except ClusterError as error:

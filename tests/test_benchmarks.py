@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from launcher import ROOT, environment
-from ranks import LEAN
 
 from benchmarks import between_hosts, docs_page
 from benchmarks.cases import (
@@ -39,9 +38,8 @@ from npu_device._src.testing import hosts
 
 
 def run(module: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a module of the benchmarks. It sees matplotlib, which the processes that it starts need not import."""
-    code = f"import runpy, sys; sys.path.remove({LEAN!r}); runpy.run_module({module!r}, None, '__main__', True)"
-    command = [sys.executable, "-c", code, *map(str, arguments)]
+    """Run a module of the benchmarks."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
     return subprocess.run(
         command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=180, check=False
     )
@@ -49,7 +47,6 @@ def run(module: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.slow
 def test_a_tiny_run(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs the extra 'benchmarks' (matplotlib)")
     done = run("benchmarks", "--quick", "--cases", "all_reduce", "--ranks", "2", "--output", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "failed" not in done.stdout, done.stderr
@@ -65,7 +62,6 @@ def test_a_tiny_run(tmp_path: Path) -> None:
         missing = (timing["error"] or "").startswith("not installed")
         assert missing == (not timing["seconds"])
         assert not missing or timing["rival"] in (GLOO, MPICH)
-    assert (tmp_path / "benchmarks.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

@@ -15,9 +15,9 @@ import pytest
 from launcher import NPURUN, environment, npurun
 from ranks import all_through, free_port
 
-from npu_device._src.check import check_page, judge
-from npu_device._src.check.facts import Facts
+from npu_device._src.check import judge
 from npu_device._src.check.judge import Findings
+from npu_device._src.check.measurements import Facts
 from npu_device._src.membership.interfaces import interface_of
 from npu_device._src.testing.hosts import address, can_be_made, hosts, on_host
 
@@ -229,7 +229,7 @@ def test_a_wrong_sum_and_blocked_ports_are_problems() -> None:
     assert "wrong sum" in text
     both = judge.problems(replace(WELL, unreachable=({1: "b:1: no answer"}, {0: "a:1: no answer"})))
     assert len(both) == 2 and all("and not in the other direction either" in text for text in both)
-    assert "training would not work: 2 problems" in check_page.text(replace(WELL, right=False), both, [])
+    assert "training would not work: 2 problems" in judge.text(replace(WELL, right=False), both, [])
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_warnings(there: Facts, expected: str) -> None:
     assert judge.problems(found) == []
     (text,) = judge.warnings(found)
     assert expected in text and "What to do: " in text
-    assert f"warning 1: {text.splitlines()[0]}" in check_page.text(found, [], [text])
+    assert f"warning 1: {text.splitlines()[0]}" in judge.text(found, [], [text])
 
 
 def test_a_slow_link_is_a_warning() -> None:

@@ -29,6 +29,6 @@ def test_examples(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     try:
         failed, tried = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
     finally:
-        split_strategy.forget()
+        split_strategy._strategies.clear()
     assert tried
     assert not failed, "see the output for what came instead"

@@ -16,9 +16,8 @@ from ranks import free_port
 
 from npu_device._src import compat
 from npu_device._src.tf1.estimator import NPUEstimator, NPUEstimatorSpec, model_to_npu_estimator
-from npu_device._src.tf1.profiler import Profiler
 from npu_device._src.tf1.run_config import NPURunConfig, npu_run_config_init
-from npu_device._src.tf1.strategy import NPUStrategy
+from npu_device._src.tf1.system import NPUStrategy, Profiler
 from npu_device._src.training.groups import get_rank_id
 
 has_estimators = pytest.mark.skipif(compat.estimator_module() is None, reason="this TensorFlow has no Estimator")

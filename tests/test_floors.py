@@ -122,8 +122,8 @@ def test_imports_go_down() -> None:
     [
         ("npu_device/_src/cluster/control_channel.py", "npu_device/_src/environment/own.py", True),
         ("npu_device/_src/cluster/control_channel.py", "npu_device/_src/collectives/group.py", False),
-        ("npu_device/_src/gradients/order.py", "npu_device/_src/trace/steps.py", True),
-        ("npu_device/_src/trace/steps.py", "npu_device/_src/gradients/order.py", False),
+        ("npu_device/_src/gradients/segments.py", "npu_device/_src/trace/steps.py", True),
+        ("npu_device/_src/trace/steps.py", "npu_device/_src/gradients/segments.py", False),
         ("npu_device/_src/training/device.py", "npu_device/distribute/hccl.py", False),
         ("npu_device/_src/training/device.py", "npu_device/launch/job.py", False),
         ("hccl/split/api.py", "npu_device/gen_npu_ops.py", True),
@@ -133,6 +133,39 @@ def test_what_counts_as_down(file: str, target: str, allowed: bool) -> None:
     component, other = component_of(file, COMPONENTS), component_of(target, COMPONENTS)
     assert component is not None and other is not None
     assert component.may_import(other) is allowed
+
+
+def _defined() -> set[str]:
+    """Return the names that the packages themselves give to something."""
+    found = set()
+    for tree in FILES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return found
+
+
+PRIVATE = {"_getframe", "_DummyThread", "_ActionsContainer", "_asdict", "_tmp_path_factory", "_setupstate"}
+"""Names with an underscore that are used outside of ``compat/``: they are Python's own, and pytest's (the last two)."""
+
+
+def test_private_names_of_tensorflow_and_keras_stand_in_compat() -> None:
+    own = _defined() | PRIVATE
+    wrong = []
+    for file, tree in FILES.items():
+        if "/compat/" in file:
+            continue
+        for node in ast.walk(tree):
+            name = ""
+            if isinstance(node, ast.Attribute):
+                name = node.attr
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+                name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+            if re.match(r"_[A-Za-z]", name) and name not in own and not name.startswith("_npu"):
+                wrong.append(f"{file}:{node.lineno}: {name}")
+    assert not wrong, "private names of TensorFlow or Keras; give them a function in compat/:\n" + "\n".join(wrong)
 
 
 def test_public_files_hold_imports_and_all_only() -> None:

@@ -72,9 +72,6 @@ def test_help_is_short() -> None:
         (["."], "is a directory"),
         (["plain"], "chmod +x"),
         (["-n", "cpu", "plain"], "must be a positive integer; found 'cpu'"),
-        (["trace"], "npurun trace: error: the following arguments are required: DIR"),
-        (["tune", "trace"], "npurun tune and npu-tune are gone"),
-        (["check", "good.py"], "check runs its own script once"),
         (["-n", "0", "plain"], "must be a positive integer; found '0'"),
         (["-np", "4", "-n", "2", "plain"], "npurun -np 4 -H a:N,b:N; or npurun -n 2"),
         (["-np", "4", "--nnodes", "2", "plain"], "or npurun -n 2 --nnodes 2"),
@@ -96,13 +93,35 @@ def test_help_is_short() -> None:
         (["--tune", "--max-restarts", "1", "good.py"], "leave --max-restarts"),
         (["--tune", "--log-dir", "logs", "good.py"], "--tune writes its own logs"),
         (["--no-such-option", "good.py"], "--no-such-option"),
+    ],
+)
+def test_wrong_usage(
+    tmp_path: Path,
+    arguments: list[str],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script(tmp_path, "print('ran')", "good.py")
+    script(tmp_path, "print('ran')", "plain")
+    with pytest.raises(SystemExit, match="2"):
+        parse(arguments)
+    assert expected in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["trace"], "npurun trace: error: the following arguments are required: DIR"),
+        (["tune", "trace"], "npurun tune and npu-tune are gone"),
+        (["check", "good.py"], "check runs its own script once"),
         (["--master-addr", "no-such-host.invalid", "good.py"], "no-such-host.invalid"),
         (["--master-addr", "192.0.2.1", "good.py"], "an address of this host"),
     ],
 )
-def test_wrong_usage(tmp_path: Path, arguments: list[str], expected: str) -> None:
+def test_wrong_usage_of_the_program(tmp_path: Path, arguments: list[str], expected: str) -> None:
     script(tmp_path, "print('ran')", "good.py")
-    script(tmp_path, "print('ran')", "plain")
     done = npurun(*arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert expected in " ".join(done.stderr.decode().split())

@@ -55,7 +55,7 @@ def test_unicode_and_bytes_that_are_no_text_survive(tmp_path: Path) -> None:
     )
     done = npurun("-n", "2", source)
     for rank in (0, 1):
-        assert of_rank(done.stdout, rank) == ["Grüße 世界 🙂".encode(), b"\xff\x00\xfe", b"", b"windows\r"]
+        assert of_rank(done.stdout, rank) == ["Grüße 世界 🙂".encode(), b"\xff\x00\xfe", b"", b"windows"]
 
 
 def test_last_line_without_newline(tmp_path: Path) -> None:
@@ -89,25 +89,22 @@ def test_large_output_is_complete_and_never_mixed(tmp_path: Path) -> None:
             assert lines == [*expected, b"y" * 1_000_000]
 
 
-def test_progress_bars_in_a_pipe_are_one_line(tmp_path: Path) -> None:
+def test_of_a_progress_bar_the_newest_refresh_is_written(tmp_path: Path) -> None:
     source = script(
         tmp_path,
         r"""
-        import sys
         for step in (1, 2, 3):
             print(f"\rbar {step}/3", end="", flush=True)
         print()
         for step in (1, 2):
             print(f"other {step}/2", end="\r", flush=True)
+        print("\ndone")
+        print("last", end="\r")
         """,
     )
     done = npurun("-n", "2", source)
     for rank in (0, 1):
-        mark = b"\r[%d] " % rank
-        assert of_rank(done.stdout, rank) == [
-            mark.join([b"bar 1/3", b"bar 2/3", b"bar 3/3"]),
-            mark.join([b"other 1/2", b"other 2/2"]),
-        ]
+        assert of_rank(done.stdout, rank) == [b"bar 3/3", b"other 2/2", b"done", b"last"]
 
 
 def test_a_flood_of_refreshes_costs_little(tmp_path: Path) -> None:
@@ -115,11 +112,11 @@ def test_a_flood_of_refreshes_costs_little(tmp_path: Path) -> None:
     began = time.monotonic()
     done = npurun(source)
     assert time.monotonic() - began < 15
-    assert done.stdout.replace(b"\n", b"\r").count(b"[0] refresh ") == 200_000
+    assert done.stdout.splitlines()[-1] == b"[0] refresh 199999"
 
 
 @pytest.mark.slow
-def test_a_long_progress_bar_in_a_pipe_shows_signs_of_life(tmp_path: Path) -> None:
+def test_a_long_progress_bar_shows_signs_of_life(tmp_path: Path) -> None:
     source = script(
         tmp_path,
         r"""
@@ -132,39 +129,20 @@ def test_a_long_progress_bar_in_a_pipe_shows_signs_of_life(tmp_path: Path) -> No
     launch = start(source)
     assert launch.stdout is not None
     began = time.monotonic()
-    first = launch.stdout.readline()
+    assert launch.stdout.readline().startswith(b"[0] step ")
     assert 4 < time.monotonic() - began < 10
-    assert first.startswith(b"[0] step 0\r[0] step 1\r")
     launch.terminate()
     launch.communicate(timeout=10)
 
 
-def test_progress_bars_on_a_terminal_are_refreshed(tmp_path: Path) -> None:
-    source = script(
-        tmp_path,
-        r"""
-        for step in (1, 2):
-            print(f"step {step}/2", end="\r", flush=True)
-        print("\ndone")
-        """,
-    )
+def test_ranks_have_colours_on_a_terminal(tmp_path: Path) -> None:
     master, slave = pty.openpty()
+    source = script(tmp_path, "print('here')")
     launch = subprocess.Popen([*NPURUN, "-n", "1", source], env=environment(), stdout=slave, stderr=slave)
     os.close(slave)
-    shown = b""
-    while True:
-        try:
-            block = os.read(master, 4096)
-        except OSError:  # the last one has closed the terminal
-            break
-        if not block:
-            break
-        shown += block
+    assert launch.wait(20) == 0
+    assert os.read(master, 4096).startswith(b"\x1b[36m[0]\x1b[0m here\r\n")
     os.close(master)
-    assert launch.wait(10) == 0
-    assert b"step 1/2\x1b[?7h\r" in shown
-    shown = shown.replace(b"\r\r\n", b"\r\n")  # the terminal makes \r\n of \n, also where a \r stands already
-    assert shown.endswith(b"\x1b[36m[0]\x1b[0m step 2/2\r\n\x1b[36m[0]\x1b[0m done\r\n")
 
 
 def test_no_colours_in_a_pipe(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from test_membership import CM, given, membership, refused, table, tf_config
 
 from npu_device._src import environment
 from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.membership.launchers import first_node
 from npu_device._src.membership.schemes import membership_from_environment, world_size_from_environment
-from npu_device._src.membership.slurm import first_node
 
 SLURM = {
     "SLURM_JOB_ID": "4711",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from npu_device._src.options import GlobalOptions, Option, OptionGroup, global_options
-from npu_device._src.options.options_page import page
+from npu_device._src.options.__main__ import page
 from npu_device._src.options.table import GLOBAL_OPTIONS
 
 RULES = GLOBAL_OPTIONS.rules()

@@ -48,7 +48,7 @@ def _model(tf: Any, kind: str) -> tuple[Any, list[Any]]:
 def body_order(kind: str, scaled: bool) -> Any:
     import tensorflow as tf
 
-    from npu_device._src.gradients.order import production_order
+    from npu_device._src.gradients.segments import production_order
 
     loss_of, variables = _model(tf, kind)
     ready: dict[int, list[float]] = {i: [] for i in range(len(variables))}
@@ -99,7 +99,7 @@ def test_against_what_was_ready_first(single: Pool, kind: str, scaled: bool) -> 
 def body_eager() -> Any:
     import tensorflow as tf
 
-    from npu_device._src.gradients.order import production_order
+    from npu_device._src.gradients.segments import production_order
 
     loss_of, variables = _model(tf, "shuffled list")
     with tf.GradientTape() as tape:

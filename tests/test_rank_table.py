@@ -269,42 +269,6 @@ FAULTS: list[tuple[str, Any, Callable[[Any], Any], str]] = [
         lambda t: _device(t, 0, 0).update(host_port="70000"),
         'server_list[0].device[0].host_port is "70000"; expected a port from 1 to 65535',
     ),
-    (
-        "super_device_id",
-        VERSION_1_2,
-        lambda t: _device(t, 1, 0).update(super_device_id=""),
-        'server_list[1].device[0].super_device_id is ""; expected text that is not empty (version 1.2)',
-    ),
-    ("no super pods", VERSION_1_2, lambda t: t.pop("super_pod_list"), "super_pod_list is missing; expected a list"),
-    (
-        "in no super pod",
-        VERSION_1_2,
-        lambda t: t["super_pod_list"].pop(),
-        "server_list[2].server_id 's2' is in no super pod; expected in exactly one",
-    ),
-    (
-        "in two super pods",
-        VERSION_1_2,
-        lambda t: t["super_pod_list"][1]["server_list"].append({"server_id": "s0"}),
-        "super_pod_list[1].server_list[1].server_id is \"s0\"; expected another one: the server is in 'pod0' already",
-    ),
-    (
-        "unknown server in a super pod",
-        VERSION_1_2,
-        lambda t: t["super_pod_list"][1]["server_list"].append({"server_id": "s9"}),
-        'super_pod_list[1].server_list[1].server_id is "s9"; expected a server_id of server_list',
-    ),
-    (
-        "super pod apart",
-        VERSION_1_2,
-        lambda t: t.update(
-            super_pod_list=[
-                {"super_pod_id": "pod0", "server_list": [{"server_id": "s0"}, {"server_id": "s2"}]},
-                {"super_pod_id": "pod1", "server_list": [{"server_id": "s1"}]},
-            ]
-        ),
-        "server_list[2].server_id 's2' is not next to the other servers of super pod 'pod0'; expected them together",
-    ),
     ("group_count", PODS, lambda t: t.update(group_count="2"), 'group_count is "2"; expected 1'),
     (
         "instance_count",

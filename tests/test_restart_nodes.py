@@ -176,15 +176,17 @@ def test_a_node_stops_an_attempt_that_it_is_told_to_begin_and_to_stop_at_once(tm
         finally:
             listener.shutdown(socket.SHUT_RDWR)
             serving.join()
-        messages = link.messages(LIMIT)
-        assert next(messages)["hello"]["node"] == 1
-        plan = {"count": 0, "nodes": [0, 1], "job_id": "job", "port": free_port(), "attempts": []}
-        link._connection.sendall(b"".join(map(frames.encode, ({"plan": plan}, {"stop": "a rank failed"}))))
+        link._connection.settimeout(LIMIT)
+        messages = link.messages()
+        hello = next(messages)
+        assert (hello["do"], hello["node"]) == ("hello", 1)
+        plan = {"do": "plan", "count": 0, "nodes": [0, 1], "job_id": "job", "port": free_port(), "attempts": []}
+        link._connection.sendall(b"".join(map(frames.encode, (plan, {"do": "stop", "why": "a rank failed"}))))
         outcome = next(messages)
-        link.send({"over": {"code": 1, "text": "", "attempts": []}})
+        link.send("over", code=1, text="", attempts=[])
         code, stderr = ends(launch)
         link.close()
-    assert "outcome" in outcome and code == 1
+    assert outcome["do"] == "outcome" and code == 1
     assert "npurun: a rank failed; stopping the ranks of this node" in stderr
 
 

@@ -30,7 +30,7 @@ def body_script(name: str, *arguments: str) -> Any:
         return runpy.run_path(str(Path(__file__).parent / "scripts" / name), run_name="__main__")["result"]
     finally:
         sys.argv = before[0]
-        split_strategy.forget()  # a script ends with its process, but for the ones here
+        split_strategy._strategies.clear()  # a script ends with its process, but for the ones here
         assert npu.open().worker_id == int(os.environ.get("RANK_ID", "0"))
 
 

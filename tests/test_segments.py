@@ -58,7 +58,7 @@ def body_strategies() -> Any:
         found["by size"] = trace()
         found["alone"] = trace(fusion=0)
         found["one"] = trace(fusion=2, fusion_id=3)
-        split_strategy.forget()
+        split_strategy._strategies.clear()
         set_split_strategy_by_idx([1, 8])
         try:
             trace()
@@ -66,7 +66,7 @@ def body_strategies() -> Any:
         except ValueError as error:
             found["error"] = str(error)
     finally:
-        split_strategy.forget()
+        split_strategy._strategies.clear()
     return found
 
 
@@ -160,7 +160,7 @@ def body_times(overlap: bool, cores: int) -> Any:
             step(tf.ones([1024, WIDTH]))
     finally:
         npu.global_options().hcom_parallel = True
-        split_strategy.forget()
+        split_strategy._strategies.clear()
         destroy_group("overlapping")
         running.cores = real
     return [first - last for first, last in zip(times["first reduced"], times["last made"])][1:]

@@ -75,7 +75,7 @@ def body_strategies() -> Any:
         try:
             results = tf.function(lambda: npu.distribute.all_reduce(tensors, "mean"))()
         finally:
-            split_strategy.forget()
+            split_strategy._strategies.clear()
         found.append(b"".join(result.numpy().tobytes() for result in results))
     return found
 

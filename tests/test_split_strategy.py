@@ -26,9 +26,9 @@ A = [int(size) for size in RESNET.split()]
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    split_strategy.forget()
+    split_strategy._strategies.clear()
     yield
-    split_strategy.forget()
+    split_strategy._strategies.clear()
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_lone_gradient_is_one_segment() -> None:
 
 def test_percentages_go_before_numbers_whatever_came_first() -> None:
     for first, second in (SETTERS, SETTERS[::-1]):
-        split_strategy.forget()
+        split_strategy._strategies.clear()
         first(GOOD[first])
         second(GOOD[second])
         assert segments([1] * 20, WORLD_GROUP) == [11, 19]
@@ -224,7 +224,7 @@ def test_ends_ascend_and_reach_the_last_gradient(seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(100):
         sizes, percentages = _gradients(chance), _percentages(chance)
-        split_strategy.forget()
+        split_strategy._strategies.clear()
         default = segments(sizes, WORLD_GROUP)
         assert len(default) <= 2
         set_split_strategy_by_size(percentages)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from npu_device._src.trace.point_schema import PointSchema
-from npu_device._src.trace.recorder import Recorder
+from npu_device._src.trace.recorder import PointSchema, Recorder
 from npu_device._src.trace.records import FILE, GradientRecord, RankTrace, read
 from npu_device._src.trace.settings import Schedule, read_options, settings
 

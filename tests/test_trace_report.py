@@ -1,8 +1,7 @@
-"""The report of a trace: figures, diagnosis, table, Perfetto's file, page, from traces whose truth is known."""
+"""The report of a trace: figures, diagnosis, Perfetto's file, page, from traces whose truth is known."""
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import struct
@@ -18,9 +17,9 @@ import pytest
 from npu_device._src.gradients import split_strategy
 from npu_device._src.report.__main__ import main
 from npu_device._src.report.analysis import Analysis, analyse
-from npu_device._src.report.drawing import COLOURS
 from npu_device._src.report.output import write_all
 from npu_device._src.report.summary import summary
+from npu_device._src.report.trace_page import COLOURS
 from npu_device._src.trace.records import FILE, GradientRecord, Iteration, RankTrace
 
 GRADIENTS = 10
@@ -182,31 +181,6 @@ def test_without_a_trace_it_says_so(tmp_path: Path) -> None:
 
 
 # Files
-
-
-def test_the_table_has_the_columns_of_ascend(tmp_path: Path) -> None:
-    """The example of the profiling guide's kind: two segments, the numbers worked out by hand."""
-    one = Iteration(2, 1000.0, 9000.0, 9800.0, ((6500.0, 8000.0), (9010.0, 9310.0)), (6500.0, 9000.0), 900.0)
-    first = Iteration(1, 100.0, 500.0, 900.0, ((300.0, 400.0), (500.0, 600.0)), (300.0, 500.0))
-    gradients = (GradientRecord("a", "float32", 4), GradientRecord("b", "float32", 4))
-    two = RankTrace(0, 2, "a", 1, 0, 0, "m", "t", "g", gradients, ((0, 0), (1, 1)), (first, one))
-    single = RankTrace(1, 2, "a", 1, 0, 0, "m", "t", "g", gradients, ((0, 1),), (
-        Iteration(1, 100.0, 500.0, 900.0, ((500.0, 600.0),), (300.0, 500.0)),
-    ))  # fmt: skip
-    write(tmp_path, [two, single])
-    with pytest.raises(ValueError, match="rank 1: model m, segments"):
-        write_all(tmp_path)  # the report compares ranks, the table doesn't
-    rows = list(csv.reader((tmp_path / "step_trace.csv").read_text().splitlines()))
-    assert ",".join(rows[0]) == (
-        "Device_id,Iteration ID,FP Start(us),BP End(us),Iteration End(us),Iteration Time(us),FP to BP Time(us),"
-        "Iteration Refresh(us),Data Aug Bound(us),Model ID,Reduce Start(us),Reduce Duration(us),Reduce Start(us),"
-        "Reduce Duration(us)"
-    )
-    assert ",".join(rows[1]).startswith("0,1,100.000,500.000,900.000,800.000,400.000,400.000,N/A,1,")
-    assert ",".join(rows[2]) == (
-        "0,2,1000.000,9000.000,9800.000,8900.000,8000.000,800.000,100.000,1,6500.000,1500.000,9010.000,300.000"
-    )
-    assert rows[3][-4:] == ["500.000", "100.000", "N/A", "N/A"]
 
 
 def test_the_trace_follows_the_event_format(tmp_path: Path) -> None:

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from npu_device._src.cluster.root_error import root_error
-from npu_device._src.cluster.tracebacks import without_libraries
+from npu_device._src.cluster.tracebacks import root_error, without_libraries
 
 LIBRARY = f'  File "{json.__file__}", line 3, in load\n    raise Something\n    ^^^^^^^^^^^^^^^\n'
 USER = '  File "/home/me/train.py", line 5, in <module>\n    load()\n'

@@ -119,7 +119,7 @@ def from_the_environment() -> dict[str, Any]:
     found |= {"percentages": cut_with("50%, 50%", [8] * 6), "auto": cut_with("auto", [8] * 5)}
     set_split_strategy_by_size([50, 50])
     found["own"] = cut_with("1,3,5", [8] * 6)
-    split_strategy.forget()
+    split_strategy._strategies.clear()
     return found
 
 
@@ -165,7 +165,9 @@ TUNE_IT = """\
     from npu_device.launch import arguments, tune
     from npu_device._src.tuning import trials
 
-    sys.exit(tune.run(arguments.parse(sys.argv[1:]), trials.runs([None, (50.0, 50.0)], rounds=1, steps=3)))
+    few = list(trials.runs([None, (50.0, 50.0)], rounds=1, steps=3))
+    trials.runs = lambda: few
+    sys.exit(tune.run(arguments.parse(sys.argv[1:])))
 """
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.cluster.frames import counted
-from npu_device.launch import host_list, platform_defaults, visible_gpus
+from npu_device.launch import host_list, platform_defaults
 
 DEFAULT_PORT = 29688  # the port that Ascend's own launch scripts use for the chief
 LOOPBACK = frozenset(("localhost", "127.0.0.1"))
@@ -155,8 +155,8 @@ def parse(argv: Sequence[str]) -> Options:
         parser.error(f"{by} stops and starts the ranks by itself: leave --max-restarts and MIN:MAX nodes out")
     if given.check and (given.script or given.tune or given.trace or again):
         parser.error("check runs its own script once: omit the script, --tune, --trace, --max-restarts, MIN:MAX nodes")
-    if given.nproc_per_node == visible_gpus.AUTO:  # each of --hosts counts its own GPUs
-        given.nproc_per_node = 0 if slots else visible_gpus.ranks_per_node()
+    if given.nproc_per_node == platform_defaults.AUTO:  # each of --hosts counts its own GPUs
+        given.nproc_per_node = 0 if slots else platform_defaults.ranks_per_node()
     if given.nproc_per_node == 1 == nnodes:
         _hint_at_options_after_script(given.module, given.script)
     given.node_rank = given.node_rank or 0
@@ -195,7 +195,7 @@ def _take_from_platform(parser: argparse.ArgumentParser, given: argparse.Namespa
 def _hosts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[tuple[str, int | None]]:
     """Return the hosts of --hosts or --hostfile, and complete the other arguments from them."""
     total = given.num_proc
-    if total is not None and (given.nproc_per_node != visible_gpus.AUTO or given.nnodes is not None):
+    if total is not None and (given.nproc_per_node != platform_defaults.AUTO or given.nnodes is not None):
         nnodes = given.nnodes[1] if given.nnodes else 1
         each = f"-n {max(1, total // nnodes)} --nnodes {nnodes}" if nnodes > 1 else f"-n {given.nproc_per_node}"
         parser.error(
@@ -215,11 +215,11 @@ def _hosts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[t
     except (OSError, ValueError) as error:
         parser.error(f"{'--hosts' if given.hostfile is None else '--hostfile'}: {error}")
     numbers = {number for _, number in found if number is not None}
-    if given.nproc_per_node != visible_gpus.AUTO:
+    if given.nproc_per_node != platform_defaults.AUTO:
         numbers.add(given.nproc_per_node)
     if len(numbers) > 1:
         parser.error(f"npurun starts the same number of ranks on each host; found {sorted(numbers)}")
-    given.nproc_per_node = next(iter(numbers), visible_gpus.AUTO)
+    given.nproc_per_node = next(iter(numbers), platform_defaults.AUTO)
     fewest, most = given.nnodes or (1, 1)
     if most not in (1, len(found)):
         parser.error(f"--nnodes {most}: the list has {counted(len(found), 'host')}")
@@ -256,7 +256,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,  # an abbreviation that works today breaks when a second option begins with it
     )
     ranks = "ranks per node, or auto: one per visible GPU, or one rank without GPUs (default auto)"
-    _add(parser, "-n", "--nproc-per-node", type=_ranks, default=visible_gpus.AUTO, metavar="N", help=ranks)
+    _add(parser, "-n", "--nproc-per-node", type=_ranks, default=platform_defaults.AUTO, metavar="N", help=ranks)
     _add(parser, "-m", "--module", action="store_true", help="the script is the name of a module, as with python -m")
     _add(parser, "--log-dir", metavar="DIR", help="write to DIR/rank<N>.log, not to the console")
     _add(parser, "--tee", action="store_true", help="with --log-dir: write to the console as well")
@@ -347,7 +347,7 @@ def _replicating(parser: argparse.ArgumentParser, given: argparse.Namespace) -> 
 
 
 def _ranks(text: str) -> int | str:
-    return text if text == visible_gpus.AUTO else _count(text, 1)
+    return text if text == platform_defaults.AUTO else _count(text, 1)
 
 
 def _positive(text: str) -> int:

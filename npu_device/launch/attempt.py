@@ -18,8 +18,8 @@ from npu_device._src.cluster.errors import RESUMABLE
 from npu_device._src.cluster.frames import ranges
 from npu_device.launch import child_environment, failures
 from npu_device.launch.arguments import Options
-from npu_device.launch.causes import Cause, cause_of
 from npu_device.launch.console import Console, Voice
+from npu_device.launch.failures import Cause, cause_of
 from npu_device.launch.guard import Guard
 from npu_device.launch.meeting import Meeting
 from npu_device.launch.processes import Process
@@ -260,5 +260,5 @@ class Attempt:
                 stopped = asked_at is not None and process.exit.time >= asked_at
                 stderr = tuple(line.decode(errors="replace") for line in pump.tail)
                 record = failures.read_record(self._error_file(rank))
-                found.append(failures.Failure(rank, process.exit, record, stopped, stderr, self._has_opened(rank)))
+                found.append(failures.Failure(rank, process.exit, record, stopped, stderr))
         return found

@@ -1,8 +1,6 @@
 """Write the ranks' output to the launcher's own stdout and stderr: whole lines, each prefixed with its rank.
 
-Carriage returns: on a terminal, a refresh (the text before a ``\\r``) stays the last line of the screen until something
-else is written, so that progress bars move. In a file or pipe, refreshes would be a flood of lines. There they are kept
-in one line, each with its prefix and its ``\\r``. That line ends at the next newline, or after five seconds.
+A progress bar refreshes its line with ``\\r``. Every five seconds, its newest refresh is written as a line of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import contextlib
 import os
 import select
 import stat
-import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -21,8 +18,6 @@ _REFRESH_SECONDS = 5.0
 _READER_SECONDS = 5.0  # a reader that is stopped delays the end of an npurun that was sent a signal by this much
 _TICK_SECONDS = 0.5
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
-_ERASE = b"\x1b[K"
-_WRAP_OFF, _WRAP_ON = b"\x1b[?7l", b"\x1b[?7h"  # a refresh that wraps can't be overwritten
 
 
 class Piece(NamedTuple):
@@ -33,7 +28,7 @@ class Piece(NamedTuple):
 
     @property
     def is_refresh(self) -> bool:
-        """Return True if the next piece overwrites this one on a terminal."""
+        """Return True if the next piece replaces this one."""
         return self.end == b"\r"
 
 
@@ -42,28 +37,13 @@ class Console:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._refreshed = False
         self._broken: set[int] = set()
-        self._terminals = {fd for fd in (1, 2) if _is_terminal(fd)}
         self._ending_since: float | None = None
-
-    def is_terminal(self, fd: int) -> bool:
-        """Return True if ``fd`` (1 or 2) is a terminal."""
-        return fd in self._terminals
 
     def lines(self, fd: int, data: bytes) -> None:
         """Write whole lines."""
         with self._lock:
-            if self._refreshed and fd in self._terminals:
-                data = _ERASE + data
-                self._refreshed = False
             self._write(fd, data)
-
-    def refresh(self, fd: int, text: bytes) -> None:
-        """Show a line on a terminal that the next one overwrites."""
-        with self._lock:
-            self._refreshed = True
-            self._write(fd, _ERASE + _WRAP_OFF + text + _WRAP_ON + b"\r")
 
     def say(self, text: str) -> None:
         """Print a message of the launcher itself, on stderr."""
@@ -107,65 +87,40 @@ class Voice:
     def __init__(self, console: Console, fd: int, rank: int | None) -> None:
         self._console = console
         self._fd = fd
-        self._terminal = console.is_terminal(fd)
-        self._prefix = b"" if rank is None else _prefix(rank, self._terminal)
-        self._shown = b""  # terminal: the refresh that no newline has confirmed yet
-        self._kept = bytearray()  # file or pipe: the line of refreshes that has not been written yet
-        self._kept_since = 0.0
+        self._prefix = b"" if rank is None else _prefix(rank, os.isatty(fd))
+        self._refresh = b""  # the newest one that hasn't been written
+        self._is_confirmed = True  # no refresh has been written whose line is still open
+        self._written = time.monotonic()  # when one was
 
     def write(self, pieces: Iterable[Piece]) -> None:
         """Write pieces in order."""
         ready = bytearray()
         for piece in pieces:
             if piece.is_refresh:
-                if self._terminal:
-                    self._flush(ready)
-                self._refresh(piece.text)
-            else:
-                ready += self._line(piece)
-        self._flush(ready)
+                self._refresh = piece.text or self._refresh
+                continue
+            text, self._refresh = piece.text or self._refresh, b""
+            if text or self._is_confirmed:
+                ready += self._prefix + text + b"\n"
+            self._is_confirmed = True
+        if ready:
+            self._console.lines(self._fd, bytes(ready))
+        self.tick()
 
     def tick(self) -> None:
-        """End a line of refreshes that has waited long enough."""
-        if self._kept and time.monotonic() - self._kept_since > _REFRESH_SECONDS:
+        """Write a refresh if the last one is long ago."""
+        if self._refresh and time.monotonic() - self._written > _REFRESH_SECONDS:
+            self._written = time.monotonic()
             self.finish()
 
     def finish(self) -> None:
-        """Write what a refresh left unconfirmed."""
-        if self._shown or self._kept:
-            self.write([Piece(b"", b"\n")])
-
-    def _flush(self, ready: bytearray) -> None:
-        if ready:
-            self._console.lines(self._fd, bytes(ready))
-            ready.clear()
-
-    def _refresh(self, text: bytes) -> None:
-        if not text:  # the \r that begins a refresh
-            return
-        if self._terminal:
-            self._shown = text
-            self._console.refresh(self._fd, self._prefix + text)
-        else:
-            if not self._kept:
-                self._kept_since = time.monotonic()
-            self._kept += self._prefix + text + b"\r"
-
-    def _line(self, piece: Piece) -> bytes:
-        kept, self._kept = bytes(self._kept), bytearray()
-        text, self._shown = piece.text or self._shown, b""
-        if kept and not text:
-            return kept[:-1] + b"\n"
-        return kept + self._prefix + text + (piece.end or b"\n")
+        """Write what no newline has confirmed."""
+        if self._refresh:
+            text, self._refresh = self._refresh, b""
+            self._console.lines(self._fd, self._prefix + text + b"\n")
+            self._is_confirmed = False
 
 
 def _prefix(rank: int, coloured: bool) -> bytes:
     colour = _COLOURS[rank % len(_COLOURS)]
     return (f"\x1b[{colour}m[{rank}]\x1b[0m " if coloured else f"[{rank}] ").encode()
-
-
-def _is_terminal(fd: int) -> bool:
-    try:
-        return os.isatty(fd) and sys.platform != "win32"
-    except OSError:
-        return False

@@ -1,4 +1,4 @@
-"""Find the rank that failed first and its error, and report on the failed ranks at the end of a job.
+"""Find the rank that failed first, its error, and its place in the script; report on the failed ranks of a job.
 
 The process that *ends* first need not be the one: a rank that raises takes a while to shut down, and another one may
 die of the consequences meanwhile. Each rank that uses npu_device therefore writes a record at the moment it fails
@@ -8,14 +8,19 @@ die of the consequences meanwhile. Each rank that uses npu_device therefore writ
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from npu_device._src.cluster.frames import counted
-from npu_device._src.cluster.root_error import root_error
-from npu_device._src.cluster.tracebacks import CHAIN, FRAME, HEADER, without_libraries
+from npu_device._src.cluster.tracebacks import CHAIN, FRAME, HEADER, is_users, root_error, without_libraries
 from npu_device.launch.processes import Exit
 
 _LAST_LINES = 20
+# Sent from outside, by a person, the system or a scheduler: where the script was then means nothing.
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# Errors that a rank raises, wherever it is, when another rank is lost.
+_LOST_PEER = ("PeerError", "RendezvousError", "UnavailableError", "DeadlineExceededError", "AbortedError")
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,6 @@ class Failure:
         record: the rank's own record, or None.
         stopped: the process ended after the launcher asked it to.
         stderr: the last lines of its stderr.
-        opened: the rank had opened npu_device.
     """
 
     rank: int
@@ -63,7 +67,6 @@ class Failure:
     record: Record | None
     stopped: bool
     stderr: tuple[str, ...] = ()
-    opened: bool = False
 
     @property
     def time(self) -> float:
@@ -107,6 +110,68 @@ class Failure:
     def code(self) -> int:
         """Return the exit code to report: 1, an exception's, for a rank that raised before the launcher killed it."""
         return 1 if self.record and self.stopped else self.exit.code
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The failure of a rank, as the nodes tell each other.
+
+    Attributes:
+        rank: number of the rank.
+        host: name of its host.
+        what: how it ended, and its error.
+        time: seconds since the epoch.
+        is_consequence: it follows from another failure.
+        place: where in the script it failed; None if the script isn't to blame.
+    """
+
+    rank: int
+    host: str
+    what: str
+    time: float
+    is_consequence: bool
+    place: str | None
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on host {self.host}: {self.what}"
+
+
+def cause_of(failure: Failure, host: str) -> Cause:
+    """Return the cause of a failed rank of this host."""
+    what = str(failure.exit)
+    if failure.error:
+        what += f": {failure.error}"
+    return Cause(
+        rank=failure.rank,
+        host=host,
+        what=what,
+        time=failure.time,
+        is_consequence=failure.is_consequence,
+        place=_place(failure),
+    )
+
+
+def first(causes: Sequence[Cause]) -> Cause | None:
+    """Return the earliest failure that no other one caused."""
+    return min(causes, key=lambda cause: (cause.is_consequence, cause.time), default=None)
+
+
+def _place(failure: Failure) -> str | None:
+    kind, frames = _kind(failure.error), failure.frames
+    if kind in _LOST_PEER:
+        return None
+    if failure.record is None and failure.exit.code - 128 in _FROM_OUTSIDE:
+        return None
+    if not frames or (failure.record is None and failure.exit.status < 0):
+        return f"rank {failure.rank}, {failure.exit}"
+    own = [(file, line) for file, line in frames if is_users(file)]
+    file, line = (own or frames)[-1]
+    return f"{file}:{line} ({kind})"
+
+
+def _kind(error: str) -> str:
+    """Return the type of an error without its module."""
+    return error.partition(":")[0].rpartition(".")[2].strip()
 
 
 def in_order(failures: list[Failure]) -> list[Failure]:

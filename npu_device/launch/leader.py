@@ -12,9 +12,9 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Callable
 
 from npu_device._src.cluster import ports
 from npu_device._src.cluster.errors import RESUMABLE, ClusterError
@@ -22,9 +22,9 @@ from npu_device._src.cluster.frames import ranges
 from npu_device._src.version import __version__
 from npu_device.launch import meeting, node_links
 from npu_device.launch.attempt import FAILED, USAGE, Launch, Outcome
-from npu_device.launch.causes import Cause
+from npu_device.launch.failures import Cause
 from npu_device.launch.ledger import Decision, Ended, Ledger
-from npu_device.launch.node_links import Link, fields_of, numbers_of
+from npu_device.launch.node_links import Link
 
 ALIVE_SECONDS = 5.0  # between the messages with which node 0 says that it isn't frozen
 _LAST_MESSAGE_SECONDS = 3.0
@@ -64,6 +64,12 @@ class Leader:
         self._is_stopping = False
         self._deadline: float | None = None
         self._signal: int | None = None
+        self._actions: dict[str, Callable[[int, dict[str, Any]], None]] = {
+            "failed": self._fail,
+            "interrupted": self._interrupt,
+            "outcome": self._end,
+            "preempted": self._preempt,
+        }
         self._thread = threading.Thread(target=self._run, name="npurun-leader", daemon=True)
 
     @property
@@ -91,12 +97,12 @@ class Leader:
     def _say_alive(self) -> None:
         while self._thread.is_alive():
             for link in list(self._nodes.values()):
-                link.send({"alive": True})
+                link.send("alive")
             time.sleep(ALIVE_SECONDS)
 
-    def _send(self, nodes: Sequence[int], **message: Any) -> None:
-        for node in nodes:
-            self._nodes[node].send(message)
+    def _send(self, to: Iterable[int], do: str, **fields: Any) -> None:
+        for node in to:
+            self._nodes[node].send(do, **fields)
 
     # The job
 
@@ -105,8 +111,7 @@ class Leader:
             decision = self._lead()
         except Exception:
             decision = Decision(FAILED, None, f"npurun failed on node 0:\n{traceback.format_exc()}")
-        over = {"code": decision.code, "text": decision.text, "attempts": self._history()}
-        self._send(list(self._nodes), over=over)
+        self._send(list(self._nodes), "over", code=decision.code, text=decision.text, attempts=self._history())
         for link in self._nodes.values():
             link.end()
         deadline = time.monotonic() + _LAST_MESSAGE_SECONDS
@@ -143,7 +148,7 @@ class Leader:
             if self._is_leaving:
                 return self._hand_over(decision.code)
             self._expected = set(nodes)
-            self._send(list(self._nodes), say=decision.text)
+            self._send(list(self._nodes), "say", text=decision.text)
             wait = decision.wait
 
     def _gather(self, wait: float) -> tuple[int, ...] | None:
@@ -159,7 +164,8 @@ class Leader:
             if not is_there and not has_notified and now >= began + _NOTICE_AFTER_SECONDS:
                 has_notified = True
                 missing = ranges(self._expected - self._idle)
-                self._send(list(self._idle), say=f"waiting for node {missing}, for {deadline - now:.0f} s at most")
+                text = f"waiting for node {missing}, for {deadline - now:.0f} s at most"
+                self._send(list(self._idle), "say", text=text)
             ends = [deadline]
             if now < began + wait:
                 ends.append(began + wait)
@@ -185,7 +191,7 @@ class Leader:
         self._is_stopping, self._deadline = False, None
         self._idle -= self._running
         plan = {"count": place.count, "nodes": place.nodes, "job_id": place.job_id, "port": place.port}
-        self._send(place.nodes, plan={**plan, "attempts": self._history()})
+        self._send(place.nodes, "plan", **plan, attempts=self._history())
         while self._running:
             if not self._handle(self._deadline):
                 self._time_out()
@@ -202,14 +208,15 @@ class Leader:
             link = self._nodes.pop(node)
             self._idle.discard(node)
             code = self._outcomes[node].code if node in self._outcomes else decision.code
-            link.send({"over": {"code": code, "text": decision.text, "attempts": self._history()}})
+            link.send("over", code=code, text=decision.text, attempts=self._history())
             link.end()
 
     def _hand_over(self, code: int) -> Decision:
         """Leave the other nodes to the next npurun of node 0, for which they wait."""
         for node in set(self._nodes) - {0}:
             link = self._nodes.pop(node)
-            link.send({"say": "node 0 is taken away: its npurun has to be started again", "attempts": self._history()})
+            text = "node 0 is taken away: its npurun has to be started again"
+            link.send("say", text=text, attempts=self._history())
             link.end()
         return Decision(code, None, "")
 
@@ -219,7 +226,7 @@ class Leader:
             self._is_stopping = True
             limit = max(self._options.grace, self._options.preempt_timeout) + _STOP_SECONDS
             self._deadline = time.monotonic() + limit
-            self._send(list(self._running), stop=why)
+            self._send(list(self._running), "stop", why=why)
 
     def _time_out(self) -> None:
         """Handle nodes that have not ended the attempt in time."""
@@ -238,75 +245,48 @@ class Leader:
             link, message = self._events.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
         except queue.Empty:
             return False
-        try:
-            self._take(link, message)
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
-            link.close()
-            node = self._node_of(link)
-            if node is not None:
-                self._lose(node, "has sent a message that npurun on node 0 can't read")
+        self._take(link, message)
         return True
 
     def _node_of(self, link: Link) -> int | None:
         return next((node for node, known in self._nodes.items() if known is link), None)
 
     def _take(self, link: Link, message: dict[str, Any] | None) -> None:
-        """Handle a message, or the end of a connection.
-
-        Raises:
-            LookupError, TypeError, ValueError, AttributeError, ArithmeticError: it isn't a node's.
-        """
-        if message is not None and "hello" in message:
-            self._register(link, message["hello"])
-            return
+        """Handle a message, or the end of a connection."""
         node = self._node_of(link)
-        if node is None:
-            return
-        if message is None:
+        if message is not None and message["do"] == "hello":
+            self._register(link, message)
+        elif node is not None and message is None:
             self._lose(node, "is gone: its npurun ended or was killed, or its host can't be reached")
-        elif "interrupted" in message:
-            self._signal = int(message["interrupted"])
-        elif "preempted" in message:
-            self._preempt(node)
-        elif "failed" in message and node in self._running:
-            self._note_failure(node)
-            self._stop(f"node {node}: {message['failed']}")
-        elif "outcome" in message and node in self._running:
-            self._end(node, message["outcome"])
+        elif node is not None and message is not None:
+            self._actions[message["do"]](node, message)
 
     def _register(self, link: Link, hello: dict[str, Any]) -> None:
-        [node] = numbers_of([hello["node"]])
+        node = int(hello["node"])
         ours = {"nproc": self._options.nproc_per_node, "most": self._options.nnodes, "version": __version__}
         wrong = [f"{name} {hello.get(name)} (node 0: {value})" for name, value in ours.items() if hello[name] != value]
         if not wrong and not 0 <= node < self._options.nnodes:
             wrong = [f"it is not one of nodes 0 to {self._options.nnodes - 1}"]
         if wrong:
-            link.send({"refused": f"node {node} doesn't match node 0: {', '.join(wrong)}"})
+            link.send("refused", text=f"node {node} doesn't match node 0: {', '.join(wrong)}")
             link.end()
             return
         old = self._nodes.get(node)
         if old is not None:
-            old.send({"refused": f"another npurun was started as node {node}"})
+            old.send("refused", text=f"another npurun was started as node {node}")
             old.end()
             self._lose(node, "was started again")
         self._nodes[node] = link
         self._idle.add(node)
         if self._running:
             at_work = f"the job is running on node(s) {ranges(self._running)}; this node joins at the next restart"
-            link.send({"say": at_work})
+            link.send("say", text=at_work)
         else:
             self._take_history(hello)
 
     def _take_history(self, hello: dict[str, Any]) -> None:
         """Learn from a node what has happened so far, if this launcher has been started again."""
         attempts, last = [Ended.read(fields) for fields in hello["attempts"]], hello["last"]
-        if last is not None:
-            last = {
-                "count": int(last["count"]),
-                "began": float(last["began"]),
-                "nodes": numbers_of(last["nodes"]),
-                "preempted": numbers_of(last["preempted"]),
-            }
         if len(attempts) > len(self._ledger.attempts):
             self._ledger.attempts = attempts
         if last is not None and last["count"] >= self._ledger.count:
@@ -314,13 +294,22 @@ class Leader:
             gone = "node 0 is gone: its npurun ended or was killed"
             self._ledger.add(last["began"], last["nodes"], [], None, gone, last["preempted"])
 
-    def _preempt(self, node: int) -> None:
+    def _interrupt(self, node: int, message: dict[str, Any]) -> None:
+        self._signal = int(message["signal"])
+
+    def _fail(self, node: int, message: dict[str, Any]) -> None:
+        if node in self._running:
+            self._note_failure(node)
+            self._stop(f"node {node}: {message['what']}")
+
+    def _preempt(self, node: int, message: dict[str, Any]) -> None:
         """Note that a node is taken away. Its ranks end the attempt, resumable or not."""
         if not self._options.outlives_preemption:
             return
         if node in self._running:
             self._preempted.add(node)
-            self._send(list(self._nodes), preempted=sorted(self._preempted))  # node 0 itself may be killed soon
+            # Every node learns it: node 0 itself may be killed soon.
+            self._send(list(self._nodes), "preempted", nodes=sorted(self._preempted))
         elif node == 0:
             self._is_leaving = True
         elif node in self._idle:
@@ -340,9 +329,11 @@ class Leader:
             self._lost = self._lost or f"node {node} {how}"
             self._stop(f"node {node} {how}")
 
-    def _end(self, node: int, fields: dict[str, Any]) -> None:
-        causes = tuple(Cause(**fields_of(Cause, cause)) for cause in fields["causes"])
-        outcome = Outcome(int(fields["code"]), bool(fields["interrupted"]), bool(fields["preempted"]), causes)
+    def _end(self, node: int, message: dict[str, Any]) -> None:
+        if node not in self._running:
+            return
+        causes = tuple(Cause(**cause) for cause in message["causes"])
+        outcome = Outcome(message["code"], message["interrupted"], message["preempted"], causes)
         self._outcomes[node] = outcome
         self._running.discard(node)
         self._idle.add(node)

@@ -11,8 +11,7 @@ from npu_device._src.cluster.errors import RESUMABLE
 from npu_device._src.cluster.frames import counted, ranges
 from npu_device.launch.arguments import Options
 from npu_device.launch.attempt import CANNOT_START, FAILED, Outcome
-from npu_device.launch.causes import first
-from npu_device.launch.node_links import fields_of, numbers_of
+from npu_device.launch.failures import first
 
 _LONGEST_BACKOFF_SECONDS = 60.0
 _KEPT = 100  # attempts; of a job with more, the first ones are left out at the end
@@ -33,7 +32,6 @@ class Ended:
         preempted: numbers of the nodes that were taken away, if that has ended the attempt.
         why: the rank or node that failed first, and how.
         place: where in the script it failed; None if the script isn't to blame.
-        hopeless: why a restart would end in the same way; None if it might not.
         step: step of the newest checkpoint at its end, None if unknown.
     """
 
@@ -47,18 +45,12 @@ class Ended:
     preempted: tuple[int, ...]
     why: str
     place: str | None
-    hopeless: str | None
     step: str | None
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Ended:
-        """Return an attempt from the fields of a message.
-
-        Raises:
-            LookupError, TypeError: they aren't an attempt's.
-        """
-        lists = ("nodes", "preempted")
-        return cls(**{**fields_of(cls, fields, *lists), **{name: numbers_of(fields[name]) for name in lists}})
+        """Return an attempt from the fields of a message."""
+        return cls(**{**fields, "nodes": tuple(fields["nodes"]), "preempted": tuple(fields["preempted"])})
 
     def line(self, with_nodes: bool) -> str:
         """Return the attempt's line in the list at the end."""
@@ -119,21 +111,21 @@ class Ledger:
         codes = [outcome.code for outcome in outcomes]
         outlives = self._options.outlives_preemption
         signalled = [one.code for one in outcomes if one.interrupted and not one.causes and one.code > 128]
-        code, why, place, hopeless = 0, "succeeded", None, None
+        code, why, place = 0, "succeeded", None
         if CANNOT_START in codes:
-            code, why, hopeless = CANNOT_START, "the ranks could not be started", "the ranks can't be started"
+            code, why = CANNOT_START, "the ranks could not be started"
         elif signalled:
             code, why = signalled[0], "stopped by a signal to npurun"
         elif lost is not None:
             code, why = FAILED, lost if cause is None or cause.is_consequence else f"{cause}; {lost}"
         elif cause is not None:
             code = next(outcome.code for outcome in outcomes if cause in outcome.causes)
-            why, place, hopeless = str(cause), cause.place, cause.hopeless
+            why, place = str(cause), cause.place
         elif RESUMABLE in codes:
             code, why = RESUMABLE, "stopped on request, resumable"
         preempted = () if code in (0, CANNOT_START) else tuple(preempted)
         if preempted:
-            why, place, hopeless = f"{_nodes(preempted)} taken away: {why}", None, None
+            why, place = f"{_nodes(preempted)} taken away: {why}", None
         self.attempts.append(
             Ended(
                 count=self.count,
@@ -146,7 +138,6 @@ class Ledger:
                 preempted=preempted,
                 why=why,
                 place=place,
-                hopeless=hopeless,
                 step=step,
             )
         )
@@ -175,8 +166,8 @@ class Ledger:
         most = self._options.max_restarts
         if last.code == RESUMABLE or most == 0:
             return Decision(last.code, None, "")
-        if last.hopeless is not None:
-            return Decision(last.code, None, f"no restart: {last.hopeless}. It would end in the same way again.")
+        if last.code == CANNOT_START:
+            return Decision(last.code, None, "no restart: the ranks can't be started")
         if _are_stuck(failures):
             return Decision(
                 last.code,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import signal
 import threading
 import time
 from dataclasses import asdict
@@ -16,7 +15,7 @@ from npu_device.launch.attempt import FAILED, USAGE, Attempt, Launch
 from npu_device.launch.leader import ALIVE_SECONDS
 from npu_device.launch.ledger import Ended
 from npu_device.launch.meeting import Meeting
-from npu_device.launch.node_links import Link, numbers_of
+from npu_device.launch.node_links import Link
 from npu_device.launch.supervisor import Stop
 
 _PAUSE_SECONDS = 0.3
@@ -79,13 +78,13 @@ class Member:
                 self._on_signal(event)
             if not isinstance(event, dict):
                 continue
-            if "plan" in event:
-                return self._plan(event["plan"])
-            self._say(str(event["say"]))
-        if "refused" in self._ending:
-            self._say(str(self._ending["refused"]))
+            if event["do"] == "plan":
+                return self._plan(event)
+            self._say(str(event["text"]))
+        over = self._ending
+        if over["do"] == "refused":
+            self._say(str(over["text"]))
             raise _End(USAGE)
-        over = self._ending["over"]
         if over["text"]:
             self._say(over["text"])
         if len(over["attempts"]) > 1:
@@ -121,17 +120,17 @@ class Member:
         assert link is not None
         if link.is_lost:
             return
-        outcome = Attempt(self._launch, place, lambda kind, what: link.send({kind: what})).run()
+        outcome = Attempt(self._launch, place, lambda kind, what: link.send(kind, what=what)).run()
         self._running = None
         self._is_resumable = outcome.code == RESUMABLE
         if outcome.interrupted:
             self._code = outcome.code
-        link.send({"outcome": asdict(outcome)})
+        link.send("outcome", **asdict(outcome))
 
     def _on_signal(self, number: int) -> None:
         if self._link is not None:
             leaves = number == self._options.preempt_signal and self._options.outlives_preemption
-            self._link.send({"preempted": signal.Signals(number).name} if leaves else {"interrupted": number})
+            self._link.send("preempted" if leaves else "interrupted", signal=number)
         raise _End(self._code_of(number) if self._code is None else self._code)
 
     def _code_of(self, number: int) -> int:
@@ -169,48 +168,30 @@ class Member:
                     raise _End(FAILED) from None
                 self._pause()
         self._link.send(
-            {
-                "hello": {
-                    "node": self._options.node_rank,
-                    "nproc": self._options.nproc_per_node,
-                    "most": self._options.nnodes,
-                    "version": __version__,
-                    "attempts": self._attempts,
-                    "last": self._last,
-                }
-            }
+            "hello",
+            node=self._options.node_rank,
+            nproc=self._options.nproc_per_node,
+            most=self._options.nnodes,
+            version=__version__,
+            attempts=self._attempts,
+            last=self._last,
         )
         threading.Thread(target=self._receive, args=(self._link,), name="npurun-member", daemon=True).start()
 
     def _take(self, message: dict[str, Any]) -> None:
-        """Pass on a message of node 0.
-
-        Raises:
-            LookupError, TypeError, ValueError, AttributeError, ArithmeticError: it isn't one.
-        """
-        if "stop" in message:
-            self._launch.events.put(Stop(str(message["stop"]), self._running))
-        elif "plan" in message:
-            plan = message["plan"]
-            numbers_of([*plan["nodes"], plan["count"], plan["port"]])
-            checked = {**plan, "job_id": str(plan["job_id"]), "attempts": _attempts(plan["attempts"])}
-            self._running = plan["count"]
-            self._launch.events.put({"plan": checked})
-        elif "preempted" in message:  # while the ranks run
-            preempted = numbers_of(message["preempted"])
-            self._last = self._last and {**self._last, "preempted": preempted}
-        elif "say" in message:
-            if "attempts" in message:  # from a node 0 that is taken away
-                self._attempts = _attempts(message["attempts"])
-            self._launch.events.put({"say": str(message["say"])})
-        elif "alive" not in message:
-            if "over" in message:
-                over = message["over"]
-                numbers_of([over["code"]])
-                _attempts(over["attempts"])
-                str(over["text"])
-            elif "refused" not in message:
-                raise ValueError("an unknown message")
+        """Pass on a message of node 0."""
+        do = message["do"]
+        if do == "stop":
+            self._launch.events.put(Stop(str(message["why"]), self._running))
+        elif do == "plan":
+            self._running = message["count"]
+            self._launch.events.put(message)
+        elif do == "preempted":  # while the ranks run
+            self._last = self._last and {**self._last, "preempted": message["nodes"]}
+        elif do == "say":
+            self._attempts = message.get("attempts", self._attempts)  # from a node 0 that is taken away
+            self._launch.events.put(message)
+        elif do in ("over", "refused"):
             self._ending = message
             self._launch.events.put(Stop("node 0 has ended this node's part of the job", self._running))
 
@@ -224,18 +205,5 @@ class Member:
 
     def _receive(self, link: Link) -> None:
         for message in link.messages():
-            try:
-                self._take(message)
-            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
-                self._say("node 0 has sent a message that this npurun can't read")
-                link.close()
+            self._take(message)
         self._launch.events.put(Stop("lost the connection to node 0", self._running))
-
-
-def _attempts(listed: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the attempts in a message, if they are some.
-
-    Raises:
-        LookupError, TypeError: they aren't.
-    """
-    return [asdict(Ended.read(fields)) for fields in listed]

@@ -1,10 +1,13 @@
-"""What a platform says of the nodes: defaults of npurun's options, where the command line says nothing."""
+"""What a node is by default: its place among the nodes, as platforms say it, and one rank per visible GPU."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from npu_device._src import environment
+from npu_device._src.collectives.gpu_choice import visible_names
 
 
 @dataclass(frozen=True)
@@ -55,3 +58,18 @@ def read() -> PlatformDefaults | None:
         addresses[0] if addresses else None,
         None,
     )
+
+
+AUTO = "auto"
+"""The default of ``--nproc-per-node``."""
+
+
+def ranks_per_node() -> int:
+    """Return the number of GPUs that CUDA shows to a process of this node; 1 without any.
+
+    Asks neither TensorFlow nor the driver: CUDA_VISIBLE_DEVICES counts, or else NVIDIA's device files.
+    """
+    names = visible_names(environment.CUDA_VISIBLE_DEVICES.text())
+    if names is None:
+        names = tuple(file.name for file in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", file.name))
+    return max(1, len(names))

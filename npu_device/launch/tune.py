@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,12 +40,11 @@ class RunError(RuntimeError):
     """A run ended before it had made enough steps; the text includes the end of its output."""
 
 
-def run(options: Options, runs: Iterable[Run] | None = None) -> int:
+def run(options: Options) -> int:
     """Tune the script: on each node its own ranks; node 0 prints the result.
 
     Args:
         options: the command line.
-        runs: what to run; default the tuner's.
 
     Returns:
         0, or 1 if a run failed; a signal's number + 128 if one stopped the tuning.
@@ -63,7 +61,7 @@ def run(options: Options, runs: Iterable[Run] | None = None) -> int:
             raise ValueError("a single rank reduces nothing. What to do: npurun -n 2 --tune …")
         directory.mkdir(exist_ok=True)
         console.say(f"tuning: traces and output of all runs go to {directory}")
-        for one in trials.runs() if runs is None else runs:
+        for one in trials.runs():
             split = "the split as it is now" if one.split is None else trials.variable(one.split)
             console.say(f"{one.name}: {split}")
             _carry_out(one, options, directory, console)

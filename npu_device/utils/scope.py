@@ -1,6 +1,6 @@
 """Ascend's import path of the scopes that tag operations (``npu_device.utils.scope``)."""
 
-from npu_device._src.no_effect.scopes import (
+from npu_device._src.no_effect.modes import (
     disable_autofuse,
     keep_dtype_scope,
     limit_core_num_scope,

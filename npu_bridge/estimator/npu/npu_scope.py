@@ -1,35 +1,3 @@
 """Ascend's scopes for operations of a graph."""
 
-from npu_device.utils.scope import (
-    disable_autofuse,
-    keep_dtype_scope,
-    limit_core_num_scope,
-    npu_graph_slice_scope,
-    npu_mem_type_scope,
-    npu_optimizer_scope,
-    npu_qos_label_scope,
-    npu_recompute_scope,
-    npu_stage_scope,
-    npu_variable_scope,
-    npu_weight_prefetch_scope,
-    op_specified_engine_scope,
-    subgraph_multi_dims_scope,
-    without_npu_compile_scope,
-)
-
-__all__ = [
-    "disable_autofuse",
-    "keep_dtype_scope",
-    "limit_core_num_scope",
-    "npu_graph_slice_scope",
-    "npu_mem_type_scope",
-    "npu_optimizer_scope",
-    "npu_qos_label_scope",
-    "npu_recompute_scope",
-    "npu_stage_scope",
-    "npu_variable_scope",
-    "npu_weight_prefetch_scope",
-    "op_specified_engine_scope",
-    "subgraph_multi_dims_scope",
-    "without_npu_compile_scope",
-]
+from npu_device.utils.scope import *  # noqa: F403

@@ -1,5 +1,5 @@
 """Ascend's strategy of one device."""
 
-from npu_device._src.tf1.strategy import NPUStrategy
+from npu_device._src.tf1.system import NPUStrategy
 
 __all__ = ["NPUStrategy"]

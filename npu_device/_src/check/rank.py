@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from npu_device._src import environment
-from npu_device._src.check import check_page, judge, measurements
-from npu_device._src.check.facts import Facts, collect
+from npu_device._src.check import judge, measurements
+from npu_device._src.check.measurements import Facts, collect
 from npu_device._src.collectives.choice import explained, open_ports
 from npu_device._src.collectives.engines.tensorflow import server
 from npu_device._src.collectives.group import WORLD_GROUP, group_of
@@ -41,8 +41,8 @@ def check() -> CheckResult:
     found = judge.Findings([collect(None)]) if job is None else _found(job)
     problems = judge.problems(found)
     is_main = job is None or job.cluster.rank == 0
-    report = check_page.text(found, problems, judge.warnings(found)) if is_main else ""
-    return CheckResult(not problems, check_page.verdict(problems), report, job is None or job.cluster.local_rank == 0)
+    report = judge.text(found, problems, judge.warnings(found)) if is_main else ""
+    return CheckResult(not problems, judge.verdict(problems), report, job is None or job.cluster.local_rank == 0)
 
 
 def _found(job: Job) -> judge.Findings:

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, Callable
 
@@ -61,12 +61,11 @@ _COMPARED = {"rank table": "the rank table", "TF_CONFIG": "TF_CONFIG"}
 _log = logging.getLogger("npu_device")
 
 
-def meet(membership: Membership, versions: Mapping[str, str] | None = None) -> tuple[Cluster, ControlChannel]:
+def meet(membership: Membership) -> tuple[Cluster, ControlChannel]:
     """Wait for all ranks of the job, and agree with them on its description.
 
     Args:
         membership: this process's place in the job.
-        versions: versions that must be the same on every rank, by name; default those of npu_device and TensorFlow.
 
     Returns:
         The description of the job, the same on every rank except for the rank's own place, and the control channel.
@@ -86,7 +85,7 @@ def meet(membership: Membership, versions: Mapping[str, str] | None = None) -> t
         host=membership.host,
         is_chief=membership.is_chief,
         seconds=membership.connect_timeout,
-        versions={"protocol": str(frames.PROTOCOL), **(versions or installed_versions())},
+        versions={"protocol": str(frames.PROTOCOL), **installed_versions()},
         settings=environment.settings_everywhere(),
         machine=socket.gethostname(),
         pid=os.getpid(),

@@ -2,7 +2,7 @@
 
 Knows no sockets. A rank's message causes at most a number of messages proportional to the ranks. When all ranks do
 the same thing (leave, fail, ask the same question), that is the cost for all of them together. A message that isn't one
-of these, or that asks for too much, is refused whole (``FrameError``); values are kept as the JSON text that is sent.
+of these is refused whole (``FrameError``); values are kept as the JSON text that is sent.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any, Callable
 
 from npu_device._src.cluster import frames
-from npu_device._src.cluster.hub_limits import HubLimits, seconds_of
 from npu_device._src.cluster.time_limits import ANSWERS_KEPT_SECONDS, LEFT_TOGETHER_SECONDS
 
 _POSTS_KEPT = 200  # names; the oldest go
 _POST_BYTES_KEPT = 1 << 26
 _SHOWN = 10
+_LONGEST_SECONDS = 1e6
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Services:
         self._send = send
         self._later = later
         self._say = say
-        self._limits = HubLimits(len(hosts), later)
+        self._waiting: dict[tuple[int, int], Callable[[], None]] = {}  # how to cancel a request's time limit
         self._values: dict[str, str] = {}
         self._readers: dict[str, dict[tuple[int, int], None]] = {}
         self._posts: dict[str, dict[int, str]] = {}
@@ -141,14 +141,13 @@ class Services:
         if key in self._values:
             self._refuse(rank, request, "exists", key)
             return
-        self._limits.hold(len(key) + len(value))
         self._values[key] = value
         self._answer(rank, request, None)
         for reader, request in self._readers.pop(key, {}):
             self._answer(reader, request, value)
 
     def _get(self, rank: int, message: dict[str, Any]) -> None:
-        key, request, seconds = str(message["key"]), int(message["id"]), seconds_of(message)
+        key, request, seconds = str(message["key"]), int(message["id"]), _seconds_of(message)
         if key in self._values:
             self._answer(rank, request, self._values[key])
             return
@@ -161,34 +160,30 @@ class Services:
                     del self._readers[key]
                 self._refuse(rank, request, "late", f"no rank has provided {key!r} within {seconds:g} s")
 
-        self._limits.expect(rank, request, seconds, give_up)
+        self._expect(rank, request, seconds, give_up)
         self._readers.setdefault(key, {})[rank, request] = None
 
     def _delete(self, rank: int, message: dict[str, Any]) -> None:
         key, request = str(message["key"]), int(message["id"])
-        value = self._values.pop(key, None)
-        if value is not None:
-            self._limits.release(len(key) + len(value))
+        self._values.pop(key, None)
         self._answer(rank, request, None)
 
     def _post(self, rank: int, message: dict[str, Any]) -> None:
         name, request, text = str(message["name"]), int(message["id"]), _text(message["value"])
         posted = self._posts.setdefault(name, {})
-        self._limits.hold(len(text) - len(posted.get(rank, "")))
         posted[rank] = text
         is_last = len(posted) == len(self._hosts)  # only then the values are of use, and many ranks post at once
         self._answer_text(rank, request, _joined(_alike(posted)) if is_last else b"[]")
         while len(self._posts) > _POSTS_KEPT or sum(map(_size, self._posts.values())) > _POST_BYTES_KEPT:
-            self._limits.release(_size(self._posts.pop(next(iter(self._posts)))))
+            self._posts.pop(next(iter(self._posts)))
 
     # Gathers
 
     def _gather(self, rank: int, message: dict[str, Any]) -> None:
-        name, request, seconds, value = str(message["name"]), int(message["id"]), seconds_of(message), message["value"]
-        gather = self._gathers.get(name) or _Gather(self._limits.ranks(message["ranks"]), bool(message["partial"]))
+        name, request, seconds, value = str(message["name"]), int(message["id"]), _seconds_of(message), message["value"]
+        gather = self._gathers.get(name) or _Gather(self._ranks(message["ranks"]), bool(message["partial"]))
         if rank not in gather.ranks or rank in gather.waiting:
             raise ValueError("not, or twice, in the gather")
-        text, before = _text(value), gather.values.get(rank, "")
 
         def give_up() -> None:
             if self._gathers.get(name) is gather and gather.waiting.get(rank) == request:
@@ -204,28 +199,24 @@ class Services:
                 self._refuse(rank, request, "late", text)
                 del gather.waiting[rank]
                 if not gather.waiting:
-                    self._drop(name)
+                    del self._gathers[name]
 
-        self._limits.expect(rank, request, seconds, give_up)
-        self._limits.hold(len(text) - len(before))
+        self._expect(rank, request, seconds, give_up)
         self._gathers[name] = gather
-        gather.values[rank] = text
+        gather.values[rank] = _text(value)
         gather.waiting[rank] = request
         if len(gather.values) == len(gather.ranks):
             self._hand_out(gather)
-            self._drop(name)
+            del self._gathers[name]
         else:
             self._end_if_hopeless(name, gather)
-
-    def _drop(self, name: str) -> None:
-        self._limits.release(sum(map(len, self._gathers.pop(name).values.values())))
 
     def _end_if_hopeless(self, name: str, gather: _Gather) -> None:
         """End a gather that a rank can no longer join."""
         absent = gather.ranks & self._absent.difference(gather.values)
         if not absent or (gather.partial and len(absent) + len(gather.values) < len(gather.ranks)):
             return
-        self._drop(name)
+        del self._gathers[name]
         if gather.partial:
             self._hand_out(gather)
             return
@@ -245,20 +236,18 @@ class Services:
     def _forget_gather(self, name: str, gather: _Gather) -> None:
         if self._gathers.get(name) is gather:
             self._hand_out(gather)
-            self._drop(name)
+            del self._gathers[name]
 
     # Questions
 
     def _ask(self, rank: int, message: dict[str, Any]) -> None:
-        kind, body, request, seconds = str(message["kind"]), message["body"], int(message["id"]), seconds_of(message)
+        kind, body, request, seconds = str(message["kind"]), message["body"], int(message["id"]), _seconds_of(message)
         key = _text([kind, body, message["ranks"]])
         found = self._rounds.get(key)
         if found is None:
-            asked = self._limits.ranks(message["ranks"]) - self._absent
+            asked = self._ranks(message["ranks"]) - self._absent
             question = {"push": "question", "question": self._rounds_made + 1, "kind": kind, "body": body}
             frame = frames.encode(question)
-            self._limits.expect(rank, request)
-            self._limits.hold(len(key))
             self._rounds_made += 1
             found = self._rounds[key] = self._round_of[self._rounds_made] = _Round(key, self._rounds_made, asked)
             found.waiting.append((rank, request))
@@ -268,7 +257,6 @@ class Services:
             if not asked:
                 self._finish(found)
         elif found.result is None:
-            self._limits.expect(rank, request)
             found.waiting.append((rank, request))
         else:
             self._answer_text(rank, request, found.result)
@@ -276,7 +264,6 @@ class Services:
     def _reply(self, rank: int, message: dict[str, Any]) -> None:
         found, text = self._round_of.get(int(message["question"])), _text(message["value"])
         if found is not None and rank in found.pending:
-            self._limits.hold(len(text))
             found.pending.remove(rank)
             found.answers.setdefault(text, []).append(rank)
             if not found.pending:
@@ -293,7 +280,6 @@ class Services:
 
     def _forget(self, found: _Round) -> None:
         del self._rounds[found.key]
-        self._limits.release(len(found.key) + sum(len(text) * len(ranks) for text, ranks in found.answers.items()))
 
     # Leaving and failing
 
@@ -324,7 +310,7 @@ class Services:
 
     def _others(self, rank: int, message: dict[str, Any]) -> None:
         waiting = rank, int(message["id"])
-        self._limits.expect(*waiting, seconds_of(message), lambda: self._answer_others(waiting))
+        self._expect(*waiting, _seconds_of(message), lambda: self._answer_others(waiting))
         self._last_ones[waiting] = None
         self._check_last_ones()
 
@@ -358,6 +344,22 @@ class Services:
         named = [f"rank {rank} on host {self._hosts[rank]}" for rank in ranks[:_SHOWN]]
         return ", ".join(named) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
 
+    def _ranks(self, text: str | None) -> set[int]:
+        """Return the ranks that a message names; all if it names none."""
+        found = set(range(len(self._hosts)) if text is None else frames.ranks_of(text))
+        if max(found, default=0) >= len(self._hosts):
+            raise ValueError("no such rank")
+        return found
+
+    def _expect(self, rank: int, request: int, seconds: float, give_up: Callable[[], None]) -> None:
+        """Call a function if a request isn't answered in time."""
+        self._waiting[rank, request] = self._later(seconds, give_up)
+
+    def _answered(self, rank: int, request: int) -> None:
+        cancel = self._waiting.pop((rank, request), None)
+        if cancel is not None:
+            cancel()
+
     def _push(self, message: dict[str, Any]) -> None:
         self._push_frame(frames.encode(message))
 
@@ -369,12 +371,20 @@ class Services:
         self._answer_text(rank, request, json.dumps(value).encode())
 
     def _answer_text(self, rank: int, request: int, value: bytes) -> None:
-        self._limits.answered(rank, request)
+        self._answered(rank, request)
         self._send(rank, frames.join(b'{"id":%d,"value":' % request, value, b"}"))
 
     def _refuse(self, rank: int, request: int, kind: str, text: str) -> None:
-        self._limits.answered(rank, request)
+        self._answered(rank, request)
         self._send(rank, frames.encode({"id": request, "error": kind, "text": text}))
+
+
+def _seconds_of(message: dict[str, Any]) -> float:
+    """Return how long a rank wants to wait."""
+    seconds = float(message["seconds"])
+    if not -1.0 <= seconds <= _LONGEST_SECONDS:  # nor NaN
+        raise ValueError("no such time")
+    return seconds
 
 
 def _text(value: Any) -> str:

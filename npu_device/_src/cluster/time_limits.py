@@ -1,6 +1,6 @@
 """How long the ranks of a job, and its hub, wait for each other: every limit that no environment variable sets.
 
-All are in seconds. What users set is in ``environment``; what limits the hub's memory is in ``hub_limits``.
+All are in seconds. What users set is in ``environment``.
 """
 
 from __future__ import annotations
@@ -110,9 +110,6 @@ FINISHED_NOTICE_SECONDS = 10.0
 
 ALIVE_SECONDS = 10.0
 """How long it waits for them to say that they are alive."""
-
-LAST_WORDS_SECONDS = 3
-"""How long a killed rank's standard error stays open under ``mpiexec``."""
 
 # The hub
 

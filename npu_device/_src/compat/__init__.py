@@ -1,7 +1,8 @@
 """Differences between TensorFlow and Keras releases, and the private parts of both that the package uses.
 
 Only this folder checks versions, imports from ``tensorflow.python``, or touches names with an underscore of TensorFlow
-and Keras. Its files are called by what they know.
+and Keras. Its files are called by what they know. A docstring names the upstream issue of what it works around; none is
+known otherwise. It also says when the function can go, or else it stays until there is a public counterpart.
 """
 
 from npu_device._src.compat.graphs import (
@@ -52,16 +53,21 @@ from npu_device._src.compat.keras_models import (
     converted,
     counters_of,
     forward_of_training,
+    function_of_metric,
     is_built,
     is_layer,
     is_loss_container,
     is_optimizer,
     layers_that_add_up_activity,
+    learning_rate_of,
     loss_trackers_of,
     metrics_of,
+    moments_method,
     moving_statistics,
     operations_of,
+    reduction_axes,
     steps_per_call,
+    trained_variables,
     variables_of,
 )
 from npu_device._src.compat.rehearsal import (
@@ -82,7 +88,9 @@ from npu_device._src.compat.tensorflow import (
     eager_mode,
     estimator_module,
     has_nccl,
+    is_trackable,
     let_idle_threads_sleep,
+    number_of,
     random_state,
     renew_context_of_graphs,
     rewriter_config_pb2,
@@ -93,15 +101,20 @@ from npu_device._src.compat.tensorflow import (
     tensorflow_version,
     to_array,
     to_tensor,
+    warm_start_of,
 )
 from npu_device._src.compat.tf_keras import (
+    COUNTERS_METHOD,
     generator_of_layer,
+    hides_its_state,
     is_vocabulary,
     layer_of_vocabulary,
+    layers_that_draw,
     loss_scale_class_of_tf_keras,
 )
 
 __all__ = [
+    "COUNTERS_METHOD",
     "FuncGraph",
     "a_tape_records",
     "all_layers",
@@ -120,12 +133,14 @@ __all__ = [
     "eager_mode",
     "estimator_module",
     "forward_of_training",
+    "function_of_metric",
     "functions_of",
     "generator_of_layer",
     "gradient_entries",
     "gradients_and_variables",
     "handle_of",
     "has_nccl",
+    "hides_its_state",
     "inner_variable",
     "is_built",
     "is_default_strategy",
@@ -136,6 +151,7 @@ __all__ = [
     "is_layer",
     "is_loss_container",
     "is_optimizer",
+    "is_trackable",
     "is_vocabulary",
     "iterators_made",
     "keep_whole",
@@ -143,6 +159,8 @@ __all__ = [
     "layer_of_vocabulary",
     "layers_of",
     "layers_that_add_up_activity",
+    "layers_that_draw",
+    "learning_rate_of",
     "let_idle_threads_sleep",
     "lines_of_stack",
     "loss_scale_class_of_tf_keras",
@@ -150,7 +168,9 @@ __all__ = [
     "loss_trackers_of",
     "may_be_differentiated",
     "metrics_of",
+    "moments_method",
     "moving_statistics",
+    "number_of",
     "operations_of",
     "operations_of_call",
     "optimizer_methods",
@@ -160,6 +180,7 @@ __all__ = [
     "random_generator_of_process",
     "random_state",
     "record_operation",
+    "reduction_axes",
     "renew_context_of_graphs",
     "replace_input",
     "rewriter_config_pb2",
@@ -178,10 +199,12 @@ __all__ = [
     "through_outer_graphs",
     "to_array",
     "to_tensor",
+    "trained_variables",
     "value_of_handle",
     "variables_of",
     "variables_read",
     "variables_to_update",
+    "warm_start_of",
     "what_remains",
     "where",
     "without_noise",

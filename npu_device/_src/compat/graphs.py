@@ -48,7 +48,8 @@ def through_outer_graphs(tensor: Any) -> Any:
     of the function. Elsewhere this is the tensor itself.
 
     A graph inside another one captures it by itself, but TensorFlow can't build the gradient of a branch whose own
-    gradient captures an eager tensor (TensorFlow 2.20, ``cond_v2._resolve_grad_inputs``). Can go when it can.
+    gradient captures an eager tensor (TensorFlow 2.20, ``cond_v2._resolve_grad_inputs``; tensorflow/tensorflow#44598).
+    Can go when it can.
     """
     graphs, graph = [], None if tf.executing_eagerly() else _ops.get_default_graph()
     while isinstance(graph, _CONTROL_FLOW):

@@ -189,3 +189,30 @@ def forward_of_training(model: Any, data: Any) -> None:
 
 def _unique(things: Iterable[Any]) -> list[Any]:
     return list({id(thing): thing for thing in things}.values())
+
+
+def moments_method(layer: Any) -> str:
+    """Return the name of the method by which a synchronised batch normalisation computes mean and variance."""
+    return "_sync_calculate_mean_and_var" if hasattr(layer, "_sync_calculate_mean_and_var") else "_moments"
+
+
+def reduction_axes(layer: Any) -> Any:
+    """Return the axes over which a batch normalisation of Keras 3 takes its mean."""
+    return layer._reduction_axes
+
+
+def trained_variables(optimizer: Any) -> Any:
+    """Return the variables that a Keras 3 optimizer was built for. There is no public name."""
+    return optimizer._trainable_variables
+
+
+def learning_rate_of(optimizer: Any) -> Any:
+    """Return the learning rate of an optimizer, or its schedule if it has one; the public name gives its value now."""
+    rate = getattr(optimizer, "_learning_rate", None)
+    is_schedule = hasattr(rate, "get_config") and not hasattr(rate, "assign")
+    return rate if is_schedule else optimizer.learning_rate  # of a legacy optimizer, this may be a schedule as well
+
+
+def function_of_metric(metric: Any) -> Any:
+    """Return the function whose results a metric averages; None if it isn't of that kind."""
+    return getattr(metric, "_fn", None)

@@ -49,7 +49,7 @@ def to_tensor(value: Any) -> tf.Tensor:
     """Return a value as a tensor.
 
     TensorFlow keeps 0.7 KB forever for each new Python number that becomes a tensor in eager mode, but not for a list
-    of numbers (2.20). Can go when it doesn't.
+    of numbers (2.20; ROCm/tensorflow-upstream#1149 explains it). Can go when it doesn't.
     """
     if isinstance(value, (int, float, complex)) and tf.executing_eagerly():
         return tf.reshape(tf.convert_to_tensor([value]), [])
@@ -115,3 +115,18 @@ def tensorflow_version() -> str:
 def estimator_module() -> Any:
     """Return ``tf.compat.v1.estimator`` in TensorFlow 2.15; None from 2.16 on, which dropped it. Can go with 2.15."""
     return getattr(tf.compat.v1, "estimator", None)
+
+
+def number_of(tensor: Any) -> int:
+    """Return the number of an eager tensor; of two, the one that was made later has the larger one."""
+    return int(tensor._id)
+
+
+def is_trackable(thing: Any) -> bool:
+    """Return True for what ``tf.train.Checkpoint`` takes besides lists and dicts. The class isn't public."""
+    return hasattr(thing, "_trackable_children")
+
+
+def warm_start_of(estimator: Any) -> Any:
+    """Return the settings with which an Estimator of a Keras model starts from its weights. Can go with 2.15."""
+    return estimator._warm_start_settings

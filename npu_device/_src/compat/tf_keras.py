@@ -42,3 +42,20 @@ def slots(optimizer: Any, weights: Any) -> list[Any]:
             except KeyError:  # a weight that it doesn't train
                 continue
     return found
+
+
+def layers_that_draw(model: Any) -> list[tuple[Any, Any]]:
+    """Return the layers of a tf-keras model that draw random numbers, each with what it draws them from."""
+    if not hasattr(model, "_flatten_layers"):
+        return []
+    pairs = [(layer, getattr(layer, "_random_generator", None)) for layer in model._flatten_layers()]
+    return [(layer, generator) for layer, generator in pairs if generator is not None]
+
+
+def hides_its_state(generator: Any) -> bool:
+    """Return True if the random state of what a layer draws from is inside an operation, where nothing can read it."""
+    return getattr(generator, "_rng_type", "") == "legacy_stateful"
+
+
+COUNTERS_METHOD = "_maybe_load_initial_counters_from_ckpt"
+"""The method by which a tf-keras model takes the epoch to begin with from a backup."""

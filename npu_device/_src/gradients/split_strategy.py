@@ -90,11 +90,6 @@ def set_by_size(dataSizeList: Any, group: str = WORLD_GROUP) -> None:
     _store(_SIZE, list(dataSizeList), group)
 
 
-def forget() -> None:
-    """Forget all strategies, as if the script had set none."""
-    _strategies.clear()
-
-
 def segments(sizes: Sequence[int], group: str) -> list[int]:
     """Return a group's cuts of a list of gradients: by percentages if set, else by numbers if set, else by
     ``NPU_DEVICE_SPLIT``, else 96.54 % and the rest.

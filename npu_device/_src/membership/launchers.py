@@ -1,13 +1,17 @@
 """The launchers of clusters: which of them started this process, whether they contradict each other, where ranks meet.
 
-The readers are ``slurm``, ``mpiexec``, ``torchrun`` and ``jax_variables``; ``schemes`` makes a job of what they find.
+MPI's are in ``mpiexec``; ``schemes`` makes a job of what they find. Sources: srun(1), output environment variables;
+PyTorch documentation, "torchrun", environment variables, which Kubeflow sets, too; Kubeflow Trainer 2.3, jax plugin.
 """
 
 from __future__ import annotations
 
+import re
+
 from npu_device._src import environment
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.membership import jax_variables, mpi_broadcast, mpiexec, slurm, torchrun
+from npu_device._src.environment import Variable
+from npu_device._src.membership import mpiexec
 from npu_device._src.membership.launched import Launched, RendezvousAddress
 
 _REMEDY = (
@@ -24,9 +28,9 @@ def read() -> Launched | None:
         ValueError: a variable is malformed.
     """
     wanted = environment.NPU_DEVICE_LAUNCHER.get()
-    torch = torchrun.read() if wanted in ("auto", "torchrun") else None
+    torch = _torchrun() if wanted in ("auto", "torchrun") else None
     mpi = mpiexec.read() if wanted in ("auto", "mpi") else None
-    step = slurm.read() if wanted in ("auto", "slurm") else None
+    step = _slurm() if wanted in ("auto", "slurm") else None
     # mpiexec may start its daemons with srun, whose variables the ranks inherit. Ranks that srun itself starts may have
     # PMI_RANK and PMI_SIZE (--mpi=pmi2), but no local rank of MPI's; srun's own variables then say more.
     if mpi is not None and step is not None:
@@ -34,7 +38,7 @@ def read() -> Launched | None:
             require_agreement(f"by {mpi.launcher}", mpi.size, mpi.rank, step)
         same = (mpi.size, mpi.rank, mpi.local_rank) == (step.size, step.rank, None)
         mpi, step = (None, step) if same else (mpi, None)
-    jax = jax_variables.read() if wanted in ("auto", "jax") else None
+    jax = _jax() if wanted in ("auto", "jax") else None
     found = mpi or step
     for inner in (jax, torch):
         if inner is not None and found is not None:
@@ -71,7 +75,7 @@ def rendezvous_address(launched: Launched) -> RendezvousAddress:
     """
     if launched.port is not None:
         return RendezvousAddress((launched.address,), launched.port)
-    address, port = torchrun.rendezvous_address() or (launched.address, None)
+    address, port = _torchruns_address() or (launched.address, None)
     if launched.on_one_host:
         if port is None and not launched.job:
             raise ClusterError(
@@ -80,4 +84,153 @@ def rendezvous_address(launched: Launched) -> RendezvousAddress:
                 "What to do: set MASTER_ADDR=127.0.0.1 and MASTER_PORT to a free port, the same for every rank."
             )
         return RendezvousAddress(("127.0.0.1",), port)
-    return RendezvousAddress((address,), port) if address else mpi_broadcast.agree(launched)
+    return RendezvousAddress((address,), port) if address else mpiexec.agree(launched)
+
+
+def _slurm() -> Launched | None:
+    """Return this process's place in its job step; None outside of a step.
+
+    Raises:
+        ValueError: a variable is malformed.
+    """
+    nodes = environment.SLURM_STEP_NODELIST.get()
+    # sbatch and salloc set SLURM_PROCID and SLURM_NTASKS too, but the step's own variables only srun.
+    size, rank = environment.SLURM_STEP_NUM_TASKS.get(), environment.SLURM_PROCID.get()
+    if size is None or rank is None or nodes is None:
+        return None
+    first = first_node(nodes)
+    return Launched(
+        launcher="Slurm",
+        variable=environment.SLURM_PROCID.name,
+        size=size,
+        rank=rank,
+        local_rank=environment.SLURM_LOCALID.get(),
+        on_one_host=first == nodes,
+        node=environment.SLURMD_NODENAME.get() or "",
+        job=f"{environment.SLURM_JOB_ID.get()}.{environment.SLURM_STEP_ID.get()}",
+        address=first,  # where Slurm puts task 0, unless a host file orders the tasks
+    )
+
+
+def first_node(nodes: str) -> str:
+    """Return the first name of a list of nodes.
+
+    Examples:
+        >>> first_node("rack[2-3]n[007,9-11]-ib,login1")
+        'rack2n007-ib'
+    """
+    first = re.match(r"(\[[^\]]*\]|[^,\[])*", nodes)
+    assert first is not None
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
+
+
+def _torchrun() -> Launched | None:
+    """Return this process's place; None unless RANK, WORLD_SIZE and MASTER_ADDR are set.
+
+    Raises:
+        ClusterError: MASTER_PORT is missing.
+        ValueError: a variable is malformed.
+    """
+    if not (environment.RANK.is_set() and environment.WORLD_SIZE.is_set() and environment.MASTER_ADDR.is_set()):
+        return None
+    rank, size = environment.RANK.get(), environment.WORLD_SIZE.get()
+    assert rank is not None and size is not None
+    if size > 1 and not environment.MASTER_PORT.is_set():
+        raise ClusterError(
+            f"MASTER_PORT is missing or empty, while RANK ({rank}), WORLD_SIZE ({size}) and MASTER_ADDR are set.\n"
+            "What to do: set MASTER_PORT to a free port of rank 0's host, the same on every rank. To train on a single "
+            "device, set NPU_DEVICE_LAUNCHER=off."
+        )
+    return Launched(
+        launcher="torchrun",
+        variable=environment.RANK.name,
+        size=size,
+        rank=rank,
+        local_rank=environment.LOCAL_RANK.get(),
+        on_one_host=environment.LOCAL_WORLD_SIZE.get() == size,
+        job=f"{environment.MASTER_ADDR.get()}:{environment.MASTER_PORT.get()}",
+    )
+
+
+def _torchruns_address() -> tuple[str, int | None] | None:
+    """Return MASTER_ADDR and MASTER_PORT; None unless both are set.
+
+    The port is None where torchrun's own store listens.
+    """
+    address, port = environment.MASTER_ADDR.get(), environment.MASTER_PORT.get()
+    if address is None or port is None:
+        return None
+    return address, None if environment.TORCHELASTIC_USE_AGENT_STORE.get() == "True" else port
+
+
+def _jax() -> Launched | None:
+    """Return this process's place; None unless JAX_NUM_PROCESSES and JAX_PROCESS_ID are set.
+
+    Raises:
+        ClusterError: JAX_COORDINATOR_ADDRESS is missing.
+        ValueError: a variable is malformed.
+    """
+    size, rank = environment.JAX_NUM_PROCESSES.get(), environment.JAX_PROCESS_ID.get()
+    if size is None or rank is None:
+        return None
+    place = environment.JAX_COORDINATOR_ADDRESS.get()
+    if size > 1 and place is None:
+        raise ClusterError(
+            f"JAX_COORDINATOR_ADDRESS is missing or empty, while JAX_PROCESS_ID ({rank}) and JAX_NUM_PROCESSES "
+            f"({size}) are set.\nWhat to do: set it to host:port of rank 0's host, the same on every rank. To train on "
+            "a single device, set NPU_DEVICE_LAUNCHER=off."
+        )
+    address, port = place or ("", None)
+    return Launched(
+        launcher="JAX",
+        variable=environment.JAX_PROCESS_ID.name,
+        size=size,
+        rank=rank,
+        local_rank=None,
+        on_one_host=False,
+        job=f"{address}:{port}",
+        address=address,
+        port=port,
+    )
+
+
+_STARTED_BY_NPURUN = "start the script with npurun on every node, without options: npurun train.py"
+_SAYS: tuple[tuple[Variable[int | None], str, str], ...] = (
+    (environment.PET_NNODES, "Kubeflow's torch runtime has started one process per node", _STARTED_BY_NPURUN),
+    (environment.SKYPILOT_NUM_NODES, "SkyPilot has started one process per node", _STARTED_BY_NPURUN),
+    (
+        environment.WORLD_SIZE,
+        "the job has several processes",
+        "set RANK, MASTER_ADDR and MASTER_PORT, too, as torchrun does, or let npurun start the ranks: npurun -n N "
+        "train.py",
+    ),
+    (
+        environment.JAX_NUM_PROCESSES,
+        "the job has several processes",
+        "set JAX_PROCESS_ID and JAX_COORDINATOR_ADDRESS, too, or let npurun start the ranks: npurun -n N train.py",
+    ),
+    (environment.HOROVOD_SIZE, "horovodrun has started several processes", "use npurun instead: npurun -n N train.py"),
+    (
+        environment.FLUX_JOB_SIZE,
+        "Flux has started several tasks",
+        "start one task per node, and in it npurun -n N --nnodes M --node-rank R --master-addr ADDR train.py",
+    ),
+)
+
+
+def require_single() -> None:
+    """Refuse to train alone in one of several processes. Only called where nothing gives this process a rank.
+
+    Raises:
+        ClusterError: names the variable, and npurun.
+        ValueError: a variable is malformed.
+    """
+    if environment.NPU_DEVICE_LAUNCHER.get() == "off":
+        return
+    for variable, meaning, remedy in _SAYS:
+        size = variable.get()
+        if size is not None and size > 1:
+            raise ClusterError(
+                f"{variable.name} is {size}: {meaning}, but nothing gives this one a rank. It would train a model of "
+                f"its own.\nWhat to do: {remedy}. For a training on this process alone, set NPU_DEVICE_LAUNCHER=off."
+            )

@@ -1,19 +1,24 @@
-"""MPI's launchers: ``mpiexec`` of Open MPI, MPICH, Intel MPI and PALS. They number the ranks, and give no address.
+"""MPI's launchers: ``mpiexec`` of Open MPI, MPICH, Intel MPI and PALS. They number the ranks, and give no
+address: mpi4py tells it.
 
 Sources: Open MPI FAQ, environment variables of a rank; Intel MPI developer reference; mpiexec(1) of HPE Cray PALS.
 """
 
 from __future__ import annotations
 
-import os
+import importlib
+import secrets
+import socket
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 from npu_device._src import environment
+from npu_device._src.cluster.ancestors import ancestors
+from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.ports import ReservedPort, addresses_of_this_host
 from npu_device._src.environment import Variable
-from npu_device._src.membership.launched import Launched
-
-_PARENT, _START_TIME = 1, 19  # in /proc/PID/stat, behind the program's name
+from npu_device._src.membership.interfaces import announced_address
+from npu_device._src.membership.launched import Launched, RendezvousAddress
 
 
 class _Kind(NamedTuple):
@@ -88,17 +93,44 @@ def _starter(variable: Variable[int | None]) -> str:
     Returns:
         The process's number and start time; "" if it is out of sight, as from a container.
     """
-    prefix, pid = f"{variable.name}=".encode(), os.getppid()
-    while pid:
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            break
+    prefix = f"{variable.name}=".encode()
+    for pid, started in ancestors():
         try:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:  # another user's process, and so no rank
             variables = []
         if not any(text.startswith(prefix) for text in variables):
-            return f"{pid}-{fields[_START_TIME]}"
-        pid = int(fields[_PARENT])
+            return f"{pid}-{started}"
     return ""
+
+
+def agree(launched: Launched) -> RendezvousAddress:
+    """Return rank 0's choice. Every rank waits here for all the others.
+
+    Raises:
+        ClusterError: mpi4py isn't there, or its MPI is not the launcher's.
+    """
+    remedy = (
+        "What to do: install mpi4py for this MPI on every host (pip install mpi4py), or set MASTER_ADDR to the address "
+        "of rank 0's host and MASTER_PORT to a free port there, the same for every rank."
+    )
+    what = f"{launched.launcher} started the {launched.size} ranks on several hosts, and tells no rank where rank 0 is"
+    try:
+        mpi: Any = importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:  # RuntimeError: it finds no library of MPI
+        raise ClusterError(f"{what}. mpi4py could ask MPI, but can't be imported: {error}.\n{remedy}") from error
+    world = mpi.COMM_WORLD
+    if (world.Get_size(), world.Get_rank()) != (launched.size, launched.rank):
+        raise ClusterError(
+            f"{what}. mpi4py uses another MPI than the launcher's: there, {launched} is rank {world.Get_rank()} of "
+            f"{world.Get_size()}.\n{remedy}"
+        )
+    return RendezvousAddress(*world.bcast(tuple(_choose()) if launched.rank == 0 else None))
+
+
+def _choose() -> RendezvousAddress:
+    port = ReservedPort(environment.NPU_DEVICE_PORT_RANGE.get())
+    port.leave_to_tensorflow()
+    given = announced_address()
+    hosts = [given] if given else [socket.gethostname(), *addresses_of_this_host()]
+    return RendezvousAddress(tuple(hosts), port.number, secrets.token_hex(32).encode())

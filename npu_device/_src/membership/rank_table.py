@@ -1,22 +1,22 @@
 """Ascend's rank tables, in all four forms: the ranks of the job according to the file ``RANK_TABLE_FILE``.
 
-Versions 1.0 and 1.2 (``server_list``), and the older cloud and lab forms (``group_list``). Which of the ranks this
-process is, and where the ranks meet, is left to ``schemes``.
+Versions 1.0 and 1.2 (``server_list``), and the older cloud and lab forms (``group_list``); what version 1.2 says of
+super pods concerns the NPUs' links. Which rank this process is, and where the ranks meet, is left to ``schemes``.
 
 Source: Ascend HCCL user guide, cluster information configuration (rank table).
 """
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.membership import table_fields
-from npu_device._src.membership.table_fields import Fields
 
 _POLL_SECONDS = 0.5
 
@@ -82,7 +82,7 @@ def load(path: str, timeout: float) -> RankTable:
     filling = False
     while True:
         try:
-            table = table_fields.load_object(path)
+            table = load_object(path)
             if table.text("status", '"completed" or "initializing"') != "initializing":
                 return _read(table)
             filling = True
@@ -91,7 +91,7 @@ def load(path: str, timeout: float) -> RankTable:
             if not filling or time.monotonic() >= deadline:
                 raise
         if time.monotonic() >= deadline:
-            raise table_fields.fault(
+            raise fault(
                 path,
                 f'status is still "initializing" after {timeout:g} s (HCCL_CONNECT_TIMEOUT); expected "completed": '
                 "the scheduler hasn't finished the table",
@@ -132,35 +132,8 @@ def _read_servers(table: Fields) -> list[Entry]:
             raise server.wrong("server_id", f"another one: server_list[{names.index(name)}] has the same")
         names.append(name)
         for device in server.objects("device"):
-            if version == "1.2":
-                device.text("super_device_id", "text that is not empty (version 1.2)")
             entries.append(_entry(device, _rank(device), name, server.optional_text("host_ip"), None))
-    if version == "1.2":
-        _check_super_pods(table, names)
     return entries
-
-
-def _check_super_pods(table: Fields, servers: list[str]) -> None:
-    pod_of: dict[str, str] = {}
-    for pod in table.objects("super_pod_list"):
-        pod_id = pod.text("super_pod_id", "text that is not empty")
-        for server in pod.objects("server_list"):
-            name = server.text("server_id", "a server_id of server_list")
-            if name not in servers:
-                raise server.wrong("server_id", "a server_id of server_list")
-            if name in pod_of:
-                raise server.wrong("server_id", f"another one: the server is in {pod_of[name]!r} already")
-            pod_of[name] = pod_id
-    for index, name in enumerate(servers):
-        if name not in pod_of:
-            place = f"server_list[{index}].server_id"
-            raise table_fields.fault(table.path, f"{place} {name!r} is in no super pod; expected in exactly one")
-    order = [pod_of[name] for name in servers]
-    for index in range(1, len(order)):
-        if order[index] != order[index - 1] and order[index] in order[:index]:
-            place = f"server_list[{index}].server_id"
-            what = f"{place} {servers[index]!r} is not next to the other servers of super pod {order[index]!r}"
-            raise table_fields.fault(table.path, f"{what}; expected them together")
 
 
 # The older cloud form (pods) and lab form
@@ -214,10 +187,8 @@ def _check_ranks(path: str, entries: Sequence[Entry]) -> None:
             continue
         if expected > 0 and entry.rank == entries[expected - 1].rank:
             other = entries[expected - 1].place
-            raise table_fields.fault(
-                path, f"rank {entry.rank} appears twice, in {other} and {entry.place}; expected once"
-            )
-        raise table_fields.fault(
+            raise fault(path, f"rank {entry.rank} appears twice, in {other} and {entry.place}; expected once")
+        raise fault(
             path,
             f"rank {expected} is missing, while {entry.place} is rank {entry.rank}; "
             f"expected the {len(entries)} ranks 0 to {len(entries) - 1} without gaps",
@@ -228,7 +199,7 @@ def _check_ranks(path: str, entries: Sequence[Entry]) -> None:
             finished.add(before.server)
         if entry.server in finished:
             what = f"{entry.place} is rank {entry.rank} on server {entry.server!r}, after rank {before.rank} on another"
-            raise table_fields.fault(path, f"{what}; expected each server's ranks to be consecutive")
+            raise fault(path, f"{what}; expected each server's ranks to be consecutive")
 
 
 def _check_devices(path: str, entries: Sequence[Entry]) -> None:
@@ -237,9 +208,124 @@ def _check_devices(path: str, entries: Sequence[Entry]) -> None:
         other = seen.setdefault((entry.server, entry.device_id), entry)
         if other is not entry:
             what = f"device_id {entry.device_id} of server {entry.server!r} appears twice"
-            raise table_fields.fault(path, f"{what}, in {other.place} and {entry.place}; expected one rank per device")
+            raise fault(path, f"{what}, in {other.place} and {entry.place}; expected one rank per device")
     addressed = [entry for entry in entries if entry.device_ip is not None]
     for first, entry in zip(addressed, addressed[1:]):
         if (":" in str(first.device_ip)) != (":" in str(entry.device_ip)):
             what = f"{first.place}.device_ip is {first.device_ip!r} and {entry.place}.device_ip is {entry.device_ip!r}"
-            raise table_fields.fault(path, f"{what}; expected addresses of one family, IPv4 or IPv6")
+            raise fault(path, f"{what}; expected addresses of one family, IPv4 or IPv6")
+
+
+# One JSON object of a table and its location in the file, so that each error can name the field
+
+_CORRECT = "correct the table (or have the tool that made it write it again); every rank reads the same one."
+
+
+def fault(path: str, what: str, remedy: str = _CORRECT) -> ClusterError:
+    """Return the error for a table that can't be used (Ascend's EI0004)."""
+    return ClusterError(f"EI0004: rank table {path}: {what}.\nWhat to do: {remedy}")
+
+
+def load_object(path: str) -> Fields:
+    """Return the table's outermost object.
+
+    Raises:
+        ClusterError: the file can't be read, is not JSON, or isn't an object.
+    """
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            content = json.load(file)
+    except OSError as error:
+        remedy = "check the path in RANK_TABLE_FILE on this host, and whether this user can read it."
+        raise fault(path, f"can't be read: {error.strerror}", remedy) from error
+    except UnicodeDecodeError as error:
+        raise fault(path, "can't be read: it is not UTF-8 text") from error
+    except json.JSONDecodeError as error:
+        raise fault(path, f"is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}") from error
+    if not isinstance(content, dict):
+        raise fault(path, f"holds {_shown(content)}; expected a JSON object")
+    return Fields(path, "", content)
+
+
+class Fields:
+    """One object of the table.
+
+    Args:
+        path: path of the file.
+        where: location of the object in it, such as ``server_list[0].device[1]``; "" for the outermost.
+        content: the object.
+    """
+
+    def __init__(self, path: str, where: str, content: dict[str, Any]) -> None:
+        self.path = path
+        self.content = content
+        self._where = where
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.content
+
+    def place(self, name: str) -> str:
+        """Return the location of a field of this object: ``server_list[0].device[1].rank_id``."""
+        return f"{self._where}.{name}" if self._where else name
+
+    def wrong(self, name: str, expected: str) -> ClusterError:
+        """Return the error for a field that is missing or has an unexpected value."""
+        found = f"is {_shown(self.content[name])}" if name in self.content else "is missing"
+        return fault(self.path, f"{self.place(name)} {found}; expected {expected}")
+
+    def text(self, name: str, expected: str, limit: int | None = None) -> str:
+        """Return a text that isn't empty. Numbers become text: Ascend wants strings, but many tables have numbers."""
+        value = self.content.get(name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = str(value)
+        if not isinstance(value, str) or not value.strip() or (limit is not None and len(value) > limit):
+            raise self.wrong(name, expected)
+        return value.strip()
+
+    def number(self, name: str, expected: str, low: int = 0, high: int | None = None) -> int:
+        """Return a whole number, written as a string or as a number."""
+        text = self.text(name, expected)
+        if not (text.isascii() and text.isdigit()) or int(text) < low or (high is not None and int(text) > high):
+            raise self.wrong(name, expected)
+        return int(text)
+
+    def optional_text(self, name: str) -> str | None:
+        """Return a text, or None if it is missing or empty."""
+        return self.text(name, "text") if self.content.get(name) not in (None, "") else None
+
+    def optional_port(self, name: str) -> int | None:
+        """Return a TCP port, or None if it is missing or empty."""
+        return (
+            self.number(name, "a port from 1 to 65535", 1, 65535) if self.content.get(name) not in (None, "") else None
+        )
+
+    def optional_address(self, name: str) -> str | None:
+        """Return an IP address, or None if it is missing or empty."""
+        text = self.optional_text(name)
+        try:
+            return None if text is None else str(ipaddress.ip_address(text))
+        except ValueError:
+            raise self.wrong(name, "an IPv4 or IPv6 address") from None
+
+    def counts(self, name: str, number: int, things: str) -> None:
+        """Check an optional field that says how many things the table lists."""
+        if name in self.content and self.number(name, f"the number of {things}") != number:
+            raise self.wrong(name, f"{number}, the number of {things}")
+
+    def objects(self, name: str) -> list[Fields]:
+        """Return a list of objects that isn't empty."""
+        value = self.content.get(name)
+        if not isinstance(value, list) or not value:
+            raise self.wrong(name, "a list that is not empty")
+        found = []
+        for index, item in enumerate(value):
+            place = f"{self.place(name)}[{index}]"
+            if not isinstance(item, dict):
+                raise fault(self.path, f"{place} is {_shown(item)}; expected an object")
+            found.append(Fields(self.path, place, item))
+        return found
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -16,7 +16,7 @@ from pathlib import Path
 from npu_device._src import environment
 from npu_device._src.cluster.description import Membership
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.membership import launchers, mpiexec, rank_table, table_fields, table_free, tf_config, without_rank
+from npu_device._src.membership import launchers, mpiexec, rank_table, table_free, tf_config
 from npu_device._src.membership.interfaces import announced_address
 from npu_device._src.membership.launched import Launched
 from npu_device._src.membership.rank_table import Entry, RankTable
@@ -41,7 +41,7 @@ def _size_and_launcher() -> tuple[int, Launched | None]:
     size, launched = _described_size(), launchers.read()
     if launched is None:
         if size in (None, 1):
-            without_rank.require_single()
+            launchers.require_single()
         return size or 1, None
     if size is not None:
         launchers.require_agreement("by Ascend's variables or TF_CONFIG", size, None, launched)
@@ -160,7 +160,7 @@ def _from_rank_table(size: int, device_id: int | None) -> Membership:
             "RANK_SIZE", f"RANK_TABLE_FILE is set (CM_WORKER_SIZE={size} belongs to a job without it)", str(table.size)
         )
     if table.size != size:
-        raise table_fields.fault(
+        raise rank_table.fault(
             table.path, f"it lists {table.size} ranks, and RANK_SIZE is {size}; expected the same number"
         )
     mine = _find(table, device_id)
@@ -210,7 +210,7 @@ def _find(table: RankTable, device_id: int | None) -> Entry:
             f"this process's rank, 0 to {table.size - 1}",
         )
     if rank >= table.size:
-        raise table_fields.fault(
+        raise rank_table.fault(
             table.path, f"RANK_ID {rank} is not in it; expected one of its ranks, 0 to {table.size - 1}"
         )
     return table.entries[rank]
@@ -220,7 +220,7 @@ def _find_in_pod(table: RankTable, variable: str, pod: str, device_id: int | Non
     entries = [entry for entry in table.entries if entry.pod == pod]
     if not entries:
         known = ", ".join(dict.fromkeys(entry.pod for entry in table.entries if entry.pod is not None)) or "none"
-        raise table_fields.fault(table.path, f"{variable} {pod!r} is not in it; expected one of its pods: {known}")
+        raise rank_table.fault(table.path, f"{variable} {pod!r} is not in it; expected one of its pods: {known}")
     if len(entries) == 1:
         return entries[0]
     # Several processes share the pod: the device tells them apart.

@@ -121,7 +121,8 @@ def layer_norm(
         trailing = tf.shape(x)[begin_params_axis:]
         mean = tf.reduce_mean(wide, axes, keepdims=True)
         # Not tf.nn.moments: TensorFlow 2.20's graph optimizer would replace everything by a fused layer norm with
-        # another epsilon, and drop the mean although it is fetched. Can go when that rewrite respects both.
+        # another epsilon, and drop the mean although it is fetched (tensorflow/tensorflow#62607). Can go when that
+        # rewrite respects both.
         variance = tf.reduce_mean(tf.square(wide - mean), axes, keepdims=True)
         normalised = (wide - mean) * tf.math.rsqrt(variance + epsilon)
         y = normalised * _parameter(gamma, trailing, wide.dtype) + _parameter(beta, trailing, wide.dtype)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from npu_device._src.report.output import PAGE, PERFETTO, TABLE, write_all
+from npu_device._src.report.output import PAGE, PERFETTO, write_all
 
 
 def main(arguments: Sequence[str] | None = None, name: str | None = None) -> None:
@@ -18,8 +18,7 @@ def main(arguments: Sequence[str] | None = None, name: str | None = None) -> Non
     parser = argparse.ArgumentParser(
         prog=name,
         description="Report what an iteration trace shows: where the step time goes, and what to do about it.",
-        epilog=f"DIR is the directory of npurun --trace; {TABLE}, {PERFETTO} (for ui.perfetto.dev) and {PAGE} are "
-        "written into it.",
+        epilog=f"DIR is that of npurun --trace; {PERFETTO} (for ui.perfetto.dev) and {PAGE} are written into it.",
         allow_abbrev=False,
     )
     parser.add_argument("directory", type=Path, metavar="DIR")
@@ -28,7 +27,7 @@ def main(arguments: Sequence[str] | None = None, name: str | None = None) -> Non
         print(write_all(directory))
     except (OSError, ValueError) as error:
         sys.exit(f"{name}: {directory}: {error}")
-    print(f"\npage: {directory / PAGE}\nPerfetto: {directory / PERFETTO}\ntable: {directory / TABLE}")
+    print(f"\npage: {directory / PAGE}\nPerfetto: {directory / PERFETTO}")
 
 
 if __name__ == "__main__":

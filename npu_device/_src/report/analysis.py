@@ -1,13 +1,240 @@
-"""Everything that the report says about a trace, computed once for text and charts."""
+"""A trace in figures, which rank the others wait for, and what the split does to the step: one of the three situations
+of Ascend's tuning guide, with a split to try.
+
+Figures are medians over the iterations, in microseconds. Imports no TensorFlow. Source: Ascend TF Adapter, "Adjusting
+the gradient splitting strategy".
+"""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Callable
 
-from npu_device._src.report.diagnosis import Diagnosis, diagnose
-from npu_device._src.report.figures import RankFigures, Slowest, figures, median_iteration, slowest, steady
-from npu_device._src.trace.records import RankTrace
+from npu_device._src.collectives.group import WORLD_GROUP
+from npu_device._src.trace.records import Iteration, RankTrace, on_all_ranks
+
+WARM_UP = 2
+"""Recorded iterations at the beginning that don't count: they compile, and fill caches."""
+
+_EVEN = 0.02  # a rank within this part of a step of the others is as fast as they are
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """The parts of a rank's step.
+
+    Attributes:
+        rank: the rank.
+        host: its host.
+        step: the whole step, from the end of the one before it.
+        input_wait: before forward begins.
+        alone: forward and backward while nothing is reduced.
+        hidden: forward and backward while segments are reduced.
+        exposed: reduction after backward.
+        update: what remains: the optimizer.
+    """
+
+    rank: int
+    host: str
+    step: float
+    input_wait: float
+    alone: float
+    hidden: float
+    exposed: float
+    update: float
+
+    @property
+    def busy(self) -> float:
+        """Return the time until the rank has nothing left to do but wait for the others."""
+        return self.input_wait + self.alone + self.hidden
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """The rank that the others wait for: how much later it is than their median, and the part in which it is."""
+
+    rank: int
+    host: str
+    late: float
+    cause: str
+
+
+def steady(traces: Sequence[RankTrace]) -> list[RankTrace]:
+    """Return the traces (of at least one rank) with the iterations that every rank has, without the first ones.
+
+    Raises:
+        ValueError: no iteration that all ranks have, or ranks that reduced different segments.
+    """
+    if len({(trace.model, trace.segments) for trace in traces}) > 1:
+        lines = "\n".join(f"rank {trace.rank}: model {trace.model}, segments {trace.segments}" for trace in traces)
+        raise ValueError(f"the ranks reduced different segments:\n{lines}\nLikely cause: traces of several runs.")
+    together = on_all_ranks(traces)
+    if not together:
+        counts = "\n".join(f"rank {trace.rank}: {len(trace.iterations)} iterations" for trace in traces)
+        raise ValueError(f"no iteration was recorded on every rank:\n{counts}")
+    kept = zip(*(together[WARM_UP:] or together[-1:]))
+    return [replace(trace, iterations=iterations) for trace, iterations in zip(traces, kept)]
+
+
+def figures(trace: RankTrace) -> RankFigures:
+    """Return the medians of a rank."""
+    ones = trace.iterations
+    hidden = statistics.median(one.hidden for one in ones)
+    return RankFigures(
+        rank=trace.rank,
+        host=trace.host,
+        step=statistics.median(one.time for one in ones),
+        input_wait=statistics.median(one.input_wait or 0.0 for one in ones),
+        alone=statistics.median(one.bp_end - one.fp_start - one.hidden for one in ones),
+        hidden=hidden,
+        exposed=statistics.median(one.exposed for one in ones),
+        update=statistics.median(one.iteration_end - max(one.bp_end, one.last_reduced) for one in ones),
+    )
+
+
+def slowest(ranks: Sequence[RankFigures]) -> Slowest | None:
+    """Return the rank that the others wait for; None when they are alike. Needs no common clock."""
+    last = max(ranks, key=lambda rank: rank.busy)
+    others = [rank for rank in ranks if rank is not last]
+    if not others:
+        return None
+    late = last.busy - statistics.median(rank.busy for rank in others)
+    if late < _EVEN * last.step:
+        return None
+    waits = last.input_wait - statistics.median(rank.input_wait for rank in others)
+    cause = "waiting for input" if waits > late / 2 else "forward and backward"
+    return Slowest(last.rank, last.host, late, cause)
+
+
+def median_iteration(traces: Sequence[RankTrace]) -> int:
+    """Return the number of the iteration of median length."""
+    times = [[one.time for one in trace.iterations] for trace in traces]
+    longest = [max(each) for each in zip(*times)]
+    ordered = sorted(range(len(longest)), key=longest.__getitem__)
+    return traces[0].iterations[ordered[len(ordered) // 2]].iteration
+
+
+def amount(size: float) -> str:
+    """Return a number of bytes with its unit.
+
+    >>> amount(102_228_128), amount(196)
+    ('102.2 MB', '0.2 kB')
+    """
+    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
+
+
+_LITTLE = 0.02  # of a step: not worth a change
+_MOST = 0.9  # of the bytes
+_EQUAL = 4
+"""Segments of equal bytes to try: about as fast as the best split that a model finds (docs/benchmarks.md)."""
+_NETWORK = 0.2e9
+"""Bytes a second between hosts. A core can send at least twice as much on each backend (docs/benchmarks.md), so what is
+slower is bound by the network.
+"""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The diagnosis and the advice.
+
+    Attributes:
+        good: there is nothing to gain.
+        situation: a headline, with the guide's advice.
+        reasons: the figures that say so.
+        call: the call to paste; None when there is none to try.
+        expectation: how to find out what it brings, and what else may help.
+    """
+
+    good: bool
+    situation: str
+    reasons: str
+    call: str | None
+    expectation: str
+
+
+def diagnose(traces: Sequence[RankTrace], ranks: Sequence[RankFigures]) -> Diagnosis:
+    """Return what the split does to the step.
+
+    Args:
+        traces: from ``figures.steady``.
+        ranks: their figures.
+    """
+    last = max(ranks, key=lambda rank: rank.busy)
+    trace = next(one for one in traces if one.rank == last.rank)
+    if last.exposed < _LITTLE * last.step:
+        reasons = f"Only {_ms(last.exposed)} of each step is exposed."
+        return Diagnosis(True, "Communication is hidden behind backward.", reasons, None, "There is nothing to change.")
+    situation, remedy, reasons = _situation(trace, last)
+    where = "" if trace.group == WORLD_GROUP else f", group={trace.group!r}"
+    call = None if len(trace.segments) == _EQUAL else f"set_split_strategy_by_size({[100 // _EQUAL] * _EQUAL}{where})"
+    expectation = "npurun --tune compares splits with the present one." + _send_less(traces, last)
+    return Diagnosis(False, f"{situation}: {remedy}.", reasons, call, expectation)
+
+
+def _situation(trace: RankTrace, rank: RankFigures) -> tuple[str, str, str]:
+    """Return the situation, what the guide advises in it, and the figures that say so."""
+    order = _by_start(trace)
+    share = [trace.bytes_of(segment) / max(1, sum(one.bytes for one in trace.gradients)) for segment in order]
+    before = order[:-1]
+    start = _median(trace, lambda one: one.allreduce[order[0]][0] - one.fp_start)
+    slack = _median(trace, lambda one: one.bp_end - max((one.allreduce[i][1] for i in before), default=one.bp_end))
+    backward = rank.alone + rank.hidden
+    hang = f"reduction goes on for {_ms(rank.exposed)} after backward, {rank.exposed / rank.step:.0%} of a step"
+    if rank.hidden + rank.exposed > backward:
+        hang += f". It takes {_ms(rank.hidden + rank.exposed)} in all, longer than backward: no split can hide it all"
+    if max(share) >= _MOST:
+        which = f"One of {len(order)} segments has {max(share):.0%}" if before else "The only segment has all"
+        situation = "One segment has most of the bytes and ends after backward"
+        return situation, "add segments", f"{which} of the bytes; {hang}."
+    first = (
+        f"Backward ends {_ms(backward)} after the start of forward. The first segment ({share[0]:.0%} of the bytes) "
+        f"starts after {_ms(start)}"
+    )
+    if slack < 0:
+        return (
+            "The first reductions start late and outlast backward",
+            "move the cut forward",
+            f"{first}; all but the last segment are over {_ms(-slack)} after backward; {hang}.",
+        )
+    return (
+        "The first reduction starts early and the last one is long",
+        "move the cut back",
+        f"{first}; all but the last segment are over {_ms(slack)} before backward ends, and the last one "
+        f"({share[-1]:.0%}) ends after it; {hang}.",
+    )
+
+
+def _send_less(traces: Sequence[RankTrace], last: RankFigures) -> str:
+    """Return advice to send less if the network between hosts is the limit, and not a core."""
+    hosts = len({trace.host for trace in traces})
+    wide = any(gradient.dtype in ("float32", "float64") for gradient in traces[0].gradients)
+    sent = sum(gradient.bytes for gradient in traces[0].gradients) * 2 * (hosts - 1) / hosts  # by each host
+    speed = sent / ((last.hidden + last.exposed) * 1e-6)
+    if hosts == 1 or not wide or speed >= _NETWORK:
+        return ""
+    return (
+        f" Each host sends {speed * 8e-9:.1f} Gbit/s, which a core could exceed: the network is the limit. "
+        'compression="bf16" halves the bytes, if you don\'t use it yet.'
+    )
+
+
+def _by_start(trace: RankTrace) -> list[int]:
+    """Return the numbers of the segments in the order in which they usually start."""
+
+    def start(segment: int) -> float:
+        return _median(trace, lambda one: one.allreduce[segment][0] - one.fp_start)
+
+    return sorted(range(len(trace.segments)), key=start)
+
+
+def _median(trace: RankTrace, value: Callable[[Iteration], float]) -> float:
+    return statistics.median(map(value, trace.iterations))
+
+
+def _ms(microseconds: float) -> str:
+    return f"{microseconds / 1e3:.1f} ms"
 
 
 @dataclass(frozen=True)

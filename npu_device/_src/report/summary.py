@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from npu_device._src.report.analysis import Analysis
-from npu_device._src.report.figures import RankFigures, amount
+from npu_device._src.report.analysis import Analysis, RankFigures, amount
 from npu_device._src.trace.records import RankTrace
 
 

@@ -120,4 +120,4 @@ def model_to_npu_estimator(
         config=config,
     )
     # The model's weights, which TensorFlow has written to a checkpoint, have no public name.
-    return NPUEstimator(made.model_fn, made.model_dir, config, warm_start_from=made._warm_start_settings)
+    return NPUEstimator(made.model_fn, made.model_dir, config, warm_start_from=compat.warm_start_of(made))

@@ -1,4 +1,7 @@
-"""Starting and stopping in TensorFlow 1 style, and this process's rank."""
+"""Starting and stopping in TensorFlow 1 style, this process's rank, and what scripts set before the NPU's compiler runs
+a graph. There is no such compiler here: those calls check what they can, and change nothing. Iterations per loop have
+an effect, and are in ``iterations``.
+"""
 
 from __future__ import annotations
 
@@ -101,3 +104,96 @@ get_npu_rank_id = groups.get_rank_id
 get_npu_local_rank_id = groups.get_local_rank_id
 get_npu_rank_size = groups.get_rank_size
 get_npu_local_rank_size = groups.get_local_rank_size
+
+
+def set_graph_exec_config(fetch: Any, dynamic_input: bool = False, **settings: Any) -> Any:
+    """Set a fetch's options for varying shapes. Without effect; returns the fetch.
+
+    Source: Ascend TF Adapter 1.x, ``util.set_graph_exec_config``.
+    """
+    return fetch
+
+
+def keep_tensors_dtypes(graph: Any, input_tensors: Any) -> None:
+    """Keep the dtypes of tensors under mixed precision. Without effect: tensors keep the script's dtypes.
+
+    Source: Ascend TF Adapter 1.x, ``util.keep_tensors_dtypes``.
+    """
+
+
+def npu_compile(sess: Any, *fetches: Any) -> None:
+    """Compile what fetches need ahead of the first run. Without effect: nothing is compiled.
+
+    Source: Ascend TF Adapter 1.x, ``util.npu_compile``.
+    """
+
+
+def check_aoe_mode(aoe_mode: str) -> None:
+    """Check a mode of the tuner.
+
+    Raises:
+        ValueError: it isn't "1", "2" or "4".
+
+    Source: Ascend TF Adapter 1.x, ``util.check_aoe_mode``.
+    """
+    if aoe_mode not in ("1", "2", "4"):
+        raise ValueError(f"aoe_mode must be '1', '2' or '4'; found {aoe_mode!r}")
+
+
+def npu_resource_init(graph_run_mode: int = 1, **settings: Any) -> None:
+    """Start the device by ``npu.open()``. The settings have no effect.
+
+    Source: Ascend TF Adapter 1.x, ``npu_plugin.npu_resource_init``.
+    """
+    device.open()
+
+
+def npu_resource_shutdown() -> None:
+    """Stop the device by ``npu.close()``.
+
+    Source: Ascend TF Adapter 1.x, ``npu_plugin.npu_resource_shutdown``.
+    """
+    device.close()
+
+
+class NPUStrategy(tf.compat.v1.distribute.OneDeviceStrategy):
+    """``tf.distribute.OneDeviceStrategy`` with a default device. Communication with other ranks is not affected.
+
+    Args:
+        device: where variables and computation go.
+
+    Source: Ascend TF Adapter 1.x, ``npu_strategy.NPUStrategy``.
+    """
+
+    def __init__(self, device: str = "/cpu:0") -> None:
+        super().__init__(device)
+
+
+class Profiler:
+    """Profiles a block with TensorFlow's profiler; TensorBoard shows the result.
+
+    Args:
+        level, aic_metrics: without effect; they concern the NPU's counters.
+        output_path: directory for the profile.
+
+    Raises:
+        RuntimeError: on entry, when another profile is being taken.
+
+    Source: Ascend TF Adapter 1.x, ``profiler.Profiler``.
+    """
+
+    def __init__(self, level: str = "L1", aic_metrics: str = "PipeUtilization", output_path: str = "./") -> None:
+        self._output_path = output_path
+
+    def __enter__(self) -> Profiler:
+        try:
+            tf.profiler.experimental.start(self._output_path)
+        except tf.errors.AlreadyExistsError:
+            raise RuntimeError(
+                "Profiler: another profile is being taken in this process, by another Profiler or by tf.profiler.\n"
+                "What to do: leave that block, or call tf.profiler.experimental.stop(), first."
+            ) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        tf.profiler.experimental.stop()

@@ -19,7 +19,7 @@ from npu_device._src.collectives.graph import runs_if_fetched
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.trace import points, trace
-from npu_device._src.trace.point_schema import PointSchema
+from npu_device._src.trace.recorder import PointSchema
 from npu_device._src.trace.records import GradientRecord
 
 

@@ -19,8 +19,7 @@ from npu_device._src import compat
 from npu_device._src.collectives.graph import runs_if_fetched
 from npu_device._src.collectives.job import Job, current
 from npu_device._src.trace import clock
-from npu_device._src.trace.point_schema import PointSchema
-from npu_device._src.trace.recorder import Recorder
+from npu_device._src.trace.recorder import PointSchema, Recorder
 from npu_device._src.trace.records import FILE, RankTrace
 from npu_device._src.trace.settings import Settings
 

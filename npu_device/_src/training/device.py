@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.cluster import last_words, rendezvous
+from npu_device._src.cluster import rendezvous
 from npu_device._src.cluster.errors import ChildOfRankError, ClusterError
 from npu_device._src.collectives import gpus, resources
 from npu_device._src.collectives import job as jobs
@@ -145,8 +145,6 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
             cluster, channel = rendezvous.meet(mine)
             parent_rank.mark(cluster)  # before TensorFlow's threads start: C programs may read the environment
             job = jobs.start(cluster, channel, mine.starts_hub, mine.secret)
-            if mine.under_mpiexec:
-                jobs.on_exit(last_words.allow_time())
             _begin(job, trace_settings, seed)
         except ChildOfRankError as child:  # it was started before its parent's open, or without its parent's mark
             parent_rank.mark_as_child(child.parent)

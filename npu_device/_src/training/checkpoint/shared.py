@@ -120,7 +120,7 @@ def trackable(thing: Any, name: str) -> Any:
     state = getattr(thing, "state", None)
     if hasattr(state, "assign") and not isinstance(thing, tf.random.Generator):
         return state  # a seed generator of Keras 3
-    if isinstance(thing, (list, tuple, dict)) or hasattr(thing, "_trackable_children"):
+    if isinstance(thing, (list, tuple, dict)) or compat.is_trackable(thing):
         return thing
     raise TypeError(
         f"{name!r} can't be in a checkpoint: found a {type(thing).__module__}.{type(thing).__name__}; expected a "
@@ -135,16 +135,13 @@ def with_hidden_random_state(things: Mapping[str, Any]) -> list[str]:
         layer.name
         for thing in things.values()
         for layer, generator in _random_layers(thing)
-        if getattr(generator, "_rng_type", "") == "legacy_stateful"
+        if compat.hides_its_state(generator)
     ]
 
 
 def _random_layers(thing: Any) -> list[tuple[Any, Any]]:
     """Return the layers of a tf-keras model that draw random numbers, each with what it draws them from."""
-    if not hasattr(thing, "_flatten_layers") or compat.is_keras_3(compat.keras_of(thing)):
-        return []
-    pairs = [(layer, getattr(layer, "_random_generator", None)) for layer in thing._flatten_layers()]
-    return [(layer, generator) for layer, generator in pairs if generator is not None]
+    return [] if _of_keras_3(thing) else compat.layers_that_draw(thing)
 
 
 def _listed(thing: Any) -> list[Any]:
@@ -152,7 +149,7 @@ def _listed(thing: Any) -> list[Any]:
     if _of_keras_3(thing):
         variables: Any = getattr(thing, "variables", ())
         return list(variables) if isinstance(variables, (list, tuple)) else []
-    generators = [getattr(generator, "_generator", None) for _, generator in _random_layers(thing)]
+    generators = [compat.generator_of_layer(layer) for layer, _ in _random_layers(thing)]
     return [generator.state for generator in generators if generator is not None]
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Callable
 
 import tensorflow as tf
 
+from npu_device._src import compat
 from npu_device._src.training.fit.current import CurrentStep
 from npu_device._src.training.world import World
 
@@ -25,7 +26,7 @@ def synchronise(layers: Sequence[Any], step: CurrentStep, world: World, replaced
         replaced: restores them.
     """
     for layer in layers:
-        name = "_sync_calculate_mean_and_var" if hasattr(layer, "_sync_calculate_mean_and_var") else "_moments"
+        name = compat.moments_method(layer)
         if hasattr(layer, name):
             replaced.replace(layer, name, partial(moments, step, world, layer))
 
@@ -46,7 +47,7 @@ def moments(
     """
     del own
     # Keras 3 passes the mask; tf-keras passes the axes and whether to keep their dimensions.
-    axes, keep = rest if len(rest) == 2 else (layer._reduction_axes, False)
+    axes, keep = rest if len(rest) == 2 else (compat.reduction_axes(layer), False)
     mask = rest[0] if len(rest) == 1 else mask
     wide = tf.cast(inputs, tf.float32) if inputs.dtype.size < 4 else inputs
     if mask is None:

@@ -259,7 +259,7 @@ def _sees_everything(metric: Any) -> bool:
     """Return True for a metric whose state may not add up: its own class or function computes it, not Keras's."""
     keras = compat.keras_of(metric)
     base = keras.metrics.Metric
-    function = getattr(metric, "_fn", None)
+    function = compat.function_of_metric(metric)
     if function is not None:
         return not _is_keras(getattr(function, "__module__", None))
     updating = next(cls for cls in type(metric).__mro__ if "update_state" in vars(cls))

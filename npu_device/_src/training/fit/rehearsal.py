@@ -157,7 +157,9 @@ class Rehearsal:
 
         def apply(own: Any, grads: Any, trainable_variables: Any = None) -> Any:
             del own
-            return take(grads, optimizer._trainable_variables if trainable_variables is None else trainable_variables)
+            return take(
+                grads, compat.trained_variables(optimizer) if trainable_variables is None else trainable_variables
+            )
 
         def apply_gradients(own: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             del own, args, kwargs

@@ -28,6 +28,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Callable
 
+from npu_device._src import compat
 from npu_device._src.training import training_state, xla
 from npu_device._src.training.fit import files, start, statement
 from npu_device._src.training.fit.arguments import Arguments
@@ -93,9 +94,9 @@ class Replica:
         for name in files.METHODS:
             if hasattr(model, name):  # a file is written once
                 methods[name] = files.saving(self.world, getattr(model, name))
-        if hasattr(model, "_maybe_load_initial_counters_from_ckpt"):  # tf-keras: the epoch of rank 0's backup
-            own = model._maybe_load_initial_counters_from_ckpt
-            methods["_maybe_load_initial_counters_from_ckpt"] = counters_from_root(self.world, own)
+        if hasattr(model, compat.COUNTERS_METHOD):  # tf-keras: the epoch of rank 0's backup
+            own = getattr(model, compat.COUNTERS_METHOD)
+            methods[compat.COUNTERS_METHOD] = counters_from_root(self.world, own)
         return methods
 
     @property

@@ -58,10 +58,7 @@ def lines(world: World, model: Any, rows: int | None, steps: int | None, checked
 
 
 def _rate(optimizer: Any) -> str:
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    rate = getattr(inner, "_learning_rate", None)
-    if not _is_schedule(rate):
-        rate = inner.learning_rate  # of a legacy optimizer, this may be a schedule as well
+    rate = compat.learning_rate_of(getattr(optimizer, "inner_optimizer", optimizer))
     text = type(rate).__name__ if _is_schedule(rate) else f"{float(tf.convert_to_tensor(rate)):g}"
     return f"{text} ({type(optimizer).__name__})"
 
