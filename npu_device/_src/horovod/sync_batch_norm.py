@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from npu_device._src import compat
 from npu_device._src.training.fit.batch_norm import moments
 from npu_device._src.training.world import world
 
@@ -16,8 +17,7 @@ from npu_device._src.training.world import world
 def layer_class() -> type:
     """Return the layer's class, of ``tf.keras``."""
     kind: Any = tf.keras.layers.BatchNormalization
-    # What computes mean and variance, in tf-keras and in Keras 3.
-    name = "_sync_calculate_mean_and_var" if hasattr(kind, "_sync_calculate_mean_and_var") else "_moments"
+    name = compat.moments_method(kind)
     own = getattr(kind, name)
 
     class SyncBatchNormalization(kind):
