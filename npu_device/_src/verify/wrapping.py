@@ -112,7 +112,7 @@ class Hooks:
         weights = [*weights, *self._states.setdefault(number, _states(self._models, weights))]
         names = [getattr(variable, "path", variable.name) for variable in weights]
         recorded = self._recorder.step(number, names, [gradient for gradient, _ in trained], weights)
-        with tf.control_dependencies([] if recorded is None else [recorded]):
+        with _after(recorded):
             return own(optimizer, gradients, *args, **kwargs)
 
     # Models
@@ -194,7 +194,7 @@ class Hooks:
         reduction = args[0] if args else kwargs.get("reduction", "mean")
         self._recorder.note("all_reduce", reduction=str(reduction), values=len(tensors))
         recorded = self._recorder.reduced(tensors, line)
-        with tf.control_dependencies([] if recorded is None else [recorded]):
+        with _after(recorded):
             return own(values, *args, **kwargs)
 
 
@@ -216,6 +216,11 @@ def quiet(call: Callable[..., Any]) -> Callable[..., Any]:
         return call(layer, inputs, **kwargs)
 
     return called
+
+
+def _after(recorded: Any) -> Any:
+    """Return the context of what follows a recording. A function orders it by itself, and may make variables there."""
+    return tf.control_dependencies([] if recorded is None or tf.inside_function() else [recorded])
 
 
 def _with(**fixed: Any) -> Callable[..., Any]:
