@@ -161,6 +161,7 @@ def _functional(kind: str, data: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             return tf.reshape(values, [SAMPLES, 4])
 
     def valid_steps(y: Any, out: Any) -> Any:
+        y = tf.reshape(y, [-1])  # tf-keras gives it a second axis
         each = keras.losses.sparse_categorical_crossentropy(y, out, from_logits=True)
         valid = tf.cast(y != 0, each.dtype)
         return tf.reduce_sum(each * valid) / tf.reduce_sum(valid)

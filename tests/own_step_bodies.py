@@ -57,6 +57,7 @@ def body_losses(kind: str, directory: str) -> Any:
             self.add_loss(0.1 * tf.reduce_mean(values**2, axis=-1))
             return values
 
+    keras.utils.set_random_seed(7)  # layers draw the seeds of their initial values when they are made
     more = []
     if kind.startswith("added"):
         more = [PerSample()]

@@ -84,7 +84,6 @@ def body_accumulate(graph: bool, dense: bool) -> Any:
     return weight.numpy(), float(np.asarray(optimizer.lr)), len(optimizer.variables())
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(("graph", "dense"), [(True, False), (False, False), (True, True)])
 def test_gradients_of_several_batches(keras_ranks: Pool, graph: bool, dense: bool) -> None:
     batches, size = range(2 * PASSES), keras_ranks.size

@@ -144,10 +144,11 @@ class GradientReduction:
         reduced = reduce_list(job, gradients, options, group)
         if group.name == WORLD_GROUP:
             self._pair = pair_of(gradients, reduced, options.kind, group.size)
-        self._remember(reduced)
+        self.remember(reduced)
         return reduced
 
-    def _remember(self, reduced: Iterable[Gradient]) -> None:
+    def remember(self, reduced: Iterable[Gradient]) -> None:
+        """Take gradients for reduced, however often they come."""
         self._reduced = [weakref.ref(dense_of(gradient)) for gradient in reduced if gradient is not None]
 
     @contextlib.contextmanager
@@ -266,19 +267,21 @@ def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> An
 
 @_as_it_is
 def _aggregate_gradients(self: Any, grads_and_vars: Any) -> Any:
-    return type(self).aggregate_gradients(self, _reduce_pairs(self, grads_and_vars))
+    return _aggregated(self, type(self).aggregate_gradients, grads_and_vars)
 
 
 @_as_it_is
 def _aggregate_gradients_legacy(self: Any, grads_and_vars: Any) -> Any:
-    return type(self)._aggregate_gradients(self, _reduce_pairs(self, grads_and_vars))
+    return _aggregated(self, type(self)._aggregate_gradients, grads_and_vars)
 
 
-def _reduce_pairs(optimizer: Any, grads_and_vars: Any) -> list[tuple[Any, Any]]:
+def _aggregated(optimizer: Any, aggregate: Callable[..., Any], grads_and_vars: Any) -> Any:
     gradients, variables = _lists(grads_and_vars)
     reduction = getattr(optimizer, REDUCTION)
     reduction.begin(optimizer, variables)
-    return list(zip(reduction.reduce_once(gradients), variables))
+    pairs = list(aggregate(optimizer, list(zip(reduction.reduce_once(gradients), variables))))
+    reduction.remember(gradient for gradient, _ in pairs)  # in eager steps TensorFlow's strategy has copied them
+    return pairs
 
 
 def _lists(pairs: Any) -> tuple[list[Any], list[Any]]:

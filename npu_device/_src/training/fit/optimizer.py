@@ -42,7 +42,7 @@ class WeightedReduction(GradientReduction):
         gradients = self.part_of(gradients, step)
         how = replace(self.options, kind="sum")
         reduced = reduce_list(self._world.job, gradients, how, self._world.group)
-        self._remember(reduced)
+        self.remember(reduced)
         return reduced
 
     def part_of(self, gradients: Sequence[Gradient], step: CurrentStep) -> list[Gradient]:
