@@ -52,7 +52,11 @@ def _pool(size: int, keras: str, backend: str | None = None) -> Any:
 
 
 def _pool_of(kind: Any) -> Any:
-    return run.pool_of(kind, _started)
+    pool: Pool = run.pool_of(kind, _started)
+    if pool.is_worn:
+        pool.close()
+        pool = run.pool_of(kind, _started)
+    return pool
 
 
 def _started(kind: Any) -> Pool:

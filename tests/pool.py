@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, Callable
 
 import checked
@@ -10,6 +11,7 @@ from ranks import LEAN
 from npu_device._src.testing.pool import Pool as PlainPool
 
 _REPETITIONS = 3  # of a body that has left something
+_WORN_SECONDS = 45.0  # of bodies; TensorFlow starts a new function the later the more it has had: 0.05 s, then 2 s
 
 
 class Pool(PlainPool):
@@ -18,7 +20,13 @@ class Pool(PlainPool):
     def __init__(self, size: int, keras: str, **environment: str) -> None:
         super().__init__(size, keras, **{"PYTHONPATH": LEAN, **environment})
         self._growing: set[str] = set()  # bodies that have left something at their first run
+        self._seconds = 0.0  # that bodies have run
         super().run(checked.prepare)
+
+    @property
+    def is_worn(self) -> bool:
+        """Return True if new ranks would be faster."""
+        return self._seconds > _WORN_SECONDS
 
     def run(self, body: Callable[..., Any], *arguments: Any, timeout: float = 300) -> list[Any]:
         """Call ``body(*arguments)`` on every rank; the results by rank.
@@ -26,7 +34,9 @@ class Pool(PlainPool):
         A body that has left something is run again, on the same arguments: what all later bodies use, such as a group's
         background thread, is made when a rank first needs it, which is at another run on another rank.
         """
+        start = time.monotonic()
         ends = super().run(checked.call, body, arguments, timeout=timeout)
+        self._seconds += time.monotonic() - start
         if any(end.left for end in ends) and body.__qualname__ not in self._growing:
             self._growing.add(body.__qualname__)
             left = {rank: end.left for rank, end in enumerate(ends) if end.left}
