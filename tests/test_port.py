@@ -136,6 +136,13 @@ SEEN = {
         "+gan = npu.distribute.replicate(gan)\n gan.fit(x)\n",
         "fit",
     ),
+    "the loop itself draws": (
+        f" batch_size = 32\n{VARIABLE}{STEP}"
+        + (MAKE_DATA + BROADCAST).replace("32", "batch_size")
+        + " for x, y in dataset:\n-    step(x, tf.random.normal([batch_size]))\n"
+        "+    step(x, tf.random.normal([batch_size])[npu.distribute.rank() :: npu.distribute.size()])\n",
+        "batch size in a shape",
+    ),
 }
 
 
@@ -247,6 +254,10 @@ def test_distribution_and_version_1_are_as_the_user_says() -> None:
     old = "import tensorflow as tf\ntrain = tf.train.AdamOptimizer(0.1)\nsession = tf.Session()\n"
     ported, _ = port(old, is_v1=True)
     assert ported.startswith("import tensorflow.compat.v1 as tf\ntf.disable_v2_behavior()\nimport npu_device as npu\n")
+    ported, _ = port(old.replace(" as tf", "").replace("tf.", "tensorflow."), is_v1=True)
+    assert ported.startswith("import tensorflow.compat.v1 as tensorflow\ntensorflow.disable_v2_behavior()\n")
+    _, findings = port(old.replace("(0.1)", "(0.1).minimize(tf.nn.dropout(x, 0.5))"), is_v1=True)
+    assert "noise" in {each.rule for each in findings}
 
 
 def test_the_page_has_the_table_of_rules() -> None:

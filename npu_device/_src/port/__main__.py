@@ -16,7 +16,18 @@ refused; 2: usage."""
 
 def main(arguments: Sequence[str] | None = None, name: str = "npu-port") -> int:
     """Run with these arguments and this name; return the exit code."""
-    parser = _parser(name)
+    parser = argparse.ArgumentParser(name, f"{name} [options] SCRIPT_OR_FOLDER", _ABOUT, allow_abbrev=False)
+    add, kinds = parser.add_argument, ("tf_strategy", "horovod")
+    add("path", nargs="?", type=Path, metavar="SCRIPT_OR_FOLDER")
+    add("-i", "--input", type=Path, metavar="PATH", help="the script or folder, as Ascend's tool takes it")
+    add("--write", action="store_true", help="change the files in place")
+    add("-o", "--output", type=Path, metavar="DIR", help="write into a new folder")
+    add("-r", "--report", type=Path, metavar="FILE", help="write the report (.txt, .json or .html)")
+    add("--json", action="store_true", help="print the report with the diffs as JSON")
+    add("--html", type=Path, metavar="FILE", help="write the report as one page with the diffs")
+    add("-m", "--main", metavar="MAIN.py", help="the file in the folder with which the job starts")
+    add("-d", "--distribution", choices=kinds, help="what the script is distributed with (default: what it imports)")
+    add("-c", "--compat", action="store_true", help="run TensorFlow 1 calls as tf.compat.v1")
     given = parser.parse_args(arguments)
     root, output = given.input or given.path, given.output
     if root is None or (given.write and output):
@@ -38,8 +49,7 @@ def main(arguments: Sequence[str] | None = None, name: str = "npu-port") -> int:
     if given.json:
         print(report.as_json(results))
     else:
-        sys.stdout.write("" if given.write or output else "".join(result.diff for result in results))
-        sys.stdout.flush()
+        print("" if given.write or output else "".join(result.diff for result in results), end="", flush=True)
         print(report.text(results), file=sys.stderr)
     forms = {".json": report.as_json, ".html": report.page}
     for path in filter(None, (given.report, given.html)):
@@ -49,8 +59,7 @@ def main(arguments: Sequence[str] | None = None, name: str = "npu-port") -> int:
 
 def _port_all(given: argparse.Namespace, root: Path) -> list[Any]:
     from npu_device._src.port.port_report import Result, diff
-    from npu_device._src.port.porting import port_text
-    from npu_device._src.port.source import Refused, Source, entries, scripts
+    from npu_device._src.port.porting import Refused, Source, entries, port_text, scripts
 
     sources, results = {}, []
     for path in [root] if root.is_file() else scripts(root):
@@ -75,22 +84,6 @@ def _port_all(given: argparse.Namespace, root: Path) -> list[Any]:
         elif given.write and ported != source.text:
             source.write(ported, path)
     return sorted(results, key=lambda result: result.path)
-
-
-def _parser(name: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(name, f"{name} [options] SCRIPT_OR_FOLDER", _ABOUT, allow_abbrev=False)
-    add, kinds = parser.add_argument, ("tf_strategy", "horovod")
-    add("path", nargs="?", type=Path, metavar="SCRIPT_OR_FOLDER")
-    add("-i", "--input", type=Path, metavar="PATH", help="the script or folder, as Ascend's tool takes it")
-    add("--write", action="store_true", help="change the files in place")
-    add("-o", "--output", type=Path, metavar="DIR", help="write into a new folder")
-    add("-r", "--report", type=Path, metavar="FILE", help="write the report (.txt, .json or .html)")
-    add("--json", action="store_true", help="print the report with the diffs as JSON")
-    add("--html", type=Path, metavar="FILE", help="write the report as one page with the diffs")
-    add("-m", "--main", metavar="MAIN.py", help="the file in the folder with which the job starts")
-    add("-d", "--distribution", choices=kinds, help="what the script is distributed with (default: what it imports)")
-    add("-c", "--compat", action="store_true", help="run TensorFlow 1 calls as tf.compat.v1")
-    return parser
 
 
 if __name__ == "__main__":

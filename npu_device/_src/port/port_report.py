@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 
-from npu_device._src.port.port import DONE, NOTE, OPEN, Finding
+from npu_device._src.port.port import NOTE, OPEN, Finding
 
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:75em}pre{background:#f6f8fa;padding:1em}"
@@ -32,9 +31,8 @@ class Result:
         """Return what has become of the file."""
         if self.refused:
             return f"refused: {self.refused}"
-        if any(finding.kind == OPEN for finding in self.findings):
-            return "unchanged, since questions are open"
-        return "ported" if self.diff else "nothing to do"
+        is_open = any(finding.kind == OPEN for finding in self.findings)
+        return "unchanged, since questions are open" if is_open else "ported" if self.diff else "nothing to do"
 
     @property
     def code(self) -> int:
@@ -44,50 +42,43 @@ class Result:
 
 def text(results: Sequence[Result]) -> str:
     """Return the report for a terminal."""
-    return "\n".join(line for result in results for line in _lines(result))
-
-
-def _lines(result: Result) -> list[str]:
-    lines = [f"{result.path}: {result.verdict}"]
-    for finding in (each for each in result.findings if each.kind == OPEN):
-        lines += [f"  line {finding.line}: {finding.text}", f"      {finding.code}"]
-        lines += [f"    - {choice}" for choice in finding.choices]
-    rest = [each for each in result.findings if each.kind == NOTE or (each.kind == DONE and result.code == 0)]
-    rest.sort(key=lambda each: (each.kind, each.rule))  # by line within a rule
-    for (kind, rule), found in itertools.groupby(rest, lambda each: (each.kind, each.rule)):
-        same = list(found)
-        numbers = ", ".join(str(each.line) for each in same)
-        lines.append(f"  {'look at' if kind == NOTE else 'done:'} {rule}, line {numbers}: {same[0].text}")
-    return lines
+    lines = []
+    for result in results:
+        lines.append(f"{result.path}: {result.verdict}")
+        rules: dict[tuple[str, str], list[Finding]] = {}
+        for each in result.findings:
+            if each.kind == OPEN:
+                lines += [f"  line {each.line}: {each.text}", f"      {each.code}"]
+                lines += [f"    - {choice}" for choice in each.choices]
+            elif each.kind == NOTE or result.code == 0:
+                rules.setdefault(("look at" if each.kind == NOTE else "done:", each.rule), []).append(each)
+        for (head, rule), found in sorted(rules.items()):
+            numbers = ", ".join(str(each.line) for each in found)
+            lines.append(f"  {head} {rule}, line {numbers}: {found[0].text}")
+    return "\n".join(lines)
 
 
 def as_json(results: Sequence[Result]) -> str:
     """Return the report for a program."""
-    found = [
-        {**asdict(each), "verdict": each.verdict, "findings": [one._asdict() for one in each.findings]}
-        for each in results
-    ]
-    return json.dumps(found, indent=1)
+    return json.dumps([{**asdict(each), "verdict": each.verdict} for each in results], indent=1)
 
 
 def page(results: Sequence[Result]) -> str:
     """Return the report as one self-contained page."""
+    body, tags = "", {"+": "ins", "-": "del"}
+    for result in results:
+        rows = "".join(
+            f'<tr class="{one.kind}"><td>{one.line}<td>{one.kind}<td>{escape(one.rule)}<td><code>{escape(one.code)}'
+            f"</code><br>{escape(one.text)}{''.join(f'<li>{escape(choice)}</li>' for choice in one.choices)}</tr>"
+            for one in result.findings
+        )
+        lines = [(tags.get(line[:1], "span"), escape(line)) for line in result.diff.splitlines()]
+        shown = "".join(f"<{tag}>{line}</{tag}" + (">\n" if tag == "span" else ">") for tag, line in lines)
+        body += f"<h2>{escape(result.path)}</h2><p>{escape(result.verdict)}</p><table>{rows}</table><pre>{shown}</pre>"
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>npurun port</title>'
-        f"<style>{_STYLE}</style></head><body><h1>npurun port</h1>{''.join(map(_section, results))}</body></html>\n"
+        f"<style>{_STYLE}</style></head><body><h1>npurun port</h1>{body}</body></html>\n"
     )
-
-
-def _section(result: Result) -> str:
-    rows = "".join(
-        f'<tr class="{each.kind}"><td>{each.line}<td>{each.kind}<td>{escape(each.rule)}<td><code>{escape(each.code)}'
-        f"</code><br>{escape(each.text)}{''.join(f'<li>{escape(choice)}</li>' for choice in each.choices)}</tr>"
-        for each in result.findings
-    )
-    tags = {"+": "ins", "-": "del"}
-    lines = [(tags.get(line[:1], "span"), escape(line)) for line in result.diff.splitlines()]
-    shown = "".join(f"<{tag}>{line}</{tag}" + (">\n" if tag == "span" else ">") for tag, line in lines)
-    return f"<h2>{escape(result.path)}</h2><p>{escape(result.verdict)}</p><table>{rows}</table><pre>{shown}</pre>"
 
 
 def diff(old: str, new: str, name: str) -> str:
