@@ -52,16 +52,11 @@ def _pool(size: int, keras: str, backend: str | None = None) -> Any:
 
 
 def _pool_of(kind: Any) -> Any:
-    pool: Pool = run.pool_of(kind, _started)
+    pool: Pool = run.pool_of(kind, Pool)
     if pool.is_worn:
         pool.close()
-        pool = run.pool_of(kind, _started)
+        pool = run.pool_of(kind, Pool)
     return pool
-
-
-def _started(kind: Any) -> Pool:
-    size, keras, environment = kind
-    return Pool(size, keras, **dict(environment))
 
 
 _QUICK = {"size": 2, "several_ranks": 2, "several_keras_ranks": 2, "keras": "3", "backend": BACKENDS[0]}

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from ranks import clean_environment, table_environment
+from ranks import clean_environment
 
-from npu_device._src.testing.forked import Process
+from npu_device._src.testing.forked import Process, end_all, start_ranks
 
 
 class Ended(NamedTuple):
@@ -24,48 +24,34 @@ class Ended(NamedTuple):
 
 def start(directory: Path, size: int, script: str, **environment: str) -> list[Process]:
     """Start ``size`` ranks of a script (Python text), with a rank table when there are several."""
-    return start_each(directory, script, _tables(directory, size, environment))
+    return start_command(directory, size, _written(directory, script), **environment)
 
 
 def start_command(directory: Path, size: int, command: list[str], **environment: str) -> list[Process]:
     """Start ``size`` ranks of a script's file, with arguments."""
-    return _start(command, _tables(directory, size, environment))
+    return start_ranks(directory, size, command, _variables(environment))
 
 
 def start_each(directory: Path, script: str, environments: list[dict[str, str]]) -> list[Process]:
     """Start one process of a script for each set of variables."""
+    command = _written(directory, script)
+    return [Process(command, _variables(environment)) for environment in environments]
+
+
+def _written(directory: Path, script: str) -> list[str]:
     path = directory / "script.py"
     path.write_text(script)
-    return _start([str(path)], environments)
+    return [str(path)]
 
 
-def _tables(directory: Path, size: int, environment: dict[str, str]) -> list[dict[str, str]]:
-    tables = [table_environment(directory, size, rank) if size > 1 else {} for rank in range(size)]
-    return [{**table, **environment} for table in tables]
-
-
-def _start(command: list[str], environments: list[dict[str, str]]) -> list[Process]:
-    return [
-        Process(command, {**clean_environment(), "TF_CPP_MIN_LOG_LEVEL": "2", **environment})
-        for environment in environments
-    ]
+def _variables(environment: dict[str, str]) -> dict[str, str]:
+    return {**clean_environment(), "TF_CPP_MIN_LOG_LEVEL": "2", **environment}
 
 
 def finish(processes: list[Process], timeout: float = 60) -> list[Ended]:
     """Wait for every rank; those that are not done in time are killed and fail the test."""
-    ended: dict[int, float] = {}
-    deadline = time.monotonic() + timeout
-    while len(ended) < len(processes) and time.monotonic() < deadline:
-        for rank, process in enumerate(processes):
-            if rank not in ended and process.poll() is not None:
-                ended[rank] = time.monotonic()
-        time.sleep(0.02)
-    late = [rank for rank in range(len(processes)) if rank not in ended]
-    for rank in late:
-        processes[rank].kill()
-    results = []
-    for rank, process in enumerate(processes):
-        results.append(Ended(process.wait(), process.output, ended.get(rank, float("inf"))))
+    late = end_all(processes, timeout)
+    results = [Ended(process.wait(), process.output, process.ended_at) for process in processes]
     if late:
         outputs = "\n".join(f"--- rank {rank} ---\n{result.output[-3000:]}" for rank, result in enumerate(results))
         raise AssertionError(f"rank(s) {late} did not end within {timeout} s\n{outputs}")
@@ -81,11 +67,7 @@ def run_anew(commands: list[list[str]], environments: list[dict[str, str]], time
     """Start commands side by side, with nothing imported beforehand, and wait."""
     processes = [
         subprocess.Popen(
-            command,
-            env={**clean_environment(), "TF_CPP_MIN_LOG_LEVEL": "2", **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            command, env=_variables(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         for command, environment in zip(commands, environments)
     ]

@@ -18,6 +18,7 @@ from launcher import NPURUN, ROOT, environment, is_running, script, start, wait_
 from ranks import all_through, clean_environment, table_environment
 
 from npu_device._src.environment import TF_GRPC_DEFAULT_OPTIONS
+from npu_device._src.testing import leaks
 from npu_device._src.testing.forked import Process
 from npu_device._src.testing.hosts import address, can_be_made, cut_off, hosts, on_host
 
@@ -46,10 +47,7 @@ def _until(processes: list[Process], word: str = "ready") -> None:
 
 def _hub_of(pid: int) -> int:
     """The hub that a rank has started."""
-    for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
-        if b"cluster.hub" in Path(f"/proc/{child}/cmdline").read_bytes():
-            return child
-    raise AssertionError("no hub")
+    return next(child for child, command in leaks.children_of(pid).items() if "cluster.hub" in command)
 
 
 def _stamp(output: str, word: str) -> float:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from launcher import is_running, npurun, script, start, wait_for_files, wait_until
 
+from npu_device._src.testing import leaks
+
 pytestmark = pytest.mark.xdist_group("waiting")
 
 # Stands for a script with JobCheckpoint: ends its step when asked, writes a checkpoint, and ends with 75.
@@ -82,7 +84,7 @@ def test_a_request_to_the_ranks_themselves(tmp_path: Path) -> None:
 def test_a_scheduler_that_signals_every_process(tmp_path: Path) -> None:
     """As Slurm does. The hub and the guard stay."""
     launch, pids = running(tmp_path, "every")
-    children = [int(pid) for pid in Path(f"/proc/{launch.pid}/task/{launch.pid}/children").read_text().split()]
+    children = list(leaks.children_of(launch.pid))
     hub_and_guard = [pid for pid in children if pid not in pids]
     assert len(hub_and_guard) == 2
     wait_until(lambda: all(map(ignores_sigterm, hub_and_guard)))

@@ -23,6 +23,8 @@ from rendezvous_ranks import (
     wait_until_connected,
 )
 
+from npu_device._src.testing import leaks
+
 pytestmark = pytest.mark.xdist_group("waiting")
 start = pytest.fixture(started, name="start")
 
@@ -55,15 +57,11 @@ def test_interrupted_on_the_way(start: Any, tmp_path: Path) -> None:
     assert time.monotonic() - began < 3
 
 
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 @pytest.mark.slow
 def test_a_hub_that_stands_still(start: Any, tmp_path: Path) -> None:
     chief, other = (start(by_table(tmp_path, 3, rank, HCCL_CONNECT_TIMEOUT="4")) for rank in range(2))
     wait_until_connected(tmp_path, 2)
-    [hub] = _children(chief.process.pid)
+    [hub] = leaks.children_of(chief.process.pid)
     os.kill(hub, signal.SIGSTOP)
     assert "the chief accepted this rank, and then sent nothing more" in one_error([other])
     assert "the chief accepted this rank, and then sent nothing more" in one_error([chief])
@@ -85,10 +83,10 @@ def test_a_chief_that_stands_still_holds_nobody_up(start: Any, tmp_path: Path) -
 
 def _hub_of(rank: Rank) -> int:
     until = time.monotonic() + 10
-    while not (children := _children(rank.process.pid)):
+    while not (children := leaks.children_of(rank.process.pid)):
         assert time.monotonic() < until
         time.sleep(0.02)
-    return children[0]
+    return next(iter(children))
 
 
 def _ends(pid: int, seconds: float) -> bool:

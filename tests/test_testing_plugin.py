@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -86,10 +87,12 @@ def start(directory: Path, *arguments: str, **files: str) -> subprocess.Popen[st
     )
     for name, text in files.items():
         launcher.script(directory, text, f"{name}.py")
+    temporary = directory / "temporary"
+    temporary.mkdir()
     return subprocess.Popen(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
         cwd=directory,
-        env={**launcher.environment(), "PYTHONPATH": LEAN},
+        env={**launcher.environment(), "PYTHONPATH": LEAN, "TMPDIR": str(temporary)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -158,27 +161,45 @@ STUCK = """
     import pytest
     import npu_device as npu
 
-    @pytest.mark.ranks(2)
+    @pytest.mark.ranks(2, limit=LIMIT)
     def test_stuck():
+        npu.distribute.all_reduce(1.0)
         pathlib.Path(f"pid{npu.distribute.rank()}").write_text(str(os.getpid()))
-        time.sleep(600)
+        while npu.distribute.rank() == 1:
+            time.sleep(0.1)
+        npu.distribute.all_reduce(1.0)
 
     @pytest.mark.ranks(2)
     def test_next(): ...
 """
 
 
-@pytest.mark.parametrize("how", ["ctrl-c", "kill"])
+@pytest.mark.parametrize("how", ["-x", "ctrl-c", "kill"])
 def test_nothing_is_left(tmp_path: Path, how: str) -> None:
+    """Processes, shared memory, sockets and directories; when pytest is killed, its files stay."""
     shared = set(os.listdir("/dev/shm"))
-    process = start(tmp_path, "-x", test_stuck=STUCK)
-    pids = launcher.wait_for_files(tmp_path, "pid*", 2)
-    os.killpg(process.pid, signal.SIGINT if how == "ctrl-c" else signal.SIGKILL)
+    process = start(tmp_path, "-x", test_stuck=STUCK.replace("LIMIT", "1" if how == "-x" else "300"))
+    launcher.wait_for_files(tmp_path, "pid*", 2)
+    assert {os.getpgid(pid) for pid in of_run(tmp_path)}.issuperset({process.pid}) and len(of_run(tmp_path)) >= 4
+    if how != "-x":
+        os.killpg(process.pid, signal.SIGINT if how == "ctrl-c" else signal.SIGKILL)
     output, _ = process.communicate(timeout=30)
-    if how == "ctrl-c":
-        assert "KeyboardInterrupt" in output, output
-    launcher.wait_until(lambda: not any(map(launcher.is_running, pids)))
+    assert {"-x": "stopping after 1 failures", "ctrl-c": "KeyboardInterrupt", "kill": ""}[how] in output, output
+    launcher.wait_until(lambda: not of_run(tmp_path))
     assert set(os.listdir("/dev/shm")) <= shared
+    if how != "kill":
+        assert [path.name.partition("-")[0] for path in (tmp_path / "temporary").iterdir()] == ["pytest"]
+        assert not [path for path in tmp_path.rglob("*") if path.is_socket()]
+
+
+def of_run(directory: Path) -> list[int]:
+    """Return the processes that run in or for a project: their environment names it."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if str(directory).encode() in path.read_bytes() and launcher.is_running(pid := int(path.parent.name)):
+                found.append(pid)
+    return found
 
 
 @pytest.mark.parametrize(

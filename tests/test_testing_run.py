@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import random
 import re
+import subprocess
+import sys
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -106,6 +109,16 @@ def test_a_body_that_does_not_return(body: Any, says: str) -> None:
         run(body, limit=2)
 
 
+SCRIPT = """
+from npu_device import testing
+
+def body(): ...
+
+if __name__ == "__main__":
+    testing.run(body)
+"""
+
+
 def end(how: str) -> Any:
     if how == "exit":
         os._exit(3)
@@ -131,7 +144,8 @@ def test_bad_input_is_a_clear_error(body: Any, error: type[Exception], says: str
         body()
 
 
-def test_a_function_of_the_script_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "__module__", "__main__")
-    with pytest.raises(TypeError, match="which the ranks don't import"):
-        run(place, 1)
+def test_a_function_of_the_script_itself(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    ended = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and "TypeError: body is defined in the script or notebook that runs" in ended.stderr
+    assert "What to do: put it into a module of its own" in ended.stderr

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+"""Faults of a process, here at a step and in the soak at a time, with the signals that make them."""
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -28,12 +31,10 @@ class Fault:
 
     def happen(self) -> None:
         """Let it happen to this process."""
-        if self.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif self.kind == "stop":
-            if self.detail is not None:
+        if self.kind in SIGNALS:
+            if self.detail is not None:  # a stop's seconds
                 subprocess.Popen(["sh", "-c", f"sleep {self.detail}; kill -CONT {os.getpid()}"])
-            os.kill(os.getpid(), signal.SIGSTOP)
+            os.kill(os.getpid(), SIGNALS[self.kind])
         elif self.kind == "leave":
             raise SystemExit
         else:
@@ -64,23 +65,25 @@ _armed: Armed | None = None
 
 
 class Armed:
-    """The faults of a call of ``run``, on a rank and in the test's process.
+    """A function with the faults that it has on the ranks; used there and in the test's process.
 
     Args:
+        func: the function.
         faults: all of them.
         directory: which all ranks see, and later attempts; it knows what has happened.
     """
 
-    def __init__(self, faults: Sequence[Fault], directory: Path) -> None:
+    def __init__(self, func: Callable[..., Any], faults: Sequence[Fault], directory: Path) -> None:
+        self.func = func
         self._faults = faults
         self._directory = directory
 
-    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function on a rank, with these faults."""
+    def __call__(self, *arguments: Any) -> Any:
+        """Call the function on a rank."""
         global _armed
         _armed = self
         try:
-            return function(*arguments)
+            return self.func(*arguments)
         finally:
             _armed = None
 

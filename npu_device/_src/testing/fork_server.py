@@ -3,7 +3,8 @@ imports take seconds, and tests start many ranks. It runs nothing itself, and ha
 fork could break.
 
 Reads one order per line from its standard input (see ``forked.py``), answers with the process's number, and writes how
-the process ended into the file that the order names. When its input ends it ends, and the system kills its ranks.
+and when the process ended into the file that the order names. When its input ends it ends, and the system kills its
+ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import select
 import signal
 import sys
 import tempfile
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -81,7 +83,7 @@ def serve() -> dict[str, Any] | None:
 
 def _report(path: str, code: int) -> None:
     # Whoever looks finds no file, or all of it.
-    Path(path + ".part").write_text(str(code))
+    Path(path + ".part").write_text(f"{code} {time.monotonic()}")
     os.replace(path + ".part", path)
 
 

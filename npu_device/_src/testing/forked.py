@@ -15,7 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from npu_device._src.testing.rank_environment import table_environment
 
 _SERVER = Path(__file__).parent / "fork_server.py"
 _READ_BY_IMPORT = ("TF_", "XLA_", "KERAS_")  # a server for each combination of variables with these prefixes,
@@ -62,6 +66,7 @@ class Process:
             raise RuntimeError(f"the process that forks ranks ended with code {server.wait()}; see its output above")
         self.pid = int(answer)
         self.returncode: int | None = None
+        self.ended_at = 0.0  # on the clock of time.monotonic()
         _running[self.pid] = self
 
     @property
@@ -72,7 +77,8 @@ class Process:
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while the process runs."""
         if self.returncode is None and self._status.exists():
-            self.returncode = int(self._status.read_text())
+            code, ended_at = self._status.read_text().split()
+            self.returncode, self.ended_at = int(code), float(ended_at)
             _running.pop(self.pid, None)
         return self.returncode
 
@@ -94,6 +100,26 @@ class Process:
     def kill(self) -> None:
         """End the process at once."""
         self.send_signal(signal.SIGKILL)
+
+
+def start_ranks(directory: Path, size: int, arguments: list[str], environment: dict[str, str]) -> list[Process]:
+    """Start a script on the ranks of a job, with a rank table when there are several."""
+    tables = [table_environment(directory, size, rank) if size > 1 else {} for rank in range(size)]
+    return [Process(arguments, {**table, **environment}) for table in tables]
+
+
+def end_all(processes: Sequence[Any], seconds: float) -> list[int]:
+    """Wait for processes, and kill those that run longer; return which."""
+    deadline = time.monotonic() + seconds
+    late = []
+    for number, process in enumerate(processes):
+        try:
+            process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            late.append(number)
+            process.kill()
+            process.wait()
+    return late
 
 
 def _server(environment: dict[str, str]) -> subprocess.Popen[str]:

@@ -42,7 +42,8 @@ def held() -> Held:
     """Return what this process holds now."""
     # A thread that isn't Python's own is TensorFlow's: it shows up here when it has once called Python.
     threads = {id(one): one.name for one in threading.enumerate() if not isinstance(one, threading._DummyThread)}
-    return Held(threads, _descriptors(), _children())
+    children = {pid: command or "ended, and nobody has waited for it" for pid, command in children_of("self").items()}
+    return Held(threads, _descriptors(), children)
 
 
 def left_since(before: Held, kept: Callable[[], tuple[Container[int], Container[int]]]) -> list[str]:
@@ -69,11 +70,12 @@ def _descriptors() -> dict[int, str]:
     return {number: path for number, path in found.items() if path != kept_by_tensorflow}
 
 
-def _children() -> dict[int, str]:
+def children_of(pid: int | str) -> dict[int, str]:
+    """Return the command lines of a process's children; that of one that has ended is empty."""
     found = {}
-    for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):  # a thread, or a child, that has just ended
-            for number in Path(f"/proc/self/task/{task}/children").read_text().split():
-                command = Path(f"/proc/{number}/cmdline").read_text().replace("\0", " ")
-                found[int(number)] = command or "ended, and nobody has waited for it"
+    with contextlib.suppress(OSError):  # the process has ended
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):  # a thread, or a child, that has just ended
+                for number in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
+                    found[int(number)] = Path(f"/proc/{number}/cmdline").read_text(errors="replace").replace("\0", " ")
     return found

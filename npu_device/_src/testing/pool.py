@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from npu_device._src.testing.answers import Answer, RankError
-from npu_device._src.testing.faults import Armed
-from npu_device._src.testing.forked import Process
-from npu_device._src.testing.rank_environment import clean_environment, table_environment
+from npu_device._src.testing.forked import end_all, start_ranks
+from npu_device._src.testing.rank_environment import clean_environment
 
 _WORKER = str(Path(__file__).parent / "worker.py")
 _TAIL_LINES = 40
@@ -62,9 +61,7 @@ class Pool:
             raise
 
     def _start(self, arguments: list[str], environment: dict[str, str]) -> list[Any]:
-        directory = Path(self._directory.name)
-        tables = [table_environment(directory, self.size, rank) if self.size > 1 else {} for rank in range(self.size)]
-        return [Process(arguments, {**environment, **table}) for table in tables]
+        return [*start_ranks(Path(self._directory.name), self.size, arguments, environment)]
 
     def _accept(self, listener: Listener) -> None:
         found: dict[int, tuple[Connection, int]] = {}
@@ -212,13 +209,7 @@ class Pool:
     def close(self) -> None:
         """End the ranks; those that don't end by themselves are killed."""
         self.hang_up()
-        deadline = time.monotonic() + _RELEASE_SECONDS
-        for process in self._processes:
-            try:
-                process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end_all(self._processes, _RELEASE_SECONDS)
         self._directory.cleanup()
 
 
@@ -233,15 +224,10 @@ def _told(stacks: str) -> str:
     return "\n".join(kept) or "  not in Python code: stopped, or busy in a library"
 
 
-def _packed(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
-    """Return a call as it is sent.
-
-    Raises:
-        TypeError: the ranks can't import the function, or an argument can't be sent.
-    """
-    function_itself = arguments[0] if isinstance(function, Armed) else getattr(function, "func", function)
-    name = getattr(function_itself, "__qualname__", repr(function))
-    if getattr(function_itself, "__module__", None) == "__main__":
+def require_importable(function: Callable[..., Any]) -> None:
+    """Raise TypeError unless the ranks can import a function."""
+    name = _name_of(function)
+    if getattr(getattr(function, "func", function), "__module__", None) == "__main__":
         raise TypeError(
             f"{name} is defined in the script or notebook that runs, which the ranks don't import.\n"
             "What to do: put it into a module of its own, next to the script, and import it from there."
@@ -252,12 +238,21 @@ def _packed(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
             "What to do: define it with def at the top of a module, and pass what it needs as arguments: "
             "run(function, argument, ranks=2)."
         )
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(getattr(function, "func", function), "__qualname__", type(function).__qualname__)
+
+
+def _packed(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
+    """Return a call as it is sent; raise TypeError if it can't be."""
     try:
         return pickle.dumps((function, arguments))
     except Exception as error:
         raise TypeError(
-            f"{name} or one of its arguments can't be sent to the ranks: {error}\nWhat to do: pass numbers, strings, "
-            "numpy arrays, functions of modules, or lists and dictionaries of them; make the rest on the ranks."
+            f"{_name_of(function)} or one of its arguments can't be sent to the ranks: {error}\nWhat to do: pass "
+            "numbers, strings, numpy arrays, functions of modules, or lists and dictionaries of them; make the rest on "
+            "the ranks."
         ) from error
 
 

@@ -29,8 +29,13 @@ _NOT_SHARED: dict[str, Any] = {
 class _Sessions(Pool):
     """Ranks with a pytest session each, in which they have collected the files with tests for ranks."""
 
+    has_begun = False
+
     def begin(self, session: pytest.Session) -> None:
-        """Begin the sessions."""
+        """Begin the sessions, unless they have."""
+        if self.has_begun:
+            return
+        self.has_begun = True
         config = session.config
         self.shown: dict[int, int] = {}  # how much of each rank's output has been printed
         given: Mapping[str, Any] = getattr(config, "workerinput", {})
@@ -46,12 +51,11 @@ class _Sessions(Pool):
         }
         sent = {name: value for name, value in options.items() if _can_be_sent(value)}
         arguments = (str(config.invocation_params.dir), sent, list(files), worker_input)
-        answers = self.ask(pytest_rank.session, arguments, _COLLECTING_SECONDS)
-        wrong = {rank: answer.value for rank, answer in answers.items() if not answer.succeeded}
-        if wrong:
-            rank = min(wrong)
+        try:
+            self.run(pytest_rank.session, *arguments, timeout=_COLLECTING_SECONDS)
+        except RankError:
             self.close()
-            raise RankError(f"rank {rank} of {self.size}: {wrong[rank]}\n{self.tails()}", wrong)
+            raise
 
 
 def _can_be_sent(value: Any) -> bool:
@@ -74,7 +78,7 @@ def start(item: pytest.Item) -> None:
     global _not_started
     try:
         _not_started = None
-        run.pool_of(_kind(item), lambda kind: _started(kind, item.session))
+        run.pool_of(_kind(item), _Sessions).begin(item.session)
     except Exception as error:
         _not_started = error
 
@@ -126,28 +130,21 @@ def _answers(item: pytest.Item, nextitem: pytest.Item | None) -> dict[int, Any]:
     limit = float(item.get_closest_marker("ranks").kwargs.get("limit", 300))  # type: ignore[union-attr]
     if _not_started is not None:
         raise _not_started
-    pool = run.pool_of(kind)
+    pool = run.pool_of(kind, _Sessions)
     directory = _temporary(item.config, re.sub(r"\W", "_", item.name)[:30])
     arguments = (pytest_rank.name_of(item), following and pytest_rank.name_of(following), str(directory))
     try:
         return pool.ask(pytest_rank.test, arguments, limit)
     finally:
         if item.config.option.capture == "no":
-            _show(item.config, pool)
+            _show(pool)
 
 
 def _after(item: pytest.Item, nextitem: pytest.Item | None) -> Sequence[pytest.Item]:
     return item.session.items[item.session.items.index(nextitem) :] if nextitem is not None else ()
 
 
-def _started(kind: Any, session: pytest.Session) -> _Sessions:
-    size, keras, environment, _ = kind
-    pool = _Sessions(size, keras, **dict(environment))
-    pool.begin(session)
-    return pool
-
-
-def _show(config: pytest.Config, pool: Any) -> None:
+def _show(pool: _Sessions) -> None:
     """Print what the ranks have printed since the last test, for ``-s``."""
     for rank, process in enumerate(pool.processes):
         shown, output = pool.shown.get(rank, 0), process.output

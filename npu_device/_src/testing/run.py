@@ -11,7 +11,7 @@ from typing import Any
 from npu_device._src.testing import forked
 from npu_device._src.testing.answers import RankError
 from npu_device._src.testing.faults import Armed, Fault
-from npu_device._src.testing.pool import Pool
+from npu_device._src.testing.pool import Pool, require_importable
 
 _Kind = tuple[Any, ...]
 _MOST_RANKS = 6  # that are alive at once: each takes some 500 MB
@@ -55,14 +55,15 @@ def run(
         MemoryError: there is too little memory for so many ranks.
     """
     kind = kind_of(ranks, keras, environment or {})
+    require_importable(function)
     if not (fresh or faults or restarts):
         return pool_of(kind).run(function, *arguments, timeout=limit)
     with tempfile.TemporaryDirectory(prefix="npu_faults_") as directory:
-        armed = Armed(faults, Path(directory))
+        armed = Armed(function, faults, Path(directory))
         for attempt in range(restarts + 1):
             pool = Pool(ranks, kind[1], **{**dict(kind[2]), "NPU_DEVICE_RESTART_COUNT": str(attempt)})
             try:
-                results = pool.run(armed, function, *arguments, timeout=limit)
+                results = pool.run(armed, *arguments, timeout=limit)
                 break
             except RankError:
                 if attempt == restarts:
@@ -87,13 +88,7 @@ def kind_of(ranks: int, keras: object, environment: Mapping[str, str]) -> _Kind:
     return ranks, None if keras is None else str(keras), tuple(sorted(environment.items()))
 
 
-def make(kind: _Kind) -> Pool:
-    """Start ranks."""
-    size, keras, environment = kind
-    return Pool(size, keras, **dict(environment))
-
-
-def pool_of(kind: _Kind, make: Callable[[_Kind], Pool] = make) -> Pool:
+def pool_of(kind: _Kind, of: type[Pool] = Pool) -> Any:
     """Return ranks that wait for a call; those that have not been used for longest end when there are too many."""
     pool = _pools.pop(kind, None)
     if pool is None or not pool.alive:
@@ -101,7 +96,8 @@ def pool_of(kind: _Kind, make: Callable[[_Kind], Pool] = make) -> Pool:
             pool.close()
         while _pools and sum(other.size for other in _pools.values()) + kind[0] > _MOST_RANKS:
             _pools.pop(next(iter(_pools))).close()
-        pool = make(kind)
+        size, keras, environment, *_ = kind
+        pool = of(size, keras, **dict(environment))
     _pools[kind] = pool
     return pool
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from npu_device._src.testing import hosts
+from npu_device._src.testing.rank_environment import free_port
 from npu_device._src.testing.soak import connections
 from npu_device._src.testing.soak.proxy import Proxy
 from npu_device._src.testing.soak.running import Rank
@@ -112,8 +112,7 @@ class Proxies(Here):
         self.nodes = range(1, count)
         self._proxies: dict[int, list[Proxy]] = {node: [] for node in self.nodes}
         self._known: set[int] = set()
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self._port: int = probe.getsockname()[1]
+        self._port = free_port()
         self._forward(self._port)
 
     def __exit__(self, *_: object) -> None:

@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Callable
 
+from npu_device._src.testing.faults import SIGNALS
+from npu_device._src.testing.leaks import children_of
 from npu_device._src.testing.soak.network import Here
-from npu_device._src.testing.soak.running import Rank, children_of, ranks_of
+from npu_device._src.testing.soak.running import Rank, ranks_of
 
-PROCESS_KINDS = ("kill", "stop")
 _LASTING = ("stop", "drop", "delay")
 _POLL_SECONDS = 0.05
 _RECOVERY_SECONDS = 300.0
@@ -32,7 +33,7 @@ class Fault:
 
     Attributes:
         after: seconds since the first start of the ranks.
-        kind: one of ``PROCESS_KINDS``, or of the network's.
+        kind: one of ``faults.SIGNALS``, or of the network's.
         where: ``"rank 1"`` or ``"node 1"``.
         attempt: how often the job had been started again.
         seconds: until it was taken back; 0 for a fault that can't be.
@@ -109,16 +110,15 @@ class Faults:
     def _make(self, kind: str, place: float, lasts: float, ranks: Sequence[Rank], over: threading.Event) -> None:
         nodes = self._network.nodes
         victim, node = ranks[int(place * len(ranks))], nodes[int(place * len(nodes))]
-        where = f"rank {victim.rank}" if kind in PROCESS_KINDS else f"node {node}"
+        where = f"rank {victim.rank}" if kind in SIGNALS else f"node {node}"
         fault = Fault(time.monotonic() - self._began, kind, where, self.attempt, lasts if kind in _LASTING else 0.0)
         try:
-            if kind == "kill":
-                os.kill(victim.pid, signal.SIGKILL)
-            elif kind == "stop":
-                os.kill(victim.pid, signal.SIGSTOP)
+            if kind in SIGNALS:
+                os.kill(victim.pid, SIGNALS[kind])
             else:
                 launcher = self._launchers[node]
-                self._network.begin(kind, node, [launcher, *children_of(launcher)])
+                children = (pid for pid, command in children_of(launcher).items() if command)
+                self._network.begin(kind, node, [launcher, *children])
         except ProcessLookupError:  # it has just ended, or isn't connected yet
             return
         except (OSError, subprocess.CalledProcessError) as error:
@@ -132,7 +132,7 @@ class Faults:
         if kind == "stop":
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim.pid, signal.SIGCONT)
-        elif kind != "kill":
+        elif kind not in SIGNALS:
             self._network.end(kind, node)
             self._settled = time.monotonic() + _SETTLING_SECONDS
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from npu_device._src.testing.leaks import children_of
 
 
 @dataclass(frozen=True)
@@ -35,22 +35,6 @@ def ranks_of(launcher: int) -> list[Rank]:
             numbers = (environment[name] for name in ("RANK_ID", "NPU_DEVICE_RESTART_COUNT", "NPU_DEVICE_HUB"))
             found.append(Rank(pid, *map(int, numbers)))
     return sorted(found, key=lambda rank: rank.rank)
-
-
-def children_of(pid: int) -> Iterator[int]:
-    """Return the running children of a process."""
-    for entry in os.listdir("/proc"):
-        if entry.isdecimal() and _parent(int(entry)) == pid:
-            yield int(entry)
-
-
-def _parent(pid: int) -> int | None:
-    """Return the parent of a process that hasn't ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[1])
 
 
 def _environment(pid: int) -> dict[str, str]:

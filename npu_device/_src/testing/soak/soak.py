@@ -20,12 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from npu_device._src.testing import hosts
+from npu_device._src.testing.faults import SIGNALS
 from npu_device._src.testing.soak import network
-from npu_device._src.testing.soak.random_faults import PROCESS_KINDS, Fault, Faults
+from npu_device._src.testing.soak.random_faults import Fault, Faults
 
 _RESTARTS = 10_000
 _RUNS = ("undisturbed", "disturbed")
-_KINDS = (*PROCESS_KINDS, *network.KINDS)
+_KINDS = (*SIGNALS, *network.KINDS)
 _NPURUN = (sys.executable, "-m", "npu_device.launch", "--max-restarts", str(_RESTARTS))
 _EPILOG = """\
 examples:
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not options.command:
         parser.error("expected npurun's options and a script after --")
-    missing = sorted(set(options.faults) - {*PROCESS_KINDS, *_network(options).kinds})
+    missing = sorted(set(options.faults) - {*SIGNALS, *_network(options).kinds})
     if missing:
         parser.error(f"{', '.join(missing)}: the network of this host can't be disturbed in this way; give --hosts 2")
     base = Path(options.dir or tempfile.mkdtemp(prefix="npu_soak_"))
@@ -94,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--for", type=float, default=900.0, dest="seconds", metavar="S", help="make faults for S seconds (default 900)")
     add("--seed", type=int, default=1, help="of the faults' times, kinds and places (default 1)")
     kinds = f"of {', '.join(_KINDS)} (default kill,stop)"
-    add("--faults", default=list(PROCESS_KINDS), metavar="KINDS", type=_kinds, help=kinds)
+    add("--faults", default=list(SIGNALS), metavar="KINDS", type=_kinds, help=kinds)
     longest = "end a stop, drop or delay after at most S seconds (default 5)"
     add("--longest", type=float, default=5.0, metavar="S", help=longest)
     add("--hosts", type=int, default=1, metavar="N", help="run N nodes on this machine, with a network between them")
