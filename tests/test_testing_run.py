@@ -114,8 +114,10 @@ from npu_device import testing
 
 def body(): ...
 
+class Body: ...
+
 if __name__ == "__main__":
-    testing.run(body)
+    testing.CALL
 """
 
 
@@ -144,8 +146,13 @@ def test_bad_input_is_a_clear_error(body: Any, error: type[Exception], says: str
         body()
 
 
-def test_a_function_of_the_script_itself(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [("run(body)", "body"), ("equal_to_one_process(body, ([], []))", "body"), ("run(print, Body())", "Body")],
+    ids=["body", "model", "argument"],
+)
+def test_what_the_script_itself_defines(tmp_path: Path, call: str, name: str) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT.replace("CALL", call))
     ended = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=False)
-    assert ended.returncode == 1 and "TypeError: body is defined in the script or notebook that runs" in ended.stderr
+    assert ended.returncode == 1 and f"TypeError: {name} is defined in the script or notebook that runs" in ended.stderr
     assert "What to do: put it into a module of its own" in ended.stderr

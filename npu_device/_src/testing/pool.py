@@ -224,14 +224,15 @@ def _told(stacks: str) -> str:
     return "\n".join(kept) or "  not in Python code: stopped, or busy in a library"
 
 
-def require_importable(function: Callable[..., Any]) -> None:
-    """Raise TypeError unless the ranks can import a function."""
+def require_importable(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Raise TypeError unless the ranks can import a function, and those among its arguments."""
+    for one in (function, *arguments):
+        if getattr(getattr(one, "func", one), "__module__", None) == "__main__":
+            raise TypeError(
+                f"{_name_of(one)} is defined in the script or notebook that runs, which the ranks don't import.\n"
+                "What to do: put it into a module of its own, next to the script, and import it from there."
+            )
     name = _name_of(function)
-    if getattr(getattr(function, "func", function), "__module__", None) == "__main__":
-        raise TypeError(
-            f"{name} is defined in the script or notebook that runs, which the ranks don't import.\n"
-            "What to do: put it into a module of its own, next to the script, and import it from there."
-        )
     if "<" in name:  # <lambda>, <locals>
         raise TypeError(
             f"{name} is a lambda or a function within a function, which the ranks can't import.\n"
@@ -240,8 +241,8 @@ def require_importable(function: Callable[..., Any]) -> None:
         )
 
 
-def _name_of(function: Callable[..., Any]) -> str:
-    return getattr(getattr(function, "func", function), "__qualname__", type(function).__qualname__)
+def _name_of(function: Any) -> str:
+    return str(getattr(getattr(function, "func", function), "__qualname__", type(function).__qualname__))
 
 
 def _packed(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:

@@ -55,7 +55,7 @@ def run(
         MemoryError: there is too little memory for so many ranks.
     """
     kind = kind_of(ranks, keras, environment or {})
-    require_importable(function)
+    require_importable(function, arguments)
     if not (fresh or faults or restarts):
         return pool_of(kind).run(function, *arguments, timeout=limit)
     with tempfile.TemporaryDirectory(prefix="npu_faults_") as directory:
