@@ -136,6 +136,11 @@ SEEN = {
         "+gan = npu.distribute.replicate(gan)\n gan.fit(x)\n",
         "fit",
     ),
+    "a layer draws": (
+        " class Noise(tf.keras.layers.Layer):\n     def call(self, x):\n         return tf.random.normal(tf.shape(x))\n"
+        + FIT,
+        "noise",
+    ),
     "the loop itself draws": (
         f" batch_size = 32\n{VARIABLE}{STEP}"
         + (MAKE_DATA + BROADCAST).replace("32", "batch_size")

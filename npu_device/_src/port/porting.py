@@ -178,8 +178,7 @@ def _rule(port: Port, call: Any) -> Any:
         name = f"{maker}().{method(call)}" if maker else f".{method(call)}"
     if name == "open" and not re.search("[wax+]", port.text(keyword(call, "mode", 1))):
         return None
-    is_model = any(receiver == each for each, _ in port.replicated)
-    rules = [each for each in RULES.values() if not (is_model and each.action == "save")]
+    rules = [each for each in RULES.values() if each.action != "save" or receiver not in dict(port.replicated)]
     return next((each for each in rules if any(fnmatchcase(name, pattern) for pattern in each.calls)), None)
 
 

@@ -133,8 +133,8 @@ def horovod(port: Port) -> bool:
         is_plain = isinstance(node, cst.Import) and not node.names[0].asname
         if name != "horovod" and (is_plain or not name.startswith(WORDS["faces of Horovod"])):
             port.found(OPEN, "horovod's others", node)
-            continue
-        face = port.text(node).replace("horovod", "npu_device.horovod", 1)
-        port.replace(node, "from npu_device import horovod" if is_plain else face)
-        port.found(DONE, "horovod", node)
+        else:
+            face = port.text(node).replace("horovod", "npu_device.horovod", 1)
+            port.replace(node, "from npu_device import horovod" if is_plain else face)
+            port.found(DONE, "horovod", node)
     return bool(nodes)

@@ -25,6 +25,9 @@ def models(port: Port) -> None:
             _replicate(port, call, call.func.value)
     for call in (each for each in calls if method(each) in WORDS["trains a model"]):
         _trained(port, call)
+    for call in (each for each in port.calls if method(each) in WORDS["draws"] and port.replicated):
+        if getattr(port.scope(call), "name", cst.Name("_")).value in ("call", "train_step"):
+            port.found(NOTE, "noise", call, "each rank draws its own numbers here, which aren't those of one process")
 
 
 def _replicate(port: Port, node: Any, model: Any, after: bool = True) -> None:
@@ -120,17 +123,13 @@ def _reduce(port: Port, call: Any) -> None:
     if kind not in (MEAN, SUM, EACH):
         port.found(OPEN, "sum or mean" if source else "gradients from elsewhere", source or call)
         return
-    how = "mean" if kind == MEAN else "sum"
-    statement = port.statement(source)
-    target, reduced = (
-        port.text(port.target(statement)).strip("[]()"),
-        f'npu.distribute.all_reduce({{}}, reduction="{how}")',
-    )
+    how, said = ("mean", "averages over") if kind == MEAN else ("sum", "adds up")
+    statement, reduced = port.statement(source), f'npu.distribute.all_reduce({{}}, reduction="{how}")'
+    target = port.text(port.target(statement)).strip("[]()")
     if target and statement.body[0].value is source:
         port.insert(statement, f"{target} = {reduced.format(target)}", after=True)
     else:
         port.replace(source, reduced)
-    said = "averages over" if how == "mean" else "adds up"
     port.found(DONE, "reduce", source, f"the loss {said} the samples: gradients are reduced by {how}")
 
 
