@@ -20,6 +20,7 @@ from npu_device._src.verify.process_settings import FACTS, STEPS
 _TIMES_ROUNDING = 30.0  # of what the perturbed run moves; sums over ranks are rounded more often than once
 _LEAST = 1e-6  # of a tensor's norm: float32's own rounding in sums of a few hundred terms
 _LEAST_UNPERTURBED = 1e-3  # of sessions, whose inputs aren't changed
+_ROUNDINGS = 4 * 2.0**-23  # of the norm of the weights: float32 rounds them at each update
 _PURE = 0.05  # of a tensor's norm: less is left when the other run's is scaled, so it is a multiple
 
 
@@ -142,23 +143,34 @@ def between(one: Record, again: Record, other: Record) -> tuple[list[Deviation],
         ):
             if len({len(array) for array in arrays}) == 1 and len(arrays) == len(steps):
                 floor = _LEAST * float(np.nanmax(np.abs(arrays[0]), initial=0))
-                found[kind].extend(_of_step(number + 1, named, arrays, least, floor))
+                # An update is what is left when rounded weights are subtracted.
+                weights = np.linalg.norm(steps[0].weights[:trained, 1:], axis=1) if kind == 1 else np.zeros(len(named))
+                found[kind].extend(_of_step(number + 1, named, arrays, least, floor, _ROUNDINGS * weights))
     return found
 
 
 def _of_step(
-    number: int, names: Sequence[str], arrays: Sequence[Any], least: float = _LEAST, floor: float = 0.0
+    number: int,
+    names: Sequence[str],
+    arrays: Sequence[Any],
+    least: float = _LEAST,
+    floor: float = 0.0,
+    rounding: Any = None,
 ) -> list[Deviation]:
-    found = [_deviation(number, name, values, least, floor + 1e-30) for name, *values in zip(names, *arrays)]
+    slack = np.zeros(len(names)) if rounding is None else rounding
+    each_of = zip(names, slack, *arrays)
+    found = [_deviation(number, name, values, least, floor + 1e-30, more) for name, more, *values in each_of]
     return [each for each in found if each is not None]
 
 
-def _deviation(step: int, name: str, summaries: Sequence[np.ndarray], least: float, floor: float) -> Deviation | None:
+def _deviation(
+    step: int, name: str, summaries: Sequence[np.ndarray], least: float, floor: float, rounding: float
+) -> Deviation | None:
     one, again, other = summaries
     if np.isnan(one).all() and np.isnan(other).all():
         return None
     size = max(float(np.linalg.norm(one)), floor)
-    allowed = _TIMES_ROUNDING * float(np.linalg.norm(again - one)) / size + least
+    allowed = _TIMES_ROUNDING * float(np.linalg.norm(again - one)) / size + least + rounding / size
     off = float(np.linalg.norm(other - one)) / size
     if off <= allowed:
         return None
