@@ -59,7 +59,7 @@ def test_help_is_short() -> None:
     assert b"--nproc-per-node" in done.stdout
     assert len(done.stdout.splitlines()) < 60
     first_screen = b"\n".join(done.stdout.splitlines()[:24])
-    assert all(command in first_screen for command in (b"check ", b"trace DIR"))
+    assert all(command in first_screen for command in (b"check ", b"verify ", b"port ", b"trace DIR"))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ _JOB_ID = re.compile(r"[A-Za-z0-9_-]+")
 
 _USAGE = """\
 npurun [-n N] [options] [-m] script [argument ...]
-       npurun check [options] | verify [options] script | trace DIR"""
+       npurun check [options] | verify [options] script | port script | trace DIR"""
 
 _DESCRIPTION = """\
 Start a script as several ranks, forward their output, and stop all of them when one fails.
@@ -31,13 +31,13 @@ Start a script as several ranks, forward their output, and stop all of them when
 commands, as the first word (npurun ./trace runs a program of that name):
   check         check hosts and network, without a script: would training work?
   verify        run a script for a few steps as one process and on N ranks: does it train right?
+  port          make a script of ordinary TensorFlow run on many ranks
   trace DIR     report on the trace that --trace has written"""
 
 _EXAMPLES = """\
 examples:
   npurun -n 2 train.py --batch_size 64             two ranks on this host
   npurun -n 2 -m my_package.train                  a module
-  npurun -n 4 --log-dir logs --tee train.py        one log file per rank as well
   npurun --hosts hostA:8,hostB:8 train.py          both hosts from here, over ssh
 
 Options of npurun go before the script; everything after it belongs to the script."""
