@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shutil
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -14,12 +12,11 @@ from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.cluster.frames import counted
-from npu_device.launch import host_list, platform_defaults
+from npu_device.launch import argument_types, host_list, platform_defaults
 
 DEFAULT_PORT = 29688  # the port that Ascend's own launch scripts use for the chief
 LOOPBACK = frozenset(("localhost", "127.0.0.1"))
 _NUMBERS = ("-n", "-np", "--nproc-per-node", "--nproc_per_node")
-_JOB_ID = re.compile(r"[A-Za-z0-9_-]+")
 
 _USAGE = """\
 npurun [-n N] [options] [-m] script [argument ...]
@@ -256,47 +253,68 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,  # an abbreviation that works today breaks when a second option begins with it
     )
     ranks = "ranks per node, or auto: one per visible GPU, or one rank without GPUs (default auto)"
-    _add(parser, "-n", "--nproc-per-node", type=_ranks, default=platform_defaults.AUTO, metavar="N", help=ranks)
+    _add(
+        parser,
+        "-n",
+        "--nproc-per-node",
+        type=argument_types.ranks,
+        default=platform_defaults.AUTO,
+        metavar="N",
+        help=ranks,
+    )
     _add(parser, "-m", "--module", action="store_true", help="the script is the name of a module, as with python -m")
     _add(parser, "--log-dir", metavar="DIR", help="write to DIR/rank<N>.log, not to the console")
     _add(parser, "--tee", action="store_true", help="with --log-dir: write to the console as well")
-    _add(parser, "--job-id", type=_job_id, metavar="ID", help="name of the job (default $JOB_ID, else a new one)")
+    _add(
+        parser,
+        "--job-id",
+        type=argument_types.job_id,
+        metavar="ID",
+        help="name of the job (default $JOB_ID, else a new one)",
+    )
     grace = "seconds until ranks that go on are killed (default 5)"
-    _add(parser, "--grace", type=_seconds, default=5.0, metavar="S", help=grace)
+    _add(parser, "--grace", type=argument_types.seconds, default=5.0, metavar="S", help=grace)
     _add(parser, "--trace", metavar="DIR", help="write a trace of the iterations and a report to DIR")
     _add(parser, "--tune", action="store_true", help="run the script a few times: the best gradient split")
     horovod = "import horovod gives npu_device.horovod"
     _add(parser, "--horovod", action="store_true", help=horovod)
     unchanged = "train an unchanged Keras script; --seed N of all ranks"
     _add(parser, "--replicate", action="store_true", help=unchanged)
-    parser.add_argument("--seed", type=_count, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=argument_types.count, default=1, help=argparse.SUPPRESS)
     _add(parser, "--check", action="store_true", help=argparse.SUPPRESS)  # until 0.3.0; since 0.2.0: npurun check
     several = parser.add_argument_group("several nodes (run npurun once on each, or give --hosts)")
     _add(several, "--hosts", metavar="A:N,B:N", help="start all nodes from here, over ssh (also -H)")
     several.add_argument("-H", dest="hosts", help=argparse.SUPPRESS, default=argparse.SUPPRESS)
     _add(several, "--hostfile", metavar="FILE", help="the same, from lines such as: A slots=N")
     total = "number of ranks on all hosts together"
-    several.add_argument("-np", dest="num_proc", type=_positive, metavar="N", help=total)
+    several.add_argument("-np", dest="num_proc", type=argument_types.positive, metavar="N", help=total)
     several_nodes = "number of nodes (default 1); MIN:MAX: start with MAX nodes, go on with MIN or more"
-    _add(several, "--nnodes", type=_nodes, metavar="N", help=several_nodes)
+    _add(several, "--nnodes", type=argument_types.nodes, metavar="N", help=several_nodes)
     _add(several, "--node-rank", type=int, metavar="R", help="number of this node, from 0")
     _add(several, "--master-addr", metavar="ADDR", help="address or name of node 0 (one node: 127.0.0.1)")
     where = f"port of node 0 where the ranks meet (default {DEFAULT_PORT}; one node: a free one)"
-    _add(several, "--master-port", type=_port, metavar="PORT", help=where)
+    _add(several, "--master-port", type=argument_types.port, metavar="PORT", help=where)
     rejoin = "seconds that nodes wait for each other before a start (default 300)"
-    _add(several, "--rejoin-timeout", type=_seconds, default=300.0, metavar="S", help=rejoin)
+    _add(several, "--rejoin-timeout", type=argument_types.seconds, default=300.0, metavar="S", help=rejoin)
     again = parser.add_argument_group("failures and preemption (docs/reliability.md)")
-    _add(again, "--max-restarts", type=_count, default=0, metavar="N", help="start a failed job again (default 0)")
+    _add(
+        again,
+        "--max-restarts",
+        type=argument_types.count,
+        default=0,
+        metavar="N",
+        help="start a failed job again (default 0)",
+    )
     taken = "go on N times when a node is taken away (default: any number; 0: end the job)"
-    _add(again, "--max-preemptions", type=_count, metavar="N", help=taken)
+    _add(again, "--max-preemptions", type=argument_types.count, metavar="N", help=taken)
     backoff = "seconds before a restart, doubled each time up to 60 (default 1)"
-    _add(again, "--restart-backoff", type=_seconds, default=1.0, metavar="S", help=backoff)
+    _add(again, "--restart-backoff", type=argument_types.seconds, default=1.0, metavar="S", help=backoff)
     preempt = "signal that asks the ranks to write a checkpoint and stop (default TERM)"
     default = environment.NPU_DEVICE_PREEMPT_SIGNAL.raw() or "TERM"
-    _add(again, "--preempt-signal", type=_signal, default=default, metavar="SIG", help=preempt)
+    _add(again, "--preempt-signal", type=argument_types.signal_number, default=default, metavar="SIG", help=preempt)
     limit = environment.NPU_DEVICE_PREEMPT_TIMEOUT.raw() or "25"
     within = "seconds that the ranks have to do that (default 25)"
-    _add(again, "--preempt-timeout", type=_preempt_seconds, default=limit, metavar="S", help=within)
+    _add(again, "--preempt-timeout", type=argument_types.preempt_seconds, default=limit, metavar="S", help=within)
     # One positional for both: argparse would swallow a "--" between a script and its arguments.
     parser.add_argument(
         "script", nargs=argparse.REMAINDER, help="a .py file, a program, or with -m a module, and its arguments"
@@ -344,64 +362,3 @@ def _replicating(parser: argparse.ArgumentParser, given: argparse.Namespace) -> 
     if python != sys.executable:
         parser.error("--replicate takes a .py file, or a module with -m")
     return (python, "-u", "-m", "npu_device._src.replicate.main_program", str(given.seed), *words[1:])
-
-
-def _ranks(text: str) -> int | str:
-    return text if text == platform_defaults.AUTO else _count(text, 1)
-
-
-def _positive(text: str) -> int:
-    return _count(text, 1)
-
-
-def _count(text: str, low: int = 0) -> int:
-    if not text.isdecimal() or int(text) < low:
-        raise argparse.ArgumentTypeError(f"must be a {'positive' if low else 'non-negative'} integer; found {text!r}")
-    return int(text)
-
-
-def _nodes(text: str) -> tuple[int, int]:
-    """Parse ``2``, or ``2:4`` for the fewest and the most nodes."""
-    fewest, colon, most = text.partition(":")
-    found = _count(fewest, 1), _count(most if colon else fewest, 1)
-    if found[0] > found[1]:
-        raise argparse.ArgumentTypeError(f"{text!r} is not MIN:MAX")
-    return found
-
-
-def _signal(text: str) -> int:
-    form = environment.NPU_DEVICE_PREEMPT_SIGNAL.form
-    try:
-        return int(signal.Signals[form.parse(text)])
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {form.expected}") from None
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port (1 to 65535)")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return seconds
-
-
-def _preempt_seconds(text: str) -> float:
-    form = environment.NPU_DEVICE_PREEMPT_TIMEOUT.form  # the ranks get the limit in this variable
-    try:
-        return form.parse(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {form.expected}") from None
-
-
-def _job_id(text: str) -> str:
-    if not _JOB_ID.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text!r}: a job id has letters, digits, '-' and '_' only")
-    return text

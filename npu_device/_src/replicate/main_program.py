@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from npu_device._src.replicate.after_import import AfterImport
-from npu_device._src.replicate.keras_models import Models
+from npu_device._src.replicate.wrapped_models import Models
 
 
 def main(arguments: Sequence[str]) -> None:

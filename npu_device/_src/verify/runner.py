@@ -19,8 +19,8 @@ from types import ModuleType
 from typing import Any
 
 from npu_device._src.replicate.after_import import AfterImport
-from npu_device._src.replicate.keras_models import Models
 from npu_device._src.replicate.main_program import run_main
+from npu_device._src.replicate.wrapped_models import Models
 from npu_device._src.verify import file_shadow
 from npu_device._src.verify.process_settings import CODE, FAILED, LOG, START, Settings, read
 

@@ -1,19 +1,4 @@
 """``horovod.tensorflow.keras.callbacks``."""
 
-from npu_device._src.horovod.keras_callbacks import (
-    BroadcastGlobalVariablesCallback,
-    LearningRateScheduleCallback,
-    LearningRateWarmupCallback,
-    MetricAverageCallback,
-)
-from npu_device._src.horovod.not_offered import (
-    __getattr__,
-)
-
-__all__ = [
-    "BroadcastGlobalVariablesCallback",
-    "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback",
-    "MetricAverageCallback",
-    "__getattr__",
-]
+from npu_device.horovod.keras.callbacks import *  # noqa: F403
+from npu_device.horovod.keras.callbacks import __all__  # noqa: F401
