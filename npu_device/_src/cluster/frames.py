@@ -184,3 +184,17 @@ def ranks_of(text: str) -> list[int]:
             raise ValueError("ranks that don't ascend, or too many")
         found.extend(ranks)
     return found
+
+
+def alike(texts: dict[int, str]) -> dict[str, list[int]]:
+    """Return the ranks of each text."""
+    alike: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        alike.setdefault(text, []).append(rank)
+    return alike
+
+
+def joined(alike: dict[str, list[int]]) -> bytes:
+    """Return values, as JSON text, each with its ranks: most ranks send the same, so all are little longer than one."""
+    parts = [f"[{text},{json.dumps(ranges(ranks))}]" for text, ranks in alike.items()]
+    return f"[{','.join(parts)}]".encode()

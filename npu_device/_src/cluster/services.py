@@ -69,6 +69,7 @@ class Services:
         self._values: dict[str, str] = {}
         self._readers: dict[str, dict[tuple[int, int], None]] = {}
         self._posts: dict[str, dict[int, str]] = {}
+        self._post_bytes = 0
         self._gathers: dict[str, _Gather] = {}
         self._rounds: dict[str, _Round] = {}
         self._round_of: dict[int, _Round] = {}
@@ -171,11 +172,12 @@ class Services:
     def _post(self, rank: int, message: dict[str, Any]) -> None:
         name, request, text = str(message["name"]), int(message["id"]), _text(message["value"])
         posted = self._posts.setdefault(name, {})
+        self._post_bytes += len(text) - len(posted.get(rank, ""))
         posted[rank] = text
         is_last = len(posted) == len(self._hosts)  # only then the values are of use, and many ranks post at once
-        self._answer_text(rank, request, _joined(_alike(posted)) if is_last else b"[]")
-        while len(self._posts) > _POSTS_KEPT or sum(map(_size, self._posts.values())) > _POST_BYTES_KEPT:
-            self._posts.pop(next(iter(self._posts)))
+        self._answer_text(rank, request, frames.joined(frames.alike(posted)) if is_last else b"[]")
+        while len(self._posts) > _POSTS_KEPT or self._post_bytes > _POST_BYTES_KEPT:
+            self._post_bytes -= sum(map(len, self._posts.pop(next(iter(self._posts))).values()))
 
     # Gathers
 
@@ -228,7 +230,7 @@ class Services:
             self._refuse(rank, request, "gone", text)
 
     def _hand_out(self, gather: _Gather) -> None:
-        text = _joined(_alike(gather.values))
+        text = frames.joined(frames.alike(gather.values))
         for rank, request in gather.waiting.items():
             self._answer_text(rank, request, text)
         gather.waiting.clear()
@@ -273,13 +275,10 @@ class Services:
         if found.result is not None:
             return
         del self._round_of[found.number]
-        found.result = _joined(found.answers)
+        found.result = frames.joined(found.answers)
         for rank, request in found.waiting:
             self._answer_text(rank, request, found.result)
-        self._later(ANSWERS_KEPT_SECONDS, lambda: self._forget(found))
-
-    def _forget(self, found: _Round) -> None:
-        del self._rounds[found.key]
+        self._later(ANSWERS_KEPT_SECONDS, lambda: self._rounds.__delitem__(found.key))
 
     # Leaving and failing
 
@@ -295,8 +294,8 @@ class Services:
 
     def _report_departures(self) -> None:
         left_ranks, self._unreported_left = self._unreported_left, []
-        alike = _alike({rank: self._left[rank] for rank in left_ranks})
-        self._push_frame(frames.join(b'{"push":"left","left":', _joined(alike), b"}"))
+        alike = frames.alike({rank: self._left[rank] for rank in left_ranks})
+        self._push_frame(frames.join(b'{"push":"left","left":', frames.joined(alike), b"}"))
 
     def _stop(self, rank: int, message: dict[str, Any]) -> None:
         self._is_told = True  # the rank has raised an error, and ends because of it
@@ -389,21 +388,3 @@ def _seconds_of(message: dict[str, Any]) -> float:
 
 def _text(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
-
-
-def _alike(texts: dict[int, str]) -> dict[str, list[int]]:
-    """Return the ranks of each text."""
-    alike: dict[str, list[int]] = {}
-    for rank, text in texts.items():
-        alike.setdefault(text, []).append(rank)
-    return alike
-
-
-def _size(texts: dict[int, str]) -> int:
-    return sum(map(len, texts.values()))
-
-
-def _joined(alike: dict[str, list[int]]) -> bytes:
-    """Return values, as JSON text, each with its ranks: most ranks send the same, so all are little longer than one."""
-    parts = [f"[{text},{json.dumps(frames.ranges(ranks))}]" for text, ranks in alike.items()]
-    return f"[{','.join(parts)}]".encode()
