@@ -68,7 +68,7 @@ def test_a_rank_killed_after_the_last_step(tmp_path: Path) -> None:
 
 def test_the_page_names_tests_that_exist() -> None:
     tests = Path(__file__).parent
-    page = (tests.parent / "docs" / "reliability.md").read_text()
+    page = (tests.parent / "docs" / "notes.md").read_text()
     named = re.findall(r"`(test_\w+\.py)(?:::(test_\w+))?`", page)
     assert len(named) > 20
     missing = [(file, name) for file, name in named if f"def {name}" not in (tests / file).read_text()]
