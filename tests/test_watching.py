@@ -30,7 +30,7 @@ def body_trains(how: str, graph: bool, steps: int = 10) -> list[str]:
     keras, rank = tf.keras, npu.distribute.rank()
     keras.utils.set_random_seed(1 + rank)
     model = keras.Sequential([keras.Input([6]), keras.layers.Dense(5, "tanh"), keras.layers.Dense(3)])
-    if how != "no broadcast":
+    if not how.startswith("no broadcast") and how != "broadcast later":
         npu.distribute.broadcast(model.variables)
     optimizer = keras.optimizers.SGD(0.01)
     if how in ("wrapped", "loss scale"):
@@ -47,11 +47,11 @@ def body_trains(how: str, graph: bool, steps: int = 10) -> list[str]:
 
     def step(x: Any) -> None:
         loss, gradients = gradients_of(x)
-        if how in ("by hand", "sum", "no broadcast"):
+        if how in ("by hand", "sum", "no broadcast", "broadcast later"):
             gradients = npu.distribute.all_reduce(gradients, "sum" if how == "sum" else "mean")
         elif how == "one by one":
             gradients = [npu.distribute.all_reduce(gradient) for gradient in gradients]
-        elif how == "clipped":
+        elif how in ("clipped", "no broadcast, clipped"):
             gradients, _ = tf.clip_by_global_norm(npu.distribute.all_reduce(gradients), 1e-3)
         elif how == "collected":
             for own, reduced in zip(sums, npu.distribute.all_reduce(gradients)):
@@ -76,8 +76,10 @@ def body_trains(how: str, graph: bool, steps: int = 10) -> list[str]:
     call = tf.function(call) if graph else call
     rng = np.random.default_rng(rank)
     try:
-        for _ in range(steps):
+        for number in range(steps):
             call(tf.constant(rng.normal(size=(4, 6)), tf.float32))
+            if how == "broadcast later" and number == 0:  # as in Horovod's examples
+                npu.distribute.broadcast(model.variables)
         npu.distribute.barrier()
         return said
     finally:
@@ -107,8 +109,13 @@ def test_gradients_that_are_not_reduced_are_named_within_ten_steps(keras_ranks: 
     assert "npu.distribute.all_reduce(gradients) before they are applied" in text
 
 
-def test_an_eager_loop_that_begins_with_different_values(keras_two_ranks: Pool) -> None:
-    [text] = [text for texts in keras_two_ranks.run(body_trains, "no broadcast", False, 2) for text in texts]
+def test_an_eager_loop_may_broadcast_after_its_first_step(keras_two_ranks: Pool) -> None:
+    assert not any(keras_two_ranks.run(body_trains, "broadcast later", False))
+
+
+@pytest.mark.parametrize(("how", "steps"), [("no broadcast", 2), ("no broadcast, clipped", 8)])
+def test_an_eager_loop_that_begins_with_different_values(keras_two_ranks: Pool, how: str, steps: int) -> None:
+    [text] = [text for texts in keras_two_ranks.run(body_trains, how, False, steps) for text in texts]
     assert text.startswith("the ranks begin training with different values of 2 of 4 variables (")
     assert "call npu.distribute.broadcast(model.variables) before the first step" in text
 

@@ -14,7 +14,7 @@ import functools
 import logging
 import sys
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any, Callable
 
@@ -77,6 +77,7 @@ class _Watched:
         self.samples = SameSamples(job)
         self.is_reduced: bool | None = None  # what it applies; None as long as that isn't known
         self.posted: dict[str, _Sums] = {}  # by step
+        self.start: tuple[str, list[int]] | None = None  # an eager loop's checksums, until they have been compared
 
 
 class AppliedGradients:
@@ -95,7 +96,7 @@ class AppliedGradients:
         self._replaced: list[tuple[type, str, Any, Any]] = []
         self._pair: Pair | None = None
         self._reduced_now = 0  # tensors since the last eager step
-        self._starts = 0  # compared
+        self._starts: Counter[str] = Counter()  # by signature
         self._averaged: set[int] = set()  # the ids of variables that are reduced themselves
         self._missing = {"keras", "tf_keras"}
         self.find_keras()
@@ -159,9 +160,12 @@ class AppliedGradients:
         if eager:
             pair, self._pair = self._pair, None
             are_all, self._reduced_now = self._reduced_now >= len(present), 0
-            if is_new and watched.is_reduced and are_all:
-                self._compare_start(variables)
+            if is_new:
+                self._begin(watched, variables)
             watched.schedule.step(lambda count: self._look_now(watched, int(count), present, pair))
+            if watched.start is not None and watched.is_reduced and are_all and not is_new:
+                start, watched.start = watched.start, None
+                self._compare_start(*start, variables)
             return
 
         def post(count: Any, *arrays: np.ndarray) -> list[Any]:
@@ -184,15 +188,18 @@ class AppliedGradients:
                 due = self._post(watched, count, [_sums_of(compat.to_array(one)) for one in _smallest(gradients)])
         return due if count >= FIRST_LOOKS[-1] else next_look(count, 0)
 
-    def _compare_start(self, variables: Sequence[Any]) -> None:
-        """Compare what an eager loop begins with; functions do it when they are traced, see ``same_variables``."""
-        self._starts += 1
-        mode = environment.NPU_DEVICE_UNEQUAL_START.get()
-        if mode == "ignore" or self._starts > _KEPT:
-            return
-        checksums = [checksum(tf.convert_to_tensor(variable)) for variable in variables]
+    def _begin(self, watched: _Watched, variables: Sequence[Any]) -> None:
+        """Note what an eager loop begins with; in functions ``same_variables`` compares it while they are traced."""
+        self._starts[watched.signature] += 1
+        if environment.NPU_DEVICE_UNEQUAL_START.get() != "ignore" and sum(self._starts.values()) <= _KEPT:
+            watched.start = f"start {self._starts[watched.signature]} of {watched.signature}", _checksums(variables)
+
+    def _compare_start(self, name: str, start: list[int], variables: Sequence[Any]) -> None:
+        """Compare what an eager loop began with. What is equal by now was broadcast after the first step, as Horovod's
+        scripts do.
+        """
         names = list(map(variable_name, variables))
-        found = posted_differences(self._job, f"eager start {self._starts}", names, checksums)
+        found = posted_differences(self._job, name, names, start, _checksums(variables))
         if found is not None:
             _log.warning("%s%s%s", DIFFERENT_START, found, BROADCAST)
 
@@ -251,6 +258,10 @@ def _are_alike(one: _Sums, other: _Sums) -> bool:
         return False
     largest = np.maximum(first[:, 1:], second[:, 1:])
     return bool(np.all(np.abs(first - second) <= _ROUNDING * largest))
+
+
+def _checksums(variables: Sequence[Any]) -> list[int]:
+    return [checksum(tf.convert_to_tensor(variable)) for variable in variables]
 
 
 def _sums_of(array: np.ndarray) -> list[float]:

@@ -72,17 +72,25 @@ def differences(
     return places, "\n".join([head, *cluster.lines(rows, SHOWN_RANKS)])
 
 
-def posted_differences(job: Job, name: str, names: Sequence[str], checksums: Sequence[int]) -> str | None:
+def posted_differences(job: Job, name: str, names: Sequence[str], *checksums: Sequence[int]) -> str | None:
     """Post checksums of variables under a name; on the last rank to come, return a text about those that differ. No
     rank waits.
+
+    Args:
+        job: the job.
+        name: the name, once.
+        names: of the variables.
+        checksums: of the variables, at one or several times. Those that were equal at one of them don't count.
     """
     cluster = job.cluster
     try:
-        everybody = job.store.post(name, list(checksums))
+        everybody = job.store.post(name, [list(each) for each in zip(*checksums)])
     except ClusterError:
         return None  # the next collective tells
     rows = [everybody[rank] for rank in sorted(everybody)]
     if len(rows) < cluster.world_size or any(len(row) != len(names) for row in rows):
         return None
-    found = differences(cluster, range(cluster.world_size), names, rows)
+    apart = [all(len(set(each)) > 1 for each in zip(*found)) for found in zip(*rows)]
+    first = [[each[0] if differs else 0 for each, differs in zip(row, apart)] for row in rows]
+    found = differences(cluster, range(cluster.world_size), names, first)
     return None if found is None else found[1]
