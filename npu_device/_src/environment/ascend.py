@@ -11,22 +11,22 @@ RANK_TABLE_FILE = optional(
 RANK_ID = optional(
     "RANK_ID",
     forms.INDEX,
-    "this process's rank in the rank table; in a table of pods (`group_list`), it may be the name of the pod.",
+    "rank of this process in the rank table. In a table of pods (`group_list`), it may be the name of the pod.",
 )
 RANK_SIZE = optional("RANK_SIZE", forms.COUNT, "number of ranks in the job; 1 means a single device.", "ranks")
 POD_NAME = optional(
     "POD_NAME",
     forms.TEXT,
-    "this process's pod in a rank table of pods (`group_list`); takes precedence over RANK_ID there.",
+    "pod of this process in a rank table of pods (`group_list`). It takes precedence over RANK_ID there.",
 )
 CM_CHIEF_IP = optional(
-    "CM_CHIEF_IP", forms.ADDRESS, "address of the chief's host, where the ranks meet without a rank table."
+    "CM_CHIEF_IP", forms.ADDRESS, "address of the host of the chief, where the ranks meet without a rank table."
 )
 CM_CHIEF_PORT = optional("CM_CHIEF_PORT", forms.integer(1, 65520), "port the chief listens on.")
 CM_CHIEF_DEVICE = optional(
     "CM_CHIEF_DEVICE",
     forms.INDEX,
-    "device number of the chief on its host: which of that host's processes is the chief.",
+    "device number of the chief on its host.",
 )
 CM_WORKER_SIZE = optional(
     "CM_WORKER_SIZE", forms.integer(1, 32768), "number of ranks in the job, without a rank table.", "ranks"
@@ -34,10 +34,10 @@ CM_WORKER_SIZE = optional(
 CM_WORKER_IP = optional(
     "CM_WORKER_IP",
     forms.ADDRESS,
-    "address of this process's host, the same for all processes on it; default: the address from which it connects.",
+    "address of this host, the same for all processes on it. Default: the address from which the process connects.",
 )
 ASCEND_DEVICE_ID = optional(
-    "ASCEND_DEVICE_ID", forms.INDEX, "number of this process's device on its host; default: DEVICE_ID."
+    "ASCEND_DEVICE_ID", forms.INDEX, "number of the device of this process on its host. Default: DEVICE_ID."
 )
 DEVICE_ID = optional(
     "DEVICE_ID", forms.INDEX, "older name of ASCEND_DEVICE_ID; default: the local rank, or 0 if that isn't known."

@@ -5,8 +5,8 @@ from __future__ import annotations
 from npu_device._src.environment import forms
 from npu_device._src.environment.variable import Variable, optional
 
-_RANK, _SIZE = "this process's rank", "number of ranks in the job"
-_LOCAL_RANK, _LOCAL_SIZE = "this process's number among the ranks of its host", "number of ranks on this host"
+_RANK, _SIZE = "rank of this process", "number of ranks in the job"
+_LOCAL_RANK, _LOCAL_SIZE = "number of this process among the ranks of its host", "number of ranks on this host"
 
 
 def _index(name: str, meaning: str) -> Variable[int | None]:

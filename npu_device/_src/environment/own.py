@@ -8,11 +8,11 @@ from npu_device._src.environment.variable import Form, Variable, optional
 NPU_DEVICE_SECRET = optional(
     "NPU_DEVICE_SECRET",
     forms.TEXT,
-    "the job's secret, the same for all ranks: only ranks that know it can join. `npurun` generates one for a job on "
+    "secret of the job, the same for all ranks. Only ranks that know it can join. `npurun` generates one for a job on "
     "one node.",
 )
 NPU_DEVICE_SECRET_FILE = optional(
-    "NPU_DEVICE_SECRET_FILE", forms.PATH, "file with the job's secret; use it instead of `NPU_DEVICE_SECRET`."
+    "NPU_DEVICE_SECRET_FILE", forms.PATH, "file with the secret of the job. Use it instead of `NPU_DEVICE_SECRET`."
 )
 NPU_DEVICE_LAUNCHER = Variable(
     "NPU_DEVICE_LAUNCHER",
@@ -40,8 +40,8 @@ NPU_DEVICE_BACKEND = Variable(
     forms.one_of("auto", "nccl", "tensorflow", "mpi", "tcp", "shared_memory"),
     "auto",
     "the engine that sends tensors between hosts: `nccl` is NCCL through TensorFlow, also within a host, and needs a "
-    "GPU for each rank; `tensorflow` is TensorFlow's collective operations over gRPC; `mpi` is MPI through mpi4py, and "
-    "needs ranks that one `mpiexec` started; `tcp` is the package's own TCP connections. `auto` is `nccl` where each "
+    "GPU for each rank; `tensorflow` is TensorFlow over gRPC; `mpi` is MPI through mpi4py, and "
+    "needs ranks that one `mpiexec` started; `tcp` is TCP connections of this package. `auto` is `nccl` where each "
     "rank has a GPU; or else `mpi` where one `mpiexec` started the ranks and mpi4py is installed; or else "
     "`tensorflow`. In this release, `shared_memory` still stands for `NPU_DEVICE_SHARED_MEMORY=required`.",
     everywhere=True,
@@ -51,7 +51,7 @@ NPU_DEVICE_SHARED_MEMORY = Variable(
     forms.one_of("on", "off", "required"),
     "on",
     "whether the ranks of a host share memory for their tensors: `on`, where they can; `off` sends tensors through the "
-    "engine of `NPU_DEVICE_BACKEND` within a host, too; with `required`, ranks that can't share memory are an error.",
+    "engine of `NPU_DEVICE_BACKEND` within a host too; with `required`, ranks that can't share memory are an error.",
     everywhere=True,
 )
 NPU_DEVICE_STALL_WARNING = Variable(
@@ -90,18 +90,17 @@ NPU_DEVICE_UNEQUAL_START = Variable(
     "NPU_DEVICE_UNEQUAL_START",
     forms.one_of("repair", "error", "ignore"),
     "repair",
-    "what happens if the ranks' variables differ at a wrapped optimizer's first step, or when a `tf.function` that "
-    "reduces a tape's gradients itself is traced: `repair` gives them rank 0's values, with a warning; `error` raises "
-    "an error; `ignore` doesn't check. A replicated model always begins with rank 0's values.",
+    "what happens if variables differ between the ranks at the first step of a wrapped optimizer, or when a "
+    "`tf.function` that reduces gradients itself is traced: `repair` gives them the values of rank 0, with a warning; "
+    "`error` raises an error; `ignore` doesn't check. A replicated model always begins with the values of rank 0.",
     everywhere=True,
 )
 NPU_DEVICE_AUDIT = Variable(
     "NPU_DEVICE_AUDIT",
     Form(forms.audit, "auto, off, or a number of steps"),
     "auto",
-    "how often the ranks compare digests of the variables that a wrapped optimizer trains, and of its own state, or of "
-    "those whose gradients a tf.function reduces itself: every so many steps; `auto`: as often as "
-    "costs about 0.05 % of the time; `off`: never.",
+    "every how many steps the ranks compare digests of variables and optimizer state. `auto`: so often that it takes "
+    "about 0.05 % of the time. `off`: never.",
     "steps",
     everywhere=True,
 )
@@ -116,17 +115,16 @@ NPU_DEVICE_CHECK_GRADIENTS = Variable(
     "NPU_DEVICE_CHECK_GRADIENTS",
     forms.one_of("on", "off"),
     "off",
-    "`on` makes a wrapped optimizer check each step's gradients: NaN or infinity is an error on all ranks, which names "
-    "the ranks and variables where it arose.",
+    "`on` makes a wrapped optimizer check the gradients of each step: NaN or infinity raises an error on all ranks "
+    "that names the ranks and variables.",
     everywhere=True,
 )
 NPU_DEVICE_FIRST_STEP_CHECK = Variable(
     "NPU_DEVICE_FIRST_STEP_CHECK",
     forms.one_of("on", "off"),
     "on",
-    "`on` checks a replicated model's train step before its first step: whether the gradient of a few samples is the "
-    "mean of those of parts of them, so that the ranks' shares of a batch give the result of one process. What can't "
-    "be divided is an error or a warning.",
+    "`on` checks the train step of a replicated model before its first step: is the gradient of a few samples the mean "
+    "of the gradients of parts of them? If not, the step raises an error or prints a warning.",
     everywhere=True,
 )
 NPU_DEVICE_STATEMENT = Variable(

@@ -35,25 +35,25 @@ JAX_NUM_PROCESSES = optional(
     "number of ranks in the job, as Kubeflow's jax runtime sets it. JAX_NUM_PROCESSES, JAX_PROCESS_ID and "
     "JAX_COORDINATOR_ADDRESS together describe a job with one rank per node.",
 )
-JAX_PROCESS_ID = optional("JAX_PROCESS_ID", forms.INDEX, "this process's rank.")
+JAX_PROCESS_ID = optional("JAX_PROCESS_ID", forms.INDEX, "rank of this process.")
 JAX_COORDINATOR_ADDRESS = optional(
     "JAX_COORDINATOR_ADDRESS",
     Form(forms.address_and_port, '"host:port", or "[address]:port" for IPv6'),
-    "address and port at which the ranks meet, on rank 0's host.",
+    "address and port on the host of rank 0, where the ranks meet.",
 )
-HOROVOD_SIZE = optional("HOROVOD_SIZE", forms.COUNT, f"number of Horovod's processes. {_SEVERAL}")
+HOROVOD_SIZE = optional("HOROVOD_SIZE", forms.COUNT, f"number of Horovod processes. {_SEVERAL}")
 HOROVOD_TIMELINE = optional(
     "HOROVOD_TIMELINE",
     forms.PATH,
-    "file that rank 0 of a job with `hvd.init()` writes at the end: the trace of the iterations, in Chrome's format. "
+    "file that rank 0 of a job with `hvd.init()` writes at the end: the trace of the iterations for Chrome. "
     "The directory of that name with `.trace` has the report.",
 )
-FLUX_JOB_SIZE = optional("FLUX_JOB_SIZE", forms.COUNT, f"number of Flux's tasks. {_SEVERAL}")
+FLUX_JOB_SIZE = optional("FLUX_JOB_SIZE", forms.COUNT, f"number of Flux tasks. {_SEVERAL}")
 KUBEFLOW_TRAINER_SERVER_URL = optional(
     "KUBEFLOW_TRAINER_SERVER_URL", forms.TEXT, "where `npu.callbacks.KubeflowProgress` reports progress."
 )
 KUBEFLOW_TRAINER_SERVER_CA_CERT = optional(
-    "KUBEFLOW_TRAINER_SERVER_CA_CERT", forms.PATH, "file with the certificate of that server's authority."
+    "KUBEFLOW_TRAINER_SERVER_CA_CERT", forms.PATH, "file with the certificate of the authority of that server."
 )
 KUBEFLOW_TRAINER_SERVER_TOKEN = optional(
     "KUBEFLOW_TRAINER_SERVER_TOKEN", forms.PATH, "file with the token that the server wants to see."

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from npu_device._src.environment import forms
 from npu_device._src.environment.variable import Form, Variable, optional
 
-_THREADS = "TensorFlow's own setting. If it is set, the package doesn't divide a host's cores among its ranks."
+_THREADS = "setting of TensorFlow. If it is set, the cores of a host aren't divided among its ranks."
 
 TF_CONFIG = optional(
-    "TF_CONFIG", Form(str, "JSON"), "cluster and task of this process, as Kubeflow's training operator sets it."
+    "TF_CONFIG", Form(str, "JSON"), "cluster and task of this process, as the training operator of Kubeflow sets it."
 )
 TF_NUM_INTRAOP_THREADS = optional("TF_NUM_INTRAOP_THREADS", forms.TEXT, _THREADS, "threads")
 TF_NUM_INTEROP_THREADS = optional("TF_NUM_INTEROP_THREADS", forms.TEXT, _THREADS, "threads")
@@ -37,7 +37,7 @@ GRPC_MAX_RETRIES = Variable(
     "GRPC_MAX_RETRIES",
     forms.integer(0),
     10,
-    "how often TensorFlow's backend repeats a transfer whose connection broke, as it does while a rank is stopped.",
+    "how often the `tensorflow` engine repeats a transfer whose connection broke, as it does while a rank is stopped.",
     "attempts",
 )
 TF_GRPC_DEFAULT_OPTIONS = Variable(
@@ -53,29 +53,29 @@ TF_GRPC_DEFAULT_OPTIONS = Variable(
 NO_GRPC_PROXY = optional(
     "no_grpc_proxy",
     forms.TEXT,
-    "gRPC's own setting: hosts that it reaches without the proxy of `grpc_proxy`, `https_proxy` or `http_proxy`. "
-    "TensorFlow's backend adds the ranks' addresses: a proxy would not connect the ranks.",
+    "setting of gRPC: hosts that it reaches without the proxy of `grpc_proxy`, `https_proxy` or `http_proxy`. "
+    "The `tensorflow` engine adds the addresses of the ranks, which a proxy would not connect.",
 )
 NO_PROXY = optional("no_proxy", forms.TEXT, "what gRPC takes where `no_grpc_proxy` isn't set.")
 MALLOC_MMAP_THRESHOLD_ = Variable(
     "MALLOC_MMAP_THRESHOLD_",
     forms.integer(0),
     32 << 20,
-    "glibc's setting: larger blocks of memory come from the system each time. TensorFlow's backend sets it.",
+    "setting of glibc: larger blocks of memory come from the system each time. The `tensorflow` engine sets it.",
     "bytes",
 )
 MALLOC_TRIM_THRESHOLD_ = Variable(
     "MALLOC_TRIM_THRESHOLD_",
     forms.integer(-1),
     512 << 20,
-    "glibc's setting: how much freed memory a process keeps, -1 for all. TensorFlow's backend sets it, since transfers "
+    "setting of glibc: how much freed memory a process keeps, -1 for all. The `tensorflow` engine sets it: transfers "
     "are slower if they take fresh memory from the system each time.",
     "bytes",
 )
 TF_FORCE_GPU_ALLOW_GROWTH = optional(
     "TF_FORCE_GPU_ALLOW_GROWTH",
     forms.TEXT,
-    "TensorFlow's own setting. If it is set, the package doesn't choose how ranks that share a GPU take its memory.",
+    "setting of TensorFlow. If it is set, the package doesn't choose how ranks that share a GPU take its memory.",
 )
 
 

@@ -8,40 +8,38 @@ from npu_device._src.options.table import GLOBAL_OPTIONS
 _HEAD = """\
 # Options
 
-`npu.global_options()` returns one object for the process. Every option of Ascend's TF Adapter 2.x can be set on it,
-before `npu.open()`:
+Set Ascend's options before `npu.open()`:
 
 ```python
 import npu_device as npu
 
-npu.global_options().precision_mode = "allow_mix_precision"
-npu.global_options().dump_config.enable_dump = False
+npu.global_options().hcom_parallel = False
 npu.open().as_default()
 ```
 
-- Reading an option returns an object. Its `.value` is the value as a string (`"1"` or `"0"` for booleans, `None` if
-  unset); its `.typed` is the value with its own type. `as_dict()` returns all options that are set as strings,
-  including those of groups, without the group's name.
-- Assigning to an unknown name raises a `ValueError` that lists the valid names. A value that is not allowed raises a
-  `ValueError`. A value of another type than the default's raises a `TypeError`; numpy integers and booleans count as
-  Python's. An option that is unset by default may be set back to `None`.
-- A group (`dump_config`, …) can't be assigned as a whole; assign its members.
-- On an NPU, an assignment after `npu.open()` silently has no effect. Here the value is recorded, and the first such
-  assignment logs a warning.
-- Assigning a deprecated option logs a warning.
+- An unknown name or value raises a `ValueError`, a wrong type a `TypeError`. Assign the members of a group
+  (`dump_config`, …), not the group.
+- An option has `.value`, the string on an NPU, and `.typed`. `as_dict()` returns all options that are set, as strings.
+- An assignment after `npu.open()` is recorded, with one warning.
 
-`hcom_parallel`, `profiling_config` and `aoe_config` have an effect. The other options control the NPU's compiler,
-memory and tools, which don't exist here. They are checked and recorded, so that a script runs unchanged. The last
-column says why an option has no effect, and what to use instead.
-
+"""
+_COLUMNS = """\
 | Option | Type | Default | Allowed | Meaning on an NPU | Here |
 |---|---|---|---|---|---|
+"""
+_WITHOUT = """
+## Options without effect
+
+These control the compiler, memory and tools of an NPU. They are checked and recorded, so that scripts run unchanged.
+
 """
 
 
 def page() -> str:
-    """Return the whole page as Markdown."""
-    return _HEAD + "".join(_row(path, rule) for path, rule in GLOBAL_OPTIONS.rules())
+    """Return the whole page as Markdown: first the options that do something."""
+    rows = [(rule.effect.startswith("No effect"), _row(path, rule)) for path, rule in GLOBAL_OPTIONS.rules()]
+    tables = ["".join(row for without, row in rows if without is wanted) for wanted in (False, True)]
+    return f"{_HEAD}## Options with an effect\n\n{_COLUMNS}{tables[0]}{_WITHOUT}{_COLUMNS}{tables[1]}"
 
 
 def _row(path: str, rule: Rule) -> str:

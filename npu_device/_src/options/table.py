@@ -8,13 +8,13 @@ from __future__ import annotations
 from npu_device._src.options.option import Rule, Section
 
 # The reasons why options have no effect, one for each kind of option.
-_COMPILER = "No effect: TensorFlow's own kernels run; there is no NPU compiler."
+_COMPILER = "No effect: there is no NPU compiler."
 _MEMORY = "No effect: TensorFlow manages the memory."
-_PRECISION = "No effect: tensors keep the script's dtypes; for mixed precision use `tf.keras.mixed_precision`."
+_PRECISION = "No effect: tensors keep their dtypes. For mixed precision use `tf.keras.mixed_precision`."
 _TIMEOUT = "No effect: there are no NPU streams to wait for."
 _TUNING = "No effect: there are no NPU kernels to tune."
-_TRACE = "Works for `training_trace`, see tracing.md; set it before `npu.open()`. The rest concerns the NPU's profiler."
-_DUMP = "No effect: there are no NPU operators to dump; `tf.debugging` works as usual."
+_TRACE = "Works for `training_trace`, see [tracing.md](tracing.md). Set it before `npu.open()`."
+_DUMP = "No effect: use `tf.debugging`."
 _DEPLOY = "No effect: the model is not split across devices."
 _DEBUG = "No effect: there is no NPU compiler or device to debug."
 
@@ -128,7 +128,7 @@ GLOBAL_OPTIONS = Section(
             "before an optimizer is wrapped.",
             default=True,
         ),
-        Rule("hcom_multi_mode", "a mode of the collectives", "No effect: it concerns the NPU's collectives."),
+        Rule("hcom_multi_mode", "a mode of the collectives", "No effect: it concerns collectives of the NPU."),
         Rule(
             "is_tailing_optimization",
             "check for overflow before the last gradient is reduced",
@@ -151,17 +151,16 @@ GLOBAL_OPTIONS = Section(
                 Rule(
                     "aoe_mode",
                     "what to tune: 1 subgraphs, 2 kernels, 4 gradient split",
-                    "No effect: one run can't compare splits; 4 warns of that. `npurun --tune` compares them, see "
-                    "tuning.md.",
+                    "No effect: 4 logs a warning. `npurun --tune` compares splits, see [tuning.md](tuning.md).",
                     allowed=("1", "2", "4"),
                 ),
                 Rule(
                     "work_path",
-                    "directory for the tuner's files",
+                    "directory for files of the tuner",
                     "No effect: `npurun --tune` writes to `npu_tune/`.",
                     default="./",
                 ),
-                Rule("aoe_config_file", "file with the tuner's settings", _TUNING),
+                Rule("aoe_config_file", "file with settings of the tuner", _TUNING),
             ),
         ),
         Section(
@@ -193,7 +192,7 @@ GLOBAL_OPTIONS = Section(
         ),
         Rule("op_compiler_cache_dir", "where to keep them", _COMPILER),
         Rule("op_debug_config", "file: memory checks of operators", _DEBUG),
-        Rule("debug_dir", "directory for the compiler's intermediate files", _DEBUG),
+        Rule("debug_dir", "directory for intermediate files of the compiler", _DEBUG),
         Rule("enable_exception_dump", "dump operators that fail", _DEBUG, default=2, allowed=(0, 1, 2)),
         Rule("enable_small_channel", "faster form for few channels", _COMPILER, default=False),
         Rule(
