@@ -1,21 +1,26 @@
 """Fixtures of the GPU tests: ranks that share one GPU, and ranks that have one each.
 
-On CPUs, the first share memory, and the second use TensorFlow's backend, which NCCL is part of.
+On CPUs, the first share memory, and the second use the backend of TensorFlow, with which NCCL comes. With one GPU, all
+share it, the second as ranks of different hosts by rank table and ``NCCL_HOSTID``, or NCCL would refuse them.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import pytest
 from pool import Pool
-from ranks import all_through
+from ranks import all_through, free_port
+
+from gpu import bodies
 
 HOST_MEMORY, NCCL = "host memory", "NCCL"
 _HERE = Path(__file__).parent
@@ -51,28 +56,55 @@ class Way:
     Attributes:
         name: "host memory" or "NCCL".
         on_gpu: the ranks have GPUs.
-        environment: what makes the ranks use it.
-        pool: returns the ranks of a size and a Keras.
+        variables: what makes the ranks use it.
+        apart: two ranks share a GPU as if they were on different hosts.
+        pool_with: returns the ranks of a size, a Keras, and variables.
     """
 
     name: str
     on_gpu: bool
-    environment: dict[str, str]
-    pool: Callable[[int, str], Pool]
+    variables: dict[str, str]
+    apart: bool
+    pool_with: Callable[..., Pool]
+
+    def environment(self, directory: Path) -> dict[str, str]:
+        """Return the variables of a job of two ranks, whose rank table is in the directory if it needs one."""
+        if not self.apart:
+            return self.variables
+        table = directory / "hosts.json"
+        devices = [{"device_id": "0", "device_ip": f"10.0.0.{rank + 1}", "rank_id": str(rank)} for rank in range(2)]
+        servers = [{"server_id": f"127.0.0.{rank + 1}", "device": [device]} for rank, device in enumerate(devices)]
+        devices[0]["host_port"] = str(free_port())
+        content = {"version": "1.0", "status": "completed", "server_count": "2", "server_list": servers}
+        table.write_text(json.dumps(content))
+        return {**self.variables, "RANK_TABLE_FILE": str(table)}
+
+    def pool(self, size: int, keras: str) -> Pool:
+        """Return the ranks of a size and a Keras."""
+        ranks = self.pool_with(size, keras, **self.environment(_directory(keras)))
+        if self.apart:
+            ranks.run(bodies.be_own_host)
+        return ranks
+
+
+@cache
+def _directory(keras: str) -> Path:
+    return Path(tempfile.mkdtemp(prefix=f"npu_gpu_keras{keras}_"))
 
 
 @pytest.fixture(params=(HOST_MEMORY, NCCL))
 def way(request: pytest.FixtureRequest, pytestconfig: pytest.Config, pool_with: Callable[..., Pool]) -> Way:
-    """Both ways; NCCL needs two GPUs."""
+    """Both ways."""
     on_gpu = pytestconfig.getoption("--device") == "gpu"
     shares = request.param == HOST_MEMORY
     environment = {} if shares else all_through("nccl" if on_gpu else "tensorflow")
+    apart = on_gpu and not shares and _gpus() < 2
     if on_gpu:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(_gpus())))
-        if not shares and _gpus() < 2:
-            pytest.skip("NCCL needs a GPU for each rank, and there is one")
         environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0] if shares else visible
-    return Way(request.param, on_gpu, environment, partial(pool_with, **environment))
+    if apart:
+        environment |= {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    return Way(request.param, on_gpu, environment, apart, pool_with)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from gpu.conftest import Way
 
 BEGIN = """
 import os, signal, time
+os.environ["NCCL_HOSTID"] = os.environ["RANK_ID"]  # for ranks that share a GPU
 import tensorflow as tf
 import npu_device as npu
 handle = npu.open().as_default()
@@ -30,7 +31,7 @@ def test_calls_that_differ(way: Way, tmp_path: Path, graph: bool) -> None:
     """The ranks compare their calls before NCCL gets anything, or it would wait forever or add up other tensors."""
     call = "step(other)" if graph else 'npu.distribute.all_reduce(other, "sum")'
     script = BEGIN + f"other = tf.ones([4 + rank])\nprint(npu.distribute.all_reduce(tf.constant(1)))\n{call}\n"
-    for result in job.run(tmp_path, 2, script, timeout=60, **way.environment):
+    for result in job.run(tmp_path, 2, script, timeout=60, **way.environment(tmp_path)):
         assert result.code == 1
         assert "different collective operations" in result.output
         assert "float32 [4]" in result.output and "float32 [5]" in result.output
@@ -50,7 +51,7 @@ finally:
     print("seconds", time.time() - began, flush=True)
 """
     )
-    found, killed = job.run(tmp_path, 2, script, timeout=60, **way.environment)
+    found, killed = job.run(tmp_path, 2, script, timeout=60, **way.environment(tmp_path))
     assert killed.code == -signal.SIGKILL
     assert found.code == 1
     assert "rank 1 on host" in found.output or "task:1" in found.output
@@ -71,7 +72,7 @@ except Exception as error:
     os._exit(3)  # rank 0 would wait a while for the one that is stopped
 """
     )
-    environment = {**way.environment, "NPU_DEVICE_STALL_WARNING": "1", "NPU_DEVICE_STALL_TIMEOUT": "4"}
+    environment = {**way.environment(tmp_path), "NPU_DEVICE_STALL_WARNING": "1", "NPU_DEVICE_STALL_TIMEOUT": "4"}
     ranks = job.start(tmp_path, 2, script, **environment)
     try:
         code = ranks[0].wait(60)

@@ -17,7 +17,7 @@ def test_each_rank_has_its_device(way: Way) -> None:
         assert found[0]["no nccl"] == "no rank has a GPU"
     elif way.name == NCCL:
         assert [one["no nccl"] for one in found] == ["", ""]
-        assert found[0]["unit"] != found[1]["unit"]
+        assert (found[0]["unit"] == found[1]["unit"]) == way.apart
     else:
         assert "share a GPU" in found[0]["no nccl"]
         assert found[0]["unit"] == found[1]["unit"]
