@@ -9,8 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-_LATEST = 256  # eager results that are remembered: as many as a loop makes that reduces each gradient by itself
-_OPERATIONS = 20_000  # that are looked at among the ancestors of a list
+_LATEST = 4096  # eager results that are remembered
 _TAPE = "gradient_tape/"  # before the name of an operation that computes a gradient
 
 
@@ -25,34 +24,35 @@ class ReducedTensors:
         """Remember the results of one reduction: dense tensors, ``tf.IndexedSlices`` and ``None``."""
         tensors = [dense_of(result) for result in results if result is not None]
         if tf.executing_eagerly():
-            self._eager.extend(map(weakref.ref, tensors[:1]))  # one of a list is enough to recognise it
+            self._eager.extend(map(weakref.ref, tensors))
             return
         for tensor in tensors:
             self._graphs.setdefault(tensor.graph, set()).add(tensor.name)
 
-    def lead_to(self, gradients: Sequence[Any]) -> bool:
-        """Return whether any of the gradients is known to be a result of a reduction or, in a function, to be computed
-        from one, by clipping or scaling.
-
-        This walks from the gradients towards what they are computed from, as far as where backward computed them.
+    def missing_in(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return the gradients that aren't known to be results of a reduction or, in a function, to be computed from
+        such results only, by clipping or scaling.
         """
-        waiting = [dense_of(gradient) for gradient in gradients]
-        results = {id(result) for reference in self._eager if (result := reference()) is not None}
-        if any(id(tensor) in results for tensor in waiting):
-            return True
-        seen: set[tuple[int, str]] = set()
-        while waiting and len(seen) < _OPERATIONS:
-            tensor = waiting.pop()
-            if not tf.is_symbolic_tensor(tensor) or (id(tensor.graph), tensor.name) in seen:
-                continue
-            seen.add((id(tensor.graph), tensor.name))
-            if tensor.name in self._graphs.get(tensor.graph, ()):
-                return True
-            if tensor.op.type == "Placeholder":
-                waiting += [out for out, inside in getattr(tensor.graph, "captures", ()) if inside is tensor]
-            elif _TAPE not in tensor.op.name:
-                waiting += [each for each in tensor.op.inputs if each.dtype != tf.resource]
-        return False
+        if tf.executing_eagerly():
+            results = {id(result) for reference in self._eager if (result := reference()) is not None}
+            return [gradient for gradient in gradients if id(dense_of(gradient)) not in results]
+        origins: dict[tf.Graph, dict[str, set[str]]] = {}
+        return [one for one in gradients if self._origins(dense_of(one).graph, origins)[dense_of(one).name] != {"sum"}]
+
+    def _origins(self, graph: Any, known: dict[tf.Graph, dict[str, set[str]]]) -> dict[str, set[str]]:
+        """Return, for each tensor of a graph, whether it is computed from reductions ("sum") and tapes ("tape")."""
+        if graph in known:
+            return known[graph]
+        found: dict[str, set[str]] = {}
+        results, outside = self._graphs.get(graph, ()), {id(own): out for out, own in getattr(graph, "captures", ())}
+        for operation in graph.get_operations():
+            captured = [outside.get(id(each)) for each in operation.outputs if operation.type == "Placeholder"]
+            origins = {"tape"} if _TAPE in operation.name else set()
+            for each in [] if origins else [*operation.inputs, *filter(tf.is_symbolic_tensor, captured)]:
+                origins |= (found if each.graph is graph else self._origins(each.graph, known)).get(each.name, set())
+            found.update({each.name: {"sum"} if each.name in results else origins for each in operation.outputs})
+        known[graph] = found
+        return found
 
 
 def dense_of(gradient: Any) -> Any:

@@ -22,11 +22,17 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.job import Job, current
 from npu_device._src.gradients.reduced import ReducedTensors, dense_of
-from npu_device._src.training.digests import BROADCAST, DIFFERENT_START, checksum, posted_differences, variable_name
+from npu_device._src.training.digests import (
+    BROADCAST,
+    DIFFERENT_START,
+    checksum,
+    named,
+    posted_differences,
+    variable_name,
+)
 from npu_device._src.training.last_word import LastWord
 from npu_device._src.training.same_samples import Pair, SameSamples
 from npu_device._src.training.schedule import FIRST_LOOKS, NEVER, Schedule, can_compare, next_look
@@ -39,18 +45,20 @@ _ROUNDING = 1e-3  # of the sum of a gradient's absolute values: hosts with other
 _LAST_LOOK = 1000  # steps, when ranks that have posted nothing are not waited for any more
 
 _NOT_REDUCED = (
-    "the ranks apply gradients that were not reduced: the optimizer %s has made %d steps, and each of the %d ranks "
+    "the ranks apply gradients that were not reduced%s: the optimizer %s has made %d steps, and each of the %d ranks "
     "trains a model of its own.\nLikely cause: the result of all_reduce isn't used (it returns the reduced gradients, "
     "and leaves its arguments as they are); the optimizer isn't wrapped; another model than the replicated one is "
     "trained, such as one loaded or cloned later; or only the loss is reduced, for printing.\nWhat to do: call model = "
     "npu.distribute.replicate(model) before fit, for each model; or in the training loop gradients = "
-    "npu.distribute.all_reduce(gradients) before they are applied."
+    "npu.distribute.all_reduce(gradients) before they are applied. If the variables are averaged at longer intervals "
+    "(local SGD), average them once before the first step, too: then this isn't said."
 )
 
 REDUCTION = "_npu_gradient_reduction"
 """The attribute of a wrapped optimizer that holds its ``GradientReduction``."""
 
 _Sums = list[list[float]]  # for each gradient its sum, and that of its absolute values
+_Posted = list[Any]  # a step, and sums of its gradients
 
 
 def is_wrapped(optimizer: Any) -> bool:
@@ -76,7 +84,7 @@ class _Watched:
         self.schedule = Schedule(job.device("CPU"), FIRST_LOOKS[0])
         self.samples = SameSamples(job)
         self.is_reduced: bool | None = None  # what it applies; None as long as that isn't known
-        self.posted: dict[str, _Sums] = {}  # by step
+        self.posted: _Posted | None = None
         self.start: tuple[str, list[int]] | None = None  # an eager loop's checksums, until they have been compared
 
 
@@ -91,7 +99,7 @@ class AppliedGradients:
     def __init__(self, job: Job, last_word: LastWord) -> None:
         self._job = job
         self._last_word = last_word
-        self._posts: dict[str, deque[dict[str, _Sums]]] = {}  # by signature
+        self._posts: dict[str, deque[_Posted]] = {}  # by signature
         self._watched: weakref.WeakKeyDictionary[Any, _Watched] = weakref.WeakKeyDictionary()
         self._replaced: list[tuple[type, str, Any, Any]] = []
         self._pair: Pair | None = None
@@ -120,16 +128,17 @@ class AppliedGradients:
             if vars(kind).get(name) is hook:
                 setattr(kind, name, original)
 
-    def note_reduced(self, values: Sequence[Any], pair: Pair | None, everywhere: bool) -> None:
-        """Note what is reduced by hand, ``everywhere`` or in a group: in eager mode gradients, of which one is there
-        before and after its reduction; or variables, as in local SGD, whose gradients then needn't be.
+    def note_reduced(self, values: Sequence[Any], pair: Callable[[], Pair | None] | None) -> None:
+        """Note what is reduced by hand: in eager mode gradients, of which ``pair`` returns one before and after its
+        reduction among all ranks; or variables, as in local SGD, whose gradients then needn't be.
         """
-        if tf.executing_eagerly() and everywhere:
-            self._pair, self._reduced_now = pair or self._pair, self._reduced_now + len(values)
+        if tf.executing_eagerly() and pair is not None:
+            self._reduced_now += len(values)
+            if any(watched.schedule.is_due() for watched in self._watched.values()):
+                self._pair = pair() or self._pair
         self._averaged |= {id(compat.inner_variable(value)) for value in values if hasattr(value, "assign")}
         for watched in self._watched.values():
-            in_doubt = not tf.executing_eagerly() or 0 < len(watched.posted) < len(FIRST_LOOKS)
-            if watched.is_reduced is None and in_doubt:
+            if watched.is_reduced is None and (watched.posted or not tf.executing_eagerly()):
                 known = [variable for reference in watched.variables if (variable := reference()) is not None]
                 with contextlib.suppress(Exception):  # whoever watches never ends a training
                     self._averaged |= {id(compat.inner_variable(one)) for one in known if _is_value_of(one, values)}
@@ -141,52 +150,50 @@ class AppliedGradients:
 
     def look(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Look at what an optimizer is about to apply, if it is time."""
-        present = [gradient for gradient in gradients if tf.is_tensor(dense_of(gradient))]
+        watched, eager = self._watched.get(optimizer), tf.executing_eagerly()
+        idle = watched is not None and not watched.schedule.is_due() and not (watched.start and watched.is_reduced)
+        if watched is not None and eager and idle:
+            self._pair, self._reduced_now = None, 0
+            watched.schedule.step(lambda count: NEVER)
+            return
+        present = [(one, variable) for one, variable in zip(gradients, variables) if tf.is_tensor(dense_of(one))]
         is_inner = hasattr(optimizer, "inner_optimizer") or _has_replicas()
         if not present or is_inner or not can_compare() or compat.compiled_by_xla():
             return
-        watched = self._watched.get(optimizer)
-        is_new = watched is None
+        is_new, is_wrapped = watched is None, reduction_of(optimizer) is not None
         if watched is None:
             watched = self._watched[optimizer] = _Watched(self._job, type(optimizer).__name__, variables)
-        is_wrapped, eager = reduction_of(optimizer) is not None, tf.executing_eagerly()
-        may_lead = is_new or not eager or (watched.is_reduced is None and watched.schedule.is_due())
-        if is_wrapped or (may_lead and self._job.made(ReducedTensors).lead_to(present)):
-            if not watched.is_reduced:
-                watched.is_reduced = True
-                self._last_word.add_optimizer(optimizer, variables)
-            if is_wrapped or not eager:
-                return
-        if eager:
-            pair, self._pair = self._pair, None
-            are_all, self._reduced_now = self._reduced_now >= len(present), 0
-            if is_new:
-                self._begin(watched, variables)
-            watched.schedule.step(lambda count: self._look_now(watched, int(count), present, pair))
-            if watched.start is not None and watched.is_reduced and are_all and not is_new:
-                start, watched.start = watched.start, None
-                self._compare_start(*start, variables)
+        applied = [one for one, _ in present]
+        missing = [] if is_wrapped else self._job.made(ReducedTensors).missing_in(applied)
+        if not missing and not watched.is_reduced:
+            watched.is_reduced = True
+            self._last_word.add_optimizer(optimizer, variables)
+        if is_wrapped or not (missing or eager):
             return
+        pair, self._pair = self._pair if eager else None, None
+        are_all, self._reduced_now = self._reduced_now >= len(present), 0
+        only: list[tuple[int, str]] = []
+        if len(missing) < len(present):
+            missed = set(map(id, missing))
+            only = [(id(compat.inner_variable(one)), variable_name(one)) for each, one in present if id(each) in missed]
+
+        def look_now(count: Any) -> Any:
+            if pair is not None and any(dense_of(one).shape == pair.mine.shape for one in applied):
+                watched.samples.compare(count, compat.to_array(pair.mine), compat.to_array(pair.reduced), pair.scale)
+            return call_now(post, [count, *_smallest(missing)], [tf.TensorSpec([], tf.int64)])[0]
 
         def post(count: Any, *arrays: np.ndarray) -> list[Any]:
             due = NEVER
             with contextlib.suppress(Exception):  # whoever watches never ends a training; another rank may have told
-                due = self._post(watched, int(count), list(map(_sums_of, arrays)))
-            return [np.int64(due)]
+                due = self._post(watched, int(count), list(map(_sums_of, arrays)), only)
+            return [np.int64(min(due, next_look(int(count), NEVER)) if eager else due)]
 
-        watched.schedule.step(
-            lambda count: call_now(post, [count, *_smallest(present)], [tf.TensorSpec([], tf.int64)])[0]
-        )
-
-    def _look_now(self, watched: _Watched, count: int, gradients: Sequence[Any], pair: Pair | None) -> int:
-        """Look at a step of an eager loop; return the step of the next look."""
-        if pair is not None and any(dense_of(gradient).shape == pair.mine.shape for gradient in gradients):
-            watched.samples.compare(count, compat.to_array(pair.mine), compat.to_array(pair.reduced), pair.scale)
-        due = NEVER
-        if watched.is_reduced is None:
-            with contextlib.suppress(ClusterError, KeyError):  # the next collective tells; or another rank has told
-                due = self._post(watched, count, [_sums_of(compat.to_array(one)) for one in _smallest(gradients)])
-        return due if count >= FIRST_LOOKS[-1] else next_look(count, 0)
+        if is_new and eager:
+            self._begin(watched, variables)
+        watched.schedule.step(look_now)
+        if watched.start is not None and watched.is_reduced and are_all and not is_new:
+            start, watched.start = watched.start, None
+            self._compare_start(*start, variables)
 
     def _begin(self, watched: _Watched, variables: Sequence[Any]) -> None:
         """Note what an eager loop begins with; in functions ``same_variables`` compares it while they are traced."""
@@ -203,36 +210,44 @@ class AppliedGradients:
         if found is not None:
             _log.warning("%s%s%s", DIFFERENT_START, found, BROADCAST)
 
-    def _post(self, watched: _Watched, count: int, sums: _Sums) -> int:
-        """Post sums of this rank's gradients, and look at what all ranks have posted in an earlier step; return the
-        step of the next look.
+    def _post(self, watched: _Watched, count: int, sums: _Sums, only: list[tuple[int, str]]) -> int:
+        """Post sums of this rank's gradients, and look at what all ranks posted in an earlier step; return the step of
+        the next look.
 
         What earlier optimizers of the signature have posted is posted again: another rank may be behind by one.
+
+        Args:
+            watched: the optimizer.
+            count: its step.
+            sums: of the gradients that aren't known to be reduced.
+            only: ids and names of their variables if those of others are; none otherwise.
         """
-        if watched.is_reduced is not None or self._job.health.is_over:
+        if watched.is_reduced is not None or self._job.health.is_over or not sums:
             return NEVER
-        earlier, size = list(watched.posted), self._job.cluster.world_size
-        if len(earlier) < len(FIRST_LOOKS) and np.any(sums) and np.all(np.isfinite(sums)):
-            watched.posted[str(count)] = sums
-        posts = self._posts.setdefault(watched.signature, deque(maxlen=_KEPT))
-        if not earlier:
+        earlier, size, mine = watched.posted, self._job.cluster.world_size, self._job.cluster.rank
+        signature = f"{len(sums)} gradients of {watched.signature}"
+        posts = self._posts.setdefault(signature, deque(maxlen=_KEPT))
+        if earlier is None and np.any(sums) and np.all(np.isfinite(sums)):
+            watched.posted = [count, sums]
             posts.append(watched.posted)
         if len(self._posts) > _KEPT:
             del self._posts[next(iter(self._posts))]
-        posted = self._job.store.post(f"gradients of {watched.signature}", list(posts))
-        for step in earlier:  # if these were reduced, the other ranks have posted theirs by now
-            own = _own({rank: [one[step] for one in each if step in one] for rank, each in posted.items()})
-            if len(own) == size and watched.posted[step] not in own[self._job.cluster.rank]:
-                watched.is_reduced = True
-            elif len(own) == size and all(own.values()):
-                watched.is_reduced = False
-                if not self._are_equal_otherwise(watched):
-                    models = min(map(len, own.values()))
-                    self._job.store.set(f"told about {models} models of {watched.signature}", "")
-                    _log.warning(_NOT_REDUCED, watched.kind, count, size)
-            if watched.is_reduced is not None:
-                return NEVER
-        return NEVER if count >= _LAST_LOOK else next_look(count, count)
+        posted = self._job.store.post(f"gradients: {signature}", list(posts))
+        if earlier is None:
+            return next_look(count, count)
+        # If these were reduced, the other ranks have posted theirs by now.
+        own = _own({rank: [one for step, one in each if step == earlier[0]] for rank, each in posted.items()})
+        if len(own) == size and earlier[1] not in own[mine]:
+            watched.is_reduced = True
+        elif len(own) == size and all(own.values()):
+            watched.is_reduced = False
+            # Some of the variables may be meant for this rank alone, unless they were equal on all ranks.
+            if not self._are_equal_otherwise(watched) and all(self._last_word.knows(number) for number, _ in only):
+                models = min(map(len, own.values()))
+                self._job.store.set(f"told about {models} models of {signature}", "")
+                of_those = f" for {named([name for _, name in only])}" if only else ""
+                _log.warning(_NOT_REDUCED, of_those, watched.kind, count, size)
+        return next_look(count, count) if watched.is_reduced is None and count < _LAST_LOOK else NEVER
 
     def _are_equal_otherwise(self, watched: _Watched) -> bool:
         """Return whether what an optimizer trains is reduced itself, or by another optimizer, as in local SGD."""

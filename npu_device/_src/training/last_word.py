@@ -77,6 +77,10 @@ class LastWord:
             reference = weakref.ref(inner[place], lambda _, number=number: noted.pop(number, None))  # type: ignore[misc]
             noted[number] = _Noted(f"{self._calls}/{place}", reference, variable_name(variables[place]))
 
+    def knows(self, number: int) -> bool:
+        """Return whether the variable of an id was equal on all ranks."""
+        return number in self._noted
+
     def add_optimizer(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Note that an optimizer trains variables with reduced gradients: its state is equal on all ranks, too."""
         first = self._noted.get(id(compat.inner_variable(variables[0]))) if variables else None

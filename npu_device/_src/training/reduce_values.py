@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import replace
 from typing import Any
@@ -141,10 +142,10 @@ def watch_reduction(
         how: the settings.
         behind: from ``same_variables.make_equal_behind``.
     """
-    pair = pair_of(mine, reduced, how.kind, ranks.size) if ranks.group.name == WORLD_GROUP else None
+    pair = functools.partial(pair_of, mine, reduced, how.kind, ranks.size) if ranks.group.name == WORLD_GROUP else None
     watching = ranks.job.part(AppliedGradients)
     if watching is not None:
-        watching.note_reduced(values, pair, ranks.size == ranks.job.cluster.world_size)
+        watching.note_reduced(values, pair)
     audit_by_hand(ranks, behind, pair)
 
 

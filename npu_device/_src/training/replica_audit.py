@@ -14,7 +14,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -195,13 +195,13 @@ class _AuditsByHand:
         self.audits: dict[tuple[int, ...], Audit] = {}
 
 
-def audit_by_hand(world: World, variables: Sequence[Any] | None, pair: Pair | None) -> None:
+def audit_by_hand(world: World, variables: Sequence[Any] | None, pair: Callable[[], Pair | None] | None) -> None:
     """Audit the variables whose gradients a ``tf.function`` has reduced, if it is time.
 
     Args:
         world: the ranks.
         variables: from ``same_variables.make_equal_behind``; None if the values aren't gradients.
-        pair: one of the gradients before and after its reduction.
+        pair: returns one of the gradients before and after its reduction.
     """
     if variables is None or world.size == 1 or not can_compare():
         return
@@ -210,7 +210,7 @@ def audit_by_hand(world: World, variables: Sequence[Any] | None, pair: Pair | No
         audits[key] = Audit(world, not compared(variables))
         if variables:
             weakref.finalize(variables[0], audits.pop, key, None)
-    audits[key].step(variables, None, pair)
+    audits[key].step(variables, None, None if pair is None else pair())
 
 
 def _audit_of(reference: weakref.ref[Audit]) -> Audit:
