@@ -5,6 +5,7 @@ from typing import Any
 
 from npu_device._src.training.dataset import shard_and_rebatch_dataset
 from npu_device._src.training.fit.divided import divided
+from npu_device._src.training.fit.pipeline import pipeline
 from npu_device._src.training.fit.replica import replicate
 from npu_device._src.training.optimizer_wrapper import npu_distributed_keras_optimizer_wrapper
 from npu_device._src.training.optimizer_wrapper import npu_distributed_keras_optimizer_wrapper as DistributedOptimizer
@@ -43,6 +44,7 @@ __all__ = [
     "local_size",
     "metric_results",
     "npu_distributed_keras_optimizer_wrapper",
+    "pipeline",
     "rank",
     "rank_zero_first",
     "replicate",

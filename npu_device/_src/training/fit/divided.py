@@ -1,4 +1,4 @@
-"""``npu.distribute.divided``: a data set of which each rank reads its own part."""
+"""``npu.distribute.divided``: a data set of which each rank reads its own part, and how each batch says how much."""
 
 from __future__ import annotations
 
@@ -76,8 +76,20 @@ def with_equal_length(world: World, data: Divided) -> tf.data.Dataset:
 
 def _counting(rows: int | None) -> Any:
     def count(*elements: Any) -> Any:
-        found = rows_of(elements) if rows is None else rows
-        x = {ROWS: tf.cast(found, tf.int32), "x": elements[0]}
-        return (x, *elements[1:]) if len(elements) > 1 else x
+        found = tf.cast(rows_of(elements) if rows is None else rows, tf.int64)
+        return with_rows(tf.stack([found, 0]), elements)
 
     return count
+
+
+def with_rows(tag: Any, batch: Any) -> Any:
+    """Return a batch in the form that ``share.is_divided`` recognises.
+
+    Args:
+        tag: int64 of shape [2]: samples that count, and a mark that is the same on all ranks if they take their samples
+            from the same batch; 0 if they needn't.
+        batch: x, or a tuple of x, y and the samples' weights.
+    """
+    first, *others = batch if isinstance(batch, (tuple, list)) else (batch,)
+    x = {ROWS: tag, "x": first}
+    return (x, *others) if others else x

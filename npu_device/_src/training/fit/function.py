@@ -8,9 +8,10 @@ from npu_device._src import compat, environment
 from npu_device._src.training import training_state
 from npu_device._src.training.fit import first_step, randomness, start
 from npu_device._src.training.fit.batches import again, pull
+from npu_device._src.training.fit.divided import Divided
 from npu_device._src.training.fit.randomness import NumbersOfRank
-from npu_device._src.training.fit.share import Share, content, is_divided, require_units, rows_of
-from npu_device._src.training.fit.sources import can_be_sent, same_everywhere, warn_if_all_the_same
+from npu_device._src.training.fit.share import Share, content, is_divided, require_units, rows_of, tag_of
+from npu_device._src.training.fit.sources import can_be_sent, require_same_mark, same_everywhere, warn_if_all_the_same
 from npu_device._src.training.fit.step import Replaced, RunningChecksum, divide
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Function:
         source: the data that the user passed.
         is_scripts: the script has written the step, not Keras.
         from_root: rank 0's batches are sent to all ranks.
+        has_own_data: each rank reads its own rows: those of ``divided``, of a pipeline or of a Sequence with ``rows``.
         checksum: of the batches since the ranks last compared them.
     """
 
@@ -44,6 +46,7 @@ class Function:
         self.kind, self.world, self.model = kind, replica.world, replica.model
         self.source: Any = None
         self.from_root = False
+        self.has_own_data = False
         self.checksum = RunningChecksum()
         self._parts: start.Parts | None = None
         self._replica = replica
@@ -139,7 +142,7 @@ class Function:
         self.checksum.take()  # what an interrupted call has left
         several = isinstance(batches, list)  # what Keras 3 predicts
         pulled = batches if several else pull(batches, compat.steps_per_call(model))
-        own_data = bool(pulled) and is_divided(pulled[0])
+        self.has_own_data = own_data = bool(pulled) and is_divided(pulled[0])
         if pulled:
             if not own_data and environment.NPU_DEVICE_DIVISION.get() == "alike":
                 require_units(pulled[0], world.size)
@@ -148,8 +151,10 @@ class Function:
             start.synchronise(world, model, training, self._replica.root_for_once())
         self._parts = start.parts_of(model)
         self._sendable = bool(pulled) and can_be_sent(batches, pulled[0])
-        if own_data:
+        if own_data and type(self.source) is Divided:
             warn_if_all_the_same(world, start.digest(pulled))
+        elif own_data:
+            require_same_mark(world, int(tag_of(pulled[0])[1]))
         else:
             rows = int(rows_of(pulled[0])) if pulled else 0
             self.send_from_root(not same_everywhere(world, self.source, start.digest(pulled), rows))

@@ -36,6 +36,8 @@ from npu_device._src.training.fit.divided import Divided, with_equal_length
 from npu_device._src.training.fit.epochs import callbacks_of_rank, counters_from_root, silent
 from npu_device._src.training.fit.function import Function
 from npu_device._src.training.fit.optimizer import replicate_optimizer
+from npu_device._src.training.fit.pipeline import Pipeline
+from npu_device._src.training.fit.row_sequence import has_rows, rows_of_rank
 from npu_device._src.training.fit.sources import kinds_that_differ
 from npu_device._src.training.fit.step import predict_step, train_or_test_step
 from npu_device._src.training.same_variables import warn_if_different
@@ -135,8 +137,7 @@ class Replica:
         def fit(*args: Any, **kwargs: Any) -> Any:
             arguments = self._arguments(self.train, own, args, kwargs)
             self.test.source = arguments.get("validation_data")
-            if isinstance(self.test.source, Divided):
-                arguments.set("validation_data", with_equal_length(self.world, self.test.source))
+            self._set_data(arguments, "validation_data")
             callbacks = callbacks_of_rank(self.world, self.model, arguments.get("callbacks"), self._compare_batches)
             arguments.set("callbacks", callbacks)
             self._steps_per_epoch = lambda: _steps(callbacks)
@@ -175,22 +176,33 @@ class Replica:
     def _arguments(self, function: Function, own: Callable[..., Any], args: Any, kwargs: Any) -> Arguments:
         arguments = Arguments(self.model, own, args, kwargs)
         function.source = arguments.get("x")
-        if isinstance(function.source, Divided):
-            if function is self.predict:
-                raise TypeError(
-                    "predict gives the results of the whole data, in their order, and takes them whole; found "
-                    "npu.distribute.divided data.\nWhat to do: pass all of the data on every rank."
-                )
-            arguments.set("x", with_equal_length(self.world, function.source))
+        if function is not self.predict:
+            self._set_data(arguments, "x")
+        elif isinstance(function.source, Divided):
+            raise TypeError(
+                "predict gives the results of the whole data, in their order, and takes them whole; found data of "
+                "npu.distribute.divided or pipeline.\nWhat to do: pass all of the data on every rank."
+            )
         if not self.world.is_main:
             arguments.set("verbose", 0)
         return arguments
+
+    def _set_data(self, arguments: Arguments, name: str) -> None:
+        """Replace data of which each rank has its own part by what Keras takes."""
+        data = arguments.get(name)
+        if isinstance(data, Pipeline):
+            arguments.set(name, data.for_keras)
+        elif isinstance(data, Divided):
+            arguments.set(name, with_equal_length(self.world, data))
+        elif has_rows(self.model, data):
+            arguments.set(name, rows_of_rank(self.world, self.model, data))
 
     def _compare_batches(self) -> None:
         """Compare what the ranks' steps were given since the last comparison."""
         functions = {function.kind: function for function in (self.train, self.test, self.predict)}
         found = {kind: function.checksum.take() for kind, function in functions.items()}
-        for kind in kinds_that_differ(self.world, found, self.in_fit):
+        own_data = [kind for kind, function in functions.items() if function.has_own_data]
+        for kind in kinds_that_differ(self.world, found, self.in_fit, own_data):
             functions[kind].send_from_root(True)
 
 

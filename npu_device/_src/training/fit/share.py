@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 ROWS = "npu_device_rows"
-"""Key under which a data set that is divided already says how many samples of a batch count; see ``divided``."""
+"""Key of the tag in a batch that is divided already: how many samples count, and a mark; see ``divided``."""
 
 Number = Union[int, tf.Tensor]
 
@@ -124,9 +124,14 @@ def share_of_divided(data: Any, add_up: Callable[[tf.Tensor], tf.Tensor]) -> Sha
         data: as the data set gives it, with the number of samples that count inside.
         add_up: adds up a tensor over the ranks.
     """
-    rows = tf.cast((data[0] if isinstance(data, (tuple, list)) else data)[ROWS], tf.int32)
+    rows = tf.cast(tag_of(data)[0], tf.int32)
     inner = content(data)
     return Share(inner, rows, add_up(rows))
+
+
+def tag_of(data: Any) -> Any:
+    """Return the tag of a batch that is divided already, int64 of shape [2]; see ``divided.with_rows``."""
+    return (data[0] if isinstance(data, (tuple, list)) else data)[ROWS]
 
 
 def is_divided(data: Any) -> bool:

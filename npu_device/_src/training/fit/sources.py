@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -73,23 +74,25 @@ def can_be_sent(batches: Any, batch: Any) -> bool:
     )
 
 
-def kinds_that_differ(world: World, checksums: dict[str, int], in_fit: bool) -> list[str]:
+def kinds_that_differ(world: World, checksums: dict[str, int], in_fit: bool, own_data: Sequence[str]) -> list[str]:
     """Compare all batches since the last comparison, after the first batches were the same.
 
     Args:
         world: the ranks.
         checksums: those of this rank's batches, for ``"train"``, ``"test"`` and ``"predict"``.
         in_fit: an epoch of ``fit`` has ended. Else it was a call of ``evaluate`` or ``predict``.
+        own_data: the kinds of which each rank reads its own rows.
 
     Returns:
         The kinds whose batches rank 0 is to send to all ranks from now on, which a warning says.
 
     Raises:
-        ValueError: the ranks were given different data, and so the result of ``evaluate`` or ``predict`` is wrong.
+        ValueError: the ranks were given different data, and what came of them is wrong.
     """
     found = world.objects(checksums, "checksums of all batches")
     kinds = [kind for kind in checksums if len({each[kind] for each in found}) > 1]
-    if kinds and (world.is_main or not in_fit):
+    can_go_on = in_fit and not any(kind in own_data for kind in kinds)
+    if kinds and (world.is_main or not can_go_on):
         data = " and ".join(map(_USES.__getitem__, kinds))
         text = f"the {data} data were not the same on all ranks; only the first batches were:\n" + "\n".join(
             f"  {world.job.cluster.name_of(rank)}: checksum "
@@ -101,7 +104,7 @@ def kinds_that_differ(world: World, checksums: dict[str, int], in_fit: bool) -> 
             "on_epoch_end.\nWhat to do: use the same seed on every rank (npu.open(seed=1)); or pass this rank's part "
             "as npu.distribute.divided(dataset)."
         )
-        if not in_fit:
+        if not can_go_on:
             raise ValueError(f"{text}\nThe result is that of a mixture of them.\n{advice}")
         _log.warning(
             "%s\nThis epoch has used a mixture of them: some samples perhaps twice, and others not at all. From now on "
@@ -110,6 +113,19 @@ def kinds_that_differ(world: World, checksums: dict[str, int], in_fit: bool) -> 
             advice,
         )
     return kinds
+
+
+def require_same_mark(world: World, mark: int) -> None:
+    """Raise ValueError if the ranks take their rows from different first batches; see ``divided.with_rows``."""
+    marks = world.objects(mark, "mark of the first batch")
+    if len(set(marks)) > 1:
+        rows = "\n".join(f"  {world.job.cluster.name_of(rank)}: checksum {each}" for rank, each in enumerate(marks))
+        raise ValueError(
+            f"the ranks take their rows from different batches; the first samples of the first batch differ:\n{rows}\n"
+            "Likely cause: the source of the pipeline is read or shuffled in another order on each rank, or a Sequence "
+            "with rows() shuffles by a seed of its own.\nWhat to do: use the same seed on every rank "
+            "(npu.open(seed=1)), and interleave(…, deterministic=True)."
+        )
 
 
 def warn_if_all_the_same(world: World, digest: int) -> None:

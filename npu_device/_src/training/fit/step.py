@@ -21,7 +21,7 @@ from npu_device._src.training.fit import batch_norm
 from npu_device._src.training.fit.current import CurrentStep, current_step, running
 from npu_device._src.training.fit.losses_metrics import Losses, Metrics
 from npu_device._src.training.fit.randomness import NumbersOfRank
-from npu_device._src.training.fit.share import Share, is_divided, share_of_batch, share_of_divided
+from npu_device._src.training.fit.share import Share, is_divided, share_of_batch, share_of_divided, tag_of
 from npu_device._src.training.world import World
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def predict_step(function: Function, own: Callable[[Any], Any]) -> Callable[[Any
 def _take(function: Function, data: Any) -> Any:
     """Return the batch to work on: rank 0's, if the ranks' differ; else it is counted in their checksum."""
     if is_divided(data):
+        function.checksum.add(tag_of(data)[1])
         return data
     if not function.from_root:
         function.checksum.add(data)
@@ -96,17 +97,21 @@ class RunningChecksum:
 
     def add(self, batch: Any) -> None:
         """Add a batch: nested tensors, dense, sparse or ragged, and ``None``. May be called in a graph."""
-        value = self._value.read_value()
-        for leaf in tf.nest.flatten(batch, expand_composites=True):
-            if leaf is not None:
-                value = value * 31 + _checksum(tf.convert_to_tensor(leaf))
-        self._value.assign(value)
+        self._value.assign(checksum_of(batch, self._value.read_value()))
 
     def take(self) -> int:
         """Return the checksum, and begin anew."""
         value = int(self._value)
         self._value.assign(0)
         return value
+
+
+def checksum_of(batch: Any, value: Any = 0) -> Any:
+    """Return the checksum of nested tensors, an int64 of shape [], beginning with another one's."""
+    for leaf in tf.nest.flatten(batch, expand_composites=True):
+        if leaf is not None:
+            value = value * 31 + _checksum(tf.convert_to_tensor(leaf))
+    return tf.cast(value, tf.int64)
 
 
 def _checksum(tensor: tf.Tensor) -> tf.Tensor | int:

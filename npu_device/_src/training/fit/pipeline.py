@@ -1,0 +1,231 @@
+"""``npu.distribute.pipeline``: an input pipeline whose map runs for this rank's rows only.
+
+Every rank reads the source, which should be cheap: file names, records, indices. Each batch's rows are cut before the
+map, so that batches, order and numbers are those of one process.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from typing import Any, Callable
+
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.training.fit.divided import Divided, with_rows
+from npu_device._src.training.fit.share import run_of
+from npu_device._src.training.fit.step import checksum_of
+from npu_device._src.training.world import World, world_unless_child
+
+_RANDOM = re.compile(
+    "Random|Multinomial|TruncatedNormal|ParameterizedTruncated|Stateful(?!Partitioned)|Rng|SampleDistorted|"
+    r"\w*CandidateSampler"
+)
+_STATEFUL = re.compile(r"Assign|Resource(?!Gather)|(Eager)?PyFunc$|LookupTable(Insert|Import|Remove)|Queue|Stack|Barrier")
+_WHOLE_BATCHES = ("prefetch", "repeat", "skip", "take")
+_AFTER_BATCH = (
+    "{name}() after npu.distribute.pipeline isn't divided among the ranks: each rank has only its rows of a batch.\n"
+    "What to do: {remedy}; what is left as it is: {allowed}. For what treats each sample by itself, .dataset is the "
+    "tf.data.Dataset of this rank's rows."
+)
+_REMEDIES = {
+    "map": "do it in pipeline's map, for one sample; what mixes the samples of a batch belongs into the model's step",
+    "padded_batch": "pad each sample to a fixed length in pipeline's map, and pass batch=",
+    "batch": "pass batch= to pipeline",
+    "shuffle": "shuffle the source",
+    "cache": "cache the source",
+}
+
+
+class Pipeline(Divided):
+    """The batches of ``pipeline`` on several ranks; pass it to a replicated model's ``fit``, or iterate over it.
+
+    ``prefetch``, ``repeat``, ``skip`` and ``take`` act on whole batches, and return a pipeline again. What would act on
+    the samples of a batch raises an AttributeError, with the remedy.
+
+    Attributes:
+        dataset: this rank's rows of each batch, in the last ones perhaps none.
+        for_keras: the same with the number of rows inside; a batch without rows has one that doesn't count.
+    """
+
+    def __init__(self, tagged: tf.data.Dataset, whole: bool) -> None:
+        """Make it of a data set with the rows' tags and the rows; ``whole`` if all batches are full."""
+        self._tagged, self._whole = tagged, whole
+        super().__init__(tagged.map(_rows if whole else _rows_that_count))
+        self.for_keras = tagged.map(_with_tag)
+
+    def __iter__(self) -> Any:
+        return iter(self.dataset)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("element_spec", "cardinality", "as_numpy_iterator"):
+            return getattr(self.dataset, name)
+        if name in _WHOLE_BATCHES:
+            return lambda *args, **kwargs: Pipeline(getattr(self._tagged, name)(*args, **kwargs), self._whole)
+        if name.startswith("_") or not hasattr(tf.data.Dataset, name):
+            raise AttributeError(f"a pipeline has no attribute {name!r}")
+        remedy = _REMEDIES.get(name, "apply it to the source")
+        raise AttributeError(_AFTER_BATCH.format(name=name, remedy=remedy, allowed=", ".join(_WHOLE_BATCHES)))
+
+
+def pipeline(
+    source: Any,
+    map: Callable[..., Any],
+    batch: int,
+    *,
+    seed: int | None = None,
+    drop_remainder: bool = False,
+    num_parallel_calls: int = tf.data.AUTOTUNE,
+) -> Any:
+    """Return the batches of ``source.map(map).batch(batch)``; on several ranks each maps its own rows only.
+
+    Args:
+        source: a ``tf.data.Dataset`` of single elements that are cheap to read, the same in the same order on every
+            rank: file names, records, indices. It may shuffle, with a seed, repeat, cache, interleave and prefetch.
+        map: the expensive part: gets an element as in ``tf.data.Dataset.map``, and returns a sample.
+        batch: samples in a batch over all ranks together; any number.
+        seed: if given, ``map`` gets a further argument: the sample's own seed, int64 of shape [2], for
+            ``tf.random.stateless_*`` and ``tf.image.stateless_random_*``. It is another one in each epoch.
+        drop_remainder: leave a smaller last batch out.
+        num_parallel_calls: calls of ``map`` at the same time on this rank.
+
+    Returns:
+        A ``tf.data.Dataset`` on a single device. On several ranks a ``Pipeline``: an argument of a replicated model's
+        ``fit`` or ``evaluate``, or an iterable of this rank's rows of each batch. Rows of neighbouring ranks are
+        neighbours in the batch. All ranks have the same number of batches; in a smaller last batch, some may have no
+        rows.
+
+    Raises:
+        TypeError: ``source`` isn't a ``tf.data.Dataset``, ``map`` can't be called, or ``batch`` isn't an integer.
+        ValueError: ``batch`` isn't positive. On several ranks also: ``map`` draws random numbers without a seed of the
+            sample's own, calls Python, or changes variables; ``source`` is shuffled without a seed, or differs.
+
+    >>> import tensorflow as tf, npu_device as npu
+    >>> batches = npu.distribute.pipeline(tf.data.Dataset.range(5), lambda number: 10 * number, batch=3)
+    >>> [each.tolist() for each in batches.as_numpy_iterator()]  # a single device
+    [[0, 10, 20], [30, 40]]
+    """
+    if not isinstance(source, tf.data.Dataset):
+        raise TypeError(
+            f"expected a tf.data.Dataset as the source of a pipeline; found a {type(source).__name__}.\n"
+            "What to do: make one, for instance tf.data.Dataset.from_tensor_slices(file_names)."
+        )
+    if not callable(map):
+        raise TypeError(f"expected a function as the map of a pipeline; found a {type(map).__name__}")
+    size = operator.index(batch)
+    if size < 1:
+        raise ValueError(f"the batch of a pipeline must have 1 sample or more; found {size}")
+    if seed is not None:
+        seeds = tf.data.Dataset.random(seed, rerandomize_each_iteration=True).batch(2, drop_remainder=True)
+        source = tf.data.Dataset.zip((source, seeds))
+
+    def call(element: Any) -> Any:
+        if seed is None:
+            return map(*element) if isinstance(element, tuple) else map(element)
+        inner, own = element
+        return map(*inner, own) if isinstance(inner, tuple) else map(inner, own)
+
+    def call_parts(*parts: Any) -> Any:
+        return call(parts if len(parts) > 1 or isinstance(source.element_spec, tuple) else parts[0])
+
+    world = world_unless_child()
+    if world is None:
+        mapped = source.map(call_parts, num_parallel_calls)
+        return mapped.batch(size, drop_remainder).prefetch(tf.data.AUTOTUNE)
+    _require_pure(call, source.element_spec)
+    _require_same(world, source)
+    options = tf.data.Options()
+    options.deterministic = True  # or each rank would have an order of its own
+    source = source.with_options(options)
+    first, last = (place * size // world.size for place in (world.rank, world.rank + 1))
+    rows = source.window(size, drop_remainder=drop_remainder).flat_map(_cut(first, last))
+    mapped = rows.map(lambda tag, element: (tag, call(element)), num_parallel_calls)
+    whole = drop_remainder and last > first
+    tagged = mapped.batch(max(last - first, 1), drop_remainder)
+    count = int(source.cardinality())
+    if count >= 0:
+        count = count // size if drop_remainder else -(-count // size)
+    if count != tf.data.UNKNOWN_CARDINALITY:
+        tagged = tagged.apply(tf.data.experimental.assert_cardinality(count))
+    return Pipeline(tagged.prefetch(tf.data.AUTOTUNE), whole)
+
+
+def _cut(first: int, last: int) -> Callable[..., tf.data.Dataset]:
+    """Return what makes, of a batch's elements, a data set of one rank's elements with their tags.
+
+    A tag has 1 for a row that counts, and the checksum of the batch's first element. A rank without rows gets one that
+    doesn't count. All batches but the last have the same number of rows on a rank, and so can be batched again.
+    """
+
+    def cut(*window: Any) -> tf.data.Dataset:
+        elements = tf.data.Dataset.zip(window) if len(window) > 1 else _zipped(window[0])
+        total = elements.cardinality()
+        rows = tf.clip_by_value(total - first, 0, last - first)
+        checksum = checksum_of(elements.take(1).get_single_element())
+        tag = tf.stack([tf.cast(rows > 0, tf.int64), checksum])
+        mine = elements.skip(tf.minimum(tf.constant(first, tf.int64), total - 1)).take(tf.maximum(rows, 1))
+        return tf.data.Dataset.zip((tf.data.Dataset.from_tensors(tag).repeat(), mine))
+
+    return cut
+
+
+def _zipped(window: Any) -> tf.data.Dataset:
+    return window if isinstance(window, tf.data.Dataset) else tf.data.Dataset.zip(window)
+
+
+def _with_tag(tags: tf.Tensor, rows: Any) -> Any:
+    return with_rows(tf.stack([tf.reduce_sum(tags[:, 0]), tags[0, 1]]), rows)
+
+
+def _rows(tags: tf.Tensor, rows: Any) -> Any:
+    return rows
+
+
+def _rows_that_count(tags: tf.Tensor, rows: Any) -> Any:
+    return run_of(rows, tf.shape(tags)[0], 0, tf.cast(tf.reduce_sum(tags[:, 0]), tf.int32))
+
+
+def _require_pure(call: Callable[[Any], Any], spec: Any) -> None:
+    """Raise ValueError for a map whose result depends on more than its arguments."""
+    graph = tf.function(call).get_concrete_function(spec).graph.as_graph_def()
+    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+    kinds = dict.fromkeys(node.op for node in nodes)
+    if random := [kind for kind in kinds if _RANDOM.match(kind)]:
+        raise ValueError(
+            f"the map of a pipeline draws random numbers ({', '.join(random)}), which would be others on several ranks "
+            "than on one.\nWhat to do: call npu.distribute.pipeline(…, seed=1). The map then gets a seed for each "
+            "sample as its last argument; draw with tf.random.stateless_uniform(shape, seed), or "
+            "tf.image.stateless_random_flip_left_right(image, seed)."
+        )
+    if stateful := [kind for kind in kinds if _STATEFUL.match(kind)]:
+        raise ValueError(
+            f"the map of a pipeline calls Python, or changes a state ({', '.join(stateful)}): it may give other "
+            "samples on several ranks than on one.\nWhat to do: use TensorFlow's operations; for Python code whose "
+            "result depends on its arguments only, tf.numpy_function(…, stateful=False). What counts or adapts belongs "
+            "into the source, which all ranks read, or let each rank read its own part, by npu.distribute.divided."
+        )
+
+
+def _require_same(world: World, source: tf.data.Dataset) -> None:
+    """Raise ValueError for a source that has another order or length on each rank, as far as its making tells."""
+    seeds = compat.shuffle_seeds(source)
+    if any(set(pair) == {0} for pair in seeds):
+        raise ValueError(
+            "the source of a pipeline is shuffled without a seed, in another order on each rank.\nWhat to do: "
+            "shuffle(…, seed=1), list_files(…, seed=1), or npu.open(seed=1) right after the imports."
+        )
+    found = world.objects([[list(pair) for pair in seeds], int(source.cardinality())], "source of a pipeline")
+    if any(other != found[0] for other in found):
+        rows = "\n".join(
+            f"  {world.job.cluster.name_of(rank)}: length {length}, seeds of shuffle {pairs}"
+            for rank, (pairs, length) in enumerate(found)
+        )
+        raise ValueError(
+            f"the ranks have different sources for a pipeline (length -1: endless, -2: unknown):\n{rows}\n"
+            "What to do: give every rank the whole source, and shuffle the same seed on every rank; pipeline divides "
+            "it. For data that are divided already, use npu.distribute.divided."
+        )

@@ -1,0 +1,262 @@
+"""``npu.distribute.pipeline``, and ``rows`` of a Sequence: one process's batches, of which each rank makes its part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fit_models import compile_model, make_model, outcome, samples
+from pool import Pool
+from test_replicate import compare, same
+
+SAMPLES = 31
+KINDS = ("shuffled", "repeated", "cached", "records", "seeds", "structures", "odd", "tiny", "full")
+
+
+_alone: dict[str, Any] = {}
+
+
+def _made(kind: str, directory: str) -> Any:
+    """Return a pipeline of one kind."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    numbers = tf.data.Dataset.range(11)
+
+    def square(number: Any) -> Any:
+        if number > 4:  # AutoGraph converts the map
+            number = -number
+        return number * number
+
+    if kind == "shuffled":
+        return npu.distribute.pipeline(numbers.shuffle(20, seed=3).prefetch(2), square, 4)
+    if kind == "repeated":
+        return npu.distribute.pipeline(numbers.repeat(2), square, 4).repeat(2).take(9)
+    if kind == "cached":
+        return npu.distribute.pipeline(numbers.map(lambda number: number + 1).cache(), square, 3)
+    if kind == "records":
+        files = tf.data.Dataset.list_files(f"{directory}/*.records", seed=5)
+        records = files.interleave(tf.data.TFRecordDataset, num_parallel_calls=2)
+        return npu.distribute.pipeline(records, lambda record: tf.io.decode_raw(record, tf.uint8)[0], 4)
+    if kind == "seeds":
+        noisy = lambda number, seed: (number, tf.random.stateless_normal([2], seed))  # noqa: E731
+        return npu.distribute.pipeline(numbers, noisy, 4, seed=7)
+    if kind == "structures":
+        pairs = tf.data.Dataset.zip((numbers, numbers.map(lambda number: {"text": tf.strings.as_string(number)})))
+        return npu.distribute.pipeline(pairs, lambda one, other: {"a": (one, other["text"]), "b": [[one]] * 2}, 5)
+    batch = {"odd": 7, "tiny": 1, "full": 4}[kind]
+    python = lambda number: tf.numpy_function(abs, [number], tf.int64, stateful=False)  # noqa: E731
+    return npu.distribute.pipeline(numbers, python, np.int64(batch), drop_remainder=kind == "full")
+
+
+def body_batches(directory: str) -> dict[str, Any]:
+    """Two epochs of each pipeline, by kind, and what it says of itself."""
+    import tensorflow as tf
+
+    found: dict[str, Any] = {}
+    for kind in KINDS:
+        data = _made(kind, directory)
+        epochs = [
+            [tf.nest.map_structure(lambda leaf: leaf.numpy(), each, expand_composites=True) for each in data]
+            for _ in range(2)
+        ]
+        spec = tf.nest.map_structure(lambda each: (str(each.shape[1:]), each.dtype.name), data.element_spec)
+        found[kind] = epochs, int(data.cardinality()), repr(spec)
+    return found
+
+
+def test_batches_are_those_of_one_process(several_ranks: Pool, single: Pool, tmp_path: Path) -> None:
+    import tensorflow as tf
+
+    for file in range(3):
+        with tf.io.TFRecordWriter(f"{tmp_path}/{file}.records") as writer:
+            for record in range(3 + file):
+                writer.write(bytes([10 * file + record]))
+    if not _alone:  # the records are the same for all numbers of ranks
+        _alone.update(single.run(body_batches, str(tmp_path))[0])
+    ranks = several_ranks.run(body_batches, str(tmp_path))
+    for kind, (epochs, length, spec) in _alone.items():
+        assert [rank[kind][1:] for rank in ranks] == [(length, spec)] * several_ranks.size, kind
+        for epoch, batches in enumerate(epochs):
+            assert [len(rank[kind][0][epoch]) for rank in ranks] == [len(batches)] * several_ranks.size, kind
+            for step, batch in enumerate(batches):
+                parts = [rank[kind][0][epoch][step] for rank in ranks]
+                together = tf.nest.map_structure(lambda *leaves: np.concatenate(leaves), *parts)
+                tf.nest.map_structure(np.testing.assert_array_equal, together, batch)
+                if kind in ("shuffled", "cached", "odd"):
+                    assert max(map(len, parts)) <= -(-len(batches[0]) // several_ranks.size)
+
+
+def body_fit(kind: str, batch: int, directory: str) -> Any:
+    """``fit`` with validation, and ``evaluate``: on a pipeline, or on a Sequence with ``rows``."""
+    import tensorflow as tf
+    from checkpoint_bodies import warnings_of_package
+
+    import npu_device as npu
+
+    del directory
+    x, y = samples(SAMPLES)
+    made: list[int] = []
+
+    class Data(tf.keras.utils.Sequence):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.order = np.arange(SAMPLES)
+
+        def __len__(self) -> int:
+            return -(-SAMPLES // batch)
+
+        def __getitem__(self, index: int) -> Any:
+            return self.rows(index, 0, batch)
+
+        def rows(self, index: int, start: int, stop: int) -> Any:
+            end = min((index + 1) * batch, SAMPLES)
+            chosen = self.order[index * batch + start : min(index * batch + stop, end)]
+            made.append(len(chosen))
+            return x[chosen], y[chosen]
+
+        def on_epoch_end(self) -> None:
+            np.random.shuffle(self.order)
+
+    def data() -> Any:
+        if kind == "sequence":
+            return Data()
+        indices = tf.data.Dataset.range(SAMPLES).shuffle(SAMPLES, seed=3)
+        return npu.distribute.pipeline(indices, lambda index: (tf.gather(x, index), tf.gather(y, index)), batch)
+
+    model = make_model("functional")
+    compile_model(model)
+    model = npu.distribute.replicate(model)
+    tf.keras.utils.set_random_seed(4)
+    with warnings_of_package() as said:
+        train, valid = data(), data()
+        history = model.fit(train, validation_data=valid, epochs=2, verbose=0, class_weight={0: 2.0, 1: 1.0, 2: 0.5})
+        scores = model.evaluate(valid, verbose=0, return_dict=True)
+    assert said == []
+    if kind == "sequence" and npu.distribute.size() > 1:  # whole is the first batch, at the beginning of each call
+        assert sum(rows > 1 + batch // npu.distribute.size() for rows in made) <= 3
+    return outcome(model, history, scores={key: float(value) for key, value in scores.items()})
+
+
+@pytest.mark.parametrize(("kind", "batch"), [("pipeline", 9), ("sequence", 9), ("pipeline", 1), ("sequence", 1)])
+def test_fit_is_that_of_one_process(
+    several_keras_ranks: Pool, keras_single: Pool, kind: str, batch: int, tmp_path: Path
+) -> None:
+    compare(several_keras_ranks, keras_single, body_fit, kind, batch, directory=tmp_path)
+
+
+def body_loop() -> Any:
+    """A loop of one's own in a function: sums of the ranks' gradients, over the samples of all."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    x, y = samples(SAMPLES)
+    data = npu.distribute.pipeline(
+        tf.data.Dataset.from_tensor_slices((x, y)).shuffle(SAMPLES, seed=2), lambda x, y: (2 * x, y), 12
+    )
+    model = make_model("functional")
+    npu.distribute.broadcast(model.variables)
+
+    @tf.function
+    def step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            losses = tf.keras.losses.sparse_categorical_crossentropy(y, model(x), from_logits=True)
+            loss = tf.reduce_sum(losses)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        *gradients, count = npu.distribute.all_reduce([*gradients, tf.cast(tf.shape(y)[0], tf.float32)], "sum")
+        for variable, gradient in zip(model.trainable_variables, gradients):
+            variable.assign_sub(0.1 * gradient / count)
+
+    for _ in range(2):
+        for x, y in data:
+            step(x, y)
+    return [np.asarray(value) for value in model.get_weights()]
+
+
+def test_a_loop_trains_as_one_process(two_ranks: Pool, single: Pool) -> None:
+    [alone] = single.run(body_loop)
+    for weights in two_ranks.run(body_loop):
+        same(weights, alone)
+
+
+def body_refused() -> list[str]:
+    """The messages of what can't be divided."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    rank = npu.distribute.rank()
+    numbers = tf.data.Dataset.range(8)
+    total = tf.Variable(0, dtype=tf.int64)
+
+    def flip(number: Any) -> Any:
+        return tf.image.random_flip_left_right(tf.fill([2, 2, 1], number))
+
+    def count(number: Any) -> Any:
+        return total.assign_add(number)
+
+    def python(number: Any) -> Any:
+        return tf.py_function(abs, [number], tf.int64)
+
+    class Wrong(tf.keras.utils.Sequence):  # type: ignore[misc]
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> Any:
+            return np.full([4, 6], index, np.float32), np.arange(4)
+
+        def rows(self, index: int, start: int, stop: int) -> Any:
+            return np.full([stop - start, 6], index, np.float32), np.arange(stop - start)
+
+    def fit(data: Any) -> Any:
+        model = make_model("functional")
+        compile_model(model)
+        npu.distribute.replicate(model).fit(data, verbose=0)
+
+    pipeline = npu.distribute.pipeline
+    plain = pipeline(numbers, lambda number: number, 4)
+    own_order = tf.data.Dataset.from_tensor_slices(np.roll(samples(8)[0], rank))
+    calls: list[Any] = [
+        lambda: pipeline(numbers, flip, 4),
+        lambda: pipeline(numbers, count, 4),
+        lambda: pipeline(numbers, python, 4),
+        lambda: plain.padded_batch(4),
+        lambda: plain.map(abs),
+        lambda: pipeline(numbers.shuffle(8), abs, 4),
+        lambda: pipeline(numbers.shuffle(8, seed=rank), abs, 4),
+        lambda: fit(pipeline(own_order, lambda x: (x, 0), 4)),
+        lambda: fit(Wrong()),
+        lambda: pipeline([1, 2], abs, 4),
+        lambda: pipeline(numbers, abs, 0),
+        lambda: make_model("functional") and npu.distribute.replicate(make_model("functional")).predict(plain),
+    ]
+    said = []
+    for call in calls:
+        with pytest.raises((AttributeError, TypeError, ValueError)) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_cannot_be_divided_is_refused(two_ranks: Pool) -> None:
+    wanted = [
+        ["random numbers (RandomUniform", "seed=1", "stateless_random_flip_left_right"],
+        ["AssignAddVariableOp", "npu.distribute.divided"],
+        ["EagerPyFunc", "stateful=False"],
+        ["padded_batch() after", "fixed length"],
+        ["map() after", "pipeline's map", ".dataset"],
+        ["without a seed", "npu.open(seed=1)"],
+        ["different sources", "rank 1", "same seed"],
+        ["different batches", "rank 1", "deterministic=True"],
+        ["rows(0, ", "on ranks 1", "samples from start"],
+        ["expected a tf.data.Dataset", "list"],
+        ["1 sample or more; found 0"],
+        ["predict", "pass all of the data"],
+    ]
+    for said in two_ranks.run(body_refused):
+        for text, parts in zip(said, wanted):
+            assert all(part in text for part in parts), text
