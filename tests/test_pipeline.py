@@ -183,6 +183,37 @@ def test_a_loop_trains_as_one_process(two_ranks: Pool, single: Pool) -> None:
         same(weights, alone)
 
 
+def body_slow_input() -> list[str]:
+    """The warnings of a ``fit`` that waits for its data."""
+    import time
+
+    import tensorflow as tf
+    from checkpoint_bodies import warnings_of_package
+
+    import npu_device as npu
+
+    def slow(x: Any) -> Any:
+        time.sleep(0.05)
+        return x
+
+    def prepare(x: Any, y: Any) -> Any:
+        return tf.ensure_shape(tf.numpy_function(slow, [x], tf.float32), [4, 6]), y
+
+    x, y = samples(4 * 28)
+    model = make_model("functional")
+    compile_model(model)
+    with warnings_of_package() as said:
+        dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(4).map(prepare)
+        npu.distribute.replicate(model).fit(dataset, verbose=0)
+    return said
+
+
+def test_input_that_takes_a_quarter_of_a_step_is_named_once(keras_two_ranks: Pool) -> None:
+    [text], others = keras_two_ranks.run(body_slow_input)
+    assert others == []
+    assert text.startswith("input takes ") and "npu.distribute.pipeline(source, map, batch)" in text
+
+
 def body_refused() -> list[str]:
     """The messages of what can't be divided."""
     import tensorflow as tf

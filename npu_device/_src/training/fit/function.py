@@ -9,6 +9,7 @@ from npu_device._src.training import training_state
 from npu_device._src.training.fit import first_step, randomness, start
 from npu_device._src.training.fit.batches import again, pull
 from npu_device._src.training.fit.divided import Divided
+from npu_device._src.training.fit.input_wait import InputWait
 from npu_device._src.training.fit.randomness import NumbersOfRank
 from npu_device._src.training.fit.share import Share, content, is_divided, require_units, rows_of, tag_of
 from npu_device._src.training.fit.sources import can_be_sent, require_same_mark, same_everywhere, warn_if_all_the_same
@@ -60,13 +61,17 @@ class Function:
         self._checked = ""
         self._sendable = False
         self._has_drawn = False
+        self._input_wait = InputWait() if kind == "train" and self.world.is_main else None
 
     def __call__(self, batches: Any) -> Any:
         """Run a step, or several; Keras calls this with an iterator, or (to predict, in Keras 3) with a list."""
         if self._begins:
             self._begins = False
             batches = self._start(batches)
-        return self._kerass(batches)
+        if self._input_wait is None or self._input_wait.is_over:
+            return self._kerass(batches)
+        steps = compat.steps_per_call(self.model)
+        return self._input_wait.call(self._kerass, batches, steps, self.has_own_data)
 
     def make(self, force: bool = False) -> Function:
         """Make the model's function, unless it is there; Keras calls this at the beginning of each ``fit``."""

@@ -36,7 +36,7 @@ def lines(world: World, model: Any, rows: int | None, steps: int | None, checked
     hosts = Counter(world.job.cluster.hosts)
     where = ", ".join(f"{count} on {host}" for host, count in hosts.items())
     if rows is None:
-        batch = "each rank's own batches (divided data)"
+        batch = "each rank reads its own samples"
     else:
         least, most = rows // world.size, -(-rows // world.size)
         batch = f"{rows} samples, {most if least == most else f'{least} or {most}'} per rank"

@@ -1,0 +1,85 @@
+"""How long rank 0 waits for its batches in ``fit``; a warning, once, if that is more than a quarter of a step."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from typing import Any, Callable
+
+import tensorflow as tf
+
+from npu_device._src.training.fit.batches import again, pull
+
+_log = logging.getLogger("npu_device")
+
+_LOOKS = (20, 200, 2000)  # calls of the train function before the waits are timed
+_CALLS = 5  # that are timed in a row: one that fills a buffer doesn't count
+_SHARE = 0.25  # of a step
+_LEAST_SECONDS = 0.01  # below which a busy machine would raise the alarm
+
+_WHOLE = (
+    "Each rank prepares the whole batch and keeps its share.\nWhat to do: let each rank prepare its own samples only, by "
+    "npu.distribute.pipeline(source, map, batch), by rows(index, start, stop) of a Sequence, or from files of its own, "
+    "by npu.distribute.divided."
+)
+_OWN = (
+    "Each rank prepares its own samples only.\nWhat to do: cache what is prepared, raise num_parallel_calls, start "
+    "fewer ranks on each host, or use more hosts."
+)
+
+
+class InputWait:
+    """Times some calls of a train function, in which the batches are taken here instead of in the function.
+
+    Attributes:
+        is_over: the warning is given, or no look is left.
+    """
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._calls = 0
+        self._looks = list(_LOOKS)
+        self._found: list[tuple[float, float]] = []
+
+    def call(self, function: Callable[[Any], Any], batches: Any, steps: int, own_data: bool) -> Any:
+        """Call a train function.
+
+        Args:
+            function: Keras's.
+            batches: its iterator.
+            steps: the number of steps in a call.
+            own_data: each rank prepares its own samples only.
+        """
+        self._calls += 1
+        if self._calls <= self._looks[0]:
+            return function(batches)
+        began = time.perf_counter()
+        pulled = pull(batches, steps)
+        taken = time.perf_counter()
+        if not pulled:  # the function says so in Keras's way
+            return function(batches)
+        logs = function(again(batches, pulled))
+        for leaf in tf.nest.flatten(logs):
+            if tf.is_tensor(leaf):
+                leaf.numpy()  # a GPU may still work on it
+        self._found.append((taken - began, time.perf_counter() - began))
+        if len(self._found) == _CALLS:
+            self._judge(steps, own_data)
+        return logs
+
+    def _judge(self, steps: int, own_data: bool) -> None:
+        waited, whole = (statistics.median(each) / steps for each in zip(*self._found))
+        share = statistics.median(wait / both for wait, both in self._found)
+        self._looks.pop(0)
+        self._found.clear()
+        self.is_over = not self._looks
+        if waited >= _LEAST_SECONDS and share > _SHARE:
+            self.is_over = True
+            _log.warning(
+                "input takes %.0f ms of a step's %.0f ms (%.0f %%): so long did rank 0 wait for each of its batches. %s",
+                1e3 * waited,
+                1e3 * whole,
+                100 * share,
+                _OWN if own_data else _WHOLE,
+            )
