@@ -107,7 +107,7 @@ def body_fit(kind: str, batch: int, directory: str) -> Any:
             self.order = np.arange(SAMPLES)
 
         def __len__(self) -> int:
-            return -(-SAMPLES // batch)
+            return (SAMPLES + batch - 1) // batch
 
         def __getitem__(self, index: int) -> Any:
             return self.rows(index, 0, batch)

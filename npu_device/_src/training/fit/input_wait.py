@@ -19,9 +19,9 @@ _SHARE = 0.25  # of a step
 _LEAST_SECONDS = 0.01  # below which a busy machine would raise the alarm
 
 _WHOLE = (
-    "Each rank prepares the whole batch and keeps its share.\nWhat to do: let each rank prepare its own samples only, by "
-    "npu.distribute.pipeline(source, map, batch), by rows(index, start, stop) of a Sequence, or from files of its own, "
-    "by npu.distribute.divided."
+    "Each rank prepares the whole batch and keeps its share.\nWhat to do: let each rank prepare its own samples only, "
+    "by npu.distribute.pipeline(source, map, batch), by rows(index, start, stop) of a Sequence, or "
+    "from files of its own by npu.distribute.divided."
 )
 _OWN = (
     "Each rank prepares its own samples only.\nWhat to do: cache what is prepared, raise num_parallel_calls, start "
@@ -77,7 +77,7 @@ class InputWait:
         if waited >= _LEAST_SECONDS and share > _SHARE:
             self.is_over = True
             _log.warning(
-                "input takes %.0f ms of a step's %.0f ms (%.0f %%): so long did rank 0 wait for each of its batches. %s",
+                "input takes %.0f ms of a step's %.0f ms (%.0f %%): so long did rank 0 wait for each batch. %s",
                 1e3 * waited,
                 1e3 * whole,
                 100 * share,

@@ -22,7 +22,9 @@ _RANDOM = re.compile(
     "Random|Multinomial|TruncatedNormal|ParameterizedTruncated|Stateful(?!Partitioned)|Rng|SampleDistorted|"
     r"\w*CandidateSampler"
 )
-_STATEFUL = re.compile(r"Assign|Resource(?!Gather)|(Eager)?PyFunc$|LookupTable(Insert|Import|Remove)|Queue|Stack|Barrier")
+_STATEFUL = re.compile(
+    r"Assign|Resource(?!Gather)|(Eager)?PyFunc$|LookupTable(Insert|Import|Remove)|Queue|Stack|Barrier"
+)
 _WHOLE_BATCHES = ("prefetch", "repeat", "skip", "take")
 _AFTER_BATCH = (
     "{name}() after npu.distribute.pipeline isn't divided among the ranks: each rank has only its rows of a batch.\n"

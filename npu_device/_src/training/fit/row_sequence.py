@@ -38,7 +38,7 @@ def rows_of_rank(world: World, model: Any, data: Any) -> Any:
     first, last = (place * batch // world.size for place in (world.rank, world.rank + 1))
     _require_same_rows(world, whole, data.rows(0, first, last), first, last)
 
-    class Rows(compat.keras_of(model).utils.Sequence):  # type: ignore[misc, name-defined]
+    class Rows(compat.keras_of(model).utils.Sequence):  # type: ignore[misc]
         """The rows of this rank; a batch without any has one that doesn't count."""
 
         def __len__(self) -> int:
