@@ -160,7 +160,9 @@ def test_a_model_that_cant_be_built_before_its_first_step(keras_two_ranks: Pool)
 
 @pytest.mark.parametrize("case", ["sharded", "eager_steps"])
 def test_what_cant_be_sent_before_the_first_step_is_said(keras_two_ranks: Pool, case: str) -> None:
-    part = {"sharded": "the ranks' optimizers have different variables", "eager_steps": "in the first 2 steps"}[case]
+    part = {"sharded": "the optimizers of the ranks have different variables", "eager_steps": "in the first 2 steps"}[
+        case
+    ]
     for warnings in keras_two_ranks.run(body_warned, case):
         assert len(warnings) == 1
         assert part in warnings[0]

@@ -119,7 +119,7 @@ def test_a_frozen_hub_is_an_error_that_says_so(tmp_path: Path) -> None:
     os.kill(hub, signal.SIGSTOP)
     [result] = job.finish(processes[1:], timeout=40)
     assert result.code == 1
-    assert "the job's hub has not answered for 7 s" in result.output
+    assert "the hub of the job has not answered for 7 s" in result.output
     processes[0].kill()
     processes[0].wait()
     os.kill(hub, signal.SIGKILL)
@@ -137,7 +137,7 @@ def test_a_killed_hub_is_an_error_of_every_rank(tmp_path: Path) -> None:
     os.kill(_hub_of(processes[0].pid), signal.SIGKILL)
     for result in job.finish(processes, timeout=20):
         assert result.code == 1
-        assert "the connection to the job's hub has ended" in result.output
+        assert "the connection to the hub of the job has ended" in result.output
         assert "What to do" in result.output
 
 
@@ -343,7 +343,7 @@ health.require_running()
         output = log.read_text()
         assert _stamp(output, "noticed") - cut < 15, output
     assert "rank 1 on host node1 is gone" in logs[0].read_text()
-    assert "the job's hub" in logs[1].read_text()
+    assert "the hub of the job" in logs[1].read_text()
 
 
 # Many ranks

@@ -56,7 +56,7 @@ finally:
         assert result.code == 1, result.output
         told = [place for place in killed if f"rank {place} on host" in result.output]
         assert told, result.output
-        assert "is gone: its process ended or was killed" in result.output or "the job's hub" in result.output
+        assert "is gone: its process ended or was killed" in result.output or "the hub of the job" in result.output
 
 
 def test_a_rank_killed_after_the_last_step(tmp_path: Path) -> None:

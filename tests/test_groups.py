@@ -124,7 +124,7 @@ EXPECTED_TEXTS = {
     "no number": "rank_num is '2'",
     "empty name": "1 to 127 bytes",
     "long name": "it has 128 bytes",
-    "no name": "group 5 is not a group's name",
+    "no name": "group 5 is not the name of a group",
     "the world": "all 4 ranks",
     "destroy the world": "can't be destroyed",
     "destroy nothing": "no group named 'nope'",

@@ -96,6 +96,6 @@ def test_a_lost_control_channel_is_an_error_on_both_sides(
     assert time.monotonic() - began < 20
     assert (first.code, second.code) == (1, 1), first.output + second.output
     assert "rank 1 on host" in first.output and "is gone" in first.output
-    assert "the job's hub" in second.output
+    assert "the hub of the job" in second.output
     for result in (first, second):  # npurun never takes it for a bug of the script
         assert "PeerError: " in result.output

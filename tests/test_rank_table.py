@@ -237,7 +237,7 @@ FAULTS: list[tuple[str, Any, Callable[[Any], Any], str]] = [
         "interleaved",
         VERSION_1_0,
         lambda t: (_device(t, 0, 1).update(rank_id="2"), _device(t, 1, 0).update(rank_id="1")),
-        "server_list[0].device[1] is rank 2 on server 'nodeA', after rank 1 on another; expected each server's ranks",
+        "server_list[0].device[1] is rank 2 on server 'nodeA', after rank 1 on another; expected consecutive ranks",
     ),
     (
         "device_id missing",

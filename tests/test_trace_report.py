@@ -90,13 +90,13 @@ def test_the_slowest_rank_is_named_with_its_cause(changed: dict[str, float], cau
     assert (result.slowest.rank, result.slowest.host, result.slowest.cause) == (1, "b", cause)
     assert result.slowest.late == pytest.approx(20e3)
     assert f"the other rank waits for rank 1 on host b: it is 20.0 ms later, in {cause}" in summary(result)
-    assert "clocks could not be compared" in summary(result)
+    assert "could not be compared" in summary(result)
 
 
 def test_even_ranks_are_said_to_be_even() -> None:
     text = summary(found(trace(0), trace(1)))
     assert "no rank is slower" in text
-    assert "the same host's clock" in text
+    assert "the clock of the same host" in text
     assert "on its slowest rank, a step takes 140.0 ms" in text
 
 

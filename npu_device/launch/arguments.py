@@ -237,7 +237,7 @@ def _hint_at_options_after_script(module: bool, words: Sequence[str]) -> None:
     if len(words) > 2 and words[1] in _NUMBERS and words[2].isdecimal():
         dash_m = "-m " if module else ""
         print(
-            f"npurun: {words[1]} {words[2]} comes after {words[0]}, so it is the script's own argument. For {words[2]} "
+            f"npurun: {words[1]} {words[2]} comes after {words[0]}, so the script gets it. For {words[2]} "
             f"ranks: npurun -n {words[2]} {dash_m}{words[0]}",
             file=sys.stderr,
         )

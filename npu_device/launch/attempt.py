@@ -143,7 +143,7 @@ class Attempt:
         if error.filename != program:
             return ""
         return (
-            f".\nWhat to do: name the script's interpreter, as in npurun sh {program}, or begin the script with a line "
+            f".\nWhat to do: name the interpreter, as in npurun sh {program}, or begin the script with a line "
             "such as #!/usr/bin/env python3; a compiled program must be built for this host."
         )
 
@@ -188,7 +188,7 @@ class Attempt:
             return
         if replaced:
             self._console.say(
-                f"removed from the ranks' environment: {', '.join(replaced)}. npurun describes the job itself"
+                f"removed from the environment of the ranks: {', '.join(replaced)}. npurun describes the job itself"
             )
         if log_dir is not None and not self._options.tee:
             self._console.say(f"the output goes to {log_dir}{os.sep}rank*.log")

@@ -202,7 +202,7 @@ def summary(failures: list[Failure], world_size: int, nnodes: int, host: str, st
         lines.append(f"{len(failures) - stopped} of {world_size} ranks ended with an error on host {host}{also}:")
         lines += [f"  {_line(failure, started)}" for failure in reversed(others)]
     if first.is_consequence and nnodes > 1:
-        lines.append("a failure on another node has caused this: look at npurun's output on the other nodes.")
+        lines.append("a failure on another node has caused this: look at the output of npurun on the other nodes.")
     lines.append(f"the first failure on host {host}: {_line(first, started)}")
     return "\n".join(lines)
 

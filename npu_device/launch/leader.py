@@ -38,7 +38,7 @@ class Leader:
 
     Args:
         launch: the parts of the launcher that last.
-        secret: the job's secret.
+        secret: the job secret.
 
     Raises:
         ClusterError: the port is taken.
@@ -180,7 +180,7 @@ class Leader:
         return (
             f"node(s) {missing} did not come within {self._options.rejoin_timeout:g} s (--rejoin-timeout); there are "
             f"only {here}, and the job needs {fewest}.\n"
-            "What to do: look at npurun's output on the missing nodes; let the cluster start npurun there again; or "
+            "What to do: look at the output of npurun on these nodes; let the cluster start npurun there again; or "
             f"allow fewer nodes (--nnodes MIN:{self._options.nnodes})."
         )
 

@@ -23,7 +23,7 @@ class Meeting:
     Attributes:
         job_id: name of the job, another one in each attempt, so that leftovers of an earlier one can't join.
         port: port of the hub on node 0.
-        made_secret: the job's secret if it was made here; None if the user sets it, or there is none.
+        made_secret: the job secret if it was made here; None if the user sets it, or there is none.
         hub: the hub; None if node 0 has it.
         nodes: numbers of the nodes that take part, in order; the ranks are numbered in that order.
         count: how often the job has been started again.

@@ -35,7 +35,7 @@ class Member:
 
     Args:
         launch: the parts of the launcher that last.
-        secret: the job's secret.
+        secret: the job secret.
         leader: address of node 0, as this host reaches it.
     """
 
@@ -162,7 +162,7 @@ class Member:
                     self._say(
                         f"node 0 could not be reached at {host}, port {port}, within {seconds:g} s "
                         f"(--rejoin-timeout): {error}.\n"
-                        "What to do: look at npurun's output on node 0; compare --master-addr, --master-port and the "
+                        "What to do: look at the output of npurun there; compare --master-addr, --master-port and the "
                         "secret; let the cluster start npurun there again."
                     )
                     raise _End(FAILED) from None
@@ -193,7 +193,7 @@ class Member:
             self._launch.events.put(message)
         elif do in ("over", "refused"):
             self._ending = message
-            self._launch.events.put(Stop("node 0 has ended this node's part of the job", self._running))
+            self._launch.events.put(Stop("node 0 has ended the part of the job on this node", self._running))
 
     def _pause(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The connections between the launchers of several nodes: JSON messages, and the proof of the job's secret first.
+"""The connections between the launchers of several nodes: JSON messages, and the proof of the job secret first.
 
 They carry the messages of ``leader`` and ``member``; the ranks have the hub.
 """

@@ -104,7 +104,7 @@ def _blocked(found: Findings) -> Iterator[str]:
             yield (
                 f"{found.name(rank)} can't connect to {found.name(other)} at {what}; {direction}.\n"
                 f"Likely cause: a firewall on host {there}, or between the two, or an address of an internal network.\n"
-                "What to do: let the hosts connect to each other's ports, or only to those of NPU_DEVICE_PORT_RANGE, "
+                "What to do: let the hosts connect to all ports, or only to those of NPU_DEVICE_PORT_RANGE, "
                 "set on all ranks; HCCL_SOCKET_IFNAME chooses another interface."
             )
 
@@ -115,7 +115,7 @@ def _loopback(found: Findings) -> Iterator[str]:
             yield (
                 f"{found.name(rank)} is known to the others as {facts.address}, its own loopback.\n"
                 "What to do: let HCCL_SOCKET_IFNAME name its interface to the network, or HCCL_IF_IP its address "
-                "there, and check that the hosts' names don't resolve to the loopback (/etc/hosts)."
+                "there, and check that host names don't resolve to the loopback (/etc/hosts)."
             )
 
 
@@ -159,7 +159,7 @@ def _conditions(found: Findings) -> Iterator[str]:
             yield (
                 f"the clock of host {host} ({facts.machine}) is {abs(facts.clock):.1f} s "
                 f"{'ahead of' if facts.clock > 0 else 'behind'} that of rank 0: times in logs and files don't match.\n"
-                "What to do: synchronize the hosts' clocks (chrony, NTP)."
+                "What to do: synchronize the clocks of the hosts (chrony, NTP)."
             )
         cores = len({core for rank in ranks for core in found.facts[rank].cores})
         if facts.quota is not None and facts.quota < 0.9 * cores:
@@ -177,7 +177,7 @@ def _conditions(found: Findings) -> Iterator[str]:
         if free < _LEAST_MEMORY * len(ranks):
             yield (
                 f"host {host} has {free / 2**30:.1f} GiB of free memory for {counted(len(ranks), 'rank')}.\n"
-                "What to do: end other programs, raise the container's limit, or start fewer ranks."
+                "What to do: end other programs, raise the limit of the container, or start fewer ranks."
             )
 
 

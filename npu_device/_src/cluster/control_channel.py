@@ -180,12 +180,12 @@ class ControlChannel:
         finally:
             self._waiting.pop(number, None)
         if answer is None:
-            raise PeerError(self._problem or "the job's hub is gone")
+            raise PeerError(self._problem or "the hub of the job is gone")
         if "error" in answer:
             kinds = {"exists": KeyError, "late": TimeoutError, "gone": PeerError}
             raise kinds.get(str(answer["error"]), ClusterError)(str(answer.get("text")))
         if "value" not in answer:
-            raise ClusterError(f"the job's hub has answered something unknown ({do})")
+            raise ClusterError(f"the hub of the job has answered something unknown ({do})")
         return answer["value"]
 
     def _send(self, message: dict[str, Any], seconds: float) -> None:
@@ -208,7 +208,7 @@ class ControlChannel:
                         return
 
     def _read(self, on_push: Callable[[dict[str, Any]], None], on_lost: Callable[[str], None]) -> None:
-        reason = "the connection to the job's hub has ended"
+        reason = "the connection to the hub of the job has ended"
         try:
             for message in self._reader.messages(self._socket):
                 self.messages += 1
@@ -221,7 +221,7 @@ class ControlChannel:
                 else:
                     self._handle(on_push, message)
         except (OSError, ValueError, LookupError, TypeError) as error:
-            reason = f"the connection to the job's hub broke: {error!r}"
+            reason = f"the connection to the hub of the job broke: {error!r}"
         self._problem = self._problem or reason
         for reply in list(self._waiting.values()):
             reply.set_result(None)
@@ -233,7 +233,7 @@ class ControlChannel:
         try:
             on_push(message)
         except Exception:  # the channel serves others, too
-            _log.exception("could not handle a message from the job's hub")
+            _log.exception("could not handle a message from the hub of the job")
 
 
 def _close_in_fork(channel: ControlChannel | None) -> None:
@@ -246,7 +246,7 @@ def _close_in_fork(channel: ControlChannel | None) -> None:
 
 def _stopped(how: str) -> str:
     return (
-        f"the job's hub {how}: its process is stopped or overloaded.\n"
+        f"the hub of the job {how}: its process is stopped or overloaded.\n"
         "What to do: look at the host of rank 0, where it runs."
     )
 

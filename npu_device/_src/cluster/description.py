@@ -26,7 +26,7 @@ class Membership:
         job_id: name of the job; default ``JOB_ID``.
         connect_timeout: seconds the ranks wait for each other; default ``HCCL_CONNECT_TIMEOUT``.
         expected_hosts: host of each rank if the scheme says it, else empty; for messages.
-        secret: the job's secret; empty if there is none.
+        secret: the job secret; empty if there is none.
         under_mpiexec: an ``mpiexec`` started the ranks. It kills all of them when one is killed.
     """
 
@@ -56,7 +56,7 @@ class Cluster:
     """The ranks of the job, as each of them knows it.
 
     Attributes:
-        rank: this process's rank, 0 to world_size - 1.
+        rank: the rank of this process, 0 to world_size - 1.
         world_size: number of ranks.
         local_rank: this process's index among the ranks of its host, from 0.
         local_size: number of ranks on its host.

@@ -1,4 +1,4 @@
-"""The messages of a control channel: JSON frames, the proof of the job's secret, and compact sets of ranks.
+"""The messages of a control channel: JSON frames, the proof of the job secret, and compact sets of ranks.
 
 A frame is its length in four bytes and a JSON object. The hub and the ranks share this file; it imports little, because
 the hub has to start quickly.
@@ -117,7 +117,7 @@ def proof(secret: bytes, side: str, client_nonce: str, hub_nonce: str, said: Map
     """Return the proof that only a holder of the secret can compute, and that covers what the client has said.
 
     Args:
-        secret: the job's secret.
+        secret: the job secret.
         side: ``"client"`` or ``"hub"``, so that neither side can return the other's proof.
         client_nonce: the client's nonce.
         hub_nonce: the hub's.

@@ -1,5 +1,5 @@
 """The first exchange with the hub, or with another rank: its address, frames with time limits, and the proof that both
-sides know the job's secret. Ranks use it, and the launchers of several nodes.
+sides know the job secret. Ranks use it, and the launchers of several nodes.
 
 An attempt that fails raises ``AttemptFailedError``, whose text says what happened at that address.
 """
@@ -89,13 +89,13 @@ class TimedConnection:
 
 
 def reach(host: str, port: int, seconds: float, secret: bytes, **said: Any) -> TimedConnection:
-    """Connect to the first address of a host at which someone knows the job's secret.
+    """Connect to the first address of a host at which someone knows the job secret.
 
     Args:
         host: its name or address.
         port: the port there.
         seconds: how long to try.
-        secret: the job's secret.
+        secret: the job secret.
         said: what else to say in the first frame.
 
     Raises:
@@ -156,7 +156,7 @@ def authenticate(line: TimedConnection, secret: bytes, **said: Any) -> None:
 
     Args:
         line: the connection.
-        secret: the job's secret.
+        secret: the job secret.
         said: what else to say in the first frame.
 
     Raises:
@@ -174,12 +174,12 @@ def authenticate(line: TimedConnection, secret: bytes, **said: Any) -> None:
     line.send({"proof": frames.proof(secret, "client", mine, theirs, said)})
     answer = line.receive(
         ANSWER_SECONDS,
-        silent="no answer to the proof of the job's secret",
-        closed="the proof of the job's secret was refused: a job with another secret answers there "
+        silent="no answer to the proof of the job secret",
+        closed="the proof of the job secret was refused: a job with another secret answers there "
         "(NPU_DEVICE_SECRET_FILE, NPU_DEVICE_SECRET)",
     )
     if not frames.is_proof(answer.get("proof"), frames.proof(secret, "hub", mine, theirs, said)):
-        raise AttemptFailedError("another program answers there: it can't prove that it knows the job's secret")
+        raise AttemptFailedError("another program answers there: it can't prove that it knows the job secret")
 
 
 def serve(listener: socket.socket, secret: bytes, admitted: Callable[[TimedConnection, dict[str, Any]], None]) -> None:
@@ -189,7 +189,7 @@ def serve(listener: socket.socket, secret: bytes, admitted: Callable[[TimedConne
 
     Args:
         listener: the listening socket.
-        secret: the job's secret.
+        secret: the job secret.
         admitted: called with each connection whose other side has proved the secret, and what else it has said, in a
             thread of its own. If it raises an exception, the connection is closed.
     """
@@ -247,7 +247,7 @@ def _admit(connection: socket.socket, secret: bytes) -> tuple[TimedConnection, d
     line.send({"nonce": mine})
     proof = line.receive(ANSWER_SECONDS, silent=silent, closed=closed).get("proof")
     if not frames.is_proof(proof, frames.proof(secret, "client", theirs, mine, said)):
-        raise AttemptFailedError("no proof that it knows the job's secret")
+        raise AttemptFailedError("no proof that it knows the job secret")
     line.send({"proof": frames.proof(secret, "hub", theirs, mine, said)})
     line.reader.limit = frames.LIMIT
     return line, said

@@ -234,7 +234,7 @@ class Health:
         others = f" (and rank(s) {ranges(rank for rank in ranks if rank != first)})" if len(ranks) > 1 else ""
         return (
             f"{self._cluster.name_of(first)}{others} is gone: its process ended or was killed, or "
-            f"its host can't be reached any more ({self._cluster.name} was told by the job's hub).\n"
+            f"its host can't be reached any more ({self._cluster.name} was told by the hub of the job).\n"
             f"What to do: look at the output of rank {first} for the cause."
         )
 
@@ -363,7 +363,7 @@ def _stop_in_fork(health: Health | None) -> None:
         health._failure = (
             f"this process ({os.getpid()}) is a forked child of {health._cluster.name} (process {health._pid}), and no "
             "rank: it takes part in no collective operation.\n"
-            "What to do: make the call in the rank's own process, outside of workers."
+            "What to do: make the call in the process of the rank, outside of workers."
         )
 
 

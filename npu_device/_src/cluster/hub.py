@@ -34,7 +34,7 @@ _FEWEST_UNPROVED = 256  # limit on simultaneous unproved connections, if larger 
 _LONGEST_OUTBOX = 1 << 28  # bytes; a rank that reads nothing while this much is waiting for it is dropped
 _SILENT = "sent nothing that a rank would send"
 _ANOTHER_PROTOCOL = "talks another protocol"
-_NO_PROOF = "could not prove that it knows the job's secret"
+_NO_PROOF = "could not prove that it knows the job secret"
 
 
 class _Connection:
@@ -105,7 +105,7 @@ class Hub:
                 else:
                     self._services.report_losses()
         except BaseException:
-            text = f"the job's hub (pid {os.getpid()}) failed:\n{traceback.format_exc()}"
+            text = f"the hub of the job (pid {os.getpid()}) failed:\n{traceback.format_exc()}"
             for connection in list(self._connections.values()):
                 if connection.arrival is not None:
                     self._send(connection, frames.encode({"push": "end", "text": text}))
@@ -183,7 +183,7 @@ class Hub:
             if connection.rank is None:
                 self._close(connection, _ANOTHER_PROTOCOL)
             else:
-                text = f"the job's hub can't read what rank {connection.rank} has sent: {error}"
+                text = f"the hub of the job can't read what rank {connection.rank} has sent: {error}"
                 self._send_last(connection, {"push": "end", "text": text})
 
     def _handle(self, connection: _Connection, message: dict[str, Any]) -> None:
@@ -294,7 +294,7 @@ class Hub:
             self._tell_child(connection)
             return
         if self._services is not None:
-            self._send_last(connection, {"busy": "the job's ranks have met already, and are at work"})
+            self._send_last(connection, {"busy": "the ranks of this job have met already"})
             return
         if self._roster.is_crowded:
             self._send_last(connection, {"busy": "too many processes have come as ranks of this job"})

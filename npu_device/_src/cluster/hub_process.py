@@ -23,7 +23,7 @@ class HubProcess:
     """A running hub, as its parent sees it.
 
     Args:
-        secret: the job's secret.
+        secret: the job secret.
         listen: addresses or names by which the ranks know this host.
         ports: first and last usable port; 0 for any.
         job_id: name of the job.
@@ -82,7 +82,7 @@ class HubProcess:
             answer = stdout.readline()
         if not answer:
             self.close()
-            raise RendezvousError(f"the job's hub could not be started: it ended with code {self._process.wait()}")
+            raise RendezvousError(f"the hub of the job could not be started: it ended with code {self._process.wait()}")
         reply = json.loads(answer)
         if "error" in reply:
             self.close()

@@ -45,7 +45,7 @@ class Peers:
     Args:
         cluster: the ranks.
         health: failures of the ranks.
-        secret: the job's secret.
+        secret: the job secret.
     """
 
     def __init__(self, cluster: Cluster, health: Health, secret: bytes) -> None:
@@ -87,7 +87,7 @@ class Peers:
                 listener = listen_on_free(environment.NPU_DEVICE_PORT_RANGE.get(), self._cluster.addresses)
             except OSError as error:
                 raise ClusterError(
-                    f"{self._cluster.name} finds no free port for the other ranks' messages: {error.strerror}.\n"
+                    f"{self._cluster.name} finds no free port for messages of other ranks: {error.strerror}.\n"
                     "What to do: let NPU_DEVICE_PORT_RANGE have a port for each rank of a host, plus one."
                 ) from error
             port, token = listener.getsockname()[1], secrets.token_hex(_TOKEN_BYTES)

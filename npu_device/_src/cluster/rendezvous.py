@@ -289,11 +289,11 @@ class _Search:
             check = "CM_CHIEF_IP, CM_CHIEF_PORT and CM_CHIEF_DEVICE"
         else:
             chief = f"rank 0 on host {(membership.expected_hosts or membership.chief_hosts)[0]}"
-            check = _COMPARED.get(membership.scheme, "MASTER_ADDR, MASTER_PORT and the launcher's variables")
+            check = _COMPARED.get(membership.scheme, "MASTER_ADDR, MASTER_PORT and the variables of the launcher")
         lines = "\n".join(f"  {line}" for line in self._lines())
         return (
             f"EI0015: {self._name()} ({hello.process}) got no answer from the chief, {chief}, "
             f"within {membership.connect_timeout:g} s (HCCL_CONNECT_TIMEOUT):\n{lines}\n"
-            "Likely cause: the chief was not started, has ended, or was given another address or port.\n"
-            f"What to do: look at the chief's output; compare {check} on both hosts; look for a firewall between them."
+            "Likely cause: the chief was not started, has ended, or has a different address or port.\n"
+            f"What to do: look at the output of the chief; compare {check} on both hosts; look for a firewall."
         )

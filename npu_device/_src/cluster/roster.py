@@ -366,7 +366,7 @@ _REMEDIES = {
         "own ASCEND_DEVICE_ID on a host), and end processes left over from an earlier run."
     ),
     "another scheme": (
-        "The ranks' environments describe the job in different ways. What to do: set the same variables everywhere."
+        "Different ranks describe the job in different ways. What to do: set the same variables everywhere."
     ),
     "another world size": (
         "The ranks don't agree on how many they are. What to do: start all with the same RANK_SIZE and rank table, "

@@ -27,10 +27,10 @@ def check_group_name(name: Any) -> None:
     """Raise ValueError if the name that a script gives isn't a text, is empty, or longer than 127 bytes in UTF-8."""
     expected = f"expected a str of 1 to {_MAX_NAME_BYTES} bytes"
     if not isinstance(name, str) or not name:
-        raise ValueError(f"group {name!r} is not a group's name; {expected}")
+        raise ValueError(f"group {name!r} is not the name of a group; {expected}")
     size = len(name.encode(errors="surrogatepass"))
     if size > _MAX_NAME_BYTES:
-        raise ValueError(f"group {name!r} is not a group's name: it has {size} bytes; {expected}")
+        raise ValueError(f"group {name!r} is not the name of a group: it has {size} bytes; {expected}")
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,9 @@ def find_group(name: str, rank: int, world_size: int, made: Mapping[str, Group])
     known = [f"{WORLD_GROUP!r} (all {world_size} ranks)"]
     known += [f"{group.name!r} (ranks {listed(group.ranks)})" for group in made.values()]
     raise ValueError(
-        f"rank {rank}: there is no group named {name!r}; expected one of this rank's groups: {', '.join(known)}.\n"
+        f"rank {rank}: there is no group named {name!r}; expected one of the groups of this rank: {', '.join(known)}.\n"
         "Likely cause: the group was never made here, has been destroyed, or this rank doesn't belong to it.\n"
-        "What to do: call hccl.manage.api.create_group on each of the group's ranks, and use the group on them only."
+        "What to do: call hccl.manage.api.create_group on each rank of the group, and use the group on them only."
     )
 
 

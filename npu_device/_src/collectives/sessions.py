@@ -80,7 +80,7 @@ class Sessions:
 
         def gradient(*upstream: tf.Tensor) -> Sequence[tf.Tensor]:
             if operation.gradient is None:
-                raise LookupError(f"{operation.name} has no gradient in a session's graph, as on Ascend")
+                raise LookupError(f"{operation.name} has no gradient in the graph of a session, as on Ascend")
             return operation.gradient(self._job, upstream)
 
         @tf.custom_gradient

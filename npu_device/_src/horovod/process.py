@@ -41,7 +41,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     wanted = comm.Get_size() if hasattr(comm, "Get_size") else len(comm or ()) or ranks.size()
     if wanted != ranks.size():
         raise NotImplementedError(
-            f"rank {ranks.rank()}: hvd.init was given {wanted} of the job's {ranks.size()} ranks.\n"
+            f"rank {ranks.rank()}: hvd.init was given {wanted} of the {ranks.size()} ranks of this job.\n"
             "What to do: call hvd.init() without comm, and start as many ranks as are to train."
         )
     _is_initialized = True

@@ -199,7 +199,7 @@ def _check_ranks(path: str, entries: Sequence[Entry]) -> None:
             finished.add(before.server)
         if entry.server in finished:
             what = f"{entry.place} is rank {entry.rank} on server {entry.server!r}, after rank {before.rank} on another"
-            raise fault(path, f"{what}; expected each server's ranks to be consecutive")
+            raise fault(path, f"{what}; expected consecutive ranks on each server")
 
 
 def _check_devices(path: str, entries: Sequence[Entry]) -> None:

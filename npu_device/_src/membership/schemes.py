@@ -119,7 +119,7 @@ def membership_from_environment(device_id: int | None = None) -> Membership | No
 
 
 def secret() -> bytes:
-    """Return the job's secret; empty if none is set.
+    """Return the job secret; empty if none is set.
 
     Raises:
         ClusterError: the file can't be read or is empty, or both variables are set.
@@ -207,7 +207,7 @@ def _find(table: RankTable, device_id: int | None) -> Entry:
         raise _missing(
             "RANK_ID",
             f"RANK_TABLE_FILE and RANK_SIZE ({table.size}) are set",
-            f"this process's rank, 0 to {table.size - 1}",
+            f"the rank of this process, 0 to {table.size - 1}",
         )
     if rank >= table.size:
         raise rank_table.fault(

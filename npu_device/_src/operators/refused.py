@@ -13,7 +13,7 @@ def deformable_conv2d(*arguments: Any, **keywords: Any) -> NoReturn:
     raise NotImplementedError(
         "npu_cube_ops.deformable_conv2d is an operator of the NPU; TensorFlow has none for CPUs and GPUs.\n"
         "What to do: sample the input at the shifted places with tf.gather_nd, four neighbours each, weight them "
-        "bilinearly, and give the result to tf.nn.conv2d with the kernel's size as its stride."
+        "bilinearly, and give the result to tf.nn.conv2d with the size of the kernel as its stride."
     )
 
 
@@ -32,7 +32,7 @@ def gradient(*arguments: Any, **keywords: Any) -> NoReturn:
     del arguments, keywords
     raise NotImplementedError(
         "the gradients in gen_npu_ops were removed in 0.2.0: TensorFlow differentiates its operators itself.\n"
-        "What to do: tape.gradient of the operator's results, or tf.gradients in a session's graph."
+        "What to do: tape.gradient of the results, or tf.gradients in the graph of a session."
     )
 
 

@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None, name: str = "npu-port") -> int:
     parser = argparse.ArgumentParser(name, f"{name} [options] SCRIPT_OR_FOLDER", _ABOUT, allow_abbrev=False)
     add, kinds = parser.add_argument, ("tf_strategy", "horovod")
     add("path", nargs="?", type=Path, metavar="SCRIPT_OR_FOLDER")
-    add("-i", "--input", type=Path, metavar="PATH", help="the script or folder, as Ascend's tool takes it")
+    add("-i", "--input", type=Path, metavar="PATH", help="the script or folder, as in the tool of Ascend")
     add("--write", action="store_true", help="change the files in place")
     add("-o", "--output", type=Path, metavar="DIR", help="write into a new folder")
     add("-r", "--report", type=Path, metavar="FILE", help="write the report (.txt, .json or .html)")

@@ -116,6 +116,6 @@ def write_report(directory: Path) -> None:
     """Run ``write_all`` at the end of a job; an error in the report does not fail the job."""
     try:
         write_all(directory)
-        _log.info("the trace's report is %s", directory / PAGE)
+        _log.info("the report of the trace is %s", directory / PAGE)
     except (OSError, ValueError) as error:
         _log.warning("the trace in %s has no report: %s", directory, error)

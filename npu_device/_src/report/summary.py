@@ -49,9 +49,9 @@ def notes(found: Analysis) -> list[str]:
 
 def _clocks(traces: Sequence[RankTrace]) -> str:
     if len({trace.host for trace in traces}) == 1:
-        return "all ranks read the same host's clock"
+        return "all ranks read the clock of the same host"
     if any(trace.clock_error_us is None for trace in traces):
-        return "the hosts' clocks could not be compared: times of different hosts don't belong together"
+        return "the clocks of the hosts could not be compared: times of different hosts don't fit together"
     error = max(trace.clock_error_us or 0.0 for trace in traces)
     return f"the clocks of the hosts were compared at the start, to ±{error / 1e3:.2f} ms"
 

@@ -149,7 +149,7 @@ class Pool:
                 return Answer(False, f"its process was {how}" if code < 0 else f"its process {how}", False)
             return Answer(False, "its process has closed the connection", False)
         except Exception as error:
-            return Answer(False, f"its result can't be read in the test's process: {error!r}")
+            return Answer(False, f"its result can't be read in the process of the test: {error!r}")
 
     def _release(self, answers: dict[int, Answer], limit: float) -> None:
         """Add the answers of ranks that wait for others: these leave, so that the waiting collective fails."""

@@ -120,8 +120,8 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
             return
         if not alike:
             _logger.warning(
-                "the ranks' optimizers have different variables (%d on this rank), and each rank continues with "
-                "its own. That is right with grouping_gradients_apply; otherwise the ranks' weights will differ.\n"
+                "the optimizers of the ranks have different variables (%d on this rank), and each rank continues with "
+                "its own. That is right with grouping_gradients_apply; otherwise the weights will differ.\n"
                 "What to do: make the same optimizers for the same variables on every rank.",
                 len(state),
             )
@@ -130,7 +130,7 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         steps = compat.steps_per_call(self.model)
         if steps > 1:
             _logger.warning(
-                "the optimizer's state was created in the first %d steps, which every rank made with its own state; "
+                "the state of the optimizer was created in the first %d steps, which every rank made by itself; "
                 "from now on, all ranks have the root's.\n"
                 "What to do: build the optimizer before fit, or use steps_per_execution=1.",
                 steps,

@@ -256,7 +256,7 @@ def running_job() -> Job | None:
     if parent is not None:
         raise ClusterError(
             f"this process ({os.getpid()}) is a child of {parent}, and no rank: it takes part in no collective "
-            f"operation.\nWhat to do: make the call in the rank's own process, outside of workers. {_TO_BE_A_RANK}"
+            f"operation.\nWhat to do: make the call in the process of the rank, outside of workers. {_TO_BE_A_RANK}"
         )
     if job is not None:
         watching = job.part(AppliedGradients)
@@ -303,7 +303,7 @@ def _start_trace(job: Job, wanted: Settings | None) -> None:
     if job.cluster.rank == 0 and (global_options().aoe_config.aoe_mode.typed or environment.AOE_MODE.get()) == "4":
         _log.warning(
             "aoe_mode 4 has no effect in a script: one run can't compare splits. What to do: npurun --tune runs the "
-            "script with several; without npurun, set NPU_DEVICE_SPLIT=25%,25%,25%,25% and compare the steps' times"
+            "script with several; without npurun, set NPU_DEVICE_SPLIT=25%,25%,25%,25% and compare the step times"
         )
     if wanted is not None:
         trace.start(job, wanted)

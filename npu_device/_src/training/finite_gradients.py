@@ -80,9 +80,9 @@ def _text(world: World, steps: int, names: Sequence[str], kinds: np.ndarray) -> 
         [
             head,
             *lines,
-            "Likely cause: a bad sample in that rank's data, a division by zero or a logarithm of zero in the loss, or "
+            "Likely cause: a bad sample in the data of that rank, a division by zero or log of zero in the loss, or "
             "a learning rate that is too high.\n"
-            "What to do: look at that rank's batch of this step; clip the gradients. With 16-bit floats use a "
+            "What to do: look at the batch of that rank in this step; clip the gradients. With 16-bit floats use a "
             "loss-scale optimizer, which skips such steps.",
         ]
     )

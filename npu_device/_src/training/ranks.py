@@ -204,13 +204,13 @@ def weighted_mean(values: Any, weight: Any) -> Any:
     if mine.shape.rank not in (0, None):
         raise ValueError(
             f"rank {ranks.job.cluster.rank}: weighted_mean was given a weight of shape {mine.shape}; expected a "
-            "scalar, such as this rank's number of samples"
+            "scalar, such as the number of samples of this rank"
         )
     known = tf.get_static_value(mine)
     if known is not None and known < 0:
         raise ValueError(
             f"rank {ranks.job.cluster.rank}: weighted_mean was given the weight {known:g}; expected 0 or more, "
-            "such as this rank's number of samples"
+            "such as the number of samples of this rank"
         )
     part = tf.math.divide_no_nan(mine, ranks.add_up(mine))
 

@@ -34,8 +34,8 @@ from npu_device._src.training.world import World, value_of
 
 _log = logging.getLogger("npu_device")
 _HOOK = (
-    "\nLikely cause: no broadcast, or another seed on each rank.\nWhat to do: pass "
-    "npu_bridge.npu_init.NPUBroadcastGlobalVariablesHook(0) to the session's hooks; or run the operation "
+    "\nLikely cause: no broadcast, or a different seed on each rank.\nWhat to do: pass "
+    "npu_bridge.npu_init.NPUBroadcastGlobalVariablesHook(0) to the hooks of the session; or run the operation "
     "npu_bridge.estimator.npu.npu_hook.broadcast_global_variables(0) once, after the variables have got their values."
 )
 _GRAPHS = 100  # of sessions, whose variables are compared

@@ -104,7 +104,7 @@ def call_on(model: Any, batch: Any) -> None:
         model(batch[0] if isinstance(batch, tuple) else batch)
     except Exception as error:
         raise RuntimeError(
-            "the root's weights can't be sent before the first step: the model is not built, and calling it on its "
+            "the root can't send weights before the first step: the model is not built, and calling it on its "
             f"first batch fails ({type(error).__name__}: {error}).\n"
             "What to do: build the model before fit, on every rank, or compile it without run_eagerly=True."
         ) from error

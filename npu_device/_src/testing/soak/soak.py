@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     if not options.command:
-        parser.error("expected npurun's options and a script after --")
+        parser.error("expected options of npurun and a script after --")
     missing = sorted(set(options.faults) - {*SIGNALS, *_network(options).kinds})
     if missing:
         parser.error(f"{', '.join(missing)}: the network of this host can't be disturbed in this way; give --hosts 2")
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--mtbf", type=float, default=30.0, metavar="S", help="mean time between faults in seconds (default 30)")
     add("--for", type=float, default=900.0, dest="seconds", metavar="S", help="make faults for S seconds (default 900)")
-    add("--seed", type=int, default=1, help="of the faults' times, kinds and places (default 1)")
+    add("--seed", type=int, default=1, help="for times, kinds and places of the faults (default 1)")
     kinds = f"of {', '.join(_KINDS)} (default kill,stop)"
     add("--faults", default=list(SIGNALS), metavar="KINDS", type=_kinds, help=kinds)
     longest = "end a stop, drop or delay after at most S seconds (default 5)"

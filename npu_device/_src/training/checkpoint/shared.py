@@ -95,8 +95,8 @@ class Shared:
             checkpoint.read(str(prefix)).assert_existing_objects_matched()
         except (AssertionError, ValueError, tf.errors.OpError) as error:
             raise CheckpointError(
-                f"the checkpoint doesn't fit the script's model, optimizer or other trackables: {error}\n"
-                "What to do: make the same ones as in the script that saved it, under the same names."
+                f"the checkpoint doesn't fit the model, optimizer or other trackables of the script: {error}\n"
+                "What to do: make the same objects as in the script that saved it, under the same names."
             ) from error
         return self._unused(absent)
 

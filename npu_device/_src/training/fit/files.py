@@ -183,7 +183,7 @@ class Saves:
         if error is not None:
             kind, text = error
             failed = f"rank {writer} failed to write {path}: {kind}: {text}"
-            raise _like(kind, f"rank {self._rank} waited for another rank's file: {failed}") from PeerError(failed)
+            raise _like(kind, f"rank {self._rank} waited for a file of another rank: {failed}") from PeerError(failed)
         return wrote and ("://" in path or self._sees_files_of(writer, path))
 
     def _wait_for(self, writer: int, path: str, moment: _Moment) -> _Outcome:

@@ -302,7 +302,7 @@ def _kept(title: str, change: findings.Change, world: World) -> str:
     else:
         how = "takes values of the samples, as a queue or a memory bank does"
         remedy = "give it those of all ranks: value = npu.distribute.all_gather(value) before it is set"
-    kept = "the mean of the ranks' values" if change.is_averaged else "another value on each rank"
+    kept = "the mean over the ranks" if change.is_averaged else "another value on each rank"
     return (
         f"{title} sets {change.name!r}: it {how}. On {world.size} ranks it would hold {kept}, not what one process "
         f"has.{line}\nWhat to do: {remedy}."

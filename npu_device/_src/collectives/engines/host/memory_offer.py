@@ -116,7 +116,7 @@ def connect(job: Job, group: Group, size: int) -> Segment:
         size: bytes.
 
     Raises:
-        ClusterError: there is no memory left, or the job's hub doesn't answer.
+        ClusterError: there is no memory left, or the hub of the job doesn't answer.
         PeerError: a rank of the group has failed or ended.
     """
     key = f"group/{group.name}/{'-'.join(map(str, group.ranks))}/memory"

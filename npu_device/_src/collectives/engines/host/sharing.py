@@ -136,13 +136,13 @@ def _search(mine: dict[str, Any], leader: dict[str, Any]) -> str:
     if leader["problem"]:
         return str(leader["problem"])
     if mine["who"] != leader["who"]:
-        return "a different kernel, PID namespace (container) or user than the host's lowest rank"
+        return "a different kernel, PID namespace (container) or user than the lowest rank of the host"
     try:
         with memory_offer.attach(leader["path"], memory_offer.PAGE) as memory:
             if memory[: 2 * _TOKEN_BYTES] != leader["token"].encode():
-                return "the host's lowest rank has different memory under the same path"
+                return "the lowest rank of the host has different memory under the same path"
     except (OSError, ValueError) as error:
-        return f"can't open the memory of the host's lowest rank: {error}"
+        return f"can't open the memory of the lowest rank of the host: {error}"
     return ""
 
 
