@@ -128,7 +128,7 @@ def amount(size: float) -> str:
 _LITTLE = 0.02  # of a step: not worth a change
 _MOST = 0.9  # of the bytes
 _EQUAL = 4
-"""Segments of equal bytes to try: about as fast as the best split that a model finds (docs/benchmarks.md)."""
+"""Segments of equal bytes to try: about as fast as the best split that a model finds (docs/notes.md)."""
 _NETWORK = 0.2e9
 """Bytes a second between hosts. A core can send at least twice as much on each backend (docs/benchmarks.md), so what is
 slower is bound by the network.

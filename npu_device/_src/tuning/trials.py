@@ -1,7 +1,7 @@
 """Which gradient split is the fastest: the splits that ``npurun --tune`` tries, and what their traces say.
 
 There is no model of the network behind it: over links of 1 and 10 Gbit/s, a few segments of equal bytes were as fast as
-the best split that a model found (docs/benchmarks.md). Imports no TensorFlow.
+the best split that a model found (docs/notes.md). Imports no TensorFlow.
 """
 
 from __future__ import annotations
