@@ -1,4 +1,4 @@
-"""``npu.ops``: Ascend's operators as TensorFlow operations, a file a family; ``gen_npu_ops`` has all names."""
+"""``npu.ops``: ``gelu``, as in Ascend's TF Adapter. ``npu_device.gen_npu_ops`` has all other operators."""
 
 from npu_device._src.operators.activations import gelu
 

@@ -218,7 +218,7 @@ def replica_of(model: Any) -> Replica | None:
 
 
 def replicate(model: Any) -> Any:
-    """Make a Keras model's ``fit``, ``evaluate`` and ``predict`` do on all ranks together what one process does.
+    """Make ``fit``, ``evaluate`` and ``predict`` of a Keras model give the single-process result on all ranks.
 
     Args:
         model: a Keras model, of Keras 3 or tf-keras, compiled or not yet.
@@ -230,6 +230,9 @@ def replicate(model: Any) -> Any:
         TypeError: not a Keras model.
         ValueError: the model was made under a strategy of ``tf.distribute`` for several devices.
         RuntimeError: the environment names several ranks, but the job can't be joined any more.
+
+    Where a model, loss or step can't be divided among ranks, the first step raises an error or prints a warning:
+    docs/differs.md lists them, with what to change. ``npurun verify`` compares a whole script with one process.
     """
     if not all(hasattr(model, name) for name in ("fit", "train_step", "make_train_function")):
         raise TypeError(f"expected a Keras model; found a {type(model).__module__}.{type(model).__name__}")
