@@ -272,13 +272,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ID",
         help="name of the job (default $JOB_ID, else a new one)",
     )
-    grace = "seconds until ranks that go on are killed (default 5)"
+    grace = "seconds until ranks still running are killed (default 5)"
     _add(parser, "--grace", type=argument_types.seconds, default=5.0, metavar="S", help=grace)
     _add(parser, "--trace", metavar="DIR", help="write a trace of the iterations and a report to DIR")
-    _add(parser, "--tune", action="store_true", help="run the script a few times: the best gradient split")
-    horovod = "import horovod gives npu_device.horovod"
+    _add(parser, "--tune", action="store_true", help="run the script a few times to find the best gradient split")
+    horovod = "let import horovod find npu_device.horovod"
     _add(parser, "--horovod", action="store_true", help=horovod)
-    unchanged = "train an unchanged Keras script; --seed N of all ranks"
+    unchanged = "train an unchanged Keras script (--seed N: seed of all ranks)"
     _add(parser, "--replicate", action="store_true", help=unchanged)
     parser.add_argument("--seed", type=argument_types.count, default=1, help=argparse.SUPPRESS)
     _add(parser, "--check", action="store_true", help=argparse.SUPPRESS)  # until 0.3.0; since 0.2.0: npurun check
@@ -288,7 +288,7 @@ def _parser() -> argparse.ArgumentParser:
     _add(several, "--hostfile", metavar="FILE", help="the same, from lines such as: A slots=N")
     total = "number of ranks on all hosts together"
     several.add_argument("-np", dest="num_proc", type=argument_types.positive, metavar="N", help=total)
-    several_nodes = "number of nodes (default 1); MIN:MAX: start with MAX nodes, go on with MIN or more"
+    several_nodes = "number of nodes (default 1); MIN:MAX: start with MAX nodes, continue with MIN or more"
     _add(several, "--nnodes", type=argument_types.nodes, metavar="N", help=several_nodes)
     _add(several, "--node-rank", type=int, metavar="R", help="number of this node, from 0")
     _add(several, "--master-addr", metavar="ADDR", help="address or name of node 0 (one node: 127.0.0.1)")
@@ -305,7 +305,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="start a failed job again (default 0)",
     )
-    taken = "go on N times when a node is taken away (default: any number; 0: end the job)"
+    taken = "continue N times when a node is taken away (default: any number; 0: end the job)"
     _add(again, "--max-preemptions", type=argument_types.count, metavar="N", help=taken)
     backoff = "seconds before a restart, doubled each time up to 60 (default 1)"
     _add(again, "--restart-backoff", type=argument_types.seconds, default=1.0, metavar="S", help=backoff)
