@@ -67,7 +67,7 @@ def model_and_data(kind: str) -> tuple[Any, dict[str, Any]]:
                 x = tf.ensure_shape(tf.numpy_function(lambda array: array, [x], tf.float32), [None, 6])
             elif kind == "draws in a branch":
                 x = tf.cond(tf.reduce_mean(x) > -9.0, lambda: x + tf.random.normal(tf.shape(x)), lambda: x)
-            elif kind == "fixed size":
+            elif kind.startswith("fixed size"):
                 x += tf.zeros([x.shape[0], 6])
             with tf.GradientTape() as tape:
                 if kind.startswith("pairs"):
@@ -96,7 +96,7 @@ def model_and_data(kind: str) -> tuple[Any, dict[str, Any]]:
             else:
                 self.optimizer.apply_gradients(zip(gradients, variables))
             if "bank" in kind:
-                out = npu.distribute.all_gather(self(x)) if kind == "gathered bank" else self(x)
+                out = npu.distribute.all_gather(self(x)) if "gathered" in kind else self(x)
                 self.bank.assign(tf.concat([out, tf.convert_to_tensor(self.bank)], axis=0)[:8])  # set here
             elif kind == "counter":
                 self.seen.assign_add(tf.cast(tf.shape(x)[0], tf.float32))
@@ -112,7 +112,7 @@ def model_and_data(kind: str) -> tuple[Any, dict[str, Any]]:
             lambda: [np.stack([x, x + 1])], output_signature=tf.TensorSpec([None, 12, 6])
         )
         data = {"x": whole, "verbose": 0}
-    elif kind == "fixed size":
+    elif kind.startswith("fixed size"):
         whole = tf.data.Dataset.from_tensor_slices((x, y)).batch(6, drop_remainder=True)
         data = {"x": whole, "verbose": 0}
     return model, data

@@ -55,6 +55,7 @@ ERRORS = {
     [
         "per sample",
         "local bank",
+        "fixed size, local bank",
         "sum",
         "added sum",
         "by hand",
@@ -66,7 +67,7 @@ ERRORS = {
 def test_errors(several_keras_ranks: Pool, kind: str) -> None:
     for rank, (error, _, said) in enumerate(several_keras_ranks.run(body_check, kind)):
         assert error.startswith(f"rank {rank}: ")
-        for part in ERRORS[kind.replace(" of any number", "")]:
+        for part in ERRORS[kind.replace(" of any number", "").replace("fixed size, ", "")]:
             assert part in error
         assert said == []
 
@@ -107,7 +108,7 @@ STATEMENTS = {
     "eager": "not checked: the step runs eagerly",
     "shuffles": "not checked: the step draws random numbers",
     "python": "not checked: the step runs PyFunc",
-    "fixed size": "not checked: the step can't run on a few samples",
+    "fixed size, gathered bank": "not checked: the step can't run on a few samples",
     "draws in a branch": "not checked: the step draws random numbers in a branch or a loop",
     "applies in a branch": "not checked: the step applies gradients in a branch or a loop",
 }

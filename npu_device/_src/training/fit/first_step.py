@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -117,7 +117,13 @@ def _verdict(function: Function, batch: Any) -> _Verdict:
     except Exception as error:  # the user's step, which may rely on what a few samples don't have
         _log.debug("first-step check", exc_info=True)
         text = f"{type(error).__name__}: {_last_line(error)}"
-        return _Verdict(f"not checked: the step can't run on a few samples ({text})")
+        verdict = _Verdict(f"not checked: the step can't run on a few samples ({text})")
+    try:
+        with random_state_kept(), compat.without_rewriting():
+            return _examine_shares(function, batch, verdict)
+    except Exception:
+        _log.debug("first-step check of shares", exc_info=True)
+        return verdict
 
 
 def _last_line(error: BaseException) -> str:
@@ -167,6 +173,43 @@ def _examine(function: Function, batch: Any) -> _Verdict:
     return _judge(function, spec, rehearsal, runs, before, [whole, *parts])
 
 
+def _examine_shares(function: Function, batch: Any, verdict: _Verdict) -> _Verdict:
+    """Run a step that needs the size of its batch on two shares of one size. This shows what it keeps of its samples,
+    such as those of a queue, but nothing about its gradients.
+
+    What is averaged over the ranks may differ between the shares, but not with the order of the samples.
+    """
+    batch = tf.nest.map_structure(_without_optional, batch)
+    total = int(units_of(batch))
+    count = total // max(2, function.world.size)
+    parts = [Part(run_of(batch, total, first, first + count), count, 2 * count, not first) for first in (0, count)]
+    turned = [replace(part, data=tf.nest.map_structure(_turned, part.data)) for part in parts]
+    spec = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), parts[0].data)
+    rehearsal = Rehearsal(function, spec)
+    before = [compat.value_of_handle(handle).numpy() for handle in rehearsal.handles]
+    [first, second], [again, _], [other, _] = map(rehearsal.run, (parts, parts, turned))
+    if not findings.repeats(first, again):
+        return verdict
+
+    def kept(one: findings.Outcome, handles: set[int]) -> list[findings.Change]:
+        runs = findings.Runs(first, [again], [one], [1.0], 100 * _precision(function.model))
+        some = {handle: variable for handle, variable in named.items() if handle in handles}
+        return [change for change in findings.changes(rehearsal, runs, before, some, set()) if not change.is_number]
+
+    named, averaged = _variables(function)
+    found = kept(second, set(named) - averaged)
+    found += [replace(one, is_averaged=True) for one in kept(second, averaged) if one in kept(other, averaged)]
+    return _Verdict("", _kept(_title(function), found[0], function.world)) if found else verdict
+
+
+def _turned(leaf: Any) -> Any:
+    return tf.reverse(leaf, [0]) if leaf is not None and leaf.shape.rank else leaf
+
+
+def _title(function: Function) -> str:
+    return f"the train step of {function.model.name!r}"
+
+
 def _judge(
     function: Function,
     spec: Any,
@@ -175,7 +218,7 @@ def _judge(
     before: Sequence[np.ndarray],
     parts: Sequence[Part],
 ) -> _Verdict:
-    world, title = function.world, f"the train step of {function.model.name!r}"
+    world, title = function.world, _title(function)
     sums, mixing = findings.added_losses(rehearsal, runs)
     if sums:
         return _Verdict("", _summed(title, f"a loss that a layer adds: {sums[0]}", world))
