@@ -1,4 +1,4 @@
-"""Ascend's import path of the adapter's module (``npu_device.npu_device``); the names live elsewhere."""
+"""Ascend's import path of the module of the adapter (``npu_device.npu_device``); the names live elsewhere."""
 
 from npu_device import gen_npu_ops
 from npu_device._src.membership.schemes import world_size_from_environment as get_ranksize

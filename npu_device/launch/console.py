@@ -1,4 +1,4 @@
-"""Write the ranks' output to the launcher's own stdout and stderr: whole lines, each prefixed with its rank.
+"""Write the output of the ranks to stdout and stderr of the launcher: whole lines, each prefixed with its rank.
 
 A progress bar refreshes its line with ``\\r``. Every five seconds, its newest refresh is written as a line of its own.
 """

@@ -1,3 +1,3 @@
-"""On Ascend, importing this makes Keras's Dropout use the NPU's operator. Here it changes nothing: Keras's own is
+"""On Ascend, importing this makes the Dropout of Keras use an NPU operator. Here it changes nothing: Keras's own is
 right.
 """

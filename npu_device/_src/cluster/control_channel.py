@@ -237,7 +237,7 @@ class ControlChannel:
 
 
 def _close_in_fork(channel: ControlChannel | None) -> None:
-    """Close this forked child's copy of the connection, or the hub would not see the parent's end close."""
+    """Close the copy of this forked child, or the hub would not see that the parent closes its end."""
     if channel is not None:
         channel._problem = "this process is a fork of a rank, not a rank itself"
         channel._is_closed = True

@@ -110,7 +110,7 @@ class Health:
             self._gave_up = text
 
     def on_stop(self, act: Callable[[str], None]) -> None:
-        """Call a function with the error's text when this rank's collectives are stopped."""
+        """Call a function with the error text when the collectives of this rank are stopped."""
         with self._lock:
             self._stoppers.append(act)
             failure = self._failure
@@ -190,7 +190,7 @@ class Health:
             time.sleep(DEPARTURE_POLL_SECONDS)
 
     def _missed(self, group: _GroupId, coming: int = 0) -> str | None:
-        """Return the error's text if a member left before this rank's latest (or next) collective in the group."""
+        """Return the error text if a member left before the latest (or next) collective of this rank in the group."""
         issued = self._groups[group]() + coming if group in self._groups else coming
         key = _key(group)
         for rank in group[1]:

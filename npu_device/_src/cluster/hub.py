@@ -38,7 +38,7 @@ _NO_PROOF = "could not prove that it knows the job secret"
 
 
 class _Connection:
-    """One client's connection, from an unknown client's to a rank's."""
+    """A connection of one client, at first unknown, then a rank."""
 
     def __init__(self, connection: socket.socket, address: str) -> None:
         self.socket = connection

@@ -1,4 +1,4 @@
-"""Addresses and listening ports: the hub's, the ranks', and those reserved for TensorFlow's servers."""
+"""Addresses and listening ports: those of the hub and the ranks, and those reserved for TensorFlow's servers."""
 
 from __future__ import annotations
 

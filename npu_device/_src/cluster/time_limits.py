@@ -23,7 +23,7 @@ DETAILS_SECONDS = 2.0
 """How long ranks whose calls differ wait for the others' descriptions."""
 
 QUEUE_CHECK_SECONDS = 0.5
-"""How long a session's collective waits for its turn before the rank checks the others' health."""
+"""How long a collective in a session waits for its turn before the rank checks whether the others are alive."""
 
 STALL_POLL_SECONDS = 0.5
 """Between two looks at whether this rank waits in a collective."""

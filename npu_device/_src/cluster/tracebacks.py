@@ -37,7 +37,7 @@ _LIBRARIES = tuple(os.path.join(path, "") for path in (sysconfig.get_path("stdli
 
 
 def is_users(file: str) -> bool:
-    """Return True if a frame's file is neither generated code nor part of a library, Python's own included."""
+    """Return True if the file of a frame is neither generated code nor part of a library, that of Python included."""
     generated = file.startswith("<") or os.path.basename(file).startswith("__autograph_generated_file")
     return not generated and not re.search("/(site|dist)-packages/", file) and not file.startswith(_LIBRARIES)
 

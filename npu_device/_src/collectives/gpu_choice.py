@@ -1,4 +1,4 @@
-"""Choose a rank's GPU, and decide whether the ranks' GPUs can use NCCL. Calls neither TensorFlow nor CUDA: environment
+"""Choose the GPU of a rank, and decide whether all GPUs can use NCCL. Calls neither TensorFlow nor CUDA: environment
 and devices come in, decisions come out. ``gpus`` applies them.
 """
 

@@ -40,7 +40,7 @@ def reducescatter(value: Any, name: str | None = None, op: int = tensor_ops.Aver
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """Overwrite the variables of Keras's session with the root's; raise RuntimeError in eager mode."""
+    """Overwrite the variables of the Keras session with those of the root; raise RuntimeError in eager mode."""
     operation = sent_state.broadcast_global_variables(root_rank)
     return compat.session_backend().get_session().run(operation)
 

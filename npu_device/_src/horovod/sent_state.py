@@ -1,4 +1,4 @@
-"""Horovod's calls that give all ranks the root's variables or objects."""
+"""Horovod calls that give all ranks the variables or objects of the root."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int, **rest: Any) -
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """Return the operation that overwrites the graph's global variables with the root's."""
+    """Return the operation that overwrites the global variables of the graph with those of the root."""
     if tf.executing_eagerly():
         raise RuntimeError(
             "hvd.broadcast_global_variables() does not support eager execution. Please use "

@@ -8,7 +8,7 @@ from typing import NamedTuple, Optional
 
 @dataclass(frozen=True)
 class Launched:
-    """This process's place in the job, as the launcher's variables give it.
+    """The place of this process in the job, as the variables of the launcher give it.
 
     Attributes:
         launcher: the launcher's name.

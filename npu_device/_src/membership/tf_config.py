@@ -1,4 +1,4 @@
-"""TensorFlow's own description of a job, ``TF_CONFIG``, as Kubeflow's training operator sets it.
+"""TensorFlow's own description of a job, ``TF_CONFIG``, as the training operator of Kubeflow sets it.
 
 Ranks are the chief (or "master") and then the workers, in order. The ranks meet at rank 0's address. TensorFlow's
 servers get other ports, because the hub uses the one in ``TF_CONFIG``.

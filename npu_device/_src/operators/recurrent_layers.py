@@ -39,7 +39,7 @@ class _Recurrent(tf.Module):
         raise NotImplementedError
 
     def _weights(self, name: str, rows: int, gates: int) -> tf.Variable:
-        """Return uniformly random weights, with the limit of torch's and cuDNN's recurrent layers."""
+        """Return uniformly random weights, with the limit of recurrent layers in torch and cuDNN."""
         limit = 1 / math.sqrt(self._hidden_size)
         # In a function that draws the initial values, only a callable is run outside of it.
         shape = [rows, gates * self._hidden_size]

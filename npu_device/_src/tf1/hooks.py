@@ -32,7 +32,7 @@ def broadcast_global_variables(root_rank: int = 0, index: Any = None) -> Any:
 
 
 class NPUBroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
-    """Gives all ranks the root's global variables, among them the step and the optimizer's state, when the session has
+    """Gives all ranks the global variables of the root, with step and optimizer state, when the session has
     been made or restored.
 
     Args:

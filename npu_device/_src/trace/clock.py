@@ -1,4 +1,4 @@
-"""The offset of a rank's clock from rank 0's, measured at the start over the job's key-value store.
+"""The offset of the clock of a rank from rank 0, measured at the start over the key-value store of the job.
 
 Ranks on the same host read the same clock. On every other host, one rank asks rank 0 for the time, several times; the
 quickest answer counts, and its error is at most half its round trip.

@@ -1,4 +1,4 @@
-"""How an iteration's points become a record, and how a rank's records come to disk: one line each, flushed, so that a
+"""How the points of an iteration become a record, and how records come to disk: one line each, flushed, so that a
 crash keeps what was there. Imports no TensorFlow.
 
 The format is defined in ``records``; ``settings.Schedule`` chooses the iterations.

@@ -52,7 +52,7 @@ class Iteration:
 
     @property
     def input_wait(self) -> float | None:
-        """Return the microseconds from the previous iteration's end to this one's start; None for the first."""
+        """Return the microseconds between the previous iteration and this one; None for the first."""
         return None if self.previous_end is None else self.fp_start - self.previous_end
 
     @property

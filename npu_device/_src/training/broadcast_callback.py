@@ -20,7 +20,7 @@ _logger = logging.getLogger("npu_device")
 
 
 class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
-    """Broadcast the model's weights and its optimizers' state from one rank to all before the first step of ``fit``.
+    """Broadcast model weights and optimizer state from one rank to all before the first step of ``fit``.
 
     Args:
         root_rank: the rank whose values are sent.

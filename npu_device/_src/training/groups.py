@@ -120,7 +120,7 @@ def get_rank_size(group: str = WORLD_GROUP) -> int:
 
 @tf.autograph.experimental.do_not_convert
 def get_local_rank_size(group: str = WORLD_GROUP) -> int:
-    """Return the number of the group's ranks on the calling rank's host; 1 on a single device. Argument and errors are
+    """Return the number of ranks of the group on the host of the caller; 1 on a single device. Argument and errors are
     those of ``get_rank_size``.
     """
     return len(_neighbours(group))
@@ -139,8 +139,9 @@ def get_rank_id(group: str = WORLD_GROUP) -> int:
 
 @tf.autograph.experimental.do_not_convert
 def get_local_rank_id(group: str = WORLD_GROUP) -> int:
-    """Return the calling rank's index, from 0, among the group's ranks on its host; 0 on a single device. Argument and
-    errors are those of ``get_rank_size``.
+    """Return the index of this rank, from 0, among the ranks of the group on its host; 0 on a single device.
+
+    Argument and errors are those of ``get_rank_size``.
     """
     return _neighbours(group).index(_find(group).rank)
 
@@ -173,7 +174,7 @@ def get_group_rank_from_world_rank(world_rank_id: int, group: str) -> int:
 
     Args:
         world_rank_id: a world rank.
-        group: name of the group. The arguments' order is Ascend's.
+        group: name of the group. The arguments have Ascend's order.
 
     Raises:
         ValueError: no group of that name on this rank; the rank is not a member.

@@ -60,7 +60,7 @@ def _attributes(thing: Any) -> list[Any]:
 
 
 def _methods(thing: Any) -> list[Any]:
-    """Return the functions of an object's class that aren't a framework's."""
+    """Return the functions of the class of an object, without those of a framework."""
     own = [kind for kind in type(thing).__mro__ if not _is_framework(kind)]
     found = [value for kind in own for value in vars(kind).values()]
     found += [value.fget for value in found if isinstance(value, property)]

@@ -13,7 +13,7 @@ from npu_device._src.collectives.graph import after, fetchable
 from npu_device._src.training.world import world_unless_child
 
 VARIABLES_OF_ONE_RANK = "npu_device/variables_of_one_rank"
-"""Collection of a session's graph: the optimizer's state of this rank's share, which the other ranks don't have."""
+"""Collection of a session's graph: the optimizer state for the share of this rank, which the other ranks don't have."""
 
 
 @tf.autograph.experimental.do_not_convert

@@ -77,7 +77,7 @@ def takes_kerass_own_step(model: Any) -> bool:
 
 
 def build_optimizer(model: Any) -> None:
-    """Make the state of a built model's optimizer, for Keras's own step. Existing state stays as it is."""
+    """Make the optimizer state of a built model, for the step of Keras. Existing state stays as it is."""
     if getattr(model, "optimizer", None) is not None:
         compat.build_optimizer(model.optimizer, model.trainable_variables)
 
