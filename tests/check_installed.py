@@ -40,3 +40,11 @@ def test_commands_explain_themselves(command: str) -> None:
     path = Path(sys.executable).parent / command
     done = subprocess.run([path, "--help"], capture_output=True, text=True, timeout=60, check=True)
     assert command in done.stdout
+
+
+def test_pages_are_shipped() -> None:
+    command = [Path(sys.executable).parent / "npurun", "docs"]
+    listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "messages  " in listed and "two_machines  " in listed
+    page = subprocess.run([*command, "messages"], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert page.startswith("# Messages and what to do\n")

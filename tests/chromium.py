@@ -7,14 +7,15 @@ import shutil
 import subprocess
 from pathlib import Path
 
-_PROGRAM = shutil.which("chromium")
-AVAILABLE = _PROGRAM is not None
+PROGRAM = shutil.which("chromium") or shutil.which("google-chrome") or ""
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking")
+AVAILABLE = bool(PROGRAM)
 
 
 def start(url: str, directory: Path, *flags: str) -> subprocess.Popen[bytes]:
     """Open a page; ``directory`` is for what the browser writes of its own. Who starts it ends it with ``stop``."""
-    assert _PROGRAM
-    command = [_PROGRAM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", *flags]
+    assert AVAILABLE
+    command = [PROGRAM, *FLAGS, *flags]
     return subprocess.Popen(
         [*command, f"--user-data-dir={directory / 'profile'}", url],
         stdout=subprocess.DEVNULL,

@@ -25,6 +25,10 @@ def main() -> None:
         from npu_device._src.port.__main__ import main as port
 
         sys.exit(port(rest, "npurun port"))
+    if command == ["docs"]:
+        from npu_device.launch import docs
+
+        sys.exit(docs.main(rest))
     if command == ["check"]:
         _run(arguments.parse(["--check", *rest]))
     options = arguments.parse(sys.argv[1:])

@@ -20,7 +20,7 @@ _NUMBERS = ("-n", "-np", "--nproc-per-node", "--nproc_per_node")
 
 _USAGE = """\
 npurun [-n N] [options] [-m] script [argument ...]
-       npurun check [options] | verify [options] script | port script | trace DIR"""
+       npurun check [options] | verify [options] script | port script | trace DIR | docs"""
 
 _DESCRIPTION = """\
 Start a script as several ranks, forward their output, and stop all of them when one fails.
@@ -29,12 +29,12 @@ commands, as the first word (npurun ./trace runs a program of that name):
   check         check hosts and network, without a script: would training work?
   verify        run a script for a few steps as one process and on N ranks: does it train right?
   port          make a script of ordinary TensorFlow run on many ranks
-  trace DIR     report on the trace that --trace has written"""
+  trace DIR     report on the trace that --trace has written
+  docs [NAME]   show a page of the documentation"""
 
 _EXAMPLES = """\
 examples:
   npurun -n 2 train.py --batch_size 64             two ranks on this host
-  npurun -n 2 -m my_package.train                  a module
   npurun --hosts hostA:8,hostB:8 train.py          both hosts from here, over ssh
 
 Options of npurun go before the script; everything after it belongs to the script."""
@@ -296,7 +296,7 @@ def _parser() -> argparse.ArgumentParser:
     _add(several, "--master-port", type=argument_types.port, metavar="PORT", help=where)
     rejoin = "seconds that nodes wait for each other before a start (default 300)"
     _add(several, "--rejoin-timeout", type=argument_types.seconds, default=300.0, metavar="S", help=rejoin)
-    again = parser.add_argument_group("failures and preemption (docs/reliability.md)")
+    again = parser.add_argument_group("failures and preemption (npurun docs reliability)")
     _add(
         again,
         "--max-restarts",

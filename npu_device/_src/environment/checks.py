@@ -30,7 +30,7 @@ def check_own_variables(warns: bool) -> None:
         lines = [f"  {name}" + (f": did you mean {near[0]}?" if near else "") for name, near in hints]
         _log.warning(
             "npu_device has no environment variables of these names, and ignores them:\n%s\n"
-            "What to do: correct or unset them; docs/environment.md lists all variables.",
+            "What to do: correct or unset them; npurun docs environment lists all variables.",
             "\n".join(lines),
         )
 

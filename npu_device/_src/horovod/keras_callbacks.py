@@ -130,9 +130,10 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raises the learning rate, batch by batch, from the initial one divided by the number of ranks to the initial one.
 
     Args:
-        initial_lr, **arguments: those of ``LearningRateScheduleCallback``.
+        initial_lr: as in ``LearningRateScheduleCallback``.
         warmup_epochs: number of epochs.
         verbose: above 0, rank 0 prints when it is over.
+        **arguments: the others of ``LearningRateScheduleCallback``.
     """
 
     def __init__(self, initial_lr: Any = None, warmup_epochs: int = 5, *, verbose: int = 0, **arguments: Any) -> None:

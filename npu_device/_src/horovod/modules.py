@@ -27,11 +27,11 @@ _THEIRS, _OURS = "horovod", "npu_device.horovod"
 _INSTEAD = {
     "torch": "for PyTorch, use torch.distributed with DistributedDataParallel, started by torchrun",
     "mxnet": "MXNet isn't supported",
-    "spark": "inside a Spark barrier stage, call npu.open() in each task (docs/launching.md)",
-    "ray": "start one task per rank with Ray, and call npu.open() in each (docs/launching.md)",
+    "spark": "inside a Spark barrier stage, call npu.open() in each task (npurun docs launching)",
+    "ray": "start one task per rank with Ray, and call npu.open() in each (npurun docs launching)",
     "runner": "start the script with npurun -np N -H a:2,b:2 --horovod train.py",
 }
-PAGE = "docs/from_horovod.md"
+PAGE = "npurun docs from_horovod"
 
 
 def variables(inherited: Mapping[str, str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Any
 from npu_device._src.horovod.modules import PAGE
 
 _SETS = "make a group with hccl.manage.api.create_group, and call npu.distribute.all_reduce(..., group=...)"
-_RESUME = "npurun --max-restarts with npu.callbacks.FitCheckpoint (docs/reliability.md)"
+_RESUME = "npurun --max-restarts with npu.callbacks.FitCheckpoint (npurun docs reliability)"
 _INSTEAD = {
     "global_process_set": "leave process_set out",
     **dict.fromkeys(("ProcessSet", "add_process_set", "remove_process_set"), _SETS),

@@ -84,7 +84,8 @@ def _unreadable(rank: str) -> ClusterError:
     return ClusterError(
         f"{rank} has sent an object that can't be read.\n"
         "Likely cause: another program sends to this rank's ports, or the ranks have different versions.\n"
-        "What to do: let only the hosts of the job reach them (docs/security.md); install the same version everywhere."
+        "What to do: let only the hosts of the job reach them (npurun docs security); install the same version "
+        "everywhere."
     )
 
 

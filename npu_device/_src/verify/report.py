@@ -47,7 +47,7 @@ def judge(runs: Sequence[Sequence[Settings]]) -> Verdict:
         ranks = [compare.read(process.folder) for process in run]
         if not all(record.facts["joined"] for record in ranks):
             text = "the script makes no call of npu_device, so that each rank trains a model of its own.\nWhat to do: "
-            return Verdict(NOT_COMPARABLE, "no call", text + "npurun port shows what to add; see docs/recipes.md.")
+            return Verdict(NOT_COMPARABLE, "no call", text + "npurun port shows what to add; see npurun docs recipes.")
         found = causes.Findings(single, moved, ranks)
         cause = causes.cause_of(found)
         verdict.table += _table(found)

@@ -1,0 +1,51 @@
+"""``npurun docs``: shows the pages that messages name, from the installed package; a clone shows its ``docs/``."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import pydoc
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+_INSTALLED = "share/doc/npu_device/*.md"  # as in pyproject.toml
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show a page, or list all pages, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="npurun docs", description="Show a page of the documentation, or list them.")
+    parser.add_argument("name", nargs="?", help="name of a page, such as messages; without it, all pages are listed")
+    name = parser.parse_args(argv).name
+    found = _pages()
+    if not found:
+        print("npurun docs: this installation has no pages. What to do: install npu_device again", file=sys.stderr)
+        return 1
+    if name is None:
+        width = max(map(len, found))
+        print("\n".join(f"{page:{width}}  {_title(path)}" for page, path in sorted(found.items())))
+        return 0
+    name = name.rpartition("/")[2].removesuffix(".md")
+    if name not in found:
+        near = difflib.get_close_matches(name, found, n=3) or sorted(found)
+        print(f"npurun docs: there is no page {name!r}. What to do: name one of {', '.join(near)}", file=sys.stderr)
+        return 2
+    pydoc.pager(found[name].read_text(encoding="utf-8"))
+    return 0
+
+
+def _pages() -> dict[str, Path]:
+    """Return the pages by name."""
+    clone = Path(__file__).parents[2] / "docs"
+    if (clone / "index.md").is_file():
+        paths = [*clone.glob("*.md"), *clone.glob("tutorials/*.md")]
+    else:
+        paths = [Path(str(file.locate())) for file in metadata.files("npu_device") or () if file.match(_INSTALLED)]
+    return {path.stem: path for path in paths if path.stem != "index"}
+
+
+def _title(path: Path) -> str:
+    """Return the first heading."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return next((line[2:] for line in lines if line.startswith("# ")), "")

@@ -1,0 +1,102 @@
+"""What ``make site`` checks of the built site: nothing comes from elsewhere, and a browser without a network shows it.
+
+Its name keeps it out of the suite, which builds no site. With CI set, a missing Chromium fails.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import chromium
+import pytest
+
+SITE = Path(__file__).resolve().parent.parent / "build" / "site"
+PAGES = sorted(SITE.rglob("*.html"))
+ASSET = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=["'](?P<place>[^"']+)["']""")
+STYLE = re.compile(r"""url\(\s*["']?(?P<place>[^"')]+)|@import\s+["'](?P<other>[^"']+)""")
+NO_NETWORK = ("--host-resolver-rules=MAP * ~NOTFOUND", "--proxy-server=127.0.0.1:9", "--proxy-bypass-list=<-loopback>")
+
+needs_chromium = pytest.mark.skipif(
+    not chromium.AVAILABLE and not os.environ.get("CI"), reason="needs Chromium: apt-get install chromium"
+)
+
+
+def test_it_is_built() -> None:
+    names = {page.relative_to(SITE).as_posix() for page in PAGES}
+    assert {"index.html", "messages.html", "tutorials/fit.html", "reference/npu_device.distribute.html"} <= names
+
+
+def test_nothing_is_loaded_from_elsewhere() -> None:
+    places = [(page, match["place"]) for page in PAGES for match in ASSET.finditer(page.read_text())]
+    for sheet in SITE.rglob("*.css"):
+        places += [(sheet, match["place"] or match["other"]) for match in STYLE.finditer(sheet.read_text())]
+    assert len(places) > 100
+    assert not [place for place in places if re.match(r"(?:[a-z]+:)?//", place[1])]
+
+
+def test_every_asset_is_there() -> None:
+    for page in PAGES:
+        for match in ASSET.finditer(page.read_text()):
+            if not match["place"].startswith(("data:", "#")):
+                path = page.parent / match["place"].partition("?")[0].partition("#")[0]
+                assert path.exists(), f"{page}: {match['place']}"
+
+
+@needs_chromium
+def test_search_works_without_a_network(tmp_path: Path) -> None:
+    found = dom(f"{SITE.as_uri()}/search.html?q=replicate", tmp_path)
+    assert re.search(r'class="search-summary"[^>]*>[^<]*found \d+ page', found), found[-3000:]
+    assert "npu_device.distribute.html" in found
+
+
+@needs_chromium
+@pytest.mark.parametrize(
+    ("page", "size", "dark"),
+    [
+        ("index", "1280,900", False),
+        ("recipes", "1280,1600", False),
+        ("reference/npu_device.distribute", "1280,1600", False),
+        ("search", "1280,700", False),
+        ("messages", "1280,1600", True),
+        ("tutorials/fit", "390,844", False),
+    ],
+)
+def test_pages_can_be_drawn(page: str, size: str, dark: bool, tmp_path: Path) -> None:
+    """The pictures stay in ``build/site_pictures``, to be looked at."""
+    folder = SITE.parent / "site_pictures"
+    folder.mkdir(exist_ok=True)
+    picture = folder / f"{page.replace('/', '_')}.png"
+    picture.unlink(missing_ok=True)
+    flags = ["--blink-settings=preferredColorScheme=0"] if dark else []
+    query = "?q=replicate" if page == "search" else ""
+    url = f"{SITE.as_uri()}/{page}.html{query}"
+    browser = chromium.start(
+        url,
+        tmp_path,
+        *NO_NETWORK,
+        *flags,
+        "--virtual-time-budget=5000",
+        f"--window-size={size}",
+        f"--screenshot={picture}",
+    )
+    try:
+        assert browser.wait(60) == 0
+    finally:
+        chromium.stop(browser)
+    assert picture.stat().st_size > 20_000
+
+
+def dom(url: str, directory: Path) -> str:
+    """Return a page as a browser without a network has it after a while."""
+    command = [chromium.PROGRAM, *chromium.FLAGS, *NO_NETWORK, "--virtual-time-budget=10000", "--dump-dom"]
+    return subprocess.run(
+        [*command, f"--user-data-dir={directory / 'profile'}", url],
+        env={**os.environ, "HOME": str(directory)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout

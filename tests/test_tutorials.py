@@ -1,0 +1,91 @@
+"""The tutorials do what they show: their scripts run as they stand there, and print these lines."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launcher import npurun
+from pool import Pool
+from ranks import free_port
+
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "tutorials"
+NUMBER = re.compile(r"\d+\.\d+")
+
+
+def scripts(page: str) -> list[str]:
+    """Return the page's whole scripts."""
+    found = re.findall(r"```python\n(.*?)```", (FOLDER / f"{page}.md").read_text(), re.DOTALL)
+    return [script for script in found if script.startswith("import ")]
+
+
+def shown(page: str, command: str) -> list[str]:
+    """Return the lines that the page shows after a command."""
+    for console in re.findall(r"```console\n(.*?)```", (FOLDER / f"{page}.md").read_text(), re.DOTALL):
+        for part in re.split(r"^\$ ", console, flags=re.MULTILINE):
+            if part.startswith(command + "\n"):
+                return part.splitlines()[1:]
+    raise LookupError(f"{page} doesn't show {command}")
+
+
+def same(printed: str, lines: list[str]) -> None:
+    """Assert that each line was printed, with nearly these numbers."""
+    for line in lines:
+        words, numbers = NUMBER.sub("…", line), [float(number) for number in NUMBER.findall(line)]
+        alike = [found for found in printed.splitlines() if NUMBER.sub("…", found) == words]
+        values = [[float(number) for number in NUMBER.findall(found)] for found in alike]
+        assert any(value == pytest.approx(numbers, abs=0.02) for value in values), f"{line!r} is not in\n{printed}"
+
+
+def body_script(text: str) -> Any:
+    import contextlib
+    import io
+
+    import keras
+
+    from npu_device._src.training import device
+
+    device._seed = None  # a script begins with its process, but for the ones here
+    keras.utils.clear_session()
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("page", ["fit", "custom_loop"])
+def test_scripts_print_what_is_shown(single: Pool, two_ranks: Pool, page: str) -> None:
+    first, last = scripts(page)[0], scripts(page)[-1]
+    [printed] = single.run(body_script, first)
+    same(printed, shown(page, "python train.py"))
+    printed, others = two_ranks.run(body_script, last)
+    lines = [line.removeprefix("[0] ") for line in shown(page, "npurun -n 2 train.py")]
+    same(printed.replace("2 on here", "2 on node0"), lines)
+    assert others == ""
+
+
+def test_two_machines(tmp_path: Path) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
+    ssh.chmod(0o755)
+    (tmp_path / "train.py").write_text(scripts("fit")[-1])
+    [options] = {
+        line.split(" train.py")[0].removeprefix("$ npurun ")
+        for line in (FOLDER / "two_machines.md").read_text().splitlines()
+        if line.startswith("$ npurun --hosts hostA:1,hostB:1 train.py")
+    }
+    meeting = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    done = npurun(
+        *options.split(),
+        *meeting,
+        "train.py",
+        cwd=tmp_path,
+        limit=120,
+        NPU_DEVICE_SSH=str(ssh),
+        PATH=os.environ["PATH"],
+    )
+    printed = (done.stdout + done.stderr).decode()
+    assert done.returncode == 0, printed
+    same(printed, shown("two_machines", "npurun --hosts hostA:1,hostB:1 train.py"))
