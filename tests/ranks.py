@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from npu_device._src.testing import rank_environment
-from npu_device._src.testing.rank_environment import free_port, table_environment
+from npu_device._src.membership import rank_environment
+from npu_device._src.membership.rank_environment import free_port, table_environment
 
 __all__ = ["DEAD_PROXY", "LEAN", "all_through", "clean_environment", "free_port", "table_environment"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import job
@@ -10,8 +11,8 @@ import pytest
 from launcher import npurun, script
 
 from npu_device._src.verify import report
-from npu_device._src.verify.process_settings import CODE, LOG, written
-from npu_device.launch.verify import plan
+from npu_device._src.verify.processes import PROBLEM, Process
+from npu_device.launch import verify
 
 pytestmark = pytest.mark.xdist_group("waiting")
 
@@ -29,7 +30,7 @@ optimizer = tf.keras.optimizers.SGD({rate})
 dataset = tf.data.Dataset.from_tensor_slices((x, y))
 {data}
 
-@tf.function
+{function}
 def step(x, y):
     with tf.GradientTape() as tape:
         z = model(x, training=True)
@@ -44,6 +45,7 @@ for x, y in dataset:
     step(x, y)
 """
 RIGHT = {
+    "function": "",
     "model": "model = tf.keras.Sequential([tf.keras.layers.Dense(3), tf.keras.layers.Dropout(0.5), "
     "tf.keras.layers.Dense(1)])",
     "start": "npu.distribute.broadcast(model.variables)",
@@ -61,14 +63,14 @@ model = tf.keras.Sequential([tf.keras.layers.Dense(3), Penalty()])
 """
 OF_OWN_SEED = "dataset = dataset.shuffle(48, seed=rank + 1)\n"
 WRONG: dict[str, dict[str, str]] = {
-    "": {},
-    "sum averaged": {"loss": "tf.reduce_sum(tf.square(z - y))"},
+    "": {"function": "@tf.function"},
+    "sum averaged": {"function": "@tf.function", "loss": "tf.reduce_sum(tf.square(z - y))"},
     "global batch size": {"loss": "tf.nn.compute_average_loss(tf.square(z - y)[:, 0], global_batch_size=12)"},
     "add_loss per sample": {"model": PENALTY, "loss": "tf.add_n([tf.reduce_sum(loss) for loss in model.losses])"},
-    "mean summed": {"reduce": "gradients = npu.distribute.all_reduce(gradients, 'sum')"},
-    "discarded result": {"reduce": "npu.distribute.all_reduce(gradients)"},
+    "mean summed": {"function": "@tf.function", "reduce": "gradients = npu.distribute.all_reduce(gradients, 'sum')"},
+    "discarded result": {"function": "@tf.function", "reduce": "npu.distribute.all_reduce(gradients)"},
     "only the loss is reduced": {"reduce": "loss = npu.distribute.all_reduce(loss)"},
-    "not reduced": {"reduce": "pass"},
+    "not reduced": {"function": "@tf.function", "reduce": "pass"},
     "clipped before the reduction": {
         "reduce": "gradients, _ = tf.clip_by_global_norm(gradients, 0.01); "
         "gradients = npu.distribute.all_reduce(gradients)"
@@ -82,7 +84,10 @@ WRONG: dict[str, dict[str, str]] = {
         "lookup.adapt(dataset.map(lambda x, y: tf.cast(9 * x[:, 0], tf.int64)))"
     },
     "random numbers": {"loss": "tf.reduce_mean(tf.square(z + tf.random.normal(tf.shape(z)) - y))"},
-    "unknown": {"loss": "tf.reduce_mean(tf.reduce_logsumexp(tf.matmul(z, z, transpose_b=True), axis=1))"},
+    "unknown": {
+        "function": "@tf.function",
+        "loss": "tf.reduce_mean(tf.reduce_logsumexp(tf.matmul(z, z, transpose_b=True), axis=1))",
+    },
 }
 SAID = {
     "global batch size": "compute_average_loss",
@@ -99,14 +104,16 @@ def verified(directory: Path, source: str, size: int, keras: str, steps: int = 2
     """Run a script as ``npurun verify`` does, in forks of a process that has imported TensorFlow."""
     path = directory / "script.py"
     path.write_text(source)
-    runs = plan(directory / "runs", [size], steps)
-    runner = f"from npu_device._src.verify import runner; runner.main([{written(runs)!r}, {str(path)!r}])"
+    start = Process(str(directory / "runs"), steps)
+    settings = json.dumps({**asdict(start), "sizes": [size]})
+    runner = f"from npu_device._src.verify import runner; runner.main([{settings!r}, {str(path)!r}])"
     variables = {"TF_USE_LEGACY_KERAS": "1" if keras == "2" else "0", "NPU_DEVICE_FIRST_STEP_CHECK": "off"}
     variables["NPU_DEVICE_UNEQUAL_START"] = "ignore"  # else it is made right
-    [start] = job.run(directory / "runs", 1, f"import os; os.chdir({str(directory)!r})\n{runner}", 120, **variables)
-    logs = "".join(log.read_text() for log in sorted((directory / "runs").rglob(LOG)))
-    assert start.code == 0 and all((each.folder / CODE).read_text() == "0" for run in runs for each in run), logs
-    return report.judge(runs)
+    (directory / "runs").mkdir()
+    [begun] = job.run(directory / "runs", 1, f"import os; os.chdir({str(directory)!r})\n{runner}", 120, **variables)
+    problem = directory / "runs" / PROBLEM
+    assert begun.code == 0, problem.read_text() if problem.exists() else begun.output
+    return report.judge(start.runs([size]))
 
 
 @pytest.mark.parametrize("cause", list(WRONG))
@@ -143,7 +150,7 @@ class Model(tf.keras.Model):
 
 {step}
 model = {model}
-model.compile(tf.keras.optimizers.{optimizer}, "mse")
+model.compile(tf.keras.optimizers.{optimizer}, "mse", run_eagerly={eager})
 model.fit(x, y, batch_size=11, epochs=3, verbose=0)
 """
 CONTRASTIVE = """
@@ -177,7 +184,7 @@ FITS = {
 def test_fit(name: str, tmp_path: Path) -> None:
     size, keras = ((3, "3"), (2, "2"), (2, "3"), (3, "2"))[list(FITS).index(name) % 4]
     cause, step, model, optimizer = FITS[name]
-    source = FIT.format(step=step.strip("\n"), model=model, optimizer=optimizer)
+    source = FIT.format(step=step.strip("\n"), model=model, optimizer=optimizer, eager=name not in ("adam", "queue"))
     verdict = verified(tmp_path, source, size, keras)
     assert verdict.cause == cause, report.text(verdict)
     assert any("batch normalisation isn't synchronized in 1 layers" in note for note in verdict.notes)
@@ -193,7 +200,7 @@ numbers = np.random.default_rng(0)
 x = numbers.normal(size=[48, 4]).astype("float32")
 share = slice(rank * 48 // size, (rank + 1) * 48 // size)
 for _ in range(size):
-    tf.random_normal([2])  # a graph with other operations
+    tf.zeros([2])  # a graph with other operations
 given = tf.placeholder(tf.float32, [None, 4])
 weight = tf.get_variable("weight", [4, 1])
 loss = {loss}
@@ -207,6 +214,7 @@ with tf.Session() as session:
         session.run([loss, train], {{given: x[share]}})
 """
 SESSION_RIGHT = {
+    "function": "",
     "loss": "tf.reduce_mean(tf.square(given @ weight - tf.reduce_sum(given, 1, keepdims=True)))",
     "optimizer": "NPUDistributedOptimizer(optimizer)",
     "start": "npu.distribute.broadcast(tf.global_variables())",
@@ -225,12 +233,53 @@ def test_sessions(cause: str, tmp_path: Path) -> None:
     assert verdict.cause == cause, report.text(verdict)
 
 
+HOROVOD = """
+import numpy as np, tensorflow as tf, npu_device.horovod.tensorflow as hvd
+import npu_device.horovod.keras as hvd_keras
+hvd.init()
+numbers = np.random.default_rng(0)
+x = numbers.normal(size=[48, 4]).astype("float32")
+y = x.sum(axis=1, keepdims=True)
+model = tf.keras.Sequential([tf.keras.Input([4]), tf.keras.layers.Dense(3), tf.keras.layers.Dense(1)])
+model.layers[0].kernel.assign_add(tf.fill([4, 3], 0.1 * hvd.rank()))
+optimizer = tf.keras.optimizers.SGD(0.1 * hvd.size())
+if {fit}:
+    model.compile(hvd_keras.DistributedOptimizer(optimizer), "mse")
+    sent = hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(x, y, batch_size=12, verbose=0, callbacks=[sent])
+for x, y in tf.data.Dataset.from_tensor_slices((x, y)).shuffle(48).batch(12):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+    gradients = {tape}.gradient(loss, model.trainable_variables)
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+    {sent}
+"""
+_SENT = "hvd.broadcast_variables(model.variables, root_rank=0)"
+HOROVODS = {
+    "right": ("", "False", "hvd.DistributedGradientTape(tape)", _SENT),
+    "right fit": ("", "True", "tape", ""),
+    "forgotten": ("not reduced", "False", "tape", _SENT),
+    "not sent": ("different starts", "False", "hvd.DistributedGradientTape(tape)", ""),
+    "summed": ("not the average", "False", "hvd.DistributedGradientTape(tape, op=hvd.Sum)", _SENT),
+}
+
+
+@pytest.mark.parametrize("name", list(HOROVODS))
+def test_horovod(name: str, tmp_path: Path) -> None:
+    size, keras = ((2, "3"), (3, "2"))[list(HOROVODS).index(name) % 2]
+    cause, fit, tape, sent = HOROVODS[name]
+    verdict = verified(tmp_path, HOROVOD.format(fit=fit, tape=tape, sent=sent or "pass"), size, keras)
+    assert verdict.cause == cause, report.text(verdict)
+    assert verdict.code == (1 if cause else 0)
+    assert any("compared with each other only" in note for note in verdict.notes)
+
+
 def test_the_page_and_json(tmp_path: Path) -> None:
     verdict = report.Verdict(1, "sum averaged", "gradients are <0.50>", ["2 1"], ["a note"], {"<w>": 0.5, "b": None})
     report.write_page(verdict, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "&lt;w&gt;" in page and "0.500" in page and "another direction" in page and "<w>" not in page
-    assert json.loads(json.dumps(verdict.as_dict()))["cause"] == "sum averaged"
+    assert json.loads(json.dumps(asdict(verdict)))["cause"] == "sum averaged"
 
 
 @pytest.mark.parametrize(
@@ -239,15 +288,17 @@ def test_the_page_and_json(tmp_path: Path) -> None:
         ([], "the script is missing"),
         (["no_such.py"], "no such script: no_such.py"),
         (["-n", "1", "x.py"], "must be 2 or more"),
-        (["--steps", "0", "x.py"], "must be a positive integer"),
+        (["--steps", "0", "x.py"], "must be 1 or more"),
         (["--hosts", "a,b", "x.py"], "verify runs on this host only"),
         (["-n", "100000", __file__], "need more memory than"),
+        (["--keep", str(Path(__file__).parent), __file__], "must be a new or empty directory"),
     ],
 )
-def test_wrong_usage(arguments: list[str], expected: str, tmp_path: Path) -> None:
-    done = npurun("verify", *arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert expected in " ".join(done.stderr.decode().split())
+def test_wrong_usage(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        verify.main(arguments)
+    assert ended.value.code == 2
+    assert expected in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import Any
 from npu_device._src import environment
 from npu_device._src.cluster.errors import RESUMABLE
 from npu_device._src.cluster.frames import ranges
+from npu_device._src.membership.rank_environment import rank_table
 from npu_device.launch import child_environment, failures
 from npu_device.launch.arguments import Options
 from npu_device.launch.console import Console, Voice
@@ -152,7 +153,7 @@ class Attempt:
         os.mkdir(self._directory, mode=0o700)
         table = os.path.join(self._directory, "rank_table.json")
         described = meeting.nodes, options.nproc_per_node, options.master_addr, meeting.port
-        Path(table).write_text(child_environment.rank_table(*described), encoding="utf-8")
+        Path(table).write_text(rank_table(*described), encoding="utf-8")
         inherited = dict(os.environ)
         self._announce(child_environment.replaced(inherited))
         for local_rank in range(options.nproc_per_node):

@@ -1,5 +1,4 @@
-"""The environment of each rank: variables that the launcher sets, as Ascend's launch scripts do, those it removes, and
-the rank table.
+"""The environment of each rank: variables that the launcher sets, as Ascend's launch scripts do, and those it removes.
 
 The launcher passes on its whole environment; reading single variables is left to ``environment``, reading rank tables
 to ``membership``.
@@ -10,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from npu_device._src.environment import NPU_DEVICE_RANK_PROCESS
 from npu_device._src.horovod import modules
@@ -78,29 +77,3 @@ def for_rank(
     if trace is not None:
         environment.update(PROFILING_MODE="true", PROFILING_OPTIONS=json.dumps({"output": os.path.abspath(trace)}))
     return environment
-
-
-def rank_table(nodes: Sequence[int], nproc_per_node: int, master_addr: str, master_port: int) -> str:
-    """Return the rank table as JSON, in Ascend's version 1.0.
-
-    Equal arguments give equal bytes, so that each node of a job can write its own copy.
-
-    Args:
-        nodes: numbers of the nodes in the table; the first one is node 0.
-        nproc_per_node: devices (= ranks) of each server.
-        master_addr: address or name of the first server; the others' addresses need not be known.
-        master_port: port where the hub listens for the ranks.
-
-    Source: Ascend HCCL user guide, cluster information configuration (rank table, version 1.0).
-    """
-    servers = []
-    for index, node in enumerate(nodes):
-        ranks = range(index * nproc_per_node, (index + 1) * nproc_per_node)
-        devices = [{"device_id": str(local), "rank_id": str(rank)} for local, rank in enumerate(ranks)]
-        meeting = {}
-        if index == 0:
-            meeting["host_ip"] = master_addr
-            devices[0]["host_port"] = str(master_port)
-        servers.append({"server_id": f"node{node}", **meeting, "device": devices})
-    table = {"version": "1.0", "status": "completed", "server_count": str(len(nodes)), "server_list": servers}
-    return json.dumps(table, indent=2) + "\n"

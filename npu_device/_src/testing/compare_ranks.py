@@ -126,22 +126,20 @@ def equal_to_one_process(
 
 
 def _deviations(one: _Training, again: _Training, other: _Training) -> list[str]:
-    from npu_device._src.verify.compare import deviations
+    from npu_device._src.verify.compare import deviation
 
-    lines = []
+    found = []
     for kind in ("logs", "weights"):
-        first, second, third = (getattr(training, kind) for training in (one, again, other))
-        names = [list(epoch) for epoch in first]
-        rows = [[[np.atleast_1d(epoch[name]) for name in epoch] for epoch in each] for each in (first, second, third)]
-        found: list[Any] = deviations(rows[0], rows[1], rows[2], names)
-        for each in found:
-            if each.step == found[0].step:
-                ratio = f", {each.ratio:.2f} times one process's" if each.ratio is not None else ""
-                lines.append(
-                    f"  {each.variable} after epoch {each.step}: off by {each.off:.1e}{ratio} "
-                    f"(rounding: {each.allowed:.0e})"
-                )
-    return lines
+        for number, epoch in enumerate(zip(*(getattr(training, kind) for training in (one, again, other))), start=1):
+            for name in epoch[0]:
+                found += deviation(number, kind, name, [np.atleast_1d(values[name]) for values in epoch])
+    return [
+        f"  {each.variable} after epoch {each.step}: off by {each.off:.1e}"
+        + (f", {each.ratio:.2f} times one process's" if each.ratio is not None else "")
+        + f" (rounding: {each.allowed:.0e})"
+        for each in found
+        if each.step == min(first.step for first in found if first.kind == each.kind)
+    ]
 
 
 def _other_decisions(one: _Training, other: _Training) -> list[str]:
@@ -163,7 +161,7 @@ def _train(make_model: Any, data: Any, make_callbacks: Any, settings: dict[str, 
     import tensorflow as tf
 
     from npu_device._src.training.fit.replica import replicate
-    from npu_device._src.verify.wrapping import in_the_last_bit
+    from npu_device._src.verify.hooks import changed as in_the_last_bit
 
     keras: Any = tf.keras
     keras.utils.set_random_seed(_SEED)
@@ -200,7 +198,7 @@ def _train(make_model: Any, data: Any, make_callbacks: Any, settings: dict[str, 
 
 @contextlib.contextmanager
 def _without_noise(keras: Any) -> Iterator[None]:
-    from npu_device._src.verify.wrapping import noisy_layers, quiet
+    from npu_device._src.verify.hooks import noisy_layers, quiet
 
     before = [(layer, layer.call) for layer in (*noisy_layers(keras), keras.layers.BatchNormalization)]
     for layer, call in before:

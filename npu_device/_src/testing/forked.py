@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from npu_device._src.testing.rank_environment import table_environment
+from npu_device._src.membership.rank_environment import table_environment
 
 _SERVER = Path(__file__).parent / "fork_server.py"
 _READ_BY_IMPORT = ("TF_", "XLA_", "KERAS_")  # a server for each combination of variables with these prefixes,

@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
+from npu_device._src.membership.rank_environment import clean_environment
 from npu_device._src.testing.answers import Answer, RankError
 from npu_device._src.testing.forked import end_all, start_ranks
-from npu_device._src.testing.rank_environment import clean_environment
 
 _WORKER = str(Path(__file__).parent / "worker.py")
 _TAIL_LINES = 40

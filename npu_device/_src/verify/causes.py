@@ -3,95 +3,97 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Callable
+from typing import Callable, NamedTuple
 
 import numpy as np
 
-from npu_device._src.verify.compare import Deviation, Record, Step, between, equal, union
+from npu_device._src.verify import compare
+from npu_device._src.verify.compare import GRADIENT, STATE, UPDATE, Deviation, Record, Step
 
 _SHOWN = 5
 
 
-@dataclass
 class Findings:
     """Everything that is compared for one number of ranks.
 
-    Attributes:
-        one: the single process.
+    Args:
+        one: the single process; what stands for it if the script uses Horovod's names.
         again: the same with inputs that differ in the last bit.
         ranks: the ranks' records.
+
+    Attributes:
         steps: those that all processes have made; the single process's first.
-        gradients, updates: what differs on rank 0.
-        states: which variables that no optimizer trains differ, on any rank.
+        deviations: what differs on rank 0, and of variables that no optimizer trains on any rank.
+        begins: the first step in which gradients or updates differ; later ones follow from it. 0 if none do.
     """
 
-    one: Record
-    again: Record
-    ranks: Sequence[Record]
-    steps: Sequence[tuple[Step, ...]] = ()
-    gradients: list[Deviation] = field(default_factory=list)
-    updates: list[Deviation] = field(default_factory=list)
-    states: list[Deviation] = field(default_factory=list)
+    def __init__(self, one: Record, again: Record, ranks: Sequence[Record]) -> None:
+        self.one, self.again, self.ranks, self.size = one, again, ranks, len(ranks)
+        self.steps: list[tuple[Step, ...]] = list(zip(one.steps, *(record.steps for record in ranks)))
+        found = [compare.compare(one, again, record) for record in ranks]
+        self.deviations = found[0] + [each for more in found[1:] for each in more if each.kind == STATE]
+        self.begins = min((each.step for each in self.deviations if each.kind != STATE), default=0)
 
-    def __post_init__(self) -> None:
-        self.steps = list(zip(self.one.steps, *(record.steps for record in self.ranks)))
-        found = [between(self.one, self.again, rank) for rank in self.ranks]
-        self.gradients, self.updates, _ = found[0]
-        self.states = [each for _, _, states in found for each in states]
-        if all(np.isnan(step.gradients).all() for step in self.one.steps):  # sessions: updates stand for them
-            self.gradients = self.updates
+    def first(self, kind: str = GRADIENT) -> list[Deviation]:
+        """Return what differs in the first step in which gradients or updates do."""
+        return [each for each in self.deviations if each.step == self.begins and each.kind == kind]
 
-    @property
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return len(self.ranks)
-
-    def begins(self) -> int:
-        """Return the first step in which something differs; later ones follow from it. 0 if nothing does."""
-        return min((each.step for each in (*self.gradients, *self.updates)), default=0)
-
-    def first_of(self, found: Sequence[Deviation]) -> list[Deviation]:
-        """Return what differs in the first step in which something does."""
-        return [each for each in found if each.step == self.begins()]
-
-    def ratio(self) -> float | None:
-        """Return the multiple of one process's that all deviating gradients of that step are."""
-        ratios = [each.ratio for each in self.first_of(self.gradients)]
-        if not ratios or any(ratio is None for ratio in ratios):
-            return None
-        values = np.array(ratios, float)
-        return float(values.mean()) if np.ptp(values) < 0.1 * abs(values.mean()) else None
+    def ratio(self) -> float:
+        """Return the multiple of one process's that all deviating gradients of that step are; 0 if they aren't."""
+        ratios = np.array([each.ratio or 0 for each in self.first()])
+        return float(ratios.mean()) if len(ratios) and ratios.all() and np.ptp(ratios) < 0.1 * abs(ratios.mean()) else 0
 
     def is_ratio(self, wanted: float) -> bool:
         """Return True if all deviating gradients are this multiple."""
-        ratio = self.ratio()
-        return ratio is not None and abs(ratio - wanted) < 0.1 * wanted
+        return abs(self.ratio() - wanted) < 0.1 * wanted
 
-    def ranks_differ(self) -> bool:
-        """Return True if the ranks apply different gradients in the first step, or have other weights after it."""
-        return not _same_on_ranks(self.steps[0], "gradients") or any(
-            not _same_on_ranks(step, "weights", len(step[0].gradients)) for step in self.steps[1:2]
-        )
+    def line(self, kind: str) -> str:
+        """Return the first line in which a rank makes a call of this kind; "" without one."""
+        return next((str(call["line"]) for call in self.ranks[0].of(kind)), "")
 
-    def starts_differ(self) -> bool:
-        """Return True if the ranks have different weights before the first step."""
-        started = [record.calls("started") for record in self.ranks]  # of sessions
-        values = [np.array([call["values"] for call in calls]) for calls in started]
-        trained = len(self.steps[0][1].gradients)
-        sessions_differ = any(not equal(each, values[0]) for each in values)
-        return sessions_differ or not _same_on_ranks(self.steps[0], "weights", trained)
+    def _differ(self, number: int, name: str) -> bool:
+        """Return True if the ranks' gradients, or the trained weights before a step, differ from each other."""
+        steps = self.steps[number][1:] if number < len(self.steps) else ()
+        values = [getattr(step, name)[: step.trained] for step in steps]
+        return not all(compare.equal(each, values[0]) for each in values[1:])
 
-    def samples(self) -> str:
-        """Return what is wrong with the samples, "" if nothing is.
+    # Each of the following returns what it has found as text, or True; "" or False if it isn't so.
+
+    def adapted(self) -> str:
+        """A layer has adapted to something else than the single process's."""
+        for number, mine in enumerate(self.one.of("adapted")):
+            calls = [record.of("adapted")[number : number + 1] for record in self.ranks]
+            if any(call and not np.allclose(call[0]["state"], mine["state"], rtol=1e-3) for call in calls):
+                return f"{mine['layer']!r}, {mine['line']}"
+        return ""
+
+    def other_seed(self) -> str:
+        """A shuffle has another seed on each rank."""
+        by_rank = [{call["number"]: call for call in record.of("shuffle")} for record in self.ranks]
+        for number, call in by_rank[0].items():
+            if any(other.get(number, call)["seed"] != call["seed"] for other in by_rank[1:]):
+                return str(call["line"])
+        return ""
+
+    def drawn(self) -> str:
+        """A step draws random numbers by itself."""
+        return next((f"{call['what']}, {call['line']}" for call in self.one.of("random")), "")
+
+    def same_samples(self) -> bool:
+        """All ranks read the same samples."""
+        first = self.steps[0][1]
+        return bool(first.rows) and all(step.rows == first.rows for step in self.steps[0][2:])
+
+    def other_samples(self) -> str:
+        """The ranks together don't read one process's samples.
 
         As many other ones in a step without other gradients are a generator's: the same but for rounding.
         """
         lines = []
         for number, (mine, *ranks) in enumerate(self.steps, start=1):
-            theirs = union(ranks)
+            theirs = compare.union(ranks)
             counts = sum(mine.rows.values()), sum(theirs.values())
-            if theirs != mine.rows and (number <= self.begins() or counts[0] != counts[1]):
+            if theirs != mine.rows and (number <= self.begins or counts[0] != counts[1]):
                 lines.append(
                     f"step {number}: one process reads {counts[0]} samples, the ranks together "
                     f"{counts[1]}; {sum((mine.rows - theirs).values())} of the process's are not among "
@@ -99,11 +101,67 @@ class Findings:
                 )
         return "\n".join(lines[:_SHOWN])
 
+    def starts_differ(self) -> bool:
+        """The ranks have different weights before the first step. Horovod's scripts may send them after it."""
+        return self._differ(1 if self.one.horovod else 0, "weights")
+
+    def not_reduced(self) -> bool:
+        """The ranks apply different gradients in the first step, or have other weights after it."""
+        return self._differ(0, "gradients") or self._differ(1, "weights")
+
+    def thrown_away(self) -> str:
+        """An all_reduce was given just the gradients that each rank then applies."""
+        first = self.steps[0][1]
+        given = [line for line, values in first.reduced if len(values) and compare.equal(values, first.gradients)]
+        return given[0] if given and self.not_reduced() else ""
+
+    def only_scalars(self) -> str:
+        """Nothing but single numbers is reduced."""
+        is_so = all(call["values"] <= 1 for call in self.ranks[0].of("all_reduce")) and self.not_reduced()
+        return self.line("all_reduce") if is_so else ""
+
+    def clipped(self) -> str:
+        """Each rank clips gradients, which then point elsewhere."""
+        is_so = bool(self.first()) and not self.ratio() and not self.not_reduced()
+        return (self.line("clip_by_global_norm") or self.line("clip_by_norm")) if is_so else ""
+
+    def averaged(self, kind: str = "") -> str | bool:
+        """A sum is averaged; the line where a call of this kind makes it."""
+        return self.is_ratio(1 / self.size) and (self.line(kind) if kind else True)
+
+    def summed(self) -> str | bool:
+        """Means are added up."""
+        return self.is_ratio(self.size) and (self.line("all_reduce") or True)
+
+    def state(self) -> str:
+        """Variables that no optimizer trains differ when gradients begin to.
+
+        A difference alone says nothing: a step may add up the ranks' parts at its end.
+        """
+        names = [each.variable for each in self.deviations if each.kind == STATE and each.step <= self.begins]
+        return ", ".join(list(dict.fromkeys(names))[:_SHOWN])
+
+    def only_updates(self) -> bool:
+        """Gradients are right, and updates aren't."""
+        return bool(self.first(UPDATE)) and not self.first()
+
+    def scaled(self) -> bool:
+        """The updates are as many times as large as there are ranks."""
+        ratios = [each.ratio or 0 for each in self.first(UPDATE)]
+        return self.only_updates() and all(abs(ratio / self.size - 1) < 0.1 for ratio in ratios)
+
+    def variables(self) -> str:
+        """The gradients that differ first, a line each."""
+        lines = []
+        for each in self.first()[:_SHOWN]:
+            ratio = "another direction" if each.ratio is None else f"{each.ratio:.3f} of it"
+            lines.append(f"  {each.variable}: {ratio}, off by {each.off:.1e} (rounding: {each.allowed:.0e})")
+        more = len(self.first()) - _SHOWN
+        return "\n".join(lines + [f"  and {more} more variables"] * (more > 0))
+
     def other_logs(self) -> str:
-        """Return a loss or metric that the ranks agree on, and that isn't one process's; "" without one."""
-        for number, (mine, again, *ranks) in enumerate(
-            zip(self.one.steps, self.again.steps, *(record.steps for record in self.ranks)), start=1
-        ):
+        """The ranks agree on a loss or metric, which isn't one process's."""
+        for number, (again, mine, *ranks) in enumerate(zip(self.again.steps, *zip(*self.steps)), start=1):
             for name, value in mine.logs.items():
                 found = [step.logs.get(name, np.nan) for step in ranks]
                 allowed = 30 * abs(again.logs.get(name, value) - value) + 1e-4 * abs(value) + 1e-6
@@ -112,242 +170,185 @@ class Findings:
         return ""
 
 
-def _same_on_ranks(steps: Sequence[Step], name: str, count: int | None = None) -> bool:
-    values = [getattr(step, name)[:count] for step in steps[1:]]
-    return all(equal(each, values[0]) for each in values[1:])
-
-
-@dataclass(frozen=True)
-class Cause:
-    """A cause: its name, when it is one, and what it means.
+class Cause(NamedTuple):
+    """A cause.
 
     Attributes:
         name: for the table of docs/verify.md.
-        applies: looks at the findings.
-        text: what it means and what to do, with ``{size}`` ranks, the gradients' ``{ratio}`` and the ``{line}``.
-        line: finds the line of the script, or what else belongs into the text.
+        seen: looks at the findings: is it so, and where?
+        text: what it means, with ``{size}`` ranks, the gradients' ``{ratio}``, and what was ``{seen}``.
+        remedy: what to do.
     """
 
     name: str
-    applies: Callable[[Findings], Any]
+    seen: Callable[[Findings], str | bool]
     text: str
-    line: Callable[[Findings], str] = lambda _: ""
-
-    def said(self, found: Findings) -> str:
-        """Return the text."""
-        ratio = found.ratio()
-        return self.text.format(size=found.size, ratio=f"{ratio:.2f}" if ratio else "", line=self.line(found))
+    remedy: str
 
 
-def _adapted(found: Findings) -> str:
-    """Return a layer that has adapted to something else than the single process's, with its line; "" without one."""
-    for number, mine in enumerate(found.one.calls("adapted")):
-        calls = [record.calls("adapted")[number : number + 1] for record in found.ranks]
-        if any(call and not np.allclose(call[0]["state"], mine["state"], rtol=1e-3) for call in calls):
-            return f"{mine['layer']!r}, {mine['line']}"
-    return ""
-
-
-def _other_seed(found: Findings) -> str:
-    """Return the line of a shuffle whose seed differs between ranks; "" without one."""
-    by_rank = [{call["number"]: call for call in record.calls("shuffle")} for record in found.ranks]
-    for number, call in by_rank[0].items():
-        if any(other.get(number, call)["seed"] != call["seed"] for other in by_rank[1:]):
-            return str(call["line"])
-    return ""
-
-
-def _same_everywhere(found: Findings) -> bool:
-    return bool(found.steps[0][1].rows) and all(step.rows == found.steps[0][1].rows for step in found.steps[0][2:])
-
-
-def _thrown_away(found: Findings) -> str:
-    """Return the line whose all_reduce was given just the gradients that each rank then applies; "" without one."""
-    first = found.steps[0][1]
-    given = [line for line, values in first.reduced if len(values) and equal(values, first.gradients)]
-    return given[0] if found.ranks_differ() and given else ""
-
-
-def _only_scalars(found: Findings) -> bool:
-    calls = found.ranks[0].calls("all_reduce")
-    return found.ranks_differ() and bool(calls) and all(call["values"] <= 1 for call in calls)
-
-
-def _clipped(found: Findings) -> str:
-    return _line("clip_by_global_norm")(found) or _line("clip_by_norm")(found)
-
-
-def _state(found: Findings) -> str:
-    """Return variables that no optimizer trains and that differ when gradients begin to; "" without one.
-
-    A difference alone says nothing: a step may add up the ranks' parts at its end.
-    """
-    names = [each.variable for each in found.states if each.step <= found.begins()]
-    return ", ".join(list(dict.fromkeys(names))[:_SHOWN])
-
-
-def _is_scaled(found: Findings) -> bool:
-    """Return True if gradients are right, and the updates are as many times as large as there are ranks."""
-    ratios = [each.ratio or 0 for each in found.first_of(found.updates)]
-    return not found.first_of(found.gradients) and all(abs(ratio / found.size - 1) < 0.1 for ratio in ratios)
-
-
-def _line(kind: str) -> Callable[[Findings], str]:
-    """Return the finder of the first line in which a rank makes a call of this kind."""
-    return lambda found: str(next((call["line"] for call in found.ranks[0].calls(kind)), ""))
-
-
-def _averaged(kind: str) -> Callable[[Findings], bool]:
-    """Return the predicate of a sum that is averaged, where the script makes a call of this kind."""
-    return lambda found: found.is_ratio(1 / found.size) and bool(_line(kind)(found))
-
-
-def _variables(found: Findings) -> str:
-    """Return the gradients that differ first, a line each."""
-    first, lines = found.first_of(found.gradients), []
-    for each in first[:_SHOWN]:
-        ratio = "another direction" if each.ratio is None else f"{each.ratio:.3f} of one process's"
-        lines.append(f"  {each.variable}: {ratio}, off by {each.off:.1e} of its norm (rounding: {each.allowed:.0e})")
-    more = [f"  and {len(first) - _SHOWN} more variables"] if len(first) > _SHOWN else []
-    return f"From step {found.begins()} on these gradients differ:\n" + "\n".join([*lines, *more])
-
-
-_REDUCE = "What to do: gradients = npu.distribute.all_reduce(gradients)"
-
-_ADAPTED = Cause(
-    "adapted to a part",
-    _adapted,
-    "a layer has adapted to other data than in one process, or to other data on each rank: {line}.\nWhat to do: call "
-    "adapt before the data are divided, or on all of them.",
-    _adapted,
+_REDUCE = "gradients = npu.distribute.all_reduce(gradients)"
+_OF_ONE = "gradients are {ratio:.2f} of one process's: "
+RANDOM = Cause(
+    "random numbers",
+    lambda found: found.drawn() if found.first() else "",
+    "the step draws random numbers itself: {seen}",
+    "let them depend on the samples alone (tf.random.stateless_normal), or leave them out while you verify",
 )
-
-SAMPLES: tuple[Cause, ...] = (
-    _ADAPTED,
+NO_CALL = Cause(
+    "no call",
+    lambda found: not all(record.joined for record in found.ranks),
+    "the script makes no call of npu_device, so that each rank trains a model of its own",
+    "npurun port shows what to add; see npurun docs recipes",
+)
+CAUSES = (
+    NO_CALL,
+    Cause(
+        "adapted to a part",
+        Findings.adapted,
+        "a layer has adapted to other data than in one process, or to other data on each rank: {seen}",
+        "call adapt before the data are divided, or on all of them",
+    ),
     Cause(
         "seed of each rank's own",
-        _other_seed,
-        "shuffled with a seed of each rank's own, {line}: some samples are read several times, others never.\nWhat to "
-        "do: give shuffle the same seed on every rank, or call it after npu.distribute.shard_and_rebatch_dataset.",
-        _other_seed,
+        lambda found: found.other_samples() and found.other_seed(),
+        "shuffled with a seed of each rank's own, {seen}: some samples are read several times, others never",
+        "give shuffle the same seed on every rank, or call it after npu.distribute.shard_and_rebatch_dataset",
     ),
-    Cause(
-        "same samples",
-        _same_everywhere,
-        "all {size} ranks read the same samples.\nWhat to do: dataset, batch = "
-        "npu.distribute.shard_and_rebatch_dataset(dataset, global_batch) before shuffle and batch; or "
-        "npu.distribute.replicate(model) for fit.",
-    ),
-    Cause(
-        "other samples",
-        lambda found: True,
-        "the ranks' batches together aren't the batch of one process.\nWhat to do: divide the data with "
-        "npu.distribute.shard_and_rebatch_dataset, the global batch as its argument, and seed every random order.",
-    ),
-)
-
-CAUSES: tuple[Cause, ...] = (
-    _ADAPTED,
     Cause(
         "different starts",
         Findings.starts_differ,
-        "the ranks start with different variables.\nWhat to do: npu.distribute.broadcast(model.variables) once they "
-        "exist.",
+        "the ranks start with different variables",
+        "npu.distribute.broadcast(model.variables) once they exist",
     ),
     Cause(
         "discarded result",
-        _thrown_away,
-        f"each rank applies its own gradients: the result of all_reduce is thrown away, {{line}}.\n{_REDUCE}.",
-        _thrown_away,
+        Findings.thrown_away,
+        "each rank applies its own gradients: the result of all_reduce is thrown away, {seen}",
+        _REDUCE,
     ),
     Cause(
         "only the loss is reduced",
-        _only_scalars,
-        f"each rank applies its own gradients: only single numbers are reduced, {{line}}.\n{_REDUCE}.",
-        _line("all_reduce"),
-    ),
-    Cause(
-        "clipped before the reduction",
-        lambda found: not found.ranks_differ() and found.ratio() is None and bool(_clipped(found)),
-        "gradients are clipped on each rank before they are reduced, {line}.\nWhat to do: reduce them first, and clip "
-        "the result.",
-        _clipped,
+        Findings.only_scalars,
+        "each rank applies its own gradients: only single numbers are reduced, {seen}",
+        _REDUCE,
     ),
     Cause(
         "not reduced",
-        Findings.ranks_differ,
-        f"each rank applies its own gradients: nothing reduces those of this optimizer.\n{_REDUCE}, "
-        "npu.distribute.DistributedOptimizer(optimizer), or npu.distribute.replicate(model) for fit; a loaded or "
-        "cloned model is another one.",
+        Findings.not_reduced,
+        "each rank applies its own gradients: nothing reduces those of this optimizer",
+        f"{_REDUCE}, npu.distribute.DistributedOptimizer(optimizer), or npu.distribute.replicate(model) for fit; a "
+        "loaded or cloned model is another one",
+    ),
+    Cause(
+        "same samples",
+        lambda found: found.other_samples() and found.same_samples(),
+        "all {size} ranks read the same samples",
+        "dataset, batch = npu.distribute.shard_and_rebatch_dataset(dataset, global_batch) before shuffle and batch; or "
+        "npu.distribute.replicate(model) for fit",
+    ),
+    RANDOM._replace(seen=lambda found: found.drawn() if found.other_samples() else ""),
+    Cause(
+        "other samples",
+        Findings.other_samples,
+        "the ranks' batches together aren't the batch of one process.\n{seen}",
+        "divide the data with npu.distribute.shard_and_rebatch_dataset, the global batch as its argument, and seed "
+        "every random order",
+    ),
+    Cause(
+        "clipped before the reduction",
+        Findings.clipped,
+        "gradients are clipped on each rank before they are reduced, {seen}",
+        "reduce them first, and clip the result",
     ),
     Cause(
         "add_loss per sample",
-        _averaged("add_loss"),
-        "gradients are {ratio} of one process's: a loss with one value per sample is averaged as if it were a mean, "
-        "add_loss in {line}.\nWhat to do: pass its mean.",
-        _line("add_loss"),
+        lambda found: found.averaged("add_loss"),
+        _OF_ONE + "a loss with one value per sample is averaged as if it were a mean, add_loss in {seen}",
+        "pass its mean",
     ),
     Cause(
         "global batch size",
-        _averaged("compute_average_loss"),
-        "gradients are {ratio} of one process's: the loss is divided by the global batch size and then averaged over "
-        "the ranks, {line}.\nWhat to do: tf.reduce_mean(losses), or all_reduce(gradients, 'sum').",
-        _line("compute_average_loss"),
+        lambda found: found.averaged("compute_average_loss"),
+        _OF_ONE + "the loss is divided by the global batch size and then averaged over the ranks, {seen}",
+        "tf.reduce_mean(losses), or all_reduce(gradients, 'sum')",
     ),
     Cause(
         "sum averaged",
-        lambda found: found.is_ratio(1 / found.size),
-        "gradients are {ratio} of one process's in all variables: a sum over samples, or a division by the global "
-        "batch size, is averaged over the ranks as if it were a mean.\nWhat to do: take the mean of the rank's "
-        "samples, or reduce with 'sum'.",
+        Findings.averaged,
+        _OF_ONE + "a sum over samples, or a division by the global batch size, is averaged over the ranks as if it "
+        "were a mean",
+        "take the mean of the rank's samples, or reduce with 'sum'",
     ),
     Cause(
         "mean summed",
-        lambda found: found.is_ratio(found.size),
-        "gradients are {ratio} times one process's: means of the ranks are added up, or reduced twice. {line}\nWhat to "
-        "do: reduce them once, with 'mean'.",
-        _line("all_reduce"),
+        Findings.summed,
+        _OF_ONE + "means of the ranks are added up, or reduced twice, {seen}",
+        "reduce them once, with 'mean'",
     ),
     Cause(
         "state in the step",
-        _state,
-        "a variable that no optimizer trains gets another value in the step than in one process: {line}.\nWhat to do: "
-        "compute it from all ranks' samples, with npu.distribute.all_reduce or npu.distribute.all_gather.",
-        _state,
+        Findings.state,
+        "a variable that no optimizer trains gets another value in the step than in one process: {seen}",
+        "compute it from all ranks' samples, with npu.distribute.all_reduce or npu.distribute.all_gather",
     ),
     Cause(
         "scaled rate",
-        lambda found: found.updates and _is_scaled(found),
+        Findings.scaled,
         "gradients are those of one process, and the updates are {size} times as large: the learning rate is "
-        "multiplied by the number of ranks.\nWhat to do: leave it as it is, unless the global batch is "
-        "larger than the single process's.",
+        "multiplied by the number of ranks",
+        "leave it as it is, unless the global batch is larger than the single process's",
     ),
     Cause(
         "other updates",
-        lambda found: found.updates and not found.first_of(found.gradients),
-        "gradients are those of one process, but the updates aren't: the optimizer or its learning rate depends on the "
-        "rank or on the number of ranks.",
+        Findings.only_updates,
+        "gradients are those of one process, but the updates aren't",
+        "let neither the optimizer nor its learning rate depend on the rank or on the number of ranks",
     ),
+    RANDOM,
     Cause(
         "unknown",
-        lambda found: bool(found.gradients),
-        "the cause is unknown. {line}\nLikely: the loss or a layer compares or mixes the samples of a batch, of which "
-        "a rank has only its share (see npu.distribute.all_gather), or divides by something else than the number of "
-        "samples.",
-        _variables,
+        Findings.variables,
+        "from step {begins} on, gradients aren't one process's; the cause is unknown:\n{seen}\nLikely, the loss or a "
+        "layer compares or mixes the samples of a batch, of which a rank has only its share, or divides by something "
+        "else than the number of samples",
+        "see npu.distribute.all_gather",
     ),
     Cause(
         "other logs",
         Findings.other_logs,
-        "the ranks train as one process does, but a number in the logs of fit isn't one process's: {line}.\nWhat to "
-        "do: let train_step return the results of metrics, or means over samples.",
-        Findings.other_logs,
+        "the ranks train as one process does, but a number in the logs of fit isn't one process's: {seen}",
+        "let train_step return the results of metrics, or means over samples",
     ),
 )
-"""Most specific first."""
+HOROVOD = (
+    Cause(
+        "not reduced",
+        lambda found: found.not_reduced() and bool(found.first()),
+        "each rank applies its own gradients",
+        "apply what hvd.DistributedGradientTape(tape) gives, or compile with hvd.DistributedOptimizer(optimizer)",
+    ),
+    Cause(
+        "different starts",
+        Findings.starts_differ,
+        "the ranks have different variables after the first step",
+        "hvd.broadcast_variables(model.variables, root_rank=0), and of the optimizer, before or after the first step; "
+        "or BroadcastGlobalVariablesCallback(0)",
+    ),
+    Cause(
+        "not the average",
+        Findings.variables,
+        "from step {begins} on, reduced gradients aren't the average of the ranks':\n{seen}",
+        "reduce them once, with op=hvd.Average; clip them after that",
+    ),
+)
+"""Each table: most specific first."""
 
 
-def cause_of(found: Findings) -> Cause | None:
-    """Return the most specific cause; None if N ranks do what one process does."""
-    table = SAMPLES if found.samples() else CAUSES
-    return next((cause for cause in table if cause.applies(found)), None)
+def cause_of(found: Findings) -> tuple[str, str]:
+    """Return name and text of the most specific cause; both "" if N ranks do what one process does."""
+    for cause in HOROVOD if found.one.horovod else CAUSES:
+        seen = cause.seen(found)
+        if seen:
+            text = cause.text.format(size=found.size, ratio=found.ratio(), begins=found.begins, seen=seen)
+            return cause.name, f"{text}.\nWhat to do: {cause.remedy}."
+    return "", ""

@@ -1,12 +1,12 @@
-"""Compares the records of runs: which samples, gradients and updates of N ranks are not those of one process.
+"""What a process of ``npurun verify`` keeps of its steps, and what of it isn't as in one process: gradients, updates,
+other variables. Numpy only.
 
 The tolerance isn't a constant: what moves when the inputs of the single process change in their last bit is rounding.
-Numpy only.
 """
 
 from __future__ import annotations
 
-import json
+import pickle
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,13 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from npu_device._src.verify.process_settings import FACTS, STEPS
+PROJECTIONS = 12  # kept of a tensor
+GRADIENT, UPDATE, STATE = "gradient", "update", "state"
 
+_FILE = "record.pickle"
 _TIMES_ROUNDING = 30.0  # of what the perturbed run moves; sums over ranks are rounded more often than once
 _LEAST = 1e-6  # of a tensor's norm: float32's own rounding in sums of a few hundred terms
-_LEAST_UNPERTURBED = 1e-3  # of sessions, whose inputs aren't changed
+_LEAST_UNPERTURBED = 1e-3  # of sessions, whose inputs aren't changed, and of averages, that may travel in 16 bits
 _ROUNDINGS = 4 * 2.0**-23  # of the norm of the weights: float32 rounds them at each update
-_PURE = 0.05  # of a tensor's norm: less is left when the other run's is scaled, so it is a multiple
+_PURE = 0.1  # of a tensor's norm: less is left when the other run's is scaled, so it is a multiple
+
+
+def _nothing() -> np.ndarray:
+    return np.zeros([0, PROJECTIONS])
 
 
 @dataclass
@@ -29,38 +35,87 @@ class Step:
     """A step of an optimizer in one process.
 
     Attributes:
-        optimizer: its number, or a session's name.
-        gradients: a row of summaries (norm, projections) for each variable that is trained.
-        weights: the same of these variables before the step, and of those that no optimizer trains.
+        optimizer: its name.
+        names: of the variables: those that are trained, then those that no optimizer trains.
+        gradients: a row of projections for each variable that is trained.
+        weights: the same of all these variables before the step.
         rows: the samples that were read since the step before.
-        reduced: line and summaries of what was given to reductions since then.
+        reduced: line and projections of what was given to each reduction since then.
+        own: the sum of the gradients that tapes gave since then, of scripts on Horovod's names.
         logs: what the script sees of the step.
     """
 
-    optimizer: int | str
-    gradients: np.ndarray
-    weights: np.ndarray
+    optimizer: str = ""
+    names: Sequence[str] = ()
+    gradients: np.ndarray = field(default_factory=_nothing)
+    weights: np.ndarray = field(default_factory=_nothing)
     rows: Counter[int] = field(default_factory=Counter)
     reduced: list[tuple[str, np.ndarray]] = field(default_factory=list)
+    own: dict[int, np.ndarray] = field(default_factory=dict)
     logs: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def trained(self) -> int:
+        """Return the number of variables that are trained."""
+        return len(self.gradients)
 
 
 @dataclass
 class Record:
-    """What one process has left."""
+    """What one process leaves.
 
-    facts: dict[str, Any]
-    steps: list[Step]
+    Attributes:
+        steps: the steps.
+        calls: calls of the script that may explain a difference: kind, line, and what else is to be known.
+        joined: the process was a rank of a job.
+        horovod: by Horovod's names.
+    """
 
-    def calls(self, kind: str) -> list[dict[str, Any]]:
-        """Return the calls of a kind that the script has made, with their lines."""
-        return [call for call in self.facts["calls"] if call["kind"] == kind]
+    steps: list[Step] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    joined: bool = False
+    horovod: bool = False
 
-    def updates(self, number: int) -> np.ndarray | None:
-        """Return what a step has added to the weights, as projections, since norms can't be subtracted."""
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """Return the calls of a kind."""
+        return [call for call in self.calls if call["kind"] == kind]
+
+    def update(self, number: int) -> np.ndarray:
+        """Return what a step has added to the weights that are trained; nothing if that isn't known."""
         step = self.steps[number]
         later = [other for other in self.steps[number + 1 :] if other.optimizer == step.optimizer]
-        return later[0].weights[:, 1:] - step.weights[:, 1:] if later else None
+        return (later[0].weights - step.weights)[: step.trained] if later else _nothing()
+
+    def save(self, folder: Path) -> None:
+        """Write the record; others see all of it or none."""
+        part = folder / f"{_FILE}.part"
+        part.write_bytes(pickle.dumps(self))
+        part.replace(folder / _FILE)
+
+
+def exists(folder: Path) -> bool:
+    """Return True if a process has left its record."""
+    return (folder / _FILE).exists()
+
+
+def load(folder: Path) -> Record:
+    """Return the record of a process."""
+    record: Record = pickle.loads((folder / _FILE).read_bytes())
+    return record
+
+
+def average_of(ranks: Sequence[Record]) -> Record:
+    """Return what stands for one process where ranks can't equal it: their samples, and the average of the gradients
+    that each has computed.
+    """
+    steps = []
+    for number, each in enumerate(zip(*(record.steps for record in ranks))):
+        own = [step.own.get(step.trained) for step in each]
+        known = [gradients for gradients in own if gradients is not None]
+        average = np.mean(known, axis=0) if len(known) == len(each) else each[0].gradients
+        first = ranks[0].steps[number]
+        steps.append(Step(first.optimizer, first.names, average, first.weights, union(each)))
+    return Record(steps, ranks[0].calls, joined=True, horovod=True)
 
 
 @dataclass(frozen=True)
@@ -69,6 +124,7 @@ class Deviation:
 
     Attributes:
         step: number of the step, from 1.
+        kind: ``GRADIENT``, ``UPDATE``, or ``STATE`` for the value of a variable that no optimizer trains.
         variable: its name.
         ratio: the multiple of one process's that it is; None if it points elsewhere.
         off: the difference, relative to one process's norm.
@@ -76,31 +132,11 @@ class Deviation:
     """
 
     step: int
+    kind: str
     variable: str
     ratio: float | None
     off: float
     allowed: float
-
-
-def read(folder: Path) -> Record:
-    """Read the record of a process."""
-    facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-    steps: list[Step] = []
-    rows: Counter[int] = Counter()
-    reduced: list[tuple[str, np.ndarray]] = []
-    for line in (folder / STEPS).read_text(encoding="utf-8").splitlines():
-        event = json.loads(line)
-        if event["kind"] == "rows":
-            rows.update(event["rows"])
-        elif event["kind"] == "reduced":
-            reduced.append((event["which"], np.array(event["values"])))
-        elif event["kind"] == "logs":
-            steps[-1].logs.update(event["values"])
-        else:
-            gradients, weights = np.array(event["gradients"]), np.array(event["weights"])
-            steps.append(Step(event["which"], gradients, weights, rows, reduced))
-            rows, reduced = Counter(), []
-    return Record(facts, steps)
 
 
 def union(steps: Sequence[Step]) -> Counter[int]:
@@ -108,80 +144,66 @@ def union(steps: Sequence[Step]) -> Counter[int]:
     return sum((step.rows for step in steps), Counter())
 
 
-def deviations(
-    one: Sequence[Any], again: Sequence[Any], other: Sequence[Any], names: Sequence[Sequence[str]]
-) -> list[Deviation]:
-    """Return what differs in a series of values.
-
-    Args:
-        one: of the single process: for each step an array for each name.
-        again: of the single process with changed inputs.
-        other: of a rank.
-        names: for each step.
-    """
-    steps = enumerate(zip(names, one, again, other), start=1)
-    return [each for number, (named, *arrays) in steps for each in _of_step(number, named, arrays)]
-
-
-def between(one: Record, again: Record, other: Record) -> tuple[list[Deviation], ...]:
-    """Return in which gradients, updates, and variables that no optimizer trains a rank differs from one process.
+def compare(one: Record, again: Record, other: Record) -> list[Deviation]:
+    """Return where a rank differs from one process.
 
     Args:
         one: of the single process.
         again: of the single process with changed inputs.
         other: of the rank.
     """
-    found: tuple[list[Deviation], ...] = ([], [], [])
+    found = []
     for number, steps in enumerate(zip(one.steps, again.steps, other.steps)):
-        names, trained = one.facts["variables"][str(steps[0].optimizer)], len(steps[0].gradients)
-        least = _LEAST_UNPERTURBED if np.isnan(steps[0].gradients).all() else _LEAST
-        made = [record.updates(number) for record in (one, again, other)]
-        for kind, named, arrays in (
-            (0, names, [step.gradients for step in steps]),
-            (1, names, [update[:trained] for update in made if update is not None]),
-            (2, names[trained:], [step.weights[trained:] for step in steps]),
+        first = steps[0]
+        least = _LEAST if first.rows and one is not again else _LEAST_UNPERTURBED
+        # An update is what is left when rounded weights are subtracted.
+        rounding = _ROUNDINGS * np.linalg.norm(first.weights, axis=1)
+        for kind, names, arrays in (
+            (GRADIENT, first.names, [step.gradients for step in steps]),
+            (UPDATE, first.names, [record.update(number) for record in (one, again, other)]),
+            (STATE, first.names[first.trained :], [step.weights[first.trained :] for step in steps]),
         ):
-            if len({len(array) for array in arrays}) == 1 and len(arrays) == len(steps):
+            if len({array.shape for array in arrays}) == 1:
                 floor = _LEAST * float(np.nanmax(np.abs(arrays[0]), initial=0))
-                # An update is what is left when rounded weights are subtracted.
-                weights = np.linalg.norm(steps[0].weights[:trained, 1:], axis=1) if kind == 1 else np.zeros(len(named))
-                found[kind].extend(_of_step(number + 1, named, arrays, least, floor, _ROUNDINGS * weights))
+                for name, more, *values in zip(names, rounding if kind == UPDATE else 0 * rounding, *arrays):
+                    found += deviation(number + 1, kind, name, values, least, floor, more)
     return found
 
 
-def _of_step(
-    number: int,
-    names: Sequence[str],
-    arrays: Sequence[Any],
+def deviation(
+    step: int,
+    kind: str,
+    name: str,
+    values: Sequence[np.ndarray],
     least: float = _LEAST,
     floor: float = 0.0,
-    rounding: Any = None,
+    rounding: float = 0.0,
 ) -> list[Deviation]:
-    slack = np.zeros(len(names)) if rounding is None else rounding
-    each_of = zip(names, slack, *arrays)
-    found = [_deviation(number, name, values, least, floor + 1e-30, more) for name, more, *values in each_of]
-    return [each for each in found if each is not None]
+    """Return what differs between one process, the same with changed inputs, and a rank; [] if nothing does.
 
-
-def _deviation(
-    step: int, name: str, summaries: Sequence[np.ndarray], least: float, floor: float, rounding: float
-) -> Deviation | None:
-    one, again, other = summaries
+    Args:
+        step, kind, name: of the deviation.
+        values: of the three.
+        least: relative to the norm, what is allowed at least.
+        floor: the norm is taken to be at least this.
+        rounding: what is allowed besides.
+    """
+    one, again, other = values
     if np.isnan(one).all() and np.isnan(other).all():
-        return None
-    size = max(float(np.linalg.norm(one)), floor)
+        return []
+    size = max(float(np.linalg.norm(one)), floor + 1e-30)
     allowed = _TIMES_ROUNDING * float(np.linalg.norm(again - one)) / size + least + rounding / size
     off = float(np.linalg.norm(other - one)) / size
     if off <= allowed:
-        return None
+        return []
     ratio = float(np.dot(other, one) / max(np.dot(one, one), 1e-60))
     rest = float(np.linalg.norm(other - ratio * one)) / max(abs(ratio) * size, 1e-30)
     is_multiple = rest <= max(_PURE, allowed) and abs(ratio - 1) > _PURE
-    return Deviation(step, name, ratio if is_multiple else None, off, allowed)
+    return [Deviation(step, kind, name, ratio if is_multiple else None, off, allowed)]
 
 
 def equal(first: np.ndarray, second: np.ndarray) -> bool:
-    """Return True if two summaries of the same tensors are equal but for rounding."""
+    """Return True if projections of the same tensors are equal but for rounding."""
     if first.shape != second.shape:
         return False
     return bool(np.allclose(first, second, rtol=1e-4, atol=1e-12, equal_nan=True))

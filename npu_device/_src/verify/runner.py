@@ -1,4 +1,4 @@
-"""The processes of ``npurun verify``: ``python -m npu_device._src.verify.runner SETTINGS script argument …``.
+"""Runs a script as all processes of ``npurun verify``: ``python -m`` this module, with SETTINGS script argument ….
 
 One process begins the script, as ``python`` would, until TensorFlow is imported: most of a script's start. There it
 becomes all the others, by forks. Each goes on by itself, as a single process or with the variables of a rank, and wraps
@@ -8,41 +8,44 @@ for its rank earlier is forked when it asks.
 
 from __future__ import annotations
 
-import atexit
+import json
 import os
 import random
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 from npu_device._src.replicate.after_import import AfterImport
 from npu_device._src.replicate.main_program import run_main
 from npu_device._src.replicate.wrapped_models import Models
-from npu_device._src.verify import file_shadow
-from npu_device._src.verify.process_settings import CODE, FAILED, LOG, START, Settings, read
+from npu_device._src.verify import compare, file_shadow
+from npu_device._src.verify.processes import LOG, PROBLEM, START, Process
 
 _SEED = 20201
+_TAIL_LINES = 25
 
 
 class _Processes:
     """This process, which becomes those of all runs.
 
     Attributes:
-        mine: the settings of the process that this one is.
+        mine: the process that this one is.
     """
 
-    def __init__(self, runs: Sequence[Sequence[Settings]], script: str) -> None:
-        self.mine = replace(runs[0][0], run=START)
-        self._runs = runs
+    def __init__(self, start: Process, sizes: Sequence[int], script: str) -> None:
+        self._runs = start.runs(sizes)
         self._hooks: Any = None
         self._models = Models(None)
-        self._redirected = file_shadow.Redirection(self.mine.folder / "files", self.mine.directory, script)
+        self._redirected = file_shadow.Redirection(start.directory, script)
+        self._become(start)
         self._redirected.install()
         variables, self._read = type(os.environ), type(os.environ).__getitem__
-        of_ranks = {name for run in runs for process in run for name in process.environment}
+        of_ranks = {name for run in self._runs for process in run for name in process.environment()}
 
         def get(environ: Any, name: str) -> str:
             if name in of_ranks:
@@ -60,29 +63,30 @@ class _Processes:
         sys.stderr.flush()
         drawn = random.getstate()  # which Python sets anew in every fork
         for run in self._runs:
-            children = {}
+            waiting = {}
             for process in run:
                 pid = os.fork()
                 if not pid:
                     random.setstate(drawn)
                     self._become(process)
                     return
-                children[pid] = process
-            codes = []
-            for pid, process in children.items():
-                codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-                (process.folder / CODE).write_text(str(codes[-1]))
-            if any(codes):
-                break
+                waiting[pid] = process
+            while waiting:
+                pid, status = os.wait()
+                ended = waiting.pop(pid, None)
+                if ended and status:
+                    report_problem(ended, f"failed with exit code {os.waitstatus_to_exitcode(status)}")
+                if ended and not (compare.exists(ended.folder) and compare.load(ended.folder).steps):
+                    report_problem(ended, "ended before its first step")
         os._exit(0)
 
-    def _become(self, process: Settings) -> None:
+    def _become(self, process: Process) -> None:
         self.mine = process
         process.folder.mkdir(parents=True)
         with (process.folder / LOG).open("wb") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-        os.environ.update(process.environment)
+        os.environ.update(process.environment())
         self._redirected.move(process.folder / "files")
 
     def imported(self, modules: Sequence[ModuleType]) -> None:
@@ -91,43 +95,43 @@ class _Processes:
         if self.mine.replicate and self.mine.ranks > 1:
             self._models.imported(modules)
         if self._hooks is None:
-            from npu_device._src.verify.step_records import Recorder
-            from npu_device._src.verify.wrapping import Hooks
+            from npu_device._src.verify.hooks import Hooks
+            from npu_device._src.verify.recorder import Recorder
 
-            recorder = Recorder(self.mine)
-            atexit.register(recorder.finish)
-            self._hooks = Hooks(recorder, _SEED)
+            self._hooks = Hooks(Recorder(self.mine), _SEED)
             self._redirected.install_tensorflow(sys.modules["tensorflow"])
         for module in modules:
             self._hooks.install(module)
 
-    def failed(self) -> None:
-        """Leave the error that is being handled."""
-        self._redirected.restore()
-        self.mine.folder.mkdir(parents=True, exist_ok=True)
-        (self.mine.folder / FAILED).write_text(traceback.format_exc(), encoding="utf-8")
+
+def report_problem(process: Process, what: str) -> None:
+    """Leave what is wrong with a process, and end."""
+    end = "\n".join((process.folder / LOG).read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+    name = f"{process.ranks} ranks" if process.ranks > 1 else "one process"
+    Path(process.directory, PROBLEM).write_text(f"as {name}, the script {what}. The end of its output:\n{end}")
+    os._exit(1)
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run a script as all processes, and record their steps."""
-    runs = read(arguments[0])
+    settings = json.loads(arguments[0])
+    sizes, start = settings.pop("sizes"), Process(**settings)
     script, sys.argv = arguments[1], list(arguments[1:])
-    _seed()
-    processes = _Processes(runs, script)
-    AfterImport(processes.imported, "npu_device.distribute")
-    try:
-        run_main(script, runs[0][0].module)
-    except BaseException as error:
-        if not isinstance(error, SystemExit) or error.code not in (None, 0):
-            processes.failed()
-        raise
-
-
-def _seed() -> None:
-    import numpy as np
-
     random.seed(_SEED)
     np.random.seed(_SEED)
+    processes = _Processes(start, sizes, script)
+    AfterImport(processes.imported, "npu_device.distribute")
+    what = "ended before its first step"
+    try:
+        run_main(script, start.module)
+    except BaseException as error:
+        if processes.mine is not start:
+            raise
+        if not isinstance(error, SystemExit) or error.code not in (None, 0):
+            traceback.print_exc()
+            what = "failed"
+    if processes.mine is start:
+        report_problem(start, what)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from npu_device._src.membership.rank_environment import free_port
 from npu_device._src.testing import hosts
-from npu_device._src.testing.rank_environment import free_port
 from npu_device._src.testing.soak import connections
 from npu_device._src.testing.soak.proxy import Proxy
 from npu_device._src.testing.soak.running import Rank

@@ -1,0 +1,71 @@
+"""Rank tables as they are written, and the environment of ranks on this machine: with a port that the system chose."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from npu_device._src import environment
+
+_KEPT = ("NPU_DEVICE_BACKEND", "NPU_DEVICE_SHARED_MEMORY", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+
+
+def free_port() -> int:
+    """Return a TCP port that nobody uses now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def rank_table(nodes: Sequence[int], nproc_per_node: int, master_addr: str, master_port: int) -> str:
+    """Return the rank table as JSON, in Ascend's version 1.0.
+
+    Equal arguments give equal bytes, so that each node of a job can write its own copy.
+
+    Args:
+        nodes: numbers of the nodes in the table; the first one is node 0.
+        nproc_per_node: devices (= ranks) of each server.
+        master_addr: address or name of the first server; the others' addresses need not be known.
+        master_port: port where the hub listens for the ranks.
+
+    Source: Ascend HCCL user guide, cluster information configuration (rank table, version 1.0).
+    """
+    servers = []
+    for index, node in enumerate(nodes):
+        ranks = range(index * nproc_per_node, (index + 1) * nproc_per_node)
+        devices = [{"device_id": str(local), "rank_id": str(rank)} for local, rank in enumerate(ranks)]
+        meeting = {}
+        if index == 0:
+            meeting["host_ip"] = master_addr
+            devices[0]["host_port"] = str(master_port)
+        servers.append({"server_id": f"node{node}", **meeting, "device": devices})
+    table = {"version": "1.0", "status": "completed", "server_count": str(len(nodes)), "server_list": servers}
+    return json.dumps(table, indent=2) + "\n"
+
+
+def table_environment(directory: Path, size: int, rank: int) -> dict[str, str]:
+    """Return the variables of one rank; ranks of a job give the same directory, in which the table is written once."""
+    table = directory / "ranks.json"
+    if not table.exists():
+        table.write_text(rank_table([0], size, "127.0.0.1", free_port()))
+    return {
+        "RANK_TABLE_FILE": str(table),
+        "RANK_ID": str(rank),
+        "RANK_SIZE": str(size),
+        "ASCEND_DEVICE_ID": str(rank),
+        "DEVICE_ID": str(rank),
+        "JOB_ID": "tests",
+        "HCCL_CONNECT_TIMEOUT": "60",
+    }
+
+
+def clean_environment() -> dict[str, str]:
+    """Return this process's environment without what describes a job, and without GPUs. What chooses the engine
+    stays: with it a whole suite can be run on one.
+    """
+    ours = {variable.name for variable in environment.ALL}.difference(_KEPT)
+    inherited = {name: value for name, value in os.environ.items() if name not in ours}
+    return {**inherited, "CUDA_VISIBLE_DEVICES": "-1"}

@@ -1,0 +1,56 @@
+"""The processes of ``npurun verify``: one, its twin with changed inputs, and ranks. Imports no TensorFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from npu_device._src.membership.rank_environment import table_environment
+
+LOG, PROBLEM = "output.log", "problem.txt"
+START = "start"
+"""The run whose process begins the script, and becomes all others."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process.
+
+    Attributes:
+        directory: of all runs.
+        steps: of every optimizer.
+        module: the script is the name of a module.
+        replicate: ranks replicate the script's models.
+        run: name of its run.
+        ranks: number of ranks of its run; 1 for a process without a job.
+        rank: its own.
+        perturbed: inputs are changed in their last bit.
+    """
+
+    directory: str
+    steps: int
+    module: bool = False
+    replicate: bool = False
+    run: str = START
+    ranks: int = 1
+    rank: int = 0
+    perturbed: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of what it leaves."""
+        return Path(self.directory, self.run, f"rank{self.rank}")
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that describe its job to it."""
+        if self.ranks == 1:
+            return {}
+        self.folder.parent.mkdir(exist_ok=True)
+        return {**table_environment(self.folder.parent, self.ranks, self.rank), "HCCL_CONNECT_TIMEOUT": "600"}
+
+    def runs(self, sizes: Sequence[int]) -> list[list[Process]]:
+        """Return all processes: of each run those that run at the same time."""
+        one = replace(self, run="one")
+        ranks = [[replace(self, run=f"ranks{size}", ranks=size, rank=rank) for rank in range(size)] for size in sizes]
+        return [[one, replace(one, run="again", perturbed=True)], *ranks]
