@@ -17,8 +17,8 @@ from typing import Any, Callable
 
 from benchmarks import mpiexecs
 from npu_device._src.cluster.ports import ReservedPort
+from npu_device._src.membership.rank_environment import rank_table
 from npu_device._src.testing.hosts import address
-from npu_device.launch.child_environment import rank_table
 
 SHARED_MEMORY = "shared_memory"
 TENSORFLOW = "tensorflow"

@@ -147,7 +147,7 @@ def _defined() -> set[str]:
     return found
 
 
-PRIVATE = {"_getframe", "_DummyThread", "_ActionsContainer", "_asdict", "_tmp_path_factory", "_setupstate"}
+PRIVATE = {"_getframe", "_DummyThread", "_ActionsContainer", "_asdict", "_replace", "_tmp_path_factory", "_setupstate"}
 """Names with an underscore that are used outside of ``compat/``: they are Python's own, and pytest's (the last two)."""
 
 
