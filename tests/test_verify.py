@@ -11,7 +11,7 @@ import pytest
 from launcher import npurun, script
 
 from npu_device._src.verify import report
-from npu_device._src.verify.processes import PROBLEM, Process
+from npu_device._src.verify.plan import PROBLEM, Process
 from npu_device.launch import verify
 
 pytestmark = pytest.mark.xdist_group("waiting")

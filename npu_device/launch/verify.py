@@ -18,7 +18,7 @@ from typing import Callable
 from npu_device._src import environment
 from npu_device._src.horovod import modules
 from npu_device._src.verify.file_shadow import COVERED, state_of
-from npu_device._src.verify.processes import PROBLEM, Process
+from npu_device._src.verify.plan import PROBLEM, Process
 
 _LIMIT_SECONDS = 1800
 _RANK_BYTES = 2 << 30  # of a rank with TensorFlow and a small model

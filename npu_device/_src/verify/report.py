@@ -9,7 +9,7 @@ from pathlib import Path
 
 from npu_device._src.verify import causes, compare
 from npu_device._src.verify.causes import Findings
-from npu_device._src.verify.processes import Process
+from npu_device._src.verify.plan import Process
 
 SAME, DIFFERS, NOT_COMPARABLE = 0, 1, 3
 _HEAD = f"{'ranks':>5} {'step':>5} {'samples':>8} {'':>8}{'gradients':>12}{'updates':>12}"

@@ -24,7 +24,7 @@ from npu_device._src.replicate.after_import import AfterImport
 from npu_device._src.replicate.main_program import run_main
 from npu_device._src.replicate.wrapped_models import Models
 from npu_device._src.verify import compare, file_shadow
-from npu_device._src.verify.processes import LOG, PROBLEM, START, Process
+from npu_device._src.verify.plan import LOG, PROBLEM, START, Process
 
 _SEED = 20201
 _TAIL_LINES = 25
@@ -95,8 +95,8 @@ class _Processes:
         if self.mine.replicate and self.mine.ranks > 1:
             self._models.imported(modules)
         if self._hooks is None:
-            from npu_device._src.verify.hooks import Hooks
-            from npu_device._src.verify.recorder import Recorder
+            from npu_device._src.verify.step_recorder import Recorder
+            from npu_device._src.verify.wrapped_calls import Hooks
 
             self._hooks = Hooks(Recorder(self.mine), _SEED)
             self._redirected.install_tensorflow(sys.modules["tensorflow"])

@@ -21,7 +21,7 @@ import tensorflow as tf
 from npu_device._src.collectives import job
 from npu_device._src.collectives.call import user_line
 from npu_device._src.verify.compare import PROJECTIONS, Record, Step, exists, load
-from npu_device._src.verify.processes import Process
+from npu_device._src.verify.plan import Process
 
 SCOPE = "npu_verify"
 """The name scope of the operations that record."""

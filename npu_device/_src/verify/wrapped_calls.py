@@ -23,7 +23,7 @@ from npu_device._src.cluster.tracebacks import is_users
 from npu_device._src.collectives.call import user_line
 from npu_device._src.training import training_state
 from npu_device._src.training.fit.current import current_step
-from npu_device._src.verify.recorder import SCOPE, Recorder
+from npu_device._src.verify.step_recorder import SCOPE, Recorder
 
 _NOISY = (
     *("Dropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D", "AlphaDropout"),
