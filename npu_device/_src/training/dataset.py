@@ -17,7 +17,7 @@ _log = logging.getLogger("npu_device")
 
 
 def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
-    """Return this rank's share of an un-batched data set, and its batch size.
+    """Return the share of this rank in a dataset without batches, and its batch size.
 
     Args:
         dataset: a ``tf.data.Dataset`` of single elements, the same on every rank; call this before shuffle, repeat and
@@ -34,8 +34,8 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
         TypeError: ``global_bs`` is not an integer, or ``dataset`` can't be sharded.
 
     When the number of elements is not a multiple of the number of ranks, the first ranks get one element more;
-    ``drop_remainder=True`` or ``repeat()`` keeps the number of batches equal. A data set that is shuffled without a
-    seed gets a warning: its order, and so its parts, differ on each rank.
+    ``drop_remainder=True`` or ``repeat()`` keeps the number of batches equal. If the dataset
+    is shuffled without a seed, a warning tells that its order differs on each rank.
 
     >>> import tensorflow as tf
     >>> import npu_device as npu

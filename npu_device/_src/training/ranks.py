@@ -17,7 +17,7 @@ from npu_device._src.training.world import world, world_unless_child
 
 @tf.autograph.experimental.do_not_convert
 def rank() -> int:
-    """Return this process's rank, from 0; 0 on a single device. A child process of a rank gets the parent's.
+    """Return the rank of this process, from 0; 0 on a single device. A child process gets the rank of its parent.
 
     Raises:
         RuntimeError: the environment names several ranks, but the job can't be joined any more; so does each call here.
@@ -45,8 +45,8 @@ def size() -> int:
 
 @tf.autograph.experimental.do_not_convert
 def local_rank() -> int:
-    """Return this process's number among the ranks of its host, from 0; 0 on a single device. A child process of a rank
-    gets the parent's.
+    """Return the number of this process among the ranks of its host, from 0; 0 on a single device. A child process of a
+    rank gets the number of its parent.
     """
     parent = device.parent_of_this_process()
     if parent is not None:
@@ -57,7 +57,7 @@ def local_rank() -> int:
 
 @tf.autograph.experimental.do_not_convert
 def local_size() -> int:
-    """Return the number of ranks on this process's host, also in a child process of a rank; 1 on a single device."""
+    """Return the number of ranks on this host, also in a child process of a rank; 1 on a single device."""
     parent = device.parent_of_this_process()
     if parent is not None:
         return parent.local_size
@@ -72,23 +72,23 @@ def is_main() -> bool:
 
 
 def barrier() -> None:
-    """Wait until every rank has made this call. Nothing happens on a single device, or in a child of a rank."""
+    """Wait until every rank has made this call. On a single device and in a child of a rank, return at once."""
     ranks = world_unless_child()
     if ranks is not None:
         ranks.wait()
 
 
 def broadcast_object(value: Any, root_rank: int = 0) -> Any:
-    """Return the root's Python object on every rank.
+    """Return the Python object of the root on every rank.
 
     Args:
-        value: anything that can be pickled; only the root's is used. If the job has no secret and other hosts can
+        value: anything that can be pickled; only that of the root is used. If the job has no secret and other hosts can
             reach its ports, only numbers, strings, bytes, arrays, tensors, and lists, tuples, dictionaries and sets of
             them.
         root_rank: the rank whose object is sent (default 0).
 
     Returns:
-        The root's object; ``value`` itself on the root and on a single device.
+        The object of the root; ``value`` itself on the root and on a single device.
 
     Raises:
         ValueError: there is no such rank.
@@ -111,16 +111,16 @@ def broadcast_object(value: Any, root_rank: int = 0) -> Any:
 
 
 def gather_object(value: Any) -> list[Any]:
-    """Return every rank's Python object, in the order of ranks, on every rank.
+    """Return the Python objects of all ranks, in order, on every rank.
 
     Args:
-        value: this rank's object; anything that ``broadcast_object`` can send.
+        value: the object of this rank; anything that ``broadcast_object`` can send.
 
     Returns:
         One object for each rank; ``[value]`` on a single device.
 
     Raises:
-        MismatchError: another rank makes a different call.
+        MismatchError: the ranks make different calls.
 
     Every rank has to make the call, eagerly.
 
@@ -174,13 +174,13 @@ def rank_zero_first() -> Iterator[bool]:
 
 @tf.autograph.experimental.do_not_convert
 def weighted_mean(values: Any, weight: Any) -> Any:
-    """Average values over the ranks, each weighted, for instance by the number of samples that it comes from.
+    """Average values over the ranks, weighted for instance by the number of samples of each rank.
 
     Args:
         values: a tensor, number or nested structure of them, which may contain ``None`` and ``tf.IndexedSlices``,
             such as a loss and gradients; the same shapes on every rank. They travel like those of ``all_reduce``, and
             integers become floating-point numbers as in its means.
-        weight: this rank's weight: a number or scalar tensor, 0 or more.
+        weight: the weight of this rank: a number or scalar tensor, 0 or more.
 
     Returns:
         The sum of ``weight * value`` divided by the sum of the weights, as tensors in the same structure; 0 if all
@@ -226,11 +226,11 @@ def metric_results(metrics: Any) -> dict[str, Any]:
     """Return the results of Keras metrics over all ranks: their states are added up, not their results averaged.
 
     Args:
-        metrics: Keras metrics whose state counts and adds up, as in all of Keras's own; the same on every rank, each
+        metrics: Keras metrics whose state counts and adds up, as in all metrics of Keras; the same on every rank, each
             updated with that rank's samples.
 
     Returns:
-        Each metric's name and its result, a numpy value. The metrics keep this rank's own state.
+        Names and results, as numpy values. The metrics keep the state of this rank.
 
     Raises:
         ValueError: two of the metrics have the same name.

@@ -18,7 +18,7 @@ _log = logging.getLogger("npu_device")
 
 @tf.autograph.experimental.do_not_convert
 def broadcast(values: Any, root_rank: int = 0, fusion: int = 2, fusion_id: int = 0, group: str = WORLD_GROUP) -> Any:
-    """Overwrite variables, in place, with the root's values.
+    """Overwrite variables, in place, with the values of the root.
 
     Args:
         values: a variable, or a nested structure of variables (see ``tf.nest``): ``tf.Variable``, Keras 2 or Keras 3;

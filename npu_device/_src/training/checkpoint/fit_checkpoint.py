@@ -28,13 +28,13 @@ _NUMBER = re.compile(r"_\d+(?=[/:]|$)")  # which Keras gives to further objects 
 
 
 class FitCheckpoint(tf.keras.callbacks.Callback):
-    """Save checkpoints of all ranks together while ``fit`` runs, and resume from the newest one when it begins.
+    """Save checkpoints of all ranks together while ``fit`` runs, and resume from the newest one when it starts.
 
     Args:
-        directory: where they are; see ``JobCheckpoint``. One for each ``fit`` of a script.
+        directory: directory of the checkpoints, one for each ``fit`` of a script; see ``JobCheckpoint``.
         every: steps between checkpoints; None for none within an epoch.
-        each_epoch: save one after each epoch, when the callbacks have been called and the next epoch has begun.
-        keep: how many checkpoints are kept, above 0.
+        each_epoch: save after each epoch, when the callbacks have been called and the next epoch has begun.
+        keep: number of checkpoints to keep, above 0.
         preemption: stop all ranks after the same step, with a checkpoint and exit code 75, when any of them is sent
             the signal that ``NPU_DEVICE_PREEMPT_SIGNAL`` names; see ``JobCheckpoint.step_done``.
 
@@ -46,19 +46,17 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         CheckpointError: there are checkpoints, but none can be used, or it doesn't fit the model, or this ``fit`` has
             less data; from ``fit``.
 
-    The script calls ``fit`` as if it began anew, with the same arguments. It begins in the epoch of the checkpoint. The
-    steps of that epoch which are over already read their batches, and other callbacks are told of them, but nothing is
-    computed. Weights, optimizers, learning rates, metrics and random states are then those of the checkpoint.
+    Call ``fit`` with the same arguments again. It starts in the epoch of the checkpoint. Finished steps of that epoch
+    read their batches and call other callbacks, but compute nothing. Weights, optimizers, learning rates, metrics and
+    random states are then those of the checkpoint.
 
-    Put it after callbacks that change the model when ``fit`` ends (``EarlyStopping(restore_best_weights=True)``), so
-    that its last checkpoint has what they have done.
+    Put it after callbacks that change the model when ``fit`` ends (``EarlyStopping(restore_best_weights=True)``).
 
-    Data sets that Keras shuffles itself, and those of ``tf.data``, give the same batches in the same order if the
-    script sets a seed before it makes them. The first batch is compared; a warning says if it is another one. What
-    other callbacks remember (the patience of ``EarlyStopping``, ``History``) is not in a checkpoint.
+    If the script sets a seed before it makes the data, the batches come in the same order again. If the first batch
+    differs, a warning tells it. What other callbacks remember (the patience of ``EarlyStopping``, ``History``) isn't
+    in a checkpoint.
 
-    Every rank has to use it, with a replicated model or another one. On a single device it does the same for one
-    process.
+    Every rank has to use it, with or without ``replicate``. It works on a single device too.
     """
 
     def __init__(

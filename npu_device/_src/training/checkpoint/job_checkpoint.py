@@ -32,17 +32,17 @@ class JobCheckpoint:
     """Checkpoints of all ranks of a job together, for a training loop of your own.
 
     Args:
-        directory: where they are, the same path on every rank; created if it doesn't exist. On several hosts it need
-            not be shared: each host then writes a whole checkpoint to its own disk.
-        every: steps between checkpoints that ``step_done`` writes; None for none but the last, when asked to stop.
-        keep: how many checkpoints are kept, above 0.
+        directory: directory of the checkpoints, the same path on every rank; created if it doesn't exist. Hosts that
+            don't share it each write a complete checkpoint.
+        every: steps between checkpoints that ``step_done`` writes; None: only the last one, when asked to stop.
+        keep: number of checkpoints to keep, above 0.
         preemption: stop all ranks after the same step, with a checkpoint, when any of them is sent the signal that
-            ``NPU_DEVICE_PREEMPT_SIGNAL`` names (SIGTERM by default); see ``step_done``. The signal's handler is
-            replaced until ``close``.
-        per_rank: by name, what each rank has of its own: tf.data iterators, ``tf.random.Generator``,
+            ``NPU_DEVICE_PREEMPT_SIGNAL`` names (SIGTERM by default); see ``step_done``. The handler of the
+            signal is replaced until ``close``.
+        per_rank: by name, objects of each rank: tf.data iterators, ``tf.random.Generator``,
             ``keras.random.SeedGenerator``, ``numpy.random.Generator`` and ``random.Random`` objects; optimizers whose
             state is sharded.
-        shared: by name, what is the same on all ranks: models, optimizers, loss scales, variables.
+        shared: by name, objects that are the same on all ranks: models, optimizers, loss scales, variables.
 
     Attributes:
         notes: the notes of the checkpoint that was restored.
@@ -56,7 +56,7 @@ class JobCheckpoint:
     among the shared ones that differ from rank 0's (seed generators, moving averages). Random operations of a graph
     that have no generator keep their state inside the operation, where it can't be read.
 
-    Every rank has to make the calls, in the same order. On a single device they do the same for one process.
+    Every rank has to make the calls, in the same order. They work on a single device too.
     """
 
     def __init__(

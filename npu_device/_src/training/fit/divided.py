@@ -22,20 +22,21 @@ class Divided:
 
 
 def divided(dataset: Any) -> Any:
-    """Mark a data set for a replicated model's ``fit`` or ``evaluate`` of which each rank reads its own part.
+    """Mark a dataset of which each rank reads its own part, for ``fit`` or ``evaluate`` of a replicated model.
 
     Args:
-        dataset: a ``tf.data.Dataset`` of batches, those of this rank. The ranks' batches together are a step's batch,
-            weighted by their samples; a rank whose data end early takes part without samples until all are done.
+        dataset: a ``tf.data.Dataset`` of batches, those of this rank. The batches of all ranks together are the batch
+            of a step, weighted by their samples. If the data of a rank end early, it takes part without samples until
+            all ranks are done.
 
     Returns:
         An argument for ``fit``, ``evaluate`` or ``validation_data`` of a model that ``replicate`` has returned; on a
-        single device the data set itself.
+        single device the dataset itself.
 
     Raises:
         TypeError: not a ``tf.data.Dataset``.
 
-    A data set that doesn't know its length is read through once to count its batches.
+    If a dataset doesn't know its length, it is read once to count its batches.
 
     >>> import tensorflow as tf, npu_device as npu
     >>> dataset = tf.data.Dataset.range(3).batch(2)
