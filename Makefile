@@ -41,13 +41,13 @@ test-full: $(STAMP)
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest tests/gpu --device gpu
 
-# The oldest TensorFlow that the package works with (Python 3.9 to 3.11), and the newest in the registry. The model
+# The oldest TensorFlow and pytest that the package works with (Python 3.9 to 3.11), and the newest in the registry. The model
 # garden's example is skipped there, because the garden pins its own TensorFlow.
 test-matrix: test .venv-oldest/.installed .venv-newest/.installed test-canary
 	.venv-oldest/bin/python -m pytest $(PARALLEL)
 	.venv-newest/bin/python -m pytest $(PARALLEL)
 
-.venv-oldest/.installed: TENSORFLOW := "tensorflow==2.15.*" "tf-keras==2.15.*"
+.venv-oldest/.installed: TENSORFLOW := "tensorflow==2.15.*" "tf-keras==2.15.*" "pytest==8.*"
 .venv-newest/.installed: TENSORFLOW := --upgrade tensorflow tf-keras
 .venv-oldest/.installed .venv-newest/.installed: pyproject.toml
 	$(PYTHON) -m venv $(@D)

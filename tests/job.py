@@ -1,5 +1,7 @@
-"""Whole jobs of short scripts: one process per rank, from start to exit. For what can't be tried in a pool: failing,
-leaving, being killed.
+"""Whole jobs of short scripts, from start to exit: what a rank that fails, leaves or is killed does to the others.
+
+It gives short names to the processes of ``npu_device.testing``. Users run whole scripts with npurun; these tests do
+without it.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from ranks import LEAN
 pytestmark = pytest.mark.xdist_group("testing")
 
 OUTCOMES = """
+    import time
     import warnings
     import pytest
     import npu_device as npu
@@ -27,6 +28,9 @@ OUTCOMES = """
         print("made once")
         yield tmp_path_factory.mktemp("made")
         print("taken back")
+
+    def test_without_ranks(npu_ranks, job_tmp_path, tmp_path):
+        assert (npu_ranks, job_tmp_path) == (1, tmp_path)
 
     @pytest.mark.ranks(1, 2, 3)
     @pytest.mark.parametrize("word", ["a", "b"])
@@ -65,7 +69,7 @@ OUTCOMES = """
         @pytest.mark.ranks(2, limit=1)
         def test_hangs(self):
             while npu.distribute.rank() == 1:
-                pass
+                time.sleep(0.1)
 
     @pytest.fixture
     def broken():
@@ -73,9 +77,6 @@ OUTCOMES = """
 
     @pytest.mark.ranks(2)
     def test_fixture_fails(broken): ...
-
-    def test_without_ranks(npu_ranks, job_tmp_path, tmp_path):
-        assert (npu_ranks, job_tmp_path) == (1, tmp_path)
 """
 
 
@@ -101,8 +102,20 @@ def start(directory: Path, *arguments: str, **files: str) -> subprocess.Popen[st
 
 
 def run(directory: Path, *arguments: str, **files: str) -> str:
-    output, _ = start(directory, *arguments, **files).communicate(timeout=120)
+    """Run pytest in a project of these test files; return its output. Nothing may be left."""
+    shared = set(os.listdir("/dev/shm"))
+    process = start(directory, *arguments, **files)
+    output, _ = process.communicate(timeout=120)
+    assert_nothing_is_left(directory, shared)
     return output
+
+
+def assert_nothing_is_left(directory: Path, shared: set[str]) -> None:
+    """No processes, shared memory, sockets and directories of a project's run."""
+    launcher.wait_until(lambda: not of_run(directory))
+    assert set(os.listdir("/dev/shm")) <= shared
+    assert {path.name.partition("-")[0] for path in (directory / "temporary").iterdir()} <= {"pytest"}
+    assert not [path for path in directory.rglob("*") if path.is_socket()]
 
 
 def test_each_outcome(tmp_path: Path) -> None:
@@ -127,10 +140,12 @@ def test_each_outcome(tmp_path: Path) -> None:
 
 
 BUSY = """
-    import pathlib, time
+    import time
     import pytest
     import npu_device as npu
     import mine
+
+    pytestmark = pytest.mark.xdist_group("one process")
 
     @pytest.mark.ranks(1, 2)
     def test_covered(worker_id):
@@ -174,22 +189,24 @@ STUCK = """
 """
 
 
-@pytest.mark.parametrize("how", ["-x", "ctrl-c", "kill"])
-def test_nothing_is_left(tmp_path: Path, how: str) -> None:
-    """Processes, shared memory, sockets and directories; when pytest is killed, its files stay."""
+def test_stops_at_the_first_failure(tmp_path: Path) -> None:
+    assert "stopping after 1 failures" in run(tmp_path, "-x", test_stuck=STUCK.replace("LIMIT", "1"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_of_a_run_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
+    """When pytest is killed, its files stay."""
     shared = set(os.listdir("/dev/shm"))
-    process = start(tmp_path, "-x", test_stuck=STUCK.replace("LIMIT", "1" if how == "-x" else "300"))
+    process = start(tmp_path, test_stuck=STUCK.replace("LIMIT", "300"))
     launcher.wait_for_files(tmp_path, "pid*", 2)
     assert {os.getpgid(pid) for pid in of_run(tmp_path)}.issuperset({process.pid}) and len(of_run(tmp_path)) >= 4
-    if how != "-x":
-        os.killpg(process.pid, signal.SIGINT if how == "ctrl-c" else signal.SIGKILL)
+    os.killpg(process.pid, number)
     output, _ = process.communicate(timeout=30)
-    assert {"-x": "stopping after 1 failures", "ctrl-c": "KeyboardInterrupt", "kill": ""}[how] in output, output
+    if number == signal.SIGINT:
+        assert "KeyboardInterrupt" in output, output
+        assert_nothing_is_left(tmp_path, shared)
     launcher.wait_until(lambda: not of_run(tmp_path))
     assert set(os.listdir("/dev/shm")) <= shared
-    if how != "kill":
-        assert [path.name.partition("-")[0] for path in (tmp_path / "temporary").iterdir()] == ["pytest"]
-        assert not [path for path in tmp_path.rglob("*") if path.is_socket()]
 
 
 def of_run(directory: Path) -> list[int]:

@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -133,7 +134,8 @@ def end(how: str) -> Any:
     ("body", "error", "says"),
     [
         (partial(run, lambda: 0), TypeError, r"<lambda> is a lambda(.|\n)*define it with def"),
-        (partial(run, place, lambda: 0), TypeError, r"place or one of its arguments can't be sent to the ranks"),
+        (partial(run, place, [lambda: 0]), TypeError, r"<lambda> is a lambda(.|\n)*define it with def"),
+        (partial(run, place, threading.Lock()), TypeError, r"one of its arguments can't be sent .* '_thread.lock'"),
         (partial(run, end, "lambda"), testing.RankError, r"the function returned function, which can't be sent"),
         (partial(run, end, "exit"), testing.RankError, r"its process ended with exit code 3"),
         (partial(run, place, ranks=0), ValueError, r"ranks=0: expected a whole number"),
@@ -148,7 +150,7 @@ def test_bad_input_is_a_clear_error(body: Any, error: type[Exception], says: str
 
 @pytest.mark.parametrize(
     ("call", "name"),
-    [("run(body)", "body"), ("equal_to_one_process(body, ([], []))", "body"), ("run(print, Body())", "Body")],
+    [("run(body)", "body"), ("equal_to_one_process(body, ([], []))", "body"), ("run(print, [Body()])", "Body")],
     ids=["body", "model", "argument"],
 )
 def test_what_the_script_itself_defines(tmp_path: Path, call: str, name: str) -> None:
@@ -156,3 +158,12 @@ def test_what_the_script_itself_defines(tmp_path: Path, call: str, name: str) ->
     ended = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=False)
     assert ended.returncode == 1 and f"TypeError: {name} is defined in the script or notebook that runs" in ended.stderr
     assert "What to do: put it into a module of its own" in ended.stderr
+
+
+def test_a_script_ends_with_its_ranks(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT.replace("CALL", "run(print, 'said', ranks=1)"))
+    environment = {**os.environ, "PYTHONPATH": LEAN, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, tmp_path / "script.py"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=50, check=False)
+    assert ended.returncode == 0 and "Error" not in ended.stderr, ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import zipfile
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import job
 import launcher
 import numpy as np
 import pytest
@@ -76,8 +78,12 @@ def test_the_same_on_all_ranks() -> None:
     says = r"1 of 3 values differ between the ranks: values\['weights'\]\[1\]\n  rank 0: float64\[8\] \[0. 0. 0. 0. …\]"
     with pytest.raises(testing.RankError, match=says):
         run(same, True)
-    with pytest.raises(RuntimeError, match="this process isn't one"):
-        testing.same_on_all_ranks(1)
+
+
+def test_a_process_that_is_no_rank(tmp_path: Path) -> None:
+    call = "from npu_device import testing\ntesting.same_on_all_ranks(1)"
+    [ended] = job.run(tmp_path, 1, call, TF_USE_LEGACY_KERAS="0")
+    assert ended.code == 1 and "RuntimeError: same_on_all_ranks compares the values of ranks" in ended.output
 
 
 def make_model(loss: Any = "mse") -> Any:
@@ -106,14 +112,14 @@ def test_a_training_on_ranks_is_that_of_one_process() -> None:
     random = np.random.default_rng(1)
     data = random.normal(size=[24, 3]).astype(np.float32), random.normal(size=[24, 1]).astype(np.float32)
     equal = partial(testing.equal_to_one_process, keras=3, environment={"PYTHONPATH": LEAN})
-    equal(make_model, data, make_callbacks=make_callbacks, epochs=3)
+    equal(make_model, data, ranks=[3], make_callbacks=make_callbacks)
     says = "(?s)2 ranks don't train as one process does.*  loss after epoch 1: off by .*npurun verify"
     with pytest.raises(AssertionError, match=says):
         equal(partial(make_model, mixing_loss), data, ranks=[2], epochs=1)
 
 
 @pytest.mark.slow
-def test_the_example_with_an_installed_wheel(tmp_path: Any) -> None:
+def test_the_example_with_an_installed_wheel(tmp_path: Path) -> None:
     source, site, project = tmp_path / "source", tmp_path / "site", tmp_path / "project"
     for name in ("npu_device", "npu_bridge", "hccl"):
         shutil.copytree(launcher.ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -126,7 +132,7 @@ def test_the_example_with_an_installed_wheel(tmp_path: Any) -> None:
     shutil.copytree(launcher.ROOT / "examples" / "testing", project)
     environment = {**launcher.environment(), "PYTHONPATH": os.pathsep.join([LEAN, str(site)])}
     where = "import npu_device._src.testing.plugin as it; print(it.__file__)"
-    for command, says in (["-c", where], str(site)), (["-m", "pytest", "-q"], "7 passed"):
+    for command, says in (["-c", where], str(site)), (["-m", "pytest", "-q", "--npu-ranks", "2"], "4 passed"):
         done = subprocess.run(
             [sys.executable, *command], cwd=project, env=environment, capture_output=True, text=True, check=False
         )

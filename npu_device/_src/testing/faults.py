@@ -32,13 +32,27 @@ class Fault:
     def happen(self) -> None:
         """Let it happen to this process."""
         if self.kind in SIGNALS:
-            if self.detail is not None:  # a stop's seconds
-                subprocess.Popen(["sh", "-c", f"sleep {self.detail}; kill -CONT {os.getpid()}"])
-            os.kill(os.getpid(), SIGNALS[self.kind])
+            strike(self.kind, os.getpid(), self.detail)
         elif self.kind == "leave":
             raise SystemExit
         else:
             raise self.detail
+
+
+def strike(kind: str, pid: int, seconds: float | None = None) -> None:
+    """Make one of ``SIGNALS`` happen to a process.
+
+    Args:
+        kind: which.
+        pid: the process.
+        seconds: until a stopped process continues; None for never.
+
+    Raises:
+        ProcessLookupError: it has ended.
+    """
+    if kind == "stop" and seconds is not None:  # from outside: this process may be the one that stops
+        subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {pid} 2> /dev/null"])
+    os.kill(pid, SIGNALS[kind])
 
 
 def kill(rank: int, step: int) -> Fault:

@@ -5,6 +5,7 @@ milliseconds instead of seconds. Everything else about them is as if Python had 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import itertools
@@ -33,7 +34,9 @@ _running: dict[int, Process] = {}  # by process number, those whose end nobody h
 @functools.cache
 def _directory() -> tempfile.TemporaryDirectory[str]:
     """Return the folder of outputs and exit codes, made when first needed: ranks import this file, too."""
-    return tempfile.TemporaryDirectory(prefix="npu_forked_")
+    made = tempfile.TemporaryDirectory(prefix="npu_forked_")
+    atexit.register(close)  # called before the folder is removed, because it is registered after that
+    return made
 
 
 class Process:
@@ -150,6 +153,7 @@ def servers() -> list[subprocess.Popen[str]]:
 
 def close() -> None:
     """End the servers, and with them all processes that still run."""
+    atexit.unregister(close)
     for server in _servers.values():
         server.communicate()
     _servers.clear()

@@ -6,12 +6,14 @@ Importing TensorFlow costs seconds a process, so that a pool lives until it is c
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 import signal
 import subprocess
 import tempfile
 import time
+import types
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
@@ -109,7 +111,7 @@ class Pool:
         A rank that has failed alone leaves the job, so that those which wait for it fail, too. If one doesn't go on
         after that, the pool ends.
         """
-        call = _packed(function, arguments)
+        call = packed(function, arguments)
         answers: dict[int, Answer] = {}
         try:
             for connection in self._connections:
@@ -224,37 +226,44 @@ def _told(stacks: str) -> str:
     return "\n".join(kept) or "  not in Python code: stopped, or busy in a library"
 
 
-def require_importable(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Raise TypeError unless the ranks can import a function, and those among its arguments."""
-    for one in (function, *arguments):
-        if getattr(getattr(one, "func", one), "__module__", None) == "__main__":
-            raise TypeError(
-                f"{_name_of(one)} is defined in the script or notebook that runs, which the ranks don't import.\n"
-                "What to do: put it into a module of its own, next to the script, and import it from there."
-            )
-    name = _name_of(function)
-    if "<" in name:  # <lambda>, <locals>
-        raise TypeError(
-            f"{name} is a lambda or a function within a function, which the ranks can't import.\n"
-            "What to do: define it with def at the top of a module, and pass what it needs as arguments: "
-            "run(function, argument, ranks=2)."
-        )
+class _NotImportable(Exception):
+    """A call has a function or class that the ranks can't import."""
 
 
-def _name_of(function: Any) -> str:
-    return str(getattr(getattr(function, "func", function), "__qualname__", type(function).__qualname__))
+class _Packing(pickle.Pickler):
+    """Packs a call, and refuses functions and classes that the ranks can't import."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Raise _NotImportable for them; all else is packed as usual."""
+        if isinstance(value, (type, types.FunctionType)):
+            if value.__module__ == "__main__":
+                raise _NotImportable(
+                    f"{value.__qualname__} is defined in the script or notebook that runs, which the ranks don't "
+                    "import.\nWhat to do: put it into a module of its own, next to it, and import it from there."
+                )
+            if "<" in value.__qualname__:  # <lambda>, <locals>
+                raise _NotImportable(
+                    f"{value.__qualname__} is a lambda or is defined within a function, so that the ranks can't import "
+                    "it.\nWhat to do: define it with def or class at the top of a module, and pass what it needs as "
+                    "arguments: run(function, argument, ranks=2)."
+                )
+        return NotImplemented
 
 
-def _packed(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
+def packed(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
     """Return a call as it is sent; raise TypeError if it can't be."""
+    stream = io.BytesIO()
     try:
-        return pickle.dumps((function, arguments))
+        _Packing(stream).dump((function, arguments))
+    except _NotImportable as error:
+        raise TypeError(str(error)) from None
     except Exception as error:
         raise TypeError(
-            f"{_name_of(function)} or one of its arguments can't be sent to the ranks: {error}\nWhat to do: pass "
-            "numbers, strings, numpy arrays, functions of modules, or lists and dictionaries of them; make the rest on "
-            "the ranks."
+            f"the function or one of its arguments can't be sent to the ranks: {error}\nWhat to do: pass numbers, "
+            "strings, numpy arrays, functions of modules, or lists and dictionaries of them; make the rest on the "
+            "ranks."
         ) from error
+    return stream.getvalue()
 
 
 def _require_memory(size: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from npu_device._src.testing import forked
 from npu_device._src.testing.answers import RankError
 from npu_device._src.testing.faults import Armed, Fault
-from npu_device._src.testing.pool import Pool, require_importable
+from npu_device._src.testing.pool import Pool, packed
 
 _Kind = tuple[Any, ...]
 _MOST_RANKS = 6  # that are alive at once: each takes some 500 MB
@@ -55,7 +55,7 @@ def run(
         MemoryError: there is too little memory for so many ranks.
     """
     kind = kind_of(ranks, keras, environment or {})
-    require_importable(function, arguments)
+    packed(function, arguments)  # an error comes before the ranks start
     if not (fresh or faults or restarts):
         return pool_of(kind).run(function, *arguments, timeout=limit)
     with tempfile.TemporaryDirectory(prefix="npu_faults_") as directory:
@@ -98,6 +98,8 @@ def pool_of(kind: _Kind, of: type[Pool] = Pool) -> Any:
             _pools.pop(next(iter(_pools))).close()
         size, keras, environment, *_ = kind
         pool = of(size, keras, **dict(environment))
+        atexit.unregister(close)
+        atexit.register(close)  # called before the pool's folder is removed, because it is registered after that
     _pools[kind] = pool
     return pool
 
@@ -117,7 +119,6 @@ def close_pools(of: type[Pool] = Pool) -> None:
         del _pools[kind]
 
 
-@atexit.register
 def close() -> None:
     """End all ranks, and the processes that fork them."""
     close_pools()

@@ -5,10 +5,7 @@ Nothing here knows what the ranks do.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
-import signal
 import subprocess
 import threading
 import time
@@ -16,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Callable
 
-from npu_device._src.testing.faults import SIGNALS
+from npu_device._src.testing.faults import SIGNALS, strike
 from npu_device._src.testing.leaks import children_of
 from npu_device._src.testing.soak.network import Here
 from npu_device._src.testing.soak.running import Rank, ranks_of
@@ -28,7 +25,7 @@ _SETTLING_SECONDS = 3.0  # until a disturbed connection has ended an attempt, if
 
 
 @dataclass
-class Fault:
+class Disturbance:
     """Something that was done to a rank, or to a node's network.
 
     Attributes:
@@ -50,7 +47,7 @@ class Fault:
     recovered: float | None = None
 
 
-class Faults:
+class RandomFaults:
     """Faults at random times; the intervals, kinds and places follow from the seed.
 
     Args:
@@ -77,7 +74,7 @@ class Faults:
         longest: float,
         say: Callable[[str], None],
     ) -> None:
-        self.done: list[Fault] = []
+        self.done: list[Disturbance] = []
         self.attempt = 0
         self._launchers = launchers
         self._network = network
@@ -111,10 +108,12 @@ class Faults:
         nodes = self._network.nodes
         victim, node = ranks[int(place * len(ranks))], nodes[int(place * len(nodes))]
         where = f"rank {victim.rank}" if kind in SIGNALS else f"node {node}"
-        fault = Fault(time.monotonic() - self._began, kind, where, self.attempt, lasts if kind in _LASTING else 0.0)
+        fault = Disturbance(
+            time.monotonic() - self._began, kind, where, self.attempt, lasts if kind in _LASTING else 0.0
+        )
         try:
             if kind in SIGNALS:
-                os.kill(victim.pid, SIGNALS[kind])
+                strike(kind, victim.pid, lasts)
             else:
                 launcher = self._launchers[node]
                 children = (pid for pid, command in children_of(launcher).items() if command)
@@ -129,10 +128,7 @@ class Faults:
         self.done.append(fault)
         self._say(f"{fault.after:7.1f} s: {kind} {where}" + (f" for {lasts:.1f} s" if fault.seconds else ""))
         self._watch(time.monotonic() + fault.seconds, over)
-        if kind == "stop":
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(victim.pid, signal.SIGCONT)
-        elif kind not in SIGNALS:
+        if kind not in SIGNALS:
             self._network.end(kind, node)
             self._settled = time.monotonic() + _SETTLING_SECONDS
 

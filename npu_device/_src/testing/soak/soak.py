@@ -22,7 +22,7 @@ from pathlib import Path
 from npu_device._src.testing import hosts
 from npu_device._src.testing.faults import SIGNALS
 from npu_device._src.testing.soak import network
-from npu_device._src.testing.soak.random_faults import Fault, Faults
+from npu_device._src.testing.soak.random_faults import Disturbance, RandomFaults
 
 _RESTARTS = 10_000
 _RUNS = ("undisturbed", "disturbed")
@@ -122,7 +122,7 @@ def _network(options: argparse.Namespace) -> type[network.Here]:
     return network.Namespaces if kind == "namespaces" else network.Proxies
 
 
-def _run(options: argparse.Namespace, directory: Path, seconds: float) -> tuple[int, Faults]:
+def _run(options: argparse.Namespace, directory: Path, seconds: float) -> tuple[int, RandomFaults]:
     """Run the job once, with faults for some seconds; return its exit code, of the first node that failed."""
     words = [word.replace("{dir}", str(directory)) for word in options.command]
     environment = dict(os.environ)
@@ -141,7 +141,7 @@ def _run(options: argparse.Namespace, directory: Path, seconds: float) -> tuple[
             )
             launchers.append(stack.enter_context(launcher))
         pids = [launcher.pid for launcher in launchers]
-        faults = Faults(pids, between, options.mtbf, options.seed, options.faults, options.longest, _say)
+        faults = RandomFaults(pids, between, options.mtbf, options.seed, options.faults, options.longest, _say)
         thread = threading.Thread(target=faults.run, args=(seconds, over))
         thread.start()
         try:
@@ -175,7 +175,7 @@ def _shown(result: bytes | None) -> str:
     return result.decode(errors="replace") if len(result) < 200 else f"{len(result)} bytes"
 
 
-def _table(faults: Sequence[Fault]) -> str:
+def _table(faults: Sequence[Disturbance]) -> str:
     """Return one line for each fault."""
     rows = ["soak:   after  fault       where     for  attempt  outcome"]
     for fault in faults:
@@ -185,7 +185,7 @@ def _table(faults: Sequence[Fault]) -> str:
     return "\n".join(rows)
 
 
-def _by_kind(faults: Sequence[Fault]) -> str:
+def _by_kind(faults: Sequence[Disturbance]) -> str:
     """Return one line for each kind of fault."""
     rows = ["soak: fault       ended an attempt    ridden out"]
     for kind in dict.fromkeys(fault.kind for fault in faults):
@@ -195,7 +195,7 @@ def _by_kind(faults: Sequence[Fault]) -> str:
     return "\n".join(rows)
 
 
-def _outcome(fault: Fault) -> str:
+def _outcome(fault: Disturbance) -> str:
     if not fault.ended:
         return "ridden out"
     if fault.recovered is None:
@@ -203,7 +203,7 @@ def _outcome(fault: Fault) -> str:
     return f"the attempt ended; all ranks run again after {fault.recovered:.1f} s"
 
 
-def _counted(faults: Sequence[Fault]) -> str:
+def _counted(faults: Sequence[Disturbance]) -> str:
     lasted = sorted(fault.seconds for fault in faults if fault.seconds)
     if not lasted:
         return str(len(faults))
