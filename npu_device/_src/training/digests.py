@@ -52,7 +52,7 @@ def named(names: Sequence[str]) -> str:
 
 
 def differences(
-    cluster: Cluster, ranks: Sequence[int], names: Sequence[str], checksums: Sequence[Sequence[int]]
+    cluster: Cluster, ranks: Sequence[int], names: Sequence[str], values: Sequence[Sequence[Any]]
 ) -> tuple[list[int], str] | None:
     """Return the positions of the variables that differ, and a text about them with a line for each rank; None if none
     do.
@@ -61,15 +61,15 @@ def differences(
         cluster: the ranks and their hosts.
         ranks: those that compare.
         names: of the variables.
-        checksums: each rank's, in the order of the names.
+        values: each rank's, in the order of the names: checksums, or what to show instead.
     """
-    places = [place for place, found in enumerate(zip(*checksums)) if len(set(found)) > 1]
+    places = [place for place, found in enumerate(zip(*values)) if len(set(found)) > 1]
     if not places:
         return None
-    different = [names[place] for place in places]
-    rows = {rank: f"digest {mine[places[0]]:08x} of {different[0]}" for rank, mine in zip(ranks, checksums)}
-    head = f"{len(places)} of {len(names)} variables ({named(different)}):"
-    return places, "\n".join([head, *cluster.lines(rows, SHOWN_RANKS)])
+    different, first = [names[place] for place in places], [mine[places[0]] for mine in values]
+    shown = [f"digest {value:08x}" if isinstance(value, int) else value for value in first]
+    lines = cluster.lines({rank: f"{value} of {different[0]}" for rank, value in zip(ranks, shown)}, SHOWN_RANKS)
+    return places, "\n".join([f"{len(places)} of {len(names)} variables ({named(different)}):", *lines])
 
 
 def posted_differences(job: Job, name: str, names: Sequence[str], *checksums: Sequence[int]) -> str | None:

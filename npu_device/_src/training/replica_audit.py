@@ -25,7 +25,7 @@ from npu_device._src.cluster.time_limits import DETAILS_SECONDS
 from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.ops import all_reduce
 from npu_device._src.training.applied_gradients import AppliedGradients
-from npu_device._src.training.digests import SHOWN_RANKS, SHOWN_VARIABLES, Digest, digest_of, named, variable_name
+from npu_device._src.training.digests import Digest, differences, digest_of, variable_name
 from npu_device._src.training.same_samples import Pair, SameSamples
 from npu_device._src.training.same_variables import compared
 from npu_device._src.training.schedule import FIRST_LOOKS, NEVER, Schedule, can_compare, next_look
@@ -147,32 +147,15 @@ class Audit:
 
     def _tell(self, seen: _Seen, key: str) -> int:
         """Raise an error or warn, on every rank alike: which variables differ, and how far."""
-        ranks, cluster = self._world.group.ranks, self._world.job.cluster
-        mine = [[repr(digest), _norm(array)] for digest, array in zip(seen.digests, seen.arrays)]
+        cluster = self._world.job.cluster
+        mine = [f"norm {_norm(array)}, digest {one[2]:08x}" for one, array in zip(seen.digests, seen.arrays)]
         found = {cluster.rank: mine}
         with contextlib.suppress(ClusterError):
-            found = self._world.job.store.gather_from(key, mine, ranks, DETAILS_SECONDS)
-        first = found[min(found)]
-        places = [
-            place for place, name in enumerate(seen.names) if any(one[place] != first[place] for one in found.values())
-        ]
-        rows = {
-            rank: ", ".join(
-                f"{seen.names[place]} with the norm {one[place][1]}, not {first[place][1]}"
-                for place in places[:SHOWN_VARIABLES]
-                if one[place] != first[place]
-            )
-            or "other variables"
-            for rank, one in found.items()
-            if one != first
-        }
+            found = self._world.job.store.gather_from(key, mine, self._world.group.ranks, DETAILS_SECONDS)
+        ranks = sorted(found)
+        _, which = differences(cluster, ranks, seen.names, [found[rank] for rank in ranks]) or ([], "some variables")
         before = "" if self._equal_after is None else f" (after step {self._equal_after} they were equal)"
-        head = (
-            f"the ranks have drifted apart: seen after step {seen.steps}{before}, in {len(places)} of "
-            f"{len(seen.names)} variables ({named([seen.names[place] for place in places])}). They differ from rank "
-            f"{min(found)}'s on:"
-        )
-        text = "\n".join([head, *cluster.lines(rows, SHOWN_RANKS), _ADVICE])
+        text = f"the ranks have drifted apart: seen after step {seen.steps}{before}, in {which}\n{_ADVICE}"
         if environment.NPU_DEVICE_DRIFT.get() == "error":
             raise RuntimeError(f"rank {cluster.rank}: {text}")
         if self._world.rank == 0:
