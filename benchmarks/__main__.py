@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import docs_page, gpu, results
-from benchmarks.cases import CASES
+from benchmarks import docs_page, gpu, results, sides, start
+from benchmarks.cases import CASES, FULL, SHORT, START
 from benchmarks.measuring import progress, run_case
 from benchmarks.table import tables
+from npu_device._src.testing import hosts
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -19,41 +21,49 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m benchmarks",
         description="npu_device against what else there is (TensorFlow, torch, MPI), in turn, on this machine.",
     )
-    parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks, from 2 (default: 2 4)")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="what to measure (default: all)")
-    parser.add_argument("--repeats", type=int, help="how often each rival is timed (default: 5; 1 with --quick)")
-    parser.add_argument("--quick", action="store_true", help="two sizes, one step a repetition: to see that it works")
+    names = list(dict.fromkeys(name for name, _ in FULL))
+    parser.add_argument("--ranks", type=int, nargs="+", help="only cases of these numbers of ranks")
+    parser.add_argument("--cases", nargs="+", choices=names, default=names, help="what to measure (default: all)")
+    parser.add_argument("--short", action="store_true", help="two ranks and two hosts, some 20 minutes instead of 60")
+    parser.add_argument("--repeats", type=int, help="how often each rival is timed (default: 5, with --short 3)")
+    parser.add_argument("--quick", action="store_true", help="one step a repetition: to see that it works")
     parser.add_argument("--output", type=Path, default=Path("build/benchmarks"), help="default: build/benchmarks")
-    parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/benchmarks.md")
+    parser.add_argument("--write-docs", action="store_true", help="put the figures into README and docs/")
     parser.add_argument(
         "--gpu", action="store_true", help="measure training steps on GPUs instead; --ranks: one number"
     )
     parser.add_argument("--on-cpu", action="store_true", help="with --gpu: run its sides on CPUs, to check them")
     options = parser.parse_args(arguments)
-    repeats = options.repeats if options.repeats is not None else 1 if options.quick else 5
-    numbers = options.ranks or [2, 4]
-    if min(numbers) < 2 or repeats < 1:
-        parser.error("--ranks have to be 2 or more, and --repeats 1 or more")
+    repeats = options.repeats if options.repeats is not None else 1 if options.quick else 3 if options.short else 5
+    if min(options.ranks or [1]) < 1 or repeats < 1:
+        parser.error("--ranks and --repeats have to be 1 or more")
     if importlib.util.find_spec("tf_keras") is None:
         sys.exit('tf-keras is not installed. What to do: pip install -e ".[benchmarks]" in the clone.')
     if options.gpu:
         gpu.measure(options.ranks and options.ranks[0], repeats, options.quick, options.on_cpu, options.output)
         return
 
-    run = results.begin(repeats)
-    for name in options.cases:
-        for ranks in numbers:
-            case = CASES[name](options.quick, ranks)
-            if ranks > case.most_ranks:
-                progress(f"{name}, {ranks} ranks: left out; {case.most_ranks} at most")
-                continue
-            run.cases.append(run_case(case, ranks, repeats, options.output / "logs"))
-            run.write(options.output / "results.json")
-    if not run.cases:
+    plan = [
+        (name, ranks)
+        for name, ranks in (SHORT if options.short else FULL)
+        if name in options.cases and ranks in (options.ranks or [ranks])
+    ]
+    if not plan:
         sys.exit("nothing was measured: the cases don't go with so many ranks")
+    run = results.begin()
+    for name, ranks in plan:
+        if name == START:
+            progress(f"{START}, {ranks} ranks")
+            run.cases.append(start.measure(ranks, repeats))
+        else:
+            case = CASES[name](options.quick, ranks)
+            on_hosts = any(each.gbit is not None for each in case.rounds) and hosts.can_be_made()
+            with hosts.hosts(sides.HOSTS, 0) if on_hosts else contextlib.nullcontext():
+                run.cases.append(run_case(case, ranks, repeats, options.output / "logs"))
+        run.write(options.output / "results.json")
     print(tables(run), end="")
     if options.write_docs:
-        docs_page.PAGE.write_text(docs_page.replace_results(docs_page.PAGE.read_text(), tables(run)))
+        docs_page.write(run.with_others_of(results.read(docs_page.RESULTS)))
 
 
 if __name__ == "__main__":

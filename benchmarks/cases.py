@@ -13,27 +13,27 @@ from benchmarks import sides
 MIRRORED = "MultiWorkerMirroredStrategy"
 ALONE = "no communication"
 FUNCTION = "npu_device"
-EAGER = "npu_device eager"
-RING = "npu_device, TensorFlow backend"
+EAGER = "npu_device, eager"
+RING = "npu_device, TensorFlow's ring"
 GLOO = "torch Gloo"
 MPICH = "MPICH"
-DEFAULT_SPLIT = "npu_device, default split"
-TRACED = "npu_device, traced"
+TCP_BETWEEN, RING_BETWEEN, MPI_BETWEEN = "TCP", "TensorFlow's ring (default)", "MPI"
+ONE_PROCESS, TWO_RANKS = "one process, all cores", "2 ranks, one host"
+TWO_DEVICES, TWO_HOSTS = "MirroredStrategy, two logical CPUs", "2 hosts of one core"
+WHOLE, DIVIDED = "whole batch on each rank", "pipeline"
 
-BY_SIZE, STEPS, PAIRS = "by size", "steps", "pairs"
-LINK_SIZES, LINK_STEPS = "by size and link", "steps by link"
-"""The kinds of tables: bandwidths; steps one below the other; by how much two steps differ; sizes over links of several
-speeds, and steps.
-"""
-
-_SEGMENTS = (1, 2, 4, 8)
+_SEGMENTS = (1, 4, 8)
 _KIB, _MIB = 1 << 10, 1 << 20
-_SIZES = (4, _KIB, 64 * _KIB, _MIB, 16 * _MIB, 100 * _MIB, 256 * _MIB)
+_SIZES = (4, 64 * _KIB, _MIB, 16 * _MIB, 100 * _MIB)
 _QUICK_SIZES = (4, _MIB)
-_LARGEST_OF_MANY = 100 * _MIB  # from three ranks on
 RESNET50_BYTES = 102_334_368
 BERT_BYTES = 437_928_968
 _CHAIN_BYTES = 161 * 4
+_MLP_BYTES = 2_678_824
+SAMPLES = {"resnet50": 4, "bert": 2, "mlp": 128}
+"""In a rank's batch."""
+READ_SAMPLES = 256
+"""That are read in a step."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class Round:
 
     Attributes:
         label: the work that they all do.
-        size: bytes that are reduced.
+        size: bytes that are reduced, or samples in a step.
         steps: steps that are timed in one go.
         rivals: the participants, in the order of the table.
         turns: how often each is timed in a repetition. Small differences need more.
-        gbit: Gbit/s that each of the hosts may send, 0 for no limit; None if all ranks are on this machine.
+        gbit: Gbit/s that each of the hosts may send, if some rivals are between hosts.
     """
 
     label: str
@@ -79,26 +79,21 @@ class Case:
 
     Attributes:
         name: its name on the command line.
-        title: heading of its table.
-        shows: the kind of its table.
-        most_ranks: more ranks don't fit into 24 GiB, or show nothing new.
+        title: what is measured.
         rounds: the rounds that are measured.
         one_side_at_a_time: the sides don't fit into memory together, and run one after the other.
     """
 
     name: str
     title: str
-    shows: str
-    most_ranks: int
     rounds: tuple[Round, ...]
     one_side_at_a_time: bool = False
 
 
 def all_reduce(quick: bool, ranks: int) -> Case:
     """Return the case that times one all_reduce (sum, float32) by size."""
-    largest = _SIZES[-1] if ranks == 2 else _LARGEST_OF_MANY
     rounds = []
-    for size in _QUICK_SIZES if quick else [size for size in _SIZES if size <= largest]:
+    for size in _QUICK_SIZES if quick else _SIZES:
         rivals = [
             Rival(FUNCTION, sides.SHARED_MEMORY, "all_reduce", (size, False)),
             Rival(EAGER, sides.SHARED_MEMORY, "all_reduce", (size, True)),
@@ -108,38 +103,104 @@ def all_reduce(quick: bool, ranks: int) -> Case:
             Rival(MPICH, sides.MPICH, "all_reduce", (size,)),
         ]
         rounds.append(Round(size_text(size), size, steps_for(size, quick), tuple(rivals)))
-    return Case("all_reduce", "all_reduce of float32", BY_SIZE, 4, tuple(rounds))
+    return Case("all_reduce", f"all_reduce, {ranks} ranks", tuple(rounds))
 
 
 def resnet50(quick: bool, ranks: int) -> Case:
     """Return the case of a training step whose gradients are 102 MB."""
-    title = "training step of ResNet-50, 96×96, batch 4 per rank"
     steps = 1 if quick else 5 if ranks == 2 else 2
     one_round = Round("step", RESNET50_BYTES, steps, _training("resnet50", ranks))
-    return Case("resnet50", title, STEPS, 4, (one_round,))
+    return Case("resnet50", f"ResNet-50, {ranks} ranks", (one_round,))
 
 
 def bert(quick: bool, ranks: int) -> Case:
     """Return the case of a training step whose gradients are 438 MB: communication outweighs everything else."""
-    title = "training step of a BERT-base-sized stack, 2×32 tokens per rank"
     one_round = Round("step", BERT_BYTES, 1 if quick else 2, _training("bert", ranks))
-    return Case("bert", title, STEPS, 2, (one_round,), one_side_at_a_time=True)
+    return Case("bert", f"BERT, {ranks} ranks", (one_round,), one_side_at_a_time=True)
 
 
-def trace(quick: bool, ranks: int) -> Case:
-    """Return the case that times the iteration trace: in a real step, and in a step of as many gradients and little
-    else, so that fractions of a millisecond show.
+def hosts_all_reduce(quick: bool, ranks: int) -> Case:
+    """Return the case of all_reduce between two hosts."""
+    rounds = []
+    for size in _QUICK_SIZES if quick else (4, 100 * _MIB):
+        rivals = (
+            Rival(RING_BETWEEN, sides.RING_OF_HOSTS, "all_reduce", (size, False)),
+            Rival(TCP_BETWEEN, sides.TCP_OF_HOSTS, "all_reduce", (size, False)),
+            Rival(MPI_BETWEEN, sides.MPI_OF_HOSTS, "all_reduce", (size, False)),
+            Rival(GLOO, sides.GLOO_OF_HOSTS, "all_reduce", (size,)),
+            Rival(MPICH, sides.MPICH_OF_HOSTS, "all_reduce", (size,)),
+        )
+        rounds += [Round(size_text(size), size, steps_for(size, quick), rivals, gbit=gbit) for gbit in _rates(quick)]
+    return Case("hosts_all_reduce", "all_reduce", tuple(rounds))
+
+
+def hosts_resnet50(quick: bool, ranks: int) -> Case:
+    """Return the case of ResNet-50's training step between two hosts."""
+    return Case("hosts_resnet50", "ResNet-50", _between_hosts("resnet50", RESNET50_BYTES, 1 if quick else 4, quick))
+
+
+def hosts_bert(quick: bool, ranks: int) -> Case:
+    """Return the case of BERT's training step between two hosts."""
+    rounds = _between_hosts("bert", BERT_BYTES, 1 if quick else 2, quick)
+    return Case("hosts_bert", "BERT", rounds, one_side_at_a_time=True)
+
+
+def checks(quick: bool, ranks: int) -> Case:
+    """Return the case of what tracing and watching cost: in real steps, and in steps of many gradients and little else,
+    so that fractions of a millisecond show.
     """
     rounds = []
-    for model, size, steps in (("resnet50", RESNET50_BYTES, 3), ("chain", _CHAIN_BYTES, 50)):
-        for label, side in ((FUNCTION, sides.SHARED_MEMORY), (RING, sides.TENSORFLOW)):
-            rivals = (
-                Rival(DEFAULT_SPLIT, side, "untraced_training", (model,)),
-                Rival(TRACED, side, "traced_training", (model,)),
-            )
-            rounds.append(Round(f"{model}, {label}", size, 1 if quick else steps, rivals, turns=1 if quick else 12))
-    title = "the iteration trace in steps of ResNet-50, and of a chain of layers of one unit, 161 gradients each"
-    return Case("trace", title, PAIRS, 2, tuple(rounds))
+    for model, size, steps in (("resnet50", RESNET50_BYTES, 3), ("mlp", _MLP_BYTES, 30), ("chain", _CHAIN_BYTES, 50)):
+        for what, side in (("traced", sides.SHARED_MEMORY), ("watched", sides.WATCHED)):
+            rivals = tuple(Rival(f"{word}{what}", side, f"{word}{what}_training", (model,)) for word in ("un", ""))
+            rounds.append(Round(f"{model}, {what}", size, 1 if quick else steps, rivals, turns=1 if quick else 6))
+    return Case("checks", "what checks cost", tuple(rounds))
+
+
+def compiled(quick: bool, ranks: int) -> Case:
+    """Return the case of steps that XLA compiles, on one process."""
+    rounds = []
+    for model, steps in (("resnet50", 3), ("bert", 2), ("mlp", 50)):
+        rivals = tuple(
+            Rival(label, sides.ONE_PROCESS, "training", (model, False, None, None, label == "jit_compile"))
+            for label in ("as it is", "jit_compile")
+        )
+        rounds.append(Round(model, SAMPLES[model], 1 if quick else steps, rivals))
+    return Case("compiled", "jit_compile on one process", tuple(rounds))
+
+
+def faster(quick: bool, ranks: int) -> Case:
+    """Return the case of the same work on one process, on devices of one, on ranks and on hosts."""
+    rounds = []
+    for model, steps in (("resnet50", 3), ("bert", 2), ("mlp", 50)):
+        rivals = (
+            Rival(ONE_PROCESS, sides.ONE_PROCESS, "training", (model, False, None, None, False, ranks)),
+            Rival(TWO_DEVICES, sides.TWO_DEVICES, "training", (model,)),
+            Rival(TWO_RANKS, sides.SHARED_MEMORY, "training", (model, True, None)),
+            Rival(TWO_HOSTS, sides.RING_OF_HOSTS, "training", (model, True, None)),
+        )
+        rounds.append(Round(model, ranks * SAMPLES[model], 1 if quick else steps, rivals, gbit=10.0))
+    rivals = (
+        Rival(ONE_PROCESS, sides.ONE_PROCESS, "reading", ("images", True)),
+        Rival(TWO_DEVICES, sides.TWO_DEVICES, "reading", ("images",)),
+        Rival(TWO_RANKS, sides.SHARED_MEMORY, "reading", ("images", True)),
+        Rival(TWO_HOSTS, sides.RING_OF_HOSTS, "reading", ("images", True)),
+    )
+    rounds.append(Round("images", READ_SAMPLES, 1, rivals, gbit=10.0))
+    return Case("faster", "samples a second", tuple(rounds), one_side_at_a_time=True)
+
+
+def reading(quick: bool, ranks: int) -> Case:
+    """Return the case of input pipelines of some 5 ms a sample."""
+    rounds = []
+    for kind in ("images", "records", "augmented"):
+        rivals = (
+            Rival(ONE_PROCESS, sides.ONE_PROCESS, "reading", (kind, True)),
+            Rival(WHOLE, sides.SHARED_MEMORY, "reading", (kind, False)),
+            Rival(DIVIDED, sides.SHARED_MEMORY, "reading", (kind, True)),
+        )
+        rounds.append(Round(kind, READ_SAMPLES, 1, rivals))
+    return Case("reading", f"input, {ranks} ranks", tuple(rounds))
 
 
 def on_gpus(quick: bool, ranks: int, model: str, gpus: int, device: str) -> Case:
@@ -159,18 +220,17 @@ def on_gpus(quick: bool, ranks: int, model: str, gpus: int, device: str) -> Case
     if gpus >= ranks:
         rivals += [
             Rival("npu_device, NCCL", sides.GPU_NCCL, "training", (model, True, None)),
-            Rival("MirroredStrategy", sides.GPU_ONE_PROCESS, "training", (model,)),
+            Rival("MirroredStrategy", sides.TWO_DEVICES, "training", (model,)),
             Rival(MIRRORED, sides.GPU_MIRRORED, "training", (model,)),
         ]
     one_round = Round("step", RESNET50_BYTES, 1 if quick else 20, tuple(rivals))
-    title = f"training step of {model} on {min(gpus, ranks)} {device}s"
-    return Case("gpu", title, STEPS, ranks, (one_round,), one_side_at_a_time=True)
+    return Case("gpu", f"{model}, {min(gpus, ranks)} {device}s", (one_round,), one_side_at_a_time=True)
 
 
 def _training(model: str, ranks: int) -> tuple[Rival, ...]:
     rivals = [
         Rival(ALONE, sides.SHARED_MEMORY, "training", (model, False, None)),
-        Rival(DEFAULT_SPLIT, sides.SHARED_MEMORY, "training", (model, True, None)),
+        Rival(FUNCTION, sides.SHARED_MEMORY, "training", (model, True, None)),
     ]
     for count in _SEGMENTS if ranks == 2 else ():
         label = f"npu_device, {count} segment{'s' if count > 1 else ''}"
@@ -178,6 +238,23 @@ def _training(model: str, ranks: int) -> tuple[Rival, ...]:
     rivals.append(Rival(RING, sides.TENSORFLOW, "training", (model, True, None)))
     rivals.append(Rival(MIRRORED, sides.MIRRORED, "training", (model,)))
     return tuple(rivals)
+
+
+def _between_hosts(model: str, size: int, steps: int, quick: bool) -> tuple[Round, ...]:
+    rivals = [Rival(ALONE, sides.RING_OF_HOSTS, "training", (model, False, None))]
+    for label, side in (
+        (RING_BETWEEN, sides.RING_OF_HOSTS),
+        (TCP_BETWEEN, sides.TCP_OF_HOSTS),
+        (MPI_BETWEEN, sides.MPI_OF_HOSTS),
+    ):
+        rivals.append(Rival(label, side, "training", (model, True, None)))
+        if label != MPI_BETWEEN:
+            rivals.append(Rival(f"{label}, 4 segments, bf16", side, "training", (model, True, 4, "bf16")))
+    return tuple(Round("step", size, steps, tuple(rivals), gbit=gbit) for gbit in _rates(quick))
+
+
+def _rates(quick: bool) -> tuple[float, ...]:
+    return (10.0,) if quick else (1.0, 10.0)
 
 
 def steps_for(size: int, quick: bool) -> int:
@@ -193,4 +270,19 @@ def size_text(size: int) -> str:
     return f"{size} B"
 
 
-CASES = {case.__name__: case for case in (all_reduce, resnet50, bert, trace)}
+CASES = {
+    case.__name__: case
+    for case in (
+        *(all_reduce, resnet50, bert, hosts_all_reduce, hosts_resnet50, hosts_bert),
+        *(checks, compiled, faster, reading),
+    )
+}
+START = "start"
+"""A case without sides; see ``start``."""
+
+SHORT = (
+    *(("all_reduce", 2), ("resnet50", 2), ("bert", 2), ("hosts_all_reduce", 2), ("hosts_resnet50", 2)),
+    *((START, 2), ("checks", 2), ("faster", 2), ("reading", 2), ("compiled", 1)),
+)
+FULL = (*SHORT, ("hosts_bert", 2), ("reading", 3), ("all_reduce", 4), ("resnet50", 4))
+"""Cases with their numbers of ranks, in the order in which they run."""

@@ -1,22 +1,47 @@
-"""The generated part of ``docs/benchmarks.md``."""
+"""Figures in README and ``docs/``: between two comments that name them, filled from ``benchmarks/results.json``.
+
+A figure that wasn't measured with the present version isn't shown.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
-_BEGIN = "<!-- results: written by `python -m benchmarks --write-docs`, changes are lost -->"
-_END = "<!-- end of results -->"
+from benchmarks import table
+from benchmarks.results import Results
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results.json"
+CHART = ROOT / "docs" / "benchmarks.svg"
+PLACE = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+_CHART_TEXT = "![steps of two ranks, divided by the same step without communication](benchmarks.svg)"
 
 
-def replace_results(page: str, tables: str) -> str:
-    """Return the page with these tables in place of its old ones.
+def pages() -> list[Path]:
+    """Return the pages that may have figures."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def filled(page: str, results: Results | None) -> str:
+    """Return a page with the figures of these results in its places.
 
     Raises:
-        ValueError: the page lacks the comments that mark the place.
+        KeyError: the page names a figure that there isn't.
     """
-    before, begin, rest = page.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if not begin or not end:
-        raise ValueError(f"the page should have the lines {_BEGIN!r} and {_END!r} around the results")
-    return f"{before}{_BEGIN}\n\n{tables.strip()}\n\n{_END}{after}"
+    figures = {**table.FIGURES, "chart": lambda found: _CHART_TEXT if table.chart(found) else ""}
+
+    def text(place: re.Match[str]) -> str:
+        figure = figures[place[2]]
+        found = figure(results) if results is not None else ""
+        return f"{place[1]}\n{found}\n\n{place[3]}" if found else place[1] + place[3]
+
+    return PLACE.sub(text, page)
+
+
+def write(results: Results) -> None:
+    """Keep the results, and fill all pages and the chart."""
+    results.write(RESULTS)
+    for page in pages():
+        page.write_text(filled(page.read_text(), results))
+    CHART.write_text(table.chart(results))

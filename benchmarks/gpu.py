@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks import results
 from benchmarks.cases import on_gpus
 from benchmarks.measuring import run_case
-from benchmarks.table import tables
+from benchmarks.table import one_step, setup
 
 _FACTS = """
 import tensorflow as tf
@@ -50,12 +50,12 @@ def measure(ranks: int | None, repeats: int, quick: bool, on_cpu: bool, output: 
             sys.exit(_NO_GPU)
         print(f"GPUs: {found}", file=sys.stderr)
     ranks = ranks or max(2, gpus)
-    run = results.begin(repeats)
+    run = results.begin()
     model, device = ("resnet50", "CPU") if on_cpu else ("resnet50_224", "GPU")
     case = on_gpus(quick, ranks, model, gpus, device)
     run.cases.append(run_case(case, ranks, repeats, output / "logs"))
     run.write(output / "results_gpu.json")
-    print(tables(run), end="")
+    print(setup(run), one_step(run.cases[0]), sep="\n\n")
     if on_cpu:
         print("These steps ran on CPUs: the table only shows that the sides work.")
     if any(timing.error for one in run.cases for one_round in one.rounds for timing in one_round.timings):

@@ -26,7 +26,7 @@ def run_case(case: Case, ranks: int, repeats: int, logs: Path) -> CaseResult:
         The times; a rival that failed or isn't installed has its error in their place, and the others go on.
     """
     name = f"{case.name}, {ranks} ranks"
-    result = CaseResult(case.name, case.title, case.shows, ranks, [])
+    result = CaseResult(case.name, case.title, ranks, [])
     timings = {
         (one_round, rival): Timing(rival.label, error=_missing(rival))
         for one_round in case.rounds
@@ -40,7 +40,7 @@ def run_case(case: Case, ranks: int, repeats: int, logs: Path) -> CaseResult:
         try:
             for one_round in case.rounds:
                 here = {rival: timings[one_round, rival] for rival in one_round.rivals if rival.side in sets}
-                for host in range(HOSTS if one_round.gbit is not None else 0):
+                for host in range(HOSTS if one_round.gbit is not None and hosts.can_be_made() else 0):
                     hosts.set_speed(host, one_round.gbit or 0.0)
                 _run_round(one_round, here, sets, prepared, repeats, f"{name}, {one_round.label}")
         finally:
@@ -48,7 +48,7 @@ def run_case(case: Case, ranks: int, repeats: int, logs: Path) -> CaseResult:
                 processes.close()
     for one_round in case.rounds:
         in_order = [timings[one_round, rival] for rival in one_round.rivals]
-        result.rounds.append(RoundResult(one_round.label, one_round.size, one_round.steps, in_order))
+        result.rounds.append(RoundResult(one_round.label, one_round.size, one_round.steps, in_order, one_round.gbit))
     return result
 
 

@@ -7,6 +7,7 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
+from benchmarks import images
 from benchmarks.payload import payload, require_sum
 from benchmarks.trainee import Trainee
 from npu_device._src.collectives.resources import LEAST_INTER_OP_THREADS
@@ -57,17 +58,11 @@ class MirroredSide:
         return lambda: step(trainee.inputs, trainee.labels)
 
 
-class OneProcessSide:
-    """``tf.distribute.MirroredStrategy``: the first process trains on all GPUs, the others have nothing to do.
-
-    Without GPUs, it divides the CPU into as many devices.
-    """
+class DevicesSide:
+    """``tf.distribute.MirroredStrategy``: one process trains on all GPUs, or on as many parts of the CPU."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._ranks = ranks
-        self._works = rank == 0
-        if not self._works:
-            return
         if not tf.config.get_visible_devices("GPU"):
             [cpu] = tf.config.get_visible_devices("CPU")
             parts = [tf.config.LogicalDeviceConfiguration() for _ in range(ranks)]
@@ -77,8 +72,6 @@ class OneProcessSide:
 
     def training(self, model: str) -> Callable[[], Any]:
         """Return a training step on all devices."""
-        if not self._works:
-            return lambda: None
         with self._strategy.scope():
             trainee = Trainee(model, 0)
         devices = self._strategy.extended.worker_devices
@@ -101,5 +94,15 @@ class OneProcessSide:
         def step() -> Any:
             losses = self._strategy.run(replica, args=(inputs, labels))
             return self._strategy.reduce(tf.distribute.ReduceOp.SUM, losses, axis=None)
+
+        return step
+
+    def reading(self, kind: str) -> Callable[[], None]:
+        """Return a step that reads some batches for all devices; see ``images``."""
+        data = self._strategy.experimental_distribute_dataset(images.batches(kind, True))
+
+        def step() -> None:
+            for _ in data:
+                pass
 
         return step

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Callable
 
 import tensorflow as tf
 
 import npu_device as npu
+from benchmarks import images
 from benchmarks.payload import payload, require_sum
 from benchmarks.trainee import Trainee
-from hccl.split.api import set_split_strategy_by_idx, set_split_strategy_by_size
+from hccl.split.api import set_split_strategy_by_size
 from npu_device._src.collectives.job import current
 from npu_device._src.gradients import split_strategy
 from npu_device._src.trace import trace
 from npu_device._src.trace.settings import Settings
+from npu_device._src.training.schedule import not_yet
 
 
 class NpuSide:
-    """One rank of a job of this package; the environment chooses the backend."""
+    """One rank of a job of this package; the environment chooses the backend. Without one, a process alone."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         npu.open().as_default()
-        job = current()
-        assert job is not None
-        self._job = job
+        self._job = current()
         self._rank = rank
         self._ranks = ranks
         self._trainees: dict[str, Trainee] = {}
@@ -43,7 +42,13 @@ class NpuSide:
         return lambda: called(mine)
 
     def training(
-        self, model: str, communicate: bool, segments: int | Sequence[int] | None, compression: str | None = None
+        self,
+        model: str,
+        communicate: bool,
+        segments: int | None,
+        compression: str | None = None,
+        compiled: bool = False,
+        shares: int = 1,
     ) -> Callable[[], tf.Tensor]:
         """Return a training step with ``segments`` of equal size, or the default split. The split takes effect when the
         step is traced, so the caller has to run it before asking for another one.
@@ -51,17 +56,17 @@ class NpuSide:
         Args:
             model: see ``trainee``.
             communicate: reduce the gradients.
-            segments: number of segments, or their ends as in ``set_split_strategy_by_idx``; None for the default split.
+            segments: number of segments; None for the default split.
             compression: as in ``npu.distribute.all_reduce``.
+            compiled: by XLA.
+            shares: how many ranks' batches are trained at once.
         """
-        trainee = self._trainee(model)
+        trainee = self._trainee(model, shares)
         split_strategy._strategies.clear()
-        if isinstance(segments, int):
+        if segments is not None:
             set_split_strategy_by_size([100 / segments] * segments)
-        elif segments is not None:
-            set_split_strategy_by_idx(list(segments))
 
-        @tf.function
+        @tf.function(jit_compile=compiled)
         def step(inputs: tf.Tensor, labels: tf.Tensor) -> Any:
             loss, gradients = trainee.gradients(inputs, labels)
             if communicate:
@@ -73,6 +78,7 @@ class NpuSide:
 
     def traced_training(self, model: str) -> Callable[[], tf.Tensor]:
         """Return the training step with the default split and the iteration trace."""
+        assert self._job is not None
         if trace.running() is None:
             trace.start(self._job, Settings(Path(tempfile.mkdtemp(prefix="npu_trace_"))))
         return self.training(model, True, None)
@@ -84,8 +90,30 @@ class NpuSide:
         step()  # TensorFlow traces the step here, while no iteration trace runs
         return step
 
-    def _trainee(self, model: str) -> Trainee:
+    def watched_training(self, model: str) -> Callable[[], tf.Tensor]:
+        """Return the training step with the default split, with audits and all other checks."""
+        return self.training(model, True, None)
+
+    def unwatched_training(self, model: str) -> Callable[[], tf.Tensor]:
+        """Return the same step without checks."""
+        step = self.training(model, True, None)
+        with not_yet():
+            step()
+        return step
+
+    def reading(self, kind: str, divides: bool) -> Callable[[], None]:
+        """Return a step that reads some batches, on all ranks together; see ``images``."""
+        data = images.batches(kind, divides)
+
+        def step() -> None:
+            for _ in data:
+                pass
+            npu.distribute.barrier()
+
+        return step
+
+    def _trainee(self, model: str, shares: int = 1) -> Trainee:
         if model not in self._trainees:
-            self._trainees[model] = Trainee(model, self._rank)
+            self._trainees[model] = Trainee(model, self._rank, shares)
             npu.distribute.broadcast(self._trainees[model].model.variables)
         return self._trainees[model]

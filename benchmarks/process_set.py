@@ -54,7 +54,7 @@ class ProcessSet:
         kind = SIDES[side]
         theirs: list[Connection] = []
         commands: list[list[str]] = []
-        for rank in range(ranks):
+        for rank in range(1 if kind.is_alone else ranks):
             mine, other = Pipe()
             self._connections.append(mine)
             theirs.append(other)
@@ -86,7 +86,7 @@ class ProcessSet:
                 subprocess.Popen(
                     command,
                     cwd=_ROOT,
-                    env={**_clean_environment(), **environment},
+                    env={**clean_environment(), **environment},
                     pass_fds=[pipe.fileno() for pipe in pipes],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -192,7 +192,7 @@ def _under_mpiexec(commands: list[list[str]], on_hosts: bool) -> tuple[list[str]
     return hosts.on_host(0, [found, *launcher, *line]), mpiexecs.library_of(found)
 
 
-def _clean_environment() -> dict[str, str]:
+def clean_environment() -> dict[str, str]:
     """Return this process's environment without settings of a cluster or its threads; the same Keras for all."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_CLUSTER_PREFIXES)}
     # In steps without communication the ranks drift apart, which an audit would find.

@@ -8,10 +8,12 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.sides import version
+from npu_device._src.version import __version__
 
 NOT_INSTALLED = "not installed"
 """How the error of a rival begins whose package isn't there."""
@@ -43,12 +45,13 @@ class Timing:
 
 @dataclass
 class RoundResult:
-    """Rivals that ran in turn; ``size`` in bytes, ``steps`` timed in one go."""
+    """Rivals that ran in turn; ``size`` in bytes or samples, ``steps`` timed in one go, ``gbit`` Gbit/s of a link."""
 
     label: str
     size: int
     steps: int
     timings: list[Timing]
+    gbit: float | None = None
 
     def timing(self, rival: str) -> Timing | None:
         """Return a rival's times; None when it took no part."""
@@ -62,11 +65,10 @@ class RoundResult:
 
 @dataclass
 class CaseResult:
-    """A case on a number of ranks; ``shows`` is the kind of its table (``cases``)."""
+    """A case on a number of ranks."""
 
     case: str
     title: str
-    shows: str
     ranks: int
     rounds: list[RoundResult]
 
@@ -95,22 +97,53 @@ class Machine:
 
 @dataclass
 class Results:
-    """A whole run."""
+    """A whole run: one machine, one day, one commit of one version."""
 
     machine: Machine
     date: str
-    repeats: int
+    version: str
+    commit: str
     cases: list[CaseResult] = field(default_factory=list)
 
+    def of(self, case: str) -> list[CaseResult]:
+        """Return the results of a case, by number of ranks."""
+        return sorted((each for each in self.cases if each.case == case), key=lambda each: each.ranks)
+
+    def with_others_of(self, other: Results | None) -> Results:
+        """Return these results with those of other cases of the same machine, day and commit."""
+        if other is None or dataclasses.replace(other, cases=[]) != dataclasses.replace(self, cases=[]):
+            return self
+        mine = {(each.case, each.ranks) for each in self.cases}
+        others = [each for each in other.cases if (each.case, each.ranks) not in mine]
+        return dataclasses.replace(self, cases=[*others, *self.cases])
+
     def write(self, path: Path) -> None:
-        """Write the run as JSON."""
+        """Write the run as JSON, with a line for each case."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        found = dataclasses.asdict(self)
+        cases = ",\n".join(json.dumps(case) for case in found.pop("cases"))
+        path.write_text(f'{json.dumps(found)[:-1]}, "cases": [\n{cases}\n]}}\n')
 
 
-def begin(repeats: int) -> Results:
+def read(path: Path) -> Results | None:
+    """Return the results in a file; None if there is none, or if they are of another version of the package."""
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text())
+    for case in found["cases"]:
+        for each in case["rounds"]:
+            each["timings"] = [Timing(**timing) for timing in each["timings"]]
+        case["rounds"] = [RoundResult(**each) for each in case["rounds"]]
+    found["cases"] = [CaseResult(**case) for case in found["cases"]]
+    results = Results(**{**found, "machine": Machine(**found["machine"])})
+    return results if results.version == __version__ else None
+
+
+def begin() -> Results:
     """Return an empty run on this machine, today."""
-    return Results(_machine(), datetime.date.today().isoformat(), repeats)
+    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout
+    return Results(_machine(), datetime.date.today().isoformat(), __version__, commit.strip() or "unknown")
 
 
 def _machine() -> Machine:

@@ -18,7 +18,7 @@ from typing import Any, Callable
 from benchmarks import mpiexecs
 from npu_device._src.cluster.ports import ReservedPort
 from npu_device._src.membership.rank_environment import rank_table
-from npu_device._src.testing.hosts import address
+from npu_device._src.testing.hosts import address, can_be_made
 
 SHARED_MEMORY = "shared_memory"
 TENSORFLOW = "tensorflow"
@@ -28,7 +28,8 @@ MPICH = "mpich"
 TCP_OF_HOSTS, RING_OF_HOSTS, MPI_OF_HOSTS = "tcp_of_hosts", "tensorflow_of_hosts", "mpi_of_hosts"
 GLOO_OF_HOSTS, MPICH_OF_HOSTS = "gloo_of_hosts", "mpich_of_hosts"
 GPU_HOST_MEMORY, GPU_NCCL = "gpu_host_memory", "gpu_nccl"
-GPU_MIRRORED, GPU_ONE_PROCESS = "gpu_mirrored", "gpu_one_process"
+GPU_MIRRORED = "gpu_mirrored"
+ONE_PROCESS, TWO_DEVICES, WATCHED = "one_process", "two_devices", "watched"
 
 _HOST = "127.0.0.1"
 
@@ -45,6 +46,7 @@ class Side:
         started_by_mpiexec: rather than one by one; by MPICH's.
         on_hosts: each rank has one of ``npu_device._src.testing.hosts`` to itself, and a core.
         uses_gpus: its processes see the GPUs.
+        is_alone: only rank 0's process is started.
     """
 
     module: str
@@ -54,6 +56,7 @@ class Side:
     started_by_mpiexec: bool = False
     on_hosts: bool = False
     uses_gpus: bool = False
+    is_alone: bool = False
 
     def make(self, rank: int, ranks: int) -> Any:
         """Join the other ranks."""
@@ -62,6 +65,7 @@ class Side:
     def missing(self) -> list[str]:
         """Return the required packages that aren't installed."""
         missing = [name for name in self.needs if version(name) is None]
+        missing += ["root, ip and tc"] if self.on_hosts and not can_be_made() else []
         return [*missing, "mpich"] if self.started_by_mpiexec and mpiexecs.mpiexec("MPICH") is None else missing
 
 
@@ -79,11 +83,11 @@ def _free_port() -> int:
     return reserved.number
 
 
-def _npu(ranks: int, directory: Path, backend: str) -> list[dict[str, str]]:
+def _npu(ranks: int, directory: Path, backend: str, **settings: str) -> list[dict[str, str]]:
     """Return the variables of ranks on this host: in shared memory, or through an engine."""
-    table = directory / f"ranks_{backend}.json"
+    table = directory / f"ranks_{backend}{len(settings)}.json"
     table.write_text(rank_table((0,), ranks, _HOST, _free_port()))
-    common = {"RANK_TABLE_FILE": str(table.resolve()), "RANK_SIZE": str(ranks), "JOB_ID": "benchmarks"}
+    common = {"RANK_TABLE_FILE": str(table.resolve()), "RANK_SIZE": str(ranks), "JOB_ID": "benchmarks", **settings}
     if backend != SHARED_MEMORY:
         common |= {"NPU_DEVICE_BACKEND": backend, "NPU_DEVICE_SHARED_MEMORY": "off"}
     return [{**common, "RANK_ID": str(rank), "ASCEND_DEVICE_ID": str(rank)} for rank in range(ranks)]
@@ -166,5 +170,7 @@ SIDES = {
     GPU_HOST_MEMORY: Side("npu_side", "NpuSide", _host_memory, uses_gpus=True),
     GPU_NCCL: Side("npu_side", "NpuSide", partial(_npu, backend="nccl"), uses_gpus=True),
     GPU_MIRRORED: Side("mirrored_side", "MirroredSide", _mirrored_on_gpus, uses_gpus=True),
-    GPU_ONE_PROCESS: Side("mirrored_side", "OneProcessSide", _nothing, uses_gpus=True),
+    ONE_PROCESS: Side("npu_side", "NpuSide", _nothing, is_alone=True),
+    TWO_DEVICES: Side("mirrored_side", "DevicesSide", _nothing, uses_gpus=True, is_alone=True),
+    WATCHED: Side("npu_side", "NpuSide", partial(_npu, backend=SHARED_MEMORY, NPU_DEVICE_AUDIT="auto")),
 }

@@ -1,4 +1,4 @@
-"""The results as Markdown tables."""
+"""The results as Markdown: figures by name, each a table or a sentence. What wasn't measured has no figure."""
 
 from __future__ import annotations
 
@@ -6,186 +6,225 @@ import math
 import statistics
 import textwrap
 from collections.abc import Sequence
+from typing import Callable
 
-from benchmarks.cases import (
-    ALONE,
-    BY_SIZE,
-    DEFAULT_SPLIT,
-    EAGER,
-    FUNCTION,
-    GLOO,
-    LINK_SIZES,
-    LINK_STEPS,
-    MIRRORED,
-    MPICH,
-    PAIRS,
-    STEPS,
-    TRACED,
-    size_text,
-)
+from benchmarks.cases import ALONE, DIVIDED, FUNCTION, MIRRORED, ONE_PROCESS, START, TWO_RANKS, WHOLE
 from benchmarks.results import NOT_INSTALLED, CaseResult, Results, RoundResult, Timing
 
 _FAILED = "failed"
-_SHORT = {MIRRORED: "MWMS"}
 _SMALLEST_BANDWIDTH = 1 << 16
 _ERROR_WIDTH = 300
 _WIDTH = 120
-_OURS = (FUNCTION, EAGER)
-_OTHERS = (MIRRORED, GLOO, MPICH)
+_NAMES = {"resnet50": "ResNet-50", "bert": "BERT", "mlp": "MLP", "chain": "161 small layers", "images": "JPEG input"}
 
 Rows = list[list[str]]
 
 
+def setup(results: Results) -> str:
+    """Return when and where the figures were measured."""
+    head = (
+        f"Measured on {results.date} with version {results.version} (commit {results.commit}): "
+        f"{results.machine.line()}. Medians; fastest and slowest repetition in brackets."
+    )
+    return textwrap.fill(head, _WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def all_reduce(results: Results) -> str:
+    """Return the times of all_reduce on one host, a row for each rival, and the processor's seconds for a GB."""
+    parts = []
+    for case in results.of("all_reduce"):
+        rounds = case.rounds
+        rows = [[f"{case.ranks} ranks, ms", *(each.label for each in rounds), "CPU s/GB"]]
+        for rival in case.rivals():
+            rows.append(
+                [rival, *(_milliseconds(each.timing(rival)) for each in rounds), _core_seconds(rounds[-1], rival)]
+            )
+        parts.append(_markdown(rows))
+    return "\n\n".join(parts)
+
+
+def steps(results: Results) -> str:
+    """Return the training steps on one host, a row for each rival."""
+    cases = [*results.of("resnet50"), *results.of("bert")]
+    return _by_rival([(case.title, case.rounds[0]) for case in cases], "ms per step", ALONE)
+
+
+def between_hosts(results: Results) -> str:
+    """Return the times between hosts, a row for each rival."""
+    cases = [case for name in ("all_reduce", "resnet50", "bert") for case in results.of(f"hosts_{name}")]
+    columns = [
+        (f"{case.title}{'' if each.label == 'step' else ' ' + each.label}, {each.gbit:g} Gbit/s", each)
+        for case in cases
+        for each in case.rounds
+    ]
+    return _by_rival(columns, "ms")
+
+
+def checks(results: Results) -> str:
+    """Return what the start and the checks cost."""
+    rows = [["what", "without", "with", "difference"]]
+    for case in results.of(START):
+        for each in case.rounds:
+            without, package = (each.median(timing.rival) for timing in each.timings[:2])
+            if without is not None and package is not None:
+                rows.append([each.label, f"{without:.3g}", f"{package:.3g}", f"{package - without:+.3g}"])
+    for case in results.of("checks"):
+        rows += _pairs(case)
+    return _markdown(rows) if len(rows) > 1 else ""
+
+
+def compiled(results: Results) -> str:
+    """Return what XLA changes on one process."""
+    rows = [row for case in results.of("compiled") for row in _pairs(case)]
+    return _markdown([["step", "as it is", "`jit_compile=True`", "difference"], *rows]) if rows else ""
+
+
+def faster(results: Results) -> str:
+    """Return the samples a second of the same work on one process, on ranks and on hosts."""
+    return "\n\n".join(_samples(case, "samples a second") for case in results.of("faster"))
+
+
+def summary(results: Results) -> str:
+    """Return how many times as fast two ranks are as one process, in a sentence."""
+    for case in results.of("faster"):
+        ratios = []
+        for each in case.rounds:
+            alone, two = each.median(ONE_PROCESS), each.median(TWO_RANKS)
+            if alone and two:
+                ratios.append(f"{alone / two:.2f} ({_NAMES[each.label]})")
+        text = (
+            f"On one host with {results.machine.cores} cores, two ranks do {', '.join(ratios)} times the samples a "
+            f"second of one process ({results.date})."
+        )
+        return textwrap.fill(text, _WIDTH, break_on_hyphens=False)
+    return ""
+
+
+def reading(results: Results) -> str:
+    """Return the samples a second of input pipelines, and what dividing them gains."""
+    parts = []
+    for case in results.of("reading"):
+        gain = [
+            f"{whole / divided:.2f}" if (whole := each.median(WHOLE)) and (divided := each.median(DIVIDED)) else "?"
+            for each in case.rounds
+        ]
+        parts.append(_samples(case, f"samples a second, {case.ranks} ranks", ["gain", *gain]))
+    return "\n\n".join(parts)
+
+
+FIGURES: dict[str, Callable[[Results], str]] = {
+    each.__name__: each
+    for each in (setup, all_reduce, steps, between_hosts, checks, compiled, faster, summary, reading)
+}
+
+
 def tables(results: Results) -> str:
-    """Return the tables of all cases, and the machine."""
-    repeats = "1 repetition" if results.repeats == 1 else f"{results.repeats} repetitions"
-    head = f"Measured on {results.date}: {results.machine.line()}. Medians of {repeats}."
-    return "\n\n".join([textwrap.fill(head, _WIDTH), *(_case_text(case) for case in results.cases)]) + "\n"
-
-
-def _case_text(case: CaseResult) -> str:
-    parts = [f"### {case.title}, {case.ranks} ranks", *_SHOWN[case.shows](case)]
+    """Return all figures, and what failed."""
+    parts = [text for figure in FIGURES.values() if (text := figure(results))]
     errors = dict.fromkeys(
-        f"* {'' if _is_missing(timing) else one_round.label + ', '}{timing.rival}: "
-        f"{textwrap.shorten(timing.error, _ERROR_WIDTH)}"
+        f"* {case.title}, {one_round.label}, {timing.rival}: {textwrap.shorten(timing.error, _ERROR_WIDTH)}"
+        for case in results.cases
         for one_round in case.rounds
         for timing in one_round.timings
         if timing.error is not None
     )
-    return "\n\n".join([*parts, "\n".join(errors)] if errors else parts)
+    return "\n\n".join([*parts, "\n".join(errors)] if errors else parts) + "\n"
 
 
-def _by_size(case: CaseResult) -> list[str]:
-    """Return times, bandwidths, and how much faster this package is."""
-    labels = case.rivals()
-    times = [["ms", *(_SHORT.get(label, label) for label in labels)]]
-    speeds = [["GB/s", *(_SHORT.get(label, label) for label in labels)]]
-    ratios = [["times as fast", *(f"{ours} : {_SHORT.get(other, other)}" for ours in _OURS for other in _OTHERS)]]
-    for one_round in case.rounds:
-        times.append([one_round.label, *(_milliseconds(one_round.timing(label)) for label in labels)])
-        ratios.append([one_round.label, *(_ratio(one_round, other, ours) for ours in _OURS for other in _OTHERS)])
-        if one_round.size >= _SMALLEST_BANDWIDTH:  # below this, only latency matters
-            speeds.append([one_round.label, *(_bandwidth(one_round, label) for label in labels)])
-    note = f"MWMS: {MIRRORED}. {FUNCTION}: shared memory, in a tf.function."
-    return [note, _markdown(times), _markdown(speeds), _markdown(ratios)]
+def one_step(case: CaseResult) -> str:
+    """Return the table of a case with one round."""
+    return _by_rival([(case.title, case.rounds[0])], "ms per step", ALONE)
 
 
-def _steps(case: CaseResult) -> list[str]:
-    """Return one row per rival."""
-    [one_round] = case.rounds
-    rows = [["rival", "ms per step", "fastest … slowest", f"time ÷ {ALONE}", "step rate ÷ MWMS"]]
-    for timing in one_round.timings:
-        rival = timing.rival
-        cells = [_milliseconds(timing), _range(timing), _ratio(one_round, rival, ALONE)]
-        rows.append([rival, *cells, _ratio(one_round, MIRRORED, rival)])
-    return [f"MWMS: {MIRRORED}.", _markdown(rows)]
+def _by_rival(columns: Sequence[tuple[str, RoundResult]], corner: str, base: str = "") -> str:
+    """Return a row for each rival with times, and how many times as long they are as another rival's."""
+    if not columns:
+        return ""
+    rows = [[corner, *(title for title, _ in columns)]]
+    for rival in dict.fromkeys(timing.rival for _, each in columns for timing in each.timings):
+        cells = []
+        for _, each in columns:
+            own, other = each.median(rival), each.median(base)
+            ratio = f", ×{own / other:.2f}" if own and other and rival != base else ""
+            cells.append(_milliseconds(each.timing(rival)) + ratio)
+        rows.append([rival, *cells])
+    return _markdown(rows)
 
 
-def _pairs(case: CaseResult) -> list[str]:
-    """Return how much tracing slows a step down, one row per round."""
-    rows = [["step", "ms", "ms traced", "longer by", "ms longer"]]
-    for one_round in case.rounds:
-        both = [one_round.timing(label) for label in (DEFAULT_SPLIT, TRACED)]
-        rows.append([one_round.label, *map(_milliseconds, both), *_differences(*both)])
-    turns = max(len(timing.seconds) for one_round in case.rounds for timing in one_round.timings)
-    return [
-        f"The differences are medians of {turns} pairs of neighbouring turns, ± their standard errors.",
-        _markdown(rows),
-    ]
+def _samples(case: CaseResult, corner: str, last: Sequence[str] = ()) -> str:
+    rows = [[corner, *(_NAMES.get(each.label, each.label) for each in case.rounds)]]
+    for rival in case.rivals():
+        cells = []
+        for each in case.rounds:
+            timing = each.timing(rival)
+            rates = [each.size / seconds for seconds in timing.seconds] if timing else []
+            cells.append(_spread(rates) if timing and timing.median is not None else _milliseconds(timing))
+        rows.append([rival, *cells])
+    return _markdown([*rows, list(last)] if last else rows)
 
 
-def _link_sizes(case: CaseResult) -> list[str]:
-    """Return a table for each link; with the times of large sizes, the processor's."""
-    parts = ["ms; in brackets the processor seconds that a rank spends for a GB."]
-    for link in dict.fromkeys(one_round.label for one_round in case.rounds):
-        columns = [one_round for one_round in case.rounds if one_round.label == link]
-        rows = [[link, *(size_text(one_round.size) for one_round in columns)]]
-        for label in case.rivals():
-            rows.append([label, *(_with_core_seconds(one_round, label) for one_round in columns)])
-        parts.append(_markdown(rows))
-    return parts
+def _pairs(case: CaseResult) -> Rows:
+    """Return for each round the times of its two rivals, and how much longer the second one takes, turn by turn: the
+    median, and its standard error.
+    """
+    rows = []
+    for each in case.rounds:
+        model, _, what = each.label.partition(", ")
+        without, package = each.timings
+        difference = _FAILED
+        if without.median is not None and package.median is not None:
+            shares = [theirs / ours - 1 for ours, theirs in zip(without.seconds, package.seconds)]
+            error = 1.25 * statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else math.inf
+            difference = f"{statistics.median(shares):+.1%} ± {error:.1%}"
+        name = f"{_NAMES[model]}, {what}, ms" if what else f"{_NAMES[model]}, ms"
+        rows.append([name, *map(_milliseconds, (without, package)), difference])
+    return rows
 
 
-def _with_core_seconds(one_round: RoundResult, label: str) -> str:
-    timing = one_round.timing(label)
+def _core_seconds(one_round: RoundResult, rival: str) -> str:
+    timing = one_round.timing(rival)
     if timing is None or timing.median is None or one_round.size < _SMALLEST_BANDWIDTH:
-        return _milliseconds(timing)
-    return f"{_milliseconds(timing)} ({statistics.median(timing.core_seconds) / one_round.size * 1e9:.1f})"
-
-
-def _link_steps(case: CaseResult) -> list[str]:
-    """Return a row for each rival and a column for each link."""
-    rows = [["ms per step", *(one_round.label for one_round in case.rounds)]]
-    for label in case.rivals():
-        rows.append([label, *(_milliseconds(one_round.timing(label)) for one_round in case.rounds)])
-    return [_markdown(rows)]
-
-
-_SHOWN = {
-    BY_SIZE: _by_size,
-    STEPS: _steps,
-    PAIRS: _pairs,
-    LINK_SIZES: _link_sizes,
-    LINK_STEPS: _link_steps,
-}
-
-
-def _differences(before: Timing | None, after: Timing | None) -> tuple[str, str]:
-    """Return how much longer the second one takes than the first one, turn by turn: the share, and milliseconds."""
-    if before is None or after is None or before.median is None or after.median is None:
-        return _FAILED, _FAILED
-    pairs = list(zip(before.seconds, after.seconds))
-    share, share_error = _median([theirs / ours - 1 for ours, theirs in pairs])
-    more, more_error = _median([(theirs - ours) * 1000 for ours, theirs in pairs])
-    return f"{share:+.2%} ± {share_error:.2%}", f"{more:+.2f} ± {more_error:.2f}"
-
-
-def _median(values: Sequence[float]) -> tuple[float, float]:
-    """Return the median and its standard error: 1.25 standard deviations divided by the root of the count."""
-    error = 1.25 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
-    return statistics.median(values), error
-
-
-def _ratio(one_round: RoundResult, dividend: str, divisor: str) -> str:
-    """Return one rival's time divided by another's."""
-    above, below = one_round.median(dividend), one_round.median(divisor)
-    return "?" if above is None or below is None else f"{above / below:.2f}"
-
-
-def _bandwidth(one_round: RoundResult, label: str) -> str:
-    timing = one_round.timing(label)
-    if timing is None or timing.median is None:
-        return _milliseconds(timing)
-    return f"{one_round.size / timing.median / 1e9:.2f}"
+        return ""
+    return f"{statistics.median(timing.core_seconds) / one_round.size * 1e9:.1f}"
 
 
 def _milliseconds(timing: Timing | None) -> str:
     if timing is None:
         return ""
     if timing.median is None:
-        return NOT_INSTALLED if _is_missing(timing) else _FAILED
-    return _number(timing.median)
+        return NOT_INSTALLED if timing.error is not None and timing.error.startswith(NOT_INSTALLED) else _FAILED
+    return _spread([1000 * seconds for seconds in timing.seconds])
 
 
-def _is_missing(timing: Timing) -> bool:
-    return timing.error is not None and timing.error.startswith(NOT_INSTALLED)
-
-
-def _range(timing: Timing) -> str:
-    if timing.median is None:
-        return ""
-    return f"{_number(min(timing.seconds))} … {_number(max(timing.seconds))}"
-
-
-def _number(seconds: float) -> str:
-    return f"{seconds * 1000:.3g}" if seconds < 1 else f"{seconds * 1000:.0f}"
+def _spread(values: Sequence[float]) -> str:
+    shown = [
+        f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+        for value in (statistics.median(values), min(values), max(values))
+    ]
+    return f"{shown[0]} ({shown[1]}–{shown[2]})" if len(values) > 1 else shown[0]
 
 
 def _markdown(rows: Rows) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    padded = [
-        [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))] for row in rows
-    ]
-    head, *body = ["| " + " | ".join(row) + " |" for row in padded]
-    rule = "|-" + "-" * widths[0] + "-|" + "".join("-" * width + "-:|" for width in widths[1:])
-    return "\n".join([head, rule, *body])
+    head, *body = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([head, "|---" + "|--:" * (len(rows[0]) - 1) + "|", *body])
+
+
+def chart(results: Results) -> str:
+    """Return a picture of the steps on one host, as SVG: how many times as long as without communication."""
+    bars = []
+    for case in [*results.of("resnet50"), *results.of("bert")]:
+        alone = case.rounds[0].median(ALONE)
+        for rival in (FUNCTION, MIRRORED):
+            own = case.rounds[0].median(rival)
+            if own and alone:
+                bars.append((f"{case.title}: {rival}", own / alone))
+    if not bars:
+        return ""
+    widest = max(ratio for _, ratio in bars)
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {26 * len(bars) + 4}" font-size="13">']
+    for place, (label, ratio) in enumerate(bars):
+        y, colour = 26 * place + 4, "#2a6" if FUNCTION in label else "#999"
+        lines.append(f'<text x="350" y="{y + 15}" text-anchor="end">{label}</text>')
+        lines.append(f'<rect x="358" y="{y}" width="{340 * ratio / widest:.0f}" height="20" fill="{colour}"/>')
+        lines.append(f'<text x="{364 + 340 * ratio / widest:.0f}" y="{y + 15}">{ratio:.2f}</text>')
+    return "\n".join([*lines, "</svg>"]) + "\n"

@@ -8,9 +8,11 @@ from typing import Any, Callable
 import tensorflow as tf
 import tf_keras
 
-_IMAGES, _PIXELS, _CLASSES = 4, 96, 1000
+from benchmarks.cases import SAMPLES
+
+_PIXELS, _CLASSES = 96, 1000
 _IMAGES_OF_A_GPU, _PIXELS_OF_A_GPU = 64, 224
-_SEQUENCES, _TOKENS = 2, 32
+_TOKENS = 32
 _LAYERS, _WIDTH, _INNER, _HEADS, _VOCABULARY, _POSITIONS = 12, 768, 3072, 12, 30522, 512
 
 
@@ -18,17 +20,18 @@ class Trainee:
     """A model, its optimizer and one batch.
 
     Args:
-        name: ``"resnet50"``, ``"resnet50_224"``, ``"bert"`` or ``"chain"``.
+        name: ``"resnet50"``, ``"resnet50_224"``, ``"bert"``, ``"mlp"`` or ``"chain"``.
         rank: seed of the batch; the ranks train on different data.
+        shares: how many ranks' batches this one is as large as.
     """
 
-    def __init__(self, name: str, rank: int) -> None:
+    def __init__(self, name: str, rank: int, shares: int = 1) -> None:
         tf_keras.utils.set_random_seed(1)
         self.model = _MODELS[name]()
         # Plain SGD: the update costs little, and there are no slots to fill the memory.
         self._optimizer = tf_keras.optimizers.SGD(1e-4, jit_compile=False)
         self._optimizer.build(self.model.trainable_variables)
-        self.inputs, self.labels = _BATCHES[name](tf.random.Generator.from_seed(rank))
+        self.inputs, self.labels = _BATCHES[name](tf.random.Generator.from_seed(rank), shares)
 
     def gradients(self, inputs: tf.Tensor, labels: tf.Tensor, share: float = 1.0) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Return the batch's loss times ``share``, and its gradients.
@@ -76,29 +79,35 @@ def _chain() -> Any:
     return tf_keras.Model(inputs, layers.Dense(1, activation="sigmoid", use_bias=False)(hidden))
 
 
-def _images(count: int, pixels: int, generator: tf.random.Generator) -> tuple[tf.Tensor, tf.Tensor]:
-    images = generator.uniform([count, pixels, pixels, 3])
-    return images, generator.uniform([count], maxval=_CLASSES, dtype=tf.int32)
+def _mlp() -> Any:
+    layers = tf_keras.layers
+    return tf_keras.Sequential(
+        [layers.Input([784]), *(layers.Dense(512, "relu") for _ in range(2)), layers.Dense(10, "softmax")]
+    )
 
 
-def _sentences(generator: tf.random.Generator) -> tuple[tf.Tensor, tf.Tensor]:
-    tokens = generator.uniform([_SEQUENCES, _TOKENS], maxval=_VOCABULARY, dtype=tf.int32)
-    return tokens, generator.uniform([_SEQUENCES], maxval=2, dtype=tf.int32)
+def _floats(shape: tuple[int, ...], classes: int, generator: tf.random.Generator, shares: int) -> tuple[Any, Any]:
+    count = shares * shape[0]
+    return generator.uniform([count, *shape[1:]]), generator.uniform([count], maxval=classes, dtype=tf.int32)
 
 
-def _number(generator: tf.random.Generator) -> tuple[tf.Tensor, tf.Tensor]:
-    return generator.uniform([1, 1]), tf.zeros([1], tf.int32)
+def _sentences(generator: tf.random.Generator, shares: int) -> tuple[tf.Tensor, tf.Tensor]:
+    count = shares * SAMPLES["bert"]
+    tokens = generator.uniform([count, _TOKENS], maxval=_VOCABULARY, dtype=tf.int32)
+    return tokens, generator.uniform([count], maxval=2, dtype=tf.int32)
 
 
 _MODELS: dict[str, Callable[[], Any]] = {
     "resnet50": partial(_resnet50, _PIXELS),
     "resnet50_224": partial(_resnet50, _PIXELS_OF_A_GPU),
     "bert": _bert,
+    "mlp": _mlp,
     "chain": _chain,
 }
-_BATCHES: dict[str, Callable[[tf.random.Generator], tuple[tf.Tensor, tf.Tensor]]] = {
-    "resnet50": partial(_images, _IMAGES, _PIXELS),
-    "resnet50_224": partial(_images, _IMAGES_OF_A_GPU, _PIXELS_OF_A_GPU),
+_BATCHES: dict[str, Callable[[tf.random.Generator, int], tuple[Any, Any]]] = {
+    "resnet50": partial(_floats, (SAMPLES["resnet50"], _PIXELS, _PIXELS, 3), _CLASSES),
+    "resnet50_224": partial(_floats, (_IMAGES_OF_A_GPU, _PIXELS_OF_A_GPU, _PIXELS_OF_A_GPU, 3), _CLASSES),
     "bert": _sentences,
-    "chain": _number,
+    "mlp": partial(_floats, (SAMPLES["mlp"], 784), 10),
+    "chain": partial(_floats, (1, 1), 1),
 }

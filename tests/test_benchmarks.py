@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import time
@@ -12,28 +11,26 @@ from pathlib import Path
 import pytest
 from launcher import ROOT, environment
 
-from benchmarks import between_hosts, docs_page
+from benchmarks import docs_page
 from benchmarks.cases import (
     ALONE,
-    DEFAULT_SPLIT,
     EAGER,
     FUNCTION,
     GLOO,
     MIRRORED,
     MPICH,
-    PAIRS,
+    ONE_PROCESS,
     RING,
-    STEPS,
-    TRACED,
+    TWO_RANKS,
     Case,
     Rival,
     Round,
 )
 from benchmarks.measuring import run_case
 from benchmarks.process_set import ProcessSet, RivalError
-from benchmarks.results import CaseResult, RoundResult, Timing, begin
+from benchmarks.results import CaseResult, Results, RoundResult, Timing, begin, read
 from benchmarks.sides import SIDES, Side
-from benchmarks.table import tables
+from benchmarks.table import FIGURES, tables
 from npu_device._src.testing import hosts
 
 
@@ -50,8 +47,8 @@ def test_a_tiny_run(tmp_path: Path) -> None:
     done = run("benchmarks", "--quick", "--cases", "all_reduce", "--ranks", "2", "--output", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "failed" not in done.stdout, done.stderr
-    rows = [line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("|")]
-    assert [row for row in rows if row[0].isdigit()] == ["4 B", "1 MiB", "1 MiB", "4 B", "1 MiB"]
+    [head] = [_cells(line) for line in done.stdout.splitlines() if line.startswith("| 2 ranks, ms")]
+    assert head == ["2 ranks, ms", "4 B", "1 MiB", "CPU s/GB"]
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["machine"]["versions"]["tensorflow"]
     assert results["machine"]["cores"] > 0
@@ -67,19 +64,28 @@ def test_a_tiny_run(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not hosts.can_be_made(), reason="needs root, ip and tc")
 def test_a_tiny_run_between_hosts(tmp_path: Path) -> None:
-    options = ("--quick", "--cases", "all_reduce", "--rates", "10", "--repeats", "1", "--output", tmp_path)
-    done = run("benchmarks.between_hosts", *options)
+    done = run("benchmarks", "--quick", "--cases", "hosts_all_reduce", "start", "--output", tmp_path)
     assert done.returncode == 0, done.stderr
-    rows = {cells[0]: cells[1:] for cells in map(_cells, done.stdout.splitlines()) if cells}
-    assert rows["10 Gbit/s"] == ["4 B", "1 MiB"], done.stdout
-    for rival in (between_hosts.RING, between_hosts.MPI, GLOO, MPICH):
-        small, large = rows[rival]
-        missing = small == large == "not installed" and rival != between_hosts.RING
-        assert missing or re.fullmatch(r"[\d.]+ \([\d.]+\)", large), done.stderr
+    results = read(tmp_path / "results.json")
+    assert results is not None
+    between, start = results.cases
+    assert [(each.label, each.gbit) for each in between.rounds] == [("4 B", 10.0), ("1 MiB", 10.0)]
+    for timing in between.rounds[1].timings:
+        missing = (timing.error or "").startswith("not installed") and timing.rival in ("MPI", GLOO, MPICH)
+        assert missing or len(timing.seconds) == 1, timing
+    seconds, megabytes = (each.timings for each in start.rounds)
+    assert all(0.5 < timing.seconds[0] < 100 for timing in seconds), seconds
+    assert 200 < megabytes[0].seconds[0] < megabytes[1].seconds[0] < 2000
 
 
 def _cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+
+
+def _results(case: str, label: str, *timings: Timing) -> Results:
+    results = begin()
+    results.cases.append(CaseResult(case, "a case", 2, [RoundResult(label, 8, 5, list(timings))]))
+    return results
 
 
 def test_the_table_has_ratios_and_errors() -> None:
@@ -89,33 +95,36 @@ def test_the_table_has_ratios_and_errors() -> None:
         Timing("npu_device, 8 segments", [0.2], "rank 1: its process ended"),
         Timing(MIRRORED, [0.5, 0.4, 0.3]),
     ]
-    results = begin(3)
-    results.cases.append(CaseResult("resnet50", "a step", STEPS, 2, [RoundResult("step", 100, 5, timings)]))
-    text = tables(results)
-    assert re.search(r"^\| npu_device, 4 segments +\| +200 \| +200 … 400 \| +2.00 \| +2.00 \|$", text, re.M), text
-    assert re.search(r"^\| npu_device, 8 segments +\| +failed \|", text, re.M), text
-    assert "* step, npu_device, 8 segments: rank 1: its process ended" in text
+    text = tables(_results("resnet50", "step", *timings))
+    assert "| npu_device, 4 segments | 200 (200–400), ×2.00 |" in text, text
+    assert "| npu_device, 8 segments | failed |" in text, text
+    assert "* a case, step, npu_device, 8 segments: rank 1: its process ended" in text
 
 
 def test_what_differs_little_is_compared_in_pairs() -> None:
     """A machine that gets slower from turn to turn doesn't hide that one of the two takes 1 % longer."""
-    untraced = [0.1, 0.2, 0.3, 0.4]
-    timings = [Timing(DEFAULT_SPLIT, untraced), Timing(TRACED, [seconds * 1.01 for seconds in untraced])]
-    results = begin(1)
-    results.cases.append(CaseResult("trace", "a step", PAIRS, 2, [RoundResult(RING, 100, 3, timings)]))
-    text = tables(results)
-    assert re.search(rf"^\| {RING} \| +250 \| +252 \| \+1.00% ± 0.00% \| \+2.50 ± 0.81 \|$", text, re.M), text
+    plain = [0.1, 0.2, 0.3, 0.4]
+    timings = [Timing("untraced", plain), Timing("traced", [seconds * 1.01 for seconds in plain])]
+    text = tables(_results("checks", "mlp, traced", *timings))
+    assert "| MLP, traced, ms | 250 (100–400) | 252 (101–404) | +1.0% ± 0.0% |" in text, text
+
+
+def test_samples_a_second() -> None:
+    timings = [Timing(ONE_PROCESS, [0.04]), Timing(TWO_RANKS, [0.02])]
+    results = _results("faster", "mlp", *timings)
+    assert f"| {TWO_RANKS} | 400 |" in tables(results)
+    assert "two ranks do 2.00 (MLP) times the samples a\nsecond" in FIGURES["summary"](results)
 
 
 def test_a_rival_that_is_not_installed_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SIDES, "missing", Side("no_side", "NoSide", lambda *_: [], needs=("no-such-package",)))
     rival = Rival("the rival", "missing", "all_reduce", (4,))
-    case = Case("resnet50", "a step", STEPS, 2, (Round("step", 4, 1, (rival,)),))
-    results = begin(1)
+    case = Case("resnet50", "a step", (Round("step", 4, 1, (rival,)),))
+    results = begin()
     results.cases.append(run_case(case, 2, 1, tmp_path))
     text = tables(results)
-    assert re.search(r"^\| the rival \| +not installed \|", text, re.M), text
-    assert "* the rival: not installed: no-such-package; pip install" in text
+    assert "| the rival | not installed |" in text, text
+    assert "the rival: not installed: no-such-package; pip install" in text
 
 
 @pytest.mark.slow
@@ -140,13 +149,34 @@ def test_an_error_is_reported_and_the_processes_go_on(tmp_path: Path, monkeypatc
         processes.close()
 
 
-def test_the_page_has_a_place_for_the_results() -> None:
-    page = docs_page.PAGE.read_text()
-    once = docs_page.replace_results(page, "one")
-    assert "one" in once
-    assert docs_page.replace_results(once, "two") == docs_page.replace_results(page, "two")
-    with pytest.raises(ValueError, match="end of results"):
-        docs_page.replace_results("another page", "one")
+def test_the_pages_have_the_figures_of_the_results() -> None:
+    results = read(docs_page.RESULTS)
+    places = []
+    for page in docs_page.pages():
+        text = page.read_text()
+        places += [place[2] for place in docs_page.PLACE.finditer(text)]
+        assert docs_page.filled(text, results) == text, f"python -m benchmarks --write-docs would change {page.name}"
+    assert sorted(places) == sorted([*FIGURES, "chart"])
+
+
+def test_results_of_another_version_are_not_shown(tmp_path: Path) -> None:
+    results = _results("resnet50", "step", Timing(ALONE, [0.1]))
+    results.write(tmp_path / "results.json")
+    assert read(tmp_path / "results.json") == results
+    page = "before\n<!-- figures: steps -->\nold\n<!-- end of figures -->\nafter\n"
+    assert "| no communication | 100 |" in docs_page.filled(page, results)
+    results.version = "0.1.0"
+    results.write(tmp_path / "results.json")
+    empty = page.replace("old\n", "")
+    assert read(tmp_path / "results.json") is None
+    assert docs_page.filled(docs_page.filled(page, begin()), None) == docs_page.filled(page, begin()) == empty
+
+
+def test_only_cases_of_the_same_commit_are_added() -> None:
+    one, other = _results("resnet50", "step", Timing(ALONE, [0.1])), _results("bert", "step", Timing(ALONE, [0.2]))
+    assert [case.case for case in other.with_others_of(one).cases] == ["resnet50", "bert"]
+    one.commit = "another"
+    assert other.with_others_of(one) is other
 
 
 @pytest.mark.slow

@@ -7,9 +7,8 @@ from typing import Any
 
 import job
 import pytest
+import watched_trainings
 from pool import Pool
-
-from benchmarks import watching
 
 APART = "the ranks apply gradients that were not reduced: the optimizer "
 
@@ -258,10 +257,10 @@ def test_the_last_word(tmp_path: Path, keras: str, apart: bool) -> None:
 
 
 @pytest.mark.parametrize("how", ["function", "eager"])
-@pytest.mark.parametrize("case", watching.CASES)
+@pytest.mark.parametrize("case", watched_trainings.CASES)
 def test_audits_of_every_step_raise_no_false_alarm(several_keras_ranks: Pool, keras: str, case: str, how: str) -> None:
-    """The short form of ``python -m benchmarks.watching``."""
+    """Trainings that are right, with and without a function."""
     if case == "garden" and keras == "3":
         pytest.skip("the model garden has tf-keras's optimizers")
     how = "wrapped" if how == "eager" and case in ("lamb", "garden", "ema") else how
-    assert not any(several_keras_ranks.run(watching.train, case, 12, 12, how))
+    assert not any(several_keras_ranks.run(watched_trainings.train, case, 12, 12, how))
