@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, ranks in plan:
         if name == START:
             progress(f"{START}, {ranks} ranks")
-            run.cases.append(start.measure(ranks, repeats))
+            run.cases.append(start.measure(ranks, repeats, options.output))
         else:
             case = CASES[name](options.quick, ranks)
             on_hosts = any(each.gbit is not None for each in case.rounds) and hosts.can_be_made()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from benchmarks.cases import START
 from benchmarks.process_set import clean_environment
@@ -29,11 +29,14 @@ print("first step", time.time(), resource.getrusage(resource.RUSAGE_SELF).ru_max
 _SECONDS = 300
 
 
-def measure(ranks: int, repeats: int) -> CaseResult:
+def measure(ranks: int, repeats: int, directory: Path) -> CaseResult:
     """Start a small training without the package, as many processes at a time, and with npurun, in turn."""
+    directory.mkdir(parents=True, exist_ok=True)
+    script = str(directory / "first_step.py")
+    Path(script).write_text(_SCRIPT)
     kinds = {
-        "TensorFlow alone": [[sys.executable, "-c", _SCRIPT, "alone"]] * ranks,
-        "npurun": [[sys.executable, "-m", "npu_device.launch", "-n", str(ranks), "-c", _SCRIPT, "npurun"]],
+        "TensorFlow alone": [[sys.executable, script, "alone"]] * ranks,
+        "npurun": [[sys.executable, "-m", "npu_device.launch", "-n", str(ranks), script, "npurun"]],
     }
     seconds = RoundResult(f"start to first step, {ranks} processes, s", 0, 1, [Timing(kind) for kind in kinds])
     memory = RoundResult("memory of a process, MB", 0, 1, [Timing(kind) for kind in kinds])
@@ -51,7 +54,7 @@ def measure(ranks: int, repeats: int) -> CaseResult:
 
 def _run(commands: list[list[str]]) -> list[tuple[float, float]] | str:
     """Return when the first step of each process was over, and its memory; or what went wrong."""
-    environment = {**os.environ, **clean_environment(), "CUDA_VISIBLE_DEVICES": "-1"}
+    environment = {**clean_environment(), "CUDA_VISIBLE_DEVICES": "-1"}
     pipe = subprocess.PIPE
     started = [subprocess.Popen(each, env=environment, stdout=pipe, stderr=pipe, text=True) for each in commands]
     ends = [process.communicate(timeout=_SECONDS) for process in started]
