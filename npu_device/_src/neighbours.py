@@ -41,8 +41,8 @@ def require_own_folders(site: str) -> None:
     ]
     if strangers:
         raise ImportError(
-            f"{len(strangers)} modules in this package's folders belong to another distribution, for instance "
-            f"{strangers[0]}.\nLikely cause: Ascend's own wheels (npu_device, npu_bridge, hccl) are installed in this "
+            f"{len(strangers)} modules in the folders of this package belong to a different distribution, for instance "
+            f"{strangers[0]}.\nLikely cause: the wheels of Ascend (npu_device, npu_bridge, hccl) are installed in this "
             "environment, too; they have the same names.\nWhat to do: install this package into a virtual environment "
             "of its own (python -m venv), or remove one of the two with all of its files."
         )

@@ -66,7 +66,7 @@ class Options:
         preempt_signal: number of the signal that asks the ranks for a checkpoint and a resumable end.
         preempt_timeout: seconds that the ranks have for that.
         hosts: the nodes' hosts, reached by ssh; empty if npurun is started on each node.
-        horovod: let the script's ``import horovod`` find this package's modules.
+        horovod: let ``import horovod`` in the script find the modules of this package.
         replicate: replicate the script's Keras models.
         seed: of all ranks, with ``replicate``.
     """

@@ -98,7 +98,7 @@ def run(start: Process, sizes: Sequence[int], words: Sequence[str], *, horovod: 
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     problem = Path(start.directory, PROBLEM)
-    return problem.read_text() if problem.exists() else f"the script's process ended with {code}" if code else ""
+    return problem.read_text() if problem.exists() else f"the process of the script ended with {code}" if code else ""
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -84,7 +84,7 @@ ENGINES = (
         "MPI",
         _problems_of_mpi,
         "What to do: install mpi4py on every host (pip install mpi4py), start all ranks with one mpiexec, and let "
-        "mpi4py find the launcher's libmpi.so (LD_LIBRARY_PATH, or MPI4PY_LIBMPI=/path/to/libmpi.so); or unset "
+        "mpi4py find its libmpi.so (LD_LIBRARY_PATH, or MPI4PY_LIBMPI=/path/to/libmpi.so); or unset "
         "NPU_DEVICE_BACKEND.",
     ),
     Engine(

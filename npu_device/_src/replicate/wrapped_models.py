@@ -47,7 +47,7 @@ class Models:
         names = {module.__name__ for module in modules}
         if "keras" in names and sys.modules["keras"].backend.backend() != "tensorflow":
             raise RuntimeError(
-                f"--replicate: Keras's backend is {sys.modules['keras'].backend.backend()}, and ranks train together "
+                f"--replicate: the Keras backend is {sys.modules['keras'].backend.backend()}, and ranks train together "
                 "with TensorFlow only.\nWhat to do: set KERAS_BACKEND=tensorflow, in the script or outside of it."
             )
         if not self._is_open:

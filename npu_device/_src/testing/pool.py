@@ -177,7 +177,7 @@ class Pool:
             answers[rank] = Answer(False, text or f"no answer. It is here:\n{stacks[rank]}", False)
 
     def stacks(self) -> dict[int, str]:
-        """Return where the threads of each rank that run the test's code, or TensorFlow's, are; innermost first."""
+        """Return where the threads of each rank that run code of the test or of TensorFlow are; innermost first."""
         files = [Path(f"{self._directory.name}/stacks{rank}") for rank in range(self.size)]
         before = [file.stat().st_size for file in files]
         for pid in self._pids:
@@ -216,7 +216,7 @@ class Pool:
 
 
 def _told(stacks: str) -> str:
-    """Return what stacks tell: no thread of the package's own, no frame of pytest's."""
+    """Return what stacks tell: no thread of the package, no frame of pytest."""
     kept = []
     for stack in stacks.split("\n\n"):
         title, *frames = stack.splitlines() or [""]

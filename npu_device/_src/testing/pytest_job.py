@@ -1,4 +1,4 @@
-"""The side of pytest's plugin in the test's process: sends a test to the ranks, and makes one report of theirs."""
+"""The pytest plugin in the process of the test: sends a test to the ranks, and makes one report of theirs."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
         global_bs: elements in a batch over all ranks together; an integer of any kind (numpy's too).
 
     Returns:
-        ``(dataset, batch_size)``: every n-th element beginning with this rank's number, and this rank's share of the
-        batch as a Python int. The caller batches: ``dataset.batch(batch_size)``. On a single device the arguments
+        ``(dataset, batch_size)``: every n-th element from the rank on, and the share of this rank in the batch, a
+        Python int. The caller batches: ``dataset.batch(batch_size)``. On a single device the arguments
         themselves.
 
     Raises:

@@ -200,7 +200,7 @@ def _differences(world: World, variables: Sequence[Any]) -> tuple[list[int], str
         mine = [digest_of(variable) for variable in variables]
     except (tf.errors.OpError, NotImplementedError):
         mine = []
-    everybody = world.objects(mine, "the variables' digests")
+    everybody = world.objects(mine, "digests of variables")
     shapes = [[(shape, dtype) for shape, dtype, _ in digests] for digests in everybody]
     if any(one != shapes[0] for one in shapes):
         return None  # the reduction names what differs
@@ -228,7 +228,7 @@ class _Sessions:
 
 @contextlib.contextmanager
 def compared_in_session(world: World, gradients: Sequence[Any]) -> Iterator[None]:
-    """In a session's graph, compare variables in each session's first run; operations of the block come after that.
+    """In a graph for sessions, compare variables in the first run of each; operations of the block come after that.
 
     Args:
         world: the ranks.

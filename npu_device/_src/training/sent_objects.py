@@ -83,7 +83,7 @@ def unpacked(data: bytes, ranks: Sequence[str], trusted: bool) -> list[Any]:
 def _unreadable(rank: str) -> ClusterError:
     return ClusterError(
         f"{rank} has sent an object that can't be read.\n"
-        "Likely cause: another program sends to this rank's ports, or the ranks have different versions.\n"
+        "Likely cause: a different program sends to the ports of this rank, or the ranks have different versions.\n"
         "What to do: let only the hosts of the job reach them (npurun docs security); install the same version "
         "everywhere."
     )

@@ -26,7 +26,7 @@ class CurrentStep:
     """A step as the calls in it see it.
 
     Attributes:
-        share: this rank's share of the step's samples.
+        share: the fraction of the samples of the step that this rank has.
         is_scripts: the script has written the step, not Keras.
         reduce: reduces a list of tensors over the ranks.
         gather: puts the ranks' tensors one after the other. Its gradient is the sum of all ranks' incoming gradients.

@@ -45,7 +45,7 @@ def divided(dataset: Any) -> Any:
     """
     if not isinstance(dataset, tf.data.Dataset):
         raise TypeError(
-            f"expected a tf.data.Dataset of this rank's batches; found a {type(dataset).__name__}.\n"
+            f"expected a tf.data.Dataset of batches for this rank; found a {type(dataset).__name__}.\n"
             "What to do: make one, for instance tf.data.Dataset.from_tensor_slices((x, y)).batch(size)."
         )
     return dataset if world_unless_child() is None else Divided(dataset)

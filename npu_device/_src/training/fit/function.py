@@ -35,7 +35,7 @@ class Function:
         kind: ``"train"``, ``"test"`` or ``"predict"``.
         world: the ranks.
         model: the model.
-        own_step: the model's own step of that kind, Keras's or the user's.
+        own_step: the step of that kind, of Keras or of the user.
         source: the data that the user passed.
         is_scripts: the script has written the step, not Keras.
         from_root: rank 0's batches are sent to all ranks.

@@ -169,7 +169,7 @@ class Metrics:
         return list({id(variable): variable for metric in counted for variable in metric.variables}.values())
 
     def result_behind(self, value: Any) -> Callable[[], Any] | None:
-        """Return a function that recomputes a value of the step's logs, if a metric's ``result`` gave it."""
+        """Return a function that recomputes a value of the logs, if a metric's ``result`` gave it."""
         name = _name(value)
         for given, key, result in self._results:
             if given is value or (name is not None and name == _name(given)):

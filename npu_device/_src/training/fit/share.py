@@ -1,4 +1,4 @@
-"""Division: this rank's share of a batch, and the share's weight.
+"""Division: the share of this rank in a batch, and its weight.
 
 A batch may hold tensors of different lengths, such as 40 unlabelled and 10 labelled samples. All are cut at the same
 fractions: the greatest common divisor of the lengths, here 10, is the number of units, and each rank gets a run of

@@ -57,7 +57,7 @@ def build(
     Args:
         model: the model.
         kind: ``"train"``, ``"test"`` or ``"predict"``.
-        own: the model's own step of that kind, Keras's or the user's.
+        own: the step of that kind, of Keras or of the user.
         spec: see ``spec_of``.
         divide: returns what the step gets of a batch.
     """
