@@ -84,6 +84,7 @@ docs: $(STAMP)
 	$(BIN)/python -m npu_device._src.environment > docs/environment.md
 	$(BIN)/python -m npu_device._src.options > docs/options.md
 	sed -i '/^## Rules/q' docs/porting.md && (echo; cat npu_device/_src/port/rules.md) >> docs/porting.md
+	sed -i '/^\[when results differ/q' docs/verify.md && (echo; cat npu_device/_src/verify/causes.md) >> docs/verify.md
 	$(BIN)/python tests/messages.py
 
 # Then each page has to load without a network; with CI set, in Chromium too.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import job
 import pytest
 from launcher import npurun, script
 
-from npu_device._src.verify import report
+from npu_device._src.verify import causes, report
 from npu_device._src.verify.plan import PROBLEM, Process
 from npu_device.launch import verify
 
+DOCS = Path(__file__).parent.parent / "docs" / "verify.md"
 pytestmark = pytest.mark.xdist_group("waiting")
 
 LOOP = """
@@ -50,7 +52,7 @@ RIGHT = {
     "tf.keras.layers.Dense(1)])",
     "start": "npu.distribute.broadcast(model.variables)",
     "rate": "0.1",
-    "data": "dataset, batch = npu.distribute.shard_and_rebatch_dataset(dataset, 12); dataset = dataset.batch(batch)",
+    "data": "dataset, batch = npu.distribute.shard_and_rebatch_dataset(dataset, 12)\ndataset = dataset.batch(batch)",
     "loss": "tf.reduce_mean(tf.square(z - y))",
     "reduce": "gradients = npu.distribute.all_reduce(gradients)",
 }
@@ -67,21 +69,23 @@ WRONG: dict[str, dict[str, str]] = {
     "sum averaged": {"function": "@tf.function", "loss": "tf.reduce_sum(tf.square(z - y))"},
     "global batch size": {"loss": "tf.nn.compute_average_loss(tf.square(z - y)[:, 0], global_batch_size=12)"},
     "add_loss per sample": {"model": PENALTY, "loss": "tf.add_n([tf.reduce_sum(loss) for loss in model.losses])"},
-    "mean summed": {"function": "@tf.function", "reduce": "gradients = npu.distribute.all_reduce(gradients, 'sum')"},
+    "mean summed": {"function": "@tf.function", "reduce": 'gradients = npu.distribute.all_reduce(gradients, "sum")'},
     "discarded result": {"function": "@tf.function", "reduce": "npu.distribute.all_reduce(gradients)"},
     "only the loss is reduced": {"reduce": "loss = npu.distribute.all_reduce(loss)"},
     "not reduced": {"function": "@tf.function", "reduce": "pass"},
     "clipped before the reduction": {
-        "reduce": "gradients, _ = tf.clip_by_global_norm(gradients, 0.01); "
+        "reduce": "gradients, _ = tf.clip_by_global_norm(gradients, 0.01)\n    "
         "gradients = npu.distribute.all_reduce(gradients)"
     },
     "different starts": {"start": "model.layers[0].kernel.assign_add(tf.fill([4, 3], 0.1 * rank))"},
     "same samples": {"data": "dataset = dataset.batch(12 // size)"},
     "seed of each rank's own": {"data": OF_OWN_SEED + RIGHT["data"]},
+    "other samples": {"data": "dataset = dataset.shard(size, rank).batch(12)"},
     "scaled rate": {"rate": "0.1 * size"},
+    "other updates": {"rate": "0.1 / size"},
     "adapted to a part": {
-        "data": RIGHT["data"] + "\nlookup = tf.keras.layers.IntegerLookup(max_tokens=9)\n"
-        "lookup.adapt(dataset.map(lambda x, y: tf.cast(9 * x[:, 0], tf.int64)))"
+        "data": RIGHT["data"] + "\nlookup = tf.keras.layers.IntegerLookup(max_tokens=9)\nnumbered = dataset\n"
+        "dataset = dataset.map(lambda x, y: tf.cast(9 * x[:, 0], tf.int64))\nlookup.adapt(dataset)\ndataset = numbered"
     },
     "random numbers": {"loss": "tf.reduce_mean(tf.square(z + tf.random.normal(tf.shape(z)) - y))"},
     "unknown": {
@@ -127,8 +131,10 @@ def test_causes_in_a_loop(cause: str, tmp_path: Path) -> None:
     if cause in SAID:
         line = next(number for number, text in enumerate(source.splitlines(), start=1) if SAID[cause] in text)
         assert f"script.py:{line}" in verdict.text
-    if verdict.code == 1:
-        assert f"on {size} ranks" in verdict.text and ("What to do" in verdict.text or cause == "unknown")
+    if verdict.code:
+        assert verdict.ranks == size and "\nWhat to do: " in verdict.text and "{" not in verdict.text
+    for example in re.findall("```python\n(.+?)```", causes.TEXTS.get(cause, ""), flags=re.S):
+        assert set(map(str.strip, example.splitlines())) <= set(map(str.strip, source.splitlines()))
 
 
 FIT = """
@@ -258,9 +264,9 @@ _SENT = "hvd.broadcast_variables(model.variables, root_rank=0)"
 HOROVODS = {
     "right": ("", "False", "hvd.DistributedGradientTape(tape)", _SENT),
     "right fit": ("", "True", "tape", ""),
-    "forgotten": ("not reduced", "False", "tape", _SENT),
-    "not sent": ("different starts", "False", "hvd.DistributedGradientTape(tape)", ""),
-    "summed": ("not the average", "False", "hvd.DistributedGradientTape(tape, op=hvd.Sum)", _SENT),
+    "forgotten": ("Horovod: not reduced", "False", "tape", _SENT),
+    "not sent": ("Horovod: different variables", "False", "hvd.DistributedGradientTape(tape)", ""),
+    "summed": ("Horovod: not the average", "False", "hvd.DistributedGradientTape(tape, op=hvd.Sum)", _SENT),
 }
 
 
@@ -274,12 +280,29 @@ def test_horovod(name: str, tmp_path: Path) -> None:
     assert any("compared with each other only" in note for note in verdict.notes)
 
 
+NO_CALL = """
+import numpy as np, tensorflow as tf
+model = tf.keras.Sequential([tf.keras.Input([4]), tf.keras.layers.Dense(1)])
+model.compile("sgd", "mse", run_eagerly=True)
+model.fit(np.ones([12, 4]), np.ones([12, 1]), batch_size=4, verbose=0)
+"""
+
+
+def test_a_script_without_a_call(tmp_path: Path) -> None:
+    verdict = verified(tmp_path, NO_CALL, 2, "3")
+    assert (verdict.code, verdict.cause) == (3, "no call") and "npurun port" in verdict.text
+
+
 def test_the_page_and_json(tmp_path: Path) -> None:
-    verdict = report.Verdict(1, "sum averaged", "gradients are <0.50>", ["2 1"], ["a note"], {"<w>": 0.5, "b": None})
+    verdict = report.Verdict(1, "sum averaged", "gradients are <0.50>", ["2 1"], ["a note"], 2, {"<w>": 0.5, "b": None})
     report.write_page(verdict, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "&lt;w&gt;" in page and "0.500" in page and "another direction" in page and "<w>" not in page
     assert json.loads(json.dumps(asdict(verdict)))["cause"] == "sum averaged"
+
+
+def test_the_page_has_all_verdicts() -> None:
+    assert DOCS.read_text().endswith(causes.PAGE), "run: make docs"
 
 
 @pytest.mark.parametrize(
@@ -323,5 +346,5 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     )
     assert done.returncode == 1, done.stderr
     text = done.stdout.decode()
-    assert "differs: on 2 ranks, gradients are 0.50 of one process's" in text
+    assert "differs on 2 ranks: Gradients are 0.50 of one process's" in text
     assert page.exists() and not (tmp_path / "result.txt").exists()

@@ -25,6 +25,7 @@ class Verdict:
         text: what it means, and what to do.
         table: a line for each step and number of ranks.
         notes: what the user should know besides.
+        ranks: on how many ranks it was seen.
         ratios: by variable, the gradient of the first deviating step as a multiple of one process's; None elsewhere.
     """
 
@@ -33,6 +34,7 @@ class Verdict:
     text: str
     table: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    ranks: int = 0
     ratios: dict[str, float | None] = field(default_factory=dict)
 
 
@@ -53,9 +55,9 @@ def judge(runs: Sequence[Sequence[Process]]) -> Verdict:
         if not cause and not ranks[0].horovod and _logs_differ(found):
             notes.append("each rank logs losses of its own samples; npu.distribute.replicate(model) logs all ranks'.")
         if cause and not verdict.cause:
-            not_comparable = cause in (causes.NO_CALL.name, causes.RANDOM.name)
+            not_comparable = cause in (causes.NO_CALL, causes.RANDOM)
             verdict.code, verdict.cause = NOT_COMPARABLE if not_comparable else DIFFERS, cause
-            verdict.text = f"on {len(run)} ranks, {text}"
+            verdict.text, verdict.ranks = text, len(run)
             verdict.ratios = {each.variable: each.ratio for each in found.first()}
     verdict.notes = list(dict.fromkeys(notes))
     return verdict
@@ -96,8 +98,9 @@ def _table(found: Findings) -> list[str]:
 def text(verdict: Verdict) -> str:
     """Return the outcome for the terminal."""
     notes = [f"note: {note}" for note in verdict.notes]
-    names = {SAME: "the same", DIFFERS: "differs", NOT_COMPARABLE: "not comparable"}
-    return "\n".join([_HEAD, *verdict.table, *notes, "", f"{names[verdict.code]}: {verdict.text}"])
+    name = {SAME: "the same", DIFFERS: "differs", NOT_COMPARABLE: "not comparable"}[verdict.code]
+    where = f" on {verdict.ranks} ranks" if verdict.ranks else ""
+    return "\n".join([_HEAD, *verdict.table, *notes, "", f"{name}{where}: {verdict.text}"])
 
 
 def write_page(verdict: Verdict, path: Path) -> None:

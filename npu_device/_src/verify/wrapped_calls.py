@@ -169,11 +169,10 @@ class Hooks:
 
     def _adapt(self, own: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
         result = own(layer, *args, **kwargs)
-        state = [getattr(layer, name) for name in _ADAPTED if getattr(layer, name, None) is not None]
+        state: Any = [np.array(getattr(layer, name, None)).tolist() for name in _ADAPTED]
         if hasattr(layer, "get_vocabulary"):
-            state = [zlib.crc32(repr(layer.get_vocabulary()).encode())]
-        sizes = [float(np.linalg.norm(np.asarray(value, np.float64))) for value in state]
-        self._recorder.note("adapted", layer=layer.name, state=sizes)
+            state = layer.get_vocabulary()
+        self._recorder.note("adapted", layer=layer.name, state=zlib.crc32(repr(state).encode()))
         return result
 
     def _run(self, own: Any, session: Any, fetches: Any, *args: Any, **kwargs: Any) -> Any:
