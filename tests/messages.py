@@ -43,7 +43,7 @@ def opening(text: str) -> str | None:
     """Return the first words of a message; None for a text without a remedy, and for the end of a message."""
     beginning, remedy, _ = text.partition("What to do")
     words = beginning.replace(f"rank {_VALUE}: ", "", 1).split("\n")[0].split()
-    if not remedy or not words or beginning.lstrip().startswith("Likely cause"):
+    if not remedy or not beginning.strip(f"{_VALUE}:;,. \n") or beginning.lstrip().startswith("Likely cause"):
         return None
     return " ".join(words[:WORDS]).rstrip(":;,.")
 
