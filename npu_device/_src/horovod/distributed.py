@@ -75,11 +75,17 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, **arguments: A
     Args:
         optimizer: of Keras 3, tf-keras or ``tf.compat.v1.train``.
         name: of the TensorFlow 1 optimizer; a Keras optimizer keeps its own.
-        **arguments: those of ``_Settings``.
+        **arguments: ``compression`` (``Compression.none`` or ``fp16``), ``op`` (``Average`` or ``Sum``),
+            ``sparse_as_dense``, ``backward_passes_per_step`` and ``average_aggregated_gradients``, as in Horovod. Its
+            other arguments have no effect.
 
     Returns:
         A Keras optimizer itself, which in Keras 3 has ``lr`` and a callable ``variables`` from now on, as older scripts
         expect; or an optimizer around that of TensorFlow 1.
+
+    Raises:
+        NotImplementedError: ``backward_passes_per_step`` with an optimizer of TensorFlow 1, or Adasum.
+        TypeError: a compressor that the script defines, or an unknown argument.
     """
     settings = _Settings(**arguments)
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
@@ -149,7 +155,15 @@ def _take_old_argument(owner: Any) -> None:
 
 
 def DistributedGradientTape(gradtape: Any, **arguments: Any) -> Any:
-    """Return a tape like another one, whose ``gradient`` reduces over all ranks; for arguments see ``_Settings``."""
+    """Return a tape like another one, whose ``gradient`` reduces over all ranks.
+
+    Args:
+        gradtape: the tape, which stays as it is.
+        **arguments: as in ``DistributedOptimizer``.
+
+    Raises:
+        TypeError: a compressor that the script defines, or an unknown argument.
+    """
     tape = copy.copy(gradtape)
     own: Any = type(gradtape)
     tape.__class__ = _distributed(own)

@@ -30,6 +30,10 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     Args:
         comm: an MPI communicator of all ranks, or the list of all ranks.
         process_sets: not supported.
+
+    Raises:
+        NotImplementedError: process sets, or a part of the ranks.
+        RuntimeError: the job can't be joined, as in ``npu.open``.
     """
     global _is_initialized
     if process_sets:

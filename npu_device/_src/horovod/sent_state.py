@@ -15,14 +15,34 @@ from npu_device._src.training.variables import broadcast
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int, **rest: Any) -> Any:
-    """Overwrite variables with the root's values; return the operation in a graph for a session, else None."""
+    """Overwrite variables with the root's values; return the operation in a graph for a session, else None.
+
+    Args:
+        variables: the variables, in the same order on every rank.
+        root_rank: the rank that sends.
+        **rest: ignored.
+
+    Returns:
+        The operation in a graph for a session, else None.
+
+    Raises:
+        ValueError: there is no such rank.
+        TypeError: an unknown argument, or something that isn't a variable.
+    """
     check_rest(rest)
     variables = list(variables)
     return broadcast(variables, root_rank) if variables else None
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """Return the operation that overwrites the global variables of the graph with those of the root."""
+    """Return the operation that overwrites the global variables of the graph with those of the root.
+
+    Args:
+        root_rank: the rank that sends.
+
+    Raises:
+        RuntimeError: eager mode.
+    """
     if tf.executing_eagerly():
         raise RuntimeError(
             "hvd.broadcast_global_variables() does not support eager execution. Please use "
@@ -32,26 +52,59 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 
 class BroadcastGlobalVariablesHook(hooks.NPUBroadcastGlobalVariablesHook):
-    """Gives all ranks the root's global variables when the session has been made or restored."""
+    """Gives all ranks the root's global variables when the session has been made or restored.
+
+    Args:
+        root_rank: the rank that sends.
+        device: ignored.
+    """
 
     def __init__(self, root_rank: int, device: str = "") -> None:
         super().__init__(root_rank)
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None, **rest: Any) -> Any:
-    """Return the root's Python object, also while a graph is built."""
+    """Return the root's Python object, also while a graph is built.
+
+    Args:
+        obj: anything that can be pickled.
+        root_rank: the rank that sends.
+        session, name: ignored.
+        **rest: ignored.
+
+    Raises:
+        ValueError: there is no such rank.
+        TypeError: an unknown argument.
+    """
     check_rest(rest)
     with compat.eager_mode():
         return ranks.broadcast_object(obj, root_rank)
 
 
 def broadcast_object_fn(root_rank: int = 0, **rest: Any) -> Callable[[Any], Any]:
-    """Return ``broadcast_object`` for this root."""
+    """Return ``broadcast_object`` for this root.
+
+    Args:
+        root_rank: the rank that sends.
+        **rest: ignored.
+
+    Raises:
+        ValueError: there is no such rank, when the function is called.
+    """
     return lambda obj: broadcast_object(obj, root_rank, **rest)
 
 
 def allgather_object(obj: Any, session: Any = None, name: str | None = None, **rest: Any) -> list[Any]:
-    """Return every rank's Python object, by rank, also while a graph is built."""
+    """Return every rank's Python object, by rank, also while a graph is built.
+
+    Args:
+        obj: anything that can be pickled.
+        session, name: ignored.
+        **rest: ignored.
+
+    Raises:
+        TypeError: an unknown argument.
+    """
     check_rest(rest)
     with compat.eager_mode():
         return ranks.gather_object(obj)

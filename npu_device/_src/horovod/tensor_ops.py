@@ -106,7 +106,21 @@ def _operation(call: Any) -> Any:
 
 
 def allreduce(tensor: Any, average: bool | None = None, **arguments: Any) -> Any:
-    """Reduce a tensor, variable, array, number or ``tf.IndexedSlices`` over all ranks; see ``grouped_allreduce``."""
+    """Reduce a tensor, variable, array, number or ``tf.IndexedSlices`` over all ranks; see ``grouped_allreduce``.
+
+    Args:
+        tensor: the tensor; on every rank the same shape and dtype.
+        average: older spelling of ``op``.
+        **arguments: those of ``grouped_allreduce``.
+
+    Returns:
+        The result, in the dtype of the tensor.
+
+    Raises:
+        tf.errors.FailedPreconditionError: the calls of the ranks don't fit each other.
+        NotImplementedError: what ``grouped_allreduce`` doesn't support.
+        RuntimeError: another rank has failed or left, or the job can't be joined any more.
+    """
     return grouped_allreduce([tensor], average, **arguments)[0]
 
 
@@ -129,6 +143,10 @@ def grouped_allreduce(
         compression: what travels.
         op: ``Average`` (default), ``Sum``, ``Min``, ``Max`` or ``Product``.
         prescale_factor, postscale_factor: multiply the tensors before, and the results.
+        **rest: ignored.
+
+    Returns:
+        The results, in the dtypes of the tensors.
 
     Raises:
         NotImplementedError: a process set; Adasum; factors, or others than sum and mean, with ``tf.IndexedSlices``.
@@ -180,20 +198,58 @@ def _with_gradient_times(tensor: tf.Tensor, factor: float) -> tf.Tensor:
 
 @_operation
 def allgather(tensor: Any, name: str | None = None, **rest: Any) -> Any:
-    """Return all ranks' tensors one after the other along the first dimension, which may differ among the ranks."""
+    """Return all ranks' tensors one after the other along the first dimension, which may differ among the ranks.
+
+    Args:
+        tensor: the same shape on every rank but for the first dimension.
+        name: ignored.
+        **rest: ignored.
+
+    Raises:
+        tf.errors.FailedPreconditionError: the calls of the ranks don't fit each other.
+        TypeError: an unknown argument.
+        NotImplementedError: a process set.
+        RuntimeError: another rank has failed or left, or the job can't be joined any more.
+    """
     check_rest(rest)
     ranks, tensor = world(), compat.to_tensor(tensor)
     return tensor if ranks is None else ranks.gather(_with_gradient_times(tensor, 1 / ranks.size))
 
 
 def grouped_allgather(tensors: Sequence[Any], name: str | None = None, **rest: Any) -> list[Any]:
-    """Gather each of several tensors; see ``allgather``."""
+    """Gather each of several tensors; see ``allgather``.
+
+    Args:
+        tensors: the tensors.
+        name: ignored.
+        **rest: ignored.
+
+    Returns:
+        A list of results.
+
+    Raises:
+        tf.errors.FailedPreconditionError: as in ``allgather``.
+        TypeError: an unknown argument.
+    """
     return [allgather(each, **rest) for each in tensors]
 
 
 @_operation
 def broadcast(tensor: Any, root_rank: int, name: str | None = None, **rest: Any) -> Any:
-    """Return the root's tensor, which has the same shape and dtype on every rank."""
+    """Return the root's tensor, which has the same shape and dtype on every rank.
+
+    Args:
+        tensor: the tensor.
+        root_rank: the rank that sends.
+        name: ignored.
+        **rest: ignored.
+
+    Raises:
+        tf.errors.FailedPreconditionError: the calls of the ranks don't fit each other.
+        TypeError: an unknown argument.
+        NotImplementedError: a process set.
+        RuntimeError: another rank has failed or left, or the job can't be joined any more.
+    """
     check_rest(rest)
     ranks, tensor = world(), compat.to_tensor(tensor)
     return tensor if ranks is None else ranks.from_root([_with_gradient_times(tensor, 1 / ranks.size)], root_rank)[0]
@@ -203,6 +259,21 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, **rest: Any)
 def alltoall(tensor: Any, splits: Any = None, name: str | None = None, **rest: Any) -> Any:
     """Send a part of the first dimension to each rank: as many rows as ``splits`` says, or the same number. Return the
     parts from rank 0, 1, … one after the other; with ``splits`` also how many rows came from each rank.
+
+    Args:
+        tensor: the rows to send.
+        splits: number of rows for each rank; default: the same number for each.
+        name: ignored.
+        **rest: ignored.
+
+    Returns:
+        The received rows; with ``splits`` also how many came from each rank.
+
+    Raises:
+        ValueError: rows that can't be divided evenly, or ``splits`` of another shape.
+        tf.errors.FailedPreconditionError: the calls of the ranks don't fit each other.
+        TypeError: an unknown argument.
+        NotImplementedError: a process set.
     """
     check_rest(rest)
     ranks, tensor = world(), _with_rows("alltoall", tensor)
@@ -237,6 +308,20 @@ def reducescatter(
 ) -> Any:
     """Reduce a tensor over all ranks, and return this rank's part of the first dimension; the first ranks get a row
     more if it can't be divided evenly. Arguments are those of ``grouped_allreduce``; only sums and means.
+
+    Args:
+        tensor: the tensor; its first dimension is divided.
+        compression, prescale_factor, postscale_factor: as in ``grouped_allreduce``.
+        op: ``Average`` (default) or ``Sum``.
+        **rest: ignored.
+
+    Returns:
+        The rows of this rank.
+
+    Raises:
+        ValueError: a scalar.
+        NotImplementedError: another reduction, or a process set.
+        tf.errors.FailedPreconditionError: the calls of the ranks don't fit each other.
     """
     check_rest(rest)
     kind = kind_of(op)
@@ -266,5 +351,16 @@ def _with_rows(operation: str, value: Any) -> tf.Tensor:
 
 
 def grouped_reducescatter(tensors: Sequence[Any], **arguments: Any) -> list[Any]:
-    """Reduce and divide each of several tensors; see ``reducescatter``."""
+    """Reduce and divide each of several tensors; see ``reducescatter``.
+
+    Args:
+        tensors: the tensors.
+        **arguments: those of ``reducescatter``.
+
+    Returns:
+        A list of results.
+
+    Raises:
+        ValueError: as in ``reducescatter``.
+    """
     return [reducescatter(each, **arguments) for each in tensors]

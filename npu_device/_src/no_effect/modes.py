@@ -110,6 +110,10 @@ def is_inf_nan_enabled() -> bool:
 def stupid_repeat(word: str, times: int) -> None:
     """Log a word a number of times, at level INFO: the self-test that Ascend's adapter exports.
 
+    Args:
+        word: the text.
+        times: how often.
+
     Source: Ascend TF Adapter 2.x, ``npu_device.npu_device.stupid_repeat``.
     """
     for _ in range(times):
@@ -156,13 +160,21 @@ def without_npu_compile_scope() -> Iterator[None]:
 
 @contextlib.contextmanager
 def npu_variable_scope(placement: object = None) -> Iterator[None]:
-    """Choose the engine for the block's variables (``NpuExecutePlacement``) on an NPU. Without effect here."""
+    """Choose the engine for the block's variables (``NpuExecutePlacement``) on an NPU. Without effect here.
+
+    Args:
+        placement: an ``NpuExecutePlacement``.
+    """
     yield
 
 
 @contextlib.contextmanager
 def npu_stage_scope(stage: int) -> Iterator[None]:
-    """Set the pipeline stage that the block belongs to on an NPU. Without effect here."""
+    """Set the pipeline stage that the block belongs to on an NPU. Without effect here.
+
+    Args:
+        stage: number of the stage.
+    """
     yield
 
 
@@ -174,31 +186,53 @@ def npu_mem_type_scope() -> Iterator[None]:
 
 @contextlib.contextmanager
 def npu_weight_prefetch_scope(buffer_pool_id: int = 0, buffer_pool_size: int = 536870912) -> Iterator[None]:
-    """Prefetch the block's weights into a pool of so many bytes on an NPU. Without effect here."""
+    """Prefetch the block's weights into a pool of so many bytes on an NPU. Without effect here.
+
+    Args:
+        buffer_pool_id: number of the pool.
+        buffer_pool_size: its size in bytes.
+    """
     yield
 
 
 @contextlib.contextmanager
 def op_specified_engine_scope(engine_name: str, kernel_lib_name: str) -> Iterator[None]:
-    """Choose the engine and the kernel library for the block on an NPU. Without effect here."""
+    """Choose the engine and the kernel library for the block on an NPU. Without effect here.
+
+    Args:
+        engine_name: name of the engine.
+        kernel_lib_name: name of the library.
+    """
     yield
 
 
 @contextlib.contextmanager
 def npu_qos_label_scope(label: object) -> Iterator[None]:
-    """Set the quality of service for the block on an NPU. Without effect here."""
+    """Set the quality of service for the block on an NPU. Without effect here.
+
+    Args:
+        label: the label.
+    """
     yield
 
 
 @contextlib.contextmanager
 def subgraph_multi_dims_scope(index: int) -> Iterator[None]:
-    """Make the block a subgraph with shapes of its own on an NPU. Without effect here."""
+    """Make the block a subgraph with shapes of its own on an NPU. Without effect here.
+
+    Args:
+        index: number of the subgraph.
+    """
     yield
 
 
 @contextlib.contextmanager
 def npu_graph_slice_scope(slice_num: int | None = None) -> Iterator[None]:
-    """Cut the block into slices to save memory on an NPU. Without effect here."""
+    """Cut the block into slices to save memory on an NPU. Without effect here.
+
+    Args:
+        slice_num: number of slices.
+    """
     yield
 
 
@@ -210,5 +244,10 @@ def disable_autofuse() -> Iterator[None]:
 
 @contextlib.contextmanager
 def limit_core_num_scope(*arguments: object, **keywords: object) -> Iterator[None]:
-    """Limit how many cores the block uses on an NPU. Without effect here."""
+    """Limit how many cores the block uses on an NPU. Without effect here.
+
+    Args:
+        *arguments: ignored.
+        **keywords: ignored.
+    """
     yield

@@ -36,6 +36,9 @@ def tanh_gelu(x: Any, name: str | None = None) -> tf.Tensor:
     """Return gelu in its tanh form, ``x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 * x**3)))``, with its gradient.
     Arguments and result are as for ``fast_gelu``.
 
+    Args:
+        x, name: as in ``fast_gelu``.
+
     Other ranks see nothing. Source: Ascend TF Adapter 1.15, ``npu_unary_ops.gelu``.
     """
     return tf.nn.gelu(x, approximate=True, name=name)

@@ -65,6 +65,16 @@ def adam_apply_one_with_decay_assign(
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Do the same as ``adam_apply_one_assign`` with decoupled weight decay, whose rate is ``mul4_x``.
 
+    Args:
+        input0, input1, input2, input3, input4: gradient, moments, variable and learning rate, as in
+            ``adam_apply_one_assign``.
+        mul0_x, mul1_x, mul2_x, mul3_x, add2_y: as in ``adam_apply_one_assign``.
+        mul4_x: the rate of the weight decay.
+        name: of the operation.
+
+    Returns:
+        What ``adam_apply_one_assign`` returns.
+
     Other ranks see nothing: reduce the gradient first. Source: Ascend operator AdamApplyOneWithDecayAssign.
     """
     with tf.name_scope(name or "AdamApplyOneWithDecayAssign"):

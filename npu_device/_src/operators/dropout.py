@@ -23,6 +23,12 @@ def dropout(
 ) -> tf.Tensor:
     """Do the same as ``dropout_v3``, in graphs only.
 
+    Args:
+        x, keep_prob, noise_shape, seed, name: as in ``dropout_v3``.
+
+    Returns:
+        What ``dropout_v3`` returns.
+
     Raises:
         RuntimeError: called eagerly.
         ValueError: as in ``dropout_v3``.
@@ -103,6 +109,9 @@ def drop_out_gen_mask(shape: Any, prob: Any, seed: int = 0, seed2: int = 0, name
 def drop_out_gen_mask_v3(shape: Any, prob: Any, seed: int = 0, seed2: int = 0, name: str | None = None) -> tf.Tensor:
     """Return a random mask for ``drop_out_do_mask_v3``; the arguments are those of ``drop_out_gen_mask``.
 
+    Args:
+        shape, prob, seed, seed2, name: as in ``drop_out_gen_mask``.
+
     Returns:
         uint8 vector of 0 and 1 for the elements in row-major order.
 
@@ -134,6 +143,13 @@ def drop_out_do_mask(x: Any, mask: Any, keep_prob: Any, name: str | None = None)
 
 def drop_out_do_mask_v3(x: Any, mask: Any, keep_prob: Any, name: str | None = None) -> tf.Tensor:
     """Do the same as ``drop_out_do_mask``, with a mask from ``drop_out_gen_mask_v3``.
+
+    Args:
+        x, keep_prob, name: as in ``drop_out_do_mask``.
+        mask: the result of ``drop_out_gen_mask_v3``.
+
+    Returns:
+        A tensor of the shape and dtype of ``x``.
 
     Other ranks see nothing. Source: Ascend operator DropOutDoMaskV3.
     """

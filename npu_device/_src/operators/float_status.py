@@ -66,17 +66,38 @@ def npu_clear_float_status(input: Any = None, name: str | None = None) -> tf.Ten
 
 
 def npu_alloc_float_status_v2(name: str | None = None) -> tf.Tensor:
-    """Do the same as ``npu_alloc_float_status``, with int32."""
+    """Do the same as ``npu_alloc_float_status``, with int32.
+
+    Args:
+        name: of the operation.
+
+    Returns:
+        A tensor of zeros.
+    """
     return tf.zeros([_LENGTH], tf.int32, name=name or "NpuAllocFloatStatusV2")
 
 
 def npu_get_float_status_v2(input: Any = None, name: str | None = None) -> tf.Tensor:
-    """Do the same as ``npu_get_float_status``, with int32."""
+    """Do the same as ``npu_get_float_status``, with int32.
+
+    Args:
+        input, name: as in ``npu_get_float_status``.
+
+    Returns:
+        What ``npu_get_float_status`` returns, as int32.
+    """
     return tf.cast(npu_get_float_status(input, name), tf.int32)
 
 
 def npu_clear_float_status_v2(input: Any = None, name: str | None = None) -> tf.Tensor:
-    """Do the same as ``npu_clear_float_status``, with int32."""
+    """Do the same as ``npu_clear_float_status``, with int32.
+
+    Args:
+        input, name: as in ``npu_clear_float_status``.
+
+    Returns:
+        A tensor of zeros.
+    """
     del input
     return tf.zeros([_LENGTH], tf.int32, name=name or "NpuClearFloatStatusV2")
 

@@ -212,8 +212,10 @@ def dynamic_augru(
     """Run a GRU whose update gate is weakened by an attention over a sequence, with its gradient.
 
     Args:
-        weight_att: attention, ``[time, batch]`` or ``[time, batch, 1]``. All other arguments are those of
-            ``dynamic_gru_v2``.
+        x, weight_input, weight_hidden, bias_input, bias_hidden: as in ``dynamic_gru_v2``.
+        weight_att: attention, ``[time, batch]`` or ``[time, batch, 1]``.
+        seq_length, init_h, is_training, name: as in ``dynamic_gru_v2``.
+        **attributes: those of ``dynamic_gru_v2``.
 
     Returns:
         ``y, output_h, update, update_att, reset, new, hidden_new``, each ``[time, batch, hidden]``; ``update_att`` is

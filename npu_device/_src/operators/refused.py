@@ -8,7 +8,15 @@ from npu_device._src.collectives.group import WORLD_GROUP
 
 
 def deformable_conv2d(*arguments: Any, **keywords: Any) -> NoReturn:
-    """Raise NotImplementedError: TensorFlow has no such operation."""
+    """Raise NotImplementedError: TensorFlow has no such operation.
+
+    Args:
+        *arguments: ignored.
+        **keywords: ignored.
+
+    Raises:
+        NotImplementedError: always.
+    """
     del arguments, keywords
     raise NotImplementedError(
         "npu_cube_ops.deformable_conv2d is an operator of the NPU; TensorFlow has none for CPUs and GPUs.\n"
@@ -18,7 +26,15 @@ def deformable_conv2d(*arguments: Any, **keywords: Any) -> NoReturn:
 
 
 def embeddingrankid(*arguments: Any, **keywords: Any) -> NoReturn:
-    """Raise NotImplementedError: the operation gives addresses in other NPUs' memory."""
+    """Raise NotImplementedError: the operation gives addresses in other NPUs' memory.
+
+    Args:
+        *arguments: ignored.
+        **keywords: ignored.
+
+    Raises:
+        NotImplementedError: always.
+    """
     del arguments, keywords
     raise NotImplementedError(
         "npu_cpu_ops.embeddingrankid gives addresses in the memory of NPUs, which CPUs and GPUs under TensorFlow don't "
@@ -28,7 +44,15 @@ def embeddingrankid(*arguments: Any, **keywords: Any) -> NoReturn:
 
 
 def gradient(*arguments: Any, **keywords: Any) -> NoReturn:
-    """Raise NotImplementedError: TensorFlow differentiates the operators, and never calls their gradients by name."""
+    """Raise NotImplementedError: TensorFlow differentiates the operators, and never calls their gradients by name.
+
+    Args:
+        *arguments: ignored.
+        **keywords: ignored.
+
+    Raises:
+        NotImplementedError: always.
+    """
     del arguments, keywords
     raise NotImplementedError(
         "the gradients in gen_npu_ops were removed in 0.2.0: TensorFlow differentiates its operators itself.\n"
@@ -45,31 +69,66 @@ def gather_all_to_all_v(
     addr_length: Any,
     group: str = WORLD_GROUP,
 ) -> NoReturn:
-    """Raise NotImplementedError: the operation reads from addresses in the NPU's memory."""
+    """Raise NotImplementedError: the operation reads from addresses in the NPU's memory.
+
+    Args:
+        addrinfo, addrinfo_count_per_rank, recv_counts, recv_displacements, dtype, addr_length, group: ignored.
+
+    Raises:
+        NotImplementedError: always.
+    """
     del addrinfo, addrinfo_count_per_rank, recv_counts, recv_displacements, dtype, addr_length, group
     _refuse_addresses("gather_all_to_all_v", "tf.gather the elements, and exchange them with all_to_all_v")
 
 
 def remote_read(tensorRemote: Any, data_type: Any) -> NoReturn:
-    """Raise NotImplementedError: the operation reads another NPU's memory by address."""
+    """Raise NotImplementedError: the operation reads another NPU's memory by address.
+
+    Args:
+        tensorRemote, data_type: ignored.
+
+    Raises:
+        NotImplementedError: always.
+    """
     del tensorRemote, data_type
     _refuse_addresses("remote_read", "let the other rank send what is needed: send and receive, or all_to_all_v")
 
 
 def remote_ref_read(tensorRemote: Any, cache: Any, offset: Any) -> NoReturn:
-    """Raise NotImplementedError: the operation reads another NPU's memory by address."""
+    """Raise NotImplementedError: the operation reads another NPU's memory by address.
+
+    Args:
+        tensorRemote, cache, offset: ignored.
+
+    Raises:
+        NotImplementedError: always.
+    """
     del tensorRemote, cache, offset
     _refuse_addresses("remote_ref_read", "receive what the other rank sends, and assign it to the variable")
 
 
 def remote_write(tensorRemote: Any, tensorLocal: Any, data_type: Any) -> NoReturn:
-    """Raise NotImplementedError: the operation writes another NPU's memory by address."""
+    """Raise NotImplementedError: the operation writes another NPU's memory by address.
+
+    Args:
+        tensorRemote, tensorLocal, data_type: ignored.
+
+    Raises:
+        NotImplementedError: always.
+    """
     del tensorRemote, tensorLocal, data_type
     _refuse_addresses("remote_write", "use send here and receive on the other rank")
 
 
 def remote_scatter_write(tensorRemote: Any, tensorLocal: Any, offset: Any) -> NoReturn:
-    """Raise NotImplementedError: the operation writes another NPU's memory by address."""
+    """Raise NotImplementedError: the operation writes another NPU's memory by address.
+
+    Args:
+        tensorRemote, tensorLocal, offset: ignored.
+
+    Raises:
+        NotImplementedError: always.
+    """
     del tensorRemote, tensorLocal, offset
     _refuse_addresses("remote_scatter_write", "use send here and receive on the other rank")
 

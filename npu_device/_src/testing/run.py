@@ -47,6 +47,9 @@ def run(
         restarts: how often all ranks are started again when the call fails, as by ``npurun --max-restarts``.
         limit: seconds that the call may take, each time.
 
+    Returns:
+        A list with what the function returned on each rank, in order of rank.
+
     Raises:
         AssertionError: a fault did not happen.
         RankError: the function raised on a rank, or did not return in time. The error that came first is the first in

@@ -78,6 +78,9 @@ def npu_config_proto(config_proto: Any = None) -> Any:
     Args:
         config_proto: a ``tf.compat.v1.ConfigProto``, which is changed; anything else counts as a new one.
 
+    Returns:
+        The configuration.
+
     >>> config = npu_config_proto()
     >>> [optimizer.name for optimizer in config.graph_options.rewrite_options.custom_optimizers]
     ['NpuOptimizer']
@@ -94,6 +97,12 @@ def npu_config_proto(config_proto: Any = None) -> Any:
 def npu_optimizer_options(optimizer_options: Any = None) -> Any:
     """Switch XLA off in ``tf.compat.v1.OptimizerOptions`` and return them; anything else is replaced by new ones.
 
+    Args:
+        optimizer_options: the options, or None.
+
+    Returns:
+        The options.
+
     Source: Ascend TF Adapter 1.x, ``npu_optimizer_options``.
     """
     if not isinstance(optimizer_options, tf.compat.v1.OptimizerOptions):
@@ -104,6 +113,12 @@ def npu_optimizer_options(optimizer_options: Any = None) -> Any:
 
 def npu_graph_options(graph_options: Any = None) -> Any:
     """Switch XLA off in ``tf.compat.v1.GraphOptions`` and return them; anything else is replaced by new ones.
+
+    Args:
+        graph_options: the options, or None.
+
+    Returns:
+        The options.
 
     Source: Ascend TF Adapter 1.x, ``npu_graph_options``.
     """
@@ -139,6 +154,12 @@ class SessionConfigBuilder:
 
 def decorator_tf_session(make_session: Callable[..., Any]) -> Callable[..., Any]:
     """Make a function receive its session ``config`` as ``npu_config_proto`` returns it.
+
+    Args:
+        make_session: a function or class with an argument ``config``.
+
+    Returns:
+        The function.
 
     >>> make_session = decorator_tf_session(tf.compat.v1.Session)
 

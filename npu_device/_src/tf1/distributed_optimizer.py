@@ -140,6 +140,10 @@ def KerasDistributeOptimizer(optimizer: Any, name: str = "NpuKerasOptimizer", **
     Returns:
         The same object, not a wrapper: see ``npu.distribute.npu_distributed_keras_optimizer_wrapper``.
 
+    Raises:
+        ValueError: the optimizer is wrapped already.
+        TypeError: not a Keras optimizer.
+
     Source: Ascend TF Adapter 1.15, ``KerasDistributeOptimizer``.
     """
     return npu_distributed_keras_optimizer_wrapper(optimizer)
@@ -155,6 +159,12 @@ def allreduce(tensor: Any, average: bool = True) -> Any:
         tensor: a tensor or ``tf.IndexedSlices``.
         average: the mean (default), or the sum.
 
+    Returns:
+        The result, of the same kind.
+
+    Raises:
+        RuntimeError: another rank has failed or left.
+
     Source: Ascend TF Adapter 1.15, ``npu_optimizer.allreduce``.
     """
     return all_reduce(tensor, "mean" if average else "sum")
@@ -169,6 +179,12 @@ def reduce(tensor: Any, root_rank: int, average: bool = True, fusion: int = 0, f
         average: the mean (default), or the sum.
         fusion: 0 or 2, without effect.
         fusion_id: 0 or more with ``fusion`` 2.
+
+    Returns:
+        The result, of the same kind.
+
+    Raises:
+        RuntimeError: another rank has failed or left.
 
     Source: Ascend TF Adapter 1.15, ``npu_optimizer.reduce``.
     """

@@ -104,6 +104,9 @@ def model_to_npu_estimator(
         config: as for ``NPUEstimator``.
         job_start_file: without effect.
 
+    Returns:
+        The estimator.
+
     Raises:
         ValueError: ``config`` is no ``NPURunConfig``; what TensorFlow refuses.
         NotImplementedError: this TensorFlow has no Estimator.

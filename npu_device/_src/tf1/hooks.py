@@ -23,6 +23,9 @@ def broadcast_global_variables(root_rank: int = 0, index: Any = None) -> Any:
         root_rank: the rank whose values are sent.
         index: without effect.
 
+    Raises:
+        ValueError: there is no such rank.
+
     Source: Ascend TF Adapter 1.15, ``broadcast_global_variables``. There it takes only the trainable ones, so that a
     job in which only the root restores a checkpoint continues with different steps and optimizer states. State that a
     sharded optimizer keeps on one rank only stays as it is.

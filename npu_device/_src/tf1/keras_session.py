@@ -36,6 +36,9 @@ def set_keras_session_npu_config(config: Any = None) -> Any:
 def npu_clear_session(config: Any = None) -> None:
     """Drop Keras's graph and session, and give it a new session with ``npu_config_proto(config)``.
 
+    Args:
+        config: a ``ConfigProto`` or None.
+
     Source: Ascend TF Adapter 1.x, ``npu_clear_session``.
     """
     backend.clear_session()

@@ -36,7 +36,14 @@ class FixedLossScaleManager:
         return tf.constant(self._loss_scale, tf.float32)
 
     def update_loss_scale(self, finite_grads: tf.Tensor) -> Any:
-        """Change nothing."""
+        """Change nothing.
+
+        Args:
+            finite_grads: ignored.
+
+        Returns:
+            An operation that does nothing.
+        """
         return tf.no_op()
 
 

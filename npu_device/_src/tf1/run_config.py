@@ -93,6 +93,10 @@ class ProfilingConfig:
 class DumpConfig:
     """Dumping of the NPU's operators; accepted, without effect.
 
+    Args:
+        enable_dump, dump_path, dump_step, dump_mode, dump_data, dump_layer: recorded.
+        enable_dump_debug, dump_debug_mode: recorded.
+
     Source: Ascend TF Adapter 1.x, ``npu_config.DumpConfig``.
     """
 
@@ -110,6 +114,9 @@ class DumpConfig:
 class MemoryConfig:
     """The NPU's memory; accepted, without effect.
 
+    Args:
+        atomic_clean_policy, static_memory_policy, memory_optimization_policy, variable_use_1g_huge_page: recorded.
+
     Source: Ascend TF Adapter 1.x, ``npu_config.MemoryConfig``.
     """
 
@@ -122,6 +129,9 @@ class MemoryConfig:
 @dataclass
 class DynamicInputConfig:
     """Shapes to compile for; accepted, without effect: TensorFlow handles varying shapes anyway.
+
+    Args:
+        input_shape, dynamic_dims, dynamic_node_type, compile_hybrid_mode: recorded.
 
     Source: Ascend TF Adapter 1.x, ``npu_config.DynamicInputConfig``.
     """

@@ -81,6 +81,9 @@ def init_resource(config: Any = None) -> tuple[Any, Any]:
     Returns:
         The session and the operation for ``shutdown_resource``. ``get_npu_rank_id`` and similar calls work from now on.
 
+    Raises:
+        RuntimeError: the job can't be joined, as in ``npu.open``.
+
     Source: Ascend TF Adapter 1.15, ``init_resource``.
     """
     with tf.compat.v1.get_default_graph().as_default():  # which is eager mode no more
@@ -90,12 +93,25 @@ def init_resource(config: Any = None) -> tuple[Any, Any]:
 
 
 def shutdown_resource(sess: Any, npu_shutdown: Any) -> None:
-    """Run the operation that ``init_resource`` gave. Source: Ascend TF Adapter 1.15, ``shutdown_resource``."""
+    """Run the operation that ``init_resource`` gave.
+
+    Args:
+        sess: the session.
+        npu_shutdown: the operation.
+
+    Source: Ascend TF Adapter 1.15, ``shutdown_resource``.
+    """
     sess.run(npu_shutdown)
 
 
 def close_session(sess: Any) -> None:
-    """Close a session. Source: Ascend TF Adapter 1.15, ``close_session``."""
+    """Close a session.
+
+    Args:
+        sess: the session.
+
+    Source: Ascend TF Adapter 1.15, ``close_session``.
+    """
     sess.close()
 
 
@@ -109,6 +125,14 @@ get_npu_local_rank_size = groups.get_local_rank_size
 def set_graph_exec_config(fetch: Any, dynamic_input: bool = False, **settings: Any) -> Any:
     """Set a fetch's options for varying shapes. Without effect; returns the fetch.
 
+    Args:
+        fetch: the fetch.
+        dynamic_input: ignored.
+        **settings: ignored.
+
+    Returns:
+        The fetch.
+
     Source: Ascend TF Adapter 1.x, ``util.set_graph_exec_config``.
     """
     return fetch
@@ -117,6 +141,10 @@ def set_graph_exec_config(fetch: Any, dynamic_input: bool = False, **settings: A
 def keep_tensors_dtypes(graph: Any, input_tensors: Any) -> None:
     """Keep the dtypes of tensors under mixed precision. Without effect: tensors keep the script's dtypes.
 
+    Args:
+        graph: ignored.
+        input_tensors: ignored.
+
     Source: Ascend TF Adapter 1.x, ``util.keep_tensors_dtypes``.
     """
 
@@ -124,12 +152,19 @@ def keep_tensors_dtypes(graph: Any, input_tensors: Any) -> None:
 def npu_compile(sess: Any, *fetches: Any) -> None:
     """Compile what fetches need ahead of the first run. Without effect: nothing is compiled.
 
+    Args:
+        sess: ignored.
+        *fetches: ignored.
+
     Source: Ascend TF Adapter 1.x, ``util.npu_compile``.
     """
 
 
 def check_aoe_mode(aoe_mode: str) -> None:
     """Check a mode of the tuner.
+
+    Args:
+        aoe_mode: the mode.
 
     Raises:
         ValueError: it isn't "1", "2" or "4".
@@ -142,6 +177,13 @@ def check_aoe_mode(aoe_mode: str) -> None:
 
 def npu_resource_init(graph_run_mode: int = 1, **settings: Any) -> None:
     """Start the device by ``npu.open()``. The settings have no effect.
+
+    Args:
+        graph_run_mode: ignored.
+        **settings: ignored.
+
+    Raises:
+        RuntimeError: the job can't be joined, as in ``npu.open``.
 
     Source: Ascend TF Adapter 1.x, ``npu_plugin.npu_resource_init``.
     """

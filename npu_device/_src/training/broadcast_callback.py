@@ -140,6 +140,13 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
 def broadcast_keras_model(model: Any, root_rank: int = 0) -> None:
     """Overwrite all weights of a Keras model, and its optimizers' state, with those of the root; every rank has to call
     it. See ``npu.distribute.broadcast``.
+
+    Args:
+        model: a Keras model that is built.
+        root_rank: the rank whose values are sent (default 0).
+
+    Raises:
+        ValueError: there is no such rank, or the ranks have different variables.
     """
     built = training_state.has_all_layers_built(model)
     if built and tf.executing_eagerly() and training_state.takes_kerass_own_step(model):
@@ -152,6 +159,13 @@ def broadcast_keras_model(model: Any, root_rank: int = 0) -> None:
 def broadcast_helper(variables: Sequence[Any], root_rank: int = 0) -> None:
     """Overwrite variables with those of the root (Ascend's name for ``npu.distribute.broadcast``; here ``root_rank``
     has an effect).
+
+    Args:
+        variables: the variables, in the same order on every rank.
+        root_rank: the rank whose values are sent (default 0).
+
+    Raises:
+        ValueError: there is no such rank, or the ranks have different variables.
     """
     broadcast(list(variables), root_rank)
 

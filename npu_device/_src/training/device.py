@@ -52,6 +52,9 @@ class NpuDeviceHandle:
     Attributes:
         workers_num: number of ranks in the job; 1 on a single device.
         worker_id: this process's rank, from 0.
+
+    Args:
+        device_id, workers_num, worker_id: number of the device, and what the attributes hold.
     """
 
     def __init__(self, device_id: int, workers_num: int, worker_id: int) -> None:
@@ -74,7 +77,11 @@ class NpuDeviceHandle:
         return self.workers_num > 1 and 0 <= self.worker_id < self.workers_num
 
     def as_default(self) -> NpuDeviceHandle:
-        """Make this the process's default device: a process has one device, so opening it has already done so."""
+        """Make this the process's default device: a process has one device, so opening it has already done so.
+
+        Returns:
+            This handle.
+        """
         return self
 
 
@@ -227,6 +234,9 @@ def close() -> None:
     ``collectives.job.close``.
 
     A trace ends here; rank 0 writes its report when the others have left.
+
+    Raises:
+        OSError: the report of a trace can't be written.
     """
     global _handle, _seed
     _handle = _seed = None

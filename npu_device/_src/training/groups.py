@@ -122,6 +122,13 @@ def get_rank_size(group: str = WORLD_GROUP) -> int:
 def get_local_rank_size(group: str = WORLD_GROUP) -> int:
     """Return the number of ranks of the group on the host of the caller; 1 on a single device. Argument and errors are
     those of ``get_rank_size``.
+
+    Args:
+        group: name of the group, default the group of all ranks.
+
+    Raises:
+        ValueError: no group of that name on this rank.
+        RuntimeError: as in ``create_group``.
     """
     return len(_neighbours(group))
 
@@ -130,6 +137,13 @@ def get_local_rank_size(group: str = WORLD_GROUP) -> int:
 def get_rank_id(group: str = WORLD_GROUP) -> int:
     """Return the calling rank's rank in a group; 0 on a single device. Argument and errors are those of
     ``get_rank_size``.
+
+    Args:
+        group: name of the group, default the group of all ranks.
+
+    Raises:
+        ValueError: no group of that name on this rank.
+        RuntimeError: as in ``create_group``.
 
     >>> get_rank_id()  # a single device
     0
@@ -142,6 +156,13 @@ def get_local_rank_id(group: str = WORLD_GROUP) -> int:
     """Return the index of this rank, from 0, among the ranks of the group on its host; 0 on a single device.
 
     Argument and errors are those of ``get_rank_size``.
+
+    Args:
+        group: name of the group, default the group of all ranks.
+
+    Raises:
+        ValueError: no group of that name on this rank.
+        RuntimeError: as in ``create_group``.
     """
     return _neighbours(group).index(_find(group).rank)
 

@@ -35,7 +35,11 @@ def rank() -> int:
 
 @tf.autograph.experimental.do_not_convert
 def size() -> int:
-    """Return the number of ranks in the job, also in a child process of a rank; 1 on a single device."""
+    """Return the number of ranks in the job, also in a child process of a rank; 1 on a single device.
+
+    Raises:
+        RuntimeError: the environment names several ranks, but the job can't be joined any more.
+    """
     parent = device.parent_of_this_process()
     if parent is not None:
         return parent.world_size
@@ -47,6 +51,9 @@ def size() -> int:
 def local_rank() -> int:
     """Return the number of this process among the ranks of its host, from 0; 0 on a single device. A child process of a
     rank gets the number of its parent.
+
+    Raises:
+        RuntimeError: the environment names several ranks, but the job can't be joined any more.
     """
     parent = device.parent_of_this_process()
     if parent is not None:
@@ -57,7 +64,11 @@ def local_rank() -> int:
 
 @tf.autograph.experimental.do_not_convert
 def local_size() -> int:
-    """Return the number of ranks on this host, also in a child process of a rank; 1 on a single device."""
+    """Return the number of ranks on this host, also in a child process of a rank; 1 on a single device.
+
+    Raises:
+        RuntimeError: the environment names several ranks, but the job can't be joined any more.
+    """
     parent = device.parent_of_this_process()
     if parent is not None:
         return parent.local_size
@@ -67,12 +78,20 @@ def local_size() -> int:
 
 @tf.autograph.experimental.do_not_convert
 def is_main() -> bool:
-    """Return True on rank 0, which writes and prints."""
+    """Return True on rank 0, which writes and prints.
+
+    Raises:
+        RuntimeError: the environment names several ranks, but the job can't be joined any more.
+    """
     return rank() == 0
 
 
 def barrier() -> None:
-    """Wait until every rank has made this call. On a single device and in a child of a rank, return at once."""
+    """Wait until every rank has made this call. On a single device and in a child of a rank, return at once.
+
+    Raises:
+        RuntimeError: another rank has failed, left or makes a different call, or the job can't be joined any more.
+    """
     ranks = world_unless_child()
     if ranks is not None:
         ranks.wait()
@@ -138,6 +157,9 @@ def rank_zero_first() -> Iterator[bool]:
 
     Yields:
         True on rank 0.
+
+    Raises:
+        RuntimeError: on the other ranks, if rank 0 fails in the block.
 
     Every rank has to enter. The others wait while rank 0 is inside, and raise instead of entering if it fails there;
     the wait is limited like that of other collectives (``NPU_DEVICE_STALL_TIMEOUT``). A child process of a rank, which

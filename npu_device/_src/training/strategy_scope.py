@@ -26,6 +26,9 @@ def npu_broadcast_scope_wrapper(strategy: Any) -> Any:
         The same object. At the end of the first ``with strategy.scope():`` in which trainable variables are made they
         are overwritten with those of rank 0; later ones are not sent. On a single device nothing is sent.
 
+    Raises:
+        RuntimeError: when the scope ends: another rank has failed or left.
+
     Every rank has to leave the scope. Source: Ascend TF Adapter 2.x, ``npu_broadcast_scope_wrapper``.
     """
     plain_scope = strategy.scope

@@ -123,7 +123,15 @@ class JobCheckpoint:
             self.try_to_save(step, notes)
 
     def try_to_save(self, step: int, notes: Mapping[str, Any] | None = None) -> None:
-        """Write a checkpoint now, as ``save`` does; if it can't be written, warn instead of raising CheckpointError."""
+        """Write a checkpoint now, as ``save`` does; if it can't be written, warn instead of raising CheckpointError.
+
+        Args:
+            step, notes: as in ``save``.
+
+        Raises:
+            TypeError: JSON has no form for the notes.
+            RuntimeError: as in ``save``.
+        """
         try:
             self.save(step, notes)
         except CheckpointError as error:

@@ -1,0 +1,139 @@
+"""Checks the English of pages, docstrings and messages; ``make lint`` runs it. Exit code 1 if a rule is broken.
+
+Budgets and counts may only shrink: whoever lowers a number here keeps it. What is generated isn't counted.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+
+GENERATED = {"environment.md", "options.md"}
+CONTRIBUTORS = {"CONTRIBUTING.md", "architecture.md", "notes.md"}
+
+WORDS = {"README.md": 500, "pages for users": 22_000, "pages for contributors": 14_000}
+LONG_SENTENCES = 0  # in pages for users
+POSSESSIVES = {"pages": 0, "docstrings and messages": 0}  # on things
+
+_MOST_WORDS = 30  # in a sentence
+_LONG = 120  # characters of a line outside of tables
+_NAMES = "Ascend|Keras|TensorFlow|Horovod|Python|MPI|NCCL|Kubeflow|Slurm|Ray|Spark|PyTorch|glibc|Linux|gRPC"
+_POSSESSIVE = re.compile(rf"\b(?!(?:{_NAMES}|it|that|let|what|here|there|who|one|he|she)'s)\w+'s\b", re.IGNORECASE)
+_BANNED = {
+    r"says? (?:so|what|which|that|how)\b": "reports, prints, lists, warns that",
+    r"\bas many \w+ as\b": "the same number of",
+    r"\bwho(?:ever)? has not\b": "ranks that haven't",
+    r"\bmend(?:s|ed)?\b": "fix",
+    r"\bgoes before\b": "takes precedence over",
+    r"\bdo on N ranks what one process does\b": "give the single-process result",
+    r"\bobey(?:s|ed)?\b": "follow",
+    r"\bdata ?sets?\b(?<!dataset)(?<!datasets)": "dataset",
+    r"\bbatch normalisation\b": "batch normalization",
+    r"\btf_keras\b(?!\.|`)": "tf-keras",
+}
+
+
+def main() -> int:
+    """Print what breaks a rule, and return the exit code."""
+    problems: list[str] = []
+    words = dict.fromkeys(WORDS, 0)
+    long: list[str] = []
+    possessives: dict[str, list[str]] = {kind: [] for kind in POSSESSIVES}
+    for path in pages():
+        name, text = path.relative_to(ROOT).as_posix(), hand_written(path)
+        kind = "pages for contributors" if path.name in CONTRIBUTORS else "pages for users"
+        words["README.md" if name == "README.md" else kind] += len(text.split())
+        problems += [f"{name}: a line of {len(line)} characters: {line[:60]}…" for line in too_wide(text)]
+        problems += [f"{name}: {found!r}; write {instead!r}" for found, instead in banned(plain(text))]
+        problems += [
+            f"{name}: a possessive in a heading: {line}" for line in headings(text) if _POSSESSIVE.search(line)
+        ]
+        possessives["pages"] += [f"{name}: {found}" for found in _POSSESSIVE.findall(plain(text))]
+        if kind == "pages for users":
+            long += [f"{name}: {sentence}" for sentence in sentences(text) if len(sentence.split()) > _MOST_WORDS]
+    for path in modules():
+        for text in literals(path):
+            found = _POSSESSIVE.findall(text)
+            possessives["docstrings and messages"] += [f"{path.relative_to(ROOT)}: {one}" for one in found]
+    for name, limit in WORDS.items():
+        if words[name] > limit:
+            problems.append(f"{name}: {words[name]} words, at most {limit}")
+    counted = {"sentences above 30 words": (long, LONG_SENTENCES)}
+    counted |= {f"possessives in {kind}": (possessives[kind], limit) for kind, limit in POSSESSIVES.items()}
+    for name, (found, limit) in counted.items():
+        if len(found) > limit:
+            problems.append(f"{len(found)} {name}, at most {limit}; those of the last pages:")
+            problems += [f"  {one}" for one in found[-10:]]
+    print("\n".join(problems), file=sys.stderr)
+    if "--counts" in sys.argv:
+        print(words, {name: len(found) for name, (found, _) in counted.items()})
+    return 1 if problems else 0
+
+
+def pages() -> list[Path]:
+    """Return the pages that people write."""
+    found = [*DOCS.glob("*.md"), *DOCS.glob("tutorials/*.md")]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(p for p in found if p.name not in GENERATED)]
+
+
+def hand_written(path: Path) -> str:
+    """Return a page without what is generated in it."""
+    text = path.read_text()
+    if path.name == "porting.md":
+        text = text.partition("\n## Rules")[0]
+    text = re.sub(r"(<!-- openings: [^>]*-->)\n\n```text\n.*?```\n", r"\1\n", text, flags=re.DOTALL)
+    return re.sub(r"<!-- results: .*?<!-- end of results -->", "", text, flags=re.DOTALL)
+
+
+def plain(text: str) -> str:
+    """Return the prose: without code, and without the addresses of links."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^:::.*$|^:\w.*$|<!--.*?-->", "", text, flags=re.MULTILINE)
+    return re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "code", text))
+
+
+def headings(text: str) -> list[str]:
+    """Return the headings."""
+    return re.findall(r"^#+ .*", plain(text), re.MULTILINE)
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Yield the sentences of paragraphs, list items and cells."""
+    for block in re.split(r"\n\s*\n|\n(?=\s*[-*|] |\s*\d+\. )|(?<=[^|])\|", plain(text)):
+        yield from re.split(r"(?<=[.!?:;])\s+", " ".join(block.split()))
+
+
+def too_wide(text: str) -> list[str]:
+    """Return the lines that are too long, outside of tables and code."""
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    return [line for line in outside.splitlines() if len(line) > _LONG and not line.lstrip().startswith(("|", "<!--"))]
+
+
+def banned(text: str) -> Iterator[tuple[str, str]]:
+    """Yield phrases that have a plainer form, with it."""
+    for phrase, instead in _BANNED.items():
+        for match in re.finditer(phrase, " ".join(text.split()), re.IGNORECASE):
+            yield match[0], instead
+
+
+def modules() -> Iterator[Path]:
+    """Yield the modules of the packages."""
+    for package in ("npu_device", "hccl", "npu_bridge"):
+        yield from sorted((ROOT / package).rglob("*.py"))
+
+
+def literals(path: Path) -> Iterator[str]:
+    """Yield the texts of a module: docstrings and messages."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield re.sub(r"`[^`]*`", "code", node.value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

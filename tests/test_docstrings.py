@@ -1,0 +1,98 @@
+"""Public names say what they take, return and raise."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+import pkgutil
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import hccl
+import npu_bridge
+import npu_device
+
+_DEPTH = 2  # of calls in which an error is looked for
+_NOT_PUBLIC = re.compile(r"\b_src\b|\blaunch\b|__main__")
+_NO_VALUE = (None, "None", "NoReturn", "Iterator[None]", inspect.Signature.empty)
+
+
+def public() -> dict[str, Any]:
+    """Return the package's own public functions and classes, and the methods of those, by name; each once."""
+    found: dict[int, tuple[str, Any]] = {}
+    for package in (npu_device, hccl, npu_bridge):
+        names = [module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+        for name in [package.__name__, *names]:
+            if not _NOT_PUBLIC.search(name):
+                module = importlib.import_module(name)
+                for each in getattr(module, "__all__", ()):
+                    thing = getattr(module, each, None)
+                    is_ours = str(getattr(thing, "__module__", "")).startswith("npu_device")
+                    if callable(thing) and is_ours and not each.startswith("_"):
+                        found.setdefault(id(thing), (f"{name}.{each}", thing))
+    return {name: thing for first in found.values() for name, thing in _with_methods(*first)}
+
+
+def _with_methods(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a thing, and the methods of a class that no class of Keras or TensorFlow describes."""
+    yield name, thing
+    if inspect.isclass(thing):
+        theirs = [kind for kind in thing.__mro__[1:] if not kind.__module__.startswith("npu_device")]
+        for method, function in vars(thing).items():
+            if (
+                inspect.isfunction(function)
+                and not method.startswith("_")
+                and not any(hasattr(k, method) for k in theirs)
+            ):
+                yield f"{name}.{method}", function
+
+
+def missing(thing: Any) -> Iterator[str]:
+    """Yield the parts that a docstring lacks."""
+    function = thing.__init__ if inspect.isclass(thing) else thing
+    if not inspect.isfunction(inspect.unwrap(function)) or (inspect.isclass(thing) and "__init__" not in vars(thing)):
+        return
+    text, signature = inspect.getdoc(thing) or "", inspect.signature(function)
+    described = " ".join(re.findall(r"^(?:Args|Attributes):\n((?: .*\n?)*)", text, re.MULTILINE))
+    for name in signature.parameters:
+        if name != "self" and not re.search(rf"\b{name}\b", described):
+            yield f"Args: {name}"
+    returns = signature.return_annotation
+    if function is thing and returns not in _NO_VALUE and not re.search(r"^(Returns|Yields):|\AReturn\b", text, re.M):
+        yield "Returns"
+    if "\nRaises:" not in text and raises(function, _DEPTH):
+        yield "Raises"
+
+
+@functools.cache
+def raises(function: Any, depth: int) -> bool:
+    """Return True if a function, or one of the package that it calls, raises an error."""
+    function = inspect.unwrap(function)
+    is_written = inspect.isfunction(function) and function.__code__.co_filename.endswith(".py")  # not by dataclasses
+    if not is_written or not function.__module__.startswith("npu_device"):
+        return False
+    nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))))
+    if any(isinstance(node, ast.Raise) and node.exc for node in nodes):
+        return True
+    calls = [node.func for node in nodes if isinstance(node, ast.Call)] if depth else []
+    return any(raises(called, depth - 1) for called in map(functools.partial(_called, function), calls) if called)
+
+
+def _called(function: Any, node: ast.expr) -> Any:
+    """Return the function behind ``name(…)`` or ``module.name(…)``; None for other calls."""
+    path = ast.unparse(node).split(".") if isinstance(node, (ast.Name, ast.Attribute)) else [""]
+    found = functools.reduce(
+        lambda thing, name: getattr(thing, name, None), path[1:], function.__globals__.get(path[0])
+    )
+    return found if inspect.isfunction(found) else None
+
+
+def test_public_names_are_described() -> None:
+    names = public()
+    assert len(names) > 200
+    lacking = {name: list(missing(thing)) for name, thing in names.items()}
+    assert not {name: parts for name, parts in lacking.items() if parts}
