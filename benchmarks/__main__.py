@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib.util
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = list(dict.fromkeys(name for name, _ in FULL))
     parser.add_argument("--ranks", type=int, nargs="+", help="only cases of these numbers of ranks")
     parser.add_argument("--cases", nargs="+", choices=names, default=names, help="what to measure (default: all)")
-    parser.add_argument("--short", action="store_true", help="two ranks and two hosts, some 20 minutes instead of 60")
+    parser.add_argument("--short", action="store_true", help="two ranks and two hosts, and 3 repetitions")
+    parser.add_argument("--minutes", type=float, default=90, help="after which no further case starts (default: 90)")
     parser.add_argument("--repeats", type=int, help="how often each rival is timed (default: 5, with --short 3)")
     parser.add_argument("--quick", action="store_true", help="one step a repetition: to see that it works")
     parser.add_argument("--output", type=Path, default=Path("build/benchmarks"), help="default: build/benchmarks")
@@ -50,8 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     if not plan:
         sys.exit("nothing was measured: the cases don't go with so many ranks")
-    run = results.begin()
+    run, began = results.begin(), time.monotonic()
     for name, ranks in plan:
+        if time.monotonic() - began > 60 * options.minutes:
+            progress(f"{name}, {ranks} ranks: left out after {options.minutes:g} minutes")
+            continue
         if name == START:
             progress(f"{START}, {ranks} ranks")
             run.cases.append(start.measure(ranks, repeats, options.output))
@@ -60,10 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             on_hosts = any(each.gbit is not None for each in case.rounds) and hosts.can_be_made()
             with hosts.hosts(sides.HOSTS, 0) if on_hosts else contextlib.nullcontext():
                 run.cases.append(run_case(case, ranks, repeats, options.output / "logs"))
-        run.write(options.output / "results.json")
+        run.write(options.output / results.FILE)
+        if options.write_docs:
+            docs_page.write(run)
     print(tables(run), end="")
-    if options.write_docs:
-        docs_page.write(run.with_others_of(results.read(docs_page.RESULTS)))
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ import re
 from pathlib import Path
 
 from benchmarks import table
-from benchmarks.results import Results
+from benchmarks.results import FILE, Results, read
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results.json"
+RESULTS = ROOT / "benchmarks" / FILE
 CHART = ROOT / "docs" / "benchmarks.svg"
 PLACE = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 _CHART_TEXT = "![steps of two ranks, divided by the same step without communication](benchmarks.svg)"
@@ -40,7 +40,8 @@ def filled(page: str, results: Results | None) -> str:
 
 
 def write(results: Results) -> None:
-    """Keep the results, and fill all pages and the chart."""
+    """Keep the results, with those of other cases of the same machine, day and commit, and fill all pages."""
+    results = results.with_others_of(read(RESULTS))
     results.write(RESULTS)
     for page in pages():
         page.write_text(filled(page.read_text(), results))

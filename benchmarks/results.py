@@ -18,6 +18,8 @@ from npu_device._src.version import __version__
 NOT_INSTALLED = "not installed"
 """How the error of a rival begins whose package isn't there."""
 
+FILE = "results.json"
+
 _PACKAGES = ("tensorflow", "tf-keras", "numpy", "torch", "mpich", "mpi4py")
 
 
@@ -141,9 +143,17 @@ def read(path: Path) -> Results | None:
 
 def begin() -> Results:
     """Return an empty run on this machine, today."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout
-    return Results(_machine(), datetime.date.today().isoformat(), __version__, commit.strip() or "unknown")
+    return Results(_machine(), datetime.date.today().isoformat(), __version__, _commit())
+
+
+def _commit() -> str:
+    """Return the last commit of the code, whatever has changed in the documentation since."""
+    root, code = Path(__file__).parents[1], ["npu_device", "hccl", "npu_bridge", "benchmarks", f":!benchmarks/{FILE}"]
+    last, changes = (
+        subprocess.run(["git", *words, "--", *code], cwd=root, capture_output=True, text=True, check=False).stdout
+        for words in (["log", "-1", "--format=%h"], ["status", "--porcelain", "--untracked-files=no"])
+    )
+    return f"{last.strip() or 'unknown'}{' with changes' if changes else ''}"
 
 
 def _machine() -> Machine:

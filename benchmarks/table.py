@@ -61,22 +61,16 @@ def between_hosts(results: Results) -> str:
 
 
 def checks(results: Results) -> str:
-    """Return what the start and the checks cost."""
+    """Return what the start and the checks cost, and what XLA changes."""
     rows = [["what", "without", "with", "difference"]]
     for case in results.of(START):
         for each in case.rounds:
             without, package = (each.median(timing.rival) for timing in each.timings[:2])
             if without is not None and package is not None:
                 rows.append([each.label, f"{without:.3g}", f"{package:.3g}", f"{package - without:+.3g}"])
-    for case in results.of("checks"):
+    for case in [*results.of("checks"), *results.of("compiled")]:
         rows += _pairs(case)
     return _markdown(rows) if len(rows) > 1 else ""
-
-
-def compiled(results: Results) -> str:
-    """Return what XLA changes on one process."""
-    rows = [row for case in results.of("compiled") for row in _pairs(case)]
-    return _markdown([["step", "as it is", "`jit_compile=True`", "difference"], *rows]) if rows else ""
 
 
 def faster(results: Results) -> str:
@@ -113,8 +107,7 @@ def reading(results: Results) -> str:
 
 
 FIGURES: dict[str, Callable[[Results], str]] = {
-    each.__name__: each
-    for each in (setup, all_reduce, steps, between_hosts, checks, compiled, faster, summary, reading)
+    each.__name__: each for each in (setup, all_reduce, steps, between_hosts, checks, faster, summary, reading)
 }
 
 
@@ -176,8 +169,7 @@ def _pairs(case: CaseResult) -> Rows:
             shares = [theirs / ours - 1 for ours, theirs in zip(without.seconds, package.seconds)]
             error = 1.25 * statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else math.inf
             difference = f"{statistics.median(shares):+.1%} ± {error:.1%}"
-        name = f"{_NAMES[model]}, {what}, ms" if what else f"{_NAMES[model]}, ms"
-        rows.append([name, *map(_milliseconds, (without, package)), difference])
+        rows.append([f"{_NAMES[model]}, {what}, ms", *map(_milliseconds, (without, package)), difference])
     return rows
 
 

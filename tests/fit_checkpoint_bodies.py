@@ -59,6 +59,8 @@ def make_data(kind: str, seed: int | None) -> dict[str, Any]:
         return {"x": _Batches(x, y)}
     if kind == "divided":
         return {"x": npu.distribute.divided(whole.shard(size, rank).shuffle(SAMPLES, seed).batch(BATCH // size))}
+    if kind == "pipeline":
+        return {"x": npu.distribute.pipeline(whole.shuffle(SAMPLES, seed), lambda x, y: (x, y), BATCH)}
     if kind == "own":
         return {"x": whole.shard(size, rank).take(SAMPLES // size).shuffle(SAMPLES, seed).batch(BATCH // size)}
     return {"x": whole.shuffle(SAMPLES, seed).batch(BATCH)}

@@ -49,7 +49,7 @@ def test_fit_goes_on_to_the_same_bits(keras_ranks: Pool, kind: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["own", "divided"])
+@pytest.mark.parametrize("kind", ["own", "divided", "pipeline"])
 def test_each_rank_with_data_of_its_own(keras_two_ranks: Pool, kind: str, tmp_path: Path) -> None:
     check(keras_two_ranks.run(bodies.body_same_bits, str(tmp_path / "fit"), kind), [1, 2])
 
