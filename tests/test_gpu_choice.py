@@ -7,7 +7,7 @@ from pathlib import Path
 import job
 import pytest
 
-from npu_device._src.collectives import gpu_choice, gpus
+from npu_device._src.collectives import gpu_choice, resources
 from npu_device._src.collectives.gpu_choice import Device
 
 MIG_A, MIG_B = "MIG-11111111-2222-3333-4444-555555555555", "MIG-66666666-7777-8888-9999-000000000000"
@@ -151,8 +151,8 @@ def test_choosing_a_device_makes_no_devices(tmp_path: Path) -> None:
     script = """
 from npu_device._src import compat
 from npu_device._src.cluster.description import Cluster
-from npu_device._src.collectives import gpus
-device = gpus.choose_device(Cluster.seen_by(1, 1, ("a", "a"), ("127.0.0.1",) * 2, "test"))
+from npu_device._src.collectives import resources
+device = resources.choose_device(Cluster.seen_by(1, 1, ("a", "a"), ("127.0.0.1",) * 2, "test"))
 assert not compat.context_is_initialized()
 print(device.name, device.detail, device.is_gpu)
 """
@@ -161,6 +161,6 @@ print(device.name, device.detail, device.is_gpu)
     assert ended.output.splitlines()[-1] == "CPU CUDA_VISIBLE_DEVICES is '-1' False"
 
 
-@pytest.mark.skipif(gpus.identity(0) is not None, reason="there is a GPU")
+@pytest.mark.skipif(resources.identity(0) is not None, reason="there is a GPU")
 def test_without_a_driver_nothing_is_known() -> None:
-    assert gpus.identity(0) is None
+    assert resources.identity(0) is None

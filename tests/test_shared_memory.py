@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from pool import Pool
 
-from npu_device._src.collectives.engines.host import memory_offer
+from npu_device._src.collectives.engines.host import sharing
 
 pytestmark = pytest.mark.skipif(
-    not memory_offer.is_supported() or os.environ.get("NPU_DEVICE_BACKEND") == "tensorflow",
+    not sharing.is_supported() or os.environ.get("NPU_DEVICE_BACKEND") == "tensorflow",
     reason="needs Linux on x86-64, and isn't about TensorFlow's backend",
 )
 
@@ -28,7 +28,7 @@ import tensorflow as tf
 import npu_device as npu
 rank = npu.open().worker_id
 def shared():
-    from npu_device._src.collectives import choice as backend, group
+    from npu_device._src.collectives import group, operation as backend
     from npu_device._src.training import device
     job = device.running_job()
     return backend.backend_name(job, group.group_of(job, "hccl_world_group"), [tf.float32]) == "shared_memory"
@@ -153,11 +153,11 @@ def test_ranks_that_cannot_share_use_an_engine_with_one_warning(tmp_path: Path, 
 
 
 def test_only_the_same_user_can_open_the_memory() -> None:
-    offer = memory_offer.Offer(memory_offer.PAGE)
+    offer = sharing.Offer(sharing.PAGE)
     path = offer.path
     with offer.memory as memory:
         assert os.stat(path).st_mode & 0o077 == 0
-        with memory_offer.attach(path, memory_offer.PAGE) as other:
+        with sharing.attach(path, sharing.PAGE) as other:
             other[:4] = b"same"
             assert memory[:4] == b"same"
         if os.geteuid() == 0:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import mmap
 import threading
 import time
+from functools import partial
 from typing import Any, Callable
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from npu_device._src.collectives.call import Terms
+from npu_device._src.collectives.dtypes import FOLDS
 from npu_device._src.collectives.engines.host import programs
+from npu_device._src.collectives.engines.host.host_engine import OnArrays
 from npu_device._src.collectives.engines.host.memory_ring import Layout, MemoryRing, has_counters
-from npu_device._src.collectives.engines.host.queue import HostQueue, PendingOperation
-from npu_device._src.collectives.engines.host.stream import ALIGNMENT, FOLDS, BufferPool, Stream
+from npu_device._src.collectives.engines.host.programs import Stream
+from npu_device._src.collectives.engines.host.queue import ALIGNMENT, BufferPool, CallCount, Finish, HostQueue
 
 pytestmark = pytest.mark.skipif(not has_counters(), reason="needs Linux on x86-64")
 
@@ -28,7 +32,7 @@ class Members:
     def __init__(self, size: int) -> None:
         memory = mmap.mmap(-1, Layout(size).bytes)
         self.size = size
-        self.engines = [HostQueue(self._connector(memory, rank)) for rank in range(size)]
+        self.engines = [HostQueue(self._connector(memory, rank), CallCount(), BufferPool(), -1) for rank in range(size)]
 
     def _connector(self, memory: mmap.mmap, rank: int) -> Callable[[], MemoryRing]:
         return lambda: MemoryRing(memory, self.size, rank, lambda: None)
@@ -56,9 +60,15 @@ class Members:
 
 
 def run(engine: HostQueue, program: Callable[[MemoryRing], Any], background: bool = False) -> None:
-    pending = PendingOperation(program, None, lambda: ValueError("heads differ"))
-    engine.start(pending, background)
-    engine.finish(pending)
+    started(engine, program, background)()
+
+
+def started(engine: HostQueue, program: Callable[[MemoryRing], Any], background: bool) -> Finish:
+    def act(channel: MemoryRing, head: Any) -> Any:
+        return program(channel)
+
+    terms = Terms((1, 2), dict, False, lambda position: ValueError("heads differ"))
+    return engine.start(OnArrays([], lambda arrays, buffers: (act, [])), terms, 3, [], background)
 
 
 def summed(channel: MemoryRing, stream: Stream, result: np.ndarray, reduction: str, head: Any) -> Any:
@@ -251,25 +261,22 @@ def test_starting_never_waits_and_long_jobs_proceed_by_themselves() -> None:
         for array, background in ((short, False), (long, True), (short, False)):
             stream = Stream([array.shape], array.dtype, [array])
             flat, results = stream.results(BufferPool(), array.dtype)
-            pending = PendingOperation(
-                lambda channel, s=stream, f=flat: summed(channel, s, f, "sum", (0, 0, 0, 0)),
-                results,
-                lambda: ValueError("heads differ"),
-            )
-            engine.start(pending, background)
-            jobs.append(pending)
-        started = time.monotonic() - began
+            flat[:] = 0
+            program = partial(summed, stream=stream, result=flat, reduction="sum", head=(0, 0, 0, 0))
+            jobs.append((started(engine, program, background), results[0]))
+        began_all = time.monotonic() - began
         came.set()
         deadline = time.monotonic() + 20
-        while not jobs[1].ended and time.monotonic() < deadline:
+        while not (jobs[1][1] == 2).all() and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert jobs[1].ended, "nobody asked for its result, and it should have ended all the same"
-        for pending in jobs:
-            assert all((result == 2).all() for result in engine.finish(pending))
-        return started, time.monotonic() - began
+        assert (jobs[1][1] == 2).all(), "nobody asked for its result, and it should have ended all the same"
+        for finish, result in jobs:
+            finish()
+            assert (result == 2).all()
+        return began_all, time.monotonic() - began
 
-    started = [seconds for seconds, _ in members.together(act)]
-    assert max(started) < 5, "rank 0 starts all three before rank 1 comes"
+    seconds = [seconds for seconds, _ in members.together(act)]
+    assert max(seconds) < 5, "rank 0 starts all three before rank 1 comes"
     for engine in members.engines:
         engine.close()
 

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from npu_device._src import environment
 from npu_device._src.check import judge, measurements
 from npu_device._src.check.measurements import Facts, collect
-from npu_device._src.collectives.choice import explained, open_ports
 from npu_device._src.collectives.engines.tensorflow import server
 from npu_device._src.collectives.group import WORLD_GROUP, group_of
 from npu_device._src.collectives.job import Job
+from npu_device._src.collectives.operation import explained, open_ports
 from npu_device._src.training import device
 
 _SECONDS = 120.0  # the longest wait for another rank, which measures meanwhile

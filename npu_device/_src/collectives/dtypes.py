@@ -1,12 +1,14 @@
 """Dtypes of the collectives: which can be reduced and moved, which are sent and added in, and which a mean has; and
-the reduction of rows.
+the reduction of rows, one for each rank, as tensors or as arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from typing import Any, Union
 
+import numpy as np
 import tensorflow as tf
 
 REDUCED = (
@@ -90,3 +92,44 @@ def fold(rows: Sequence[tf.Tensor], reduction: str) -> tf.Tensor:
         dtype = mean_dtype(dtype)
     total = reduce(_TOTALS[reduction], [tf.cast(row, sum_dtype(dtype)) for row in rows])
     return tf.cast(total / len(rows) if reduction == "mean" else total, dtype)
+
+
+Rows = Union[np.ndarray, Sequence[np.ndarray]]
+
+FOLDS: dict[str, Any] = {"sum": np.add, "mean": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+
+
+def fold_arrays(rows: Rows, result: np.ndarray, reduction: str, divisor: int, shares: Sequence[int]) -> None:
+    """Reduce rows, in order, into another array.
+
+    This works in the result's dtype; 16-bit floats are combined in float32 and rounded once at the end.
+
+    Args:
+        rows: one for each rank.
+        result: gets the values.
+        reduction: how.
+        divisor: what a mean is divided by.
+        shares: what each row has been divided by.
+    """
+    combine = FOLDS[reduction]
+    total = np.empty(result.shape, np.float32) if is_narrow(result.dtype) else result
+    with np.errstate(all="ignore"):  # infinite gradients are left to the loss scale; TensorFlow doesn't warn either
+        if max(shares) > 1:
+            rows = [row if share == 1 else row.astype(result.dtype) * share for row, share in zip(rows, shares)]
+        if len(rows) == 1:
+            total[:] = rows[0]
+        else:
+            combine(rows[0], rows[1], out=total, dtype=total.dtype, casting="unsafe")
+        for row in rows[2:]:
+            combine(total, row, out=total, dtype=total.dtype, casting="unsafe")
+        if reduction == "mean" and divisor & (divisor - 1) == 0:
+            np.multiply(total, total.dtype.type(1.0 / divisor), out=total)  # the bits of a division, but faster
+        elif reduction == "mean":
+            np.divide(total, divisor, out=total)
+        if total is not result:
+            result[:] = total
+
+
+def is_narrow(dtype: np.dtype) -> bool:
+    """Return whether a dtype is a 16-bit float; numpy sees bfloat16 as bytes."""
+    return dtype.itemsize == 2 and dtype.kind not in "iu"

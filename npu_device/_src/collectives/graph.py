@@ -270,7 +270,7 @@ def differentiable(
         backward: called with the gradients of the results; returns those of the tensors.
         tensors: the tensors that the results depend on, for gradients.
     """
-    if not compat.may_be_differentiated():
+    if tf.executing_eagerly() and not compat.a_tape_records():
         return list(results)
     if tf.executing_eagerly():
         after = [tf.identity(result) for result in results]

@@ -17,7 +17,7 @@ from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.health import Health
 from npu_device._src.cluster.peers import Peers
-from npu_device._src.collectives.engines.host.stream import BufferPool
+from npu_device._src.collectives.engines.host.queue import BufferPool
 from npu_device._src.collectives.group import WORLD_GROUP, Group
 
 if TYPE_CHECKING:

@@ -12,15 +12,14 @@ from typing import Any, Callable
 import numpy as np
 import tensorflow as tf
 
-from npu_device._src.collectives import blocks
-from npu_device._src.collectives.call import Agreement
-from npu_device._src.collectives.choice import backend_of, row_length
+from npu_device._src.collectives import shapes
+from npu_device._src.collectives.call import Agreement, Call
 from npu_device._src.collectives.dtypes import require_bits
 from npu_device._src.collectives.engines.host import transfers
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
-from npu_device._src.collectives.operation import Operation
+from npu_device._src.collectives.operation import Operation, backend_of, row_length
 from npu_device._src.collectives.shapes import (
     require_first_dimension,
     require_member,
@@ -32,16 +31,12 @@ from npu_device._src.collectives.shapes import (
 _TAGS = 1 << 61
 
 
-def all_gather(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
+def all_gather(job: Job, tensor: tf.Tensor, group: Group, call: Call | None = None) -> tf.Tensor:
     """Gather tensors of one shape, [n, …], into [n * group.size, …], ordered by group rank and the same on every rank.
 
     The gradient is the sum of all ranks' incoming gradients of this rank's part. For arguments and errors see
     ``training.hccl_ops.allgather``.
     """
-    return _all_gather(tensor, group).run(job)
-
-
-def _all_gather(tensor: tf.Tensor, group: Group) -> Operation:
     require_first_dimension("all_gather", tensor)
     require_bits(tensor.dtype)
 
@@ -54,13 +49,13 @@ def _all_gather(tensor: tf.Tensor, group: Group) -> Operation:
         group,
         [tensor],
         body=body,
-        again=lambda tensor: _all_gather(tensor, group),
+        again=lambda call, tensor: all_gather(job, tensor, group, call),
         inputs=[tensor],
         results=lambda: spec_with_first_dimension(tensor, lambda rows: rows * group.size),
-    )
+    ).run(job, call)
 
 
-def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "") -> tf.Tensor:
+def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "", call: Call | None = None) -> tf.Tensor:
     """Gather tensors whose first dimension may differ among the ranks.
 
     Args:
@@ -77,10 +72,6 @@ def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "") -
         ValueError: a scalar.
         TypeError: a dtype that has no bits to send.
     """
-    return _all_gather_v(tensor, group, purpose).run(job)
-
-
-def _all_gather_v(tensor: tf.Tensor, group: Group, purpose: str) -> Operation:
     require_first_dimension("all_gather_v", tensor)
     require_bits(tensor.dtype)
     return Operation(
@@ -88,12 +79,12 @@ def _all_gather_v(tensor: tf.Tensor, group: Group, purpose: str) -> Operation:
         group,
         [tensor],
         body=lambda agreement: gather_ragged(agreement, tensor, group),
-        again=lambda tensor: _all_gather_v(tensor, group, purpose),
+        again=lambda call, tensor: all_gather_v(job, tensor, group, purpose, call),
         inputs=[tensor],
         results=lambda: spec_with_first_dimension(tensor, lambda _: None),
         same={"purpose": purpose} if purpose else {},
         ragged=True,
-    )
+    ).run(job, call)
 
 
 def all_to_all_v(
@@ -104,6 +95,7 @@ def all_to_all_v(
     recv_counts: Any,
     recv_displacements: Any,
     group: Group,
+    call: Call | None = None,
 ) -> tf.Tensor:
     """Exchange blocks of different lengths among all ranks; its gradient is sent the other way.
 
@@ -112,37 +104,31 @@ def all_to_all_v(
     ``tf.function``, counts that don't fit each other are an InvalidArgumentError. For arguments, result and errors see
     ``training.hccl_ops.all_to_all_v``.
     """
-    places = send_counts, send_displacements, recv_counts, recv_displacements
-    return _all_to_all_v(data, places, group).run(job)
-
-
-def _all_to_all_v(data: tf.Tensor, places: Any, group: Group) -> Operation:
     require_vector("all_to_all_v", data)
     require_bits(data.dtype)
     size = group.size
 
     def body(agreement: Agreement) -> tf.Tensor:
-        send_counts, send_displacements, recv_counts, recv_displacements = places
-        outgoing = blocks.checked("send", send_counts, send_displacements, size, data.shape[0])
-        incoming = blocks.checked("recv", recv_counts, recv_displacements, size)
+        outgoing = shapes.checked("send", send_counts, send_displacements, size, data.shape[0])
+        incoming = shapes.checked("recv", recv_counts, recv_displacements, size)
         mine = tf.concat([outgoing.counts, incoming.counts], axis=0)
         everybody = gather(agreement, mine[tf.newaxis], group)
         sent, expected = everybody[:, :size], tf.transpose(everybody[:, size:])
         with tf.control_dependencies(_require_equal(sent, expected)):
             longest = row_length(agreement.job, group, data.dtype, tf.reduce_max(sent))
-        rows = exchange(agreement, blocks.pad_blocks(data, outgoing, longest), group)
-        return blocks.join(rows, incoming)
+        rows = exchange(agreement, shapes.pad_blocks(data, outgoing, longest), group)
+        return shapes.join(rows, incoming)
 
     return Operation(
         "all_to_all_v",
         group,
         [data],
         body=body,
-        again=lambda data, *places: _all_to_all_v(data, places, group),
-        inputs=[data, *places],
+        again=lambda call, data, a, b, c, d: all_to_all_v(job, data, a, b, c, d, group, call),
+        inputs=[data, send_counts, send_displacements, recv_counts, recv_displacements],
         results=lambda: tf.TensorSpec([None], data.dtype),
         ragged=True,
-    )
+    ).run(job, call)
 
 
 def _require_equal(sent: tf.Tensor, expected: tf.Tensor) -> list[Any]:
@@ -159,52 +145,46 @@ def _require_equal(sent: tf.Tensor, expected: tf.Tensor) -> list[Any]:
     return []
 
 
-def all_to_all_vc(job: Job, data: tf.Tensor, send_count_matrix: Any, group: Group) -> tf.Tensor:
+def all_to_all_vc(
+    job: Job, data: tf.Tensor, send_count_matrix: Any, group: Group, call: Call | None = None
+) -> tf.Tensor:
     """Do what ``all_to_all_v`` does, with all ranks' counts in one matrix that every rank knows.
 
     The ranks compare their matrices, and each block is sent padded to the longest of all. For arguments, result and
     errors see ``training.hccl_ops.all_to_all_v_c``.
     """
-    return _all_to_all_vc(data, send_count_matrix, group).run(job)
-
-
-def _all_to_all_vc(data: tf.Tensor, send_count_matrix: Any, group: Group) -> Operation:
     require_vector("all_to_all_vc", data)
     require_bits(data.dtype)
-    matrix = blocks.whole_numbers("send_count_matrix", send_count_matrix, [group.size, group.size])
-    outgoing = blocks.packed(matrix[group.rank])
-    blocks.checked("send", outgoing.counts, outgoing.displacements, group.size, data.shape[0])
+    matrix = shapes.whole_numbers("send_count_matrix", send_count_matrix, [group.size, group.size])
+    outgoing = shapes.packed(matrix[group.rank])
+    shapes.checked("send", outgoing.counts, outgoing.displacements, group.size, data.shape[0])
     known = tf.get_static_value(matrix)
 
     def body(agreement: Agreement) -> tf.Tensor:
         longest = row_length(agreement.job, group, data.dtype, tf.reduce_max(matrix))
-        rows = exchange(agreement, blocks.pad_blocks(data, outgoing, longest), group)
-        return blocks.join(rows, blocks.packed(matrix[:, group.rank]))
+        rows = exchange(agreement, shapes.pad_blocks(data, outgoing, longest), group)
+        return shapes.join(rows, shapes.packed(matrix[:, group.rank]))
 
     return Operation(
         "all_to_all_vc",
         group,
         [data],
         body=body,
-        again=lambda data, matrix: _all_to_all_vc(data, matrix, group),
+        again=lambda call, data, matrix: all_to_all_vc(job, data, matrix, group, call),
         inputs=[data, send_count_matrix],
         results=lambda: tf.TensorSpec([None], data.dtype),
         same={"send_count_matrix": "known to the running graph only" if known is None else known.tolist()},
         ragged=True,
-    )
+    ).run(job, call)
 
 
-def send(job: Job, tensor: tf.Tensor, tag: int, destination: int, group: Group) -> Any:
+def send(job: Job, tensor: tf.Tensor, tag: int, destination: int, group: Group, call: Call | None = None) -> Any:
     """Send a tensor to one other rank; return the operation in a graph, and None in eager mode.
 
     A graph uses the operation for control dependencies. Each tag is a separate queue, first in, first out. There is no
     gradient: nothing of a send comes back to this rank. For arguments, errors and deadlocks see
     ``training.hccl_ops.send``.
     """
-    return _send(tensor, tag, destination, group).run(job)
-
-
-def _send(tensor: tf.Tensor, tag: int, destination: int, group: Group) -> Operation:
     require_bits(tensor.dtype)
     pair = _pair_of(group, group.rank, destination, tag)
 
@@ -217,21 +197,20 @@ def _send(tensor: tf.Tensor, tag: int, destination: int, group: Group) -> Operat
         pair,
         [tensor],
         body=body,
-        again=lambda tensor: _send(tensor, tag, destination, group),
+        again=lambda call, tensor: send(job, tensor, tag, destination, group, call),
         inputs=[tensor],
         same={"tag": tag},
-    )
+    ).run(job, call)
 
 
-def receive(job: Job, shape: Any, dtype: tf.DType, tag: int, source: int, group: Group) -> tf.Tensor:
+def receive(
+    job: Job, shape: Any, dtype: tf.DType, tag: int, source: int, group: Group, call: Call | None = None
+) -> tf.Tensor:
     """Receive the tensor that one other rank sends with the same tag.
 
     For arguments and errors see ``training.hccl_ops.receive``.
     """
-    return _receive(tf.TensorSpec(shape, dtype), tag, source, group).run(job)
-
-
-def _receive(like: tf.TensorSpec, tag: int, source: int, group: Group) -> Operation:
+    like = tf.TensorSpec(shape, dtype)
     require_bits(like.dtype)
     if not like.shape.is_fully_defined():
         raise ValueError(f"receive needs to know every dimension of the tensor; found shape {like.shape}")
@@ -245,10 +224,10 @@ def _receive(like: tf.TensorSpec, tag: int, source: int, group: Group) -> Operat
         pair,
         [like],
         body=body,
-        again=lambda: _receive(like, tag, source, group),
+        again=lambda call: receive(job, shape, dtype, tag, source, group, call),
         results=lambda: like,
         same={"tag": tag},
-    )
+    ).run(job, call)
 
 
 def _pair_of(group: Group, source: int, destination: int, tag: int) -> Group:

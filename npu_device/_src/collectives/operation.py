@@ -1,4 +1,4 @@
-"""One call of a collective operation: the ranks agree on it, and its body runs.
+"""One call of a collective operation: the ranks agree on it, and its body runs on the backend that is chosen here.
 
 One ``Operation`` serves the three ways to run it. In eager mode and in a ``tf.function`` the ranks agree on the call
 before data moves, or with the first data, and the body runs. In a graph for a session the call becomes an operation of
@@ -8,23 +8,35 @@ The ranks compare a fingerprint of the call: in shared memory with the first dat
 Only if the fingerprints differ do they exchange the details. A list of gradients takes one agreement; the one in a
 message depends on no gradient and ends long before backward produces the first one. Detecting a rank that waits for one
 that never comes is left to ``stall``.
+
+A group whose ranks share memory uses that. All other groups use the engine between hosts (``engine_choice``), among all
+of their ranks. But if hosts have several of a group's ranks, each host reduces and spreads in shared memory, and only
+one rank per host uses the engine. If that is NCCL, floating-point tensors go through it in every group, and the others
+through TensorFlow's ring. Where the ranks have to compare a call before its data moves, small data travel with the
+comparison: among all ranks at once, whichever host they are on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Optional
 
 import tensorflow as tf
 
-from npu_device._src import compat
-from npu_device._src.collectives.call import Agreement, Call, Route, Terms, describe, shapes_number
-from npu_device._src.collectives.choice import comparing_backend_of, route_of
+from npu_device._src import compat, environment
+from npu_device._src.collectives.call import Agreement, Call, Route, Terms, describe, mismatch, shapes_number
+from npu_device._src.collectives.engines.engines import BETWEEN_HOSTS, TWO_LEVEL, messages, shared_memory
+from npu_device._src.collectives.engines.host.small_messages import fits
+from npu_device._src.collectives.engines.tensorflow import engine as tensorflow_backend
+from npu_device._src.collectives.engines.tensorflow import words
+from npu_device._src.collectives.gpu_choice import UNVERIFIED
 from npu_device._src.collectives.graph import require_order, runs_if_fetched
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
-from npu_device._src.collectives.mismatch import mismatch
+
+_SHOWN_PORTS = 8
 
 
 @dataclass(frozen=True)
@@ -37,7 +49,8 @@ class Operation:
         values: the values that the ranks compare: dense tensors, their specs, ``tf.IndexedSlices`` and ``None``.
         body: moves the data, once the ranks agree or together with the agreement, which it passes on; returns the
             results.
-        again: returns the same operation for other inputs: a session's graph calls it with its values when it runs.
+        again: runs the same operation for other inputs: a session's graph calls it with the call's description and with
+            its values.
         inputs: the arguments of ``again``: tensors, numbers, or nested lists of them.
         results: returns the specs of the results, in the structure that the operation returns; None for an
             operation that returns nothing.
@@ -54,12 +67,12 @@ class Operation:
     group: Group
     values: Sequence[Any]
     body: Callable[[Agreement], Any]
-    again: Callable[..., Operation]
+    again: Callable[..., Any]
     inputs: Sequence[Any] = ()
     results: Optional[Callable[[], Any]] = None
     same: dict[str, Any] = field(default_factory=dict)
     ragged: bool = False
-    gradient: Optional[Callable[[Job, Sequence[tf.Tensor]], Sequence[tf.Tensor]]] = None
+    gradient: Optional[Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]] = None
     key: Optional[str] = None
 
     def run(self, job: Job, call: Call | None = None) -> Any:
@@ -101,13 +114,13 @@ class Operation:
             terms = Terms(call.fingerprint, call.row, overlaps, refuse)
             route, small = route_of(job, group, self.values, self.ragged)
             agreement = Agreement(job, terms, shapes_number(call, self.values, self.ragged), route, small)
-            comparing = comparing_backend_of(job, group)
+            comparing = shared_memory if _number_of_hosts(job, group) == 1 else messages
             if route is Route.BEFORE_DATA:
                 with tf.control_dependencies(comparing.exchange_terms(agreement, group)):
                     return self.body(Agreement(job))
             try:
                 results = self.body(agreement)
-                if agreement.is_open:
+                if agreement.terms is not None:
                     comparing.exchange_terms(agreement, group)
                 return results
             finally:
@@ -127,3 +140,139 @@ def _refuse_xla(job: Job, call: Call) -> None:
             "What to do: leave jit_compile out of tf.function; pass jit_compile=False to model.compile (on a GPU, "
             "Keras 3 turns XLA on by itself); or use npu.distribute.replicate(model), which turns it off."
         )
+
+
+# The backends
+
+
+def _number_of_hosts(job: Job, group: Group) -> int:
+    """Return into how many parts a group falls: the ranks of a part share memory."""
+    return len(set(map(job.hosts.leaders.__getitem__, group.ranks)))
+
+
+def route_of(job: Job, group: Group, values: Sequence[Any], ragged: bool) -> tuple[Route, tf.Tensor | None]:
+    """Return how the ranks compare a call; and for ``BY_SIZE``, whether its data are small, a bool tensor.
+
+    Args:
+        job: the job.
+        group: the ranks that take part.
+        values: dense tensors, their specs, ``tf.IndexedSlices`` and ``None``.
+        ragged: their size may differ among the ranks.
+    """
+    if group.tag is not None:  # a send and its receive
+        return Route.WITH_DATA, None
+    nccl = job.hosts.engine == "nccl" and any(value.dtype.is_floating for value in values if value is not None)
+    if not nccl and _number_of_hosts(job, group) == 1:
+        return Route.WITH_DATA, None
+    if nccl or ragged or not all(isinstance(value, (tf.Tensor, tf.TensorSpec)) for value in values):
+        return Route.BEFORE_DATA, None
+    small = fits(group.size, values)
+    if isinstance(small, bool):
+        return (Route.IN_MESSAGE if small else Route.BEFORE_DATA), None
+    return Route.BY_SIZE, small
+
+
+def backend_of(agreement: Agreement, group: Group, dtype: tf.DType, divides: bool = False) -> Any:
+    """Return the backend that moves a call's tensors of a dtype, the same on every rank: that of messages if the call's
+    data are small. If only the running graph knows that, both are in it.
+
+    Args:
+        agreement: on the call.
+        group: the ranks that take part.
+        dtype: of the tensors.
+        divides: a group of several hosts can divide the call between its hosts.
+    """
+    own = _own_backend_of(agreement.job, group, dtype, divides)
+    if agreement.route is Route.WITH_DATA:
+        return own
+    return messages if agreement.route is Route.IN_MESSAGE else _Either(own, group)
+
+
+class _Either:
+    """A backend that decides in the running graph: small data travel in messages, others on the group's own backend."""
+
+    def __init__(self, own: Any, group: Group) -> None:
+        self._own, self._group = own, group
+
+    def __getattr__(self, call: str) -> Callable[..., Any]:
+        return functools.partial(self._decide, call)
+
+    def _decide(self, call: str, agreement: Agreement, *arguments: Any) -> Any:
+        job, terms = agreement.job, agreement.take()
+
+        def small() -> Any:
+            return getattr(messages, call)(Agreement(job, *terms), *arguments)
+
+        def large() -> Any:
+            compared = messages.exchange_terms(Agreement(job, *terms), self._group)
+            with tf.control_dependencies(compared):
+                return getattr(self._own, call)(Agreement(job), *arguments)
+
+        return tf.cond(agreement.small, small, large)
+
+
+def _own_backend_of(job: Job, group: Group, dtype: tf.DType, divides: bool) -> Any:
+    """Return the backend that moves a group's tensors on which the ranks have agreed."""
+    if job.hosts.engine == "nccl" and dtype.is_floating:
+        return tensorflow_backend
+    hosts = _number_of_hosts(job, group)
+    if hosts == 1:
+        return shared_memory
+    return (TWO_LEVEL if divides and hosts < group.size else BETWEEN_HOSTS)[job.hosts.engine]
+
+
+def backend_name(job: Job, group: Group, dtypes: Iterable[tf.DType]) -> str:
+    """Return the name of what serves a group's call between its hosts: ``"shared_memory"`` on one host, or else the
+    engine's, as in ``NPU_DEVICE_BACKEND``.
+    """
+    hosts = job.hosts
+    if any(map(hosts.uses_nccl, dtypes)):
+        return "nccl"
+    if _number_of_hosts(job, group) == 1:
+        return "shared_memory"
+    return "tensorflow" if hosts.engine == "nccl" else hosts.engine
+
+
+def explained(job: Job, group: Group) -> str:
+    """Return in words which backend reduces a group's gradients, and why."""
+    hosts, name = job.hosts, backend_name(job, group, [tf.float32])
+    wanted = environment.NPU_DEVICE_BACKEND.get()
+    chosen = f"NPU_DEVICE_BACKEND is {wanted}" if wanted == name else ""
+    if name == "shared_memory":
+        return "shared memory: all ranks share that of one host"
+    if name == "nccl":
+        why = chosen or "each rank has a GPU of its own"
+        return f"TensorFlow's collectives with NCCL: {why} ({UNVERIFIED})"
+    world = job.mpi_world
+    engine = {"mpi": f"MPI ({world.library})" if world else "MPI", "tcp": "TCP"}.get(
+        name, "TensorFlow's ring over gRPC"
+    )
+    if _own_backend_of(job, group, tf.float32, True) in TWO_LEVEL.values():
+        text, why = f"shared memory within each host, and {engine} between them", "hosts have several ranks"
+    elif environment.NPU_DEVICE_SHARED_MEMORY.get() == "off":
+        text, why = engine, "NPU_DEVICE_SHARED_MEMORY is off"
+    else:
+        text = engine
+        why = "ranks of one host can't share memory" if any(hosts.problems) else "each rank has a host to itself"
+    why = f"{chosen}, and {why}" if chosen else why
+    return f"{text}: {why}" + (f". Not MPI: {job.why_no_mpi}" if job.why_no_mpi else "")
+
+
+def open_ports(job: Job) -> str:
+    """Return in words where this job's ranks serve whoever reaches them, without the job secret; "" if they don't."""
+    addresses = job.server_addresses
+    if not addresses:
+        return ""
+    shown = ", ".join(addresses[:_SHOWN_PORTS])
+    more = f" and {len(addresses) - _SHOWN_PORTS} more" if len(addresses) > _SHOWN_PORTS else ""
+    return f"TensorFlow's servers at {shown}{more} serve whoever reaches them, without the job secret"
+
+
+def packs(job: Job, group: Group, dtype: tf.DType) -> bool:
+    """Return whether a segment's tensors are packed into one buffer before they are sent."""
+    return _own_backend_of(job, group, dtype, True) is tensorflow_backend
+
+
+def row_length(job: Job, group: Group, dtype: tf.DType, longest: tf.Tensor) -> tf.Tensor:
+    """Return to how many elements rows of different lengths are padded, given the longest; the same on every rank."""
+    return words.rounded(longest) if _own_backend_of(job, group, dtype, False) is tensorflow_backend else longest

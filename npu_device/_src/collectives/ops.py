@@ -1,8 +1,9 @@
 """The collective operations that combine or spread tensors: all_reduce, reduce, reduce_scatter, broadcast, barrier.
 
-Each public function checks and runs a call on every rank of a group; the function of the same name with an underscore
-makes its ``Operation``: check, what the ranks compare, the results' specs, and the body. Operations composed of others
-call the functions that take an agreement, so that a call is one agreement.
+Each function checks a call, makes its ``Operation`` (what the ranks compare, the results' specs, and the body) and runs
+it; every rank of the group calls it. ``call`` describes the call where that isn't this one: a session's graph runs an
+operation again. Operations composed of others call the functions that take an agreement, so that a call is one
+agreement.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from npu_device._src.collectives.call import Agreement
-from npu_device._src.collectives.choice import reducing_backend_of
+from npu_device._src.collectives.call import Agreement, Call
 from npu_device._src.collectives.dtypes import REDUCED, fold, reduced_dtype, require_bits, wire_dtype
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.moves import differentiable_move, exchange
-from npu_device._src.collectives.operation import Operation
+from npu_device._src.collectives.operation import Operation, backend_of
 from npu_device._src.collectives.shapes import (
     require_first_dimension,
     require_member,
@@ -29,7 +29,7 @@ from npu_device._src.collectives.shapes import (
 REDUCTIONS = ("sum", "mean", "min", "max", "prod")
 
 
-def all_reduce(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
+def all_reduce(job: Job, tensor: tf.Tensor, reduction: str, group: Group, call: Call | None = None) -> tf.Tensor:
     """Reduce one dense tensor over a group.
 
     Args:
@@ -49,13 +49,9 @@ def all_reduce(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.
         ValueError: an unknown reduction.
         TypeError: a dtype that can't be reduced.
     """
-    return _all_reduce(tensor, reduction, group).run(job)
-
-
-def _all_reduce(tensor: tf.Tensor, reduction: str, group: Group) -> Operation:
     require_reduction("all_reduce", tensor.dtype, reduction)
 
-    def gradient(job: Job, upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def gradient(upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         require_differentiable("all_reduce", reduction)
         return [all_reduce(job, upstream[0], reduction, group)]
 
@@ -64,15 +60,17 @@ def _all_reduce(tensor: tf.Tensor, reduction: str, group: Group) -> Operation:
         group,
         [tensor],
         body=lambda agreement: reduce_segments(agreement, [[tensor]], reduction, group)[0][0],
-        again=lambda tensor: _all_reduce(tensor, reduction, group),
+        again=lambda call, tensor: all_reduce(job, tensor, reduction, group, call),
         inputs=[tensor],
         results=lambda: tf.TensorSpec(tensor.shape, reduced_dtype(tensor.dtype, reduction)),
         same={"reduction": reduction},
         gradient=gradient,
-    )
+    ).run(job, call)
 
 
-def reduce(job: Job, tensor: tf.Tensor, reduction: str, root_rank: int, group: Group) -> tf.Tensor:
+def reduce(
+    job: Job, tensor: tf.Tensor, reduction: str, root_rank: int, group: Group, call: Call | None = None
+) -> tf.Tensor:
     """Reduce one dense tensor over a group to its root; the arguments are those of ``all_reduce``.
 
     The root gets what ``all_reduce`` gives, the others zeros of the same shape and dtype, so that a value without
@@ -81,15 +79,11 @@ def reduce(job: Job, tensor: tf.Tensor, reduction: str, root_rank: int, group: G
 
     TensorFlow can't reduce to one rank only: between hosts this moves as many bytes as ``all_reduce``.
     """
-    return _reduce(tensor, reduction, root_rank, group).run(job)
-
-
-def _reduce(tensor: tf.Tensor, reduction: str, root_rank: int, group: Group) -> Operation:
     require_reduction("reduce", tensor.dtype, reduction)
     require_member("root_rank", root_rank, group)
 
     def body(agreement: Agreement) -> tf.Tensor:
-        backend = reducing_backend_of(agreement, group, tensor.dtype)
+        backend = backend_of(agreement, group, tensor.dtype, divides=True)
         [reduced] = backend.reduce(agreement, [tensor], reduction, root_rank, group)
         if group.rank != root_rank:
             with tf.control_dependencies([reduced]):
@@ -97,7 +91,7 @@ def _reduce(tensor: tf.Tensor, reduction: str, root_rank: int, group: Group) -> 
 
         def backward(upstream: tf.Tensor) -> tf.Tensor:
             require_differentiable("reduce", reduction)
-            [incoming] = broadcast(agreement.job, [upstream], root_rank, group)
+            [incoming] = broadcast(job, [upstream], root_rank, group)
             return incoming / group.size if reduction == "mean" else incoming
 
         return differentiable_move(reduced, backward, tensor)
@@ -107,14 +101,14 @@ def _reduce(tensor: tf.Tensor, reduction: str, root_rank: int, group: Group) -> 
         group,
         [tensor],
         body=body,
-        again=lambda tensor: _reduce(tensor, reduction, root_rank, group),
+        again=lambda call, tensor: reduce(job, tensor, reduction, root_rank, group, call),
         inputs=[tensor],
         results=lambda: tf.TensorSpec(tensor.shape, reduced_dtype(tensor.dtype, reduction)),
         same={"reduction": reduction, "root_rank": root_rank},
-    )
+    ).run(job, call)
 
 
-def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
+def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group, call: Call | None = None) -> tf.Tensor:
     """Reduce over a group, and give each rank its block of the first dimension: [n, …] in, [n / group.size, …] out.
 
     The mean of integers is floating-point, as in ``all_reduce``; on ranks that share memory it is bit by bit the block
@@ -123,10 +117,6 @@ def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group) ->
     TensorFlow has no kernel for it on the CPU. The blocks are exchanged and each rank reduces its own, which moves half
     the bytes of an all_reduce.
     """
-    return _reduce_scatter(tensor, reduction, group).run(job)
-
-
-def _reduce_scatter(tensor: tf.Tensor, reduction: str, group: Group) -> Operation:
     require_reduction("reduce_scatter", tensor.dtype, reduction)
     require_first_dimension("reduce_scatter", tensor)
     rows = tensor.shape[0] if tensor.shape.rank is not None else None
@@ -158,24 +148,23 @@ def _reduce_scatter(tensor: tf.Tensor, reduction: str, group: Group) -> Operatio
         group,
         [tensor],
         body=body,
-        again=lambda tensor: _reduce_scatter(tensor, reduction, group),
+        again=lambda call, tensor: reduce_scatter(job, tensor, reduction, group, call),
         inputs=[tensor],
         results=results,
         same={"reduction": reduction},
-    )
+    ).run(job, call)
 
 
-def broadcast(job: Job, tensors: Sequence[tf.Tensor], root_rank: int, group: Group) -> list[tf.Tensor]:
+def broadcast(
+    job: Job, tensors: Sequence[tf.Tensor], root_rank: int, group: Group, call: Call | None = None
+) -> list[tf.Tensor]:
     """Send the root's tensors to every rank of the group; return them in the order of ``tensors``.
 
     Differentiable: the root's gradient is the sum of all ranks' incoming gradients, the others' is zero. For arguments
     and errors see ``training.hccl_ops.broadcast``.
     """
-    sent: list[tf.Tensor] = _broadcast(tensors, root_rank, group).run(job) if tensors else []
-    return sent
-
-
-def _broadcast(tensors: Sequence[tf.Tensor], root_rank: int, group: Group) -> Operation:
+    if not tensors:
+        return []
     require_member("root_rank", root_rank, group)
     for tensor in tensors:
         require_bits(tensor.dtype)
@@ -183,7 +172,7 @@ def _broadcast(tensors: Sequence[tf.Tensor], root_rank: int, group: Group) -> Op
     def body(agreement: Agreement) -> list[tf.Tensor]:
         def backward(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
             return [
-                reduce(agreement.job, value, "sum", root_rank, group) if floating else None
+                reduce(job, value, "sum", root_rank, group) if floating else None
                 for value, floating in zip(upstream, floats)
             ]
 
@@ -195,14 +184,14 @@ def _broadcast(tensors: Sequence[tf.Tensor], root_rank: int, group: Group) -> Op
         group,
         tensors,
         body=body,
-        again=lambda tensors: _broadcast(tensors, root_rank, group),
+        again=lambda call, tensors: broadcast(job, tensors, root_rank, group, call),
         inputs=[tensors],
         results=lambda: [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors],
         same={"root_rank": root_rank},
-    )
+    ).run(job, call)
 
 
-def barrier(job: Job, group: Group) -> tf.Tensor:
+def barrier(job: Job, group: Group, call: Call | None = None) -> tf.Tensor:
     """Wait until every rank of the group has made this call.
 
     Returns:
@@ -210,18 +199,14 @@ def barrier(job: Job, group: Group) -> tf.Tensor:
         ``tf.function`` it is over when this tensor exists, so make later operations depend on it
         (``tf.control_dependencies``).
     """
-    return _barrier(group).run(job)
-
-
-def _barrier(group: Group) -> Operation:
     return Operation(
         "barrier",
         group,
         [],
         body=lambda agreement: reduce_segments(agreement, [[tf.constant(1)]], "sum", group)[0][0],
-        again=lambda: _barrier(group),
+        again=lambda call: barrier(job, group, call),
         results=lambda: tf.TensorSpec([], tf.int32),
-    )
+    ).run(job, call)
 
 
 def require_reduction(operation: str, dtype: tf.DType, reduction: str) -> None:
@@ -271,14 +256,14 @@ def reduce_segments(
         # Through the same function, so that second derivatives work.
         return reduce_segments(Agreement(agreement.job), [upstream], reduction, group, wire)[0]
 
-    results: list[list[tf.Tensor]] = [[] for _ in segments]
+    results: list[list[tf.Tensor]] = [[]] * len(segments)
     kinds: dict[tuple[bool, bool], list[int]] = {}
     for place, segment in enumerate(segments):
         dtype = segment[0].dtype
         kinds.setdefault((dtype.is_floating, wire_dtype(dtype, wire) == wire), []).append(place)
     for (floating, compressed), places in kinds.items():
-        lists = [segments[place] for place in places]
-        backend = reducing_backend_of(agreement, group, lists[0][0].dtype)
+        lists = list(map(segments.__getitem__, places))
+        backend = backend_of(agreement, group, lists[0][0].dtype, divides=True)
         reduced = backend.all_reduce(agreement, lists, reduction, group, wire if compressed else None)
         for place, tensors in zip(places, reduced):
             # Each segment separately: its results can be used while others are still in progress.
@@ -288,4 +273,6 @@ def reduce_segments(
 
 def spread(agreement: Agreement, tensors: Sequence[tf.Tensor], root_rank: int, group: Group) -> list[tf.Tensor]:
     """Return the root's tensors on every rank."""
-    return reducing_backend_of(agreement, group, tf.int32).broadcast(agreement, tensors, root_rank, group)
+    backend = backend_of(agreement, group, tf.int32, divides=True)
+    sent: list[tf.Tensor] = backend.broadcast(agreement, tensors, root_rank, group)
+    return sent

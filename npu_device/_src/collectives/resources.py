@@ -1,17 +1,28 @@
-"""Limit this rank to its share of the host's cores. Applied before TensorFlow makes its devices."""
+"""This rank's resources of its host, before TensorFlow makes its devices: its share of the cores, and its GPU.
+
+The decisions on GPUs are in ``gpu_choice``, which the launcher needs without TensorFlow.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from npu_device._src import compat, environment
+from npu_device._src.cluster.description import Cluster
+from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.time_limits import LATEST_ANSWER_SECONDS
+from npu_device._src.collectives import gpu_choice
+from npu_device._src.collectives.engines.host.sharing import Hosts
+from npu_device._src.collectives.gpu_choice import Device
 from npu_device._src.collectives.job import Job
 
 _log = logging.getLogger("npu_device")
@@ -77,3 +88,117 @@ def divide_cores(running: Job) -> None:
         threading.set_inter_op_parallelism_threads(threads)
         if threads > share:  # they would take the core from each other (docs/notes.md)
             compat.let_idle_threads_sleep()
+
+
+# GPUs
+
+
+def choose_device(cluster: Cluster) -> Device:
+    """Let this rank see only its own GPU, and return its device. No memory is taken on any GPU.
+
+    Raises:
+        ClusterError: TensorFlow has been used before, with several GPUs.
+    """
+    cuda, nvidia = environment.CUDA_VISIBLE_DEVICES.text(), environment.NVIDIA_VISIBLE_DEVICES.text()
+    instance = gpu_choice.own_instance(cuda, nvidia, cluster.device_id)
+    late = compat.context_is_initialized()
+    if instance is not None and not late:
+        environment.CUDA_VISIBLE_DEVICES.set(cuda := instance)
+    gpus = tf.config.get_visible_devices("GPU")
+    index = gpu_choice.own_index(len(gpus), cluster.device_id)
+    if index is None:
+        return Device("CPU", gpu_choice.why_none(cuda, nvidia))
+    if late and (len(gpus) > 1 or instance is not None):
+        raise ClusterError(
+            f"{cluster.name} can't take its own GPU: TensorFlow has been used before "
+            f"npu.open(), and has taken memory on {', '.join(gpu.name for gpu in gpus)}.\n"
+            "What to do: call `npu.open().as_default()` right after the imports, before the first tensor, variable, "
+            "model, data set or tf.config.list_logical_devices() of the script; or let CUDA_VISIBLE_DEVICES of each "
+            "rank name its own GPU."
+        )
+    if len(gpus) > 1:
+        tf.config.set_visible_devices([gpus[index]], "GPU")
+    number = int(gpus[index].name.rsplit(":", 1)[1])
+    name = gpu_choice.name_of(cuda, number)
+    found = identity(number)
+    if found is None:  # AMD's GPUs have another driver
+        return Device(name, "", name, name, compat.has_nccl())
+    return Device(name, found.model, found.uuid, found.bus, compat.has_nccl())
+
+
+def prepare_gpu(job: Job, hosts: Hosts) -> None:
+    """Let ranks that share a GPU share its memory, and let rank 0 say which rank has which device."""
+    cluster = job.cluster
+    shared = gpu_choice.sharing(hosts.devices, cluster.hosts)
+    if any(cluster.rank in ranks for ranks in shared):
+        _let_memory_grow(cluster.rank)
+    if cluster.rank:
+        return
+    lines = gpu_choice.statement(hosts.devices, cluster.hosts, hosts.no_nccl)
+    if lines and environment.NPU_DEVICE_STATEMENT.get() == "on":
+        print("\n".join(lines), file=sys.stderr, flush=True)
+    if shared:
+        _log.warning(
+            "%s share one GPU, which is for tests: they wait for each other and can't use NCCL.\n"
+            "What to do: start one rank per GPU. With MIG, let CUDA_VISIBLE_DEVICES list the instances by their names "
+            "(MIG-…, from nvidia-smi -L).",
+            "; ".join(f"ranks {', '.join(map(str, ranks))}" for ranks in shared),
+        )
+
+
+def _let_memory_grow(rank: int) -> None:
+    """Take GPU memory when it is needed. By default, TensorFlow takes nearly all of it at the start."""
+    [gpu] = tf.config.get_visible_devices("GPU")
+    if environment.TF_FORCE_GPU_ALLOW_GROWTH.is_set() or tf.config.get_logical_device_configuration(gpu):
+        return  # the user's own setting
+    try:
+        tf.config.experimental.set_memory_growth(gpu, True)
+    except RuntimeError:
+        _log.warning(
+            "rank %d shares its GPU, but TensorFlow was used before npu.open() and has taken nearly all of the GPU's "
+            "memory; the other ranks may find none.\n"
+            "What to do: call npu.open() right after the imports.",
+            rank,
+        )
+
+
+# NVIDIA's driver: which GPU is behind one of CUDA's numbers. This makes no CUDA context and takes no GPU memory.
+
+_LIBRARY = "libcuda.so.1"
+_NAME_BYTES = 256
+_BUS_BYTES = 32
+_UUID_BYTES = 16
+
+
+class Identity(NamedTuple):
+    """A GPU or MIG instance: its model, its UUID in hexadecimal, and the PCI bus id of the GPU."""
+
+    model: str
+    uuid: str
+    bus: str
+
+
+def identity(index: int) -> Identity | None:
+    """Return what the driver says about a GPU; None without a driver.
+
+    Args:
+        index: CUDA's number of the GPU in this process, which is TensorFlow's number of the physical device.
+    """
+    try:
+        driver = ctypes.CDLL(_LIBRARY)
+    except OSError:  # no NVIDIA driver
+        return None
+    # Unlike cuDeviceGetUuid, its second version (CUDA 11.4) tells the MIG instances of a GPU apart.
+    get_uuid = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
+    device = ctypes.c_int()
+    model = ctypes.create_string_buffer(_NAME_BYTES)
+    bus = ctypes.create_string_buffer(_BUS_BYTES)
+    uuid = (ctypes.c_ubyte * _UUID_BYTES)()
+    failed = (
+        driver.cuInit(0)
+        or driver.cuDeviceGet(ctypes.byref(device), index)
+        or driver.cuDeviceGetName(model, _NAME_BYTES, device)
+        or get_uuid(uuid, device)
+        or driver.cuDeviceGetPCIBusId(bus, _BUS_BYTES, device)
+    )
+    return None if failed else Identity(model.value.decode(), bytes(uuid).hex(), bus.value.decode())

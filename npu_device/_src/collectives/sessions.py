@@ -72,7 +72,7 @@ class Sessions:
         def eagerly(*values: tf.Tensor) -> list[tf.Tensor]:
             # Joined calls have one input, a list.
             now = [list(values)] if operation.key else tf.nest.pack_sequence_as(inputs, values, expand_composites=True)
-            results = operation.again(*now).run(self._job, call)
+            results = operation.again(call, *now)
             return tf.nest.flatten(results, True) if operation.results else [tf.constant(0)]
 
         def run(*arrays: Any) -> list[Any]:
@@ -81,7 +81,7 @@ class Sessions:
         def gradient(*upstream: tf.Tensor) -> Sequence[tf.Tensor]:
             if operation.gradient is None:
                 raise LookupError(f"{operation.name} has no gradient in the graph of a session, as on Ascend")
-            return operation.gradient(self._job, upstream)
+            return operation.gradient(upstream)
 
         @tf.custom_gradient
         def differentiable(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
@@ -233,7 +233,7 @@ class SessionOrder:
 
     def _agree(self, line: str, value: tf.Tensor, body: Callable[[Agreement], Any]) -> Any:
         """Run a collective of this thread's own, for the call at a line of the script."""
-        own = Operation("session.run", self._group, [value], body, again=lambda: own)
+        own = Operation("session.run", self._group, [value], body, again=body)
         return own.run(self._job, Call("session.run", (), (), (), (), line, calling_thread()))
 
     def _next(self, number: int) -> _Queued:

@@ -1,8 +1,12 @@
-"""Checks of shapes and ranks before anything is sent, and helpers that restore the first dimension."""
+"""Checks of shapes and ranks before anything is sent; helpers that restore the first dimension; and blocks of different
+lengths in a one-dimensional buffer, which are located, cut out and put together.
+
+This module sends nothing.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Callable, Union
+from typing import Any, Callable, NamedTuple, Optional, Union
 
 import tensorflow as tf
 
@@ -50,3 +54,103 @@ def require_vector(operation: str, data: tf.Tensor) -> None:
             f"{operation} exchanges blocks of a one-dimensional buffer; found shape {data.shape}. What to do: "
             "tf.reshape(data, [-1]), and counts and displacements in elements."
         )
+
+
+# Blocks
+
+
+class Blocks(NamedTuple):
+    """One block per rank.
+
+    Attributes:
+        counts: elements of each block; int64, shape [number of blocks].
+        displacements: position of each block's first element in the buffer; int64, shape [number of blocks].
+    """
+
+    counts: tf.Tensor
+    displacements: tf.Tensor
+
+
+def packed(counts: tf.Tensor) -> Blocks:
+    """Return blocks that lie one after the other."""
+    return Blocks(counts, tf.cumsum(counts, exclusive=True))
+
+
+def checked(name: str, counts: Any, displacements: Any, number: int, length: Optional[int] = None) -> Blocks:
+    """Check and return the blocks that a caller describes.
+
+    Args:
+        name: ``"send"`` or ``"recv"``, for messages.
+        counts: whole numbers, one per rank.
+        displacements: whole numbers, one per rank.
+        number: required number of blocks.
+        length: elements of the buffer, if known; None for a buffer that is made to fit.
+
+    Raises:
+        ValueError: a wrong number of blocks, a negative number, a block that ends beyond the buffer, or, in a buffer
+            that is made to fit, blocks that overlap. TensorFlow refuses what is known only at run time.
+    """
+    blocks = Blocks(
+        whole_numbers(f"{name}_counts", counts, [number]),
+        whole_numbers(f"{name}_displacements", displacements, [number]),
+    )
+    known = [tf.get_static_value(value) for value in blocks]
+    if known[0] is None or known[1] is None:
+        return blocks
+    end, last = 0, -1
+    for start, count, rank in sorted((int(d), int(c), rank) for rank, (c, d) in enumerate(zip(*known)) if c):
+        if length is not None and start + count > length:
+            raise ValueError(
+                f"{name}_counts and {name}_displacements: the block of rank {rank} ends at element {start + count}, "
+                f"and there are {length}"
+            )
+        if length is None and start < end:
+            raise ValueError(
+                f"{name}_counts and {name}_displacements: the blocks of rank {last} and rank {rank} overlap at element "
+                f"{start}"
+            )
+        end, last = start + count, rank
+    return blocks
+
+
+def whole_numbers(name: str, values: Any, shape: list[int]) -> tf.Tensor:
+    """Return counts or displacements as int64.
+
+    Raises:
+        ValueError: a wrong shape, or a negative number.
+    """
+    tensor = tf.cast(tf.convert_to_tensor(values), tf.int64)
+    if not tensor.shape.is_compatible_with(shape):
+        raise ValueError(f"{name} has shape {tensor.shape}; expected {tuple(shape)}, one number per rank of the group")
+    known = tf.get_static_value(tensor)
+    if known is not None and (known < 0).any():
+        raise ValueError(f"{name} must not be negative; found {known.tolist()}")
+    return tf.ensure_shape(tensor, shape)
+
+
+def pad_blocks(data: tf.Tensor, blocks: Blocks, longest: tf.Tensor) -> tf.Tensor:
+    """Return the blocks of a buffer as rows of equal length, padded with zeros: shape [number of blocks, longest]."""
+    rows = []
+    for rank in range(blocks.counts.shape[0]):
+        count = blocks.counts[rank]
+        block = tf.slice(data, [blocks.displacements[rank]], [count])
+        rows.append(tf.pad(block, [[0, longest - count]]))
+    return tf.stack(rows)
+
+
+def join(rows: tf.Tensor, blocks: Blocks) -> tf.Tensor:
+    """Return the buffer made of rows: block i is the beginning of row i. Zeros where there is no block."""
+    # Blocks without elements may have any displacement.
+    starts = tf.where(blocks.counts == 0, tf.zeros_like(blocks.displacements), blocks.displacements)
+    order = tf.cast(tf.argsort(starts, stable=True), tf.int64)
+    parts = []
+    end = tf.constant(0, tf.int64)
+    for position in range(blocks.counts.shape[0]):
+        rank = order[position]
+        count = blocks.counts[rank]
+        gap = starts[rank] - end
+        # If blocks overlap, the gap is negative, and tf.pad refuses it.
+        block = tf.slice(rows, [rank, 0], [1, count])[0]
+        parts.append(tf.pad(block, [[tf.where(count == 0, tf.zeros_like(gap), gap), 0]]))
+        end = tf.where(count == 0, end, starts[rank] + count)
+    return tf.concat(parts, axis=0)

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Callable, Union
+from typing import Any, Union
 
 import tensorflow as tf
 
@@ -19,6 +19,7 @@ from npu_device._src import compat, environment
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.frames import ranges
 from npu_device._src.cluster.time_limits import STALL_POLL_SECONDS, WHERE_SECONDS
+from npu_device._src.collectives.engines.host.queue import CallCount
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 
@@ -57,42 +58,13 @@ class TransferWatch:
             tf.raw_ops.ResourceCountUpTo(resource=counter, limit=_LARGEST, T=tf.int32)
 
     def position(self) -> dict[str, Any]:
-        """Return this rank's position, as ``LocalWatch`` does."""
+        """Return this rank's position, as ``CallCount`` does."""
         with compat.eager_mode():
             ended, begun = int(self._ended), int(self._begun)
         return {"begun": begun, "waiting": begun > ended, "call": _TRANSFER}
 
 
-class LocalWatch:
-    """A watch with counters in Python, for collectives that Python runs.
-
-    Attributes:
-        begun: number of collectives that this rank has begun.
-    """
-
-    def __init__(self) -> None:
-        self.begun = 0
-        self._ended = 0
-        self._row: Callable[[], dict[str, Any] | None] = lambda: None
-
-    def begin(self, row: Callable[[], dict[str, Any]] | None) -> int:
-        """Note that this rank has begun a collective, described by ``row()``; return its position in the group's
-        sequence. None repeats the previous call.
-        """
-        self.begun += 1
-        self._row = row or self._row
-        return self.begun - 1
-
-    def end(self) -> None:
-        """Note that one has ended."""
-        self._ended += 1
-
-    def position(self) -> dict[str, Any]:
-        """Return how many calls this rank has begun, and the last one: what it is, and whether it waits for others."""
-        return {"begun": self.begun, "waiting": self.begun > self._ended, "call": self._row()}
-
-
-Watch = Union[TransferWatch, LocalWatch]
+Watch = Union[TransferWatch, CallCount]
 
 
 @dataclass
@@ -119,14 +91,14 @@ class StallWatch:
         job.health.on_question("where", self._answer)
         threading.Thread(target=self._run, name="npu_device-stall", daemon=True).start()
 
-    def calls_of(self, group: Group) -> LocalWatch:
-        """Return the watch of a group's calls, made at its first use."""
+    def calls_of(self, group: Group) -> CallCount:
+        """Return the count of a group's calls, made at its first use."""
         with self._making:
             watch = self._watches.get(group)
             if watch is None:
-                watch = self._watches[group] = LocalWatch()
+                watch = self._watches[group] = CallCount()
                 self._job.health.count_collectives_with(group.name, group.ranks, lambda: watch.begun)
-            assert isinstance(watch, LocalWatch)
+            assert isinstance(watch, CallCount)
             return watch
 
     def transfers_of(self, group: Group, device: str) -> TransferWatch:

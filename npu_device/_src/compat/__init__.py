@@ -7,15 +7,12 @@ known otherwise. It also says when the function can go, or else it stays until t
 
 from npu_device._src.compat.graphs import (
     FuncGraph,
-    a_tape_records,
     compiled_by_xla,
     dataset_of,
     functions_of,
     is_default_strategy,
     is_generated,
     keep_whole,
-    lines_of_stack,
-    may_be_differentiated,
     operations_of_call,
     place_without_order,
     plain_variable,
@@ -82,6 +79,7 @@ from npu_device._src.compat.rehearsal import (
     without_rewriting,
 )
 from npu_device._src.compat.tensorflow import (
+    a_tape_records,
     config_pb2,
     context_is_initialized,
     eager_context,
@@ -90,6 +88,7 @@ from npu_device._src.compat.tensorflow import (
     has_nccl,
     is_trackable,
     let_idle_threads_sleep,
+    lines_of_stack,
     number_of,
     random_state,
     renew_context_of_graphs,
@@ -166,7 +165,6 @@ __all__ = [
     "loss_scale_class_of_tf_keras",
     "loss_scale_entries",
     "loss_trackers_of",
-    "may_be_differentiated",
     "metrics_of",
     "moments_method",
     "moving_statistics",

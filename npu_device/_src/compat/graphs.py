@@ -1,4 +1,4 @@
-"""The private parts of TensorFlow's graphs that the package uses: functions being traced, tapes, variables, data sets.
+"""The private parts of TensorFlow's graphs that the package uses: functions being traced, variables, data sets.
 
 Each function says when it can go; one that doesn't stays as long as TensorFlow has no public counterpart.
 """
@@ -6,7 +6,6 @@ Each function says when it can go; one that doesn't stays as long as TensorFlow 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -92,28 +91,6 @@ def keep_whole(result: tf.Tensor) -> None:
     operation._set_attr("_lower_using_switch_merge", attr_value_pb2.AttrValue(b=False))
 
 
-def lines_of_stack(frame: Any) -> Iterator[tuple[str, int, str]]:
-    """Yield file, line and function of a Python frame and of its callers, innermost first.
-
-    For code rewritten by AutoGraph, these are the lines that the user wrote: the function that calls such code has its
-    map from lines to lines (TensorFlow 2.15 to 2.21). ``tf_stack`` knows it as well, but ends the process if a path
-    isn't ASCII while Python isn't in UTF-8 mode (TensorFlow 2.20).
-    """
-    rewritten: list[tuple[str, int]] = []
-    while frame is not None:
-        code = frame.f_code
-        if "__autograph_generated_file" in code.co_filename:
-            rewritten.append((code.co_filename, frame.f_lineno))
-        elif rewritten and code.co_name == "converted_call":
-            origins = getattr(frame.f_locals.get("converted_f"), "ag_source_map", {})
-            for origin in filter(None, map(origins.get, rewritten)):
-                yield origin.loc.filename, origin.loc.lineno, origin.function_name
-            rewritten.clear()
-        else:
-            yield code.co_filename, frame.f_lineno, code.co_name
-        frame = frame.f_back
-
-
 def run_independently(operation: Any) -> None:
     """Run a stateful operation of a tf.function in no order with others of its kind.
 
@@ -189,11 +166,6 @@ def record_operation(name: str, outputs: Any, inputs: Any, backward: Any) -> Non
     _record.record_operation(name, outputs, inputs, backward)
 
 
-def may_be_differentiated() -> bool:
-    """Return False in eager mode without a gradient tape."""
-    return not tf.executing_eagerly() or bool(_record.could_possibly_record())
-
-
 def compiled_by_xla() -> bool:
     """Return True while tracing a function that XLA will compile (``jit_compile=True``)."""
     if tf.executing_eagerly():
@@ -228,8 +200,3 @@ def is_generated(dataset: Any) -> bool:
     return any(operation.type == "GeneratorDataset" for operation in operations) or any(
         map(is_generated, dataset._inputs())
     )
-
-
-def a_tape_records() -> bool:
-    """Return True if a gradient tape of the calling thread records, in eager mode or while a function is traced."""
-    return bool(_record.could_possibly_record())

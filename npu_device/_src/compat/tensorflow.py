@@ -1,10 +1,11 @@
-"""The private parts of TensorFlow's runtime that the package uses: the eager context, threads, the server.
+"""The private parts of TensorFlow's runtime that the package uses: the eager context, tapes, threads, the server.
 
 Each function says when it can go; one that doesn't stays as long as TensorFlow has no public counterpart.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from tensorflow.python.client import session  # noqa: F401
 
 # The eager context has no public counterpart for collective ops over several processes and for idle threads.
 from tensorflow.python.eager import context as _context
+from tensorflow.python.eager import record as _record
 from tensorflow.python.training import session_run_hook  # noqa: F401
 
 
@@ -130,3 +132,30 @@ def is_trackable(thing: Any) -> bool:
 def warm_start_of(estimator: Any) -> Any:
     """Return the settings with which an Estimator of a Keras model starts from its weights. Can go with 2.15."""
     return estimator._warm_start_settings
+
+
+def a_tape_records() -> bool:
+    """Return True if a gradient tape of the calling thread records, in eager mode or while a function is traced."""
+    return bool(_record.could_possibly_record())
+
+
+def lines_of_stack(frame: Any) -> Iterator[tuple[str, int, str]]:
+    """Yield file, line and function of a Python frame and of its callers, innermost first.
+
+    For code rewritten by AutoGraph, these are the lines that the user wrote: the function that calls such code has its
+    map from lines to lines (TensorFlow 2.15 to 2.21). ``tf_stack`` knows it as well, but ends the process if a path
+    isn't ASCII while Python isn't in UTF-8 mode (TensorFlow 2.20).
+    """
+    rewritten: list[tuple[str, int]] = []
+    while frame is not None:
+        code = frame.f_code
+        if "__autograph_generated_file" in code.co_filename:
+            rewritten.append((code.co_filename, frame.f_lineno))
+        elif rewritten and code.co_name == "converted_call":
+            origins = getattr(frame.f_locals.get("converted_f"), "ag_source_map", {})
+            for origin in filter(None, map(origins.get, rewritten)):
+                yield origin.loc.filename, origin.loc.lineno, origin.function_name
+            rewritten.clear()
+        else:
+            yield code.co_filename, frame.f_lineno, code.co_name
+        frame = frame.f_back

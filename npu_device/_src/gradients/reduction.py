@@ -2,20 +2,23 @@
 
 In a session's graph each segment is an operation of its own.
 
-``None`` stays ``None``; ``tf.IndexedSlices`` are left to ``sparse``.
+``None`` stays ``None``; ``tf.IndexedSlices`` are left to ``sparse``. The job remembers which tensors are results:
+whoever applies gradients is asked later whether they were reduced.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 import zlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional, Union
 
 import tensorflow as tf
 
-from npu_device._src.collectives.call import Agreement
+from npu_device._src.collectives.call import Agreement, Call
 from npu_device._src.collectives.dtypes import reduced_dtype
 from npu_device._src.collectives.graph import runs_if_fetched
 from npu_device._src.collectives.group import Group
@@ -27,7 +30,6 @@ from npu_device._src.collectives.ops import (
     require_differentiable,
     require_reduction,
 )
-from npu_device._src.gradients.reduced import ReducedTensors
 from npu_device._src.gradients.segments import FirstOrders, cut
 from npu_device._src.gradients.sparse import gather_slices, reduce_slices, require_sparse_reduction
 from npu_device._src.gradients.split_strategy import MAX_SEGMENTS
@@ -40,7 +42,9 @@ _Part = tuple[Sequence[int], Sequence[Sequence[int]]]
 """Positions in a list, and the segments among the values there."""
 
 _LARGEST_FUSION_ID = 0x7FFFFFFF
-_WIRE_DTYPES = {"fp16": tf.float16, "bf16": tf.bfloat16}
+_WIRE_DTYPES = {"fp16": tf.float16, "bf16": tf.bfloat16, None: None}
+_LATEST = 4096  # eager results that are remembered
+_TAPE = "gradient_tape/"  # before the name of an operation that computes a gradient
 
 
 @dataclass(frozen=True)
@@ -74,16 +78,6 @@ class ReductionOptions:
             raise ValueError(f"compression {self.compression!r} is unknown; expected 'fp16', 'bf16' or None")
         if self.compression is not None and self.kind not in ("sum", "mean"):
             raise ValueError(f"compression works with sum and mean only; found reduction {self.kind!r}")
-
-    @property
-    def joins_calls(self) -> bool:
-        """Return True when several calls that wait at the same time in a session can be one collective."""
-        return self.fusion == 2 and self.kind in ("sum", "mean")
-
-    @property
-    def wire(self) -> tf.DType | None:
-        """Return the dtype in which float32 and float64 travel; None for their own."""
-        return None if self.compression is None else _WIRE_DTYPES[self.compression]
 
 
 def check_fusion(fusion: int, fusion_id: int) -> None:
@@ -140,9 +134,10 @@ def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions,
         TypeError: a dtype that can't be reduced.
         MismatchError: the ranks' calls differ.
     """
-    alone = len(values) == 1 and isinstance(values[0], tf.Tensor)
-    segments = [[0]] if alone else cut(job.made(FirstOrders), values, options.kind, options.fusion, group.name)
-    rows = [[position] for position, value in enumerate(values) if isinstance(value, tf.IndexedSlices)]
+    segments, rows = [[0]], []
+    if len(values) > 1 or not isinstance(values[0], tf.Tensor):
+        segments = cut(job.made(FirstOrders), values, options.kind, options.fusion, group.name)
+        rows = [[position] for position, value in enumerate(values) if isinstance(value, tf.IndexedSlices)]
     parts: list[_Part] = [(range(len(values)), segments)]
     if runs_if_fetched():  # each segment and each sparse gradient is an operation of its own
         parts = [*((part, [range(len(part))]) for part in segments), *((part, []) for part in rows)]
@@ -154,7 +149,7 @@ def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions,
     traced = traced_reduction(tracer, values, segments, job, group, waits_for_all) if tracer else None
     with traced or contextlib.nullcontext() as trace, first or contextlib.nullcontext():
         for positions, cuts in parts:
-            reduced = _reduction(list(map(values.__getitem__, positions)), cuts, options, group).run(job)
+            reduced = _reduce_at_once(job, list(map(values.__getitem__, positions)), cuts, options, group)
             for position, result in zip(positions, reduced):
                 results[position] = result
         for [position] in rows:
@@ -168,42 +163,51 @@ def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions,
     return results
 
 
-def _reduction(
-    values: Sequence[Gradient], segments: Sequence[Sequence[int]], options: ReductionOptions, group: Group
-) -> Operation:
-    """Return the operation that reduces a list whose segments are known: positions of dense tensors."""
+def _reduce_at_once(
+    job: Job,
+    values: Sequence[Gradient],
+    segments: Sequence[Sequence[int]],
+    options: ReductionOptions,
+    group: Group,
+    call: Call | None = None,
+) -> list[Gradient]:
+    """Reduce a list whose segments are known, positions of dense tensors, as one operation; see ``ops``."""
     for value in values:
         if isinstance(value, tf.IndexedSlices):
             require_sparse_reduction(options.kind)
         if value is not None:
             require_reduction("all_reduce", value.dtype, options.kind)
 
+    wire = _WIRE_DTYPES[options.compression]
+
     def body(agreement: Agreement) -> list[Gradient]:
         results: list[Gradient] = [None] * len(values)
         lists = [list(map(values.__getitem__, positions)) for positions in segments]
-        for positions, tensors in zip(segments, reduce_segments(agreement, lists, options.kind, group, options.wire)):
+        for positions, tensors in zip(segments, reduce_segments(agreement, lists, options.kind, group, wire)):
             for position, tensor in zip(positions, tensors):
                 results[position] = tensor
         for position, value in enumerate(values):
             if isinstance(value, tf.IndexedSlices):
                 reduce_rows = reduce_slices if options.adds_rows else gather_slices
-                results[position] = reduce_rows(agreement, value, options.kind, group, options.wire)
+                results[position] = reduce_rows(agreement, value, options.kind, group, wire)
         return results
 
-    def gradient(job: Job, upstream: Sequence[tf.Tensor]) -> list[Gradient]:
+    def again(call: Call | None, values: Sequence[Gradient]) -> list[Gradient]:
+        return _reduce_at_once(job, values, [range(len(values))] if joins else segments, options, group, call)
+
+    def gradient(upstream: Sequence[tf.Tensor]) -> list[Gradient]:
         require_differentiable("all_reduce", options.kind)
-        reduced: list[Gradient] = _reduction(upstream, segments, options, group).run(job)
-        return reduced
+        return again(None, upstream)
 
     # Calls that are joined in a session are one segment, however many.
     joins = len(segments) == 1 and len(segments[0]) == len(values)
     dtype = values[0].dtype.name if values and values[0] is not None else ""
-    return Operation(
+    reduced: list[Gradient] = Operation(
         "all_reduce",
         group,
         values,
         body=body,
-        again=lambda values: _reduction(values, [range(len(values))] if joins else segments, options, group),
+        again=again,
         inputs=[values],
         results=lambda: [_spec_of_result(value, options.kind) for value in values],
         same={
@@ -212,8 +216,9 @@ def _reduction(
             "compression": options.compression or "none",
         },
         gradient=gradient if joins else None,
-        key=f"{options} {dtype}" if joins and options.joins_calls else None,
-    )
+        key=f"{options} {dtype}" if joins and options.fusion == 2 and options.kind in ("sum", "mean") else None,
+    ).run(job, call)
+    return reduced
 
 
 def _spec_of_result(value: Gradient, kind: str) -> tf.TypeSpec | None:
@@ -240,3 +245,66 @@ def _summary(segments: Sequence[Sequence[int]]) -> str:
     lengths = "+".join(str(len(positions)) for positions in segments[:MAX_SEGMENTS])
     more = "+…" if len(segments) > MAX_SEGMENTS else ""
     return f"{len(segments)} ({lengths}{more}, order {zlib.crc32(repr(segments).encode()):08x})"
+
+
+# The results of reductions
+
+
+class ReducedTensors:
+    """The results of this rank's reductions; a part of the job."""
+
+    def __init__(self) -> None:
+        self._eager: deque[weakref.ref[Any]] = deque(maxlen=_LATEST)
+        self._graphs: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()
+
+    def add(self, results: Iterable[Any]) -> None:
+        """Remember the results of one reduction: dense tensors, ``tf.IndexedSlices`` and ``None``."""
+        eager = tf.executing_eagerly()
+        for tensor in map(dense_of, results):
+            if tensor is not None and eager:
+                self._eager.append(weakref.ref(tensor))
+            elif tensor is not None:
+                self._graphs.setdefault(tensor.graph, set()).add(tensor.name)
+
+    def missing_in(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return the gradients that aren't known to be results of a reduction or, in a function, to be computed from
+        such results only, by clipping or scaling.
+        """
+        if tf.executing_eagerly():
+            results = {id(result) for reference in self._eager if (result := reference()) is not None}
+            return [gradient for gradient in gradients if id(dense_of(gradient)) not in results]
+        origins: dict[tf.Graph, dict[str, set[str]]] = {}
+        return [one for one in gradients if self._origins(dense_of(one).graph, origins)[dense_of(one).name] != {"sum"}]
+
+    def _origins(self, graph: Any, known: dict[tf.Graph, dict[str, set[str]]]) -> dict[str, set[str]]:
+        """Return, for each tensor of a graph, whether it is computed from reductions ("sum") and tapes ("tape")."""
+        if graph in known:
+            return known[graph]
+        found: dict[str, set[str]] = {}
+        results, outside = self._graphs.get(graph, ()), {id(own): out for out, own in getattr(graph, "captures", ())}
+        for operation in graph.get_operations():
+            captured = [outside.get(id(each)) for each in operation.outputs if operation.type == "Placeholder"]
+            origins = {"tape"} if _TAPE in operation.name else set()
+            for each in [] if origins else [*operation.inputs, *filter(tf.is_symbolic_tensor, captured)]:
+                origins |= (found if each.graph is graph else self._origins(each.graph, known)).get(each.name, set())
+            found.update({each.name: {"sum"} if each.name in results else origins for each in operation.outputs})
+        known[graph] = found
+        return found
+
+
+def dense_of(gradient: Any) -> Any:
+    """Return a gradient's tensor; of ``tf.IndexedSlices`` the rows; None for None."""
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def origin_of(tensor: Any) -> tuple[int, str]:
+    """Return graph and name of the tensor that a tensor of a graph is a copy of; for an eager one its id."""
+    while tf.is_symbolic_tensor(tensor):
+        if tensor.op.type in ("Identity", "IdentityN"):
+            tensor = tensor.op.inputs[tensor.value_index]
+            continue
+        outside = next((out for out, inside in getattr(tensor.graph, "captures", ()) if inside is tensor), None)
+        if not tf.is_symbolic_tensor(outside):
+            return id(tensor.graph), tensor.name
+        tensor = outside
+    return id(tensor), ""

@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.collectives import ops
+from npu_device._src.collectives.call import MismatchError
 from npu_device._src.collectives.graph import differentiable
-from npu_device._src.collectives.mismatch import MismatchError
 from npu_device._src.gradients.reduction import ReductionOptions
 from npu_device._src.gradients.sparse import with_values
 from npu_device._src.training import hccl_ops
@@ -170,7 +170,7 @@ def grouped_allreduce(
         # A single tensor isn't cut by a split strategy, which is made for a model's gradients.
         options = ReductionOptions(kind, fusion=int(len(sent) > 1), compression=by_wire, adds_rows=False)
         reduced = ranks.reduce(sent, options)
-        watch_reduction(ranks, list(tensors), sent, reduced, options, None)
+        watch_reduction(ranks, list(tensors), sent, reduced, options)
         sent = list(map(_in_dtype_of, sent, reduced))
     for place, each in enumerate(sent):
         if tf.is_tensor(each):

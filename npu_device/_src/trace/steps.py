@@ -14,10 +14,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.collectives.choice import backend_name
 from npu_device._src.collectives.graph import runs_if_fetched
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
+from npu_device._src.collectives.operation import backend_name
 from npu_device._src.trace import points, trace
 from npu_device._src.trace.recorder import PointSchema
 from npu_device._src.trace.records import GradientRecord

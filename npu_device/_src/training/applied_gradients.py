@@ -24,7 +24,7 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.job import Job, current
-from npu_device._src.gradients.reduced import ReducedTensors, dense_of
+from npu_device._src.gradients.reduction import ReducedTensors, dense_of
 from npu_device._src.training.digests import (
     BROADCAST,
     DIFFERENT_START,
@@ -111,7 +111,7 @@ class AppliedGradients:
 
     def find_keras(self) -> None:
         """Wrap the methods of each Keras that has been imported since the last call."""
-        if not any(name in sys.modules for name in self._missing):  # at each call: there are thousands of modules
+        if sys.modules.keys().isdisjoint(self._missing):  # at each call: there are thousands of modules
             return
         done = {(kind, name) for kind, name, _, _ in self._replaced}
         for kind, name in compat.optimizer_methods():
@@ -136,7 +136,9 @@ class AppliedGradients:
             self._reduced_now += len(values)
             if any(watched.schedule.is_due() for watched in self._watched.values()):
                 self._pair = pair() or self._pair
-        self._averaged |= {id(compat.inner_variable(value)) for value in values if hasattr(value, "assign")}
+        for value in values:
+            if hasattr(value, "assign"):
+                self._averaged.add(id(compat.inner_variable(value)))
         for watched in self._watched.values():
             if watched.is_reduced is None and (watched.posted or not tf.executing_eagerly()):
                 known = [variable for reference in watched.variables if (variable := reference()) is not None]

@@ -19,8 +19,8 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.cluster import rendezvous
 from npu_device._src.cluster.errors import ChildOfRankError, ClusterError
-from npu_device._src.collectives import gpus, resources
 from npu_device._src.collectives import job as jobs
+from npu_device._src.collectives import resources
 from npu_device._src.collectives.call import CallingThreads
 from npu_device._src.collectives.engine_choice import choose_engine
 from npu_device._src.collectives.engines.host.sharing import detect_hosts
@@ -208,11 +208,11 @@ def _begin(job: Job, trace_settings: Settings | None, seed: int | None) -> None:
         job.threads, job.sessions = CallingThreads(), Sessions(job)
         job.stall_watch = StallWatch(job)
         seeds.require_same(job, seed)
-        found = detect_hosts(job, gpus.choose_device(job.cluster))
+        found = detect_hosts(job, resources.choose_device(job.cluster))
         hosts = job.hosts = choose_engine(job, found)
         resources.count_cores(job)
         resources.divide_cores(job)
-        gpus.prepare(job, hosts)
+        resources.prepare_gpu(job, hosts)
         if not hosts.share_memory:
             job.peers.open(job.store)
         if hosts.needs_server:

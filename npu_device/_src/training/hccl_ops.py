@@ -19,13 +19,18 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.collectives import blocks as _blocks
 from npu_device._src.collectives import moves as _moves
 from npu_device._src.collectives import ops as _ops
+from npu_device._src.collectives import shapes as _shapes
 from npu_device._src.collectives.graph import overwriting
 from npu_device._src.collectives.group import WORLD_GROUP
-from npu_device._src.gradients.reduced import ReducedTensors
-from npu_device._src.gradients.reduction import ReductionOptions, check_fusion, check_fusion_0_or_2, reduce_list
+from npu_device._src.gradients.reduction import (
+    ReducedTensors,
+    ReductionOptions,
+    check_fusion,
+    check_fusion_0_or_2,
+    reduce_list,
+)
 from npu_device._src.training.world import World, world
 
 _REDUCTIONS = ("sum", "max", "min", "prod")
@@ -256,9 +261,9 @@ def all_to_all_v(
     data = compat.to_tensor(send_data)
     ranks = world(group)
     if ranks is None:
-        outgoing = _blocks.checked("send", send_counts, send_displacements, 1, data.shape[0])
-        incoming = _blocks.checked("recv", recv_counts, recv_displacements, 1)
-        return _blocks.join(_blocks.pad_blocks(data, outgoing, incoming.counts[0]), incoming)
+        outgoing = _shapes.checked("send", send_counts, send_displacements, 1, data.shape[0])
+        incoming = _shapes.checked("recv", recv_counts, recv_displacements, 1)
+        return _shapes.join(_shapes.pad_blocks(data, outgoing, incoming.counts[0]), incoming)
     return _moves.all_to_all_v(
         ranks.job, data, send_counts, send_displacements, recv_counts, recv_displacements, ranks.group
     )
@@ -293,8 +298,8 @@ def all_to_all_v_c(
     if rank != own:
         raise ValueError(f"all_to_all_v_c: rank is the caller's own in group {group!r}; found {rank!r}, expected {own}")
     if ranks is None:
-        outgoing = _blocks.packed(_blocks.whole_numbers("send_count_matrix", send_count_matrix, [1, 1])[0])
-        return _blocks.join(_blocks.pad_blocks(data, outgoing, outgoing.counts[0]), outgoing)
+        outgoing = _shapes.packed(_shapes.whole_numbers("send_count_matrix", send_count_matrix, [1, 1])[0])
+        return _shapes.join(_shapes.pad_blocks(data, outgoing, outgoing.counts[0]), outgoing)
     return _moves.all_to_all_vc(ranks.job, data, send_count_matrix, ranks.group)
 
 

@@ -18,8 +18,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.collectives.group import WORLD_GROUP
-from npu_device._src.gradients.reduced import dense_of, origin_of
-from npu_device._src.gradients.reduction import Gradient, ReductionOptions, reduce_list
+from npu_device._src.gradients.reduction import Gradient, ReductionOptions, dense_of, origin_of, reduce_list
 from npu_device._src.trace.steps import iteration
 from npu_device._src.training.applied_gradients import REDUCTION, is_wrapped
 from npu_device._src.training.finite_gradients import checked, is_wanted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import replace
-from typing import Any
+from typing import Any, Callable
 
 import tensorflow as tf
 
@@ -18,7 +18,7 @@ from npu_device._src.training import same_variables
 from npu_device._src.training.applied_gradients import AppliedGradients
 from npu_device._src.training.fit.current import CurrentStep, current_step
 from npu_device._src.training.replica_audit import audit_by_hand
-from npu_device._src.training.same_samples import pair_of
+from npu_device._src.training.same_samples import Pair, pair_of
 from npu_device._src.training.world import World, world
 
 
@@ -75,7 +75,7 @@ def all_reduce(
     if ranks is None:
         return values
     several = tf.nest.is_nested(values)
-    tensors = [_to_tensor(value) for value in tf.nest.flatten(values)]
+    tensors = list(map(_to_tensor, tf.nest.flatten(values)))
     step = current_step()
     if step is not None and group == WORLD_GROUP:
         return tf.nest.pack_sequence_as(values, _reduce_in_step(step, tensors, how))
@@ -83,7 +83,7 @@ def all_reduce(
         reduced = reduce_by_hand(ranks, tf.nest.flatten(values), tensors, how)
     else:
         reduced = reduce_list(ranks.job, tensors, how, ranks.group)
-        watch_reduction(ranks, tf.nest.flatten(values), tensors, reduced, how, None)
+        watch_reduction(ranks, tf.nest.flatten(values), tensors, reduced, how)
     return tf.nest.pack_sequence_as(values, reduced)
 
 
@@ -102,7 +102,9 @@ def reduce_by_hand(
     behind = same_variables.make_equal_behind(ranks, tensors, level)
     with same_variables.compared_in_session(ranks, tensors):
         reduced = reduce_list(ranks.job, tensors, how, ranks.group)
-    watch_reduction(ranks, values, tensors, reduced, how, behind)
+    pair = watch_reduction(ranks, values, tensors, reduced, how)
+    if behind is not None:
+        audit_by_hand(ranks, behind, pair)
     return reduced
 
 
@@ -125,14 +127,9 @@ def _floating(values: tf.Tensor) -> tf.Tensor:
 
 
 def watch_reduction(
-    ranks: World,
-    values: list[Any],
-    mine: list[Any],
-    reduced: list[Any],
-    how: ReductionOptions,
-    behind: list[Any] | None,
-) -> None:
-    """Compare what belongs to a reduction of gradients by hand, now or when it is time.
+    ranks: World, values: list[Any], mine: list[Any], reduced: list[Any], how: ReductionOptions
+) -> Callable[[], Pair | None] | None:
+    """Note a reduction by hand; return what finds one of the gradients before and after it, if ranks can compare it.
 
     Args:
         ranks: the ranks.
@@ -140,13 +137,12 @@ def watch_reduction(
         mine: this rank's gradients.
         reduced: the results.
         how: the settings.
-        behind: from ``same_variables.make_equal_behind``.
     """
     pair = functools.partial(pair_of, mine, reduced, how.kind, ranks.size) if ranks.group.name == WORLD_GROUP else None
     watching = ranks.job.part(AppliedGradients)
     if watching is not None:
         watching.note_reduced(values, pair)
-    audit_by_hand(ranks, behind, pair)
+    return pair
 
 
 def _to_tensor(value: Any) -> Any:

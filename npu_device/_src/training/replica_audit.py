@@ -178,15 +178,15 @@ class _AuditsByHand:
         self.audits: dict[tuple[int, ...], Audit] = {}
 
 
-def audit_by_hand(world: World, variables: Sequence[Any] | None, pair: Callable[[], Pair | None] | None) -> None:
+def audit_by_hand(world: World, variables: Sequence[Any], pair: Callable[[], Pair | None] | None) -> None:
     """Audit the variables whose gradients a ``tf.function`` has reduced, if it is time.
 
     Args:
         world: the ranks.
-        variables: from ``same_variables.make_equal_behind``; None if the values aren't gradients.
+        variables: from ``same_variables.make_equal_behind``.
         pair: returns one of the gradients before and after its reduction.
     """
-    if variables is None or world.size == 1 or not can_compare():
+    if world.size == 1 or not can_compare():
         return
     audits, key = world.job.made(_AuditsByHand).audits, tuple(map(id, variables))
     if key not in audits:

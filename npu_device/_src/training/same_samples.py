@@ -8,6 +8,7 @@ were, and a sum is as many times as large as there are ranks.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -43,21 +44,23 @@ def pair_of(mine: Sequence[Gradient], reduced: Sequence[Gradient], kind: str, si
     """
     if kind not in ("mean", "sum"):
         return None
-    sizes = [_size(gradient) for gradient in mine]
-    places = [place for place, numbers in enumerate(sizes) if _FEWEST_NUMBERS <= numbers <= _MOST_NUMBERS]
-    places = places or sorted((p for p, numbers in enumerate(sizes) if numbers), key=lambda p: -sizes[p])
-    place = places[-1] if places else 0
-    if not places or sizes[place] < _FEWEST_NUMBERS:
+    effort = list(map(_effort, mine))
+    least = min(effort, default=math.inf)
+    if least == math.inf:
         return None
+    place = len(mine) - 1 - effort[::-1].index(least)
     one, other = mine[place], reduced[place]
     return Pair(tf.convert_to_tensor(one), tf.convert_to_tensor(other), 1.0 if kind == "mean" else float(size))
 
 
-def _size(gradient: Gradient) -> int:
-    """Return the number of elements of a gradient that can be compared; else 0."""
+def _effort(gradient: Gradient) -> float:
+    """Return what it costs to compare a gradient: 0 for a moderate size, the size if it is larger; infinity if it can't
+    be compared.
+    """
     if not isinstance(gradient, tf.Tensor) or gradient.dtype not in (tf.float32, tf.float64):
-        return 0
-    return int(gradient.shape.num_elements() or 0)
+        return math.inf
+    numbers = int(gradient.shape.num_elements() or 0)
+    return math.inf if numbers < _FEWEST_NUMBERS else 0 if numbers <= _MOST_NUMBERS else numbers
 
 
 class SameSamples:

@@ -115,13 +115,11 @@ def world(group: str = WORLD_GROUP) -> World | None:
             child of a rank.
         ValueError: this rank knows no group of that name.
     """
-    return _world(device.running_job(), group)
+    job = device.running_job()
+    return None if job is None else World(job, group_of(job, group))
 
 
 def world_unless_child(group: str = WORLD_GROUP) -> World | None:
     """Return the job as ``world`` does; None also in a child process of a rank, whose model trains by itself."""
-    return _world(device.unless_child(), group)
-
-
-def _world(job: Job | None, group: str) -> World | None:
+    job = device.unless_child()
     return None if job is None else World(job, group_of(job, group))

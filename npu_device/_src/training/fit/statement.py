@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.cluster.frames import counted
-from npu_device._src.collectives.choice import explained, open_ports
+from npu_device._src.collectives.operation import explained, open_ports
 from npu_device._src.training import training_state
 from npu_device._src.training.world import World
 

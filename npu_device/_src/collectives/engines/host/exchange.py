@@ -12,8 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from npu_device._src.collectives.engines.host.programs import Round
-from npu_device._src.collectives.engines.host.queue import Head, Program
-from npu_device._src.collectives.engines.host.stream import BufferPool
+from npu_device._src.collectives.engines.host.queue import BufferPool, Head, Program
 
 _PART_BYTES = 512 << 10  # a member's part of a slot, so that it stays in the cache (docs/notes.md)
 _MOST_SLOT_BYTES = 8 << 20
@@ -41,11 +40,7 @@ class MessageChannel:
 
     def __init__(self, size: int, rank: int, counts: tuple[int, ...], buffers: BufferPool) -> None:
         self.size, self.rank, self.counts, self.buffers = size, rank, counts, buffers
-
-    @property
-    def slot_bytes(self) -> int:
-        """Return how much a member publishes in one round at most."""
-        return min(_MOST_SLOT_BYTES, self.size * _PART_BYTES)
+        self.slot_bytes = min(_MOST_SLOT_BYTES, size * _PART_BYTES)
 
     def send(self, member: int, data: np.ndarray) -> Message:
         """Start to send bytes to a member: uint8, shape [n]. They must stay as they are until the message has ended."""

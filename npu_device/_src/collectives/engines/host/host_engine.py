@@ -15,7 +15,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Callable, NamedTuple, Protocol, Union
+from typing import Any, Callable, NamedTuple, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -24,13 +24,11 @@ from npu_device._src import compat
 from npu_device._src.collectives.call import Agreement, Shapes, Terms
 from npu_device._src.collectives.dtypes import reduced_dtype
 from npu_device._src.collectives.engines.host import programs
-from npu_device._src.collectives.engines.host.queue import Channel, HostQueue, PendingOperation, head_of
-from npu_device._src.collectives.engines.host.stream import BufferPool, Stream
+from npu_device._src.collectives.engines.host.programs import Stream
+from npu_device._src.collectives.engines.host.queue import BufferPool, Channel, Finish, HostQueue
 from npu_device._src.collectives.graph import Order, step_data
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
-
-_LARGE = 1 << 30
 
 Action = tuple[Callable[..., Any], list[np.ndarray]]
 """The action of an operation, and the arrays that it fills: in a group it makes a program, ``act(channel, head=...)``;
@@ -44,21 +42,69 @@ class OnArrays(NamedTuple):
 
     Attributes:
         outputs: what it returns.
-        size: approximate bytes that each rank passes, as far as known.
         prepare: returns the action for the inputs as arrays, with memory for the results.
     """
 
     outputs: Sequence[tf.TensorSpec]
-    size: int
     prepare: Callable[[list[np.ndarray], BufferPool], Action]
 
 
-Finish = Callable[[], tuple[int, list[np.ndarray]]]
-"""Waits for an operation; returns when it ended, in ns since the epoch, and its results. To be called once."""
+class Calls(Protocol):
+    """The operations of a group on this rank; see ``queue.HostQueue``.
+
+    Attributes:
+        in_order: each operation begins when the one before it has ended.
+    """
+
+    in_order: bool
+
+    def start(
+        self, operation: OnArrays, terms: Terms | None, shapes: int, arrays: list[np.ndarray], overlaps: bool
+    ) -> Finish:
+        """Start an operation without waiting for others, and return the function that finishes it."""
+
+    def close(self) -> None:
+        """Free its resources; later operations fail."""
 
 
-class HostEngine:
-    """An engine whose programs Python runs; see ``contract.Backend``.
+class ArrayEngine:
+    """Operations of groups, in eager mode and in graphs.
+
+    Args:
+        make: makes the calls of a group at its first operation.
+    """
+
+    def __init__(self, make: Callable[[Job, Group], Calls]) -> None:
+        self._make = make
+
+    def run(
+        self,
+        agreement: Agreement,
+        group: Group,
+        operations: Sequence[OnArrays],
+        inputs: Sequence[Sequence[tf.Tensor]],
+    ) -> list[list[tf.Tensor]]:
+        """Run operations, each on its inputs, and return their results; the first one carries the agreement's terms."""
+        job = agreement.job
+        with job.making:
+            calls = job.calls.get((self, group))
+            if calls is None:
+                calls = job.calls[self, group] = self._make(job, group)
+        terms, shapes = agreement.take()
+        if not tf.executing_eagerly():
+            with job.making:
+                orders = job.orders = job.orders or Orders(job.device("CPU"))
+            return orders.run(calls, operations, inputs, terms, shapes)
+        found = []
+        for operation, tensors in zip(operations, inputs):
+            finish = calls.start(operation, terms, int(shapes), list(map(compat.to_array, tensors)), False)
+            found.append(list(map(_tensor, finish()[1])))
+            terms = None
+        return found
+
+
+class HostEngine(ArrayEngine):
+    """An engine whose programs Python runs; see ``engines.Backend``.
 
     Args:
         connect: makes the channel of a group's members.
@@ -67,7 +113,11 @@ class HostEngine:
     """
 
     def __init__(self, connect: Callable[[Job, Group], Channel], background_from: Callable[[Job], int]) -> None:
-        self._connect, self._background_from = connect, background_from
+        def make(job: Job, group: Group) -> HostQueue:
+            count = job.stall_watch.calls_of(group)
+            return HostQueue(partial(connect, job, group), count, job.buffers, background_from(job))
+
+        super().__init__(make)
 
     def all_reduce(
         self,
@@ -78,17 +128,15 @@ class HostEngine:
         wire: tf.DType | None,
     ) -> list[list[tf.Tensor]]:
         """Reduce segments to all ranks."""
-        everybody = range(group.size)
-        return self._run(
-            agreement, group, [(_reduction(each, reduction, wire, everybody, group.rank), each) for each in segments]
-        )
+        make = partial(_reduction, reduction=reduction, wire=wire, readers=range(group.size), rank=group.rank)
+        return self.run(agreement, group, list(map(make, segments)), segments)
 
     def reduce(
         self, agreement: Agreement, tensors: Sequence[tf.Tensor], reduction: str, root: int, group: Group
     ) -> list[tf.Tensor]:
         """Reduce tensors of one dtype to the root."""
         operation = _reduction(tensors, reduction, None, [root], group.rank)
-        [results] = self._run(agreement, group, [(operation, tensors)])
+        [results] = self.run(agreement, group, [operation], [tensors])
         return results or [tf.cast(tensor, reduced_dtype(tensor.dtype, reduction)) for tensor in tensors]
 
     def broadcast(self, agreement: Agreement, tensors: Sequence[tf.Tensor], root: int, group: Group) -> list[tf.Tensor]:
@@ -96,7 +144,7 @@ class HostEngine:
         sends = group.rank == root
         known = all(tensor.shape.is_fully_defined() for tensor in tensors)
         inputs = tensors if sends or not known else []  # unknown shapes are those of the rank's own tensors
-        [received] = self._run(agreement, group, [(_broadcast(tensors, root, sends), inputs)])
+        [received] = self.run(agreement, group, [_broadcast(tensors, root, sends)], [inputs])
         return [tf.identity(tensor) for tensor in tensors] if sends else received
 
     def all_gather(self, agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
@@ -114,26 +162,15 @@ class HostEngine:
             return partial(program, rows=mine, result=result), [result]
 
         size = group.size
-        operation = OnArrays([tf.TensorSpec([size, tensor.shape[-1]], tensor.dtype)], bytes_of([tensor]), prepare)
-        [[found]] = self._run(agreement, group, [(operation, [tensor])])
+        operation = OnArrays([tf.TensorSpec([size, tensor.shape[-1]], tensor.dtype)], prepare)
+        [[found]] = self.run(agreement, group, [operation], [[tensor]])
         return found
 
     def exchange_terms(self, agreement: Agreement, group: Group) -> list[tf.Tensor]:
         """Compare only the terms; return a tensor that is ready once all ranks agree."""
         action = programs.meet, [np.array(True)]
-        operation = OnArrays([tf.TensorSpec([], tf.bool)], 0, lambda arrays, buffers: action)
-        return self._run(agreement, group, [(operation, [])])[0]
-
-    def _run(
-        self, agreement: Agreement, group: Group, operations: Sequence[tuple[OnArrays, Sequence[tf.Tensor]]]
-    ) -> list[list[tf.Tensor]]:
-        job = agreement.job
-        with job.making:
-            calls = job.calls.get((self, group))
-            if calls is None:
-                connect = partial(self._connect, job, group)
-                calls = job.calls[self, group] = GroupCalls(job, group, connect, self._background_from(job))
-        return run(calls, agreement, operations)
+        operation = OnArrays([tf.TensorSpec([], tf.bool)], lambda arrays, buffers: action)
+        return self.run(agreement, group, [operation], [[]])[0]
 
 
 # The operations: inputs, outputs, and how arrays become a program
@@ -143,10 +180,10 @@ def _reduction(
     tensors: Sequence[tf.Tensor], reduction: str, wire: tf.DType | None, readers: Sequence[int], rank: int
 ) -> OnArrays:
     dtype, gets = reduced_dtype(tensors[0].dtype, reduction), rank in readers
-    travels, given = (np.dtype(kind.as_numpy_dtype) for kind in (wire or tensors[0].dtype, dtype))
+    travels, given = np.dtype((wire or tensors[0].dtype).as_numpy_dtype), np.dtype(dtype.as_numpy_dtype)
 
     def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
-        stream = Stream([array.shape for array in arrays], travels, [array.reshape(-1) for array in arrays])
+        stream = Stream(list(map(np.shape, arrays)), travels, list(map(np.ravel, arrays)))
         flat, results = stream.results(buffers, given) if gets else (None, [])
         program = partial(
             programs.reduce, stream=stream, result=flat, dtype=given, reduction=reduction, readers=readers
@@ -154,7 +191,7 @@ def _reduction(
         return program, results
 
     outputs = [tf.TensorSpec(tensor.shape, dtype) for tensor in tensors] if gets else []
-    return OnArrays(outputs, bytes_of(tensors), prepare)
+    return OnArrays(outputs, prepare)
 
 
 def _broadcast(tensors: Sequence[tf.Tensor], root: int, sends: bool) -> OnArrays:
@@ -171,83 +208,14 @@ def _broadcast(tensors: Sequence[tf.Tensor], root: int, sends: bool) -> OnArrays
         results = [part.view(dtype).reshape(shape) for part, dtype, shape in zip(parts, dtypes, shapes)]
         return partial(programs.broadcast, stream=stream, result=flat, root=root), results
 
-    return OnArrays([] if sends else specs, bytes_of(specs), prepare)
+    return OnArrays([] if sends else specs, prepare)
 
 
-def bytes_of(tensors: Sequence[Union[tf.Tensor, tf.TensorSpec]]) -> int:
-    """Return the bytes of the tensors; one of unknown size counts as large."""
-    sizes = (tensor.shape.num_elements() for tensor in tensors)
-    return sum(_LARGE if size is None else size * tensor.dtype.size for size, tensor in zip(sizes, tensors))
-
-
-# Their calls, eager and in graphs
-
-
-class Calls(Protocol):
-    """The operations of a group on this rank; see ``GroupCalls``.
-
-    Attributes:
-        in_order: each operation begins when the one before it has ended.
-    """
-
-    in_order: bool
-
-    def start(
-        self, operation: OnArrays, terms: Terms | None, shapes: int, arrays: list[np.ndarray], overlaps: bool
-    ) -> Finish:
-        """Start an operation without waiting for others, and return the function that finishes it."""
-
-    def close(self) -> None:
-        """Free its resources; later operations fail."""
-
-
-class GroupCalls:
-    """The operations of a group in which all members take part; see ``HostEngine`` for the arguments."""
-
-    in_order = True
-
-    def __init__(self, job: Job, group: Group, connect: Callable[[], Channel], background_from: int) -> None:
-        self._queue = HostQueue(connect)
-        self._watch = job.stall_watch.calls_of(group)
-        self._buffers = job.buffers
-        self._background_from = background_from
-
-    def start(
-        self, operation: OnArrays, terms: Terms | None, shapes: int, arrays: list[np.ndarray], overlaps: bool
-    ) -> Finish:
-        """Start an operation, and return the function that finishes it.
-
-        Args:
-            operation: the operation.
-            terms: what the ranks have to compare with its first data, if anything.
-            shapes: belongs to the terms.
-            arrays: its inputs.
-            overlaps: TensorFlow computes until it is finished.
-        """
-        act, results = operation.prepare(arrays, self._buffers)
-        position = self._watch.begin(terms.row if terms else None)
-        make = partial(act, head=head_of(terms, shapes))
-        pending = PendingOperation(make, results, partial(refusal, terms, position))
-        self._queue.start(pending, overlaps and operation.size > self._background_from)
-        return partial(self._finish, pending)
-
-    def _finish(self, pending: PendingOperation) -> tuple[int, list[np.ndarray]]:
-        try:
-            results: list[np.ndarray] = self._queue.finish(pending)
-            return pending.ended_at, results
-        finally:
-            self._watch.end()
-
-    def close(self) -> None:
-        """Free its resources; later operations fail."""
-        self._queue.close()
-
-
-def refusal(terms: Terms | None, position: int) -> Exception:
-    """Return the error for members whose calls differ."""
-    if terms is None:
-        return RuntimeError("the ranks of a group called different collectives")
-    return terms.refuse(position)
+def _tensor(array: np.ndarray) -> tf.Tensor:
+    """Return an aligned array as a tensor, without a copy; numpy's own dtypes only."""
+    if array.dtype.kind in "Vb" or array.size == 0:  # no bool in TensorFlow 2.15; can go with it
+        return tf.constant(array)
+    return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
 
 
 class Orders:
@@ -258,97 +226,79 @@ class Orders:
     """
 
     def __init__(self, device: str) -> None:
-        self.starts = Order(device)
-        self.finishes = Order(device)
-        self.pending: dict[int, Finish] = {}
-        self.tickets = itertools.count()
+        self._device = device
+        self._starts = Order(device)
+        self._finishes = Order(device)
+        self._pending: dict[int, Finish] = {}
+        self._tickets = itertools.count()
 
+    def run(
+        self,
+        calls: Calls,
+        operations: Sequence[OnArrays],
+        inputs: Sequence[Sequence[tf.Tensor]],
+        terms: Terms | None,
+        shapes: Shapes,
+    ) -> list[list[tf.Tensor]]:
+        """Add operations to the graph of a tf.function, and return their results."""
+        with tf.device(self._device), tf.control_dependencies(step_data()):
+            if len(operations) == 1 and calls.in_order:
+                return [self._call(calls, operations[0], inputs[0], terms, shapes)]
+            tickets = []
+            for operation, tensors in zip(operations, inputs):
+                tickets.append(self._start(calls, operation, tensors, terms, shapes))
+                terms = None
+        with tf.device(self._device), tf.control_dependencies(tickets):
+            return list(map(self._finish, operations, tickets))
 
-def run(
-    calls: Calls, agreement: Agreement, operations: Sequence[tuple[OnArrays, Sequence[tf.Tensor]]]
-) -> list[list[tf.Tensor]]:
-    """Run operations on tensors, and return the results of each; the first one carries the agreement's terms."""
-    job = agreement.job
-    terms, shapes = agreement.take()
-    all_terms = [terms] + [None] * (len(operations) - 1)
-    if tf.executing_eagerly():
-        found = []
-        for (operation, inputs), terms in zip(operations, all_terms):
-            finish = calls.start(operation, terms, int(shapes), list(map(compat.to_array, inputs)), False)
-            found.append(list(map(_tensor, finish()[1])))
-        return found
-    device = job.device("CPU")
-    with job.making:
-        orders = job.orders = job.orders or Orders(device)
-    with tf.device(device), tf.control_dependencies(step_data()):
-        if len(operations) == 1 and calls.in_order:
-            return [_call(calls, orders, *operations[0], terms, shapes)]
-        tickets = [
-            _start(calls, orders, operation, inputs, terms, shapes)
-            for (operation, inputs), terms in zip(operations, all_terms)
-        ]
-    with tf.device(device), tf.control_dependencies(tickets):
-        return [_finish(orders, operation, ticket) for (operation, _), ticket in zip(operations, tickets)]
+    def _call(
+        self, calls: Calls, operation: OnArrays, inputs: Sequence[tf.Tensor], terms: Terms | None, shapes: Shapes
+    ) -> list[tf.Tensor]:
+        """Add one operation that starts and waits: a result needed at once needs no second one.
 
+        It runs in the order of the starts: a rank that waits in it delays nothing that the others need first.
+        """
 
-def _tensor(array: np.ndarray) -> tf.Tensor:
-    """Return an aligned array as a tensor, without a copy; numpy's own dtypes only."""
-    if array.dtype.kind in "Vb" or array.size == 0:  # no bool in TensorFlow 2.15; can go with it
-        return tf.constant(array)
-    return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+        def run(shapes: Any, *arrays: np.ndarray) -> list[Any]:
+            ended_at, results = calls.start(operation, terms, int(shapes), list(arrays), False)()
+            return [np.int64(ended_at), *results]
 
+        return _waited_for(self._starts, run, [tf.convert_to_tensor(shapes), *inputs], operation)
 
-def _call(
-    calls: Calls, orders: Orders, operation: OnArrays, inputs: Sequence[tf.Tensor], terms: Terms | None, shapes: Shapes
-) -> list[tf.Tensor]:
-    """Add one operation that starts and waits: a result needed at once needs no second one.
+    def _start(
+        self, calls: Calls, operation: OnArrays, inputs: Sequence[tf.Tensor], terms: Terms | None, shapes: Shapes
+    ) -> tf.Tensor:
+        """Add the starting operation; return a number by which the graph finishes it, int64, shape []."""
 
-    It runs in the order of the starts: a rank that waits in it delays nothing that the others need first.
-    """
+        def start(shapes: Any, *arrays: np.ndarray) -> list[np.int64]:
+            ticket = next(self._tickets)
+            self._pending[ticket] = calls.start(operation, terms, int(shapes), list(arrays), True)
+            return [np.int64(ticket)]
 
-    def run(shapes: Any, *arrays: np.ndarray) -> list[Any]:
-        ended_at, results = calls.start(operation, terms, int(shapes), list(arrays), False)()
-        return [np.int64(ended_at), *results]
+        return self._starts.call(start, [tf.convert_to_tensor(shapes), *inputs])[0]
 
-    results = orders.starts.call(run, [tf.convert_to_tensor(shapes), *inputs], _dtypes(operation))
-    return _waited_for(results, operation)
+    def _finish(self, operation: OnArrays, ticket: tf.Tensor) -> list[tf.Tensor]:
+        """Add the waiting operation; return the results."""
 
+        def finish(ticket: Any) -> list[Any]:
+            ended_at, results = self._pending.pop(int(ticket))()
+            return [np.int64(ended_at), *results]
 
-def _start(
-    calls: Calls, orders: Orders, operation: OnArrays, inputs: Sequence[tf.Tensor], terms: Terms | None, shapes: Shapes
-) -> tf.Tensor:
-    """Add the starting operation; return a number by which the graph finishes it, int64, shape []."""
-
-    def start(shapes: Any, *arrays: np.ndarray) -> list[np.int64]:
-        ticket = next(orders.tickets)
-        orders.pending[ticket] = calls.start(operation, terms, int(shapes), list(arrays), True)
-        return [np.int64(ticket)]
-
-    return orders.starts.call(start, [tf.convert_to_tensor(shapes), *inputs])[0]
-
-
-def _finish(orders: Orders, operation: OnArrays, ticket: tf.Tensor) -> list[tf.Tensor]:
-    """Add the waiting operation; return the results."""
-
-    def finish(ticket: Any) -> list[Any]:
-        ended_at, results = orders.pending.pop(int(ticket))()
-        return [np.int64(ended_at), *results]
-
-    return _waited_for(orders.finishes.call(finish, [ticket], _dtypes(operation)), operation)
-
-
-def _dtypes(operation: OnArrays) -> list[tf.DType]:
-    return [output.dtype for output in operation.outputs]
+        return _waited_for(self._finishes, finish, [ticket], operation)
 
 
 _waiting: weakref.WeakSet[tf.Operation] = weakref.WeakSet()
 
 
-def _waited_for(results: list[tf.Tensor], operation: OnArrays) -> list[tf.Tensor]:
-    _waiting.add(results[0].op)
-    for tensor, output in zip(results[1:], operation.outputs):
+def _waited_for(
+    order: Order, function: Callable[..., list[Any]], inputs: Sequence[tf.Tensor], operation: OnArrays
+) -> list[tf.Tensor]:
+    """Add a call that waits for an operation, and returns when that ended, and its results."""
+    ended_at, *results = order.call(function, inputs, [output.dtype for output in operation.outputs])
+    _waiting.add(ended_at.op)
+    for tensor, output in zip(results, operation.outputs):
         tensor.set_shape(output.shape)
-    return results[1:]
+    return results
 
 
 def end_of(operation: tf.Operation) -> tf.Tensor | None:

@@ -17,15 +17,14 @@ import mmap
 import platform
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Callable
 
 import numpy as np
 
 from npu_device._src.cluster.time_limits import CHECK_SECONDS
 from npu_device._src.collectives.engines.host.programs import Round
-from npu_device._src.collectives.engines.host.queue import HEAD_WORDS, Head, Program, require_same
-from npu_device._src.collectives.engines.host.stream import BufferPool
+from npu_device._src.collectives.engines.host.queue import HEAD_WORDS, BufferPool, Head, Program, require_same
 
 _WAIT, _WAKE = 0, 1
 _ALL = 0x7FFFFFFF
@@ -70,14 +69,6 @@ class Counter:
     def advance_to(self, number: int) -> None:
         """Write the number, and wake the threads that sleep on it."""
         self._word.value = number & _MASK
-        self.wake()
-
-    def read(self) -> int:
-        """Return the number."""
-        return self._word.value
-
-    def wake(self) -> None:
-        """Wake the threads that sleep on it, though nothing has changed."""
         _system_call(_number, self._address, _WAKE, _ALL, None)  # type: ignore[misc]
 
     def has_reached(self, number: int) -> bool:
@@ -168,7 +159,6 @@ class MemoryRing:
         self._heads = words.reshape(size, self.slots, HEAD_WORDS)
         rings = np.frombuffer(memory, np.uint8, size * self.slots * self.slot_bytes, first + layout.rings)
         self._rings = rings.reshape(size, self.slots, self.slot_bytes)
-        self._views: dict[np.dtype, np.ndarray] = {}
 
     def run(self, rounds: Iterator[Round], head: Head | None) -> Program:
         """Run rounds: in each, members publish a slot, and all read what they need of it. With a head, no member
@@ -185,37 +175,28 @@ class MemoryRing:
             ahead = self.ahead if compared is None else 0
             while upcoming is not None and len(published) <= ahead and upcoming.after <= number:
                 step = self._step + len(published)
-                if published and not self._has_free_slot(step):
+                late = _late(self._read, step - self.slots + 1)  # the members that haven't read the slot's content
+                if published and next(late, None) is not None:
                     break
-                yield from _reached(self._read, step - self.slots + 1)
+                yield from late
                 if compared is not None:
                     self._heads[self.rank, step % self.slots] = compared
                 if upcoming.source is not None:
-                    upcoming.fill(self._slots(upcoming.dtype)[self.rank, step % self.slots])
+                    upcoming.fill(self._rings.view(upcoming.dtype)[self.rank, step % self.slots])
                 self._written[self.rank].advance_to(step + 1)
                 published.append(upcoming)
                 upcoming = next(rounds, None)
             one, step = published.popleft(), self._step
             members = one.publishers if compared is None else range(self.size)
-            yield from _reached([self._written[member] for member in members], step + 1)
+            yield from _late(map(self._written.__getitem__, members), step + 1)
             self._step = step + 1
             number += 1
             try:
                 if compared is not None:
                     require_same(self._heads[:, step % self.slots].tolist())  # a few numbers: faster than with numpy
-                one.take(self._slots(one.dtype)[:, step % self.slots], self.rank)
+                one.take(self._rings.view(one.dtype)[:, step % self.slots], self.rank)
             finally:
                 self._read[self.rank].advance_to(step + 1)
-
-    def _slots(self, dtype: np.dtype) -> np.ndarray:
-        """Return all slots of all members, shape [size, slots, elements of a slot]."""
-        if dtype not in self._views:
-            self._views[dtype] = self._rings.view(dtype)
-        return self._views[dtype]
-
-    def _has_free_slot(self, step: int) -> bool:
-        """Return whether all members have read the previous content of this member's slot of the step."""
-        return all(counter.has_reached(step - self.slots + 1) for counter in self._read)
 
     def close(self) -> None:
         """Give up the channel; its memory goes with its last reader."""
@@ -235,7 +216,8 @@ class MemoryRing:
         return True
 
 
-def _reached(counters: Sequence[Counter], number: int) -> Program:
+def _late(counters: Iterable[Counter], number: int) -> Program:
+    """Yield each counter that hasn't reached a number, with the number, until it has."""
     for counter in counters:
         while not counter.has_reached(number):
             yield counter, number

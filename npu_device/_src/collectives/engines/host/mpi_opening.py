@@ -21,8 +21,8 @@ from npu_device._src.cluster.time_limits import LATEST_ANSWER_SECONDS, MPI_GRACE
 from npu_device._src.collectives import job as jobs
 from npu_device._src.collectives.engines.host import programs
 from npu_device._src.collectives.engines.host.mpi_messages import MpiMessages, MpiWorld
+from npu_device._src.collectives.engines.host.programs import Stream
 from npu_device._src.collectives.engines.host.queue import head_of
-from npu_device._src.collectives.engines.host.stream import Stream
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.membership import mpiexec

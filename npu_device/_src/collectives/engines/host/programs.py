@@ -7,6 +7,8 @@ by element, so that every rank gets the same bits, however the data was split in
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -14,9 +16,8 @@ from typing import Any, Callable, NamedTuple, Optional
 
 import numpy as np
 
-from npu_device._src.collectives.dtypes import wire_scales
-from npu_device._src.collectives.engines.host.queue import Channel, Head, Program, compares
-from npu_device._src.collectives.engines.host.stream import ALIGNMENT, Rows, Stream, folding, is_narrow
+from npu_device._src.collectives.dtypes import Rows, fold_arrays, is_narrow, wire_scales
+from npu_device._src.collectives.engines.host.queue import ALIGNMENT, BufferPool, Channel, Head, Program, compares
 
 # The size in bytes from which three or more ranks share the work of a reduction, instead of each doing all of it in one
 # round less. Two ranks gain nothing: adding half and copying the other half is as much work as adding all.
@@ -24,6 +25,83 @@ _SHARED_FROM_BYTES = 64 << 10
 
 Span = tuple[int, int]
 """The first element, and the one after the last."""
+
+
+class Stream:
+    """A list of arrays as one stream of elements, published slot by slot.
+
+    Each array begins at a multiple of ``ALIGNMENT`` bytes, in the stream and in the buffer of the results, so that the
+    same offsets apply to both.
+
+    Args:
+        shapes: their shapes.
+        dtype: dtype of the elements in the stream.
+        arrays: what this member sends, flat; none if it sends nothing.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype, arrays: Sequence[np.ndarray] = ()) -> None:
+        self.dtype = dtype
+        self.shapes = shapes
+        self.arrays = arrays
+        self.starts: list[int] = []
+        self.lengths: list[int] = []
+        unit = ALIGNMENT // min(dtype.itemsize, ALIGNMENT)
+        length = 0
+        for shape in shapes:
+            elements = math.prod(shape)
+            self.starts.append(length)
+            self.lengths.append(elements)
+            length += -(-elements // unit) * unit
+        self.length = length
+
+    def copy_in(self, first: int, slot: np.ndarray) -> None:
+        """Fill a slot with the stream from element ``first`` on; arrays of another dtype are cast.
+
+        Args:
+            first: element of the stream.
+            slot: of this stream's dtype. Gaps between arrays are left as they are.
+        """
+        arrays, end = self.arrays, first + len(slot)
+        if len(arrays) == 1 and arrays[0].dtype == slot.dtype:
+            part = arrays[0][first:end]
+            slot[: len(part)] = part
+            return
+        # Start at the array in which the slot begins: with hundreds of arrays, checking each one for each slot is slow.
+        for place in range(max(0, bisect_right(self.starts, first) - 1), len(arrays)):
+            start = self.starts[place]
+            if start >= end:
+                break
+            low, high = max(start, first), min(start + self.lengths[place], end)
+            if low < high:
+                part = arrays[place][low - start : high - start]
+                if part.dtype == slot.dtype:
+                    slot[low - first : high - first] = part
+                    continue
+                with np.errstate(all="ignore"):  # what overflows 16 bits is infinite; TensorFlow doesn't warn either
+                    slot[low - first : high - first] = part
+
+    def part(self, first: int, last: int, buffers: BufferPool) -> np.ndarray:
+        """Return a span of the stream: of one of the arrays as it is, or a copy of what is in several."""
+        place = bisect_right(self.starts, first) - 1
+        start = self.starts[place]
+        if last <= start + self.lengths[place] and self.arrays[place].dtype == self.dtype:
+            return self.arrays[place][first - start : last - start]
+        copy = buffers.array((last - first,), self.dtype)
+        self.copy_in(first, copy)
+        return copy
+
+    def divided(self, share: int) -> Stream:
+        """Return this member's values divided by a number."""
+        if share == 1:
+            return self
+        return Stream(self.shapes, self.dtype, [array / array.dtype.type(share) for array in self.arrays])
+
+    def results(self, pool: BufferPool, dtype: np.dtype) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Return memory for the whole stream in some dtype, flat, and the arrays in it, in their shapes."""
+        flat, arrays = pool.take(self.length * dtype.itemsize).view(dtype), []
+        for start, length, shape in zip(self.starts, self.lengths, self.shapes):
+            arrays.append(flat[start : start + length].reshape(shape))
+        return flat, arrays
 
 
 def nothing(rows: Any) -> None:
@@ -102,7 +180,7 @@ def reduce(
     if is_narrow(stream.dtype) and stream.dtype != dtype:
         shares, scale = wire_scales(reduction, channel.counts)
         stream = stream.divided(shares[channel.rank])
-    fold = folding(reduction, sum(channel.counts), shares)
+    fold = partial(fold_arrays, reduction=reduction, divisor=sum(channel.counts), shares=shares)
     small = stream.length * stream.dtype.itemsize <= _SHARED_FROM_BYTES or len(readers) == 1
     if channel.size == 2 or (channel.reaches_all and small):
         return channel.run(_each_by_itself(channel, stream, result, readers, fold), head)
@@ -276,4 +354,5 @@ def _targets(channel: Channel, result: np.ndarray, first: int, last: int) -> dic
 def _chunks(length: int, most: int) -> Iterator[Span]:
     """Divide elements into spans; at least one, if only for the members to meet."""
     most = max(1, most)
-    return ((first, min(length, first + most)) for first in range(0, max(1, length), most))
+    for first in range(0, max(1, length), most):
+        yield first, min(length, first + most)

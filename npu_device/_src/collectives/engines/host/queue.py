@@ -10,18 +10,23 @@ data.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Callable, Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Callable, Optional, Protocol
+
+import numpy as np
 
 from npu_device._src.cluster.errors import PeerError
-from npu_device._src.collectives.call import Terms
 
 if TYPE_CHECKING:
+    from npu_device._src.collectives.call import Terms
+    from npu_device._src.collectives.engines.host.host_engine import OnArrays
     from npu_device._src.collectives.engines.host.programs import Round
-    from npu_device._src.collectives.engines.host.stream import BufferPool
 
 Program = Iterator[Any]
 """One operation, which pauses where it would have to wait, and yields what its channel has to wait for."""
@@ -61,6 +66,84 @@ def require_same(heads: list[Head]) -> None:
         raise Mismatch
 
 
+# Memory. Fresh pages cost more than the reduction that writes to them: a buffer is lent by a lease, to which all arrays
+# in it refer, and is used again when the lease goes. TensorFlow takes a result without a copy, and holds a reference to
+# the array as long as the tensor lives.
+
+ALIGNMENT = 64
+"""Bytes. TensorFlow copies arrays that aren't aligned to this."""
+
+_IDLE_ROUNDS = 64
+_POOLED_FROM_BYTES = 32 << 10  # smaller buffers come from the allocator's own free lists, which are as fast
+
+
+class _Buffer:
+    """Memory that is lent, and comes back.
+
+    Args:
+        size: bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._memory = np.empty(size + ALIGNMENT, np.uint8)
+        address = self._memory.__array_interface__["data"][0]
+        aligned = address + -address % ALIGNMENT
+        self.interface = {"version": 3, "typestr": "|u1", "shape": (size,), "data": (aligned, False)}
+
+
+class _Lease:
+    """The owner of the arrays in a buffer: an array that is made of it, and all views of that one, keep it alive."""
+
+    def __init__(self, buffer: _Buffer, returned: deque[_Buffer]) -> None:
+        self.__array_interface__ = buffer.interface
+        self._buffer, self._returned = buffer, returned
+
+    def __del__(self) -> None:
+        # In whichever thread drops the last tensor, also amid ``take``: no lock, and nothing that waits.
+        self._returned.append(self._buffer)
+
+
+class BufferPool:
+    """Buffers of one rank. A size that wasn't requested during the last 64 requests is freed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: defaultdict[int, list[_Buffer]] = defaultdict(list)  # by size
+        self._returned: deque[_Buffer] = deque()
+        self._last_used: dict[int, int] = {}
+        self._round = 0
+
+    def take(self, size: int) -> np.ndarray:
+        """Return aligned memory: uint8, shape [size]. It is free again when the last array based on it is gone."""
+        if size < _POOLED_FROM_BYTES:
+            memory = np.empty(size + ALIGNMENT, np.uint8)
+            start = -memory.__array_interface__["data"][0] % ALIGNMENT
+            return memory[start : start + size]
+        with self._lock:
+            self._round += 1
+            self._last_used[size] = self._round
+            while self._returned:
+                buffer = self._returned.popleft()
+                if buffer.size in self._last_used:
+                    self._free[buffer.size].append(buffer)
+            if self._free[size]:
+                buffer = self._free[size].pop()
+            else:
+                self._forget_idle()
+                buffer = _Buffer(size)
+        return np.asarray(_Lease(buffer, self._returned))
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return aligned memory as an array."""
+        return self.take(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+
+    def _forget_idle(self) -> None:
+        for size in [size for size, used in self._last_used.items() if self._round - used > _IDLE_ROUNDS]:
+            del self._last_used[size]
+            self._free.pop(size, None)
+
+
 class Channel(Protocol):
     """The connection that carries the members' data. Its contract: a member publishes, and others read a view of that.
 
@@ -71,6 +154,7 @@ class Channel(Protocol):
         reaches_all: what a member publishes reaches all at the cost of one copy; else each reader is sent its part.
         ahead: how many rounds a member publishes before it has to read.
         buffers: memory for what is neither the script's nor a result.
+        slot_bytes: how much a member publishes in one round at most.
     """
 
     size: int
@@ -79,10 +163,7 @@ class Channel(Protocol):
     reaches_all: bool
     ahead: int
     buffers: BufferPool
-
-    @property
-    def slot_bytes(self) -> int:
-        """Return how much a member publishes in one round at most."""
+    slot_bytes: int
 
     def run(self, rounds: Iterator[Round], head: Head | None) -> Program:
         """Return the program that runs rounds, which pauses where it would have to wait.
@@ -108,34 +189,75 @@ class Channel(Protocol):
         """Give up the channel."""
 
 
+Finish = Callable[[], tuple[int, list[np.ndarray]]]
+"""Waits for an operation; returns when it ended, in ns since the epoch, and its results. To be called once."""
+
+
+class CallCount:
+    """How many collectives of a group this rank has begun and ended, for the stall watch."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self._ended = 0
+        self._row: Callable[[], dict[str, Any] | None] = lambda: None
+
+    def begin(self, terms: Terms | None) -> int:
+        """Note that this rank has begun a collective; return its position in the group's sequence. Without terms, it is
+        part of the previous call.
+        """
+        self.begun += 1
+        self._row = terms.row if terms is not None else self._row
+        return self.begun - 1
+
+    def end(self) -> None:
+        """Note that one has ended."""
+        self._ended += 1
+
+    def position(self) -> dict[str, Any]:
+        """Return how many calls this rank has begun, and the last one: what it is, and whether it waits for others."""
+        return {"begun": self.begun, "waiting": self.begun > self._ended, "call": self._row()}
+
+
+@dataclass(eq=False)
 class PendingOperation:
     """One operation in progress.
 
-    Args:
+    Attributes:
         make: makes the program once the channel exists.
         results: what to return when it has ended.
         refuse: makes the error for members whose heads differ.
+        ended_at: in ns since the epoch.
     """
 
-    def __init__(self, make: Callable[[Any], Program], results: Any, refuse: Callable[[], Exception]) -> None:
-        self.make = make
-        self.results = results
-        self.refuse = refuse
-        self.program: Program | None = None
-        self.error: BaseException | None = None
-        self.ended_at = 0  # ns since the epoch
-        self.ended = False
+    make: Callable[[Any], Program]
+    results: list[np.ndarray]
+    refuse: Callable[[], Exception]
+    program: Optional[Program] = None
+    error: Optional[BaseException] = None
+    ended_at: int = 0
+    ended: bool = False
 
 
 class HostQueue:
-    """The pending operations of one group on this rank.
+    """The operations of one group on this rank; each begins when the one before it has ended.
 
     Args:
         connect: makes the channel when the first operation is started.
+        count: counts the calls of the group.
+        buffers: memory for results.
+        background_from: the size in bytes from which an operation goes to the background thread if TensorFlow computes
+            between its start and its finish.
     """
 
-    def __init__(self, connect: Callable[[], Channel]) -> None:
+    in_order = True
+
+    def __init__(
+        self, connect: Callable[[], Channel], count: CallCount, buffers: BufferPool, background_from: int
+    ) -> None:
         self._connect = connect
+        self._count = count
+        self._buffers = buffers
+        self._background_from = background_from
         self._channel: Channel | None = None
         self._queue: deque[PendingOperation] = deque()
         self._arrivals = 0
@@ -147,35 +269,49 @@ class HostQueue:
         self._settled = False
         self._closed = False
 
-    def start(self, pending: PendingOperation, in_background: bool) -> None:
-        """Start an operation, without waiting for others."""
+    def start(
+        self, operation: OnArrays, terms: Terms | None, shapes: int, arrays: list[np.ndarray], overlaps: bool
+    ) -> Finish:
+        """Start an operation without waiting for others, and return the function that finishes it.
+
+        Args:
+            operation: the operation.
+            terms: what the ranks have to compare with its first data, if anything.
+            shapes: belongs to the terms.
+            arrays: its inputs.
+            overlaps: TensorFlow computes until it is finished.
+        """
+        act, results = operation.prepare(arrays, self._buffers)
+        position = self._count.begin(terms)
+        make = partial(act, head=head_of(terms, shapes))
+        pending = PendingOperation(make, results, partial(refusal, terms, position))
         self._queue.append(pending)
         self._arrivals += 1
         self._publish()
-        if in_background and not pending.ended:
+        if overlaps and not pending.ended and sum(each.nbytes for each in arrays or results) > self._background_from:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="npu_device-shared", daemon=True)
                 self._thread.start()
             self._work.set()
+        return partial(self._finish, pending)
 
-    def finish(self, pending: PendingOperation) -> Any:
-        """Wait for an operation, and return its results.
-
-        Raises:
-            Exception: the error that ended it, the same on every member.
-        """
-        while not pending.ended:
-            if self._work.is_set():  # the background thread is running it
-                with self._ended:
-                    self._ended.wait_for(lambda: pending.ended)
-                break
-            with self._driving:
-                while not pending.ended:
-                    self._drive_first(block=True, hurry=True)
-        self._publish()
-        if pending.error is not None:
-            raise pending.error
-        return pending.results
+    def _finish(self, pending: PendingOperation) -> tuple[int, list[np.ndarray]]:
+        """Wait for an operation; raise the error that ended it, the same on every member."""
+        try:
+            while not pending.ended:
+                if self._work.is_set():  # the background thread is running it
+                    with self._ended:
+                        self._ended.wait_for(lambda: pending.ended)
+                    break
+                with self._driving:
+                    while not pending.ended:
+                        self._drive_first(block=True, hurry=True)
+            self._publish()
+            if pending.error is not None:
+                raise pending.error
+            return pending.ended_at, pending.results
+        finally:
+            self._count.end()
 
     def close(self) -> None:
         """Give up the channel and its memory; operations in progress and later ones fail."""
@@ -239,6 +375,13 @@ class HostQueue:
             pending.ended = True
             self._ended.notify_all()
         return True
+
+
+def refusal(terms: Terms | None, position: int) -> Exception:
+    """Return the error for members whose calls differ."""
+    if terms is None:
+        return RuntimeError("the ranks of a group called different collectives")
+    return terms.refuse(position)
 
 
 def _broken_by(error: BaseException) -> Exception:

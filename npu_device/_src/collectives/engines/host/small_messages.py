@@ -13,9 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src.collectives.engines.host.programs import Round
-from npu_device._src.collectives.engines.host.queue import HEAD_WORDS, Head, Program, compares, require_same
+from npu_device._src.collectives.engines.host.queue import ALIGNMENT, HEAD_WORDS, Head, Program, compares, require_same
 from npu_device._src.collectives.engines.host.sockets import SocketMesh, SocketMessage
-from npu_device._src.collectives.engines.host.stream import ALIGNMENT
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 
@@ -64,11 +63,7 @@ class SmallMessages(SocketMesh):
         steps = [1 << power for power in range((group.size - 1).bit_length())]
         to, source = ([(group.rank + sign * step) % group.size for step in steps] for sign in (1, -1))
         super().__init__(job, group, to, source, _PURPOSE)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Return how much a member publishes beside its head at most."""
-        return room(self.size)
+        self.slot_bytes = room(group.size)
 
     def run(self, rounds: Iterator[Round], head: Head | None) -> Program:
         """Run one round, and compare the heads, if the ranks haven't agreed on the call.
@@ -81,7 +76,7 @@ class SmallMessages(SocketMesh):
             [(first, last), *others] = one.spans
             mine = np.zeros(last - first + len(others) * one.stride, one.dtype)
             if mine.nbytes > self.slot_bytes:
-                raise AssertionError(f"{mine.nbytes} bytes don't fit into a message; choice.route_of is wrong")
+                raise AssertionError(f"{mine.nbytes} bytes don't fit into a message; operation.route_of is wrong")
             if one.source is not None:
                 one.fill(mine)
             row = _HEAD.pack(*head) + mine.tobytes()

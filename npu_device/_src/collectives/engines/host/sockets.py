@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Callable, Protocol
+from typing import Callable
 
 import numpy as np
 
@@ -70,10 +70,12 @@ class Wire:
         self.lost: str | None = None
 
     def add(self, data: np.ndarray) -> SocketMessage:
-        """Start a message."""
+        """Start a message; as much as the kernel takes leaves at once."""
         message = SocketMessage(self, data)
         self.messages.append(message)
-        if self.lost is None:
+        if self.event == select.POLLOUT:
+            self.advance()
+        if not message.ended and self.lost is None:
             self._busy.add(self)
         return message
 
@@ -100,9 +102,6 @@ class Wire:
     def _move(self, connection: socket.socket, message: SocketMessage) -> None:
         raise NotImplementedError
 
-    def _end_first(self) -> None:
-        self.messages.popleft().ended = True
-
 
 class _Outgoing(Wire):
     event = select.POLLOUT
@@ -110,15 +109,6 @@ class _Outgoing(Wire):
     def __init__(self, poll: Busy, peers: Peers, rank: int) -> None:
         super().__init__(poll, peers, rank)
         self._left: list[memoryview] = []
-
-    def add(self, data: np.ndarray) -> SocketMessage:
-        """Start a message; as much as the kernel takes leaves at once."""
-        message = SocketMessage(self, data)
-        self.messages.append(message)
-        self.advance()
-        if not message.ended and self.lost is None:
-            self._busy.add(self)
-        return message
 
     def _move(self, connection: socket.socket, message: SocketMessage) -> None:
         self._left = self._left or [memoryview(_LENGTH.pack(message.data.nbytes)), message.data]
@@ -128,7 +118,7 @@ class _Outgoing(Wire):
         if self._left:
             self._left[0] = self._left[0][sent:]
         else:
-            self._end_first()
+            self.messages.popleft().ended = True
 
 
 class _Incoming(Wire):
@@ -159,17 +149,7 @@ class _Incoming(Wire):
             self._left = message.data
         else:
             self._left = memoryview(self._length)
-            self._end_first()
-
-
-class Waiting(Protocol):
-    """What ``Busy`` waits for."""
-
-    connection: socket.socket
-    event: int
-
-    def advance(self) -> None:
-        """Do what is possible without waiting."""
+            self.messages.popleft().ended = True
 
 
 class Busy:
@@ -177,9 +157,9 @@ class Busy:
 
     def __init__(self) -> None:
         self._poll = select.poll()
-        self._wires: dict[int, Waiting] = {}
+        self._wires: dict[int, Wire] = {}
 
-    def add(self, wire: Waiting) -> None:
+    def add(self, wire: Wire) -> None:
         """Add a wire, if it isn't there."""
         number = wire.connection.fileno()
         if number not in self._wires:
@@ -192,15 +172,13 @@ class Busy:
         if self._wires.pop(number, None) is not None:
             self._poll.unregister(number)
 
-    def advance(self, seconds: float | None, spins: bool) -> bool:
-        """Wait until some message can proceed, spinning first, and advance it; return False if none can in time (None:
-        without a limit).
-        """
+    def advance(self, seconds: float, spins: bool) -> bool:
+        """Wait until some message can proceed, spinning first, and advance it; return False if none can in time."""
         until = time.perf_counter() + SPIN_SECONDS
         ready = self._poll.poll(0)
         while spins and not ready and time.perf_counter() < until:
             ready = self._poll.poll(0)
-        ready = ready or self._poll.poll(None if seconds is None else 1000 * seconds)
+        ready = ready or self._poll.poll(1000 * seconds)
         for number, _ in ready:
             self._wires[number].advance()
         return bool(ready)
@@ -215,10 +193,6 @@ class SocketMesh(MessageChannel):
         to: the members to which this one sends; all others by default.
         source: the members from which it receives.
         purpose: tells the connections of a group's meshes apart.
-
-    Attributes:
-        busy: the connections on which messages are on their way.
-        connected: set when all connections are there, or can't be made.
     """
 
     def __init__(
@@ -233,12 +207,12 @@ class SocketMesh(MessageChannel):
         self._peers, self._health, self._ranks = job.peers, job.health, group.ranks
         self._number = group.number ^ purpose
         self._spins = job.has_own_core
-        self.busy = Busy()
+        self._busy = Busy()
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
         to, source = others if to is None else to, others if source is None else source
-        self._outgoing = {member: _Outgoing(self.busy, job.peers, group.ranks[member]) for member in to}
-        self._incoming = {member: _Incoming(self.busy, job.peers, group.ranks[member]) for member in source}
-        self.connected = threading.Event()
+        self._outgoing = {member: _Outgoing(self._busy, job.peers, group.ranks[member]) for member in to}
+        self._incoming = {member: _Incoming(self._busy, job.peers, group.ranks[member]) for member in source}
+        self._connected = threading.Event()
         self._problem: BaseException | None = None
         self._closing = threading.Lock()
         self._closed = False
@@ -254,7 +228,7 @@ class SocketMesh(MessageChannel):
                 self._hold(wire, partial(self._peers.accept, self._ranks[member], self._number, self._is_closed))
         except BaseException as error:
             self._problem = error
-        self.connected.set()
+        self._connected.set()
 
     def _hold(self, wire: Wire, connect: Callable[[], socket.socket | None]) -> None:
         connection = None if self._closed else connect()
@@ -285,7 +259,7 @@ class SocketMesh(MessageChannel):
         Raises:
             PeerError: a rank of the job has failed or ended, or can't be reached any more.
         """
-        while not self.is_connected(CHECK_SECONDS if block else 0):
+        while not self._is_connected(CHECK_SECONDS if block else 0):
             if not block:
                 return False
         for message in program:
@@ -293,26 +267,26 @@ class SocketMesh(MessageChannel):
                 return False
             spins = hurry and self._spins  # for the first news of a message: those of a slow link come later anyway
             while not message.ended:
-                if not self.busy.advance(CHECK_SECONDS, spins):
-                    self.check()
+                if not self._busy.advance(CHECK_SECONDS, spins):
+                    self._check()
                 spins = False
         return True
 
-    def is_connected(self, seconds: float) -> bool:
+    def _is_connected(self, seconds: float) -> bool:
         """Wait until the connections are there; return False if that takes longer.
 
         Raises:
             PeerError: a rank of the job has failed or ended, or can't be reached.
         """
-        if not self.connected.is_set():
+        if not self._connected.is_set():
             self._health.require_running()
-            if not self.connected.wait(seconds):
+            if not self._connected.wait(seconds):
                 return False
         if self._problem is not None:
             raise self._problem
         return True
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Check that the messages can still come or go.
 
         Raises:

@@ -43,7 +43,7 @@ def all_reduce(
     group: Group,
     wire: tf.DType | None,
 ) -> list[list[tf.Tensor]]:
-    """Reduce segments, as ``contract`` says. The collectives run concurrently."""
+    """Reduce segments, as ``engines.Backend`` says. The collectives run concurrently."""
     return [_all_reduce_segment(agreement.job, segment, reduction, group, wire) for segment in segments]
 
 
@@ -60,7 +60,7 @@ def all_to_all(agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor
 def reduce(
     agreement: Agreement, tensors: Sequence[tf.Tensor], reduction: str, root: int, group: Group
 ) -> list[tf.Tensor]:
-    """Reduce tensors, as ``contract`` says, but to all ranks: TensorFlow has nothing else."""
+    """Reduce tensors, as ``engines.Backend`` says, but to all ranks: TensorFlow has nothing else."""
     del root
     return _all_reduce_segment(agreement.job, tensors, reduction, group, None)
 

@@ -6,16 +6,19 @@ before TensorFlow has made its devices. TensorFlow's coordination service isn't 
 
 from __future__ import annotations
 
+import ctypes
+
 import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.ports import ReservedPort, join_address
-from npu_device._src.collectives.engines.tensorflow import freed_memory
 from npu_device._src.collectives.job import Job
 
 _JOB = "worker"
 _LEADER = f"/job:{_JOB}/replica:0/task:0"
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
+_MOST = 2**31 - 1  # mallopt takes an int
 
 
 def start(job: Job) -> None:
@@ -62,7 +65,7 @@ def start(job: Job) -> None:
     # once is too low for a slow link (docs/notes.md).
     environment.TF_GRPC_DEFAULT_OPTIONS.pass_on()
     environment.reach_without_proxy(cluster.addresses)
-    freed_memory.keep()
+    _keep_freed_memory()
     context.enable_collective_ops(compat.server_def({_JOB: addresses}, _JOB, cluster.rank, reserved.number, config))
     try:
         context.ensure_initialized()
@@ -81,3 +84,15 @@ def start(job: Job) -> None:
     # TensorFlow may learn of a closed connection, and abort, before the hub has told that a rank is gone.
     job.health.symptoms.append(lambda error: "Collective ops is aborted" in str(error))
     job.health.on_stop(lambda text: context.abort_collective_ops(tf.errors.UNAVAILABLE, text))
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep freed memory from now on; another C library isn't changed.
+
+    TensorFlow's transfers allocate buffers of some MB each time. By default, glibc soon returns those to the system,
+    and then takes fresh pages from it, which costs more than to copy them (docs/notes.md).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, min(_MOST, environment.MALLOC_MMAP_THRESHOLD_.get()))
+        mallopt(_M_TRIM_THRESHOLD, min(_MOST, environment.MALLOC_TRIM_THRESHOLD_.get()))

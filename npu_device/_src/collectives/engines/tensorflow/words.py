@@ -1,12 +1,16 @@
-"""Convert tensors of any dtype to vectors of 32-bit words and back, bit by bit, for data that is only moved.
+"""Convert tensors of any dtype to vectors of 32-bit words and back, bit by bit, for data that is only moved; and
+lengths to which rows of different lengths are padded, a limited set: TensorFlow keeps something for each length forever
+(``keys``).
 
 A tensor of a narrow dtype takes its own number of bytes on the wire, rounded up to whole words.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from npu_device._src.collectives.dtypes import require_bits
@@ -78,3 +82,31 @@ def from_words(words: tf.Tensor, dtype: tf.DType, columns: Count) -> tf.Tensor:
         return tf.bitcast(tf.reshape(words, [rows, columns, dtype.size // 4]), dtype)
     unpacked = tf.bitcast(words, dtype)
     return tf.reshape(unpacked, [rows, tf.shape(words)[1] * (4 // dtype.size)])[:, :columns]
+
+
+_LARGEST = 1 << 62
+_SHORT = 1 << 12
+"""Elements. The time of a transfer hardly depends on the length of a shorter row."""
+
+
+def _lengths() -> list[int]:
+    """Return the powers of two for short rows. For longer ones, return eight lengths for each power of two: such a row
+    grows by an eighth at most.
+    """
+    found = [0, *(1 << power for power in range(_SHORT.bit_length()))]
+    while found[-1] < _LARGEST:
+        step = found[-1] // 8
+        found.extend(range(found[-1] + step, 2 * found[-1] + 1, step))
+    return found
+
+
+@functools.cache
+def _table(dtype: tf.DType) -> np.ndarray:
+    largest = dtype.max
+    return np.array([*(length for length in _lengths() if length < largest), largest], dtype.as_numpy_dtype)
+
+
+def rounded(length: tf.Tensor) -> tf.Tensor:
+    """Return the next length of the set: int32 or int64, shape [], not below the given one."""
+    table = tf.constant(_table(length.dtype))
+    return table[tf.searchsorted(table, length[tf.newaxis])[0]]
