@@ -210,7 +210,7 @@ def test_a_run_that_makes_no_steps_says_so(
 ) -> None:
     (tmp_path / "sleep.py").write_text("import time; time.sleep(3)")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch_tune, "_SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(launch_tune, "TRIAL_SILENT_SECONDS", 0.5)
     handler = signal.getsignal(signal.SIGTERM)
     try:
         code = launch_tune.run(arguments.parse(["-n", "2", "--tune", "sleep.py"]))

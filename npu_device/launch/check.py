@@ -13,12 +13,12 @@ from pathlib import Path
 from npu_device._src.cluster.frames import counted
 from npu_device._src.cluster.handshake import AttemptFailedError, resolve
 from npu_device._src.cluster.ports import is_loopback
+from npu_device._src.cluster.time_limits import RESOLVE_SECONDS
 from npu_device.launch import job
 from npu_device.launch.arguments import Options
 from npu_device.launch.attempt import FAILED
 from npu_device.launch.console import Console
 
-_RESOLVE_SECONDS = 10.0
 # A check shouldn't wait as long as a training does. What the user sets is left alone.
 _SHORTER = {"HCCL_CONNECT_TIMEOUT": "60", "NPU_DEVICE_STALL_TIMEOUT": "60", "TF_CPP_MIN_LOG_LEVEL": "3"}
 _NOT_CHECKED = ("AOE_MODE", "PROFILING_MODE")  # they would tune or trace the check
@@ -63,7 +63,7 @@ def _resolve(options: Options, console: Console) -> None:
     Raises:
         AttemptFailedError: it can't be resolved.
     """
-    found = resolve(options.master_addr, 0, _RESOLVE_SECONDS)
+    found = resolve(options.master_addr, 0, RESOLVE_SECONDS)
     addresses = list(dict.fromkeys(str(address[0]) for _, address in found))
     if options.node_rank > 0 and any(map(is_loopback, addresses)):
         console.say(

@@ -14,9 +14,8 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-_REFRESH_SECONDS = 5.0
-_READER_SECONDS = 5.0  # a reader that is stopped delays the end of an npurun that was sent a signal by this much
-_TICK_SECONDS = 0.5
+from npu_device._src.cluster.time_limits import READER_SECONDS, REFRESH_SECONDS, TICK_SECONDS
+
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
 
 
@@ -76,8 +75,8 @@ class Console:
         began = time.monotonic()
         poll = select.poll()
         poll.register(fd, select.POLLOUT)
-        while not poll.poll(_TICK_SECONDS * 1000):
-            if self._ending_since and time.monotonic() > max(began, self._ending_since) + _READER_SECONDS:
+        while not poll.poll(TICK_SECONDS * 1000):
+            if self._ending_since and time.monotonic() > max(began, self._ending_since) + READER_SECONDS:
                 raise TimeoutError
 
 
@@ -109,7 +108,7 @@ class Voice:
 
     def tick(self) -> None:
         """Write a refresh if the last one is long ago."""
-        if self._refresh and time.monotonic() - self._written > _REFRESH_SECONDS:
+        if self._refresh and time.monotonic() - self._written > REFRESH_SECONDS:
             self._written = time.monotonic()
             self.finish()
 

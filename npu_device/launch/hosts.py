@@ -23,6 +23,7 @@ from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.cluster.errors import RESUMABLE, ClusterError
+from npu_device._src.cluster.time_limits import HOSTS_END_SECONDS, HOSTS_NOTICE_SECONDS
 from npu_device._src.membership.schemes import secret
 from npu_device.launch import job, on_node
 from npu_device.launch.arguments import LOOPBACK, Options
@@ -30,9 +31,6 @@ from npu_device.launch.attempt import USAGE
 from npu_device.launch.console import Console, Voice
 from npu_device.launch.streams import Pump
 
-# When the npurun of one host has ended, those of the others have noticed by themselves, or get this long to do so.
-_NOTICE_SECONDS = 3.0
-_END_SECONDS = 15.0  # for killing ranks, and for reports, after the grace period
 _SSH_FAILED = 255
 _PREFIXES = ("TF_", "KERAS_", "PYTHON")
 _KEPT_HERE = ("HCCL_IF_IP",)  # differs from host to host
@@ -77,12 +75,12 @@ def _wait(options: Options, nodes: list[_Node], console: Console, events: queue.
                     node.disconnect()
                 else:
                     node.send(signal.SIGINT)
-            asked, deadline = True, time.monotonic() + options.grace + _END_SECONDS
+            asked, deadline = True, time.monotonic() + options.grace + HOSTS_END_SECONDS
             continue
         if isinstance(event, int):
             if not asked:  # a second signal leaves the deadline
                 seconds = options.preempt_timeout if event == options.preempt_signal else options.grace
-                asked, deadline = True, time.monotonic() + seconds + _END_SECONDS
+                asked, deadline = True, time.monotonic() + seconds + HOSTS_END_SECONDS
             for node in running:
                 node.send(event)
             continue
@@ -97,7 +95,7 @@ def _wait(options: Options, nodes: list[_Node], console: Console, events: queue.
         may_go_on = code in (0, RESUMABLE) or options.fewest_nodes < options.nnodes
         if running and not asked and not may_go_on and deadline is None:
             console.say(f"host {event.host} ended with exit code {code}; stopping the others")
-            deadline = time.monotonic() + _NOTICE_SECONDS
+            deadline = time.monotonic() + HOSTS_NOTICE_SECONDS
     failed = [code for code in codes if code not in (0, RESUMABLE)]
     return next(iter(failed), max(codes))
 

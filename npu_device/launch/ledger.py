@@ -9,11 +9,11 @@ from typing import Any
 
 from npu_device._src.cluster.errors import RESUMABLE
 from npu_device._src.cluster.frames import counted, ranges
+from npu_device._src.cluster.time_limits import LONGEST_BACKOFF_SECONDS
 from npu_device.launch.arguments import Options
 from npu_device.launch.attempt import CANNOT_START, FAILED, Outcome
 from npu_device.launch.failures import first
 
-_LONGEST_BACKOFF_SECONDS = 60.0
 _KEPT = 100  # attempts; of a job with more, the first ones are left out at the end
 
 
@@ -180,7 +180,7 @@ class Ledger:
         spent = self.spent()
         if spent is not None:
             return Decision(last.code, None, spent)
-        wait = min(self._options.restart_backoff * 2 ** _fruitless(failures), _LONGEST_BACKOFF_SECONDS)
+        wait = min(self._options.restart_backoff * 2 ** _fruitless(failures), LONGEST_BACKOFF_SECONDS)
         return Decision(last.code, wait, f"restart {len(failures)} of {most} in {wait:g} s: {last.why}")
 
     def _failures(self) -> list[Ended]:

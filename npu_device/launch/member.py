@@ -9,17 +9,14 @@ from dataclasses import asdict
 from typing import Any
 
 from npu_device._src.cluster.errors import RESUMABLE
+from npu_device._src.cluster.time_limits import NODE_PAUSE_SECONDS, NODE_SILENT_SECONDS
 from npu_device._src.version import __version__
 from npu_device.launch import ledger, meeting, node_links
 from npu_device.launch.attempt import FAILED, USAGE, Attempt, Launch
-from npu_device.launch.leader import ALIVE_SECONDS
 from npu_device.launch.ledger import Ended
 from npu_device.launch.meeting import Meeting
 from npu_device.launch.node_links import Link
 from npu_device.launch.supervisor import Stop
-
-_PAUSE_SECONDS = 0.3
-_SILENT_SECONDS = 4 * ALIVE_SECONDS  # after which a node that only waits takes node 0's npurun for frozen
 
 
 class _End(Exception):
@@ -95,11 +92,11 @@ class Member:
         """Wait for the next event; None if node 0 is silent, whose connection counts as lost then."""
         link = self._link
         try:
-            return self._launch.events.get(timeout=_SILENT_SECONDS)
+            return self._launch.events.get(timeout=NODE_SILENT_SECONDS)
         except queue.Empty:
-            if link is not None and time.monotonic() - link.heard > _SILENT_SECONDS:
+            if link is not None and time.monotonic() - link.heard > NODE_SILENT_SECONDS:
                 self._say(
-                    f"node 0 has said nothing for {_SILENT_SECONDS:g} s: its npurun is stopped, or its host hangs"
+                    f"node 0 has said nothing for {NODE_SILENT_SECONDS:g} s: its npurun is stopped, or its host hangs"
                 )
                 link.close()
                 link.is_lost = True
@@ -197,7 +194,7 @@ class Member:
 
     def _pause(self) -> None:
         try:
-            event = self._launch.events.get(timeout=_PAUSE_SECONDS)
+            event = self._launch.events.get(timeout=NODE_PAUSE_SECONDS)
         except queue.Empty:
             return
         if isinstance(event, int):

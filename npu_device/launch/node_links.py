@@ -14,8 +14,8 @@ from typing import Any, Callable
 
 from npu_device._src.cluster import frames, handshake
 from npu_device._src.cluster.handshake import TimedConnection
+from npu_device._src.cluster.time_limits import NODE_CONNECT_SECONDS
 
-_CONNECT_SECONDS = 10.0
 _OF_NODES = b" nodes"  # part of what both prove, so that ranks and nodes don't take each other for their own kind
 
 
@@ -71,7 +71,7 @@ def connect(host: str, port: int, secret: bytes) -> Link:
     Raises:
         OSError: it can't be reached, or is another program or job.
     """
-    return Link(handshake.reach(host, port, _CONNECT_SECONDS, secret + _OF_NODES))
+    return Link(handshake.reach(host, port, NODE_CONNECT_SECONDS, secret + _OF_NODES))
 
 
 def serve(listener: socket.socket, secret: bytes, joined: Callable[[Link], None]) -> None:

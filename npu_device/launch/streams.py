@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Iterable
 from typing import IO, BinaryIO
 
+from npu_device._src.cluster.time_limits import TICK_SECONDS
 from npu_device.launch.console import Piece, Voice
 
 _BLOCK_BYTES = 1 << 16
-_TICK_SECONDS = 0.5
 _TAIL_LINES = 200
 _TAIL_LINE_BYTES = 1 << 14  # the rest of a longer line isn't kept
 _LINE_BYTES = 1 << 20  # a longer line is cut into several
@@ -114,7 +114,7 @@ class Pump:
         poll.register(self._pipe, select.POLLIN)
         with self._pipe:
             while not self._ending.is_set():
-                if poll.poll(_TICK_SECONDS * 1000):
+                if poll.poll(TICK_SECONDS * 1000):
                     data = os.read(self._pipe.fileno(), _BLOCK_BYTES)
                     if not data:
                         break

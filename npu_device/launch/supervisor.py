@@ -12,16 +12,9 @@ from typing import Any, Callable
 
 from npu_device._src.cluster.errors import RESUMABLE
 from npu_device._src.cluster.frames import counted
+from npu_device._src.cluster.time_limits import KILL_SECONDS, RANKS_NOTICE_SECONDS, SAME_SIGNAL_SECONDS, SWEEP_SECONDS
 from npu_device.launch.arguments import Options
 from npu_device.launch.processes import Process
-
-# After a failure, the other ranks raise errors that say what they were doing; they get this long to do so.
-_NOTICE_SECONDS = 2.0
-# A process that SIGKILL doesn't end within this time is stuck in the kernel (a dead network file system, a driver).
-_KILL_SECONDS = 10.0
-# A Ctrl-C can come twice at once: from the terminal, and passed on by the program that started npurun (uv run).
-_SAME_SIGNAL_SECONDS = 0.5
-_SWEEP_SECONDS = 0.02
 
 
 class _Stage(enum.IntEnum):
@@ -101,14 +94,14 @@ class Supervisor:
             self._spared_children = False
             self._ask(signal.SIGTERM, left, self._options.grace)
         while left and self._stage < _Stage.GIVEN_UP:
-            self._wait(_SWEEP_SECONDS)
+            self._wait(SWEEP_SECONDS)
             left = [process for process in left if process.reap()]
 
     def _look_at_ended(self) -> None:
         ended = [(process.exit.time, process.rank, process.exit) for process in self._processes if process.exit]
         failed = [one for one in ended if one[2].status not in (0, RESUMABLE)]
         if failed and self._stage < _Stage.FAILED:
-            self._enter(_Stage.FAILED, _NOTICE_SECONDS)
+            self._enter(_Stage.FAILED, RANKS_NOTICE_SECONDS)
             _, rank, how = min(failed)
             self._report("failed", f"rank {rank} failed ({how})")
             if self._running():
@@ -130,7 +123,7 @@ class Supervisor:
             return
         if isinstance(event, Stop):
             if self._stage < _Stage.FAILED and event.count == self._count:  # else it comes late
-                self._enter(_Stage.FAILED, _NOTICE_SECONDS)
+                self._enter(_Stage.FAILED, RANKS_NOTICE_SECONDS)
                 self._say(f"{event.why}; stopping the ranks of this node")
         elif isinstance(event, int):
             self._on_signal(event)
@@ -153,7 +146,7 @@ class Supervisor:
             # isn't Python is the wrapper of one, and may not pass the signal on.
             self._spared_children = is_request and self._options.is_python
             self._ask(number, self._processes, seconds)
-        elif self.asked_at is not None and time.time() - self.asked_at > _SAME_SIGNAL_SECONDS:
+        elif self.asked_at is not None and time.time() - self.asked_at > SAME_SIGNAL_SECONDS:
             self._kill()
 
     def _escalate(self) -> None:
@@ -173,7 +166,7 @@ class Supervisor:
             process.send(number, self._spared_children)
 
     def _kill(self) -> None:
-        self._enter(_Stage.KILLED, _KILL_SECONDS)
+        self._enter(_Stage.KILLED, KILL_SECONDS)
         for process in self._processes:
             process.send(signal.SIGKILL)
 

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from npu_device._src.cluster.time_limits import TRIAL_OTHERS_SECONDS, TRIAL_POLL_SECONDS, TRIAL_SILENT_SECONDS
 from npu_device.launch import on_node
 from npu_device.launch.arguments import Options
 from npu_device.launch.attempt import FAILED
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
 DIRECTORY = "npu_tune"
 """The directory for everything, in the working directory; several nodes must share it."""
 
-_POLL_SECONDS = 0.1
-_SILENT_SECONDS = 60.0  # the user is told after this long without a step, then after twice as long each time
-_OTHERS_SECONDS = 5.0  # the ranks of other nodes may end this much later than those of this one
 _TAIL_LINES = 20
 # Variables that would interfere: another way to ask for tuning, and the split to be found.
 _OURS = ("AOE_MODE", "NPU_DEVICE_SPLIT")
@@ -83,13 +81,13 @@ class _Silence:
         self._console, self._name, self._wanted, self._log = console, name, wanted, log
         self._steps = 0
         self._since = time.monotonic()
-        self._patience = _SILENT_SECONDS
+        self._patience = TRIAL_SILENT_SECONDS
 
     def progressed(self, steps: int) -> None:
         """Record how many steps the run has made."""
         silent = time.monotonic() - self._since
         if steps > self._steps:
-            self._steps, self._since, self._patience = steps, time.monotonic(), _SILENT_SECONDS
+            self._steps, self._since, self._patience = steps, time.monotonic(), TRIAL_SILENT_SECONDS
         elif silent > self._patience:
             self._patience *= 2
             self._console.say(
@@ -126,7 +124,7 @@ def _carry_out(one: Run, options: Options, directory: Path, console: Console) ->
         try:
             while process.poll() is None and (steps := _steps(traces, options)) < one.steps:
                 silence.progressed(steps)
-                time.sleep(_POLL_SECONDS)
+                time.sleep(TRIAL_POLL_SECONDS)
         finally:
             if process.poll() is None:
                 process.terminate()
@@ -134,7 +132,7 @@ def _carry_out(one: Run, options: Options, directory: Path, console: Console) ->
             process.stdin.close()
     # A stopped run ends with an error, and so does one whose ranks another node stopped first. Its last steps may still
     # be on their way to a shared directory.
-    deadline = time.monotonic() + (_OTHERS_SECONDS if options.nnodes > 1 else 0)
+    deadline = time.monotonic() + (TRIAL_OTHERS_SECONDS if options.nnodes > 1 else 0)
     while (steps := _steps(traces, options)) < one.steps:
         if time.monotonic() >= deadline:
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
@@ -143,7 +141,7 @@ def _carry_out(one: Run, options: Options, directory: Path, console: Console) ->
                 f"{one.steps} on every rank.\nLikely cause: the script failed, is too short, doesn't reduce gradients, "
                 f"or sets its own profiling options.\nThe end of its output ({log}):\n{tail}"
             )
-        time.sleep(_POLL_SECONDS)
+        time.sleep(TRIAL_POLL_SECONDS)
 
 
 def _options(one: Run, options: Options) -> Options:
@@ -151,7 +149,7 @@ def _options(one: Run, options: Options) -> Options:
         options,
         tune=False,
         job_id=f"{options.job_id or 'tune'}-{one.name}",
-        preempt_timeout=options.grace or _POLL_SECONDS,  # which must not be 0
+        preempt_timeout=options.grace or TRIAL_POLL_SECONDS,  # which must not be 0
     )
 
 

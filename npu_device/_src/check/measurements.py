@@ -18,6 +18,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from npu_device._src.cluster.rendezvous import installed_versions
+from npu_device._src.cluster.time_limits import CONNECT_SECONDS
 from npu_device._src.collectives.group import WORLD_GROUP, Group, group_of
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.ops import all_reduce
@@ -133,7 +134,6 @@ def _free_memory() -> int:
 
 SIZES = {4: "4 B", 64 << 10: "64 KiB", 1 << 20: "1 MiB", 16 << 20: "16 MiB"}
 
-_CONNECT_SECONDS = 3.0
 _AT_ONCE = 16  # connections
 _ELEMENTS = 1 << 18
 _SECONDS = 1.0  # for each size, if that is enough for the fewest repeats
@@ -163,7 +163,7 @@ def unreachable(job: Job, servers: tuple[str, ...]) -> dict[int, str]:
 def _connect(server: str) -> str:
     host, _, port = server.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS):
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS):
             return ""
     except socket.timeout:
         return "no answer: the connection is dropped on its way"

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, Callable
 
 from npu_device._src.cluster import frames
-from npu_device._src.cluster.time_limits import ANSWERS_KEPT_SECONDS, LEFT_TOGETHER_SECONDS
+from npu_device._src.cluster.time_limits import ANSWERS_KEPT_SECONDS, LEFT_TOGETHER_SECONDS, LONGEST_REQUEST_SECONDS
 
 _POSTS_KEPT = 200  # names; the oldest go
 _POST_BYTES_KEPT = 1 << 26
 _SHOWN = 10
-_LONGEST_SECONDS = 1e6
 
 
 @dataclass
@@ -381,7 +380,7 @@ class Services:
 def _seconds_of(message: dict[str, Any]) -> float:
     """Return how long a rank wants to wait."""
     seconds = float(message["seconds"])
-    if not -1.0 <= seconds <= _LONGEST_SECONDS:  # nor NaN
+    if not -1.0 <= seconds <= LONGEST_REQUEST_SECONDS:  # nor NaN
         raise ValueError("no such time")
     return seconds
 

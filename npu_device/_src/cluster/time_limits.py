@@ -127,3 +127,64 @@ LEFT_TOGETHER_SECONDS = 0.1
 
 ANSWERS_KEPT_SECONDS = 5.0
 """A rank that asks the same within this time gets the same answers."""
+
+LONGEST_REQUEST_SECONDS = 1e6
+"""The longest wait that a rank may ask the hub for."""
+
+# A rank table that isn't complete yet, and addresses
+
+TABLE_POLL_SECONDS = 0.5
+RESOLVE_SECONDS = 10.0
+"""How long ``npurun --check`` waits for the name server."""
+
+# npurun and its ranks
+
+SWEEP_SECONDS = 0.02
+"""Between two looks at the ranks' processes."""
+
+RANKS_NOTICE_SECONDS = 2.0
+"""After a failure, the other ranks raise errors that say what they were doing; they get this long to do so."""
+
+KILL_SECONDS = 10.0
+"""A process that SIGKILL doesn't end within this time is stuck in the kernel (a dead network file system, a driver)."""
+
+SAME_SIGNAL_SECONDS = 0.5
+"""A Ctrl-C can come twice at once: from the terminal, and passed on by the program that started npurun (uv run)."""
+
+LONGEST_BACKOFF_SECONDS = 60.0
+"""The longest pause between two attempts."""
+
+TICK_SECONDS, REFRESH_SECONDS = 0.5, 5.0
+"""Between two looks at the output, and between two summaries of it."""
+
+READER_SECONDS = 5.0
+"""A reader that is stopped delays the end of an npurun that was sent a signal by this much."""
+
+# npurun on several nodes or hosts
+
+NODE_CONNECT_SECONDS, NODE_PAUSE_SECONDS = 10.0, 0.3
+"""One attempt of a node to reach node 0, and the pause between two."""
+
+NODE_ALIVE_SECONDS = 5.0
+"""Between the messages with which node 0 says that it isn't frozen."""
+
+NODE_SILENT_SECONDS = 4 * NODE_ALIVE_SECONDS
+"""After which a node that only waits takes node 0's npurun for frozen."""
+
+NODE_NOTICE_SECONDS, NODE_LAST_MESSAGE_SECONDS = 5.0, 3.0
+NODE_STOP_SECONDS = 30.0
+"""How long nodes may take to stop, in addition to the ranks' time: notice, kill, and the last lines of output."""
+
+HOSTS_NOTICE_SECONDS = 3.0
+"""When the npurun of one host has ended, those of the others have noticed by themselves, or get this long to do so."""
+
+HOSTS_END_SECONDS = 15.0
+"""For killing ranks, and for reports, after the grace period."""
+
+# npurun --tune
+
+TRIAL_POLL_SECONDS, TRIAL_SILENT_SECONDS = 0.1, 60.0
+"""Between two looks at a trial; and the user is told after this long without a step, then after twice as long."""
+
+TRIAL_OTHERS_SECONDS = 5.0
+"""The ranks of other nodes may end this much later than those of this one."""

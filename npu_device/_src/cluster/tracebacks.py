@@ -10,6 +10,7 @@ before the text of an error inside a layer, and the layer's arguments after it. 
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sysconfig
@@ -36,6 +37,7 @@ _PACKAGES = [os.path.join(_INSTALLED, name) for name in ("npu_device", "npu_brid
 _LIBRARIES = tuple(os.path.join(path, "") for path in (sysconfig.get_path("stdlib"), *_PACKAGES))
 
 
+@functools.lru_cache(maxsize=4096)
 def is_users(file: str) -> bool:
     """Return True if the file of a frame is neither generated code nor part of a library, that of Python included."""
     generated = file.startswith("<") or os.path.basename(file).startswith("__autograph_generated_file")

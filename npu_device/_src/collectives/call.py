@@ -19,7 +19,6 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, Union
 
 import numpy as np
@@ -29,13 +28,12 @@ from npu_device._src import compat
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.frames import counted
 from npu_device._src.cluster.time_limits import DETAILS_SECONDS
+from npu_device._src.cluster.tracebacks import is_users
 from npu_device._src.collectives.group import Group
 
 if TYPE_CHECKING:
     from npu_device._src.collectives.job import Job
 
-_PACKAGE = str(Path(__file__).parents[2])
-_OTHERS = ("tensorflow", "keras", "tf_keras")
 _UNKNOWN_LINE = "an unknown line"
 _MAX_DIMENSIONS = 16
 _SHOWN_TENSORS = 3
@@ -148,17 +146,13 @@ def _text(shape: tf.TensorShape | None) -> str:
 
 
 def user_line() -> str:
-    """Return the innermost line of the script, outside this package, TensorFlow and Keras."""
+    """Return the innermost line of the script, outside of libraries; the outermost line if all are in libraries."""
+    last = _UNKNOWN_LINE
     for filename, line, name in compat.lines_of_stack(sys._getframe(1)):
-        if _is_users(filename):
+        if is_users(filename):
             return f"{filename}:{line} ({name})"
-    return _UNKNOWN_LINE
-
-
-@functools.cache
-def _is_users(filename: str) -> bool:
-    ours = filename.startswith((_PACKAGE, "<")) or filename == contextlib.__file__
-    return not ours and not any(name in Path(filename).parts for name in _OTHERS)
+        last = last if filename.startswith("<") else f"{filename}:{line} ({name})"
+    return last
 
 
 # The calling thread: the calls of one group come in one order, and two threads have none. The ranks compare the

@@ -67,17 +67,6 @@ from npu_device._src.compat.keras_models import (
     trained_variables,
     variables_of,
 )
-from npu_device._src.compat.rehearsal import (
-    changed_by,
-    handle_of,
-    is_in,
-    set_handle,
-    value_of_handle,
-    what_remains,
-    where,
-    without_noise,
-    without_rewriting,
-)
 from npu_device._src.compat.tensorflow import (
     a_tape_records,
     config_pb2,
@@ -110,6 +99,16 @@ from npu_device._src.compat.tf_keras import (
     layer_of_vocabulary,
     layers_that_draw,
     loss_scale_class_of_tf_keras,
+)
+from npu_device._src.compat.traced import (
+    changed_by,
+    handle_of,
+    is_in,
+    set_handle,
+    value_of_handle,
+    what_remains,
+    without_noise,
+    without_rewriting,
 )
 
 __all__ = [
@@ -204,7 +203,6 @@ __all__ = [
     "variables_to_update",
     "warm_start_of",
     "what_remains",
-    "where",
     "without_noise",
     "without_rewriting",
 ]

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from npu_device._src.cluster.errors import ClusterError
-
-_POLL_SECONDS = 0.5
+from npu_device._src.cluster.time_limits import TABLE_POLL_SECONDS
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def load(path: str, timeout: float) -> RankTable:
                 f'status is still "initializing" after {timeout:g} s (HCCL_CONNECT_TIMEOUT); expected "completed": '
                 "the scheduler hasn't finished the table",
             )
-        time.sleep(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+        time.sleep(min(TABLE_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
 
 
 def _read(table: Fields) -> RankTable:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from npu_device._src import compat
 from npu_device._src.training.fit.rehearsal import Outcome, Part, Rehearsal
+from npu_device._src.training.fit.whereabouts import where
 from npu_device._src.training.same_variables import variable_name
 
 _SHOWN = 3
@@ -99,7 +99,7 @@ def added_losses(rehearsal: Rehearsal, runs: Runs) -> tuple[list[str], list[str]
         allowed = 10 * runs.tolerance * abs(whole) + _SAFETY * max(abs(run.losses[place] - whole) for run in runs.again)
         if abs(whole - sum(part * weight for part, weight in zip(parts, runs.weights))) > allowed:
             found = sums if abs(whole - sum(parts)) <= allowed else others
-            found.append(compat.where(tensor.op) or tensor.op.name)
+            found.append(where(tensor.op) or tensor.op.name)
     return sums, others
 
 
@@ -162,7 +162,7 @@ def changes(
 
 def _setter(graph: Any, handle: Any) -> str:
     inner = next(inner for outer, inner in graph.captures if outer is handle)
-    lines = [compat.where(user) for user in inner.consumers() if user.type.startswith("Assign")]
+    lines = [where(user) for user in inner.consumers() if user.type.startswith("Assign")]
     return next((line for line in lines if line), "")
 
 

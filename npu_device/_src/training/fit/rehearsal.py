@@ -20,6 +20,7 @@ from npu_device._src.training.fit.optimizer import WeightedReduction
 from npu_device._src.training.fit.share import Share
 from npu_device._src.training.fit.step import Replaced, Step
 from npu_device._src.training.fit.virtual_ranks import NotChecked, VirtualRanks
+from npu_device._src.training.fit.whereabouts import where
 
 if TYPE_CHECKING:
     from npu_device._src.training.fit.function import Function
@@ -248,7 +249,7 @@ def _dense_or_rows(gradient: Any) -> Any:
 
 
 def _at(operation: Any) -> str:
-    line = compat.where(operation)
+    line = where(operation)
     return f" ({line})" if line else ""
 
 

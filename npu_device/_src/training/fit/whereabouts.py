@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from npu_device._src import compat
+from npu_device._src.cluster.tracebacks import is_users
 
 _TAPE = "gradient_tape/"  # before the name of an operation that a tape has made
 _NOT_LINEAR = {
@@ -41,7 +42,7 @@ def clipping(gradients: Sequence[Any], reduced: Sequence[Any]) -> str | None:
         waiting += [given for given in operation.inputs if id(given) not in done]
     for suspect in sorted(suspects.values(), key=lambda operation: len(operation.name)):
         if _is_of_gradients(suspect, done):
-            return compat.where(suspect) or suspect.name
+            return where(suspect) or suspect.name
     return None
 
 
@@ -81,7 +82,7 @@ def where_samples_meet(
     """
     for place, tensor in enumerate(tensors):
         if not _are_the_same(whole[place], [part[place] for part in parts], rows):
-            line = compat.where(tensor.op)
+            line = where(tensor.op)
             return f"{tensor.op.name}{', ' + line if line else ''}"
     return None
 
@@ -100,3 +101,12 @@ def _are_the_same(whole: np.ndarray, parts: Sequence[np.ndarray], rows: Sequence
     wide = whole.astype(np.float64)
     size = 1e-3 * float(np.max(np.abs(wide), initial=0.0)) + 1e-9
     return any(bool(np.all(np.abs(wide - way.astype(np.float64)) <= size)) for way in ways)
+
+
+def where(operation: tf.Operation) -> str:
+    """Return the user's line that made an operation, in words; "" if there is none."""
+    frames = [frame for frame in operation.traceback if is_users(frame.filename)]
+    if not frames:
+        return ""
+    name, number = frames[-1].filename, frames[-1].lineno
+    return f"{name}, line {number}: {linecache.getline(name, number).strip()}"

@@ -6,7 +6,6 @@ None of them has a public counterpart.
 from __future__ import annotations
 
 import contextlib
-import linecache
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -179,21 +178,3 @@ def without_rewriting() -> Iterator[None]:
     finally:
         current._optimizer_experimental_options = before
         current._thread_local_data.function_call_options = None
-
-
-def where(operation: Any) -> str:
-    """Return the user's line that made an operation, in words; "" if there is none."""
-    frames = [frame for frame in operation.traceback if _is_users(frame.filename)]
-    if not frames:
-        return ""
-    name, number = frames[-1].filename, frames[-1].lineno
-    return f"{name}, line {number}: {linecache.getline(name, number).strip()}"
-
-
-_FRAMEWORKS = re.compile(
-    r"/(site|dist)-packages/|/npu_device/(_src|distribute)/|/lib/python3[^/]*/[^/]+\.py|^<|/__autograph_"
-)
-
-
-def _is_users(filename: str) -> bool:
-    return not _FRAMEWORKS.search(filename)
