@@ -85,18 +85,19 @@ def body_retraced() -> int:
     def made_and_called() -> None:
         @tf.function(autograph=False)
         def several() -> list[tf.Tensor]:
-            return [npu.distribute.all_reduce(value, "sum") for _ in range(4)]
+            return [npu.distribute.all_reduce(value, "sum") for _ in range(12)]
 
         several()
 
-    for _ in range(15):
+    # Few functions: TensorFlow starts a new one the later the more it has had.
+    for _ in range(4):
         made_and_called()
-    return _growth(made_and_called, calls=20)
+    return _growth(made_and_called, calls=6)
 
 
 def test_functions_that_are_traced_again(two_ranks: Pool) -> None:
-    # TensorFlow kept 0.7 KB for each call of a Python function in a graph: 60 KB.
-    assert max(two_ranks.run(body_retraced)) < 30 << 10
+    # TensorFlow kept 0.7 KB for each call of a Python function in a graph: 50 KB.
+    assert max(two_ranks.run(body_retraced)) < 25 << 10
 
 
 def body_keys() -> int:
