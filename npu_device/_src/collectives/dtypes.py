@@ -6,10 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any, Union
+from typing import Any, Optional, Union
 
 import numpy as np
 import tensorflow as tf
+
+Tensors = Sequence[tf.Tensor]
+Wire = Optional[tf.DType]
+"""The dtype in which float32 and float64 tensors are sent; None for their own."""
 
 REDUCED = (
     tf.float16,

@@ -15,7 +15,7 @@ from typing import Protocol
 import tensorflow as tf
 
 from npu_device._src.collectives.call import Agreement
-from npu_device._src.collectives.dtypes import reduced_dtype, sum_dtype, wire_dtype
+from npu_device._src.collectives.dtypes import Tensors, Wire, reduced_dtype, sum_dtype, wire_dtype
 from npu_device._src.collectives.engines.host.host_engine import HostEngine
 from npu_device._src.collectives.engines.host.memory_ring import Layout, MemoryRing
 from npu_device._src.collectives.engines.host.mpi_messages import MpiMessages
@@ -31,12 +31,7 @@ class ReducingBackend(Protocol):
     """The calls that take lists of tensors."""
 
     def all_reduce(
-        self,
-        agreement: Agreement,
-        segments: Sequence[Sequence[tf.Tensor]],
-        reduction: str,
-        group: Group,
-        wire: tf.DType | None,
+        self, agreement: Agreement, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire
     ) -> list[list[tf.Tensor]]:
         """Reduce segments; in a graph each waits only for its own tensors.
 
@@ -53,11 +48,11 @@ class ReducingBackend(Protocol):
         """
 
     def reduce(
-        self, agreement: Agreement, tensors: Sequence[tf.Tensor], reduction: str, root: int, group: Group
+        self, agreement: Agreement, tensors: Tensors, reduction: str, root: int, group: Group
     ) -> list[tf.Tensor]:
         """Reduce tensors of one dtype to one rank; the other ranks get values of the result's shapes and dtype."""
 
-    def broadcast(self, agreement: Agreement, tensors: Sequence[tf.Tensor], root: int, group: Group) -> list[tf.Tensor]:
+    def broadcast(self, agreement: Agreement, tensors: Tensors, root: int, group: Group) -> list[tf.Tensor]:
         """Return the root's tensors on every rank; any dtypes, the same shapes and dtypes everywhere."""
 
 
@@ -122,12 +117,7 @@ class TwoLevelBackend:
         self._between = between
 
     def all_reduce(
-        self,
-        agreement: Agreement,
-        segments: Sequence[Sequence[tf.Tensor]],
-        reduction: str,
-        group: Group,
-        wire: tf.DType | None,
+        self, agreement: Agreement, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire
     ) -> list[list[tf.Tensor]]:
         """Reduce segments, as ``ReducingBackend`` says. The ranks between the hosts take the mean, of whole sums.
 
@@ -144,7 +134,7 @@ class TwoLevelBackend:
         return results + [shared_memory.broadcast(agreement, values, 0, host) for values in between]
 
     def _reduce(
-        self, agreement: Agreement, segment: Sequence[tf.Tensor], reduction: str, group: Group, wire: tf.DType | None
+        self, agreement: Agreement, segment: Tensors, reduction: str, group: Group, wire: Wire
     ) -> list[tf.Tensor]:
         """Return a segment's results on the lowest rank of each host, and values of their shapes on the others."""
         host, between = _levels(agreement.job, group)
@@ -160,14 +150,14 @@ class TwoLevelBackend:
         return [tf.cast(value, dtype) for value in values]
 
     def reduce(
-        self, agreement: Agreement, tensors: Sequence[tf.Tensor], reduction: str, root: int, group: Group
+        self, agreement: Agreement, tensors: Tensors, reduction: str, root: int, group: Group
     ) -> list[tf.Tensor]:
         """Reduce tensors, as ``ReducingBackend`` says, but to all ranks."""
         del root
         [reduced] = self.all_reduce(agreement, [tensors], reduction, group, None)
         return reduced
 
-    def broadcast(self, agreement: Agreement, tensors: Sequence[tf.Tensor], root: int, group: Group) -> list[tf.Tensor]:
+    def broadcast(self, agreement: Agreement, tensors: Tensors, root: int, group: Group) -> list[tf.Tensor]:
         """Broadcast the root's tensors: to the lowest rank of the root's host, between hosts, and on every host."""
         leaders = agreement.job.hosts.leaders
         host, between = _levels(agreement.job, group)

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.collectives.call import Agreement, Shapes, Terms
-from npu_device._src.collectives.dtypes import reduced_dtype
+from npu_device._src.collectives.dtypes import Tensors, Wire, reduced_dtype
 from npu_device._src.collectives.engines.host import programs
 from npu_device._src.collectives.engines.host.programs import Stream
 from npu_device._src.collectives.engines.host.queue import BufferPool, Channel, Finish, HostQueue
@@ -78,11 +78,7 @@ class ArrayEngine:
         self._make = make
 
     def run(
-        self,
-        agreement: Agreement,
-        group: Group,
-        operations: Sequence[OnArrays],
-        inputs: Sequence[Sequence[tf.Tensor]],
+        self, agreement: Agreement, group: Group, operations: Sequence[OnArrays], inputs: Sequence[Tensors]
     ) -> list[list[tf.Tensor]]:
         """Run operations, each on its inputs, and return their results; the first one carries the agreement's terms."""
         job = agreement.job
@@ -120,26 +116,21 @@ class HostEngine(ArrayEngine):
         super().__init__(make)
 
     def all_reduce(
-        self,
-        agreement: Agreement,
-        segments: Sequence[Sequence[tf.Tensor]],
-        reduction: str,
-        group: Group,
-        wire: tf.DType | None,
+        self, agreement: Agreement, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire
     ) -> list[list[tf.Tensor]]:
         """Reduce segments to all ranks."""
         make = partial(_reduction, reduction=reduction, wire=wire, readers=range(group.size), rank=group.rank)
         return self.run(agreement, group, list(map(make, segments)), segments)
 
     def reduce(
-        self, agreement: Agreement, tensors: Sequence[tf.Tensor], reduction: str, root: int, group: Group
+        self, agreement: Agreement, tensors: Tensors, reduction: str, root: int, group: Group
     ) -> list[tf.Tensor]:
         """Reduce tensors of one dtype to the root."""
         operation = _reduction(tensors, reduction, None, [root], group.rank)
         [results] = self.run(agreement, group, [operation], [tensors])
         return results or [tf.cast(tensor, reduced_dtype(tensor.dtype, reduction)) for tensor in tensors]
 
-    def broadcast(self, agreement: Agreement, tensors: Sequence[tf.Tensor], root: int, group: Group) -> list[tf.Tensor]:
+    def broadcast(self, agreement: Agreement, tensors: Tensors, root: int, group: Group) -> list[tf.Tensor]:
         """Return the root's tensors on every rank."""
         sends = group.rank == root
         known = all(tensor.shape.is_fully_defined() for tensor in tensors)
@@ -176,9 +167,7 @@ class HostEngine(ArrayEngine):
 # The operations: inputs, outputs, and how arrays become a program
 
 
-def _reduction(
-    tensors: Sequence[tf.Tensor], reduction: str, wire: tf.DType | None, readers: Sequence[int], rank: int
-) -> OnArrays:
+def _reduction(tensors: Tensors, reduction: str, wire: Wire, readers: Sequence[int], rank: int) -> OnArrays:
     dtype, gets = reduced_dtype(tensors[0].dtype, reduction), rank in readers
     travels, given = np.dtype((wire or tensors[0].dtype).as_numpy_dtype), np.dtype(dtype.as_numpy_dtype)
 
@@ -194,7 +183,7 @@ def _reduction(
     return OnArrays(outputs, prepare)
 
 
-def _broadcast(tensors: Sequence[tf.Tensor], root: int, sends: bool) -> OnArrays:
+def _broadcast(tensors: Tensors, root: int, sends: bool) -> OnArrays:
     """Pack all dtypes into one stream of bytes."""
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
     dtypes = [np.dtype(spec.dtype.as_numpy_dtype) for spec in specs]
@@ -236,7 +225,7 @@ class Orders:
         self,
         calls: Calls,
         operations: Sequence[OnArrays],
-        inputs: Sequence[Sequence[tf.Tensor]],
+        inputs: Sequence[Tensors],
         terms: Terms | None,
         shapes: Shapes,
     ) -> list[list[tf.Tensor]]:
@@ -252,7 +241,7 @@ class Orders:
             return list(map(self._finish, operations, tickets))
 
     def _call(
-        self, calls: Calls, operation: OnArrays, inputs: Sequence[tf.Tensor], terms: Terms | None, shapes: Shapes
+        self, calls: Calls, operation: OnArrays, inputs: Tensors, terms: Terms | None, shapes: Shapes
     ) -> list[tf.Tensor]:
         """Add one operation that starts and waits: a result needed at once needs no second one.
 
@@ -266,7 +255,7 @@ class Orders:
         return _waited_for(self._starts, run, [tf.convert_to_tensor(shapes), *inputs], operation)
 
     def _start(
-        self, calls: Calls, operation: OnArrays, inputs: Sequence[tf.Tensor], terms: Terms | None, shapes: Shapes
+        self, calls: Calls, operation: OnArrays, inputs: Tensors, terms: Terms | None, shapes: Shapes
     ) -> tf.Tensor:
         """Add the starting operation; return a number by which the graph finishes it, int64, shape []."""
 
@@ -291,7 +280,7 @@ _waiting: weakref.WeakSet[tf.Operation] = weakref.WeakSet()
 
 
 def _waited_for(
-    order: Order, function: Callable[..., list[Any]], inputs: Sequence[tf.Tensor], operation: OnArrays
+    order: Order, function: Callable[..., list[Any]], inputs: Tensors, operation: OnArrays
 ) -> list[tf.Tensor]:
     """Add a call that waits for an operation, and returns when that ended, and its results."""
     ended_at, *results = order.call(function, inputs, [output.dtype for output in operation.outputs])

@@ -188,11 +188,7 @@ def reduce(
 
 
 def _each_by_itself(
-    channel: Channel,
-    stream: Stream,
-    result: np.ndarray | None,
-    readers: Sequence[int],
-    fold: Callable[..., None],
+    channel: Channel, stream: Stream, result: np.ndarray | None, readers: Sequence[int], fold: Callable[..., None]
 ) -> Iterator[Round]:
     """Reduce with each reader doing all of the work."""
     everybody = range(channel.size)

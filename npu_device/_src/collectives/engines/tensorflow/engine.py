@@ -14,7 +14,7 @@ from typing import Callable
 import tensorflow as tf
 
 from npu_device._src.collectives.call import Agreement
-from npu_device._src.collectives.dtypes import fold, mean_dtype, sum_dtype, wire_dtype, wire_scales
+from npu_device._src.collectives.dtypes import Tensors, Wire, fold, mean_dtype, sum_dtype, wire_dtype, wire_scales
 from npu_device._src.collectives.engines.tensorflow import kernels, words
 from npu_device._src.collectives.group import Group, counts_of
 from npu_device._src.collectives.job import Job
@@ -37,11 +37,7 @@ _Move = Callable[[tf.Tensor], tf.Tensor]
 
 
 def all_reduce(
-    agreement: Agreement,
-    segments: Sequence[Sequence[tf.Tensor]],
-    reduction: str,
-    group: Group,
-    wire: tf.DType | None,
+    agreement: Agreement, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire
 ) -> list[list[tf.Tensor]]:
     """Reduce segments, as ``engines.Backend`` says. The collectives run concurrently."""
     return [_all_reduce_segment(agreement.job, segment, reduction, group, wire) for segment in segments]
@@ -57,15 +53,13 @@ def all_to_all(agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor
     return _exchange_rows(agreement.job, rows, group)
 
 
-def reduce(
-    agreement: Agreement, tensors: Sequence[tf.Tensor], reduction: str, root: int, group: Group
-) -> list[tf.Tensor]:
+def reduce(agreement: Agreement, tensors: Tensors, reduction: str, root: int, group: Group) -> list[tf.Tensor]:
     """Reduce tensors, as ``engines.Backend`` says, but to all ranks: TensorFlow has nothing else."""
     del root
     return _all_reduce_segment(agreement.job, tensors, reduction, group, None)
 
 
-def broadcast(agreement: Agreement, tensors: Sequence[tf.Tensor], root: int, group: Group) -> list[tf.Tensor]:
+def broadcast(agreement: Agreement, tensors: Tensors, root: int, group: Group) -> list[tf.Tensor]:
     """Return the root's tensors on every rank, in few large transfers; shapes and dtypes are the same everywhere."""
     results: list[tf.Tensor] = []
     for transfer in _transfers(tensors):
@@ -84,25 +78,19 @@ def _exchange_rows(job: Job, rows: tf.Tensor, group: Group) -> tf.Tensor:
     return _carried(rows, lambda carrier: kernels.all_to_all(job, carrier, group), group.size)
 
 
-def _all_reduce_segment(
-    job: Job,
-    tensors: Sequence[tf.Tensor],
-    reduction: str,
-    group: Group,
-    wire: tf.DType | None,
-) -> list[tf.Tensor]:
+def _all_reduce_segment(job: Job, tensors: Tensors, reduction: str, group: Group, wire: Wire) -> list[tf.Tensor]:
     has_elements = any(tensor.shape.num_elements() for tensor in tensors)
     together = tensors[0] if len(tensors) == 1 else pack(tensors)
     reduced = _all_reduce_one(job, together, has_elements, reduction, group, wire)
     return [reduced] if len(tensors) == 1 else unpack(reduced, tensors)
 
 
-def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+def pack(tensors: Tensors) -> tf.Tensor:
     """Return the elements of tensors of one dtype, concatenated."""
     return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
 
 
-def unpack(elements: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def unpack(elements: tf.Tensor, like: Tensors) -> list[tf.Tensor]:
     """Return the tensors that ``pack`` concatenated, in the shapes of ``like``."""
     parts = tf.split(elements, [_count(tensor) for tensor in like])
     return [tf.reshape(part, _shape(tensor)) for part, tensor in zip(parts, like)]
@@ -118,12 +106,7 @@ def _shape(tensor: tf.Tensor) -> tf.TensorShape | tf.Tensor:
 
 
 def _all_reduce_one(
-    job: Job,
-    tensor: tf.Tensor,
-    has_elements: bool,
-    reduction: str,
-    group: Group,
-    wire: tf.DType | None,
+    job: Job, tensor: tf.Tensor, has_elements: bool, reduction: str, group: Group, wire: Wire
 ) -> tf.Tensor:
     if reduction == "mean":
         tensor = tf.cast(tensor, mean_dtype(tensor.dtype))
@@ -208,7 +191,7 @@ def _with_an_element(move: _Move, tensor: tf.Tensor) -> tf.Tensor:
     return result
 
 
-def _transfers(tensors: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
+def _transfers(tensors: Tensors) -> list[list[tf.Tensor]]:
     """Split the list, in order, into transfers of about ``TRANSFER_BYTES``. A tensor of unknown size goes alone."""
     transfers: list[list[tf.Tensor]] = []
     free = 0
