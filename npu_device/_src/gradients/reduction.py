@@ -135,7 +135,7 @@ def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions,
         MismatchError: the ranks' calls differ.
     """
     segments, rows = [[0]], []
-    if len(values) > 1 or not isinstance(values[0], tf.Tensor):
+    if len(values) != 1 or not isinstance(values[0], tf.Tensor):
         segments = cut(job.made(FirstOrders), values, options.kind, options.fusion, group.name)
         rows = [[position] for position, value in enumerate(values) if isinstance(value, tf.IndexedSlices)]
     parts: list[_Part] = [(range(len(values)), segments)]

@@ -50,6 +50,9 @@ class MessageChannel:
         """Start to receive the next message of a member: uint8, shape [n], as many as it has sent."""
         raise NotImplementedError
 
+    def settle(self) -> None:
+        """Do nothing: what the members share is no secret to be withdrawn."""
+
     def run(self, rounds: Iterator[Round], head: Head | None) -> Program:
         """Run rounds, of which several are on their way. The members have agreed on the call: there is no head."""
         del head

@@ -116,9 +116,6 @@ class MpiMessages(MessageChannel):
                     raise
         return True
 
-    def settle(self) -> None:
-        """Do nothing: what the members share is no secret to be withdrawn."""
-
     def close(self) -> None:
         """Free the communicator."""
         comm, self._comm = self._comm, None

@@ -296,9 +296,6 @@ class SocketMesh(MessageChannel):
         for wire in self._wires:
             wire.check()
 
-    def settle(self) -> None:
-        """Do nothing: what the members share is no secret to be withdrawn."""
-
     def close(self) -> None:
         """Close the connections."""
         with self._closing:
