@@ -8,7 +8,7 @@ WORKERS ?= auto
 PARALLEL := -n $(WORKERS) --dist loadgroup
 DIGITS := build/digits
 
-.PHONY: help example test test-quick test-full test-gpu test-matrix test-canary lint check docs site clean
+.PHONY: help example test test-quick test-full test-gpu test-matrix test-canary lint release-check docs site clean
 
 help:
 	@echo "make example      train ResNet-50 on real images with two workers (sets up $(VENV) first)"
@@ -19,7 +19,7 @@ help:
 	@echo "make test-matrix  run the suite on the default, the oldest and the newest TensorFlow, and test-canary (each in its own .venv-…)"
 	@echo "make test-canary  run a representative part on the next TensorFlow, with Keras 3"
 	@echo "make lint         check style and types"
-	@echo "make check        build the wheel, install it into a fresh environment, and test it outside the repository"
+	@echo "make release-check build sdist and wheel, check them, and test the wheel in an empty environment, without the repository"
 	@echo "make docs         regenerate the generated pages of docs/"
 	@echo "make site         build the site into build/site, and check it (Python 3.11 or newer)"
 	@echo "make clean        remove $(VENV), .venv-oldest, .venv-newest, .venv-canary and build/"
@@ -68,17 +68,26 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m codespell_lib
+	$(BIN)/python tests/prose.py
 
-# Test what users get: the wheel, with its dependencies from the registry. The tests are copied, since pytest would find
-# the repository's package next to them.
-check:
+# What users get: sdist and wheel, built from this commit's files, with checked metadata and README. The wheel and its
+# dependencies go into an empty environment. Tests and examples are copied, since Python would find the repository's
+# package next to them. The files stay in dist/.
+release-check:
 	@set -e; directory=$$(mktemp -d); trap 'rm -rf "$$directory"' EXIT; set -x; \
+	rm -rf dist; $(PYTHON) -m venv $$directory/tools; \
+	$$directory/tools/bin/python -m pip install --quiet --disable-pip-version-check build twine; \
+	$$directory/tools/bin/python -m build --outdir dist .; \
+	$$directory/tools/bin/python -m twine check --strict dist/*; \
 	$(PYTHON) -m venv $$directory/venv; \
-	$$directory/venv/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w $$directory .; \
-	$$directory/venv/bin/python -m pip install --quiet --disable-pip-version-check "$$(echo $$directory/npu_device-*.whl)[test]"; \
-	cp -r tests $$directory/tests; cp pyproject.toml $$directory/; \
+	$$directory/venv/bin/python -m pip install --quiet --disable-pip-version-check scikit-learn \
+	    "$$(echo dist/npu_device-*.whl)[test]"; \
+	cp -r tests examples docs pyproject.toml $$directory/; \
 	cd $$directory; venv/bin/python -m pytest --quick tests/check_installed.py tests/test_import_paths.py tests/test_inert.py \
-	    tests/test_broadcast.py tests/test_optimizer.py tests/test_launch_output.py
+	    tests/test_broadcast.py tests/test_optimizer.py tests/test_launch_output.py; \
+	venv/bin/npurun -n 2 examples/keras_fit/train.py --epochs 2 --directory keras_fit; \
+	venv/bin/python -m pytest -p npu_device._src.testing.plugin -c /dev/null examples/testing -k "metric or sample"
 
 docs: $(STAMP)
 	$(BIN)/python -m npu_device._src.environment > docs/environment.md

@@ -17,16 +17,17 @@ DOCS = ROOT / "docs"
 GENERATED = {"environment.md", "options.md"}
 CONTRIBUTORS = {"CONTRIBUTING.md", "architecture.md", "notes.md"}
 
-WORDS = {"README.md": 500, "pages for users": 22_000, "pages for contributors": 14_000}
+WORDS = {"README.md": 500, "pages for users": 22_000, "pages for contributors": 8_000}
 LONG_SENTENCES = 0  # in pages for users
-POSSESSIVES = {"pages": 0, "docstrings and messages": 0}  # on things
+POSSESSIVES = {"pages": 30, "docstrings and messages": 830}  # on things
 
+_GENERATED_FROM = {"porting.md": "\n## Rules", "verify.md": "\n[when results differ"}
 _MOST_WORDS = 30  # in a sentence
 _LONG = 120  # characters of a line outside of tables
 _NAMES = "Ascend|Keras|TensorFlow|Horovod|Python|MPI|NCCL|Kubeflow|Slurm|Ray|Spark|PyTorch|glibc|Linux|gRPC"
 _POSSESSIVE = re.compile(rf"\b(?!(?:{_NAMES}|it|that|let|what|here|there|who|one|he|she)'s)\w+'s\b", re.IGNORECASE)
 _BANNED = {
-    r"says? (?:so|what|which|that|how)\b": "reports, prints, lists, warns that",
+    r"says (?:so|what|which|that|how)\b": "reports, prints, lists, warns that",
     r"\bas many \w+ as\b": "the same number of",
     r"\bwho(?:ever)? has not\b": "ranks that haven't",
     r"\bmend(?:s|ed)?\b": "fix",
@@ -85,8 +86,8 @@ def pages() -> list[Path]:
 def hand_written(path: Path) -> str:
     """Return a page without what is generated in it."""
     text = path.read_text()
-    if path.name == "porting.md":
-        text = text.partition("\n## Rules")[0]
+    for page, generated in _GENERATED_FROM.items():
+        text = text.partition(generated)[0] if path.name == page else text
     text = re.sub(r"(<!-- openings: [^>]*-->)\n\n```text\n.*?```\n", r"\1\n", text, flags=re.DOTALL)
     return re.sub(r"<!-- results: .*?<!-- end of results -->", "", text, flags=re.DOTALL)
 
