@@ -9,12 +9,13 @@ import messages
 import pytest
 
 PAGE = messages.PAGE.read_text()
+DIFFERS = (messages.ROOT / "docs" / "differs.md").read_text()
 TUTORIALS = sorted((messages.ROOT / "docs" / "tutorials").glob("*.md"))
 
 
 def quoted() -> list[str]:
-    """Return what the hand-written parts of the page and the tutorials quote of messages."""
-    prose = re.sub(r"```text\n.*?```", "", PAGE, flags=re.DOTALL)
+    """Return what the hand-written parts of the page, ``differs.md`` and the tutorials quote of messages."""
+    prose = re.sub(r"```text\n.*?```", "", PAGE, flags=re.DOTALL) + DIFFERS
     found = [text for text in re.findall(r'"([^"]+)"', prose) if text.count(" ") > 1]
     for page in TUTORIALS:
         found += [block.splitlines()[0] for block in re.findall(r"```text\n(.*?)```", page.read_text(), re.DOTALL)]
