@@ -38,6 +38,11 @@ model.compile(keras.optimizers.SGD(0.05), "mse")
 losses = [model.fit(x, y, batch_size=11, verbose=0).history["loss"][-1] for _ in range(2)]
 losses.append(model.evaluate(x, y, verbose=0))
 losses.append(model.train_on_batch(x[:10], y[:10]))
+by_hand, picture = keras.optimizers.SGD(0.1), tf.Variable([1.0])  # of no model
+for _ in range(12):
+    by_hand.apply_gradients([(picture, picture)])
+slots = keras.optimizers.Adam(0.0)
+slots.apply_gradients([(weight * 0.0, weight) for weight in model.trainable_variables])
 weights = [float(np.square(weight).sum()) for weight in model.get_weights()]
 import json
 print("RESULT", json.dumps([list(drawn), np.ravel(losses).tolist(), weights, model.fits]))
@@ -75,24 +80,35 @@ def test_unchanged_script(size: int, keras: str, tmp_path: Path) -> None:
 
 LOOP = """
 import tensorflow as tf
-variable, optimizer = tf.Variable([1.0]), tf.keras.optimizers.SGD(0.1)
-for _ in range(10):
-    optimizer.apply_gradients([(tf.ones([1]), variable)])
+model, optimizer = tf.keras.Sequential([tf.keras.layers.Dense(1)]), tf.keras.optimizers.SGD(0.1)
+model.build([None, 1])
+
+def step():
+    optimizer.apply_gradients([(tf.ones_like(variable), variable) for variable in model.trainable_variables])
+
+for number in range(10):
+    step()
+    print("step", number)
 """
+GRAPH = LOOP.replace("def step", "@tf.function\ndef step")
 
 
 @pytest.mark.parametrize(
     ("text", "keras", "expected"),
     [
         (LOOP, "3", "SGD is used in a training loop of the script's own"),
+        (GRAPH, "3", "SGD is used in a training loop of the script's own"),
         (LOOP, "2", "npurun port shows what to add"),
+        (GRAPH, "2", "npurun port shows what to add"),
         ("import tensorflow, npu_device as npu\nnpu.open()", "3", "the script uses npu_device, and so reduces"),
         ("import tensorflow\nimport horovod.tensorflow as hvd", "3", "start it with npurun --horovod"),
     ],
+    ids=["loop", "function", "loop, tf-keras", "function, tf-keras", "npu_device", "horovod"],
 )
 def test_refused(text: str, keras: str, expected: str, tmp_path: Path) -> None:
     ended = run(tmp_path / "ranks", 2, keras, text)
     assert all(rank.code == 1 and expected in rank.output for rank in ended), ended[0].output
+    assert all(("step 8" in rank.output, "step 9" in rank.output) == ("step" in text, False) for rank in ended)
 
 
 def test_what_stays_alone(tmp_path: Path) -> None:

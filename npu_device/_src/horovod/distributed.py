@@ -15,10 +15,13 @@ from npu_device._src import compat, environment
 from npu_device._src.gradients.reduction import ReductionOptions
 from npu_device._src.horovod.tensor_ops import Average, Compression, check_rest, kind_of, wire_of
 from npu_device._src.tf1.distributed_optimizer import DelegatingOptimizer
+from npu_device._src.training.applied_gradients import reduction_of
 from npu_device._src.training.local_gradients import LocalGradients, made_dense
 from npu_device._src.training.optimizer_wrapper import npu_distributed_keras_optimizer_wrapper
 from npu_device._src.training.reduce_values import reduce_by_hand
 from npu_device._src.training.world import world_unless_child
+
+_START_LEVEL = logging.INFO  # Scripts broadcast after the first step: before, the ranks' variables may differ.
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,7 @@ class _Settings:
         ranks, gradients = world_unless_child(), made_dense(gradients) if self.sparse_as_dense else list(gradients)
         if ranks is None:
             return gradients
-        # Horovod's scripts send the root's variables after the first step. So it is normal that they differ before.
-        return reduce_by_hand(ranks, gradients, gradients, self.options, logging.INFO)
+        return reduce_by_hand(ranks, gradients, gradients, self.options, _START_LEVEL)
 
 
 def DistributedOptimizer(optimizer: Any, name: str | None = None, **arguments: Any) -> Any:
@@ -99,6 +101,8 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, **arguments: A
         return made
     options = settings.options
     npu_distributed_keras_optimizer_wrapper(optimizer, options.kind, compression=options.compression)
+    if reduction := reduction_of(optimizer):  # with several ranks
+        reduction.start_level = _START_LEVEL
     keras = compat.keras_of(optimizer)
     if compat.is_keras_3(keras):
         own: Any = type(optimizer)
@@ -134,10 +138,7 @@ class _CallableList(list):
 def _with_old_names(kind: Any) -> Any:
     """Return a class of Keras 3 optimizers with names that older scripts use. It saves and loads as the original."""
 
-    def set_rate(self: Any, value: Any) -> None:
-        self.learning_rate = value
-
-    rate = property(lambda self: self.learning_rate, set_rate)
+    rate = property(lambda self: self.learning_rate, lambda self, value: setattr(self, "learning_rate", value))
     variables = property(lambda self: _CallableList(kind.variables.fget(self)))
     return type(kind.__name__, (kind,), {"lr": rate, "variables": variables, "__module__": kind.__module__})
 

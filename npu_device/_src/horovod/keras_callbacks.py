@@ -148,5 +148,4 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         """Log the learning rate, and say that the warm-up is over."""
         super().on_epoch_end(epoch, logs)
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and ranks.rank() == 0:
-            rate = self._get("learning_rate")
-            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
+            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._get('learning_rate'):g}.")

@@ -7,12 +7,11 @@ from typing import Any
 from npu_device._src.horovod.modules import PAGE
 
 _SETS = "make a group with hccl.manage.api.create_group, and call npu.distribute.all_reduce(..., group=...)"
-_RESUME = "npurun --max-restarts with npu.callbacks.FitCheckpoint (npurun docs reliability)"
 _INSTEAD = {
     "global_process_set": "leave process_set out",
     **dict.fromkeys(("ProcessSet", "add_process_set", "remove_process_set"), _SETS),
     "join": "give every rank the same number of steps; npu.distribute.weighted_mean takes ranks without samples",
-    "elastic": _RESUME,
+    "elastic": "npurun --max-restarts with npu.callbacks.FitCheckpoint (npurun docs reliability)",
     "run": "npurun -np N --horovod train.py",
     "broadcast_": "hvd.broadcast_variables",
     "PartialDistributedGradientTape": "hvd.DistributedGradientTape, and compute the local gradients with another tape",

@@ -13,11 +13,8 @@ KERASES = ("keras", "tf_keras")
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls back with the watched modules when the outermost import of one has ended.
-
-    Args:
-        imported: is called with them.
-        names: of more modules than TensorFlow and both Kerases.
+    """Calls ``imported`` with the watched modules when the outermost import of one has ended: TensorFlow, both Kerases,
+    and those of ``names``.
     """
 
     def __init__(self, imported: Callable[[Sequence[ModuleType]], None], *names: str) -> None:

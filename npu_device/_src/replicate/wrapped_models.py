@@ -15,30 +15,29 @@ from collections.abc import Sequence
 from types import MethodType, ModuleType
 from typing import Any, Callable
 
+import numpy as np
+
 from npu_device._src import environment
 from npu_device._src.replicate.after_import import KERASES
 
 _TRAIN = ("fit", "evaluate", "predict")
 _OF_MODELS = (*_TRAIN, "train_on_batch", "test_on_batch", "predict_on_batch")
 _OTHER_CALLS = ("npu_device._api", "npu_device.distribute", "npu_device.horovod", "npu_bridge", "hccl", "horovod")
+_STEPS = 10  # of a training loop of the script's own; before, it may be one that only makes slots
 _PORT = "npurun port shows what to add to such a script, which then runs without --replicate."
 
 
 class Models:
-    """The models of this process.
-
-    Args:
-        seed: of all ranks; None if random states have been set already.
-    """
+    """The models of this process. ``seed`` is that of all ranks, or None if random states have been set already."""
 
     def __init__(self, seed: int | None) -> None:
         self._seed = seed
         self._own: dict[type, dict[str, Callable[..., Any]]] = {}  # Keras's methods, by the Model class
         self._methods: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+        self._models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # all, by id
+        self._steps = 0  # that train them outside of fit
         self._is_open = False
         if seed is not None:
-            import numpy as np
-
             random.seed(seed)
             np.random.seed(seed % (1 << 32))
 
@@ -51,20 +50,20 @@ class Models:
                 "with TensorFlow only.\nWhat to do: set KERAS_BACKEND=tensorflow, in the script or outside of it."
             )
         if not self._is_open:
-            self._is_open = True
             self._open()
         from npu_device._src import compat
 
         for name in names.intersection(KERASES):
             keras: Any = sys.modules[name]
-            own = self._own[keras.Model] = {}
-            for method in _OF_MODELS:
-                own[method] = getattr(keras.Model, method)
-                setattr(keras.Model, method, self._method(own[method]))
+            own = self._own[keras.Model] = {method: getattr(keras.Model, method) for method in _OF_MODELS}
+            for method, original in own.items():
+                setattr(keras.Model, method, self._method(original))
             for owner, method in compat.gradient_entries(keras):
-                setattr(owner, method, _only_in_fit(getattr(owner, method)))
+                setattr(owner, method, self._by_hand(getattr(owner, method)))
+            keras.Model.__new__ = staticmethod(functools.partial(self._new, keras.Model.__new__))
 
     def _open(self) -> None:
+        self._is_open = True
         import tensorflow as tf
 
         from npu_device._src.training import device
@@ -85,11 +84,47 @@ class Models:
 
         return method
 
-    def _replicated(self, model: Any) -> dict[str, Any]:
-        """Replicate a model, unless it is, and return what then stands for Keras's methods.
+    def _new(self, own: Callable[..., Any], kind: type, *args: Any, **kwargs: Any) -> Any:
+        model = own(kind, *args, **kwargs)
+        self._models[id(model)] = model
+        return model
 
-        They are not left on the model, where they would hide a subclass's own, which calls Keras's by ``super``.
-        """
+    def _by_hand(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """Return an optimizer's method that refuses to train a model for long outside the step of a replicated one."""
+        import tensorflow as tf
+
+        from npu_device._src import compat
+        from npu_device._src.collectives.graph import call_now
+        from npu_device._src.training.fit.current import current_step
+        from npu_device._src.training.world import world_unless_child
+
+        @functools.wraps(own)
+        @tf.autograph.experimental.do_not_convert
+        def apply(optimizer: Any, given: Any, *args: Any, **rest: Any) -> Any:
+            if current_step() is None and world_unless_child() is not None:
+                given = list(given)
+                pairs = compat.gradients_and_variables(optimizer, given, *args[:1] or [rest.get("trainable_variables")])
+                known = {id(weight) for model in list(self._models.values()) for weight in compat.variables_of(model)}
+                if any(id(variable) in known for _, variable in pairs):
+                    count = functools.partial(self._count, type(optimizer).__name__)
+                    more = _STEPS if compat.compiled_by_xla() else 1
+                    with tf.control_dependencies(call_now(count, [more], [tf.TensorSpec([], tf.int64)])):
+                        return own(optimizer, given, *args, **rest)
+            return own(optimizer, given, *args, **rest)
+
+        return apply
+
+    def _count(self, name: str, steps: Any) -> list[Any]:
+        self._steps += int(steps)
+        if self._steps >= _STEPS:
+            raise RuntimeError(
+                f"--replicate: {name} is used in a training loop of the script's own, outside of fit; each rank would "
+                f"train by itself.\nWhat to do: {_PORT}"
+            )
+        return [np.int64(self._steps)]
+
+    def _replicated(self, model: Any) -> dict[str, Any]:
+        """Replicate a model, unless it is, and return what then stands for Keras's methods."""
         if model not in self._methods:
             from npu_device._src.training.fit.replica import replicate
 
@@ -97,18 +132,15 @@ class Models:
             for name in _TRAIN:
                 object.__setattr__(model, name, MethodType(own[name], model))
             replicate(model)
-            self._methods[model] = {name: vars(model)[name] for name in _TRAIN}
-            for name in _TRAIN:
-                object.__delattr__(model, name)
+            # Left there, they would hide methods of a subclass, which call Keras's by ``super``.
+            self._methods[model] = {name: vars(model).pop(name) for name in _TRAIN}
         return self._methods[model]
 
     def _end(self) -> None:
         if not self._methods and environment.RANK_ID.get() in (0, None):
-            print(
+            sys.stderr.write(
                 "npurun --replicate: the script called fit, evaluate or predict of no Keras model; each rank ran it by "
-                f"itself.\nWhat to do: {_PORT}",
-                file=sys.stderr,
-                flush=True,
+                f"itself.\nWhat to do: {_PORT}\n"
             )
 
 
@@ -123,23 +155,3 @@ class _NoOtherCalls(importlib.abc.MetaPathFinder):
             f"--replicate: the script uses {name.replace('._api', '')}, and so reduces by itself what --replicate "
             f"would reduce.\nWhat to do: start it with {way}; or take these calls out."
         )
-
-
-def _only_in_fit(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an optimizer's method that refuses to update variables outside the step of a replicated model."""
-    import tensorflow as tf
-
-    from npu_device._src.training.fit.current import current_step
-    from npu_device._src.training.world import world_unless_child
-
-    @functools.wraps(own)
-    @tf.autograph.experimental.do_not_convert
-    def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if current_step() is None and world_unless_child() is not None:
-            raise RuntimeError(
-                f"--replicate: {type(optimizer).__name__} is used in a training loop of the script's own, outside of "
-                f"fit; each rank would train by itself.\nWhat to do: {_PORT}"
-            )
-        return own(optimizer, *args, **kwargs)
-
-    return apply

@@ -99,7 +99,7 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
                 iterator = itertools.chain([batch], iterator)
                 training_state.call_on(model, batch)
             else:
-                training_state.trace_step(model, iterator.element_spec)
+                training_state.trace_step(model, model.train_step, iterator.element_spec)
             self._send()
             return train_function(iterator)
 

@@ -8,6 +8,7 @@ optimizer has its own.
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -110,10 +111,12 @@ class GradientReduction:
 
     Attributes:
         options: the settings.
+        start_level: how to log that the ranks' variables differed before the first step.
     """
 
     def __init__(self, world: World, options: ReductionOptions) -> None:
         self.options = options
+        self.start_level = logging.WARNING
         self._world = world
         self._reduced: list[weakref.ref[Any]] = []
         self._applying = False
@@ -134,8 +137,8 @@ class GradientReduction:
                 with keras.name_scope(optimizer.name, caller=optimizer):
                     optimizer.build(variables)
             own = unique(compat.optimizer_variables(optimizer, variables))  # names may have other numbers on each rank
-            self._compared = make_equal(self._world, variables)
-            self._begun = self._compared and make_equal(self._world, own)
+            self._compared = make_equal(self._world, variables, level=self.start_level)
+            self._begun = self._compared and make_equal(self._world, own, level=self.start_level)
 
     def reduce(self, gradients: Iterable[Gradient]) -> list[Gradient]:
         """Return the gradients reduced over the ranks, ``None`` where ``None`` was."""

@@ -7,7 +7,7 @@ lists them in an order that does not depend on how they were created, and create
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Callable
 
 import tensorflow as tf
 
@@ -82,16 +82,17 @@ def build_optimizer(model: Any) -> None:
         compat.build_optimizer(model.optimizer, model.trainable_variables)
 
 
-def trace_step(model: Any, batch_spec: Any) -> None:
-    """Make all variables that the model's ``train_step`` makes by tracing it, without running a step.
+def trace_step(model: Any, step: Callable[[Any], Any], batch_spec: Any) -> None:
+    """Make all variables that a step of a model makes by tracing it; nothing is computed.
 
     Args:
-        model: a compiled model.
-        batch_spec: the ``element_spec`` of the data set from which ``fit`` takes its batches.
+        model: the model.
+        step: called with a batch.
+        batch_spec: nested ``tf.TypeSpec`` of a batch.
     """
     autograph = not compat.is_keras_3(compat.keras_of(model))  # as each Keras traces the step itself
     with not_yet():
-        tf.function(model.train_step, autograph=autograph).get_concrete_function(batch_spec)
+        tf.function(step, autograph=autograph).get_concrete_function(batch_spec)
 
 
 def call_on(model: Any, batch: Any) -> None:

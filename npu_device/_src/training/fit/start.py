@@ -16,7 +16,6 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.training import layer_state, training_state
 from npu_device._src.training.digests import checksum
-from npu_device._src.training.schedule import not_yet
 from npu_device._src.training.world import World
 
 
@@ -79,9 +78,8 @@ def _trace(model: Any, step: Callable[[Any], Any], spec: Any, divide: Callable[[
             tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data)
         )
 
-    autograph = not compat.is_keras_3(compat.keras_of(model))  # as each Keras traces the step itself
-    with not_yet(), _building():
-        tf.function(lambda data: step(share(data)), autograph=autograph).get_concrete_function(spec)
+    with _building():
+        training_state.trace_step(model, lambda data: step(share(data)), spec)
 
 
 class _State(threading.local):
