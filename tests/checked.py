@@ -38,6 +38,8 @@ def prepare() -> None:
     from npu_device._src.collectives.engines.host import small_messages
     from npu_device.distribute import hccl_ops
 
+    if os.environ.get("NCCL_HOSTID") == "own":  # NCCL refuses two ranks of one host on one GPU (tests/gpu)
+        os.environ["NCCL_HOSTID"] = os.environ["RANK_ID"]
     rank, size, backend = npu.distribute.rank(), npu.distribute.size(), os.environ.get("NPU_DEVICE_BACKEND")
     if os.environ.get("NPU_DEVICE_SHARED_MEMORY") == "off" and (backend != "tensorflow" or size == 2):
         small_messages.MOST_ROOM_BYTES = 0  # the engine moves all data, however small

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from pool import Pool
 
 REMEDY = "jit_compile=False"
@@ -115,7 +116,60 @@ def test_fit(keras_ranks: Pool) -> None:
         assert result == "trained"
     for result, _ in keras_ranks.run(body_fit, True, False, False):
         assert (REMEDY in result) if several else result == "trained"
-    for arguments in ((True, True, False), (True, False, True)):
-        found = keras_ranks.run(body_fit, *arguments)
+    for broadcast, replicate in ((True, False), (False, True)):
+        found = keras_ranks.run(body_fit, True, broadcast, replicate)
         assert [result for result, _ in found] == ["trained"] * keras_ranks.size
-        assert ["XLA can't compile" in note for _, note in found] == [several] + [False] * (keras_ranks.size - 1)
+        turned_off = [several and broadcast] + [False] * (keras_ranks.size - 1)
+        assert ["XLA can't compile" in note for _, note in found] == turned_off
+
+
+def body_compiled_call(jit_compile: bool, kind: str) -> tuple[list[Any], int, str]:
+    """Train a replicated model; return losses and weights, in how many functions XLA was to compile, and messages."""
+    import logging
+
+    import numpy as np
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    keras = tf.keras
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("npu_device").addHandler(handler)
+    keras.utils.set_random_seed(5)
+    inputs = keras.Input((8, 3))
+    hidden = keras.layers.Conv1D(4, 3)(inputs)
+    if kind == "normalised":
+        hidden = keras.layers.BatchNormalization(synchronized=True)(hidden)
+    hidden = keras.layers.Flatten()(keras.layers.Activation("relu")(hidden))
+    model = keras.Model(inputs, keras.layers.Dense(2, kernel_regularizer=keras.regularizers.L2(0.01))(hidden))
+    npu.distribute.replicate(model)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"], jit_compile=jit_compile)
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(20, 8, 3)).astype("float32"), random.integers(0, 2, 20)
+    history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, validation_data=(x[:7], y[:7]))
+    history = {**history.history, **model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history}
+    logging.getLogger("npu_device").removeHandler(handler)
+    step = tf.function(model.train_step, autograph=False)
+    definitions = step.get_concrete_function((x[:8], y[:8])).graph.as_graph_def().library.function
+    compiled = sum("_XlaMustCompile" in each.attr and each.attr["_XlaMustCompile"].b for each in definitions)
+    found = [value for values in history.values() for value in values]
+    return found + [float(np.sum(weights)) for weights in model.get_weights()], compiled, "\n".join(messages)
+
+
+def test_compiled_call(several_keras_ranks: Pool, keras_single: Pool) -> None:
+    """XLA compiles the call of a replicated model, forward and backward, with the results of one process."""
+    [(right, _, _)] = keras_single.run(body_compiled_call, False, "plain")
+    for found, compiled, messages in several_keras_ranks.run(body_compiled_call, True, "plain"):
+        np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-6)
+        assert compiled >= 2 and "jit_compile" not in messages
+
+
+def test_calls_that_xla_cannot_compile(keras_two_ranks: Pool, keras_single: Pool) -> None:
+    [(right, _, _)] = keras_single.run(body_compiled_call, False, "normalised")
+    for rank, (found, compiled, messages) in enumerate(keras_two_ranks.run(body_compiled_call, True, "normalised")):
+        np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-6)
+        assert not compiled
+        assert ("normalises over all ranks" in messages) == (rank == 0)

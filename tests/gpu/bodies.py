@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 SAMPLES = 24  # divisible by 1, 2 and 3 ranks
-
-
-def be_own_host() -> None:
-    """Tell NCCL that this rank is alone on its host. NCCL refuses two ranks of one host on one GPU."""
-    os.environ["NCCL_HOSTID"] = os.environ["RANK_ID"]
 
 
 def devices() -> dict[str, Any]:

@@ -20,8 +20,6 @@ import pytest
 from pool import Pool
 from ranks import all_through, free_port
 
-from gpu import bodies
-
 HOST_MEMORY, NCCL = "host memory", "NCCL"
 _HERE = Path(__file__).parent
 _COUNT = 'import tensorflow as tf; print("GPUs:", len(tf.config.list_physical_devices("GPU")))'
@@ -81,10 +79,7 @@ class Way:
 
     def pool(self, size: int, keras: str) -> Pool:
         """Return the ranks of a size and a Keras."""
-        ranks = self.pool_with(size, keras, **self.environment(_directory(keras)))
-        if self.apart:
-            ranks.run(bodies.be_own_host)
-        return ranks
+        return self.pool_with(size, keras, **self.environment(_directory(keras)))
 
 
 @cache
@@ -103,7 +98,7 @@ def way(request: pytest.FixtureRequest, pytestconfig: pytest.Config, pool_with: 
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(_gpus())))
         environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0] if shares else visible
     if apart:
-        environment |= {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+        environment |= {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "NCCL_SOCKET_IFNAME": "lo", "NCCL_HOSTID": "own"}
     return Way(request.param, on_gpu, environment, apart, pool_with)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from gpu.conftest import Way
 
 BEGIN = """
 import os, signal, time
-os.environ["NCCL_HOSTID"] = os.environ["RANK_ID"]  # for ranks that share a GPU
+if "NCCL_HOSTID" in os.environ:
+    os.environ["NCCL_HOSTID"] = os.environ["RANK_ID"]
 import tensorflow as tf
 import npu_device as npu
 handle = npu.open().as_default()
@@ -81,4 +83,4 @@ except Exception as error:
             rank.kill()
             rank.wait()
     assert code == 3, ranks[0].output
-    assert "rank 1 on host here: does not answer: stopped" in ranks[0].output
+    assert re.search(r"rank 1 on host \S+: does not answer: stopped", ranks[0].output)

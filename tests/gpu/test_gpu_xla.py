@@ -10,7 +10,8 @@ from gpu.conftest import Way
 def test_compiled_functions(way: Way) -> None:
     for found in way.pool(2, "3").run(body_compiled_functions, timeout=60):
         assert found.pop("afterwards") == "[2.0, 4.0]"
-        assert "unsupported operations" in found.pop("in a function that has been traced")
+        refused = found.pop("in a function that has been traced")  # by TensorFlow itself; the second is on a GPU
+        assert "unsupported operations" in refused or "Trying to access resource" in refused
         assert all(text.startswith("RuntimeError") and REMEDY in text for text in found.values())
 
 
@@ -21,4 +22,4 @@ def test_keras_3_turns_xla_on(way: Way) -> None:
     for broadcast, replicate in ((True, False), (False, True)):
         found = ranks.run(body_fit, "auto", broadcast, replicate)
         assert [result for result, _ in found] == ["trained"] * 2
-        assert ["XLA can't compile" in note for _, note in found] == [way.on_gpu, False]
+        assert ["XLA can't compile" in note for _, note in found] == [way.on_gpu and broadcast, False]

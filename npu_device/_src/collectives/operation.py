@@ -161,7 +161,7 @@ def route_of(job: Job, group: Group, values: Sequence[Any], ragged: bool) -> tup
     """
     if group.tag is not None:  # a send and its receive
         return Route.WITH_DATA, None
-    nccl = job.hosts.engine == "nccl" and any(value.dtype.is_floating for value in values if value is not None)
+    nccl = any(job.hosts.uses_nccl(value.dtype) for value in values if value is not None)
     if not nccl and _number_of_hosts(job, group) == 1:
         return Route.WITH_DATA, None
     if nccl or ragged or not all(isinstance(value, (tf.Tensor, tf.TensorSpec)) for value in values):
@@ -213,7 +213,7 @@ class _Either:
 
 def _own_backend_of(job: Job, group: Group, dtype: tf.DType, divides: bool) -> Any:
     """Return the backend that moves a group's tensors on which the ranks have agreed."""
-    if job.hosts.engine == "nccl" and dtype.is_floating:
+    if job.hosts.uses_nccl(dtype):
         return tensorflow_backend
     hosts = _number_of_hosts(job, group)
     if hosts == 1:

@@ -257,11 +257,12 @@ def reduce_segments(
         return reduce_segments(Agreement(agreement.job), [upstream], reduction, group, wire)[0]
 
     results: list[list[tf.Tensor]] = [[]] * len(segments)
-    kinds: dict[tuple[bool, bool], list[int]] = {}
+    kinds: dict[tuple[bool, bool, bool], list[int]] = {}
     for place, segment in enumerate(segments):
         dtype = segment[0].dtype
-        kinds.setdefault((dtype.is_floating, wire_dtype(dtype, wire) == wire), []).append(place)
-    for (floating, compressed), places in kinds.items():
+        kind = dtype.is_floating, wire_dtype(dtype, wire) == wire, agreement.job.hosts.uses_nccl(dtype)
+        kinds.setdefault(kind, []).append(place)
+    for (floating, compressed, _), places in kinds.items():
         lists = list(map(segments.__getitem__, places))
         backend = backend_of(agreement, group, lists[0][0].dtype, divides=True)
         reduced = backend.all_reduce(agreement, lists, reduction, group, wire if compressed else None)

@@ -1,27 +1,97 @@
-"""Keep XLA away from the steps of a model: it can't compile a step that waits for other ranks."""
+"""XLA in the training of several ranks. It can't compile a step that waits for other ranks: ``replicate`` has it
+compile the model's call alone, forward and backward, and the reduction stays outside.
+"""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any, Callable
 
+import tensorflow as tf
+
+from npu_device._src import compat
 from npu_device._src.training import device
 
+if TYPE_CHECKING:
+    from npu_device._src.training.fit.step import Replaced
+
 _log = logging.getLogger("npu_device")
+_LAYERS_OF_SCRIPTS = ("Lambda", "TFOpLambda", "SlicingOpLambda", "ClassMethod", "InstanceMethod", "InstanceProperty")
+
+
+class _False(int):
+    """False for Keras, in a model whose calls the steps compile themselves."""
+
+
+_CALL_ONLY = _False(0)
 
 
 def turn_off(model: Any) -> None:
     """Set a Keras model's ``jit_compile`` to False before its step is traced; rank 0 logs it. Does nothing on a single
     device.
     """
-    job = device.unless_child()
-    if job is None or not getattr(model, "jit_compile", False):
+    if _is_on(model):
+        model.jit_compile = False
+        _warn(model, "")
+
+
+def leave_call(model: Any) -> None:
+    """Let XLA compile the call of a replicated model instead of its step, if it was to compile the step; if that can't
+    be done, see ``turn_off``.
+    """
+    if not _is_on(model):
         return
-    model.jit_compile = False
+    reason = _why_not(model)
+    model.jit_compile = False if reason else _CALL_ONLY
+    if reason:
+        _warn(model, f", nor the call of this model alone, because {reason}")
+
+
+def compiles_call(model: Any) -> bool:
+    """Return True if the steps of a model compile its call."""
+    return getattr(model, "jit_compile", False) is _CALL_ONLY and not model.run_eagerly
+
+
+def compile_call(model: Any, replaced: Replaced) -> None:
+    """Have XLA compile a model's call while a step is traced; TensorFlow then compiles the backward pass likewise."""
+
+    def compiled(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return tf.function(own, autograph=False, jit_compile=True)(*args, **kwargs)
+
+    replaced.replace(model, "call", compiled)
+
+
+def _is_on(model: Any) -> bool:
+    return device.unless_child() is not None and bool(getattr(model, "jit_compile", False))
+
+
+def _why_not(model: Any) -> str:
+    """Return why a model's call can't be compiled by itself: it might wait for other ranks, or hand out more than its
+    result; "" if it can.
+    """
+    for layer in compat.all_layers(model):
+        kind = type(layer)
+        if not compat.belongs_to_keras(kind) or kind.__name__ in _LAYERS_OF_SCRIPTS:
+            return f"{kind.__name__} {layer.name!r} can hold any code of the script"
+        if getattr(layer, "synchronized", False):
+            return f"{layer.name!r} normalises over all ranks"
+        if getattr(layer, "activity_regularizer", None) is not None or kind.__name__ == "ActivityRegularization":
+            return f"{layer.name!r} adds a loss"
+        if getattr(layer, "mask_zero", False) or kind.__name__ == "Masking":
+            return f"{layer.name!r} makes a mask, which the loss reads"
+        if getattr(layer, "noise_shape", None) is not None:
+            return f"{layer.name!r} may draw numbers that all ranks share"
+    return ""
+
+
+def _warn(model: Any, more: str) -> None:
+    job = device.unless_child()
+    assert job is not None
     if job.cluster.rank == 0:
         _log.warning(
-            "jit_compile is off for %s %r: XLA can't compile a step that waits for other ranks. Keras 3 turns it on by "
-            "itself on a GPU; jit_compile=False in model.compile leaves this message out.",
+            "jit_compile is off for %s %r: XLA can't compile a step that waits for other ranks%s. Keras 3 turns it on "
+            "by itself on a GPU; jit_compile=False in model.compile leaves this message out.",
             type(model).__name__,
             model.name,
+            more,
         )

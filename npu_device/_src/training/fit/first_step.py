@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -32,8 +32,7 @@ _SAMPLES = 5
 _SHOWN = 3
 
 
-@dataclass
-class _Verdict:
+class _Verdict(NamedTuple):
     """What one rank has found.
 
     Attributes:
@@ -63,7 +62,7 @@ def check(function: Function, batch: Any) -> str:
     if environment.NPU_DEVICE_FIRST_STEP_CHECK.get() == "off":
         return "not checked: NPU_DEVICE_FIRST_STEP_CHECK=off"
     world = function.world
-    found = world.objects(_verdict(function, batch), "first-step check")
+    found = [_Verdict(*one) for one in world.objects(tuple(_verdict(function, batch)), "first-step check")]
     wrong = [rank for rank, verdict in enumerate(found) if verdict.error]
     if wrong:
         names = ", ".join(world.job.cluster.name_of(world.group.ranks[rank]) for rank in wrong)

@@ -20,6 +20,7 @@ While a step runs (``step.Replaced`` gives everything back):
 - ``result`` and ``reset_state`` of metrics: the logs show the results of all ranks; a reset in a step is refused
 - ``_moments``, ``_sync_calculate_mean_and_var`` of synchronized batch normalisation: of all ranks (``batch_norm``)
 - ``next`` and ``skip`` of random generators: each rank draws its own numbers (``randomness``)
+- ``call`` of a model with ``jit_compile``: XLA compiles it instead of the step (``xla``)
 - in the first-step check ``call`` of Keras's layers that are noisy, and what applies gradients (``rehearsal``)
 """
 
@@ -117,7 +118,7 @@ class Replica:
 
     def prepare(self, kind: str) -> None:
         """Set what must be set before Keras makes a function."""
-        xla.turn_off(self.model)
+        xla.leave_call(self.model)
         if getattr(self.model, "autotune_steps_per_execution", False):
             # tf-keras would choose the number by the time that this rank takes; its callbacks would run at other steps.
             self.model.autotune_steps_per_execution = False

@@ -11,7 +11,7 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.cluster.frames import counted
 from npu_device._src.collectives.operation import explained, open_ports
-from npu_device._src.training import training_state
+from npu_device._src.training import training_state, xla
 from npu_device._src.training.world import World
 
 _SHOWN = 3
@@ -49,6 +49,7 @@ def lines(world: World, model: Any, rows: int | None, steps: int | None, checked
         f"  global batch   {batch}; {'unknown' if steps is None else steps} steps per epoch",
         f"  learning rate  {rates}, as given, not scaled by the number of ranks",
         f"  backend        {backend}; {threads} per rank",
+        *(["  XLA            compiles the model's forward and backward pass"] if xla.compiles_call(model) else []),
         *_normalisation(model),
         *([f"  open ports     {ports}"] if ports else []),
         f"  first step     {checked}",

@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
+from npu_device._src.training import xla
 from npu_device._src.training.fit import batch_norm
 from npu_device._src.training.fit.current import CurrentStep, current_step, running
 from npu_device._src.training.fit.losses_metrics import Losses, Metrics
@@ -158,6 +159,8 @@ class Step:
         self._replaced = Replaced()
         self._metrics = Metrics(parts, current, world, self._replaced)
         Losses(function.model, parts, current, world, self._replaced)
+        if xla.compiles_call(function.model):
+            xla.compile_call(function.model, self._replaced)
         synchronised = [layer for layer in parts.layers if getattr(layer, "synchronized", False)]
         if training and synchronised:
             batch_norm.synchronise(synchronised, current, world, self._replaced)

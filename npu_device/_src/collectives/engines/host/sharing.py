@@ -38,6 +38,11 @@ PAGE = mmap.PAGESIZE
 
 _TOKEN_BYTES = 32
 
+_NCCL_DTYPES = (tf.float16, tf.float32, tf.float64)
+"""Of the floating-point dtypes. TensorFlow 2.20 refuses bfloat16 ("Collective all-reduce does not support datatype
+DT_BFLOAT16 on DEVICE_GPU"), though NCCL has it.
+"""
+
 FIRST_BYTE = PAGE
 """Where the members' own data begins; the page before it says which memory this is, and which members have come."""
 
@@ -231,7 +236,7 @@ class Hosts:
         """Return whether tensors of a dtype go from GPU to GPU; the same on every rank. All others go through the
         hosts' memories, wherever they are.
         """
-        return bool(dtype.is_floating) and self.engine == "nccl"
+        return self.engine == "nccl" and dtype in _NCCL_DTYPES
 
 
 def detect_hosts(job: Job, device: Device) -> Hosts:

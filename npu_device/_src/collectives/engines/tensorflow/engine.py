@@ -120,12 +120,15 @@ def _all_reduce_one(
 
     dtype = tensor.dtype
     travels = wire_dtype(dtype, wire)
+    carrier = _CARRIERS.get(dtype, dtype)
     if merge in ("sum", "prod") and sum_dtype(travels) != travels:
-        return _reduce_narrow(job, tensor, travels, reduction, group)
+        carrier = sum_dtype(dtype)
+        if not job.hosts.uses_nccl(carrier):  # which is fast enough for 32 bits, and has no exchange of rows
+            return _reduce_narrow(job, tensor, travels, reduction, group)
     if dtype == tf.uint64:
         reduced = _reduce_uint64(reduce_native, tensor, merge)
     else:
-        reduced = reduce_native(tf.cast(tensor, _CARRIERS.get(dtype, dtype)))
+        reduced = reduce_native(tf.cast(tensor, carrier))
     return tf.cast(reduced / sum(counts_of(group)) if reduction == "mean" else reduced, dtype)
 
 
