@@ -96,6 +96,7 @@ def test_any_bytes_are_an_object_or_an_error(sent: Any) -> None:
 
 _SCRIPT = """
 import numpy as np
+import tensorflow as tf
 import npu_device as npu
 npu.open().as_default()
 rank = npu.distribute.rank()
@@ -109,6 +110,21 @@ try:
     print("own", type(npu.distribute.broadcast_object(Own())).__name__)
 except RuntimeError as error:
     print("error", error)
+
+class Model(tf.keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.words, self.out = tf.keras.layers.StringLookup(vocabulary=["a", "b"]), tf.keras.layers.Dense(1)
+
+    def call(self, words):
+        return self.out(tf.cast(self.words(words), tf.float32))
+
+model = npu.distribute.replicate(Model())
+model.compile("sgd", "mse")
+data = tf.data.Dataset.from_tensor_slices((tf.constant([["a"], ["b"], ["c"]]), tf.ones([3, 1]))).batch(3)
+checkpoint = npu.callbacks.FitCheckpoint(DIRECTORY)
+model.fit(data, epochs=2, verbose=0, callbacks=[checkpoint], validation_data=data)
+print("trained", model.predict(data).shape)
 """
 
 
@@ -121,9 +137,11 @@ def test_a_job_that_other_hosts_can_reach(tmp_path: Path, has_secret: bool) -> N
     shared = {"MASTER_ADDR": addresses[0], "MASTER_PORT": port, "WORLD_SIZE": "2"}
     if has_secret:
         shared["NPU_DEVICE_SECRET"] = "known to the ranks"
-    ended = job.finish(job.start_each(tmp_path, _SCRIPT, [{**shared, "RANK": str(rank)} for rank in range(2)]))
+    script = f"DIRECTORY = {str(tmp_path / 'checkpoints')!r}\n{_SCRIPT}"
+    ended = job.finish(job.start_each(tmp_path, script, [{**shared, "RANK": str(rank)} for rank in range(2)]))
     for one in ended:
         assert one.code == 0, one.output
+        assert "trained (3, 1)" in one.output
         assert "plain {'epoch': 3, 'x': array([1.5], dtype=float32)}" in one.output
         if has_secret:
             assert "own Own" in one.output

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 _ENTRY = re.compile(r"\d+|(GPU|MIG)-[0-9A-Za-z/-]+")
 _SHOWN_HOSTS = 8
 
-UNVERIFIED = "unverified: this package has never run it on a GPU"
+UNVERIFIED = "unverified between GPUs: it has run only between two ranks on one GPU"
 """The remark on NCCL in statements."""
 
 

@@ -42,8 +42,8 @@ def all_gather(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
 def all_to_all(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
     """Send row i of the tensor to rank i, and return the row from rank i as row i. Shape [group.size, …].
 
-    With NCCL all rows go to all ranks: there, with one GPU per process, TensorFlow 2.20 returns a rank its own rows. Seen
-    on an H200; no upstream issue is known.
+    With NCCL all rows go to all ranks: there, with one GPU per process, TensorFlow 2.20 returns a rank its own rows.
+    Seen on an H200; no upstream issue is known.
     """
     if job.hosts.uses_nccl(tensor.dtype):
         rows = tf.reshape(all_gather(job, tensor, group), tf.concat([[group.size], tf.shape(tensor)], 0))
