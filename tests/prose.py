@@ -72,7 +72,7 @@ def main() -> int:
             problems.append(f"{len(found)} {name}, at most {limit}; those of the last pages:")
             problems += [f"  {one}" for one in found[-10:]]
     print("\n".join(problems), file=sys.stderr)
-    if "--counts" in sys.argv:
+    if "--counts" in sys.argv[1:]:
         print(words, {name: len(found) for name, (found, _) in counted.items()})
     return 1 if problems else 0
 

@@ -1,4 +1,6 @@
-"""docs/compatibility.md is true: names that it calls there can be imported, the others not, and none is missing."""
+"""docs/compatibility.md is true: names that it calls there can be imported, the others not, and none is missing. The
+English of all pages follows the rules.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import prose
 import pytest
 from launcher import environment
 
@@ -84,3 +87,7 @@ def test_every_public_name_has_a_docstring() -> None:
             if ours and callable(thing) and not (thing.__doc__ or "").strip():
                 missing.append(f"{face}.{name}")
     assert not missing, missing
+
+
+def test_the_english_of_pages_follows_the_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    assert prose.main() == 0, capsys.readouterr().err
