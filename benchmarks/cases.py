@@ -177,6 +177,7 @@ def faster(quick: bool, ranks: int) -> Case:
             Rival(ONE_PROCESS, sides.ONE_PROCESS, "training", (model, False, None, None, False, ranks)),
             Rival(TWO_DEVICES, sides.TWO_DEVICES, "training", (model,)),
             Rival(TWO_RANKS, sides.SHARED_MEMORY, "training", (model, True, None)),
+            Rival(f"{TWO_RANKS}, {ALONE}", sides.SHARED_MEMORY, "training", (model, False, None)),
             Rival(TWO_HOSTS, sides.RING_OF_HOSTS, "training", (model, True, None)),
         )
         rounds.append(Round(model, ranks * SAMPLES[model], 1 if quick else steps, rivals, gbit=10.0))
