@@ -181,13 +181,13 @@ def faster(quick: bool, ranks: int) -> Case:
             Rival(TWO_HOSTS, sides.RING_OF_HOSTS, "training", (model, True, None)),
         )
         rounds.append(Round(model, ranks * SAMPLES[model], 1 if quick else steps, rivals, gbit=10.0))
-    rivals = (
+    readers = (
         Rival(ONE_PROCESS, sides.ONE_PROCESS, "reading", ("images", True)),
         Rival(TWO_DEVICES, sides.TWO_DEVICES, "reading", ("images",)),
         Rival(TWO_RANKS, sides.SHARED_MEMORY, "reading", ("images", True)),
         Rival(TWO_HOSTS, sides.RING_OF_HOSTS, "reading", ("images", True)),
     )
-    rounds.append(Round("images", READ_SAMPLES, 1, rivals, gbit=10.0))
+    rounds.append(Round("images", READ_SAMPLES, 1, readers, gbit=10.0))
     return Case("faster", "samples a second", tuple(rounds), one_side_at_a_time=True)
 
 
