@@ -174,9 +174,10 @@ PER_SAMPLE = CONTRASTIVE.replace(f"tf.reduce_mean({PAIRS})", "tf.reduce_sum(tf.s
 MEAN = CONTRASTIVE.replace(PAIRS, "tf.square(z - y + self.newest)")
 QUEUE = MEAN.replace("gradients =", "self.newest.assign(z[:1])\n        gradients =", 1)
 LOCAL_LOG = MEAN.replace('"loss": loss', '"loss": tf.reduce_max(z)')
+MIXED = 'tf.keras.mixed_precision.set_global_policy("mixed_float16")'
 REPLICATED = "npu.distribute.replicate(Model())"
 FITS = {
-    "adam": ("", "", REPLICATED, "Adam(0.01)"),
+    "mixed": ("", MIXED, REPLICATED, "AdamW(0.01, use_ema=True)"),
     "momentum": ("", "", REPLICATED, "SGD(0.1, momentum=0.9)"),
     "forgotten": ("same samples", "", "Model()", "Adam(0.01)"),
     "contrastive": ("unknown", CONTRASTIVE, REPLICATED, "SGD(0.1)"),
@@ -190,7 +191,7 @@ FITS = {
 def test_fit(name: str, tmp_path: Path) -> None:
     size, keras = ((3, "3"), (2, "2"), (2, "3"), (3, "2"))[list(FITS).index(name) % 4]
     cause, step, model, optimizer = FITS[name]
-    source = FIT.format(step=step.strip("\n"), model=model, optimizer=optimizer, eager=name not in ("adam", "queue"))
+    source = FIT.format(step=step.strip("\n"), model=model, optimizer=optimizer, eager=name not in ("mixed", "queue"))
     verdict = verified(tmp_path, source, size, keras)
     assert verdict.cause == cause, report.text(verdict)
     assert any("batch normalisation isn't synchronized in 1 layers" in note for note in verdict.notes)
@@ -314,6 +315,7 @@ def test_the_page_has_all_verdicts() -> None:
         (["--steps", "0", "x.py"], "must be 1 or more"),
         (["--hosts", "a,b", "x.py"], "verify runs on this host only"),
         (["-n", "100000", __file__], "need more memory than"),
+        (["--html", "no/such/page.html", __file__], "there is no such directory"),
         (["--keep", str(Path(__file__).parent), __file__], "must be a new or empty directory"),
     ],
 )

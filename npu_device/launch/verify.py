@@ -47,6 +47,8 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"{sizes[-1]} ranks need more memory than the {memory >> 30} GiB of this machine")
     if given.keep and os.path.exists(given.keep) and (not os.path.isdir(given.keep) or os.listdir(given.keep)):
         parser.error(f"--keep {given.keep}: must be a new or empty directory")
+    if given.html and not Path(given.html).resolve().parent.is_dir():
+        parser.error(f"--html {given.html}: there is no such directory")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and so end the script's processes
     with tempfile.TemporaryDirectory(prefix="npurun-verify-") as directory:
         return _verify(given, words, sizes, Path(given.keep or directory).resolve())
@@ -57,7 +59,7 @@ def _verify(given: argparse.Namespace, words: Sequence[str], sizes: Sequence[int
         _say(f"{words[0]}: one process twice, then {' and '.join(map(str, sizes))} ranks, {given.steps} steps each")
         _say(f"your files stay as they are, as far as this covers: {COVERED}")
     folders = [Path.cwd(), *([] if given.module else [Path(words[0]).resolve().parent])]
-    before = state_of(folders)
+    before = state_of(folders, directory)
     start = Process(str(directory), given.steps, given.module, given.replicate)
     problem = run(start, sizes, words, horovod=given.horovod)
     if problem:
@@ -66,7 +68,7 @@ def _verify(given: argparse.Namespace, words: Sequence[str], sizes: Sequence[int
     from npu_device._src.verify import report
 
     verdict = report.judge(start.runs(sizes))
-    changed = sorted(path for path, state in state_of(folders).items() if before.get(path) != state)
+    changed = sorted(path for path, state in state_of(folders, directory).items() if before.get(path) != state)
     if changed:
         verdict.notes.append(f"these files changed, by calls that aren't covered: {', '.join(changed[:5])}")
     print(json.dumps(asdict(verdict)) if given.json else report.text(verdict))

@@ -69,12 +69,14 @@ class Record:
         calls: calls of the script that may explain a difference: kind, line, and what else is to be known.
         joined: the process was a rank of a job.
         horovod: by Horovod's names.
+        last_bit: of the dtype in which its models compute.
     """
 
     steps: list[Step] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     joined: bool = False
     horovod: bool = False
+    last_bit: float = 0.0
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         """Return the calls of a kind."""
@@ -115,7 +117,7 @@ def average_of(ranks: Sequence[Record]) -> Record:
         average = np.mean(known, axis=0) if len(known) == len(each) else each[0].gradients
         first = ranks[0].steps[number]
         steps.append(Step(first.optimizer, first.names, average, first.weights, union(each)))
-    return Record(steps, ranks[0].calls, joined=True, horovod=True)
+    return Record(steps, ranks[0].calls, joined=True, horovod=True, last_bit=ranks[0].last_bit)
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def compare(one: Record, again: Record, other: Record) -> list[Deviation]:
     found = []
     for number, steps in enumerate(zip(one.steps, again.steps, other.steps)):
         first = steps[0]
-        least = _LEAST if first.rows and one is not again else _LEAST_UNPERTURBED
+        least = max(_LEAST if first.rows and one is not again else _LEAST_UNPERTURBED, one.last_bit)
         # An update is what is left when rounded weights are subtracted.
         rounding = _ROUNDINGS * np.linalg.norm(first.weights, axis=1)
         for kind, names, arrays in (

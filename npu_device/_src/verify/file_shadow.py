@@ -150,14 +150,17 @@ def _whole(path: Any, keywords: dict[str, Any]) -> Any:
     return os.path.join(os.readlink(f"/proc/self/fd/{descriptor}"), os.fsdecode(path))
 
 
-def state_of(folders: Sequence[Path]) -> dict[str, tuple[int, int]]:
-    """Return time and size of files below some folders, to find out afterwards what has changed; not of all of many."""
+def state_of(folders: Sequence[Path], own: Path) -> dict[str, tuple[int, int]]:
+    """Return time and size of files below some folders, to find out afterwards what has changed; not of all of many,
+    and none of the directory of all runs.
+    """
     found: dict[str, tuple[int, int]] = {}
-    for folder in folders:
-        for root, directories, names in os.walk(folder):
-            directories[:] = sorted(name for name in directories if not name.startswith((".", "__pycache__")))
-            for path in (os.path.join(root, name) for name in names if len(found) < _MOST_FILES):
-                if os.path.exists(path):
-                    status = os.stat(path)
-                    found[path] = (status.st_mtime_ns, status.st_size)
+    for root, directories, names in (each for folder in folders for each in os.walk(folder)):
+        directories[:] = sorted(
+            name for name in directories if not name.startswith((".", "__pycache__")) and Path(root, name) != own
+        )
+        for path in (os.path.join(root, name) for name in names if len(found) < _MOST_FILES):
+            if os.path.exists(path):
+                status = os.stat(path)
+                found[path] = (status.st_mtime_ns, status.st_size)
     return found

@@ -52,8 +52,6 @@ def judge(runs: Sequence[Sequence[Process]]) -> Verdict:
         found = Findings(single, moved, ranks)
         cause, text = causes.cause_of(found)
         verdict.table += _table(found)
-        if not cause and not ranks[0].horovod and _logs_differ(found):
-            notes.append("each rank logs losses of its own samples; npu.distribute.replicate(model) logs all ranks'.")
         if cause and not verdict.cause:
             not_comparable = cause in (causes.NO_CALL, causes.RANDOM)
             verdict.code, verdict.cause = NOT_COMPARABLE if not_comparable else DIFFERS, cause
@@ -74,12 +72,6 @@ def _notes(record: compare.Record) -> list[str]:
             "its moving statistics. For one process's result: BatchNormalization(synchronized=True)."
         )
     return notes
-
-
-def _logs_differ(found: Findings) -> bool:
-    """Return True if the ranks of fit log different losses; those of sessions always do."""
-    losses = [[step.logs["loss"] for step in ranks if "loss" in step.logs] for _, *ranks in found.steps]
-    return any(len(set(each)) > 1 for each in losses)
 
 
 def _table(found: Findings) -> list[str]:

@@ -55,7 +55,7 @@ class Recorder:
         """Call a function with the arrays of tensors, now or when the graph runs; None stands for no gradient.
 
         Returns:
-            The context of what is to happen after that. A function orders it by itself, and may make variables there.
+            The context of what is to happen after that.
         """
 
         def call(*arrays: Any) -> np.bool_:
@@ -69,7 +69,7 @@ class Recorder:
                 call(*(tensor.numpy() for tensor in dense))
                 return contextlib.nullcontext()
             done = tf.numpy_function(call, dense, tf.bool)
-        return tf.control_dependencies([] if tf.inside_function() else [done])
+        return tf.control_dependencies([done])
 
     def step(self, optimizer: str, names: Sequence[str], gradients: Any, weights: Any) -> None:
         """Keep a step of an optimizer; end the process, if it is the last one.
@@ -103,18 +103,20 @@ class Recorder:
         known = self._next.own
         known[len(arrays)] = known.get(len(arrays), 0) + _projected(arrays)
 
-    def rows(self, inputs: Any, counted: Any) -> None:
+    def rows(self, inputs: Any, counted: Any) -> Any:
         """Keep the digests of a batch's rows.
 
         Args:
             inputs: nested tensors.
             counted: how many of the rows count; None for all.
+
+        Returns:
+            The context of what is to happen after that.
         """
         leaves = [leaf.to_tensor() if isinstance(leaf, tf.RaggedTensor) else leaf for leaf in tf.nest.flatten(inputs)]
         leaves = [leaf for leaf in leaves if isinstance(leaf, (tf.Tensor, np.ndarray))]
         count = tf.constant(-1) if counted is None else tf.cast(counted, tf.int32)
-        if leaves:
-            self.before([count, *leaves], lambda *arrays: self._next.rows.update(_digests(*arrays)))
+        return self.before([count, *leaves], lambda *arrays: self._next.rows.update(_digests(*arrays)))
 
     def logs(self, values: dict[str, float]) -> None:
         """Keep what the script sees of the last step: losses and metrics."""

@@ -7,6 +7,7 @@ inputs on, shuffling keeps the order, and batch normalisation that isn't synchro
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -117,10 +118,12 @@ class Hooks:
                 self._recorder.note("random", _line_of(operation), what=operation.type)
         weights = [*trained, *self._states.setdefault(name, _states(self._models, trained))]
         names = [getattr(variable, "path", variable.name) for variable in weights]
-        return self._recorder.before(
+        after = self._recorder.before(
             [*gradients, *weights],
             lambda *arrays: self._recorder.step(name, names, arrays[: len(trained)], arrays[len(trained) :]),
         )
+        # A function reads variables before it changes them, and an optimizer may make some there.
+        return contextlib.nullcontext() if tf.inside_function() else after
 
     def _gradient(self, own: Any, tape: Any, *args: Any, **kwargs: Any) -> Any:
         found = own(tape, *args, **kwargs)
@@ -143,8 +146,12 @@ class Hooks:
             self._models.append(model)
         step, process = current_step(), self._recorder.process
         inputs = args[0] if args else next(iter(kwargs.values()), None)
-        self._recorder.rows(inputs, step and step.share.rows * tf.cast(step.share.counts, tf.int32))
-        by = _LAST_BITS.get(model.compute_dtype, _LAST_BIT) if process.perturbed else 0.0
+        with self._recorder.rows(inputs, step and step.share.rows * tf.cast(step.share.counts, tf.int32)):
+            if args and not tf.executing_eagerly():  # else a function may count the rows in the next step
+                args = (tf.nest.map_structure(_identity, args[0]), *args[1:])
+        last_bit, record = _LAST_BITS.get(model.compute_dtype, _LAST_BIT), self._recorder.record
+        record.last_bit = max(record.last_bit, last_bit)
+        by = last_bit if process.perturbed else 0.0
         if self._by_horovod():  # so that each rank has gradients of its own
             by = _MUCH
         change = functools.partial(changed, by=by, seed=process.rank)
@@ -268,6 +275,10 @@ def _states(models: Sequence[Any], trained: Sequence[Any]) -> list[Any]:
     found = [weight for model in models for weight in model.weights if not weight.trainable]
     found += [variable for model in models for variable in training_state.loose_variables(model)]
     return [each for each in found if id(each) not in known and tf.as_dtype(each.dtype).is_floating]
+
+
+def _identity(value: Any) -> Any:
+    return tf.identity(value) if isinstance(value, tf.Tensor) else value
 
 
 def changed(value: Any, by: float = _LAST_BIT, seed: int = 0) -> Any:
