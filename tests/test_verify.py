@@ -174,6 +174,8 @@ PER_SAMPLE = CONTRASTIVE.replace(f"tf.reduce_mean({PAIRS})", "tf.reduce_sum(tf.s
 MEAN = CONTRASTIVE.replace(PAIRS, "tf.square(z - y + self.newest)")
 QUEUE = MEAN.replace("gradients =", "self.newest.assign(z[:1])\n        gradients =", 1)
 LOCAL_LOG = MEAN.replace('"loss": loss', '"loss": tf.reduce_max(z)')
+NOISE = MEAN.replace("z - y", "z + tf.random.normal(tf.shape(z)) - y")
+DIVIDED = "x, y = (each[npu.distribute.rank() :: npu.distribute.size()] for each in (x, y))"
 MIXED = 'tf.keras.mixed_precision.set_global_policy("mixed_float16")'
 REPLICATED = "npu.distribute.replicate(Model())"
 FITS = {
@@ -184,6 +186,8 @@ FITS = {
     "loss per sample": ("sum averaged", PER_SAMPLE, REPLICATED, "SGD(0.1)"),
     "queue": ("state in the step", QUEUE, REPLICATED, "SGD(0.1)"),
     "local log": ("other logs", LOCAL_LOG, REPLICATED, "SGD(0.1)"),
+    "loaded": ("not reduced", DIVIDED, "Model()", "Adam(0.01)"),
+    "noise": ("random numbers", NOISE, REPLICATED, "SGD(0.1)"),
 }
 
 
