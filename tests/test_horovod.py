@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from launcher import environment, npurun, script
+from mpi_ranks import mpiexec
 from pool import Pool
 
 PASSES = 3
@@ -47,7 +50,12 @@ def body_operations() -> None:
     out = layer(tf.fill([2, 1], float(rank)), training=True)
     np.testing.assert_allclose(layer.moving_mean, [(size - 1) / 2], rtol=1e-6)
     assert size == 1 or abs(float(hvd.allreduce(out[0, 0]))) < 1e-5
-    for wrong in (lambda: hvd.allreduce(mine, op=hvd.Adasum), lambda: hvd.allgather(mine, process_set=1)):
+    callback = importlib.import_module("npu_device.horovod.keras").callbacks.BroadcastGlobalVariablesCallback
+    for wrong in (
+        lambda: hvd.allreduce(mine, op=hvd.Adasum),
+        lambda: hvd.allgather(mine, process_set=1),
+        lambda: callback(0, device="", local_variables=[mine]),
+    ):
         with pytest.raises(NotImplementedError, match="What to do"):
             wrong()
     if size > 1:
@@ -161,6 +169,37 @@ def test_session(ranks: Pool) -> None:
     assert ranks.run(body_session) == [pytest.approx(1 - 0.5 * mean)] * ranks.size
 
 
+def body_callbacks(graph: bool) -> Any:
+    import tensorflow as tf
+
+    import npu_device.horovod.tensorflow.keras as hvd
+
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    with tf.Graph().as_default() if graph else contextlib.nullcontext():
+        tf.keras.utils.set_random_seed(rank)
+        optimizers = tf.keras.optimizers.legacy if graph else tf.keras.optimizers
+        model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)])
+        model.compile(hvd.DistributedOptimizer(optimizers.SGD(0.1 * size)), "mse", metrics=["mae"])
+        callbacks = [
+            hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+            hvd.callbacks.MetricAverageCallback(device=""),
+            hvd.callbacks.LearningRateWarmupCallback(0.1 * size, warmup_epochs=2),
+            hvd.callbacks.LearningRateScheduleCallback(0.1 * size, lambda epoch: 0.1, start_epoch=2),
+        ]
+        x = np.random.default_rng(rank).normal(size=(16, 3)).astype(np.float32)
+        found = model.fit(x, x[:, :1] + rank, 8, epochs=3, verbose=0, callbacks=callbacks).history
+        return found, [value.tolist() for value in model.get_weights()]
+
+
+@pytest.mark.parametrize("graph", [False, pytest.param(True, marks=pytest.mark.only_keras("2"))])
+@pytest.mark.every_combination
+def test_callbacks(keras_ranks: Pool, graph: bool) -> None:
+    ends, size = keras_ranks.run(body_callbacks, graph), keras_ranks.size
+    assert all(end == ends[0] for end in ends)
+    assert ends[0][0]["lr"] == pytest.approx([0.1 * (1 + (size - 1) / 2), 0.1 * size, 0.01 * size])
+
+
 TRAIN = """
     import sys
     import horovod
@@ -230,6 +269,18 @@ def test_module_that_runs_a_script(tmp_path: Path) -> None:
         "npu_device has no horovod.mxnet.",
     ]
     assert "torchrun" in done.stdout and "npurun docs from_horovod" in done.stdout
+
+
+def test_under_mpiexec(tmp_path: Path) -> None:
+    text = """
+        import os
+        import horovod.tensorflow as hvd
+        hvd.init()
+        os.write(1, f"{hvd.rank()} {hvd.allgather_object(hvd.rank())}\\n".encode())  # in one piece
+        """
+    command = [*mpiexec("MPICH"), "-n", "2", sys.executable, "-m", "npu_device.horovod", script(tmp_path, text)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert sorted(done.stdout.splitlines()) == ["0 [0, 1]", "1 [0, 1]"], done.stderr
 
 
 def test_horovods_launcher_is_refused() -> None:

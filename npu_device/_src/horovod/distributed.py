@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -20,8 +20,6 @@ from npu_device._src.training.local_gradients import LocalGradients, made_dense
 from npu_device._src.training.optimizer_wrapper import npu_distributed_keras_optimizer_wrapper
 from npu_device._src.training.reduce_values import reduce_by_hand
 from npu_device._src.training.world import world_unless_child
-
-_START_LEVEL = logging.INFO  # Scripts broadcast after the first step: before, the ranks' variables may differ.
 
 
 @dataclass(frozen=True)
@@ -42,6 +40,7 @@ class _Settings:
     op: int = Average
     backward_passes_per_step: int = 1
     average_aggregated_gradients: bool = False
+    start_level: ClassVar = logging.INFO  # scripts broadcast after the first step: before, variables may differ
     process_set: Any = None
     gradient_predivide_factor: float = 1.0
     use_locking: bool = False
@@ -68,7 +67,7 @@ class _Settings:
         ranks, gradients = world_unless_child(), made_dense(gradients) if self.sparse_as_dense else list(gradients)
         if ranks is None:
             return gradients
-        return reduce_by_hand(ranks, gradients, gradients, self.options, _START_LEVEL)
+        return reduce_by_hand(ranks, gradients, gradients, self.options, self.start_level)
 
 
 def DistributedOptimizer(optimizer: Any, name: str | None = None, **arguments: Any) -> Any:
@@ -102,11 +101,10 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, **arguments: A
     options = settings.options
     npu_distributed_keras_optimizer_wrapper(optimizer, options.kind, compression=options.compression)
     if reduction := reduction_of(optimizer):  # with several ranks
-        reduction.start_level = _START_LEVEL
+        reduction.start_level = settings.start_level
     keras = compat.keras_of(optimizer)
     if compat.is_keras_3(keras):
-        own: Any = type(optimizer)
-        optimizer.__class__ = _with_old_names(own)
+        optimizer.__class__ = _with_old_names(optimizer.__class__)
         if environment.NPU_DEVICE_HOROVOD.is_set():
             _take_old_argument(next(kind for kind in keras.Model.__mro__ if "compile" in vars(kind)))
     if settings.sparse_as_dense or settings.backward_passes_per_step > 1:
@@ -166,8 +164,7 @@ def DistributedGradientTape(gradtape: Any, **arguments: Any) -> Any:
         TypeError: a compressor that the script defines, or an unknown argument.
     """
     tape = copy.copy(gradtape)
-    own: Any = type(gradtape)
-    tape.__class__ = _distributed(own)
+    tape.__class__ = _distributed(gradtape.__class__)
     tape.npu_settings = _Settings(**arguments)
     return tape
 

@@ -18,9 +18,17 @@ _Logs = Union[dict[str, Any], None]
 class BroadcastGlobalVariablesCallback(NPUBroadcastGlobalVariablesCallback):
     """Gives all ranks the root's weights and optimizer state before the first step of ``fit``."""
 
+    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
+        if local_variables:
+            raise NotImplementedError("local_variables aren't supported.\nWhat to do: keep them out of the model.")
+        super().__init__(root_rank)
+
 
 class MetricAverageCallback(tf.keras.callbacks.Callback):
     """Averages the logs of an epoch over the ranks, without weights, before later callbacks see them."""
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
 
     def on_epoch_end(self, epoch: int, logs: _Logs = None) -> None:
         """Average in place."""
@@ -69,7 +77,8 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
         """Find the initial learning rate, and the steps of an epoch."""
         if self.initial_lr is None:
             self.initial_lr = self._get("learning_rate")
-        self.steps_per_epoch = self.steps_per_epoch or self.params.get("steps")
+        steps, samples, batch = map(self.params.get, ("steps", "samples", "batch_size"))  # TensorFlow 1: no steps
+        self.steps_per_epoch = self.steps_per_epoch or steps or (samples or 0) // (batch or 1)
         if not self.staircase and not self.steps_per_epoch:
             raise ValueError(f"{type(self).__name__}: the steps of an epoch aren't known; pass steps_per_epoch")
 

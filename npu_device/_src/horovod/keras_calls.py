@@ -93,8 +93,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
     Raises:
         RuntimeError: eager mode.
     """
-    operation = sent_state.broadcast_global_variables(root_rank)
-    return compat.session_backend().get_session().run(operation)
+    return compat.session_backend().get_session().run(sent_state.broadcast_global_variables(root_rank))
 
 
 def load_model(

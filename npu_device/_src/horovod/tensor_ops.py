@@ -179,7 +179,7 @@ def grouped_allreduce(
 
 
 def _times(value: tf.Tensor, factor: float) -> tf.Tensor:
-    wide = tf.float64 if value.dtype.is_integer else value.dtype
+    wide = tf.float64 if value.dtype.is_integer else tf.float32 if value.dtype.size < 4 else value.dtype
     return value if factor == 1.0 else tf.cast(tf.cast(value, wide) * tf.cast(factor, wide), value.dtype)
 
 
@@ -192,8 +192,11 @@ def _with_gradient_times(tensor: tf.Tensor, factor: float) -> tf.Tensor:
     """Return a tensor whose gradient is multiplied."""
     if not tensor.dtype.is_floating:
         return tensor
-    factor_like = tf.cast(factor, tensor.dtype)
-    return differentiable([tf.identity(tensor)], lambda upstream: [upstream * factor_like], [tensor])[0]
+
+    def backward(upstream: tf.Tensor) -> list[tf.Tensor]:
+        return [upstream * tf.cast(factor, upstream.dtype)]  # scripts give float32 for float64, too
+
+    return differentiable([tf.identity(tensor)], backward, [tensor])[0]
 
 
 @_operation
