@@ -172,7 +172,7 @@ def test_groups_made_of_other_ranks_are_named(tmp_path: Path) -> None:
         "    if rank < 2: npu.distribute.all_reduce(three, group='pair')",
     ).replace("import npu_device as npu", "import npu_device as npu\nfrom hccl.manage.api import create_group")
     results = job.run(tmp_path, 3, script, NPU_DEVICE_STALL_WARNING="1", NPU_DEVICE_STALL_TIMEOUT="3")
-    assert "rank 1 on host here: has made a different group of this name, with ranks 0, 1" in results[0].output
+    assert "rank 1 on host node0: has made a different group of this name, with ranks 0, 1" in results[0].output
     assert results[0].code == results[1].code == 1
 
 

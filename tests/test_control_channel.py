@@ -106,7 +106,7 @@ def test_when_rank_0_is_frozen_the_others_end_after_the_limit(tmp_path: Path, ba
     processes[0].wait()
     for result in results:
         assert result.code == 1
-        assert "rank 0 on host here: does not answer: stopped, overloaded, or cut off" in result.output
+        assert "rank 0 on host node0: does not answer: stopped, overloaded, or cut off" in result.output
         assert "This is the limit (NPU_DEVICE_STALL_TIMEOUT seconds)" in result.output
 
 
@@ -162,7 +162,7 @@ finally:
         assert _stamp(result.output, "raised") - _stamp(results[0].output, "killed") < 1.0  # 0.1 s on a free machine
         if backend == "tensorflow" and "/job:worker/replica:0/task:0" in result.output:
             continue  # TensorFlow's ring saw the broken connection first, and names the rank in its own way
-        assert "rank 0 on host here is gone" in result.output
+        assert "rank 0 on host node0 is gone" in result.output
         assert "look at the output of rank 0" in result.output
 
 
@@ -244,7 +244,7 @@ finally:
 """
     )
     results = job.run(tmp_path, 2, source)
-    assert "rank 1 on host here is gone" in results[0].output
+    assert "rank 1 on host node0 is gone" in results[0].output
     assert _stamp(results[0].output, "raised") - _stamp(results[1].output, "killed") < 2
 
 

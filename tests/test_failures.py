@@ -236,7 +236,7 @@ def test_used_before_open_where_the_job_needs_tensorflows_server(tmp_path: Path)
     for result in job.run(tmp_path, 2, USED + "npu.open()", **all_through("tensorflow")):
         assert result.code == 1
         assert "Failed open npu device" in result.output
-        assert "TensorFlow has been used before npu.open() on rank 1 on host here" in result.output
+        assert "TensorFlow has been used before npu.open() on rank 1 on host node0" in result.output
         assert "right after the imports" in result.output
 
 
@@ -249,7 +249,7 @@ def test_used_before_open_where_no_engine_is_named(tmp_path: Path) -> None:
     assert all("sum 2.0" in result.output for result in results)
     warnings = "".join(result.output for result in results)
     assert warnings.count("TensorFlow's collectives can't be used between hosts, and all ranks use TCP") == 1
-    assert "TensorFlow has been used before npu.open() on rank 1 on host here" in warnings
+    assert "TensorFlow has been used before npu.open() on rank 1 on host node0" in warnings
     assert "NPU_DEVICE_BACKEND=tcp" in warnings
 
 
@@ -366,7 +366,7 @@ def test_a_rank_that_stops_while_its_data_are_sent(tmp_path: Path, backend: str)
             rank.kill()
             rank.wait()
     assert code == 3, ranks[0].output
-    assert "rank 1 on host here: does not answer: stopped" in ranks[0].output
+    assert "rank 1 on host node0: does not answer: stopped" in ranks[0].output
 
 
 @pytest.mark.slow
@@ -375,7 +375,7 @@ def test_a_rank_that_is_killed_while_its_data_are_sent(tmp_path: Path, backend: 
     results = job.run(tmp_path, 3, TRANSFERS.replace("{signal}", "SIGKILL"), **all_through(backend))
     for other in (results[0], results[2]):
         assert other.code == 3, other.output
-        assert "rank 1 on host here" in other.output
+        assert "rank 1 on host node0" in other.output
         assert other.at - results[1].at < 5
 
 

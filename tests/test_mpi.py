@@ -71,5 +71,5 @@ def test_a_rank_that_stops_is_named_and_ends_the_job(kind: str, tmp_path: Path) 
 def test_without_an_mpiexec_every_rank_says_what_to_do(tmp_path: Path) -> None:
     for result in job.run(tmp_path, 2, "import npu_device as npu\nnpu.open()", NPU_DEVICE_BACKEND="mpi"):
         assert result.code == 1
-        assert "NPU_DEVICE_BACKEND is mpi, but MPI can't be used:\n  rank 0 on host here: " in result.output
+        assert "NPU_DEVICE_BACKEND is mpi, but MPI can't be used:\n  rank 0 on host node0: " in result.output
         assert "start all ranks with one mpiexec" in result.output

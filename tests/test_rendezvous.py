@@ -55,7 +55,7 @@ def test_they_find_each_other(scheme: str, size: int, chief_first: bool, start: 
             time.sleep(0.3)
     clusters = [rank.report()["cluster"] for rank in ranks if rank is not None]
     loopback = "::1" if "IPv6" in scheme else "127.0.0.1"
-    host = {"rank table": "here", "CM_*": "127.0.0.1", "CM_* IPv6": "::1", "TF_CONFIG": "localhost"}[scheme]
+    host = {"rank table": "node0", "CM_*": "127.0.0.1", "CM_* IPv6": "::1", "TF_CONFIG": "localhost"}[scheme]
     for rank, cluster in enumerate(clusters):
         assert (cluster["rank"], cluster["world_size"]) == (rank, size)
         assert (cluster["local_rank"], cluster["local_size"], cluster["device_id"]) == (rank, size, rank)
@@ -130,9 +130,9 @@ def test_the_port_can_be_bound_and_is_given_to_nobody_else() -> None:
 def test_missing(start: Any, tmp_path: Path) -> None:
     text = one_error([start(by_table(tmp_path, 3, rank)) for rank in (0, 2)])
     assert text.startswith("EI0015: 1 of the 3 ranks of job 'tests' did not come within 2 s (HCCL_CONNECT_TIMEOUT):")
-    assert "  rank 0 on host here: came (machine " in text
-    assert "  rank 1 on host here: missing\n" in text
-    assert "  rank 2 on host here: came (machine " in text
+    assert "  rank 0 on host node0: came (machine " in text
+    assert "  rank 1 on host node0: missing\n" in text
+    assert "  rank 2 on host node0: came (machine " in text
     assert "What to do:" in text
 
 
@@ -141,7 +141,7 @@ def test_a_rank_that_came_and_died(start: Any, tmp_path: Path) -> None:
     wait_until_connected(tmp_path, 2)
     ranks[1].process.kill()
     text = one_error(ranks[:1])
-    assert f"rank 1 on host here: missing; it came, but left before the end (machine {socket.gethostname()}" in text
+    assert f"rank 1 on host node0: missing; it came, but left before the end (machine {socket.gethostname()}" in text
     assert f"pid {ranks[1].process.pid})" in text
 
 
@@ -161,9 +161,9 @@ def test_doubled(doubled: int, start: Any, tmp_path: Path) -> None:
     text = one_error(ranks)
     assert time.monotonic() - began < LIMIT  # nobody waits for the time-out
     assert text.startswith("the ranks that came to job 'tests' don't match (doubled rank):")
-    assert text.count(f"  rank {doubled} on host here: doubled (machine ") == 2
+    assert text.count(f"  rank {doubled} on host node0: doubled (machine ") == 2
     assert text.count(": came (machine ") == 1
-    assert "  rank 2 on host here: missing" in text
+    assert "  rank 2 on host node0: missing" in text
     for rank in ranks:
         assert f"pid {rank.process.pid})" in text
 
@@ -202,7 +202,7 @@ def test_another_version(package: str, start: Any, tmp_path: Path) -> None:
     text = one_error(ranks)
     assert time.monotonic() - began < LIMIT
     assert "don't match (another version)" in text
-    assert f"  rank 1 on host here: another version, {package} 2.1 (the chief: 2.0) (machine " in text
+    assert f"  rank 1 on host node0: another version, {package} 2.1 (the chief: 2.0) (machine " in text
     assert "install the same versions" in text
 
 
@@ -210,7 +210,7 @@ def test_another_setting(start: Any, tmp_path: Path) -> None:
     settings: list[dict[str, str]] = [{"NPU_DEVICE_SPLIT": ""}, {"NPU_DEVICE_AUDIT": "off", "NPU_DEVICE_SPLIT": "1, 3"}]
     text = one_error([start(by_table(tmp_path, 2, rank, **settings[rank])) for rank in range(2)])
     assert "don't match (another setting)" in text
-    assert "  rank 1 on host here: another setting, NPU_DEVICE_AUDIT off (the chief: default); another" in text
+    assert "  rank 1 on host node0: another setting, NPU_DEVICE_AUDIT off (the chief: default); another" in text
     assert "NPU_DEVICE_SPLIT (1, 3) (the chief: default) (machine " in text
     assert "give these environment variables the same value on all ranks" in text
 
@@ -236,7 +236,7 @@ def test_another_job(start: Any, tmp_path: Path) -> None:
     assert f"pid {chief.process.pid}" in text
     assert "JOB_ID" in text
     text = one_error([chief])
-    assert "  rank 1 on host here: missing\n" in text
+    assert "  rank 1 on host node0: missing\n" in text
     assert f"  rank 1 of another job, 'other': refused (machine {socket.gethostname()}, pid {stray.process.pid}" in text
 
 
@@ -255,7 +255,7 @@ def test_the_refused_job_does_not_disturb_the_first(start: Any, tmp_path: Path) 
 def test_no_chief(start: Any, tmp_path: Path) -> None:
     text = one_error([start(by_table(tmp_path, 2, 1))])
     assert text.startswith("EI0015: rank 1 of job 'tests' (machine ")
-    assert "got no answer from the chief, rank 0 on host here, within 2 s (HCCL_CONNECT_TIMEOUT):" in text
+    assert "got no answer from the chief, rank 0 on host node0, within 2 s (HCCL_CONNECT_TIMEOUT):" in text
     assert f"  127.0.0.1:{the_port(tmp_path)} refused: nothing listens there\n" in text
     assert "What to do:" in text
 

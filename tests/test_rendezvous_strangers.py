@@ -115,7 +115,7 @@ def test_another_secret(start: Any, tmp_path: Path) -> None:
     assert "the proof of the job secret was refused" in text
     assert "NPU_DEVICE_SECRET_FILE" in text
     text = one_error([chief])
-    assert "  rank 1 on host here: missing\n" in text
+    assert "  rank 1 on host node0: missing\n" in text
     assert "  an unknown client at 127.0.0.1 could not prove that it knows the job secret; not counted" in text
     assert "the secret" not in text.replace("the job secret", "")
 

@@ -210,7 +210,7 @@ def test_a_call_on_rank_0_only_is_named(keras_two_ranks: Pool) -> None:
 def test_a_learning_rate_that_rank_0_changes_alone_is_an_error(keras_two_ranks: Pool, tmp_path: Path) -> None:
     for error, _ in keras_two_ranks.run(fit_bodies.body_callback_of_rank_0, "rate", str(tmp_path)):
         assert "different learning rates at the end of an epoch" in error
-        assert "rank 0 on host here: 0.001\n  rank 1 on host here: 0.01\n" in error
+        assert "rank 0 on host node0: 0.001\n  rank 1 on host node0: 0.01\n" in error
 
 
 @pytest.mark.parametrize("kind", ["backup", "auto"])

@@ -86,4 +86,4 @@ def test_data_that_are_shuffled_differently_before_they_are_divided(tmp_path: Pa
     assert "another order" not in quiet + second.output.split("with a seed of each rank\n")[0]
     last += second.output
     assert last.count("shuffled in another order on each rank, with another seed on each rank") == 1
-    assert "rank 0 on host here: seed 7\n  rank 1 on host here: seed 8\n" in last
+    assert "rank 0 on host node0: seed 7\n  rank 1 on host node0: seed 8\n" in last

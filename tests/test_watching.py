@@ -193,7 +193,7 @@ def test_variables_of_sessions_that_begin_differently(tmp_path: Path) -> None:
     parts = [one.output.split("=== ")[1:] for one in ended]
     unequal, broadcast = ("".join(part[place] for part in parts) for place in (0, 1))
     assert unequal.count("the ranks begin training with different values of 2 of 2 variables (hidden") == 1
-    assert "NPUBroadcastGlobalVariablesHook(0)" in unequal and "rank 1 on host here: digest" in unequal
+    assert "NPUBroadcastGlobalVariablesHook(0)" in unequal and "rank 1 on host node0: digest" in unequal
     assert "different" not in broadcast and ALONE not in broadcast
 
 
