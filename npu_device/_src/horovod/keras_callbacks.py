@@ -16,7 +16,16 @@ _Logs = Union[dict[str, Any], None]
 
 
 class BroadcastGlobalVariablesCallback(NPUBroadcastGlobalVariablesCallback):
-    """Gives all ranks the root's weights and optimizer state before the first step of ``fit``."""
+    """Gives all ranks the root's weights and optimizer state before the first step of ``fit``.
+
+    Args:
+        root_rank: the rank that sends.
+        device: ignored.
+        local_variables: not supported.
+
+    Raises:
+        NotImplementedError: there are local variables.
+    """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         if local_variables:
@@ -25,7 +34,11 @@ class BroadcastGlobalVariablesCallback(NPUBroadcastGlobalVariablesCallback):
 
 
 class MetricAverageCallback(tf.keras.callbacks.Callback):
-    """Averages the logs of an epoch over the ranks, without weights, before later callbacks see them."""
+    """Averages the logs of an epoch over the ranks, without weights, before later callbacks see them.
+
+    Args:
+        device: ignored.
+    """
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
