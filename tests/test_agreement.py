@@ -208,34 +208,33 @@ def test_results_that_nobody_uses_do_not_hang(tmp_path: Path) -> None:
         assert "[2. 2. 2.]" in result.output
 
 
-def _in_a_function(folder: Path, autograph: bool, rank_1: str) -> list[job.Ended]:
-    """Run a script where Python isn't in UTF-8 mode: a collective in a function, on rank 1 with another reduction."""
-    script = f"""
+IN_A_FUNCTION = """
 import tensorflow as tf
 import npu_device as npu
 rank = npu.open().worker_id
-@tf.function(autograph={autograph})
+@tf.function(autograph=True)
 def step(x):
-    for i in {"tf.range(2)" if autograph else "range(2)"}:
-        x = npu.distribute.all_reduce(x, "{rank_1}" if rank else "sum")  # line 8
+    for i in tf.range(2):
+        x = npu.distribute.all_reduce(x, "max" if rank else "sum")  # line 8
     return x
 step(tf.ones([3]))
 """
-    folder.mkdir()
-    (folder / "script.py").write_text(script)
-    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    environments = [{**table_environment(folder.parent, 2, rank), **ascii_only} for rank in range(2)]
-    return job.run_anew([[sys.executable, str(folder / "script.py")]] * 2, environments)
 
 
 def test_the_line_of_code_that_autograph_rewrites(tmp_path: Path) -> None:
-    for result in _in_a_function(tmp_path / "ascii", True, "max"):
+    for result in job.run(tmp_path, 2, IN_A_FUNCTION):
         assert result.code == 1, result.output
         for rank in range(2):
             assert re.search(rf"rank {rank} on host \w+: .* called at .*script\.py:8 \(step\)", result.output)
 
 
 def test_a_script_whose_path_is_not_ascii(tmp_path: Path) -> None:
-    """AutoGraph, and TensorFlow's own errors, fail there by themselves (TensorFlow 2.20)."""
-    for result in _in_a_function(tmp_path / "Größe", False, "sum"):
+    """Where Python isn't in UTF-8 mode, AutoGraph and TensorFlow's own errors fail by themselves (TensorFlow 2.20)."""
+    folder = tmp_path / "Größe"
+    folder.mkdir()
+    script = IN_A_FUNCTION.replace("True", "False").replace("tf.range", "range").replace('"max" if rank else ', "")
+    (folder / "script.py").write_text(script)
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environments = [{**table_environment(tmp_path, 2, rank), **ascii_only} for rank in range(2)]
+    for result in job.run_anew([[sys.executable, str(folder / "script.py")]] * 2, environments):
         assert result.code == 0, result.output
