@@ -170,6 +170,7 @@ def body_late() -> tuple[float, str]:
     import numpy as np
 
     import npu_device as npu
+    from npu_device._src.collectives.engines.host.queue import Wait
     from npu_device._src.collectives.engines.host.sockets import SocketMesh
     from npu_device._src.collectives.group import Group
     from npu_device._src.collectives.job import current
@@ -191,10 +192,10 @@ def body_late() -> tuple[float, str]:
                 yield message
 
         steps = program()
-        ended = mesh.advance(steps, block=False)
+        ended = mesh.advance(steps, Wait.NOT)
         seconds = time.monotonic() - began
     try:
-        assert ended or mesh.advance(steps, block=True)
+        assert ended or mesh.advance(steps, Wait.SLEEPING)
     except AssertionError as error:
         return seconds, str(error)
     finally:

@@ -15,7 +15,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Callable, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Union
 
 import numpy as np
 import tensorflow as tf
@@ -29,6 +29,9 @@ from npu_device._src.collectives.engines.host.queue import BufferPool, Channel, 
 from npu_device._src.collectives.graph import Order, step_data
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
+
+if TYPE_CHECKING:
+    from npu_device._src.collectives.engines.host.transfers import PairCalls
 
 Action = tuple[Callable[..., Any], list[np.ndarray]]
 """The action of an operation, and the arrays that it fills: in a group it makes a program, ``act(channel, head=...)``;
@@ -49,22 +52,8 @@ class OnArrays(NamedTuple):
     prepare: Callable[[list[np.ndarray], BufferPool], Action]
 
 
-class Calls(Protocol):
-    """The operations of a group on this rank; see ``queue.HostQueue``.
-
-    Attributes:
-        in_order: each operation begins when the one before it has ended.
-    """
-
-    in_order: bool
-
-    def start(
-        self, operation: OnArrays, terms: Terms | None, shapes: int, arrays: list[np.ndarray], overlaps: bool
-    ) -> Finish:
-        """Start an operation without waiting for others, and return the function that finishes it."""
-
-    def close(self) -> None:
-        """Free its resources; later operations fail."""
+Calls = Union[HostQueue, "PairCalls"]
+"""The operations of a group on this rank."""
 
 
 class ArrayEngine:

@@ -24,7 +24,7 @@ import numpy as np
 
 from npu_device._src.cluster.time_limits import CHECK_SECONDS
 from npu_device._src.collectives.engines.host.programs import Round
-from npu_device._src.collectives.engines.host.queue import HEAD_WORDS, BufferPool, Head, Program, require_same
+from npu_device._src.collectives.engines.host.queue import HEAD_WORDS, BufferPool, Head, Program, Wait, require_same
 
 _WAIT, _WAKE = 0, 1
 _ALL = 0x7FFFFFFF
@@ -202,14 +202,14 @@ class MemoryRing:
         """Give up the channel; its memory goes with its last reader."""
         self.settle()
 
-    def advance(self, program: Program, block: bool, hurry: bool = False) -> bool:
+    def advance(self, program: Program, wait: Wait) -> bool:
         """Run a program to its end, or as far as it goes without blocking; return whether it has ended.
 
         A paused program yields the counter and the number to wait for. The next call resumes it.
         """
-        looks = (_LOOKS_IN_HURRY if hurry else _LOOKS) if self._spins else 0
+        looks = (_LOOKS_IN_HURRY if wait is Wait.SPINNING else _LOOKS) if self._spins else 0
         for counter, number in program:
-            if not block:
+            if wait is Wait.NOT:
                 return False
             if not counter.wait_for(number, looks):
                 self._while_waiting()

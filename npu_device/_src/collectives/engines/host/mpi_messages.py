@@ -18,7 +18,7 @@ import numpy as np
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.time_limits import CHECK_SECONDS, MPI_LONGEST_SLEEP_SECONDS, NEWS_SECONDS, SPIN_SECONDS
 from npu_device._src.collectives.engines.host.exchange import MessageChannel
-from npu_device._src.collectives.engines.host.queue import Program
+from npu_device._src.collectives.engines.host.queue import Program, Wait
 from npu_device._src.collectives.group import Group, counts_of
 from npu_device._src.collectives.job import Job
 
@@ -80,7 +80,7 @@ class MpiMessages(MessageChannel):
         with self._errors_explained():
             return _Incoming(self, self._comm.Irecv(data, member, _TAG), member, data.nbytes)
 
-    def advance(self, program: Program, block: bool, hurry: bool = False) -> bool:
+    def advance(self, program: Program, wait: Wait) -> bool:
         """Run a program to its end, or as far as it goes without blocking; return whether it has ended.
 
         A paused program yields the MPI request to wait for. The next call resumes it.
@@ -89,16 +89,15 @@ class MpiMessages(MessageChannel):
             PeerError: a rank of the job has failed or ended.
             ClusterError: MPI reports an error.
         """
-        del hurry
         with self._errors_explained():
-            return self._advance(self._meeting, block) and self._advance(program, block)
+            return self._advance(self._meeting, wait) and self._advance(program, wait)
 
-    def _advance(self, program: Program, block: bool) -> bool:
+    def _advance(self, program: Program, wait: Wait) -> bool:
         last: Any = None
         tests = 0
         begun = checked = 0.0
         for request in program:
-            if not block:
+            if wait is Wait.NOT:
                 return False
             tests += 1
             now = time.perf_counter()

@@ -22,7 +22,7 @@ from npu_device._src.collectives import job as jobs
 from npu_device._src.collectives.engines.host import programs
 from npu_device._src.collectives.engines.host.mpi_messages import MpiMessages, MpiWorld
 from npu_device._src.collectives.engines.host.programs import Stream
-from npu_device._src.collectives.engines.host.queue import head_of
+from npu_device._src.collectives.engines.host.queue import Wait, head_of
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.membership import mpiexec
@@ -129,7 +129,7 @@ def _check_sum(job: Job, world: MpiWorld) -> str:
         stream = Stream([numbers.shape], numbers.dtype, [numbers * (cluster.rank + 1)])
         flat, found = stream.results(job.buffers, numbers.dtype)
         program = programs.reduce(channel, stream, flat, numbers.dtype, "sum", range(group.size), head_of(None, 0))
-        channel.advance(program, block=True)
+        channel.advance(program, Wait.SLEEPING)
         if (found[0] != numbers * (group.size * (group.size + 1) // 2)).any():
             wrong = f"a sum of {length} numbers is wrong in MPI ({world.library})"
     channel.close()

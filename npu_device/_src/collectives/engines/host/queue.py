@@ -10,6 +10,7 @@ data.
 
 from __future__ import annotations
 
+import enum
 import math
 import threading
 import time
@@ -78,11 +79,7 @@ _POOLED_FROM_BYTES = 32 << 10  # smaller buffers come from the allocator's own f
 
 
 class _Buffer:
-    """Memory that is lent, and comes back.
-
-    Args:
-        size: bytes.
-    """
+    """Memory that is lent, and comes back: ``size`` bytes."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -144,6 +141,15 @@ class BufferPool:
             self._free.pop(size, None)
 
 
+class Wait(enum.Enum):
+    """How a thread that advances a program waits for other members."""
+
+    NOT = enum.auto()
+    SLEEPING = enum.auto()
+    SPINNING = enum.auto()
+    """It needs the result, and may use its core for a while before it sleeps."""
+
+
 class Channel(Protocol):
     """The connection that carries the members' data. Its contract: a member publishes, and others read a view of that.
 
@@ -173,13 +179,12 @@ class Channel(Protocol):
             head: what the members compare before anybody reads; None if they don't.
         """
 
-    def advance(self, program: Any, block: bool, hurry: bool = False) -> bool:
+    def advance(self, program: Any, wait: Wait) -> bool:
         """Run a program to its end, or as far as it goes without blocking; return whether it has ended.
 
         Args:
             program: it is resumed where the previous call has left it.
-            block: wait for the others.
-            hurry: the calling thread needs the result, and may use its core while it waits.
+            wait: for the others.
         """
 
     def settle(self) -> None:
@@ -239,7 +244,7 @@ class PendingOperation:
 
 
 class HostQueue:
-    """The operations of one group on this rank; each begins when the one before it has ended.
+    """The operations of one group on this rank; each begins when the one before it has ended (``in_order``).
 
     Args:
         connect: makes the channel when the first operation is started.
@@ -305,7 +310,7 @@ class HostQueue:
                     break
                 with self._driving:
                     while not pending.ended:
-                        self._drive_first(block=True, hurry=True)
+                        self._drive_first(Wait.SPINNING)
             self._publish()
             if pending.error is not None:
                 raise pending.error
@@ -323,7 +328,7 @@ class HostQueue:
             self._channel = None
             self._broken = RuntimeError("its group was destroyed on this rank")
             while self._queue:
-                self._drive_first(block=False)
+                self._drive_first(Wait.NOT)
 
     def _publish(self) -> None:
         """Advance as far as possible without waiting. If another thread is driving, it does so when it has finished."""
@@ -331,7 +336,7 @@ class HostQueue:
         while seen != self._arrivals and self._queue and self._driving.acquire(blocking=False):
             try:
                 seen = self._arrivals
-                while self._queue and self._drive_first(block=False):
+                while self._queue and self._drive_first(Wait.NOT):
                     pass
             finally:
                 self._driving.release()
@@ -342,12 +347,12 @@ class HostQueue:
             while self._queue:
                 with self._driving:
                     if self._queue:
-                        self._drive_first(block=True)
+                        self._drive_first(Wait.SLEEPING)
             self._work.clear()
             if self._queue:
                 self._work.set()
 
-    def _drive_first(self, block: bool, hurry: bool = False) -> bool:
+    def _drive_first(self, wait: Wait) -> bool:
         """Run the first operation, to its end or as far as it goes; return whether it has ended. Needs the lock."""
         pending = self._queue[0]
         try:
@@ -357,7 +362,7 @@ class HostQueue:
             if pending.program is None:
                 pending.program = pending.make(channel)
             try:
-                if not channel.advance(pending.program, block, hurry):
+                if not channel.advance(pending.program, wait):
                     return False
             except Mismatch:
                 pending.error = pending.refuse()

@@ -25,7 +25,7 @@ import numpy as np
 from npu_device._src.cluster.peers import Peers
 from npu_device._src.cluster.time_limits import CHECK_SECONDS, SPIN_SECONDS
 from npu_device._src.collectives.engines.host.exchange import MessageChannel
-from npu_device._src.collectives.engines.host.queue import Program
+from npu_device._src.collectives.engines.host.queue import Program, Wait
 from npu_device._src.collectives.group import Group, counts_of
 from npu_device._src.collectives.job import Job
 
@@ -253,19 +253,21 @@ class SocketMesh(MessageChannel):
         """Start to receive the next message of a member, which has as many bytes."""
         return self._incoming[member].add(data)
 
-    def advance(self, program: Program, block: bool, hurry: bool = False) -> bool:
+    def advance(self, program: Program, wait: Wait) -> bool:
         """Run a program to its end, or as far as it goes without blocking; return whether it has ended.
 
         Raises:
             PeerError: a rank of the job has failed or ended, or can't be reached any more.
         """
-        while not self._is_connected(CHECK_SECONDS if block else 0):
-            if not block:
+        while not self._is_connected(0 if wait is Wait.NOT else CHECK_SECONDS):
+            if wait is Wait.NOT:
                 return False
         for message in program:
-            if not block:
+            if wait is Wait.NOT:
                 return False
-            spins = hurry and self._spins  # for the first news of a message: those of a slow link come later anyway
+            spins = (
+                wait is Wait.SPINNING and self._spins
+            )  # for the first news of a message: those of a slow link come later anyway
             while not message.ended:
                 if not self._busy.advance(CHECK_SECONDS, spins):
                     self._check()

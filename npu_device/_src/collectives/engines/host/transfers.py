@@ -240,7 +240,7 @@ class _Transfers:
 
 
 class PairCalls:
-    """The sends and receives of two ranks, with all tags of a group; the methods are those of ``queue.HostQueue``."""
+    """The sends and receives of two ranks, with all tags of a group, as ``queue.HostQueue`` has those of a group."""
 
     in_order = False
 
