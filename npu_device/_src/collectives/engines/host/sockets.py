@@ -265,9 +265,8 @@ class SocketMesh(MessageChannel):
         for message in program:
             if wait is Wait.NOT:
                 return False
-            spins = (
-                wait is Wait.SPINNING and self._spins
-            )  # for the first news of a message: those of a slow link come later anyway
+            spins = wait is Wait.SPINNING and self._spins
+            # Only for the first news of a message: those of a slow link come later anyway.
             while not message.ended:
                 if not self._busy.advance(CHECK_SECONDS, spins):
                     self._check()
