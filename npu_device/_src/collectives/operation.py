@@ -161,7 +161,8 @@ def route_of(job: Job, group: Group, values: Sequence[Any], ragged: bool) -> tup
     """
     if group.tag is not None:  # a send and its receive
         return Route.WITH_DATA, None
-    nccl = any(job.hosts.uses_nccl(value.dtype) for value in values if value is not None)
+    hosts = job.hosts
+    nccl = hosts.engine == "nccl" and any(hosts.uses_nccl(value.dtype) for value in values if value is not None)
     if not nccl and _number_of_hosts(job, group) == 1:
         return Route.WITH_DATA, None
     if nccl or ragged or not all(isinstance(value, (tf.Tensor, tf.TensorSpec)) for value in values):
