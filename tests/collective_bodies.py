@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,11 +63,17 @@ def small_data_in_messages() -> Iterator[int]:
     """
     from npu_device._src.collectives.engines.host import small_messages
 
-    usual, small_messages.MOST_ROOM_BYTES = small_messages.MOST_ROOM_BYTES, 1024
+    def let(most: int) -> None:
+        small_messages.MOST_ROOM_BYTES = most
+        for channel in [each for each in gc.get_objects() if type(each) is small_messages.SmallMessages]:
+            channel.slot_bytes = small_messages.room(channel.size)
+
+    usual = small_messages.MOST_ROOM_BYTES
+    let(1024)
     try:
         yield small_messages.MOST_ROOM_BYTES
     finally:
-        small_messages.MOST_ROOM_BYTES = usual
+        let(usual)
 
 
 def in_graph(function: Any, **options: Any) -> Any:

@@ -124,7 +124,7 @@ def test_another_backend(tmp_path: Path) -> None:
     script(tmp_path, "class backend:\n    backend = staticmethod(lambda: 'jax')", "keras.py")
     command = [sys.executable, "-m", "npu_device._src.replicate.main_program", "1", script(tmp_path, "import keras")]
     done = subprocess.run(command, env=environment(), capture_output=True, timeout=60, check=False)
-    assert done.returncode == 1 and b"--replicate: Keras's backend is jax" in done.stderr
+    assert done.returncode == 1 and b"--replicate: the Keras backend is jax" in done.stderr
 
 
 def test_from_the_command_line(tmp_path: Path) -> None:

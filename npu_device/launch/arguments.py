@@ -272,13 +272,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ID",
         help="name of the job (default $JOB_ID, else a new one)",
     )
-    grace = "seconds until ranks still running are killed (default 5)"
+    grace = "seconds until running ranks are killed (default 5)"
     _add(parser, "--grace", type=argument_types.seconds, default=5.0, metavar="S", help=grace)
     _add(parser, "--trace", metavar="DIR", help="write a trace of the iterations and a report to DIR")
-    _add(parser, "--tune", action="store_true", help="run the script a few times to find the best gradient split")
+    _add(parser, "--tune", action="store_true", help="run the script several times for the best split")
     horovod = "let import horovod find npu_device.horovod"
     _add(parser, "--horovod", action="store_true", help=horovod)
-    unchanged = "train an unchanged Keras script (--seed N: seed of all ranks)"
+    unchanged = "train an unchanged Keras script (--seed N: the seed)"
     _add(parser, "--replicate", action="store_true", help=unchanged)
     parser.add_argument("--seed", type=argument_types.count, default=1, help=argparse.SUPPRESS)
     _add(parser, "--check", action="store_true", help=argparse.SUPPRESS)  # until 0.3.0; since 0.2.0: npurun check
