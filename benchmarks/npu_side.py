@@ -25,7 +25,9 @@ class NpuSide:
 
     def __init__(self, rank: int, ranks: int) -> None:
         npu.open().as_default()
-        self._job = current()
+        self._job = job = current()
+        if job is not None and len(set(job.cluster.addresses)) > len(set(job.hosts.leaders)):
+            raise RuntimeError("ranks of different hosts share memory, so nothing would be measured between the hosts")
         self._rank = rank
         self._ranks = ranks
         self._trainees: dict[str, Trainee] = {}

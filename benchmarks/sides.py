@@ -126,15 +126,23 @@ def host_of(rank: int, ranks: int) -> int:
     return rank * HOSTS // ranks
 
 
-def _on_hosts(ranks: int, _: Path, **settings: str) -> list[dict[str, str]]:
-    """Return torchrun's variables, which this package understands, too."""
-    meeting = {"MASTER_ADDR": address(0), "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
-    common = {**meeting, **settings, "NPU_DEVICE_SECRET": secrets.token_hex(32), "GLOO_SOCKET_IFNAME": "eth0"}
-    places = [(host_of(rank, ranks), str(rank % (ranks // HOSTS))) for rank in range(ranks)]
+def _npu_on_hosts(ranks: int, directory: Path, backend: str) -> list[dict[str, str]]:
+    """Return the variables of ranks whose table names the hosts: they all have this machine's name, and could share
+    its memory.
+    """
+    per_host = ranks // HOSTS
+    table = directory / f"hosts_{backend}.json"
+    table.write_text(rank_table(range(HOSTS), per_host, address(0), _free_port()))
+    common = {"RANK_TABLE_FILE": str(table.resolve()), "RANK_SIZE": str(ranks), "NPU_DEVICE_BACKEND": backend}
+    common |= {"JOB_ID": "benchmarks", "NPU_DEVICE_SECRET": secrets.token_hex(32)}
     return [
-        {**common, "RANK": str(rank), "LOCAL_RANK": local, "HCCL_IF_IP": address(host)}
-        for rank, (host, local) in enumerate(places)
+        {**common, "RANK_ID": str(rank), "ASCEND_DEVICE_ID": str(rank % per_host), "HCCL_IF_IP": address(host)}
+        for rank, host in ((rank, host_of(rank, ranks)) for rank in range(ranks))
     ]
+
+
+def _gloo_on_hosts(ranks: int, _: Path) -> list[dict[str, str]]:
+    return [{"MASTER_ADDR": address(0), "MASTER_PORT": str(_free_port()), "GLOO_SOCKET_IFNAME": "eth0"}] * ranks
 
 
 def _mpi_on_hosts(ranks: int, _: Path, **settings: str) -> list[dict[str, str]]:
@@ -153,8 +161,8 @@ SIDES = {
     MIRRORED: Side("mirrored_side", "MirroredSide", _mirrored),
     GLOO: Side("gloo_side", "GlooSide", _gloo, needs=("torch",)),
     MPICH: Side("mpich_side", "MpichSide", _nothing, needs=("mpi4py",), started_by_mpiexec=True),
-    TCP_OF_HOSTS: Side("npu_side", "NpuSide", partial(_on_hosts, NPU_DEVICE_BACKEND="tcp"), on_hosts=True),
-    RING_OF_HOSTS: Side("npu_side", "NpuSide", partial(_on_hosts, NPU_DEVICE_BACKEND="tensorflow"), on_hosts=True),
+    TCP_OF_HOSTS: Side("npu_side", "NpuSide", partial(_npu_on_hosts, backend="tcp"), on_hosts=True),
+    RING_OF_HOSTS: Side("npu_side", "NpuSide", partial(_npu_on_hosts, backend="tensorflow"), on_hosts=True),
     MPI_OF_HOSTS: Side(
         "npu_side",
         "NpuSide",
@@ -163,7 +171,7 @@ SIDES = {
         started_by_mpiexec=True,
         on_hosts=True,
     ),
-    GLOO_OF_HOSTS: Side("gloo_side", "GlooSide", _on_hosts, needs=("torch",), on_hosts=True),
+    GLOO_OF_HOSTS: Side("gloo_side", "GlooSide", _gloo_on_hosts, needs=("torch",), on_hosts=True),
     MPICH_OF_HOSTS: Side(
         "mpich_side", "MpichSide", _mpi_on_hosts, needs=("mpi4py",), started_by_mpiexec=True, on_hosts=True
     ),
