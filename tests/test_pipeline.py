@@ -280,7 +280,7 @@ def test_what_cannot_be_divided_is_refused(two_ranks: Pool) -> None:
         ["AssignAddVariableOp", "npu.distribute.divided"],
         ["EagerPyFunc", "stateful=False"],
         ["padded_batch() after", "fixed length"],
-        ["map() after", "pipeline's map", ".dataset"],
+        ["map() after", "the map of pipeline", ".dataset"],
         ["without a seed", "npu.open(seed=1)"],
         ["different sources", "rank 1", "same seed"],
         ["different batches", "rank 1", "deterministic=True"],

@@ -77,7 +77,7 @@ class InputWait:
         if waited >= _LEAST_SECONDS and share > _SHARE:
             self.is_over = True
             _log.warning(
-                "input takes %.0f ms of a step's %.0f ms (%.0f %%): so long did rank 0 wait for each batch. %s",
+                "input takes %.0f ms of a step of %.0f ms (%.0f %%): rank 0 waits that long for each batch. %s",
                 1e3 * waited,
                 1e3 * whole,
                 100 * share,

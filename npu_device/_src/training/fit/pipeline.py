@@ -28,12 +28,12 @@ _STATEFUL = re.compile(
 _WHOLE_BATCHES = ("prefetch", "repeat", "skip", "take")
 _AFTER_BATCH = (
     "{name}() after npu.distribute.pipeline isn't divided among the ranks: each rank has only its rows of a batch.\n"
-    "What to do: {remedy}; what is left as it is: {allowed}. For what treats each sample by itself, .dataset is the "
-    "tf.data.Dataset of this rank's rows."
+    "What to do: {remedy}. Allowed: {allowed}. To treat each sample by itself, use .dataset, the tf.data.Dataset of "
+    "the rows of this rank."
 )
 _REMEDIES = {
-    "map": "do it in pipeline's map, for one sample; what mixes the samples of a batch belongs into the model's step",
-    "padded_batch": "pad each sample to a fixed length in pipeline's map, and pass batch=",
+    "map": "call it in the map of pipeline, for one sample; mix the samples of a batch in the step of the model",
+    "padded_batch": "pad each sample to a fixed length in the map of pipeline, and pass batch=",
     "batch": "pass batch= to pipeline",
     "shuffle": "shuffle the source",
     "cache": "cache the source",
@@ -91,7 +91,7 @@ def pipeline(
         map: the expensive part: gets an element as in ``tf.data.Dataset.map``, and returns a sample.
         batch: samples in a batch over all ranks together; any number.
         seed: if given, ``map`` gets a further argument: the sample's own seed, int64 of shape [2], for
-            ``tf.random.stateless_*`` and ``tf.image.stateless_random_*``. It is another one in each epoch.
+            ``tf.random.stateless_*`` and ``tf.image.stateless_random_*``. It differs in each epoch.
         drop_remainder: leave a smaller last batch out.
         num_parallel_calls: calls of ``map`` at the same time on this rank.
 
@@ -198,17 +198,17 @@ def _require_pure(call: Callable[[Any], Any], spec: Any) -> None:
     kinds = dict.fromkeys(node.op for node in nodes)
     if random := [kind for kind in kinds if _RANDOM.match(kind)]:
         raise ValueError(
-            f"the map of a pipeline draws random numbers ({', '.join(random)}), which would be others on several ranks "
-            "than on one.\nWhat to do: call npu.distribute.pipeline(…, seed=1). The map then gets a seed for each "
+            f"the map of a pipeline draws random numbers ({', '.join(random)}), which would differ from those "
+            "of one process.\nWhat to do: call npu.distribute.pipeline(…, seed=1). The map then gets a seed for each "
             "sample as its last argument; draw with tf.random.stateless_uniform(shape, seed), or "
             "tf.image.stateless_random_flip_left_right(image, seed)."
         )
     if stateful := [kind for kind in kinds if _STATEFUL.match(kind)]:
         raise ValueError(
-            f"the map of a pipeline calls Python, or changes a state ({', '.join(stateful)}): it may give other "
-            "samples on several ranks than on one.\nWhat to do: use TensorFlow's operations; for Python code whose "
-            "result depends on its arguments only, tf.numpy_function(…, stateful=False). What counts or adapts belongs "
-            "into the source, which all ranks read, or let each rank read its own part, by npu.distribute.divided."
+            f"the map of a pipeline calls Python, or changes a state ({', '.join(stateful)}): several ranks "
+            "may get different samples than one.\nWhat to do: use operations of TensorFlow; for Python code whose "
+            "result depends only on its arguments, use tf.numpy_function(…, stateful=False). Count or adapt in the "
+            "source, which all ranks read; or let each rank read its own part, by npu.distribute.divided."
         )
 
 
@@ -217,7 +217,7 @@ def _require_same(world: World, source: tf.data.Dataset) -> None:
     seeds = compat.shuffle_seeds(source)
     if any(set(pair) == {0} for pair in seeds):
         raise ValueError(
-            "the source of a pipeline is shuffled without a seed, in another order on each rank.\nWhat to do: "
+            "the source of a pipeline is shuffled without a seed, in a different order on each rank.\nWhat to do: "
             "shuffle(…, seed=1), list_files(…, seed=1), or npu.open(seed=1) right after the imports."
         )
     found = world.objects([[list(pair) for pair in seeds], int(source.cardinality())], "source of a pipeline")
