@@ -1,11 +1,17 @@
-"""The decisions on which GPU a rank takes, and on NCCL. They need no GPU."""
+"""The decisions on which GPU a rank takes, and on NCCL, and the road of tensors with NCCL. They need no GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import job
+import numpy as np
 import pytest
+from gpu import bodies
+from pool import Pool
+from ranks import all_through
 
 from npu_device._src.collectives import gpu_choice, resources
 from npu_device._src.collectives.gpu_choice import Device
@@ -164,3 +170,34 @@ print(device.name, device.detail, device.is_gpu)
 @pytest.mark.skipif(resources.identity(0) is not None, reason="there is a GPU")
 def test_without_a_driver_nothing_is_known() -> None:
     assert resources.identity(0) is None
+
+
+def body_roads_of_nccl() -> Any:
+    """Reduce and exchange on the road that tensors take with NCCL, between CPUs instead of GPUs."""
+    import tensorflow as tf
+
+    from npu_device._src.collectives.engines.host.sharing import _NCCL_DTYPES, Hosts
+    from npu_device._src.collectives.engines.tensorflow import kernels
+    from npu_device._src.collectives.job import current
+
+    running = current()
+    assert running is not None
+    world, rank, size = running.world_group, running.cluster.rank, running.cluster.world_size
+    before = Hosts.uses_nccl, kernels._device
+    Hosts.uses_nccl = lambda _, dtype: dtype in _NCCL_DTYPES  # type: ignore[method-assign]
+    kernels._device = lambda job, _: (job.device("CPU"), "CPU")
+    try:
+        rows = tf.reshape(tf.range(3.0 * size), [size, 3]) + 100.0 * rank
+        return bodies.numbers(), kernels.all_to_all(running, rows, world).numpy().tolist()
+    finally:
+        Hosts.uses_nccl, kernels._device = before  # type: ignore[method-assign]
+
+
+def test_the_roads_of_nccl(pool_with: Callable[..., Pool]) -> None:
+    """TensorFlow's NCCL has no bfloat16, and its all-to-all doesn't exchange anything (seen on an H200)."""
+    size = 3
+    for rank, (found, rows) in enumerate(pool_with(size, "3", **all_through("tensorflow")).run(body_roads_of_nccl)):
+        for mode, results in found.items():
+            for place, (result, right) in enumerate(zip(results, bodies.expected_numbers(size))):
+                np.testing.assert_allclose(result, right, rtol=1e-2, err_msg=f"{mode}, result {place}")
+        assert rows == [[100.0 * sender + 3 * rank + column for column in range(3)] for sender in range(size)]

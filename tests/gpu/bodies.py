@@ -70,6 +70,30 @@ def numbers() -> dict[str, Any]:
     }
 
 
+def expected_numbers(size: int) -> list[Any]:
+    """Return the results of ``numbers``, computed in NumPy."""
+    import numpy as np
+
+    base, ranks = np.arange(1, 6), np.arange(1, size + 1)
+    mean, largest = base * ranks.mean(), base * size
+    mean_of_uint8 = mean  # a mean of integers is floating-point
+    cpu = np.arange(3.0) + (size - 1) / 2
+    rows = np.zeros([50, 3])
+    rows[[0, 5]] = ranks.mean()
+    return [
+        *[mean] * 6,
+        mean_of_uint8,
+        cpu,
+        *[largest] * 7,
+        np.arange(3.0) + size - 1,
+        np.concatenate([base * rank for rank in ranks]),
+        base * size,
+        base * size,
+        base * ranks.sum() / 3,
+        rows,
+    ]
+
+
 def _model(keras: Any) -> Any:
     keras.utils.set_random_seed(7)
     layers = [keras.layers.Dense(32, activation="tanh"), keras.layers.Dense(32, activation="tanh")]

@@ -12,32 +12,10 @@ from gpu import bodies
 from gpu.conftest import Way
 
 
-def _expected(size: int) -> list[np.ndarray]:
-    """The results of ``bodies.numbers``, computed in NumPy."""
-    base, ranks = np.arange(1, 6), np.arange(1, size + 1)
-    mean, largest = base * ranks.mean(), base * size
-    mean_of_uint8 = mean  # a mean of integers is floating-point
-    cpu = np.arange(3.0) + (size - 1) / 2
-    rows = np.zeros([50, 3])
-    rows[[0, 5]] = ranks.mean()
-    return [
-        *[mean] * 6,
-        mean_of_uint8,
-        cpu,
-        *[largest] * 7,
-        np.arange(3.0) + size - 1,
-        np.concatenate([base * rank for rank in ranks]),
-        base * size,
-        base * size,
-        base * ranks.sum() / 3,
-        rows,
-    ]
-
-
 def test_every_dtype_goes_its_way(way: Way) -> None:
     """One list has floating-point tensors on the GPU and the CPU, integers, and rows; all ranks go in one order."""
     size = 2
-    expected = _expected(size)
+    expected = bodies.expected_numbers(size)
     for found in way.pool(size, "3").run(bodies.numbers):
         for mode, results in found.items():
             assert len(results) == len(expected)
