@@ -89,7 +89,7 @@ def hand_written(path: Path) -> str:
     for page, generated in _GENERATED_FROM.items():
         text = text.partition(generated)[0] if path.name == page else text
     text = re.sub(r"(<!-- openings: [^>]*-->)\n\n```text\n.*?```\n", r"\1\n", text, flags=re.DOTALL)
-    return re.sub(r"<!-- results: .*?<!-- end of results -->", "", text, flags=re.DOTALL)
+    return re.sub(r"<!-- figures: .*?<!-- end of figures -->", "", text, flags=re.DOTALL)
 
 
 def plain(text: str) -> str:
