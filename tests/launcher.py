@@ -38,6 +38,11 @@ def npurun(
     )
 
 
+def shared_files() -> set[str]:
+    """Return what is in /dev/shm, but for files of MPI jobs: other tests run those at the same time."""
+    return {path.name for path in Path("/dev/shm").glob("*") if not path.name.startswith(("mpich_", "vader_", "sm_"))}
+
+
 def without_hint(stderr: bytes) -> bytes:
     """Return what npurun wrote beside its hint to ranks that don't open npu_device."""
     hints = (b"npurun: none of the ", b"npurun: To let them work together")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import job
+import launcher
 import numpy as np
 import pytest
 from pool import Pool
@@ -86,7 +87,7 @@ def test_every_split_gives_the_same_bits_on_every_rank(several_ranks: Pool) -> N
 
 
 def test_a_killed_rank_is_noticed_within_a_second_and_leaves_nothing(tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    before = launcher.shared_files()
     script = (
         BEGIN
         + """
@@ -110,8 +111,7 @@ finally:
         assert float(re.findall(r"raised at ([0-9.]+)", output)[0]) - killed < 1.0
         assert "PeerError" in output and "rank 1 on host" in output and "its process" in output
         assert "look at the output of rank 1" in output
-    if os.path.isdir("/dev/shm"):
-        assert set(os.listdir("/dev/shm")) <= before
+    assert launcher.shared_files() <= before
 
 
 def test_a_backend_that_differs_or_is_unknown_is_an_error(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def start(directory: Path, *arguments: str, **files: str) -> subprocess.Popen[st
 
 def run(directory: Path, *arguments: str, **files: str) -> str:
     """Run pytest in a project of these test files; return its output. Nothing may be left."""
-    shared = set(os.listdir("/dev/shm"))
+    shared = launcher.shared_files()
     process = start(directory, *arguments, **files)
     output, _ = process.communicate(timeout=120)
     assert_nothing_is_left(directory, shared)
@@ -113,7 +113,7 @@ def run(directory: Path, *arguments: str, **files: str) -> str:
 def assert_nothing_is_left(directory: Path, shared: set[str]) -> None:
     """No processes, shared memory, sockets and directories of a project's run."""
     launcher.wait_until(lambda: not of_run(directory))
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert launcher.shared_files() <= shared
     assert {path.name.partition("-")[0] for path in (directory / "temporary").iterdir()} <= {"pytest"}
     assert not [path for path in directory.rglob("*") if path.is_socket()]
 
@@ -196,7 +196,7 @@ def test_stops_at_the_first_failure(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_of_a_run_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
     """When pytest is killed, its files stay."""
-    shared = set(os.listdir("/dev/shm"))
+    shared = launcher.shared_files()
     process = start(tmp_path, test_stuck=STUCK.replace("LIMIT", "300"))
     launcher.wait_for_files(tmp_path, "pid*", 2)
     assert {os.getpgid(pid) for pid in of_run(tmp_path)}.issuperset({process.pid}) and len(of_run(tmp_path)) >= 4
@@ -206,7 +206,7 @@ def test_nothing_is_left_of_a_run_that_is_ended(tmp_path: Path, number: signal.S
         assert "KeyboardInterrupt" in output, output
         assert_nothing_is_left(tmp_path, shared)
     launcher.wait_until(lambda: not of_run(tmp_path))
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert launcher.shared_files() <= shared
 
 
 def of_run(directory: Path) -> list[int]:
