@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import docs_page, gpu, results, sides, start
+from benchmarks import docs_page, gpu, results, start
 from benchmarks.cases import CASES, FULL, SHORT, START
 from benchmarks.measuring import progress, run_case
 from benchmarks.table import tables
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             case = CASES[name](options.quick, ranks)
             on_hosts = any(each.gbit is not None for each in case.rounds) and hosts.can_be_made()
-            with hosts.hosts(sides.HOSTS, 0) if on_hosts else contextlib.nullcontext():
+            with hosts.hosts(ranks, 0) if on_hosts else contextlib.nullcontext():
                 run.cases.append(run_case(case, ranks, repeats, options.output / "logs"))
         run.write(options.output / results.FILE)
         if options.write_docs:

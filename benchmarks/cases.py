@@ -120,7 +120,7 @@ def bert(quick: bool, ranks: int) -> Case:
 
 
 def hosts_all_reduce(quick: bool, ranks: int) -> Case:
-    """Return the case of all_reduce between two hosts."""
+    """Return the case of all_reduce between hosts of one rank each. Four share the cores of two."""
     rounds = []
     for size in _QUICK_SIZES if quick else (4, 100 * _MIB):
         rivals = (
@@ -130,7 +130,8 @@ def hosts_all_reduce(quick: bool, ranks: int) -> Case:
             Rival(GLOO, sides.GLOO_OF_HOSTS, "all_reduce", (size,)),
             Rival(MPICH, sides.MPICH_OF_HOSTS, "all_reduce", (size,)),
         )
-        rounds += [Round(size_text(size), size, steps_for(size, quick), rivals, gbit=gbit) for gbit in _rates(quick)]
+        rates = _rates(quick or ranks > 2)
+        rounds += [Round(size_text(size), size, steps_for(size, quick), rivals, gbit=gbit) for gbit in rates]
     return Case("hosts_all_reduce", "all_reduce", tuple(rounds))
 
 
@@ -285,5 +286,5 @@ SHORT = (
     *(("all_reduce", 2), ("resnet50", 2), ("faster", 2), ("hosts_all_reduce", 2), ("reading", 2), (START, 2)),
     *(("bert", 2), ("hosts_resnet50", 2), ("checks", 2), ("compiled", 1)),
 )
-FULL = (*SHORT, ("hosts_bert", 2), ("reading", 3), ("all_reduce", 4), ("resnet50", 4))
+FULL = (*SHORT, ("hosts_bert", 2), ("reading", 3), ("all_reduce", 4), ("resnet50", 4), ("hosts_all_reduce", 4))
 """Cases with their numbers of ranks, in the order in which they run: the most important ones first."""

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.cases import Case, Rival, Round
 from benchmarks.process_set import ProcessSet, RivalError
 from benchmarks.results import NOT_INSTALLED, CaseResult, RoundResult, Timing
-from benchmarks.sides import HOSTS, SIDES
+from benchmarks.sides import SIDES
 from npu_device._src.testing import hosts
 
 
@@ -40,7 +40,7 @@ def run_case(case: Case, ranks: int, repeats: int, logs: Path) -> CaseResult:
         try:
             for one_round in case.rounds:
                 here = {rival: timings[one_round, rival] for rival in one_round.rivals if rival.side in sets}
-                for host in range(HOSTS if one_round.gbit is not None and hosts.can_be_made() else 0):
+                for host in range(ranks if one_round.gbit is not None and hosts.can_be_made() else 0):
                     hosts.set_speed(host, one_round.gbit or 0.0)
                 _run_round(one_round, here, sets, prepared, repeats, f"{name}, {one_round.label}")
         finally:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import mpiexecs
-from benchmarks.sides import SIDES, host_of
+from benchmarks.sides import SIDES
 from npu_device._src.testing import hosts
 
 _ROOT = Path(__file__).parents[1]
@@ -66,14 +66,14 @@ class ProcessSet:
             environments = [{**environment, "CUDA_VISIBLE_DEVICES": "-1"} for environment in environments]
         if kind.on_hosts:
             cores = sorted(os.sched_getaffinity(0))
-            pinned = [str(cores[host_of(rank, ranks) % len(cores)]) for rank in range(ranks)]
+            pinned = [str(cores[rank % len(cores)]) for rank in range(ranks)]
             commands = [["taskset", "-c", core, *command] for core, command in zip(pinned, commands)]
         if kind.started_by_mpiexec:
             command, library = _under_mpiexec(commands, kind.on_hosts)
             self._start(command, {**environments[0], "LD_LIBRARY_PATH": library}, logs / f"{side}.log", theirs)
         else:
             if kind.on_hosts:
-                commands = [hosts.on_host(host_of(rank, ranks), command) for rank, command in enumerate(commands)]
+                commands = [hosts.on_host(rank, command) for rank, command in enumerate(commands)]
             for rank, (command, environment) in enumerate(zip(commands, environments)):
                 self._start(command, environment, logs / f"{side}_rank{rank}.log", [theirs[rank]])
         for other in theirs:
@@ -186,7 +186,7 @@ def _under_mpiexec(commands: list[list[str]], on_hosts: bool) -> tuple[list[str]
     line = [word for command in commands for word in (":", "-n", "1", *command)][1:]
     if not on_hosts:
         return [found, *line], mpiexecs.library_of(found)
-    names = ",".join(hosts.name(host_of(rank, len(commands))) for rank in range(len(commands)))
+    names = ",".join(map(hosts.name, range(len(commands))))
     launcher = ["-launcher", "ssh", "-launcher-exec", str(_ROOT / "benchmarks" / "ssh_to_host")]
     launcher += ["-localhost", hosts.address(0), "-hosts", names]
     return hosts.on_host(0, [found, *launcher, *line]), mpiexecs.library_of(found)

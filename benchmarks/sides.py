@@ -118,26 +118,16 @@ def _gloo(ranks: int, _: Path) -> list[dict[str, str]]:
     return [{"MASTER_ADDR": _HOST, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}] * ranks
 
 
-HOSTS = 2
-
-
-def host_of(rank: int, ranks: int) -> int:
-    """Return the number of a rank's host, where the ranks are on ``HOSTS`` hosts."""
-    return rank * HOSTS // ranks
-
-
 def _npu_on_hosts(ranks: int, directory: Path, backend: str) -> list[dict[str, str]]:
     """Return the variables of ranks whose table names the hosts: they all have this machine's name, and could share
     its memory.
     """
-    per_host = ranks // HOSTS
     table = directory / f"hosts_{backend}.json"
-    table.write_text(rank_table(range(HOSTS), per_host, address(0), _free_port()))
+    table.write_text(rank_table(range(ranks), 1, address(0), _free_port()))
     common = {"RANK_TABLE_FILE": str(table.resolve()), "RANK_SIZE": str(ranks), "NPU_DEVICE_BACKEND": backend}
     common |= {"JOB_ID": "benchmarks", "NPU_DEVICE_SECRET": secrets.token_hex(32)}
     return [
-        {**common, "RANK_ID": str(rank), "ASCEND_DEVICE_ID": str(rank % per_host), "HCCL_IF_IP": address(host)}
-        for rank, host in ((rank, host_of(rank, ranks)) for rank in range(ranks))
+        {**common, "RANK_ID": str(rank), "ASCEND_DEVICE_ID": "0", "HCCL_IF_IP": address(rank)} for rank in range(ranks)
     ]
 
 

@@ -50,8 +50,18 @@ def steps(results: Results) -> str:
 
 
 def between_hosts(results: Results) -> str:
-    """Return the times between hosts, a row for each rival."""
-    cases = [case for name in ("all_reduce", "resnet50", "bert") for case in results.of(f"hosts_{name}")]
+    """Return the times between two hosts, a row for each rival."""
+    return _of_hosts(results, 2)
+
+
+def four_hosts(results: Results) -> str:
+    """Return the times between four hosts, a row for each rival."""
+    return _of_hosts(results, 4)
+
+
+def _of_hosts(results: Results, count: int) -> str:
+    found = [case for name in ("all_reduce", "resnet50", "bert") for case in results.of(f"hosts_{name}")]
+    cases = [case for case in found if case.ranks == count]
     columns = [
         (f"{case.title}{'' if each.label == 'step' else ' ' + each.label}, {each.gbit:g} Gbit/s", each)
         for case in cases
@@ -107,7 +117,8 @@ def reading(results: Results) -> str:
 
 
 FIGURES: dict[str, Callable[[Results], str]] = {
-    each.__name__: each for each in (setup, all_reduce, steps, between_hosts, checks, faster, summary, reading)
+    each.__name__: each
+    for each in (setup, all_reduce, steps, between_hosts, four_hosts, checks, faster, summary, reading)
 }
 
 
