@@ -1,6 +1,6 @@
 """``from npu_bridge.npu_init import *``: every name of Ascend's TensorFlow 1 adapter, and the modules that scripts take
 from it without importing them (``tf``, ``np``, ``os``, ``RewriterConfig`` …). ``tf`` is ``tensorflow.compat.v1``: the
-scripts are in TensorFlow 1's style, and the import often stands after their own.
+scripts are in the style of TensorFlow 1, and the import often stands after their own.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The names of ``import npu_device as npu``, from the modules that implement them; the package's ``__init__`` loads
+"""The names of ``import npu_device as npu``, from the modules that implement them; ``__init__`` loads
 this at their first use.
 """
 

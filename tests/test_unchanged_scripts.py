@@ -96,8 +96,8 @@ GRAPH = LOOP.replace("def step", "@tf.function\ndef step")
 @pytest.mark.parametrize(
     ("text", "keras", "expected"),
     [
-        (LOOP, "3", "SGD is used in a training loop of the script's own"),
-        (GRAPH, "3", "SGD is used in a training loop of the script's own"),
+        (LOOP, "3", "SGD is used in a custom training loop"),
+        (GRAPH, "3", "SGD is used in a custom training loop"),
         (LOOP, "2", "npurun port shows what to add"),
         (GRAPH, "2", "npurun port shows what to add"),
         ("import tensorflow, npu_device as npu\nnpu.open()", "3", "the script uses npu_device, and so reduces"),

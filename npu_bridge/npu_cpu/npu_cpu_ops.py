@@ -1,4 +1,4 @@
-"""Operators of the NPU's processors."""
+"""Operators of the processors of the NPU."""
 
 from npu_device._src.operators.refused import embeddingrankid
 

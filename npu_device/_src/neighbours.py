@@ -1,4 +1,4 @@
-"""Files of another distribution in the package's own folders.
+"""Files of another distribution in the folders of this package.
 
 Ascend's wheels have the same distribution and import names as this package. Installed into one environment, they mix:
 some modules are theirs, some are ours. A wheel can't refuse that at installation, so the import does.
@@ -19,13 +19,13 @@ _OURS = {
     },
     "hccl": {"manage", "split", "__init__.py"},
 }
-"""What stands at the top of each of the package's folders; a test compares it with the repository."""
+"""What stands at the top of each folder of the package; a test compares it with the repository."""
 
 _SUFFIXES = (".py", ".so", ".pyd")
 
 
 def require_own_folders(site: str) -> None:
-    """Refuse to go on beside another distribution's modules.
+    """Refuse to continue beside modules of another distribution.
 
     Args:
         site: the directory that contains ``npu_device``.

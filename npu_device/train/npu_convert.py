@@ -1,3 +1,3 @@
-"""On Ascend, importing this exchanges functions of TensorFlow for the NPU's (dropout). Here TensorFlow's own are right,
-and nothing is exchanged.
+"""On Ascend, importing this exchanges functions of TensorFlow for those of the NPU (dropout). Here TensorFlow's own are
+right, and nothing is exchanged.
 """

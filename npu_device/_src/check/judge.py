@@ -26,7 +26,7 @@ class Findings:
         ports: where the ranks serve whoever reaches them; "" if nowhere.
         sharing: for each rank why it can't share memory with the lowest rank of its host; "" if it can.
         unreachable: for each rank, by rank, the address and what happened for those that it can't connect to.
-        within: seconds of an all_reduce by size among the ranks of a host, the slowest host's; empty if there is none.
+        within: seconds of an all_reduce by size among the ranks of the slowest host; empty if there is none.
         between: the same among hosts, by engine.
         in_use: the engine between hosts that the job uses.
         right: False if a sum over all ranks was wrong.
@@ -51,7 +51,7 @@ class Findings:
         return found
 
     def name(self, rank: int) -> str:
-        """Return a rank's name for messages."""
+        """Return the name of a rank for messages."""
         facts = self.facts[rank]
         return f"rank {rank} on host {facts.host} ({facts.machine})"
 

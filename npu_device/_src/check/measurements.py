@@ -28,7 +28,7 @@ from npu_device._src.trace import clock
 
 @dataclass(frozen=True)
 class Facts:
-    """One rank's own facts. Serializable as JSON.
+    """The facts of one rank. Serializable as JSON.
 
     Attributes:
         host: name of its host in the job.
@@ -36,13 +36,13 @@ class Facts:
         kernel: identifies the running kernel: the same on all ranks of a machine, in whatever container.
         address: address at which the others reach it.
         interface: name of the interface with this address; None if it is no address of this host.
-        bits: the interface's bits per second; None if unknown.
+        bits: bits per second of the interface; None if unknown.
         versions: of Python and of what is installed, by name.
         cores: numbers of the cores that the process may use.
         share: how many of them are for this rank.
         quota: cores' worth of processor time that the container gets; None without a limit.
         free: bytes of memory that are free, on the machine or in the container.
-        clock: seconds by which the host's clock is ahead of rank 0's; None if unknown.
+        clock: seconds by which the clock of the host is ahead of that of rank 0; None if unknown.
     """
 
     host: str
@@ -60,7 +60,7 @@ class Facts:
 
 
 def collect(job: Job | None) -> Facts:
-    """Collect this rank's facts. Every rank of a job calls this, since the clocks are compared."""
+    """Collect the facts of this rank. Every rank of a job calls this, since the clocks are compared."""
     host, address = "node0", "127.0.0.1"  # npurun's names, for a single rank
     ahead: float | None = 0.0
     if job is not None:
@@ -96,7 +96,7 @@ def _versions() -> dict[str, str]:
 
 
 def _control_groups() -> Iterator[Path]:
-    """Yield the directories of this process's control groups (version 2), innermost first."""
+    """Yield the directories of the control groups of this process (version 2), innermost first."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -141,11 +141,11 @@ _FEWEST, _MOST = 3, 50
 
 
 def unreachable(job: Job, servers: tuple[str, ...]) -> dict[int, str]:
-    """Connect to the server of one rank on each other host, the one with this rank's place among those of its host.
+    """Connect to the server of one rank on each other host, the one with the same place among those of its host.
 
     Args:
         job: the job.
-        servers: each rank's ``host:port``.
+        servers: ``host:port`` of each rank.
 
     Returns:
         Where and what happened, by rank, for those that can't be reached.

@@ -35,7 +35,7 @@ class CheckResult:
 
 
 def check() -> CheckResult:
-    """Open this rank's device, and check. Every rank of the job calls this."""
+    """Open the device of this rank, and check. Every rank of the job calls this."""
     device.open()
     job = device.running_job()
     found = judge.Findings([collect(None)]) if job is None else _found(job)
@@ -90,7 +90,7 @@ def _engines(job: Job) -> list[str]:
 
 
 def _has_server(job: Job) -> bool:
-    """Return whether TensorFlow's servers can be reached. They are started now if the job's engine doesn't need them,
+    """Return whether TensorFlow's servers can be reached. They are started now if the engine doesn't need them,
     and if there are ports for them.
     """
     if job.server_addresses:

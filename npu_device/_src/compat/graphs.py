@@ -149,7 +149,7 @@ def replace_input(operation: Any, index: int, tensor: Any) -> None:
 
 
 def set_seed_of(operation: Any, seed: int) -> None:
-    """Set the graph's part of the seed of a random operation, in a graph that has not run yet.
+    """Set the graph-level part of the seed of a random operation, in a graph that has not run yet.
 
     There is no public way to change an operation.
     """

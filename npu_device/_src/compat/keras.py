@@ -64,7 +64,7 @@ def belongs_to_keras(thing: Any) -> bool:
 
 
 def layers_of(model: Any) -> list[Any]:
-    """Return a model's layers, including nested ones. No Keras has a public way to get those."""
+    """Return the layers of a model, including nested ones. No Keras has a public way to get those."""
     return list(model._flatten_layers(include_self=False))  # in tf-keras 2.15 to 2.20, and Keras 3.0 to 3.15
 
 
@@ -85,7 +85,7 @@ def seed_generator_of_keras_3() -> Any:
 
 
 def build_optimizer(optimizer: Any, variables: Any) -> None:
-    """Create an optimizer's variables, if they don't exist. A legacy optimizer of tf-keras has no public way."""
+    """Create the variables of an optimizer, if they don't exist. A legacy optimizer of tf-keras has no public way."""
     if is_keras_3(keras_of(optimizer)):
         if not optimizer.built:
             optimizer.build(variables)

@@ -40,7 +40,7 @@ def converted(thing: Any, name: str) -> Callable[..., Any]:
 
 
 def variables_of(model: Any) -> list[Any]:
-    """Return a model's variables, as far as they exist; tf-keras doesn't list them if a part was never called."""
+    """Return the variables of a model, as far as they exist; tf-keras doesn't list them if a part was never called."""
     try:
         return list(model.variables)
     except ValueError:
@@ -49,8 +49,8 @@ def variables_of(model: Any) -> list[Any]:
 
 
 def operations_of(model: Any) -> list[Any]:
-    """Return a model's layers, including itself and nested ones, and in Keras 3 what a functional model does between
-    them; without metrics, which are layers in tf-keras.
+    """Return the layers of a model, including itself and nested ones, and in Keras 3 what a functional model does
+    between them; without metrics, which are layers in tf-keras.
     """
     layers = [layer for layer in all_layers(model) if not hasattr(layer, "update_state")]
     return _unique([*layers, *(operation for layer in layers for operation in getattr(layer, "operations", ()))])

@@ -22,7 +22,7 @@ from tensorflow.python.training import session_run_hook  # noqa: F401
 
 
 def eager_context() -> Any:
-    """Return the process's eager context (not created by this call)."""
+    """Return the eager context of the process (not created by this call)."""
     return _context.context()
 
 

@@ -18,7 +18,7 @@ def loss_scale_class_of_tf_keras(keras: Any, optimizer: object) -> Any:
 
 
 def is_vocabulary(weight: Any) -> bool:
-    """Return True for what tf-keras lists among a layer's weights for its vocabulary, which isn't a variable."""
+    """Return True for what tf-keras lists among the weights of a layer for its vocabulary, which isn't a variable."""
     return hasattr(weight, "get_tensors") and hasattr(weight, "set_weights") and not hasattr(weight, "assign")
 
 

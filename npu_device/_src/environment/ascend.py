@@ -66,9 +66,8 @@ HCCL_SOCKET_IFNAME = optional(
 HCCL_IF_BASE_PORT = optional(
     "HCCL_IF_BASE_PORT",
     forms.integer(1024, 65520),
-    "port on rank 0's host where the ranks meet: those of a rank table without a `host_port` for rank 0, and those "
-    "that Slurm or MPI started; default: one from 61000 to 64999, computed from JOB_ID and the table or the launcher's "
-    "job.",
+    "port on the host of rank 0 where the ranks meet, with a rank table without a `host_port` for rank 0, or with "
+    "Slurm or MPI; default: one from 61000 to 64999, computed from JOB_ID and the table or the job of the launcher.",
 )
 AOE_MODE = optional(
     "AOE_MODE",

@@ -1,4 +1,4 @@
-"""Check this package's own variables together, before a job begins."""
+"""Check the variables of this package together, before a job begins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_own_variables(warns: bool) -> None:
     """Check all variables of this package that are set, also those that are read later.
 
     Args:
-        warns: warn of variables with the package's prefix that it doesn't have; one rank's warning is enough.
+        warns: warn of unknown variables that begin with ``NPU_DEVICE_``; a warning of one rank is enough.
 
     Raises:
         ValueError: a malformed variable.

@@ -115,7 +115,7 @@ def log_level(text: str) -> str:
 
 
 def signal_of(names: Sequence[str]) -> Callable[[str], str]:
-    """Return the parser of a signal's name, which may lack ``SIG``."""
+    """Return the parser of the name of a signal, which may lack ``SIG``."""
 
     def parse(text: str) -> str:
         name = "SIG" + text.upper().removeprefix("SIG")

@@ -1,4 +1,4 @@
-"""Declare the variables by which platforms describe a job's nodes or processes."""
+"""Declare the variables by which platforms describe the nodes or processes of a job."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The reduction of a list of tensors: cut into segments, one collective each, handed back in order.
 
-In a session's graph each segment is an operation of its own.
+In the graph of a session, each segment is an operation of its own.
 
 ``None`` stays ``None``; ``tf.IndexedSlices`` are left to ``sparse``. The job remembers which tensors are results:
 whoever applies gradients is asked later whether they were reduced.
@@ -49,7 +49,7 @@ _TAPE = "gradient_tape/"  # before the name of an operation that computes a grad
 
 @dataclass(frozen=True)
 class ReductionOptions:
-    """The settings of a list's reduction.
+    """The settings of the reduction of a list.
 
     Attributes:
         kind: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"prod"``.
@@ -126,8 +126,8 @@ def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions,
         group: the group, of which this rank is a member.
 
     Returns:
-        A list of the same length and order. Each segment's collective depends on that segment's tensors only, so that
-        it starts as soon as backward has produced them.
+        A list of the same length and order. The collective of a segment depends only on its own tensors, so it starts
+        as soon as backward has produced them.
 
     Raises:
         ValueError: the split strategy doesn't fit; min, max or prod of ``tf.IndexedSlices``.
@@ -232,7 +232,7 @@ def _spec_of_result(value: Gradient, kind: str) -> tf.TypeSpec | None:
 
 
 def _of_the_shape_of(value: Any, result: Any) -> tf.IndexedSlices:
-    """Return a result with what the graph knows of the shape, which a session's operation doesn't."""
+    """Return a result with what the graph knows of the shape, which the operation of a session doesn't."""
     return tf.IndexedSlices(result.values, result.indices, value.dense_shape)
 
 
@@ -251,7 +251,7 @@ def _summary(segments: Sequence[Sequence[int]]) -> str:
 
 
 class ReducedTensors:
-    """The results of this rank's reductions; a part of the job."""
+    """The results of the reductions of this rank; a part of the job."""
 
     def __init__(self) -> None:
         self._eager: deque[weakref.ref[Any]] = deque(maxlen=_LATEST)
@@ -293,7 +293,7 @@ class ReducedTensors:
 
 
 def dense_of(gradient: Any) -> Any:
-    """Return a gradient's tensor; of ``tf.IndexedSlices`` the rows; None for None."""
+    """Return the tensor of a gradient; of ``tf.IndexedSlices`` the rows; None for None."""
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 

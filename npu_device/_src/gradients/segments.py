@@ -1,7 +1,7 @@
 """Cut a list of tensors by the split strategy into segments that travel together, in the order of their production.
 
 Index 0 of the split strategy is the gradient that backward produces first. In a graph, that is the one that depends on
-the fewest operations: backward starts at the loss, so each further layer's gradient depends on everything that the
+the fewest operations: backward starts at the loss, so the gradient of each further layer depends on everything that the
 layers above it needed. Counting dependencies, rather than the position in the list or the order of creation, is right
 for branches, for layers used twice, for frozen layers, and for gradients that were scaled or clipped one by one.
 """
@@ -97,7 +97,7 @@ def cut(first: FirstOrders, tensors: Sequence[Any], reduction: str, fusion: int,
     """Cut a list of tensors into segments.
 
     Args:
-        first: the job's.
+        first: that of the job.
         tensors: dense tensors, possibly of several dtypes; anything else is left out.
         reduction: the split strategy is for sum and mean; the other reductions use one segment per dtype.
         fusion: 0 gives every tensor a segment of its own, 1 cuts by the split strategy, 2 makes one segment per dtype.

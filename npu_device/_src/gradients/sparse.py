@@ -23,7 +23,7 @@ def reduce_slices(
 
     Args:
         agreement: on the call.
-        slices: values of shape [rows, …] with each rank's own number of rows; the rest of the shape, and
+        slices: values of shape [rows, …], where the number of rows may differ on each rank; the rest of the shape, and
             ``dense_shape``, are the same everywhere.
         reduction: ``"sum"`` or ``"mean"``.
         group: the group, of which this rank is a member.

@@ -91,7 +91,7 @@ def set_by_size(dataSizeList: Any, group: str = WORLD_GROUP) -> None:
 
 
 def segments(sizes: Sequence[int], group: str) -> list[int]:
-    """Return a group's cuts of a list of gradients: by percentages if set, else by numbers if set, else by
+    """Return the cuts of a group for a list of gradients: by percentages if set, else by numbers if set, else by
     ``NPU_DEVICE_SPLIT``, else 96.54 % and the rest.
 
     Args:
@@ -185,7 +185,7 @@ def _share(percentage: float, total: np.float32) -> np.float32:
 
 
 def cut_by_default(sizes: Sequence[int]) -> list[int]:
-    """Cut by Ascend's default (96.54 % of the bytes and the rest); return each segment's last gradient.
+    """Cut by Ascend's default (96.54 % of the bytes and the rest); return the last gradient of each segment.
 
     >>> cut_by_default([4] * 20)
     [18, 19]
@@ -196,7 +196,7 @@ def cut_by_default(sizes: Sequence[int]) -> list[int]:
 
 
 def cut_by_size(sizes: Sequence[int], percentages: Sequence[float]) -> list[int]:
-    """Cut at about these percentages of the bytes; return each segment's last gradient.
+    """Cut at about these percentages of the bytes; return the last gradient of each segment.
 
     >>> cut_by_size([4] * 20, [25, 25, 50])
     [4, 9, 19]

@@ -48,7 +48,7 @@ def announced_address() -> str | None:
 
 
 def _is_allowed(name: str, names: str) -> bool:
-    """Return whether an interface's name fits ``eth,ib`` (beginnings) or ``=eth0`` (whole names); ``^`` excludes them.
+    """Return whether the name of an interface fits ``eth,ib`` (beginnings) or ``=eth0`` (whole names); ``^`` excludes.
 
     Source: Ascend HCCL user guide, ``HCCL_SOCKET_IFNAME``.
     """
@@ -59,7 +59,7 @@ def _is_allowed(name: str, names: str) -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has an address; None if it isn't one of this host's."""
+    """Return the name of the interface that has an address; None if this host doesn't have the address."""
     try:
         wanted = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -69,7 +69,7 @@ def interface_of(address: str) -> str | None:
 
 
 def speed_of(interface: str) -> float | None:
-    """Return the interface's speed in bits per second; None if its driver doesn't say (loopback, many virtual ones)."""
+    """Return the bits per second of the interface; None if its driver has no speed (loopback, many virtual ones)."""
     try:
         megabits = int(Path("/sys/class/net", interface, "speed").read_text())
     except (OSError, ValueError):

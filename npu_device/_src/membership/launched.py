@@ -1,4 +1,4 @@
-"""A process as a cluster's launcher describes it: its place among the others, and where they meet."""
+"""A process as the launcher of a cluster describes it: its place among the others, and where they meet."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ class Launched:
     """The place of this process in the job, as the variables of the launcher give it.
 
     Attributes:
-        launcher: the launcher's name.
+        launcher: name of the launcher.
         variable: name of the variable that holds the rank, for messages.
         size: number of ranks, 1 or more.
-        rank: this process's rank.
+        rank: rank of this process.
         local_rank: its number among the ranks of its host; None if unknown.
         on_one_host: True if all ranks are known to be on this host.
-        node: the launcher's name of this host; "" if it has none.
+        node: name that the launcher gives this host; "" if it has none.
         job: text that only the ranks of this job share; "" if there is none.
-        address: address or name of rank 0's host; "" if unknown.
+        address: address or name of the host of rank 0; "" if unknown.
         port: port at which the ranks meet there; None if the launcher names none.
     """
 
@@ -43,7 +43,7 @@ class RendezvousAddress(NamedTuple):
     """The address at which the ranks meet.
 
     Attributes:
-        hosts: addresses and names of rank 0's host, in the order in which they are tried.
+        hosts: addresses and names of the host of rank 0, in the order in which they are tried.
         port: a port there; None if the ranks compute it.
         secret: a secret for a job that has none.
     """

@@ -21,7 +21,7 @@ _REMEDY = (
 
 
 def read() -> Launched | None:
-    """Return this process's place among the processes that a launcher started; None without a launcher.
+    """Return the place of this process among those that a launcher started; None without a launcher.
 
     Raises:
         ClusterError: two launchers contradict each other, or a variable is missing.
@@ -57,7 +57,7 @@ def require_agreement(who: str, size: int, rank: int | None, launched: Launched)
         who: whose description it is, for the message.
         size: its number of ranks.
         rank: its rank of this process; None if it gives none.
-        launched: the launcher's place of this process.
+        launched: the place that the launcher gives this process.
 
     Raises:
         ClusterError: the launcher started more processes, or gave this one another rank.
@@ -88,7 +88,7 @@ def rendezvous_address(launched: Launched) -> RendezvousAddress:
 
 
 def _slurm() -> Launched | None:
-    """Return this process's place in its job step; None outside of a step.
+    """Return the place of this process in its job step; None outside of a step.
 
     Raises:
         ValueError: a variable is malformed.
@@ -125,7 +125,7 @@ def first_node(nodes: str) -> str:
 
 
 def _torchrun() -> Launched | None:
-    """Return this process's place; None unless RANK, WORLD_SIZE and MASTER_ADDR are set.
+    """Return the place of this process; None unless RANK, WORLD_SIZE and MASTER_ADDR are set.
 
     Raises:
         ClusterError: MASTER_PORT is missing.
@@ -138,8 +138,8 @@ def _torchrun() -> Launched | None:
     if size > 1 and not environment.MASTER_PORT.is_set():
         raise ClusterError(
             f"MASTER_PORT is missing or empty, while RANK ({rank}), WORLD_SIZE ({size}) and MASTER_ADDR are set.\n"
-            "What to do: set MASTER_PORT to a free port of rank 0's host, the same on every rank. To train on a single "
-            "device, set NPU_DEVICE_LAUNCHER=off."
+            "What to do: set MASTER_PORT to a free port on the host of rank 0, the same on every rank. To train on a "
+            "single device, set NPU_DEVICE_LAUNCHER=off."
         )
     return Launched(
         launcher="torchrun",
@@ -164,7 +164,7 @@ def _torchruns_address() -> tuple[str, int | None] | None:
 
 
 def _jax() -> Launched | None:
-    """Return this process's place; None unless JAX_NUM_PROCESSES and JAX_PROCESS_ID are set.
+    """Return the place of this process; None unless JAX_NUM_PROCESSES and JAX_PROCESS_ID are set.
 
     Raises:
         ClusterError: JAX_COORDINATOR_ADDRESS is missing.
@@ -177,8 +177,8 @@ def _jax() -> Launched | None:
     if size > 1 and place is None:
         raise ClusterError(
             f"JAX_COORDINATOR_ADDRESS is missing or empty, while JAX_PROCESS_ID ({rank}) and JAX_NUM_PROCESSES "
-            f"({size}) are set.\nWhat to do: set it to host:port of rank 0's host, the same on every rank. To train on "
-            "a single device, set NPU_DEVICE_LAUNCHER=off."
+            f"({size}) are set.\nWhat to do: set it to host:port on the host of rank 0, the same on every rank. To "
+            "train on a single device, set NPU_DEVICE_LAUNCHER=off."
         )
     address, port = place or ("", None)
     return Launched(

@@ -62,7 +62,7 @@ LAUNCHERS = tuple(kind.launcher for kind in _KINDS)
 
 
 def read() -> Launched | None:
-    """Return this process's place; None if no ``mpiexec`` started it.
+    """Return the place of this process; None if no ``mpiexec`` started it.
 
     Raises:
         ValueError: a variable is malformed.
@@ -91,7 +91,7 @@ def _starter(variable: Variable[int | None]) -> str:
         variable: a variable that all ranks have.
 
     Returns:
-        The process's number and start time; "" if it is out of sight, as from a container.
+        Number and start time of the process; "" if it is out of sight, as from a container.
     """
     prefix = f"{variable.name}=".encode()
     for pid, started in ancestors():
@@ -105,14 +105,14 @@ def _starter(variable: Variable[int | None]) -> str:
 
 
 def agree(launched: Launched) -> RendezvousAddress:
-    """Return rank 0's choice. Every rank waits here for all the others.
+    """Return the choice of rank 0. Every rank waits here for all the others.
 
     Raises:
-        ClusterError: mpi4py isn't there, or its MPI is not the launcher's.
+        ClusterError: mpi4py isn't there, or uses a different MPI from the launcher.
     """
     remedy = (
         "What to do: install mpi4py for this MPI on every host (pip install mpi4py), or set MASTER_ADDR to the address "
-        "of rank 0's host and MASTER_PORT to a free port there, the same for every rank."
+        "of the host of rank 0 and MASTER_PORT to a free port there, the same for every rank."
     )
     what = f"{launched.launcher} started the {launched.size} ranks on several hosts, and tells no rank where rank 0 is"
     try:
@@ -122,8 +122,8 @@ def agree(launched: Launched) -> RendezvousAddress:
     world = mpi.COMM_WORLD
     if (world.Get_size(), world.Get_rank()) != (launched.size, launched.rank):
         raise ClusterError(
-            f"{what}. mpi4py uses another MPI than the launcher's: there, {launched} is rank {world.Get_rank()} of "
-            f"{world.Get_size()}.\n{remedy}"
+            f"{what}. mpi4py and the launcher use different MPI libraries: in mpi4py, {launched} is rank "
+            f"{world.Get_rank()} of {world.Get_size()}.\n{remedy}"
         )
     return RendezvousAddress(*world.bcast(tuple(_choose()) if launched.rank == 0 else None))
 

@@ -64,7 +64,7 @@ class ParentRank:
     """The rank whose child this process is.
 
     Attributes:
-        pid: number of the rank's process.
+        pid: number of the process of the rank.
         rank: its rank.
         world_size: number of ranks in its job.
         neighbours: the ranks of its host, itself among them, as ``frames.ranges`` writes them.
@@ -104,7 +104,7 @@ def mark(cluster: Cluster) -> None:
 
 
 def mark_as_child(parent: dict[str, Any]) -> None:
-    """Mark the environment of this process, and so of its own children, as a rank's child, which the hub has found."""
+    """Mark the environment of this process, and so of its children, as a child of a rank, which the hub has found."""
     _mark(ParentRank(**parent))
 
 
@@ -114,7 +114,7 @@ def _mark(rank: ParentRank) -> None:
 
 
 def unmark() -> None:
-    """Remove this process's mark: it has not become a rank."""
+    """Remove the mark of this process: it has not become a rank."""
     environment.NPU_DEVICE_RANK_PROCESS.set("")
 
 

@@ -63,7 +63,7 @@ def table_environment(directory: Path, size: int, rank: int) -> dict[str, str]:
 
 
 def clean_environment() -> dict[str, str]:
-    """Return this process's environment without what describes a job, and without GPUs. What chooses the engine
+    """Return the environment of this process without what describes a job, and without GPUs. What chooses the engine
     stays: with it a whole suite can be run on one.
     """
     ours = {variable.name for variable in environment.ALL}.difference(_KEPT)

@@ -226,7 +226,7 @@ def fault(path: str, what: str, remedy: str = _CORRECT) -> ClusterError:
 
 
 def load_object(path: str) -> Fields:
-    """Return the table's outermost object.
+    """Return the outermost object of the table.
 
     Raises:
         ClusterError: the file can't be read, is not JSON, or isn't an object.

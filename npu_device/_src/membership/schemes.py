@@ -1,4 +1,4 @@
-"""Read the job's description from the environment, before the ranks have met.
+"""Read the description of the job from the environment, before the ranks have met.
 
 Four schemes, in this order: rank table, ``CM_*``, ``TF_CONFIG``, a launcher of clusters (``launchers``). The first one
 present is used; contradictions and missing variables raise. ``rendezvous`` turns it into the agreed description.

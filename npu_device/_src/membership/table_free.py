@@ -15,11 +15,11 @@ from npu_device._src.cluster.errors import ClusterError
 
 
 def read(size: int, device_id: int) -> Membership:
-    """Return this process's place according to the variables.
+    """Return the place of this process according to the variables.
 
     Args:
         size: number of ranks.
-        device_id: number of this process's device on its host; host and device together identify the chief.
+        device_id: number of the device of this process on its host; host and device together identify the chief.
 
     Raises:
         ClusterError: a variable is missing.
@@ -66,7 +66,7 @@ def read(size: int, device_id: int) -> Membership:
 
 
 def _is_local(ip: str) -> bool:
-    """Return True if the address is one of this host's: only those can be bound."""
+    """Return True if this host has the address: only those can be bound."""
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:

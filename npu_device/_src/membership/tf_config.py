@@ -1,6 +1,6 @@
 """TensorFlow's own description of a job, ``TF_CONFIG``, as the training operator of Kubeflow sets it.
 
-Ranks are the chief (or "master") and then the workers, in order. The ranks meet at rank 0's address. TensorFlow's
+Ranks are the chief (or "master") and then the workers, in order. The ranks meet at the address of rank 0. TensorFlow's
 servers get other ports, because the hub uses the one in ``TF_CONFIG``.
 
 Source: TensorFlow guide "Distributed training with TensorFlow", setting up TF_CONFIG.
@@ -21,10 +21,10 @@ _CHIEFS = ("chief", "master")
 
 
 def read(device_id: int | None = None) -> Membership | None:
-    """Return this process's place in the job of ``TF_CONFIG``, without the tasks that don't train.
+    """Return the place of this process in the job of ``TF_CONFIG``, without the tasks that don't train.
 
     Args:
-        device_id: number of this process's device on its host; default its number among the ranks of the host.
+        device_id: number of the device of this process on its host; default its number among the ranks of the host.
 
     Returns:
         None if the variable is unset or names no cluster, or if this process is an evaluator.

@@ -1,5 +1,5 @@
 """Switches of the NPU, which are checked, and change nothing on CPU and GPU; a self-test that only logs; and scopes
-that tag operations for the NPU's compiler: a block runs as it would without.
+that tag operations for the compiler of the NPU: a block runs as it would without.
 
 Source of the scopes: Ascend TF Adapter 2.x, ``npu_device.utils.scope`` and ``npu.keep_dtype_scope``,
 ``npu.npu_recompute_scope``.
@@ -122,7 +122,7 @@ def stupid_repeat(word: str, times: int) -> None:
 
 @contextlib.contextmanager
 def keep_dtype_scope() -> Iterator[None]:
-    """Keep the dtype of the block's operations under mixed precision on an NPU. Without effect here.
+    """Keep the dtype of the operations of the block under mixed precision on an NPU. Without effect here.
 
     >>> with keep_dtype_scope():
     ...     1 + 1
@@ -133,7 +133,7 @@ def keep_dtype_scope() -> Iterator[None]:
 
 @contextlib.contextmanager
 def npu_recompute_scope() -> Iterator[None]:
-    """Recompute the block's activations in backward instead of keeping them, on an NPU.
+    """Recompute the activations of the block in backward instead of keeping them, on an NPU.
 
     Without effect here; ``tf.recompute_grad`` does this in TensorFlow.
     """
@@ -142,7 +142,7 @@ def npu_recompute_scope() -> Iterator[None]:
 
 @contextlib.contextmanager
 def npu_optimizer_scope() -> Iterator[None]:
-    """Mark the block as the optimizer's part of the graph on an NPU. Without effect here."""
+    """Mark the block as the optimizer part of the graph on an NPU. Without effect here."""
     yield
 
 
@@ -154,13 +154,13 @@ def npu_gradients_scope() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_npu_compile_scope() -> Iterator[None]:
-    """Run the block's operations on the host on an NPU. Without effect here."""
+    """Run the operations of the block on the host on an NPU. Without effect here."""
     yield
 
 
 @contextlib.contextmanager
 def npu_variable_scope(placement: object = None) -> Iterator[None]:
-    """Choose the engine for the block's variables (``NpuExecutePlacement``) on an NPU. Without effect here.
+    """Choose the engine for the variables of the block (``NpuExecutePlacement``) on an NPU. Without effect here.
 
     Args:
         placement: an ``NpuExecutePlacement``.
@@ -180,13 +180,13 @@ def npu_stage_scope(stage: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def npu_mem_type_scope() -> Iterator[None]:
-    """Put the block's variables into another kind of memory on an NPU. Without effect here."""
+    """Put the variables of the block into another kind of memory on an NPU. Without effect here."""
     yield
 
 
 @contextlib.contextmanager
 def npu_weight_prefetch_scope(buffer_pool_id: int = 0, buffer_pool_size: int = 536870912) -> Iterator[None]:
-    """Prefetch the block's weights into a pool of so many bytes on an NPU. Without effect here.
+    """Prefetch the weights of the block into a pool of this number of bytes on an NPU. Without effect here.
 
     Args:
         buffer_pool_id: number of the pool.
@@ -238,7 +238,7 @@ def npu_graph_slice_scope(slice_num: int | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def disable_autofuse() -> Iterator[None]:
-    """Keep the block's operations from being fused on an NPU. Without effect here."""
+    """Keep the operations of the block from being fused on an NPU. Without effect here."""
     yield
 
 

@@ -99,7 +99,7 @@ def lamb_apply_optimizer_assign(
     weight_decay_rate: Any,
     name: str | None = None,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Make the first half of a step of LAMB: the moments, and the update before the layer's norms scale it.
+    """Make the first half of a step of LAMB: the moments, and the update before the norms of the layer scale it.
 
     Args:
         input0: the gradient.

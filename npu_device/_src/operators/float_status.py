@@ -1,4 +1,4 @@
-"""The NPU's overflow flag, which CPUs and GPUs lack: they give infinities and NaN instead, which can be detected.
+"""The overflow flag of the NPU, which CPUs and GPUs lack: they give infinities and NaN instead, which can be detected.
 
 Scripts read the flag once the gradients are there: ``with tf.control_dependencies(gradients): get_float_status(…)``. In
 a graph, the result is therefore computed from the tensors that the operation waits for. There is nothing to clear.

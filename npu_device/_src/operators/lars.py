@@ -20,13 +20,13 @@ def lars_v2(
     use_clip: bool = False,
     name: str | None = None,
 ) -> tf.Tensor:
-    """Return the gradient of a layer with weight decay, times a rate computed from the layer's norms.
+    """Return the gradient of a layer with weight decay, times a rate computed from the norms of the layer.
 
     ``rate = hyperpara * |w| / (|g| + weight_decay * |w| + epsilon)``, with ``use_clip`` at most the learning rate and
     in units of it: ``min(rate / learning_rate, 1)``. The result is ``rate * (g + weight_decay * w)``.
 
     Args:
-        input_weight: the layer's weights ``w``, floating point.
+        input_weight: weights of the layer, ``w``, floating point.
         input_grad: their gradient ``g``; shape and dtype of ``w``.
         weight_decay, learning_rate: numbers of the dtype of ``w``; the rate counts with ``use_clip`` only.
         hyperpara: trust in the layer; default 0.001.

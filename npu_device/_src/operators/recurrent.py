@@ -4,8 +4,8 @@ with attention (DynamicAUGRU). TensorFlow differentiates them.
 Gates of the LSTM stand in the order i (input), j (new value), f (forget), o (output), as in TensorFlow's BasicLSTMCell.
 Those of the GRU stand in the order z (update), r (reset), n (new value). The reset gate acts after the multiplication
 by the hidden weights: ``n = tanh(x Wn + bn + r * (h Rn + cn))``, ``h' = z * h + (1 - z) * n``. With attention ``a`` the
-update gate is ``(1 - a) * z`` (Zhou et al. 2019, DIEN). A step behind a sequence's end gives 0 as output and leaves the
-state as it was.
+update gate is ``(1 - a) * z`` (Zhou et al. 2019, DIEN). A step behind the end of a sequence gives 0 as output and
+leaves the state as it was.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def basic_lstm_cell(
         w: weights, ``[input + hidden, 4 * hidden]``, of the gates i, j, f, o.
         b: bias, ``[4 * hidden]``.
         keep_prob: 1.0.
-        forget_bias: added to the forget gate's bias; default 1.0.
+        forget_bias: added to the bias of the forget gate; default 1.0.
         state_is_tuple: True.
         activation: ``"tanh"``.
         name: of the operation.
@@ -114,7 +114,7 @@ def dynamic_rnn(
         seq_length: ``[batch]``, number of steps of each sequence; default all. Behind a sequence's end ``y`` is 0 and
             the states stay.
         init_h, init_c: ``[1, batch, hidden]`` or ``[batch, hidden]``; default 0.
-        forget_bias: added to the forget gate's bias; default 0.
+        forget_bias: added to the bias of the forget gate; default 0.
         is_training: without effect, TensorFlow keeps what backward needs.
         name: of the operation.
         attributes: ``cell_type="LSTM"``, ``direction="UNIDIRECTIONAL"``, ``cell_depth=1``, ``use_peephole=False``,

@@ -55,7 +55,7 @@ class DynamicRNN(_Recurrent):
     Args:
         hidden_size: size of the state.
         dtype: of weights and inputs, floating point.
-        forget_bias: added to the forget gate's bias; default 0.
+        forget_bias: added to the bias of the forget gate; default 0.
         is_training: without effect.
         attributes: as in ``dynamic_rnn``.
 

@@ -69,7 +69,7 @@ def gather_all_to_all_v(
     addr_length: Any,
     group: str = WORLD_GROUP,
 ) -> NoReturn:
-    """Raise NotImplementedError: the operation reads from addresses in the NPU's memory.
+    """Raise NotImplementedError: the operation reads from addresses in the memory of the NPU.
 
     Args:
         addrinfo, addrinfo_count_per_rank, recv_counts, recv_displacements, dtype, addr_length, group: ignored.
@@ -82,7 +82,7 @@ def gather_all_to_all_v(
 
 
 def remote_read(tensorRemote: Any, data_type: Any) -> NoReturn:
-    """Raise NotImplementedError: the operation reads another NPU's memory by address.
+    """Raise NotImplementedError: the operation reads the memory of another NPU by address.
 
     Args:
         tensorRemote, data_type: ignored.
@@ -95,7 +95,7 @@ def remote_read(tensorRemote: Any, data_type: Any) -> NoReturn:
 
 
 def remote_ref_read(tensorRemote: Any, cache: Any, offset: Any) -> NoReturn:
-    """Raise NotImplementedError: the operation reads another NPU's memory by address.
+    """Raise NotImplementedError: the operation reads the memory of another NPU by address.
 
     Args:
         tensorRemote, cache, offset: ignored.
@@ -108,7 +108,7 @@ def remote_ref_read(tensorRemote: Any, cache: Any, offset: Any) -> NoReturn:
 
 
 def remote_write(tensorRemote: Any, tensorLocal: Any, data_type: Any) -> NoReturn:
-    """Raise NotImplementedError: the operation writes another NPU's memory by address.
+    """Raise NotImplementedError: the operation writes the memory of another NPU by address.
 
     Args:
         tensorRemote, tensorLocal, data_type: ignored.
@@ -121,7 +121,7 @@ def remote_write(tensorRemote: Any, tensorLocal: Any, data_type: Any) -> NoRetur
 
 
 def remote_scatter_write(tensorRemote: Any, tensorLocal: Any, offset: Any) -> NoReturn:
-    """Raise NotImplementedError: the operation writes another NPU's memory by address.
+    """Raise NotImplementedError: the operation writes the memory of another NPU by address.
 
     Args:
         tensorRemote, tensorLocal, offset: ignored.

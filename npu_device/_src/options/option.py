@@ -36,7 +36,7 @@ class Rule:
         """Return the value in the form in which it is kept.
 
         Args:
-            path: the option's full name, for the message.
+            path: full name of the option, for the message.
             value: what a script assigned; numpy scalars count as the Python values they hold.
 
         Raises:

@@ -103,11 +103,11 @@ class Port:
         return [node for node in self._nodes if isinstance(node, kind)]
 
     def text(self, node: Any) -> str:
-        """Return a node's source; "" for None."""
+        """Return the source of a node; "" for None."""
         return self.module.code_for_node(node).strip() if node is not None else ""
 
     def line(self, node: Any) -> int:
-        """Return the number of a node's first line."""
+        """Return the number of the first line of a node."""
         return int(self._places[node].start.line)
 
     def up(self, node: Any) -> Iterator[Any]:
@@ -212,7 +212,7 @@ class Port:
         return ([each for each in found if self.line(each) < self.line(at)] or found)[-1:]  # of several definitions
 
     def _arguments(self, name: str, function: Any) -> list[Any]:
-        """Return what the script's calls of a function pass for a parameter."""
+        """Return what the calls of a function in the script pass for a parameter."""
         place, is_method = _parameters(function).index(name), isinstance(self.scope(function), cst.ClassDef)
         calls = [call for call in self.calls if function in self.callees(call)]
         values = [keyword(call, name, place - (is_method and bool(method(call)))) for call in calls]
@@ -242,7 +242,7 @@ class Port:
             self._assigned.setdefault(dotted(target), []).append(made)
 
     def found(self, kind: str, rule: str, node: Any, text: str = "") -> None:
-        """Add a line to the report, once; the text is the rule's if none is given."""
+        """Add a line to the report, once; without a text, the text of the rule."""
         line, choices = self.line(node), RULES[rule].choices if kind == OPEN else ()
         finding = Finding(rule, kind, line, self.lines[line - 1].strip(), text or RULES[rule].does, choices)
         self.findings = sorted({*self.findings, finding}, key=lambda each: (each.line, each.rule))
@@ -292,7 +292,7 @@ class _Changer(cst.CSTTransformer):
         return updated
 
     def _block(self, statements: Any) -> Any:
-        """Yield a block's statements with the lines that belong before and after them, and guards around them."""
+        """Yield the statements of a block with the lines that belong before and after them, and guards around them."""
         heads = {at: head for at, head in self._guarded.items() if not {(at, True), (at, False)} & {*self._lines}}
         for guard, group in itertools.groupby(statements, lambda pair: heads.get(pair[0])):
             pairs = list(group)
@@ -334,7 +334,7 @@ def dotted(node: Any) -> str:
 
 
 def _parameters(function: Any) -> list[str]:
-    """Return the names of a function's parameters."""
+    """Return the names of the parameters of a function."""
     given = function.params
     return [each.name.value for each in (*given.posonly_params, *given.params, *given.kwonly_params)]
 

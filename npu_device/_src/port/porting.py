@@ -85,7 +85,7 @@ def entries(sources: Collection[Source]) -> list[Path]:
 
 
 def port_text(text: str, is_entry: bool = True, kind: str = "", is_v1: bool = False) -> tuple[str, list[Finding]]:
-    """Return a script's ported source, which is the same if a question is open, and what the report says.
+    """Return the ported source of a script, which is the same if a question is open, and what the report says.
 
     Args:
         text: its source; Refused if that isn't Python 3.

@@ -71,7 +71,7 @@ def _hook(port: Port, call: Any) -> None:
 
 
 def _feed(port: Port, call: Any) -> None:
-    """Divide what a session's training step is fed with."""
+    """Divide what the training step of a session is fed with."""
     given = keyword(call, "feed_dict", 1)
     given = next(iter(port.origins(given)), given) if given is not None and dotted(given) else given
     values = [each.value for each in given.elements] if isinstance(given, cst.Dict) else []
@@ -127,7 +127,7 @@ def uses_strategy(port: Port) -> bool:
 
 
 def horovod(port: Port) -> bool:
-    """Change a script's imports of Horovod; False if there are none."""
+    """Change the imports of Horovod in a script; False if there are none."""
     nodes = [(name, node) for name, node in port.imported if name.split(".")[0] == "horovod"]
     for name, node in nodes:
         is_plain = isinstance(node, cst.Import) and not node.names[0].asname

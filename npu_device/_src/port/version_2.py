@@ -1,4 +1,4 @@
-"""What trains in TensorFlow 2: models that ``fit`` trains, loops of the script's own, and how their loss is scaled."""
+"""What trains in TensorFlow 2: models that ``fit`` trains, custom loops, and how their loss is scaled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from npu_device._src.port.port import DONE, NOTE, OPEN, WORDS, Port, dotted, key
 SHARE = "[npu.distribute.rank() :: npu.distribute.size()]"
 _MODEL, _COMPILED, _OTHER, _UNKNOWN = "model", "compiled", "other", "unknown"  # what a name is
 MEAN, SUM, EACH, SHARED, COUNT, UNKNOWN = "mean", "sum", "each", "shared", "count", "unknown"
-"""Over the samples; one value per sample; the same on all ranks whatever the samples; the rank's number of samples."""
+"""Over the samples; one value per sample; the same on all ranks whatever the samples; the sample count of the rank."""
 _PAIRS = {"add": cst.Add, "subtract": cst.Subtract, "multiply": cst.Multiply, "divide": cst.Divide}
 _NUMBER = re.compile(r"(batch_?size|num_\w+|\w*(weight|alpha|beta|lambda|gamma|coef|scale|factor|_size|losses))$", re.I)
 
@@ -109,7 +109,7 @@ def noise(port: Port, node: Any) -> None:
 
 
 def _is_of_keras(port: Port, call: Any) -> bool:
-    """Return True in a model's train step and the methods that it calls, and in an optimizer."""
+    """Return True in the train step of a model and the methods that it calls, and in an optimizer."""
     for owner in (each for each in port.up(call) if isinstance(each, cst.ClassDef)):
         methods = {each.name.value for each in owner.body.body if isinstance(each, cst.FunctionDef)}
         if port.inherits(owner, ("Optimizer", *(("Model", "Sequential") if "train_step" in methods else ()))):
@@ -134,7 +134,7 @@ def _reduce(port: Port, call: Any) -> None:
 
 
 def _gradient(port: Port, node: Any, depth: int = 0) -> Any:
-    """Return the call of a tape's ``gradient`` behind gradients, which may have been changed since; None if unknown."""
+    """Return the call of ``tape.gradient`` behind gradients, which may have been changed since; None if unknown."""
     if method(node) == "gradient":
         return node
     below = [node.args[0].value] if _is_call(node, "zip") else [*port.origins(node), *node.children]
@@ -142,7 +142,7 @@ def _gradient(port: Port, node: Any, depth: int = 0) -> Any:
 
 
 def _broadcast(port: Port, call: Any) -> None:
-    """Send rank 0's variables before the loop, where they exist."""
+    """Send the variables of rank 0 before the loop, where they exist."""
     given: Any = next((each.args[1].value for each in walk(call) if _is_call(each, "zip") and len(each.args) > 1), None)
     if isinstance(given, cst.Name):
         given = next(iter(port.origins(given)), given)
@@ -199,7 +199,7 @@ def _chain(port: Port, node: Any, depth: int = 0) -> Any:
 
 
 def _shard(port: Port, batch: Any, running: list[Any]) -> None:
-    """Divide a data set before its first shuffle, repeat or batch in the statement, and batch the rank's share."""
+    """Divide a dataset before its first shuffle, repeat or batch in the statement, and batch the share of the rank."""
     size, whole, node = keyword(batch, "batch_size", 0), batch.func.value, batch.func.value
     while method(node) and not port.name(node.func):
         whole = node.func.value if method(node) in ("shuffle", "repeat", *WORDS["batches"]) else whole
@@ -216,7 +216,7 @@ def _shard(port: Port, batch: Any, running: list[Any]) -> None:
 
 
 def _resize(port: Port, size: str, running: list[Any]) -> None:
-    """Give the rank's size to what the functions of a loop draw or fill in the size of a batch."""
+    """Give the batch size of the rank to what the functions of a loop draw or fill in the size of a batch."""
     for call in (each for each in port.calls if method(each) in WORDS["draws"] + WORDS["fills"]):
         inside = [each for each in walk(call) if isinstance(each, cst.Name) and each.value == size]
         if inside and any(port.runs(loop.body, [call]) for loop in running):

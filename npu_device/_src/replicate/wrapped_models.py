@@ -90,7 +90,7 @@ class Models:
         return model
 
     def _by_hand(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an optimizer's method that refuses to train a model for long outside the step of a replicated one."""
+        """Return an optimizer method that refuses to train a model for long outside the step of a replicated one."""
         import tensorflow as tf
 
         from npu_device._src import compat
@@ -118,7 +118,7 @@ class Models:
         self._steps += int(steps)
         if self._steps >= _STEPS:
             raise RuntimeError(
-                f"--replicate: {name} is used in a training loop of the script's own, outside of fit; each rank would "
+                f"--replicate: {name} is used in a custom training loop, outside of fit; each rank would "
                 f"train by itself.\nWhat to do: {_PORT}"
             )
         return [np.int64(self._steps)]

@@ -23,7 +23,7 @@ _EVEN = 0.02  # a rank within this part of a step of the others is as fast as th
 
 @dataclass(frozen=True)
 class RankFigures:
-    """The parts of a rank's step.
+    """The parts of a step of a rank.
 
     Attributes:
         rank: the rank.
@@ -141,7 +141,7 @@ class Diagnosis:
 
     Attributes:
         good: there is nothing to gain.
-        situation: a headline, with the guide's advice.
+        situation: a headline, with the advice of the guide.
         reasons: the figures that say so.
         call: the call to paste; None when there is none to try.
         expectation: how to find out what it brings, and what else may help.
@@ -243,7 +243,7 @@ class Analysis:
 
     Attributes:
         traces: of all ranks, with the iterations that count.
-        ranks: where each rank's time goes.
+        ranks: where the time of each rank goes.
         slowest: the rank that the others wait for.
         shown: number of the iteration to draw.
         diagnosis: what the split does, and what to do.

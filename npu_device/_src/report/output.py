@@ -92,10 +92,10 @@ _log = logging.getLogger("npu_device")
 
 
 def write_all(directory: Path) -> str:
-    """Write all files into the trace's directory.
+    """Write all files into the directory of the trace.
 
     Returns:
-        The report's text.
+        The text of the report.
 
     Raises:
         ValueError: there is no trace, or nothing that can be read as one.

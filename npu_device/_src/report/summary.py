@@ -61,7 +61,7 @@ COLUMNS = ("step", "input", "compute", "hidden", "exposed", "update")
 
 
 def parts(rank: RankFigures) -> tuple[float, ...]:
-    """Return a rank's line of the table, in microseconds."""
+    """Return the line of a rank in the table, in microseconds."""
     return rank.step, rank.input_wait, rank.alone + rank.hidden, rank.hidden, rank.exposed, rank.update
 
 

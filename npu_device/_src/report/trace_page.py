@@ -167,7 +167,7 @@ th { font-weight: 600; font-size: 13px; color: #5b6675; }
 
 
 def page(found: Analysis) -> str:
-    """Return the page's text."""
+    """Return the text of the page."""
     shown = _to_show(found)
     left_out = len(found.traces) - len(shown)
     more = f" {left_out} further ranks are not drawn." if left_out else ""

@@ -17,7 +17,7 @@ class RankError(AssertionError):
     """A function that was called on real ranks has failed on some of them.
 
     Attributes:
-        errors: text of each rank's error, by rank; the first to fail comes first.
+        errors: text of the error of each rank, by rank; the first to fail comes first.
     """
 
     def __init__(self, text: str, errors: dict[int, str]) -> None:

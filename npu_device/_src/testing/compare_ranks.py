@@ -135,7 +135,7 @@ def _deviations(one: _Training, again: _Training, other: _Training) -> list[str]
                 found += deviation(number, kind, name, [np.atleast_1d(values[name]) for values in epoch])
     return [
         f"  {each.variable} after epoch {each.step}: off by {each.off:.1e}"
-        + (f", {each.ratio:.2f} times one process's" if each.ratio is not None else "")
+        + (f", {each.ratio:.2f} times that of one process" if each.ratio is not None else "")
         + f" (rounding: {each.allowed:.0e})"
         for each in found
         if each.step == min(first.step for first in found if first.kind == each.kind)

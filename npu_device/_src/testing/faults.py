@@ -79,7 +79,7 @@ _armed: Armed | None = None
 
 
 class Armed:
-    """A function with the faults that it has on the ranks; used there and in the test's process.
+    """A function with the faults that it has on the ranks; used there and in the process of the test.
 
     Args:
         func: the function.
@@ -132,7 +132,7 @@ def step_done(step: int) -> None:
 
 
 def callback() -> Any:
-    """Return a Keras callback that calls ``step_done`` after each batch with the optimizer's number of steps."""
+    """Return a Keras callback that calls ``step_done`` after each batch with the number of steps of the optimizer."""
     import tensorflow as tf
 
     class Steps(tf.keras.callbacks.Callback):

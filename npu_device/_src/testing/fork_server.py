@@ -2,9 +2,9 @@
 imports take seconds, and tests start many ranks. It runs nothing itself, and has no TensorFlow context or device that a
 fork could break.
 
-Reads one order per line from its standard input (see ``forked.py``), answers with the process's number, and writes how
-and when the process ended into the file that the order names. When its input ends it ends, and the system kills its
-ranks.
+Reads one order per line from its standard input (see ``forked.py``), answers with the number of the process, and writes
+how and when it ended into the file that the order names. When the input ends, the server ends, and the system kills
+its ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _left_whole: dict[str, types.ModuleType] = {}
 @atexit.register  # before those of the modules below, and so called after them
 def _leave_modules_whole() -> None:
     """Spare forks a third of their time: Python would clear thousands of modules at exit, and so copy their memory. The
-    package's own are cleared, as in every program.
+    package are cleared, as in every program.
     """
     sys.setswitchinterval(60)  # a thread that imported one of them now would run it again
     for name, module in _left_whole.items():

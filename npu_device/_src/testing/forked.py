@@ -1,6 +1,6 @@
 """Starts ranks as forks of a process that has imported TensorFlow already (``fork_server.py``): a start takes
 milliseconds instead of seconds. Everything else about them is as if Python had been started: own environment, own
-``__main__``, the interpreter's whole exit.
+``__main__``, the whole exit of the interpreter.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Process:
     """One script in a process of its own, with the part of ``subprocess.Popen`` that tests need.
 
     Args:
-        arguments: the script's file, and its arguments.
+        arguments: file of the script, and its arguments.
         environment: all variables.
     """
 

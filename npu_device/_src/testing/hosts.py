@@ -52,7 +52,7 @@ def _made(count: int, gbit: float) -> Iterator[None]:
 
 
 def address(host: int) -> str:
-    """Return a host's IP address."""
+    """Return the IP address of a host."""
     return f"10.77.0.{host + 1}"
 
 
@@ -88,7 +88,7 @@ def set_speed(host: int, gbit: float) -> None:
 
 
 def name(host: int) -> str:
-    """Return the name of a host's network namespace."""
+    """Return the name of the network namespace of a host."""
     return f"npu_host{host}"
 
 

@@ -16,7 +16,7 @@ _SETTLING = 2.0  # seconds that what has just been closed may take to go
 
 @dataclass(frozen=True)
 class Held:
-    """This process's threads, descriptors and children, by their numbers, with a description each."""
+    """The threads, descriptors and children of this process, by their numbers, with a description each."""
 
     threads: dict[int, str]
     descriptors: dict[int, str]
@@ -71,7 +71,7 @@ def _descriptors() -> dict[int, str]:
 
 
 def children_of(pid: int | str) -> dict[int, str]:
-    """Return the command lines of a process's children; that of one that has ended is empty."""
+    """Return the command lines of the children of a process; it is empty for one that has ended."""
     found = {}
     with contextlib.suppress(OSError):  # the process has ended
         for task in os.listdir(f"/proc/{pid}/task"):

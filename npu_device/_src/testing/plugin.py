@@ -118,7 +118,7 @@ def npu_ranks(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def job_tmp_path(request: pytest.FixtureRequest) -> Path:
-    """A new directory that the ranks of a test share; ``tmp_path`` is each rank's own."""
+    """A new directory that the ranks of a test share; each rank has a ``tmp_path`` of its own."""
     rank = request.config.stash.get(RANK, None)
     path: Path = request.getfixturevalue("tmp_path") if rank is None else rank.directory
     return path

@@ -191,7 +191,7 @@ class Pool:
         return [connection.fileno() for connection in self._connections if not connection.closed]
 
     def tails(self) -> str:
-        """Return the end of each rank's output."""
+        """Return the end of the output of each rank."""
         parts = []
         for rank, process in enumerate(self._processes):
             lines = process.output.splitlines()[-_TAIL_LINES:]

@@ -1,6 +1,6 @@
 """The side of pytest's plugin on a rank: a session that collects the same files, and runs the tests that it is told to.
 
-For other plugins the session is a worker's, like those of pytest-xdist: it has ``config.workerinput``.
+For other plugins the session belongs to a worker, like those of pytest-xdist: it has ``config.workerinput``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Rank:
 
 
 def name_of(item: pytest.Item) -> str:
-    """Return a test's name without the group that pytest-xdist writes behind it."""
+    """Return the name of a test without the group that pytest-xdist writes behind it."""
     mark = item.get_closest_marker("xdist_group")
     group = "@" + str(mark.args[0] if mark.args else mark.kwargs.get("name", "default")) if mark else ""
     return item.nodeid[: -len(group)] if group and item.nodeid.endswith(group) else item.nodeid

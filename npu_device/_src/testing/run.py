@@ -53,7 +53,7 @@ def run(
     Raises:
         AssertionError: a fault did not happen.
         RankError: the function raised on a rank, or did not return in time. The error that came first is the first in
-            the text, with its traceback; each rank's output follows.
+            the text, with its traceback; the output of each rank follows.
         TypeError: function or arguments can't be sent.
         MemoryError: there is too little memory for so many ranks.
     """

@@ -75,7 +75,7 @@ def answer_to(call: bytes) -> tuple[Answer, BaseException | None]:
 
 
 def _traceback(error: BaseException) -> str:
-    """Return it without this file's frames."""
+    """Return it without the frames of this file."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__ and frames.tb_next is not None:
         frames = frames.tb_next

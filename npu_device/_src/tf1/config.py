@@ -177,7 +177,7 @@ def decorator_tf_session(make_session: Callable[..., Any]) -> Callable[..., Any]
 
 
 def take_parameters(config: Any) -> None:
-    """Copy the parameters of a configuration's "NpuOptimizer" that have an effect here to ``npu.global_options()``.
+    """Copy the parameters of "NpuOptimizer" in a configuration that have an effect here to ``npu.global_options()``.
 
     Args:
         config: a ``tf.compat.v1.ConfigProto``, with or without the optimizer. Parameters that it doesn't have change

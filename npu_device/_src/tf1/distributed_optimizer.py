@@ -53,15 +53,15 @@ class NPUDistributedOptimizer(DelegatingOptimizer):
     Args:
         optimizer: a ``tf.compat.v1.train`` optimizer.
         is_weight_update_sharding: let each rank update its share of the variables, and send it to the others; the
-            optimizer's state is then sharded.
-        name: default "Distributed" and the name of the optimizer's class.
+            state of the optimizer is then sharded.
+        name: default "Distributed" and the class name of the optimizer.
 
     Raises:
         ValueError: the optimizer averages its gradients already; or, in ``apply_gradients`` with sharding, there are
             fewer variables than ranks.
 
     ``compute_gradients`` returns the averages, reduced in segments by the split strategy (``hccl.split.api``) that
-    travel while backward produces the others. On a single device, everything is the optimizer's own.
+    travel while backward produces the others. On a single device, nothing changes.
 
     Source: Ascend TF Adapter 1.15, ``NPUDistributedOptimizer``.
     """

@@ -26,7 +26,7 @@ class NPUEstimator(_Estimator):
 
     Args:
         model_fn, model_dir, params, warm_start_from: as for ``tf.estimator.Estimator``.
-        config: an ``NPURunConfig``. With several ranks ``train`` begins with rank 0's global variables on all of
+        config: an ``NPURunConfig``. With several ranks ``train`` begins with the global variables of rank 0 on all of
             them, unless ``horovod_mode`` is set. ``iterations_per_loop`` is recorded: each ``session.run`` is one step,
             and the training is the same.
         job_start_file: without effect.

@@ -17,7 +17,7 @@ class NpuEmptyHook(tf.compat.v1.train.SessionRunHook):
 
 
 def broadcast_global_variables(root_rank: int = 0, index: Any = None) -> Any:
-    """Return the operation that overwrites the graph's global variables with those of the root; all ranks run it.
+    """Return the operation that overwrites the global variables of the graph with those of the root; all ranks run it.
 
     Args:
         root_rank: the rank whose values are sent.
@@ -87,7 +87,7 @@ class NPUCheckpointSaverHook(tf.compat.v1.train.CheckpointSaverHook):
 
 
 class SetIterationsVarHook(tf.compat.v1.train.SessionRunHook):
-    """Tells the operations of ``util.IterationPerLoop`` in the session's graph how many steps to make.
+    """Tells the operations of ``util.IterationPerLoop`` in the graph of the session how many steps to make.
 
     Args:
         iterations_per_loop: number of steps; default 1.

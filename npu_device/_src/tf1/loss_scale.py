@@ -91,7 +91,7 @@ class ExponentialUpdateLossScaleManager:
         """Count a step, and change the scale if it is time.
 
         Args:
-            finite_grads: whether the step's gradients were finite; bool, shape [].
+            finite_grads: whether the gradients of the step were finite; bool, shape [].
 
         Returns:
             The operation that does it.
@@ -126,7 +126,7 @@ class NPULossScaleOptimizer(DelegatingOptimizer):
         is_distributed: let the ranks agree on whether the gradients are finite on all of them. Without it they must be
             the same on all ranks, as those of an ``NPUDistributedOptimizer`` are.
 
-    Source: Ascend TF Adapter 1.15, ``NPULossScaleOptimizer``; instead of the hardware's overflow flag, the gradients
+    Source: Ascend TF Adapter 1.15, ``NPULossScaleOptimizer``; instead of the overflow flag of an NPU, the gradients
     themselves are checked here.
     """
 
@@ -182,7 +182,7 @@ def NPUOptimizer(
 
     Args:
         opt: a ``tf.compat.v1.train`` optimizer.
-        loss_scale_manager: one of this module's managers; needed with ``is_loss_scale``.
+        loss_scale_manager: one of the managers of this module; needed with ``is_loss_scale``.
         is_distributed: average the gradients over all ranks.
         is_loss_scale: scale the loss.
         is_tailing_optimization: without effect: it is about when an NPU looks for overflows.

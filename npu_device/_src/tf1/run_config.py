@@ -91,7 +91,7 @@ class ProfilingConfig:
 
 @dataclass
 class DumpConfig:
-    """Dumping of the NPU's operators; accepted, without effect.
+    """Dumping of the operators of the NPU; accepted, without effect.
 
     Args:
         enable_dump, dump_path, dump_step, dump_mode, dump_data, dump_layer: recorded.
@@ -112,7 +112,7 @@ class DumpConfig:
 
 @dataclass
 class MemoryConfig:
-    """The NPU's memory; accepted, without effect.
+    """The memory of the NPU; accepted, without effect.
 
     Args:
         atomic_clean_policy, static_memory_policy, memory_optimization_policy, variable_use_1g_huge_page: recorded.

@@ -1,6 +1,6 @@
-"""Starting and stopping in TensorFlow 1 style, this process's rank, and what scripts set before the NPU's compiler runs
-a graph. There is no such compiler here: those calls check what they can, and change nothing. Iterations per loop have
-an effect, and are in ``iterations``.
+"""Starting and stopping in TensorFlow 1 style, the rank of this process, and what scripts set before the NPU compiler
+runs a graph. There is no such compiler here: those calls check what they can, and change nothing. Iterations per loop
+have an effect, and are in ``iterations``.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ get_npu_local_rank_size = groups.get_local_rank_size
 
 
 def set_graph_exec_config(fetch: Any, dynamic_input: bool = False, **settings: Any) -> Any:
-    """Set a fetch's options for varying shapes. Without effect; returns the fetch.
+    """Set the options of a fetch for varying shapes. Without effect; returns the fetch.
 
     Args:
         fetch: the fetch.
@@ -139,7 +139,7 @@ def set_graph_exec_config(fetch: Any, dynamic_input: bool = False, **settings: A
 
 
 def keep_tensors_dtypes(graph: Any, input_tensors: Any) -> None:
-    """Keep the dtypes of tensors under mixed precision. Without effect: tensors keep the script's dtypes.
+    """Keep the dtypes of tensors under mixed precision. Without effect: tensors keep the dtypes of the script.
 
     Args:
         graph: ignored.
@@ -215,7 +215,7 @@ class Profiler:
     """Profiles a block with TensorFlow's profiler; TensorBoard shows the result.
 
     Args:
-        level, aic_metrics: without effect; they concern the NPU's counters.
+        level, aic_metrics: without effect; they concern the counters of the NPU.
         output_path: directory for the profile.
 
     Raises:

@@ -22,7 +22,7 @@ _log = logging.getLogger("npu_device")
 
 @dataclass(frozen=True)
 class Offset:
-    """The correction of this rank's clock, and its uncertainty, in microseconds; None when unknown."""
+    """The correction of the clock of this rank, and its uncertainty, in microseconds; None when unknown."""
 
     offset_us: float
     error_us: float | None

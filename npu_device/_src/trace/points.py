@@ -48,7 +48,7 @@ def forward_start(gradients: Sequence[Any], name: str) -> Any:
 
     Args:
         gradients: the results of the step; at least one.
-        name: of the operation with which it starts; "" takes the moment when all of the step's inputs are there.
+        name: of the operation with which it starts; "" takes the moment when all inputs of the step are there.
 
     Returns:
         None in eager mode, where it can't be observed.

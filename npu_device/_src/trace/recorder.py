@@ -32,8 +32,8 @@ class PointSchema:
         group: name of the group.
         backend: the backend that reduces them.
         has_start: the start of forward is a point of its own; otherwise it is the end of the iteration before.
-        has_bp_end: backward's end is a point of its own; otherwise it is the last gradient.
-        has_end: the update's end is known; otherwise the last reduction ends the iteration.
+        has_bp_end: the end of backward is a point of its own; otherwise it is the last gradient.
+        has_end: the end of the update is known; otherwise the last reduction ends the iteration.
         waits_for_all: no segment starts before all gradients are there.
     """
 
@@ -100,7 +100,7 @@ class Recorder:
 
     Args:
         directory: of the whole trace.
-        head: the rank's trace, without anything about a model.
+        head: trace of the rank, without anything about a model.
         schedule: which iterations are written.
         limit: maximum bytes of the file; the older half of its iterations is dropped when it would become larger.
     """
@@ -123,7 +123,7 @@ class Recorder:
         Args:
             schema: what the points are. A list of gradients with fewer bytes than another one is not recorded: metrics,
                 or the smaller one of two models.
-            points: its points in seconds, on this rank's clock.
+            points: its points in seconds, on the clock of this rank.
         """
         with self._lock:
             if self._file is None or not self._accepts(schema):

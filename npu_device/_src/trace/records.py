@@ -28,16 +28,16 @@ class GradientRecord:
 
 @dataclass(frozen=True)
 class Iteration:
-    """One iteration; all times in microseconds since the epoch, on rank 0's clock.
+    """One iteration; all times in microseconds since the epoch, on the clock of rank 0.
 
     Attributes:
         iteration: number of the iteration, from 1.
-        fp_start: the step's first operation begins.
+        fp_start: the first operation of the step begins.
         bp_end: backward has produced its last gradient.
         iteration_end: the variables are updated; equals the end of the last reduction where the script updates them
             itself.
-        allreduce: start and end of each segment's collective, in the order of ``RankTrace.segments``. The start is
-            when the segment's last gradient was there.
+        allreduce: start and end of the collective of each segment, in the order of ``RankTrace.segments``. The start is
+            when the last gradient of the segment was there.
         ready: when each gradient was there, in the order of ``RankTrace.gradients``.
         previous_end: ``iteration_end`` of the iteration before, recorded or not; None for the first.
     """
@@ -96,7 +96,7 @@ class RankTrace:
         host: name of its host.
         pid: its process.
         clock_offset_us: the correction added to its own clock, in microseconds.
-        clock_error_us: the uncertainty of that; 0 on rank 0's host, None when it could not be measured.
+        clock_error_us: the uncertainty of that; 0 on the host of rank 0, None when it could not be measured.
         model: fingerprint of the gradients: shapes, dtypes and order. Names are ignored, since TensorFlow numbers them
             by what else a process has built.
         backend: the backend that reduced them.

@@ -1,4 +1,4 @@
-"""The trace settings from the script's options and the environment. Imports no TensorFlow."""
+"""The trace settings from the options of the script and the environment. Imports no TensorFlow."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def settings(enabled: bool, options: str | None) -> Settings | None:
     """Return the settings of the trace; None without one.
 
     Args:
-        enabled: the script's ``profiling_config.enable_profiling``.
+        enabled: ``profiling_config.enable_profiling`` of the script.
         options: its ``profiling_config.profiling_options``, JSON. They apply when the script itself has turned the
             trace on, otherwise those of ``PROFILING_OPTIONS`` do.
 

@@ -24,7 +24,7 @@ from npu_device._src.trace.records import GradientRecord
 
 
 class TracedReduction:
-    """The reduction of one iteration's gradients."""
+    """The reduction of the gradients of one iteration."""
 
     def __init__(self, tracer: trace.Tracer, schema: PointSchema, begun: Sequence[Any]) -> None:
         self._tracer, self._schema = tracer, schema
@@ -72,7 +72,7 @@ _current = _Current()
 def iteration() -> Iterator[None]:
     """Mark the block as an iteration that reduces gradients and updates the variables, and ends with the block.
 
-    A reduction without this block around it, or in a session's graph, is an iteration by itself and ends it.
+    A reduction without this block around it, or in the graph of a session, is an iteration by itself and ends it.
     """
     if trace.running() is None or _current.iteration is not None or runs_if_fetched():
         yield
@@ -97,12 +97,12 @@ def traced_reduction(
     group: Group,
     waits_for_all: bool,
 ) -> Iterator[TracedReduction | None]:
-    """Mark the block as the reduction of an iteration's gradients.
+    """Mark the block as the reduction of the gradients of an iteration.
 
     Args:
         tracer: the trace that runs.
         values: the gradients.
-        segments: positions of each segment's gradients among them; those that are in no segment, and not None, are
+        segments: positions of the gradients of each segment among them; those that are in no segment, and not None, are
             reduced one by one after them.
         job: the job.
         group: the group.

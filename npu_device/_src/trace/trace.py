@@ -29,7 +29,7 @@ _log = logging.getLogger("npu_device")
 
 
 class Tracer:
-    """Takes the points of this rank's iterations.
+    """Takes the points of the iterations of this rank.
 
     Args:
         job: the job. Every rank makes a tracer.
@@ -70,7 +70,7 @@ class Tracer:
         """Record an iteration: now in eager mode; in a graph, whenever it runs.
 
         Returns:
-            In a session's graph, the operation that does it; otherwise nothing needs to be run.
+            In the graph of a session, the operation that does it; otherwise nothing needs to be run.
         """
         if tf.executing_eagerly():
             self._recorder.add(schema, points)

@@ -16,7 +16,7 @@ from npu_device._src.gradients.split_strategy import cut_by_size
 from npu_device._src.trace.records import RankTrace, on_all_ranks, read
 
 Split = Optional[tuple[float, ...]]
-"""Percentages as ``set_split_strategy_by_size`` takes them; None for the script's present split."""
+"""Percentages as ``set_split_strategy_by_size`` takes them; None for the current split of the script."""
 
 SPLITS: tuple[Split, ...] = (None, (100,), (25,) * 4, (12.5,) * 8)
 """What is tried. One segment suits small models, and several overlap with backward."""
@@ -134,6 +134,6 @@ def _require_split(run: Run, trace: RankTrace) -> None:
     if found != wanted:
         raise ValueError(
             f"{run.name} should have cut the gradients at {wanted}, but cut them at {found}.\nLikely cause: a split "
-            "strategy set in the script (hccl.split.api) takes precedence over the tuner's.\nWhat to do: remove the "
-            "call of set_split_strategy_by_idx or set_split_strategy_by_size while tuning."
+            "strategy set in the script (hccl.split.api) takes precedence over that of the tuner.\nWhat to do: remove "
+            "the call of set_split_strategy_by_idx or set_split_strategy_by_size while tuning."
         )

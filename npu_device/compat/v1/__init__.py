@@ -1,7 +1,7 @@
 """``npu_device.compat.v1``: ``SessionConfigBuilder``, and every module of ``npu_bridge`` once more.
 
-The modules below are those of ``npu_bridge``'s directory, loaded under this name. They hold nothing but imports, so
-that both names lead to the same functions and classes.
+The modules below are those in the directory of ``npu_bridge``, loaded under this name. They hold only imports, so that
+both names lead to the same functions and classes.
 """
 
 import npu_bridge

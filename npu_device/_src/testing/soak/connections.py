@@ -64,7 +64,7 @@ def _to_other_hosts(pids: Iterable[int]) -> Iterator[socket.socket]:
 
 
 def _remote_inodes(pid: int) -> set[str]:
-    """Return the names in ``/proc/PID/fd`` of TCP connections to other hosts, in the process's network namespace."""
+    """Return the names in ``/proc/PID/fd`` of TCP connections to other hosts, in the network namespace of PID."""
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
@@ -76,7 +76,7 @@ def _remote_inodes(pid: int) -> set[str]:
 
 
 def _copy(pid: int, descriptor: int) -> socket.socket:
-    """Return a socket of this process for another process's connection."""
+    """Return a socket of this process for a connection of another process."""
     libc = ctypes.CDLL(None, use_errno=True)
     process = os.pidfd_open(pid)
     try:

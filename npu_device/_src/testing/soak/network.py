@@ -39,7 +39,7 @@ class Here:
         return None
 
     def command(self, node: int, npurun: Sequence[str], arguments: Sequence[str]) -> list[str]:
-        """Return the command line of a node's npurun."""
+        """Return the command line of npurun on a node."""
         return [*npurun, *arguments]
 
     def begin(self, kind: str, node: int, pids: Iterable[int]) -> None:
@@ -48,7 +48,7 @@ class Here:
         Args:
             kind: one of ``kinds``.
             node: one of ``nodes``.
-            pids: the node's processes.
+            pids: processes of the node.
 
         Raises:
             ProcessLookupError: the processes have no connections to other hosts.

@@ -1,6 +1,6 @@
 """A TCP proxy that disturbs what passes through it: where network namespaces need a root that you don't have.
 
-Ranks that should feel the faults get the proxy's address as that of the chief (``CM_CHIEF_IP``, ``CM_CHIEF_PORT``).
+Ranks that should feel the faults get the proxy as the address of the chief (``CM_CHIEF_IP``, ``CM_CHIEF_PORT``).
 Their control channel then goes through it. Tensors don't: between hosts, TensorFlow's servers connect directly.
 """
 

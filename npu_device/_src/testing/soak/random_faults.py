@@ -26,11 +26,11 @@ _SETTLING_SECONDS = 3.0  # until a disturbed connection has ended an attempt, if
 
 @dataclass
 class Disturbance:
-    """Something that was done to a rank, or to a node's network.
+    """Something that was done to a rank, or to the network of a node.
 
     Attributes:
         after: seconds since the first start of the ranks.
-        kind: one of ``faults.SIGNALS``, or of the network's.
+        kind: one of ``faults.SIGNALS``, or of the faults of the network.
         where: ``"rank 1"`` or ``"node 1"``.
         attempt: how often the job had been started again.
         seconds: until it was taken back; 0 for a fault that can't be.
@@ -51,7 +51,7 @@ class RandomFaults:
     """Faults at random times; the intervals, kinds and places follow from the seed.
 
     Args:
-        launchers: process of each node's launcher; a node of the network has the same index.
+        launchers: process of the launcher of each node; a node of the network has the same index.
         network: what is between the nodes.
         mtbf: mean time between faults, in seconds.
         seed: of the random numbers.

@@ -1,4 +1,4 @@
-"""The processes of a launcher on this machine; its ranks are its children with a rank's environment. Linux only."""
+"""The processes of a launcher on this machine; the ranks are children with the environment of a rank. Linux only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Rank:
         pid: its process.
         rank: its number.
         attempt: how often the job has been started again.
-        hub: port of the attempt's hub.
+        hub: port of the hub of the attempt.
     """
 
     pid: int
