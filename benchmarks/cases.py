@@ -151,10 +151,10 @@ def checks(quick: bool, ranks: int) -> Case:
     so that fractions of a millisecond show.
     """
     rounds = []
-    for model, size, steps in (("resnet50", RESNET50_BYTES, 3), ("mlp", _MLP_BYTES, 30), ("chain", _CHAIN_BYTES, 50)):
+    for model, size, steps in (("resnet50", RESNET50_BYTES, 3), ("mlp", _MLP_BYTES, 130), ("chain", _CHAIN_BYTES, 200)):
         for what, side in (("traced", sides.SHARED_MEMORY), ("watched", sides.WATCHED)):
             rivals = tuple(Rival(f"{word}{what}", side, f"{word}{what}_training", (model,)) for word in ("un", ""))
-            rounds.append(Round(f"{model}, {what}", size, 1 if quick else steps, rivals, turns=1 if quick else 6))
+            rounds.append(Round(f"{model}, {what}", size, 1 if quick else steps, rivals, turns=1 if quick else 10))
     return Case("checks", "what checks cost", tuple(rounds))
 
 
