@@ -42,41 +42,14 @@ Options of npurun go before the script; everything after it belongs to the scrip
 
 @dataclass(frozen=True)
 class Options:
-    """The parsed command line.
+    """The parsed command line."""
 
-    Attributes:
-        command: argument vector of every rank, ready to be executed.
-        nproc_per_node: ranks on each node; 0 if each of ``hosts`` counts its GPUs.
-        nnodes: number of nodes; the largest number, if the job can go on with fewer.
-        node_rank: number of this node, from 0.
-        master_addr: address of node 0, where the ranks meet.
-        master_port: port where the ranks meet; None on a single node means a free one.
-        log_dir: directory for one file per rank; None means no files.
-        tee: with ``log_dir``, write to the console too.
-        job_id: the job's name; None means ``JOB_ID`` of the environment, or else a new one.
-        grace: seconds between the request to stop and the kill.
-        trace: directory for an iteration trace; None for none.
-        tune: run the script several times for a few steps each, and find the best gradient split.
-        check: run the package's own check instead of a script; ``command`` is empty.
-        fewest_nodes: the smallest number of nodes to go on with; ``nnodes`` unless the user says otherwise.
-        max_restarts: how often a failed job is started again.
-        max_preemptions: how often a job goes on after a node was taken away; None for any number.
-        restart_backoff: seconds before the first restart; each further one without a new checkpoint doubles them.
-        rejoin_timeout: seconds that nodes wait for each other before an attempt.
-        preempt_signal: number of the signal that asks the ranks for a checkpoint and a resumable end.
-        preempt_timeout: seconds that the ranks have for that.
-        hosts: the nodes' hosts, reached by ssh; empty if npurun is started on each node.
-        horovod: let ``import horovod`` in the script find the modules of this package.
-        replicate: replicate the script's Keras models.
-        seed: of all ranks, with ``replicate``.
-    """
-
-    command: tuple[str, ...]
-    nproc_per_node: int
+    command: tuple[str, ...]  # argument vector of every rank, ready to be executed
+    nproc_per_node: int  # ranks on each node; 0 if each of ``hosts`` counts its GPUs
     nnodes: int
     node_rank: int
     master_addr: str
-    master_port: int | None
+    master_port: int | None  # port where the ranks meet; None on a single node means a free one
     log_dir: str | None
     tee: bool
     job_id: str | None
@@ -84,17 +57,17 @@ class Options:
     trace: str | None
     tune: bool
     check: bool
-    fewest_nodes: int
+    fewest_nodes: int  # the smallest number of nodes to go on with; ``nnodes`` unless the user says otherwise
     max_restarts: int
-    max_preemptions: int | None
-    restart_backoff: float
-    rejoin_timeout: float
-    preempt_signal: int
-    preempt_timeout: float
-    hosts: tuple[str, ...]
+    max_preemptions: int | None  # how often a job goes on after a node was taken away; None for any number
+    restart_backoff: float  # seconds before the first restart; each further one without a new checkpoint doubles them
+    rejoin_timeout: float  # seconds that nodes wait for each other before an attempt
+    preempt_signal: int  # number of the signal that asks the ranks for a checkpoint and a resumable end
+    preempt_timeout: float  # seconds that the ranks have for that
+    hosts: tuple[str, ...]  # the nodes' hosts, reached by ssh; empty if npurun is started on each node
     horovod: bool
     replicate: bool
-    seed: int
+    seed: int  # of all ranks, with ``replicate``
 
     @property
     def world_size(self) -> int:
@@ -119,14 +92,7 @@ class Options:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Read the command line.
-
-    Args:
-        argv: the arguments without the program's name.
-
-    Raises:
-        SystemExit: 2 with a message on stderr for wrong usage, 0 after ``--help``.
-    """
+    """Read the command line."""
     parser = _parser()
     given = parser.parse_args(argv)
     slots = _hosts(parser, given)

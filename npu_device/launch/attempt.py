@@ -52,21 +52,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Launch:
-    """The parts of the launcher that last for all attempts.
-
-    Attributes:
-        options: the command line.
-        console: the launcher's output.
-        guard: kills the ranks if the launcher is killed.
-        directory: the launcher's private directory.
-        events: signals, ends of ranks, and messages of node 0.
-    """
+    """The parts of the launcher that last for all attempts."""
 
     options: Options
     console: Console
     guard: Guard
     directory: str
-    events: queue.SimpleQueue[Any]
+    events: queue.SimpleQueue[Any]  # signals, ends of ranks, and messages of node 0
 
     def progress_file(self) -> str | None:
         """Return the path where rank 0 writes the step of its newest checkpoint; None if it isn't on this node."""
@@ -82,13 +74,7 @@ class Launch:
 
 
 class Attempt:
-    """One attempt of the ranks of this node.
-
-    Args:
-        launch: the parts that last.
-        meeting: the attempt's rendezvous.
-        report: called when the first rank has failed, and when this node is taken away (``Supervisor``).
-    """
+    """One attempt of the ranks of this node."""
 
     def __init__(self, launch: Launch, meeting: Meeting, report: Report) -> None:
         self._launch = launch

@@ -25,11 +25,7 @@ _NOT_CHECKED = ("AOE_MODE", "PROFILING_MODE")  # they would tune or trace the ch
 
 
 def run(options: Options) -> int:
-    """Check this node, together with the others.
-
-    Returns:
-        0 if training would work; 1 if not; the launcher's exit code if the ranks could not even meet.
-    """
+    """Check this node, together with the others."""
     console = Console()
     try:
         _resolve(options, console)
@@ -58,11 +54,7 @@ def run(options: Options) -> int:
 
 
 def _resolve(options: Options, console: Console) -> None:
-    """Resolve node 0's name, and say what is odd about it.
-
-    Raises:
-        AttemptFailedError: it can't be resolved.
-    """
+    """Resolve node 0's name, and say what is odd about it."""
     found = resolve(options.master_addr, 0, RESOLVE_SECONDS)
     addresses = list(dict.fromkeys(str(address[0]) for _, address in found))
     if options.node_rank > 0 and any(map(is_loopback, addresses)):

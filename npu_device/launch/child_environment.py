@@ -37,19 +37,7 @@ def for_rank(
     progress_file: str | None,
     trace: str | None,
 ) -> dict[str, str]:
-    """Return the whole environment of one rank.
-
-    Args:
-        inherited: the launcher's own environment.
-        options: the command line.
-        meeting: the attempt's rendezvous.
-        rank: number of the rank in the job.
-        local_rank: number of the rank on its node, and of its device.
-        table: path of the rank table.
-        error_file: path where the rank writes a record of its failure (see ``failures``).
-        progress_file: path where rank 0 writes the step of its newest checkpoint; None on the other nodes.
-        trace: directory for an iteration trace; None for none.
-    """
+    """Return the whole environment of one rank."""
     foreign = {*_OTHER_SCHEMES, NPU_DEVICE_RANK_PROCESS.name}  # a rank that starts npurun starts another job
     environment = {name: value for name, value in inherited.items() if name not in foreign}
     environment.update(

@@ -67,11 +67,7 @@ class Console:
             self._broken.add(fd)
 
     def _wait_for_reader(self, fd: int) -> None:
-        """Wait until a write doesn't block.
-
-        Raises:
-            TimeoutError: nobody reads, and the launcher is to end.
-        """
+        """Wait until a write doesn't block."""
         began = time.monotonic()
         poll = select.poll()
         poll.register(fd, select.POLLOUT)

@@ -25,19 +25,12 @@ _LOST_PEER = ("PeerError", "RendezvousError", "UnavailableError", "DeadlineExcee
 
 @dataclass(frozen=True)
 class Record:
-    """A rank's own record of its failure.
+    """A rank's own record of its failure."""
 
-    Attributes:
-        time: seconds since the epoch.
-        error: the exception's type and message.
-        traceback: the whole traceback.
-        secondary: the error is a consequence of another rank's failure.
-    """
-
-    time: float
+    time: float  # seconds since the epoch
     error: str
-    traceback: str
-    secondary: bool
+    traceback: str  # the whole traceback
+    secondary: bool  # the error is a consequence of another rank's failure
 
 
 def read_record(path: str) -> Record | None:
@@ -52,21 +45,13 @@ def read_record(path: str) -> Record | None:
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that ended with any exit code except 0.
-
-    Attributes:
-        rank: number of the rank.
-        exit: how its process ended.
-        record: the rank's own record, or None.
-        stopped: the process ended after the launcher asked it to.
-        stderr: the last lines of its stderr.
-    """
+    """A rank that ended with any exit code except 0."""
 
     rank: int
     exit: Exit
     record: Record | None
-    stopped: bool
-    stderr: tuple[str, ...] = ()
+    stopped: bool  # the process ended after the launcher asked it to
+    stderr: tuple[str, ...] = ()  # the last lines of its stderr
 
     @property
     def time(self) -> float:
@@ -114,23 +99,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class Cause:
-    """The failure of a rank, as the nodes tell each other.
-
-    Attributes:
-        rank: number of the rank.
-        host: name of its host.
-        what: how it ended, and its error.
-        time: seconds since the epoch.
-        is_consequence: it follows from another failure.
-        place: where in the script it failed; None if the script isn't to blame.
-    """
+    """The failure of a rank, as the nodes tell each other."""
 
     rank: int
     host: str
-    what: str
-    time: float
-    is_consequence: bool
-    place: str | None
+    what: str  # how it ended, and its error
+    time: float  # seconds since the epoch
+    is_consequence: bool  # it follows from another failure
+    place: str | None  # where in the script it failed; None if the script isn't to blame
 
     def __str__(self) -> str:
         return f"rank {self.rank} on host {self.host}: {self.what}"
@@ -185,15 +161,7 @@ def in_order(failures: list[Failure]) -> list[Failure]:
 
 
 def summary(failures: list[Failure], world_size: int, nnodes: int, host: str, started: float) -> str:
-    """Return one line per failed rank, with the first failure last.
-
-    Args:
-        failures: in the order of ``in_order``, at least one.
-        world_size: number of ranks in the job.
-        nnodes: number of nodes in the job.
-        host: name of this host.
-        started: start of the launch, in seconds since the epoch.
-    """
+    """Return one line per failed rank, with the first failure last."""
     first, *others = failures
     lines = []
     if others:

@@ -22,11 +22,7 @@ from npu_device.launch.member import Member
 
 
 def run(options: Options) -> int:
-    """Start the ranks of this node, and start them again as long as the command line allows. Leave no process behind.
-
-    Returns:
-        The job's exit code (``attempt.Outcome``), or 2 if the ranks can't meet at the master address.
-    """
+    """Start the ranks of this node, again if the command line allows it; leave no process, and return the exit code."""
     console = Console()
     events = signals(options, console)
     with tempfile.TemporaryDirectory(prefix="npurun-") as directory, Guard(directory) as guard:

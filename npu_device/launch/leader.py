@@ -36,15 +36,7 @@ _MOST_EVENTS = 1000  # messages that wait; who sends more waits, too
 
 
 class Leader:
-    """The leader of a job's nodes: a context manager, and a thread of node 0's launcher.
-
-    Args:
-        launch: the parts of the launcher that last.
-        secret: the job secret.
-
-    Raises:
-        ClusterError: the port is taken.
-    """
+    """The leader of a job's nodes: a context manager, and a thread of node 0's launcher."""
 
     def __init__(self, launch: Launch, secret: bytes) -> None:
         self._launch = launch

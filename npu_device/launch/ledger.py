@@ -19,33 +19,19 @@ _KEPT = 100  # attempts; of a job with more, the first ones are left out at the 
 
 @dataclass(frozen=True)
 class Ended:
-    """An attempt that has ended, as the nodes tell each other.
-
-    Attributes:
-        count: its number, from 0.
-        began: seconds since the epoch.
-        seconds: how long it took.
-        nodes: numbers of its nodes.
-        ranks: number of its ranks.
-        code: 0, 75 (asked to stop, resumable), or another exit code.
-        interrupted: a launcher received a signal that ends the job.
-        preempted: numbers of the nodes that were taken away, if that has ended the attempt.
-        why: the rank or node that failed first, and how.
-        place: where in the script it failed; None if the script isn't to blame.
-        step: step of the newest checkpoint at its end, None if unknown.
-    """
+    """An attempt that has ended, as the nodes tell each other."""
 
     count: int
-    began: float
-    seconds: float
+    began: float  # seconds since the epoch
+    seconds: float  # how long it took
     nodes: tuple[int, ...]
     ranks: int
-    code: int
-    interrupted: bool
-    preempted: tuple[int, ...]
-    why: str
-    place: str | None
-    step: str | None
+    code: int  # 0, 75 (asked to stop, resumable), or another exit code
+    interrupted: bool  # a launcher received a signal that ends the job
+    preempted: tuple[int, ...]  # numbers of the nodes that were taken away, if that has ended the attempt
+    why: str  # the rank or node that failed first, and how
+    place: str | None  # where in the script it failed; None if the script isn't to blame
+    step: str | None  # step of the newest checkpoint at its end, None if unknown
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Ended:
@@ -62,17 +48,11 @@ class Ended:
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision after an attempt.
+    """The decision after an attempt."""
 
-    Attributes:
-        code: the job's exit code, if it is over.
-        wait: seconds until the next attempt; None if the job is over.
-        text: what the user is told; may be empty.
-    """
-
-    code: int
-    wait: float | None
-    text: str
+    code: int  # the job's exit code, if it is over
+    wait: float | None  # seconds until the next attempt; None if the job is over
+    text: str  # what the user is told; may be empty
 
 
 class Ledger:
@@ -96,16 +76,7 @@ class Ledger:
         lost: str | None = None,
         preempted: Sequence[int] = (),
     ) -> Decision:
-        """Add an attempt that has ended.
-
-        Args:
-            began: seconds since the epoch.
-            nodes: numbers of its nodes.
-            outcomes: how it ended on the nodes that have reported.
-            step: step of the newest checkpoint.
-            lost: what happened, if a node has not reported.
-            preempted: numbers of the nodes that were taken away before anything failed elsewhere.
-        """
+        """Add an attempt that has ended."""
         outcomes = list(outcomes)
         cause = first([cause for outcome in outcomes for cause in outcome.causes])
         codes = [outcome.code for outcome in outcomes]

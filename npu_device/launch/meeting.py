@@ -21,20 +21,15 @@ class Meeting:
     """The data that the ranks need for the rendezvous; a context manager that lets the hub end.
 
     Attributes:
-        job_id: name of the job, another one in each attempt, so that leftovers of an earlier one can't join.
-        port: port of the hub on node 0.
         made_secret: the job secret if it was made here; None if the user sets it, or there is none.
-        hub: the hub; None if node 0 has it.
-        nodes: numbers of the nodes that take part, in order; the ranks are numbered in that order.
-        count: how often the job has been started again.
     """
 
-    job_id: str
+    job_id: str  # name of the job, another one in each attempt, so that leftovers of an earlier one can't join
     port: int
     made_secret: str | None = field(repr=False)
-    hub: HubProcess | None
-    nodes: tuple[int, ...]
-    count: int = 0
+    hub: HubProcess | None  # the hub; None if node 0 has it
+    nodes: tuple[int, ...]  # numbers of the nodes that take part, in order; the ranks are numbered in that order
+    count: int = 0  # how often the job has been started again
 
     def __enter__(self) -> Meeting:
         return self
@@ -50,19 +45,7 @@ class Meeting:
 
 
 def prepare(options: Options, say: Callable[[str], None], count: int = 0, nodes: Sequence[int] = ()) -> Meeting:
-    """Start the hub if this is node 0.
-
-    Args:
-        options: the command line.
-        say: prints a message of the launcher.
-        count: how often the job has been started again.
-        nodes: numbers of the nodes that take part; default all.
-
-    Raises:
-        OSError: the master address of a single node is not one of this host's.
-        ClusterError: the port is taken, or the secret can't be read.
-        ValueError: a variable is malformed.
-    """
+    """Start the hub if this is node 0."""
     nodes = tuple(nodes or range(options.nnodes))
     given = secret()
     made = secrets.token_hex(32) if not given and options.nnodes == 1 else None

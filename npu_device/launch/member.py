@@ -28,13 +28,7 @@ class _End(Exception):
 
 
 class Member:
-    """A node's launcher, led by node 0's.
-
-    Args:
-        launch: the parts of the launcher that last.
-        secret: the job secret.
-        leader: address of node 0, as this host reaches it.
-    """
+    """A node's launcher, led by node 0's."""
 
     def __init__(self, launch: Launch, secret: bytes, leader: str) -> None:
         self._launch = launch
@@ -62,11 +56,7 @@ class Member:
                 self._link.close()
 
     def _next(self) -> Meeting:
-        """Wait for the next attempt.
-
-        Raises:
-            _End: there is none.
-        """
+        """Wait for the next attempt."""
         while self._ending is None or not self._launch.events.empty():
             if self._ending is None and (self._link is None or self._link.is_lost):
                 self._connect()
@@ -137,11 +127,7 @@ class Member:
     # The connection
 
     def _connect(self) -> None:
-        """Connect to the leader, and send it what this node knows.
-
-        Raises:
-            _End: it can't be reached, or a signal asks this node to stop.
-        """
+        """Connect to the leader, and send it what this node knows."""
         if self._code is not None:
             raise _End(self._code)
         seconds = self._options.rejoin_timeout

@@ -20,12 +20,7 @@ _OF_NODES = b" nodes"  # part of what both prove, so that ranks and nodes don't 
 
 
 class Link:
-    """One connection, after both sides have proved the secret.
-
-    Attributes:
-        is_lost: the other side has closed the connection.
-        heard: when the last message came, on the monotonic clock.
-    """
+    """One connection, after both sides have proved the secret."""
 
     def __init__(self, line: TimedConnection) -> None:
         self.is_lost = False
@@ -66,11 +61,7 @@ class Link:
 
 
 def connect(host: str, port: int, secret: bytes) -> Link:
-    """Connect to node 0.
-
-    Raises:
-        OSError: it can't be reached, or is another program or job.
-    """
+    """Connect to node 0."""
     return Link(handshake.reach(host, port, NODE_CONNECT_SECONDS, secret + _OF_NODES))
 
 

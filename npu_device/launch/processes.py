@@ -45,12 +45,6 @@ class Process:
     The ended process stays a zombie until ``reap``: its number, which is also its group's, can't be reused
     while signals may still be sent to it.
 
-    Args:
-        rank: number of the rank.
-        command: argument vector.
-        environment: the whole environment of the process.
-        on_exit: called when the process has ended, in a thread of this object.
-
     Raises:
         OSError: the program can't be started.
     """

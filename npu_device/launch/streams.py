@@ -47,11 +47,7 @@ class Splitter:
 
 
 class LogFile:
-    """One rank's log: the lines of its stdout and stderr as they come, byte for byte up to 1 MiB a line.
-
-    Raises:
-        OSError: the file can't be written.
-    """
+    """One rank's log: the lines of its stdout and stderr as they come, byte for byte up to 1 MiB a line."""
 
     def __init__(self, path: str) -> None:
         self._lock = threading.Lock()
@@ -84,11 +80,6 @@ class LogFile:
 
 class Pump:
     """A thread that forwards one stream until its end. While it doesn't read, the writing rank is blocked.
-
-    Args:
-        pipe: the read end of the stream; the pump closes it.
-        voice: the stream's output on the console, or None.
-        log: the rank's log file, or None.
 
     Attributes:
         tail: the last 200 lines of the stream, of each the first 16 KiB.

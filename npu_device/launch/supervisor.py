@@ -31,28 +31,14 @@ Report = Callable[[str, str], None]
 
 @dataclass(frozen=True)
 class Stop:
-    """An event: the attempt has failed elsewhere.
+    """An event: the attempt has failed elsewhere."""
 
-    Attributes:
-        why: what happened there.
-        count: number of that attempt.
-    """
-
-    why: str
-    count: int | None
+    why: str  # what happened there
+    count: int | None  # number of that attempt
 
 
 class Supervisor:
     """Supervises an attempt on this node until its end.
-
-    Args:
-        processes: the running ranks.
-        events: the number of a signal that the launcher received, None when a rank has ended, or a ``Stop``.
-        options: the command line: how long to wait, and which signal asks for a resumable end.
-        say: prints a message of the launcher, without waiting.
-        count: number of the attempt.
-        report: called with "failed" when the first rank has failed, and with "preempted" when the platform is about to
-            take this node away; and with what happened.
 
     Attributes:
         signal: the signal that ended the attempt, or None.

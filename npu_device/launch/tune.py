@@ -39,14 +39,7 @@ class RunError(RuntimeError):
 
 
 def run(options: Options) -> int:
-    """Tune the script: on each node its own ranks; node 0 prints the result.
-
-    Args:
-        options: the command line.
-
-    Returns:
-        0, or 1 if a run failed; a signal's number + 128 if one stopped the tuning.
-    """
+    """Tune the script: on each node its own ranks; node 0 prints the result."""
     # Imported here: npurun without --tune doesn't need numpy.
     from npu_device._src.tuning import trials
 
@@ -98,11 +91,7 @@ class _Silence:
 
 
 def _carry_out(one: Run, options: Options, directory: Path, console: Console) -> None:
-    """Run its ranks on this node until all ranks of the job have made enough iterations.
-
-    Raises:
-        RunError: it ended with an error, or too early.
-    """
+    """Run its ranks on this node until all ranks of the job have made enough iterations."""
     log = directory / f"{one.name}-node{options.node_rank}.log"
     traces = directory / one.name
     first = options.node_rank * options.nproc_per_node

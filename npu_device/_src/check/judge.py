@@ -21,26 +21,20 @@ class Findings:
     """The findings of all ranks together.
 
     Attributes:
-        facts: of each rank.
-        engine: how gradients will travel, and why.
-        ports: where the ranks serve whoever reaches them; "" if nowhere.
         sharing: for each rank why it can't share memory with the lowest rank of its host; "" if it can.
         unreachable: for each rank, by rank, the address and what happened for those that it can't connect to.
         within: seconds of an all_reduce by size among the ranks of the slowest host; empty if there is none.
-        between: the same among hosts, by engine.
-        in_use: the engine between hosts that the job uses.
-        right: False if a sum over all ranks was wrong.
     """
 
     facts: Sequence[Facts]
-    engine: str = ""
-    ports: str = ""
+    engine: str = ""  # how gradients will travel, and why
+    ports: str = ""  # where the ranks serve whoever reaches them; "" if nowhere
     sharing: Sequence[str] = ()
     unreachable: Sequence[dict[int, str]] = ()
     within: Sequence[float] = ()
-    between: dict[str, Sequence[float]] = field(default_factory=dict)
-    in_use: str = ""
-    right: bool = True
+    between: dict[str, Sequence[float]] = field(default_factory=dict)  # the same among hosts, by engine
+    in_use: str = ""  # the engine between hosts that the job uses
+    right: bool = True  # False if a sum over all ranks was wrong
 
     @property
     def hosts(self) -> dict[str, list[int]]:

@@ -28,35 +28,20 @@ from npu_device._src.trace import clock
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of one rank. Serializable as JSON.
+    """The facts of one rank. Serializable as JSON."""
 
-    Attributes:
-        host: name of its host in the job.
-        machine: name of its host in the system.
-        kernel: identifies the running kernel: the same on all ranks of a machine, in whatever container.
-        address: address at which the others reach it.
-        interface: name of the interface with this address; None if it is no address of this host.
-        bits: bits per second of the interface; None if unknown.
-        versions: of Python and of what is installed, by name.
-        cores: numbers of the cores that the process may use.
-        share: how many of them are for this rank.
-        quota: cores' worth of processor time that the container gets; None without a limit.
-        free: bytes of memory that are free, on the machine or in the container.
-        clock: seconds by which the clock of the host is ahead of that of rank 0; None if unknown.
-    """
-
-    host: str
-    machine: str
-    kernel: str
-    address: str
-    interface: str | None
-    bits: float | None
-    versions: dict[str, str]
-    cores: list[int]
-    share: int
-    quota: float | None
-    free: int
-    clock: float | None
+    host: str  # name of its host in the job
+    machine: str  # name of its host in the system
+    kernel: str  # identifies the running kernel: the same on all ranks of a machine, in whatever container
+    address: str  # address at which the others reach it
+    interface: str | None  # name of the interface with this address; None if it is no address of this host
+    bits: float | None  # bits per second of the interface; None if unknown
+    versions: dict[str, str]  # of Python and of what is installed, by name
+    cores: list[int]  # numbers of the cores that the process may use
+    share: int  # how many of them are for this rank
+    quota: float | None  # cores' worth of processor time that the container gets; None without a limit
+    free: int  # bytes of memory that are free, on the machine or in the container
+    clock: float | None  # seconds by which the clock of the host is ahead of that of rank 0; None if unknown
 
 
 def collect(job: Job | None) -> Facts:
@@ -141,15 +126,7 @@ _FEWEST, _MOST = 3, 50
 
 
 def unreachable(job: Job, servers: tuple[str, ...]) -> dict[int, str]:
-    """Connect to the server of one rank on each other host, the one with the same place among those of its host.
-
-    Args:
-        job: the job.
-        servers: ``host:port`` of each rank.
-
-    Returns:
-        Where and what happened, by rank, for those that can't be reached.
-    """
+    """Connect to the server of one rank on each other host, the one with the same place among those of its host."""
     hosts, targets = job.cluster.hosts, []
     for host in dict.fromkeys(hosts) if servers else ():
         ranks = [rank for rank, other in enumerate(hosts) if other == host]

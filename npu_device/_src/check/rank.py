@@ -19,19 +19,12 @@ _SECONDS = 120.0  # the longest wait for another rank, which measures meanwhile
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result on one rank.
+    """The result on one rank."""
 
-    Attributes:
-        works: whether training would work; the same on all ranks.
-        verdict: that in a line.
-        report: everything; "" on all ranks but rank 0.
-        leads: whether the rank is the lowest one of its host.
-    """
-
-    works: bool
-    verdict: str
-    report: str
-    leads: bool
+    works: bool  # whether training would work; the same on all ranks
+    verdict: str  # that in a line
+    report: str  # everything; "" on all ranks but rank 0
+    leads: bool  # whether the rank is the lowest one of its host
 
 
 def check() -> CheckResult:

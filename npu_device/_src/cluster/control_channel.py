@@ -31,10 +31,6 @@ class ControlChannel:
 
     Each request raises ``ClusterError`` if the hub is gone, or doesn't answer.
 
-    Args:
-        connection: the connected socket.
-        reader: holds the bytes that have already arrived.
-
     Attributes:
         messages: how many messages have been sent and received.
     """
@@ -75,10 +71,6 @@ class ControlChannel:
     def get(self, key: str, timeout: float) -> str:
         """Read a key, waiting until a rank has written it.
 
-        Args:
-            key: the key.
-            timeout: seconds to wait.
-
         Raises:
             TimeoutError: no rank wrote the key in time.
         """
@@ -93,10 +85,6 @@ class ControlChannel:
         and nothing until all have.
 
         Nobody waits: the last rank to post sees all values. The hub keeps the newest 200 names.
-
-        Args:
-            name: the name.
-            value: this rank's value; must be serializable as JSON.
         """
         return _by_rank(self._request("post", SHORT_SECONDS, name=name, value=value))
 
@@ -104,11 +92,6 @@ class ControlChannel:
 
     def gather(self, name: str, value: Any, timeout: float) -> list[Any]:
         """Return the values that all ranks of the job pass under a name, by rank.
-
-        Args:
-            name: name of the gather; free again when it is over.
-            value: this rank's value; must be serializable as JSON.
-            timeout: seconds to wait.
 
         Raises:
             TimeoutError: some ranks did not come in time.
@@ -118,24 +101,12 @@ class ControlChannel:
         return [found[rank] for rank in range(len(found))]
 
     def gather_from(self, name: str, value: Any, ranks: Iterable[int], timeout: float) -> dict[int, Any]:
-        """Return the values that some ranks, this one among them, have passed under a name within the timeout, by rank.
-
-        Args:
-            name: name of the gather, to be used once.
-            value: this rank's value; must be serializable as JSON.
-            ranks: the ranks, the same on each of them.
-            timeout: seconds to wait. Ranks that have gone aren't waited for.
-        """
+        """Return the values that some ranks, this one among them, pass under a name in time, by rank."""
         asked = frames.ranges(ranks)
         return _by_rank(self._request("gather", timeout, name=name, value=value, ranks=asked, partial=True))
 
     def barrier(self, name: str, timeout: float) -> None:
-        """Wait until every rank of the job has reached the barrier of this name.
-
-        Raises:
-            TimeoutError: not all ranks came within ``timeout`` seconds.
-            ClusterError: a rank has gone.
-        """
+        """Wait until every rank of the job has reached the barrier of this name."""
         self.gather(name, None, timeout)
 
     # Questions

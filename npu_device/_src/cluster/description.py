@@ -14,36 +14,23 @@ class Membership:
     """This process's place in the job, as far as the environment says it.
 
     Attributes:
-        scheme: "rank table", "CM_*", "TF_CONFIG" or the launcher's name.
-        world_size: number of ranks, 2 or more.
-        rank: this process's rank; None if the chief numbers the ranks (CM_*).
         host: address at which the other ranks reach this one; None for the local end of its connection to the chief.
-        host_key: name of this process's host, by which ranks are grouped; "" for the address that the chief sees.
-        device_id: number of this process's device on its host.
-        is_chief: True for the rank on whose host the others meet.
-        chief_hosts: addresses or names of the chief's host, in the order in which they are tried.
-        chief_port: port on which the hub listens there.
-        job_id: name of the job; default ``JOB_ID``.
-        connect_timeout: seconds the ranks wait for each other; default ``HCCL_CONNECT_TIMEOUT``.
-        expected_hosts: host of each rank if the scheme says it, else empty; for messages.
-        secret: the job secret; empty if there is none.
-        under_mpiexec: an ``mpiexec`` started the ranks. It kills all of them when one is killed.
     """
 
-    scheme: str
-    world_size: int
-    rank: int | None
+    scheme: str  # "rank table", "CM_*", "TF_CONFIG" or the launcher's name
+    world_size: int  # number of ranks, 2 or more
+    rank: int | None  # this process's rank; None if the chief numbers the ranks (CM_*)
     host: str | None
-    host_key: str
-    device_id: int
-    is_chief: bool
-    chief_hosts: tuple[str, ...]
-    chief_port: int
-    job_id: str = field(default_factory=environment.JOB_ID.get)
+    host_key: str  # name of this process's host, by which ranks are grouped; "" for the address that the chief sees
+    device_id: int  # number of this process's device on its host
+    is_chief: bool  # True for the rank on whose host the others meet
+    chief_hosts: tuple[str, ...]  # addresses or names of the chief's host, in the order in which they are tried
+    chief_port: int  # port on which the hub listens there
+    job_id: str = field(default_factory=environment.JOB_ID.get)  # name of the job; default ``JOB_ID``
     connect_timeout: float = field(default_factory=environment.HCCL_CONNECT_TIMEOUT.get)
-    expected_hosts: tuple[str, ...] = ()
+    expected_hosts: tuple[str, ...] = ()  # host of each rank if the scheme says it, else empty; for messages
     secret: bytes = field(default=b"", repr=False)
-    under_mpiexec: bool = False
+    under_mpiexec: bool = False  # an ``mpiexec`` started the ranks. It kills all of them when one is killed
 
     @property
     def starts_hub(self) -> bool:
@@ -56,27 +43,19 @@ class Cluster:
     """The ranks of the job, as each of them knows it.
 
     Attributes:
-        rank: the rank of this process, 0 to world_size - 1.
-        world_size: number of ranks.
-        local_rank: this process's index among the ranks of its host, from 0.
-        local_size: number of ranks on its host.
-        host: this process's host, as the scheme names it.
-        device_id: number of this process's device on its host.
         hosts: host of each rank, as the scheme names it (server_id, IP address or host name); equal names: one host.
-        addresses: address of each rank, as the others reach it.
-        job_id: name of the job.
         trusted: only the job's ranks can have sent what comes from another one: the job has a secret, or its ports are
             on one host's loopback interface.
     """
 
     rank: int
     world_size: int
-    local_rank: int
-    local_size: int
-    host: str
+    local_rank: int  # this process's index among the ranks of its host, from 0
+    local_size: int  # number of ranks on its host
+    host: str  # this process's host, as the scheme names it
     device_id: int
     hosts: tuple[str, ...]
-    addresses: tuple[str, ...]
+    addresses: tuple[str, ...]  # address of each rank, as the others reach it
     job_id: str
     trusted: bool = False
 

@@ -87,12 +87,7 @@ class Reader:
         return message
 
     def messages(self, connection: socket.socket) -> Iterator[dict[str, Any]]:
-        """Iterate over the messages of a connection until the other side has closed it.
-
-        Raises:
-            FrameError: as ``next``.
-            OSError: the connection broke.
-        """
+        """Iterate over the messages of a connection until the other side has closed it."""
         while True:
             while (message := self.next()) is not None:
                 yield message
@@ -114,15 +109,7 @@ def nonce() -> str:
 
 
 def proof(secret: bytes, side: str, client_nonce: str, hub_nonce: str, said: Mapping[str, Any] | None = None) -> str:
-    """Return the proof that only a holder of the secret can compute, and that covers what the client has said.
-
-    Args:
-        secret: the job secret.
-        side: ``"client"`` or ``"hub"``, so that neither side can return the other's proof.
-        client_nonce: the client's nonce.
-        hub_nonce: the hub's.
-        said: what else the client has said in its first frame.
-    """
+    """Return the proof that only a holder of the secret can compute, and that covers what the client has said."""
     text = f"npu_device {side} {client_nonce} {hub_nonce}"
     if said:
         text += " " + json.dumps(said, sort_keys=True, separators=(",", ":"))

@@ -55,14 +55,7 @@ class TimedConnection:
     def receive(
         self, seconds: float, *, silent: str, closed: str, meanwhile: Callable[[], None] | None = None
     ) -> dict[str, Any]:
-        """Return the next message.
-
-        Args:
-            seconds: how long to wait.
-            silent: the error's text if none comes in time.
-            closed: the error's text if the other side has closed the connection.
-            meanwhile: called about once a second.
-        """
+        """Return the next message."""
         until = time.monotonic() + seconds
         while True:
             try:
@@ -91,13 +84,6 @@ class TimedConnection:
 def reach(host: str, port: int, seconds: float, secret: bytes, **said: Any) -> TimedConnection:
     """Connect to the first address of a host at which someone knows the job secret.
 
-    Args:
-        host: its name or address.
-        port: the port there.
-        seconds: how long to try.
-        secret: the job secret.
-        said: what else to say in the first frame.
-
     Raises:
         AttemptFailedError: there is none; what happened at each address.
     """
@@ -123,11 +109,7 @@ def reach(host: str, port: int, seconds: float, secret: bytes, **said: Any) -> T
 
 
 def _connect(family: int, address: tuple[Any, ...], seconds: float) -> socket.socket:
-    """Connect to a socket address, in limited time.
-
-    Raises:
-        AttemptFailedError: nothing can be reached there.
-    """
+    """Connect to a socket address, in limited time."""
     try:
         connection = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -152,16 +134,7 @@ def _connect(family: int, address: tuple[Any, ...], seconds: float) -> socket.so
 
 
 def authenticate(line: TimedConnection, secret: bytes, **said: Any) -> None:
-    """Prove that this process knows the secret, and have the other side prove it.
-
-    Args:
-        line: the connection.
-        secret: the job secret.
-        said: what else to say in the first frame.
-
-    Raises:
-        AttemptFailedError: the other side doesn't know the secret.
-    """
+    """Prove that this process knows the secret, and have the other side prove it."""
     mine = frames.nonce()
     line.send({**said, "npu_device": frames.PROTOCOL, "nonce": mine})
     theirs = line.receive(
@@ -186,12 +159,6 @@ def serve(listener: socket.socket, secret: bytes, admitted: Callable[[TimedConne
     """Accept connections until the listener is shut down.
 
     Of more than 256 that have yet to prove the secret, the oldest is closed.
-
-    Args:
-        listener: the listening socket.
-        secret: the job secret.
-        admitted: called with each connection whose other side has proved the secret, and what else it has said, in a
-            thread of its own. If it raises an exception, the connection is closed.
     """
     unproved: dict[socket.socket, None] = {}  # the oldest first
 
@@ -232,11 +199,7 @@ def serve(listener: socket.socket, secret: bytes, admitted: Callable[[TimedConne
 
 
 def _admit(connection: socket.socket, secret: bytes) -> tuple[TimedConnection, dict[str, Any]]:
-    """Do the other side's part of ``authenticate``; return what else it has said, too.
-
-    Raises:
-        AttemptFailedError: whoever connects doesn't know the secret.
-    """
+    """Do the other side's part of ``authenticate``; return what else it has said, too."""
     frames.keep_alive(connection)
     line, silent, closed = TimedConnection(connection, frames.LIMIT_BEFORE_PROOF), "no answer", "it was closed"
     said = line.receive(ANSWER_SECONDS, silent=silent, closed=closed)

@@ -36,10 +36,6 @@ _TRACEBACK_LINES = 12
 class Health:
     """This rank's view of the others, and its reports to them.
 
-    Args:
-        cluster: the ranks.
-        channel: the control channel.
-
     Attributes:
         symptoms: whether an error only shows that another rank has failed, by whoever can tell.
     """
@@ -93,11 +89,7 @@ class Health:
         self.require_running()
 
     def require_running(self) -> None:
-        """Check that the collective in which this rank waits can still end.
-
-        Raises:
-            PeerError: a rank has failed, or this rank's collectives were stopped.
-        """
+        """Check that the collective in which this rank waits can still end."""
         if self._failure is not None:
             raise PeerError(self._failure)
 
@@ -127,11 +119,7 @@ class Health:
         self._answers[kind] = answer
 
     def ask(self, kind: str, body: Any, ranks: Iterable[int], timeout: float) -> dict[int, Any]:
-        """Ask some ranks a question, and return the answers that arrived in time, by rank.
-
-        Raises:
-            ClusterError: the hub is gone, or doesn't answer.
-        """
+        """Ask some ranks a question, and return the answers that arrived in time, by rank."""
         return self._channel.ask(kind, body, ranks, timeout)
 
     def has_left(self, rank: int) -> bool:
@@ -313,11 +301,7 @@ class Health:
     # The end
 
     def leave(self, serves_others: bool) -> None:
-        """Tell the others that this rank has finished, and close the channel.
-
-        Args:
-            serves_others: wait for the others first, because they need something that ends with this process.
-        """
+        """Tell the others that this rank has finished, and close the channel."""
         self._closing = True
         self._departure.set()  # the watching thread ends, too
         if sys.excepthook == self._on_uncaught:

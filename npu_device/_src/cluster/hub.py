@@ -56,13 +56,7 @@ class _Connection:
 
 
 class Hub:
-    """The hub of one job, or of several successive jobs of the same ranks.
-
-    Args:
-        settings: the settings that ``hub_process`` passes.
-        listener: the listening socket.
-        parent: file descriptor that closes when the parent process ends.
-    """
+    """The hub of one job, or of several successive jobs of the same ranks."""
 
     def __init__(self, settings: dict[str, Any], listener: socket.socket, parent: int) -> None:
         self._settings = settings

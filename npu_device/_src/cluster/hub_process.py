@@ -22,17 +22,6 @@ _CODE = f"import sys; sys.path.append(sys.argv[1]); from {__package__}.hub_main 
 class HubProcess:
     """A running hub, as its parent sees it.
 
-    Args:
-        secret: the job secret.
-        listen: addresses or names by which the ranks know this host.
-        ports: first and last usable port; 0 for any.
-        job_id: name of the job.
-        world_size: number of ranks; bounds the number of simultaneous unproved connections.
-        expected_hosts: host of each rank if known, for messages.
-        host_key: name of this host.
-        stays: after a job, wait for the next one of the same ranks, until ``close``.
-        speaks: say on standard error which rank is gone; the other ranks may not live to say it.
-
     Attributes:
         host: address it listens on.
         port: port it listens on.

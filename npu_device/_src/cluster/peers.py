@@ -40,13 +40,7 @@ _MOST_UNCLAIMED = 4096  # connections of all ranks that nobody has asked for
 
 
 class Peers:
-    """This rank's connections to the others.
-
-    Args:
-        cluster: the ranks.
-        health: failures of the ranks.
-        secret: the job secret.
-    """
+    """This rank's connections to the others."""
 
     def __init__(self, cluster: Cluster, health: Health, secret: bytes) -> None:
         self._cluster, self._health, self._secret = cluster, health, secret
@@ -73,9 +67,6 @@ class Peers:
         """Let the other ranks connect; does nothing the second time. A rank that connects to one which hasn't opened
         waits for it.
 
-        Args:
-            store: the control channel.
-
         Raises:
             ClusterError: no port is free, or the hub has gone.
         """
@@ -98,12 +89,7 @@ class Peers:
             self._listener = listener
 
     def _place(self, rank: int) -> tuple[int, str]:
-        """Return a rank's port and token, as soon as it has opened.
-
-        Raises:
-            ClusterError: the hub has gone.
-            PeerError: a rank of the job has failed or ended.
-        """
+        """Return a rank's port and token, as soon as it has opened."""
         while rank not in self._places:
             self._health.require_running()
             with contextlib.suppress(TimeoutError):
@@ -113,10 +99,6 @@ class Peers:
 
     def connect(self, rank: int, number: int) -> socket.socket:
         """Return a new connection on which only this rank sends, and doesn't block; it belongs to the caller.
-
-        Args:
-            rank: who receives.
-            number: what it is for, 64 bits: the other rank gets it from ``accept``.
 
         Raises:
             PeerError: a rank of the job has failed or ended, or can't be reached.
@@ -196,11 +178,7 @@ class Peers:
         return connection
 
     def raise_for(self, rank: int, reason: str) -> None:
-        """Raise the error for a rank that can't be reached. Usually it has ended, and the hub tells so soon.
-
-        Raises:
-            PeerError: always.
-        """
+        """Raise the error for a rank that can't be reached. Usually it has ended, and the hub tells so soon."""
         end = time.monotonic() + NEWS_SECONDS
         while time.monotonic() < end:
             self._health.require_running()

@@ -61,10 +61,6 @@ def listen(hosts: Sequence[str], ports: Sequence[int]) -> socket.socket:
     """Return the hub's listening socket: on the loopback interface if all ranks are on this host, else on all
     interfaces.
 
-    Args:
-        hosts: addresses or names by which the ranks know the hub's host.
-        ports: first and last usable port; 0 for any.
-
     Raises:
         PortTakenError: other programs use the ports (Ascend's EI0019).
         RendezvousError: this process can't listen there for some other reason.

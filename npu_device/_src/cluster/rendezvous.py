@@ -64,9 +64,6 @@ _log = logging.getLogger("npu_device")
 def meet(membership: Membership) -> tuple[Cluster, ControlChannel]:
     """Wait for all ranks of the job, and agree with them on its description.
 
-    Args:
-        membership: this process's place in the job.
-
     Returns:
         The description of the job, the same on every rank except for the rank's own place, and the control channel.
 
@@ -188,11 +185,7 @@ class _Search:
         return self._deadline - time.monotonic()
 
     def search(self, hosts: Sequence[str] = ()) -> _Met:
-        """Try the hub's addresses in turn until it answers.
-
-        Raises:
-            RendezvousError: the hub refused (its text, the same for every rank), or it was never reached.
-        """
+        """Try the hub's addresses in turn until it answers."""
         pause = FIRST_PAUSE_SECONDS
         while True:
             met = self.look_once(hosts or self._membership.chief_hosts)
@@ -205,11 +198,7 @@ class _Search:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def look_once(self, hosts: Iterable[str]) -> _Met | None:
-        """Try each address once; return None if this job's hub is at none of them.
-
-        Raises:
-            RendezvousError: the hub refused.
-        """
+        """Try each address once; return None if this job's hub is at none of them."""
         port = self._membership.chief_port
         for host in hosts:
             try:

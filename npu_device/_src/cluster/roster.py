@@ -27,38 +27,24 @@ class Hello:
     """A rank's description of itself.
 
     Attributes:
-        job_id: name of the job.
-        scheme: how the environment describes the job.
-        world_size: number of ranks.
-        rank: its rank; None when the hub numbers the ranks.
-        device_id: number of its device.
-        host_key: name of its host; "" for the address that the hub sees.
-        host: address the others use to reach it; None for the address that the hub sees.
-        is_chief: True for the rank on whose host the others meet.
-        seconds: how long it waits for the others.
-        versions: versions that must be the same on all ranks, by name.
         settings: environment variables that must be the same on all ranks: the values of those that are set, by name.
-        machine: host name of the system that it runs on.
-        pid: its process id there.
-        started: when that process started, for its children.
-        ancestors: number and start time of the processes that have started it.
     """
 
     job_id: str
     scheme: str
     world_size: int
-    rank: int | None
+    rank: int | None  # its rank; None when the hub numbers the ranks
     device_id: int
-    host_key: str
-    host: str | None
-    is_chief: bool
-    seconds: float
-    versions: dict[str, str]
+    host_key: str  # name of its host; "" for the address that the hub sees
+    host: str | None  # address the others use to reach it; None for the address that the hub sees
+    is_chief: bool  # True for the rank on whose host the others meet
+    seconds: float  # how long it waits for the others
+    versions: dict[str, str]  # versions that must be the same on all ranks, by name
     settings: dict[str, str]
-    machine: str
+    machine: str  # host name of the system that it runs on
     pid: int
-    started: str = ""
-    ancestors: tuple[tuple[int, str], ...] = ()
+    started: str = ""  # when that process started, for its children
+    ancestors: tuple[tuple[int, str], ...] = ()  # number and start time of the processes that have started it
 
     @classmethod
     def read(cls, fields: Any) -> Hello:
@@ -127,17 +113,11 @@ def _is_process(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A rank that has come.
-
-    Attributes:
-        hello: its description of itself.
-        host: name of its host.
-        seen_at: its address as the hub sees it; None when it is on the hub's host.
-    """
+    """A rank that has come."""
 
     hello: Hello
-    host: str
-    seen_at: str | None
+    host: str  # name of its host
+    seen_at: str | None  # its address as the hub sees it; None when it is on the hub's host
 
     @property
     def key(self) -> _Key:
@@ -146,13 +126,7 @@ class Arrival:
 
 
 class Roster:
-    """The list of a job's ranks. The chief's hello is the reference, or the first one until the chief has come.
-
-    Args:
-        job_id: name of the job.
-        expected_hosts: host of each rank if the scheme says it, else empty.
-        host_key: name of the hub's host, for ranks on it that don't know their own address.
-    """
+    """The list of a job's ranks. The chief's hello is the reference, or the first one until the chief has come."""
 
     def __init__(self, job_id: str, expected_hosts: Sequence[str], host_key: str) -> None:
         self._job_id = job_id
@@ -271,11 +245,7 @@ class Roster:
     # The error's text when the rendezvous fails
 
     def complaint(self, timeout: float) -> str:
-        """Return the error's text: what happened, one line per rank, likely cause, what to do. All ranks get the same.
-
-        Args:
-            timeout: seconds the ranks had.
-        """
+        """Return the error's text: what happened, one line per rank, likely cause, what to do."""
         kinds = self._kinds()
         size, job = self._size, self._job_id
         if set(kinds) == {"missing"}:
@@ -351,11 +321,7 @@ class Roster:
         return f"rank {rank} on host {self._expected_hosts[rank]}" if known else f"rank {rank}"
 
     def addresses(self, hub_address: str) -> list[str]:
-        """Return each rank's address, by rank.
-
-        Args:
-            hub_address: address the others use to reach the hub's host.
-        """
+        """Return each rank's address, by rank."""
         return [arrival.hello.host or arrival.seen_at or hub_address for arrival in self.in_order()]
 
 

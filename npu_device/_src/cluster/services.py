@@ -41,15 +41,7 @@ class _Round:
 
 
 class Services:
-    """The services of one job.
-
-    Args:
-        hosts: host of each rank, for messages.
-        processes: number of each rank's process, for messages.
-        send: sends a frame to a rank; does nothing if the rank has gone.
-        later: calls a function after some seconds; returns a function that cancels it.
-        say: tells the user of a lost rank.
-    """
+    """The services of one job."""
 
     def __init__(
         self,

@@ -102,9 +102,6 @@ def root_error(error: str) -> str:
     """Return the type and text of an error; inside one of TensorFlow's, those of the error that it is about.
 
     Errors of this package are named without their module.
-
-    Args:
-        error: type and text of an exception, as Python prints them after a traceback.
     """
     inner = error
     while inner:

@@ -13,14 +13,7 @@ _log = logging.getLogger("npu_device")
 
 
 def check_own_variables(warns: bool) -> None:
-    """Check all variables of this package that are set, also those that are read later.
-
-    Args:
-        warns: warn of unknown variables that begin with ``NPU_DEVICE_``; a warning of one rank is enough.
-
-    Raises:
-        ValueError: a malformed variable.
-    """
+    """Check all variables of this package that are set, also those that are read later."""
     known = {value.name: value for value in vars(own).values() if isinstance(value, Variable)}
     for variable in known.values():
         variable.get()
@@ -36,11 +29,7 @@ def check_own_variables(warns: bool) -> None:
 
 
 def settings_everywhere() -> dict[str, str]:
-    """Return the variables that must be the same on all ranks and don't have their defaults, by name.
-
-    Raises:
-        ValueError: a malformed variable.
-    """
+    """Return the variables that must be the same on all ranks and don't have their defaults, by name."""
     values = {variable: variable.get() for variable in ALL if variable.everywhere}
     return {variable.name: str(value) for variable, value in values.items() if value != variable.default}
 

@@ -25,23 +25,14 @@ class Form(Generic[Value_co]):
 
 @dataclass(frozen=True)
 class Variable(Generic[Value_co]):
-    """One environment variable.
-
-    Attributes:
-        name: its name.
-        form: how its value is written.
-        default: the value of ``get`` if the variable is unset or empty.
-        meaning: one sentence for the documentation.
-        unit: unit of the value, or "".
-        everywhere: the ranks refuse to begin with different values.
-    """
+    """One environment variable."""
 
     name: str
-    form: Form[Value_co]
-    default: Value_co
-    meaning: str
-    unit: str = ""
-    everywhere: bool = False
+    form: Form[Value_co]  # how its value is written
+    default: Value_co  # the value of ``get`` if the variable is unset or empty
+    meaning: str  # one sentence for the documentation
+    unit: str = ""  # unit of the value, or ""
+    everywhere: bool = False  # the ranks refuse to begin with different values
 
     def raw(self) -> str | None:
         """Return the text in the environment; None if unset or empty."""

@@ -8,31 +8,18 @@ from typing import NamedTuple, Optional
 
 @dataclass(frozen=True)
 class Launched:
-    """The place of this process in the job, as the variables of the launcher give it.
-
-    Attributes:
-        launcher: name of the launcher.
-        variable: name of the variable that holds the rank, for messages.
-        size: number of ranks, 1 or more.
-        rank: rank of this process.
-        local_rank: its number among the ranks of its host; None if unknown.
-        on_one_host: True if all ranks are known to be on this host.
-        node: name that the launcher gives this host; "" if it has none.
-        job: text that only the ranks of this job share; "" if there is none.
-        address: address or name of the host of rank 0; "" if unknown.
-        port: port at which the ranks meet there; None if the launcher names none.
-    """
+    """The place of this process in the job, as the variables of the launcher give it."""
 
     launcher: str
-    variable: str
-    size: int
+    variable: str  # name of the variable that holds the rank, for messages
+    size: int  # number of ranks, 1 or more
     rank: int
-    local_rank: int | None
-    on_one_host: bool
-    node: str = ""
-    job: str = ""
-    address: str = ""
-    port: int | None = None
+    local_rank: int | None  # its number among the ranks of its host; None if unknown
+    on_one_host: bool  # True if all ranks are known to be on this host
+    node: str = ""  # name that the launcher gives this host; "" if it has none
+    job: str = ""  # text that only the ranks of this job share; "" if there is none
+    address: str = ""  # address or name of the host of rank 0; "" if unknown
+    port: int | None = None  # port at which the ranks meet there; None if the launcher names none
 
     def __str__(self) -> str:
         """Return the place for messages."""
@@ -40,14 +27,8 @@ class Launched:
 
 
 class RendezvousAddress(NamedTuple):
-    """The address at which the ranks meet.
+    """The address at which the ranks meet."""
 
-    Attributes:
-        hosts: addresses and names of the host of rank 0, in the order in which they are tried.
-        port: a port there; None if the ranks compute it.
-        secret: a secret for a job that has none.
-    """
-
-    hosts: tuple[str, ...]
-    port: Optional[int]
-    secret: bytes = b""
+    hosts: tuple[str, ...]  # addresses and names of the host of rank 0, in the order in which they are tried
+    port: Optional[int]  # a port there; None if the ranks compute it
+    secret: bytes = b""  # a secret for a job that has none

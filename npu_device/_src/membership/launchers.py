@@ -21,12 +21,7 @@ _REMEDY = (
 
 
 def read() -> Launched | None:
-    """Return the place of this process among those that a launcher started; None without a launcher.
-
-    Raises:
-        ClusterError: two launchers contradict each other, or a variable is missing.
-        ValueError: a variable is malformed.
-    """
+    """Return the place of this process among those that a launcher started; None without a launcher."""
     wanted = environment.NPU_DEVICE_LAUNCHER.get()
     torch = _torchrun() if wanted in ("auto", "torchrun") else None
     mpi = mpiexec.read() if wanted in ("auto", "mpi") else None
@@ -52,15 +47,6 @@ def read() -> Launched | None:
 def require_agreement(who: str, size: int, rank: int | None, launched: Launched) -> None:
     """Check a description of the job against a launcher, which started either the ranks or, on each host, the process
     that started them.
-
-    Args:
-        who: whose description it is, for the message.
-        size: its number of ranks.
-        rank: its rank of this process; None if it gives none.
-        launched: the place that the launcher gives this process.
-
-    Raises:
-        ClusterError: the launcher started more processes, or gave this one another rank.
     """
     if launched.size > size or (launched.size == size and rank not in (None, launched.rank)):
         mine = f"one of {size} ranks" if rank is None else f"rank {rank} of {size}"
@@ -68,11 +54,7 @@ def require_agreement(who: str, size: int, rank: int | None, launched: Launched)
 
 
 def rendezvous_address(launched: Launched) -> RendezvousAddress:
-    """Return where the ranks meet. Waits for all ranks where only MPI can tell.
-
-    Raises:
-        ClusterError: nothing says where.
-    """
+    """Return where the ranks meet. Waits for all ranks where only MPI can tell."""
     if launched.port is not None:
         return RendezvousAddress((launched.address,), launched.port)
     address, port = _torchruns_address() or (launched.address, None)
@@ -88,11 +70,7 @@ def rendezvous_address(launched: Launched) -> RendezvousAddress:
 
 
 def _slurm() -> Launched | None:
-    """Return the place of this process in its job step; None outside of a step.
-
-    Raises:
-        ValueError: a variable is malformed.
-    """
+    """Return the place of this process in its job step; None outside of a step."""
     nodes = environment.SLURM_STEP_NODELIST.get()
     # sbatch and salloc set SLURM_PROCID and SLURM_NTASKS too, but the step's own variables only srun.
     size, rank = environment.SLURM_STEP_NUM_TASKS.get(), environment.SLURM_PROCID.get()
@@ -125,12 +103,7 @@ def first_node(nodes: str) -> str:
 
 
 def _torchrun() -> Launched | None:
-    """Return the place of this process; None unless RANK, WORLD_SIZE and MASTER_ADDR are set.
-
-    Raises:
-        ClusterError: MASTER_PORT is missing.
-        ValueError: a variable is malformed.
-    """
+    """Return the place of this process; None unless RANK, WORLD_SIZE and MASTER_ADDR are set."""
     if not (environment.RANK.is_set() and environment.WORLD_SIZE.is_set() and environment.MASTER_ADDR.is_set()):
         return None
     rank, size = environment.RANK.get(), environment.WORLD_SIZE.get()
@@ -164,12 +137,7 @@ def _torchruns_address() -> tuple[str, int | None] | None:
 
 
 def _jax() -> Launched | None:
-    """Return the place of this process; None unless JAX_NUM_PROCESSES and JAX_PROCESS_ID are set.
-
-    Raises:
-        ClusterError: JAX_COORDINATOR_ADDRESS is missing.
-        ValueError: a variable is malformed.
-    """
+    """Return the place of this process; None unless JAX_NUM_PROCESSES and JAX_PROCESS_ID are set."""
     size, rank = environment.JAX_NUM_PROCESSES.get(), environment.JAX_PROCESS_ID.get()
     if size is None or rank is None:
         return None

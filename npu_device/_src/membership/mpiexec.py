@@ -62,11 +62,7 @@ LAUNCHERS = tuple(kind.launcher for kind in _KINDS)
 
 
 def read() -> Launched | None:
-    """Return the place of this process; None if no ``mpiexec`` started it.
-
-    Raises:
-        ValueError: a variable is malformed.
-    """
+    """Return the place of this process; None if no ``mpiexec`` started it."""
     for kind in _KINDS:
         if kind.rank.is_set() and kind.size.is_set():
             rank, size, local_size = kind.rank.get(), kind.size.get(), kind.local_size.get()
@@ -87,9 +83,6 @@ def _starter(variable: Variable[int | None]) -> str:
     """Return the process that started the ranks of this host: the nearest ancestor that isn't a rank itself, as a shell
     between the two would be.
 
-    Args:
-        variable: a variable that all ranks have.
-
     Returns:
         Number and start time of the process; "" if it is out of sight, as from a container.
     """
@@ -105,11 +98,7 @@ def _starter(variable: Variable[int | None]) -> str:
 
 
 def agree(launched: Launched) -> RendezvousAddress:
-    """Return the choice of rank 0. Every rank waits here for all the others.
-
-    Raises:
-        ClusterError: mpi4py isn't there, or uses a different MPI from the launcher.
-    """
+    """Return the choice of rank 0. Every rank waits here for all the others."""
     remedy = (
         "What to do: install mpi4py for this MPI on every host (pip install mpi4py), or set MASTER_ADDR to the address "
         "of the host of rank 0 and MASTER_PORT to a free port there, the same for every rank."

@@ -61,20 +61,12 @@ _DEVICES = (environment.ASCEND_DEVICE_ID, environment.DEVICE_ID)
 
 @dataclass(frozen=True)
 class ParentRank:
-    """The rank whose child this process is.
-
-    Attributes:
-        pid: number of the process of the rank.
-        rank: its rank.
-        world_size: number of ranks in its job.
-        neighbours: the ranks of its host, itself among them, as ``frames.ranges`` writes them.
-        device_id: number of its device.
-    """
+    """The rank whose child this process is."""
 
     pid: int
     rank: int
     world_size: int
-    neighbours: str
+    neighbours: str  # the ranks of its host, itself among them, as ``frames.ranges`` writes them
     device_id: int
 
     @property

@@ -25,12 +25,6 @@ def rank_table(nodes: Sequence[int], nproc_per_node: int, master_addr: str, mast
 
     Equal arguments give equal bytes, so that each node of a job can write its own copy.
 
-    Args:
-        nodes: numbers of the nodes in the table; the first one is node 0.
-        nproc_per_node: devices (= ranks) of each server.
-        master_addr: address or name of the first server; the others' addresses need not be known.
-        master_port: port where the hub listens for the ranks.
-
     Source: Ascend HCCL user guide, cluster information configuration (rank table, version 1.0).
     """
     servers = []

@@ -22,44 +22,26 @@ from npu_device._src.cluster.time_limits import TABLE_POLL_SECONDS
 
 @dataclass(frozen=True)
 class Entry:
-    """One device of the table, which is one rank.
-
-    Attributes:
-        rank: its rank.
-        server: server_id of its server.
-        device_id: number of the device on its server.
-        host_ip: address or name of the server, if given.
-        device_ip: address of the device, if given.
-        host_port: port of the server for this rank, if given.
-        pod: name of its pod, in tables of pods.
-        place: its location in the file, for messages.
-    """
+    """One device of the table, which is one rank."""
 
     rank: int
-    server: str
+    server: str  # server_id of its server
     device_id: int
-    host_ip: str | None
-    device_ip: str | None
-    host_port: int | None
-    pod: str | None
-    place: str
+    host_ip: str | None  # address or name of the server, if given
+    device_ip: str | None  # address of the device, if given
+    host_port: int | None  # port of the server for this rank, if given
+    pod: str | None  # name of its pod, in tables of pods
+    place: str  # its location in the file, for messages
 
 
 @dataclass(frozen=True)
 class RankTable:
-    """A valid table.
-
-    Attributes:
-        path: path of the file.
-        entries: one for each rank, in the order of the ranks.
-        of_pods: True for the forms with ``group_list``, in which a process may be named by its pod.
-        checksum: the same for equal tables, whatever their formatting.
-    """
+    """A valid table."""
 
     path: str
     entries: tuple[Entry, ...]
-    of_pods: bool
-    checksum: int
+    of_pods: bool  # True for the forms with ``group_list``, in which a process may be named by its pod
+    checksum: int  # the same for equal tables, whatever their formatting
 
     @property
     def size(self) -> int:
@@ -69,10 +51,6 @@ class RankTable:
 
 def load(path: str, timeout: float) -> RankTable:
     """Read a table and check it.
-
-    Args:
-        path: path of the file.
-        timeout: seconds to wait for a table whose status is "initializing": schedulers create a file and fill it later.
 
     Raises:
         ClusterError: the file can't be read, breaks a rule, or wasn't completed in time (Ascend's EI0004).
@@ -226,11 +204,7 @@ def fault(path: str, what: str, remedy: str = _CORRECT) -> ClusterError:
 
 
 def load_object(path: str) -> Fields:
-    """Return the outermost object of the table.
-
-    Raises:
-        ClusterError: the file can't be read, is not JSON, or isn't an object.
-    """
+    """Return the outermost object of the table."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             content = json.load(file)
@@ -247,13 +221,7 @@ def load_object(path: str) -> Fields:
 
 
 class Fields:
-    """One object of the table.
-
-    Args:
-        path: path of the file.
-        where: location of the object in it, such as ``server_list[0].device[1]``; "" for the outermost.
-        content: the object.
-    """
+    """One object of the table."""
 
     def __init__(self, path: str, where: str, content: dict[str, Any]) -> None:
         self.path = path

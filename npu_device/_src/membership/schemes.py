@@ -76,9 +76,6 @@ def _described_size() -> int | None:
 def membership_from_environment(device_id: int | None = None) -> Membership | None:
     """Return what the environment says about this process; None if it runs alone.
 
-    Args:
-        device_id: number of the device; default ASCEND_DEVICE_ID, then DEVICE_ID, then the local rank.
-
     Raises:
         ClusterError: the variables contradict each other, one is missing, or the rank table is faulty.
         ValueError: a variable is malformed.

@@ -15,16 +15,7 @@ from npu_device._src.cluster.errors import ClusterError
 
 
 def read(size: int, device_id: int) -> Membership:
-    """Return the place of this process according to the variables.
-
-    Args:
-        size: number of ranks.
-        device_id: number of the device of this process on its host; host and device together identify the chief.
-
-    Raises:
-        ClusterError: a variable is missing.
-        ValueError: a variable is malformed, or IPv4 and IPv6 are mixed.
-    """
+    """Return the place of this process according to the variables."""
     required = (
         environment.CM_CHIEF_IP,
         environment.CM_CHIEF_PORT,

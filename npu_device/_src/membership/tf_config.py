@@ -23,9 +23,6 @@ _CHIEFS = ("chief", "master")
 def read(device_id: int | None = None) -> Membership | None:
     """Return the place of this process in the job of ``TF_CONFIG``, without the tasks that don't train.
 
-    Args:
-        device_id: number of the device of this process on its host; default its number among the ranks of the host.
-
     Returns:
         None if the variable is unset or names no cluster, or if this process is an evaluator.
 

@@ -10,34 +10,19 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Rule:
-    """The declaration of an option.
-
-    Args:
-        name: attribute name inside its section.
-        meaning: what it does on an NPU, for the documentation page.
-        effect: what it does here, for the documentation page.
-        default: value if nothing was assigned; None means unset, and then any type may be assigned.
-        allowed: the values that may be assigned; empty means any.
-        between: smallest and largest number that may be assigned.
-        bool_words: a bool may be assigned too and becomes the text ``"true"`` or ``"false"``.
-        deprecated: assigning it logs a warning.
-    """
+    """The declaration of an option."""
 
     name: str
-    meaning: str
-    effect: str
-    default: Any = None
-    allowed: tuple[Any, ...] = ()
-    between: tuple[int, int] | None = None
-    bool_words: bool = False
-    deprecated: bool = False
+    meaning: str  # what it does on an NPU, for the documentation page
+    effect: str  # what it does here, for the documentation page
+    default: Any = None  # value if nothing was assigned; None means unset, and then any type may be assigned
+    allowed: tuple[Any, ...] = ()  # the values that may be assigned; empty means any
+    between: tuple[int, int] | None = None  # smallest and largest number that may be assigned
+    bool_words: bool = False  # a bool may be assigned too and becomes the text ``"true"`` or ``"false"``
+    deprecated: bool = False  # assigning it logs a warning
 
     def checked(self, path: str, value: Any) -> Any:
         """Return the value in the form in which it is kept.
-
-        Args:
-            path: full name of the option, for the message.
-            value: what a script assigned; numpy scalars count as the Python values they hold.
 
         Raises:
             TypeError: the option has a default of another type.

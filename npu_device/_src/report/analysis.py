@@ -23,27 +23,16 @@ _EVEN = 0.02  # a rank within this part of a step of the others is as fast as th
 
 @dataclass(frozen=True)
 class RankFigures:
-    """The parts of a step of a rank.
-
-    Attributes:
-        rank: the rank.
-        host: its host.
-        step: the whole step, from the end of the one before it.
-        input_wait: before forward begins.
-        alone: forward and backward while nothing is reduced.
-        hidden: forward and backward while segments are reduced.
-        exposed: reduction after backward.
-        update: what remains: the optimizer.
-    """
+    """The parts of a step of a rank."""
 
     rank: int
     host: str
-    step: float
-    input_wait: float
-    alone: float
-    hidden: float
-    exposed: float
-    update: float
+    step: float  # the whole step, from the end of the one before it
+    input_wait: float  # before forward begins
+    alone: float  # forward and backward while nothing is reduced
+    hidden: float  # forward and backward while segments are reduced
+    exposed: float  # reduction after backward
+    update: float  # what remains: the optimizer
 
     @property
     def busy(self) -> float:
@@ -137,30 +126,17 @@ slower is bound by the network.
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The diagnosis and the advice.
+    """The diagnosis and the advice."""
 
-    Attributes:
-        good: there is nothing to gain.
-        situation: a headline, with the advice of the guide.
-        reasons: the figures that say so.
-        call: the call to paste; None when there is none to try.
-        expectation: how to find out what it brings, and what else may help.
-    """
-
-    good: bool
+    good: bool  # there is nothing to gain
     situation: str
-    reasons: str
-    call: str | None
-    expectation: str
+    reasons: str  # the figures that say so
+    call: str | None  # the call to paste; None when there is none to try
+    expectation: str  # how to find out what it brings, and what else may help
 
 
 def diagnose(traces: Sequence[RankTrace], ranks: Sequence[RankFigures]) -> Diagnosis:
-    """Return what the split does to the step.
-
-    Args:
-        traces: from ``figures.steady``.
-        ranks: their figures.
-    """
+    """Return what the split does to the step."""
     last = max(ranks, key=lambda rank: rank.busy)
     trace = next(one for one in traces if one.rank == last.rank)
     if last.exposed < _LITTLE * last.step:
@@ -239,21 +215,13 @@ def _ms(microseconds: float) -> str:
 
 @dataclass(frozen=True)
 class Analysis:
-    """The findings.
+    """The findings."""
 
-    Attributes:
-        traces: of all ranks, with the iterations that count.
-        ranks: where the time of each rank goes.
-        slowest: the rank that the others wait for.
-        shown: number of the iteration to draw.
-        diagnosis: what the split does, and what to do.
-    """
-
-    traces: tuple[RankTrace, ...]
-    ranks: tuple[RankFigures, ...]
-    slowest: Slowest | None
-    shown: int
-    diagnosis: Diagnosis
+    traces: tuple[RankTrace, ...]  # of all ranks, with the iterations that count
+    ranks: tuple[RankFigures, ...]  # where the time of each rank goes
+    slowest: Slowest | None  # the rank that the others wait for
+    shown: int  # number of the iteration to draw
+    diagnosis: Diagnosis  # what the split does, and what to do
 
 
 def analyse(traces: Sequence[RankTrace]) -> Analysis:

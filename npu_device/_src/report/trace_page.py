@@ -28,12 +28,7 @@ _TICKS = 8
 
 
 def timeline(traces: Sequence[RankTrace], number: int) -> str:
-    """Draw one iteration on all ranks, with each segment.
-
-    Args:
-        traces: of the ranks to show.
-        number: of the iteration.
-    """
+    """Draw one iteration on all ranks, with each segment."""
     ones = [next(one for one in trace.iterations if one.iteration == number) for trace in traces]
     begin = min(one.begin for one in ones)
     scale = _Scale((max(one.iteration_end for one in ones) - begin) / 1e3)

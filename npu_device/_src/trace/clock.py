@@ -29,11 +29,7 @@ class Offset:
 
 
 def measure(job: Job) -> Offset:
-    """Compare clocks. Every rank calls this; rank 0 answers all hosts, one after the other.
-
-    Returns:
-        The offset, the same on all ranks of a host. Where rank 0 doesn't trace it is unknown, which is logged.
-    """
+    """Compare clocks. Every rank calls this; rank 0 answers all hosts, one after the other."""
     cluster = job.cluster
     asking = [rank for rank, host in enumerate(cluster.hosts) if host not in cluster.hosts[:rank]][1:]
     try:

@@ -26,26 +26,18 @@ class PointSchema:
     gradient was there, the end of each segment, iteration_end (with ``has_end``).
 
     Attributes:
-        gradients: segment by segment, in the order of production.
-        shapes: their shapes, as text.
-        segments: first and last gradient of each.
-        group: name of the group.
-        backend: the backend that reduces them.
         has_start: the start of forward is a point of its own; otherwise it is the end of the iteration before.
-        has_bp_end: the end of backward is a point of its own; otherwise it is the last gradient.
-        has_end: the end of the update is known; otherwise the last reduction ends the iteration.
-        waits_for_all: no segment starts before all gradients are there.
     """
 
-    gradients: tuple[GradientRecord, ...]
-    shapes: tuple[str, ...]
-    segments: tuple[tuple[int, int], ...]
+    gradients: tuple[GradientRecord, ...]  # segment by segment, in the order of production
+    shapes: tuple[str, ...]  # their shapes, as text
+    segments: tuple[tuple[int, int], ...]  # first and last gradient of each
     group: str
     backend: str
     has_start: bool = True
-    has_bp_end: bool = False
-    has_end: bool = False
-    waits_for_all: bool = False
+    has_bp_end: bool = False  # the end of backward is a point of its own; otherwise it is the last gradient
+    has_end: bool = False  # the end of the update is known; otherwise the last reduction ends the iteration
+    waits_for_all: bool = False  # no segment starts before all gradients are there
 
     @cached_property
     def model(self) -> str:
@@ -61,14 +53,7 @@ class PointSchema:
     def iteration(
         self, number: int, points: Sequence[float], offset_us: float, previous_end: float | None
     ) -> Iteration:
-        """Return the record of an iteration.
-
-        Args:
-            number: of the iteration.
-            points: in seconds.
-            offset_us: added to all of them.
-            previous_end: ``iteration_end`` of the iteration before.
-        """
+        """Return the record of an iteration."""
         # A tenth of a microsecond is finer than the clock.
         times = [round(point * 1e6 + offset_us, 1) for point in points]
         end = times.pop() if self.has_end else None
@@ -96,14 +81,7 @@ _log = logging.getLogger("npu_device")
 
 
 class Recorder:
-    """The file of one rank.
-
-    Args:
-        directory: of the whole trace.
-        head: trace of the rank, without anything about a model.
-        schedule: which iterations are written.
-        limit: maximum bytes of the file; the older half of its iterations is dropped when it would become larger.
-    """
+    """The file of one rank."""
 
     def __init__(self, directory: Path, head: RankTrace, schedule: Schedule, limit: int | None) -> None:
         self._path = directory / f"rank{head.rank}" / FILE
@@ -118,13 +96,7 @@ class Recorder:
         self._file: TextIO | None = self._path.open("w", encoding="utf-8")
 
     def add(self, schema: PointSchema, points: Sequence[float]) -> None:
-        """Record an iteration.
-
-        Args:
-            schema: what the points are. A list of gradients with fewer bytes than another one is not recorded: metrics,
-                or the smaller one of two models.
-            points: its points in seconds, on the clock of this rank.
-        """
+        """Record an iteration."""
         with self._lock:
             if self._file is None or not self._accepts(schema):
                 return

@@ -31,24 +31,19 @@ class Iteration:
     """One iteration; all times in microseconds since the epoch, on the clock of rank 0.
 
     Attributes:
-        iteration: number of the iteration, from 1.
-        fp_start: the first operation of the step begins.
-        bp_end: backward has produced its last gradient.
         iteration_end: the variables are updated; equals the end of the last reduction where the script updates them
             itself.
         allreduce: start and end of the collective of each segment, in the order of ``RankTrace.segments``. The start is
             when the last gradient of the segment was there.
-        ready: when each gradient was there, in the order of ``RankTrace.gradients``.
-        previous_end: ``iteration_end`` of the iteration before, recorded or not; None for the first.
     """
 
-    iteration: int
-    fp_start: float
-    bp_end: float
+    iteration: int  # number of the iteration, from 1
+    fp_start: float  # the first operation of the step begins
+    bp_end: float  # backward has produced its last gradient
     iteration_end: float
     allreduce: tuple[tuple[float, float], ...]
-    ready: tuple[float, ...]
-    previous_end: float | None = None
+    ready: tuple[float, ...]  # when each gradient was there, in the order of ``RankTrace.gradients``
+    previous_end: float | None = None  # ``iteration_end`` of the iteration before, recorded or not; None for the first
 
     @property
     def input_wait(self) -> float | None:
@@ -91,32 +86,21 @@ class RankTrace:
     """The trace of one rank.
 
     Attributes:
-        rank: its rank.
-        world_size: number of ranks in the job.
-        host: name of its host.
-        pid: its process.
-        clock_offset_us: the correction added to its own clock, in microseconds.
-        clock_error_us: the uncertainty of that; 0 on the host of rank 0, None when it could not be measured.
         model: fingerprint of the gradients: shapes, dtypes and order. Names are ignored, since TensorFlow numbers them
             by what else a process has built.
-        backend: the backend that reduced them.
-        group: in which group.
-        gradients: in the order of production; those of one segment stand together.
-        segments: first and last gradient of each segment.
-        iterations: what was recorded.
     """
 
     rank: int
     world_size: int
     host: str
     pid: int
-    clock_offset_us: float
-    clock_error_us: float | None
+    clock_offset_us: float  # the correction added to its own clock, in microseconds
+    clock_error_us: float | None  # the uncertainty of that; 0 on the host of rank 0, None when it could not be measured
     model: str
     backend: str
     group: str
-    gradients: tuple[GradientRecord, ...]
-    segments: tuple[tuple[int, int], ...]
+    gradients: tuple[GradientRecord, ...]  # in the order of production; those of one segment stand together
+    segments: tuple[tuple[int, int], ...]  # first and last gradient of each segment
     iterations: tuple[Iteration, ...] = field(default=())
 
     def bytes_of(self, segment: int) -> int:
@@ -140,9 +124,6 @@ def on_all_ranks(traces: Sequence[RankTrace]) -> list[tuple[Iteration, ...]]:
 
 def read(directory: str | Path) -> list[RankTrace]:
     """Read the traces of all ranks in a directory; return them by rank.
-
-    Args:
-        directory: the one that was given to ``npurun --trace`` or as ``output``.
 
     Returns:
         One trace per rank, iterations in order; an empty list if there are none. A line that was being written when the

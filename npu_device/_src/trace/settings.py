@@ -43,21 +43,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a trace.
+    """The settings of a trace."""
 
-    Attributes:
-        output: directory, made when it is missing.
-        fp_point: name of the operation with which forward starts; "" finds it.
-        bp_point: name of the operation with which backward ends; "" finds it.
-        storage_limit: maximum bytes per rank; None for no limit.
-        schedule: which iterations are recorded.
-    """
-
-    output: Path
-    fp_point: str = ""
-    bp_point: str = ""
-    storage_limit: int | None = None
-    schedule: Schedule = field(default_factory=Schedule)
+    output: Path  # directory, made when it is missing
+    fp_point: str = ""  # name of the operation with which forward starts; "" finds it
+    bp_point: str = ""  # name of the operation with which backward ends; "" finds it
+    storage_limit: int | None = None  # maximum bytes per rank; None for no limit
+    schedule: Schedule = field(default_factory=Schedule)  # which iterations are recorded
 
 
 def settings(enabled: bool, options: str | None) -> Settings | None:
@@ -67,9 +59,6 @@ def settings(enabled: bool, options: str | None) -> Settings | None:
         enabled: ``profiling_config.enable_profiling`` of the script.
         options: its ``profiling_config.profiling_options``, JSON. They apply when the script itself has turned the
             trace on, otherwise those of ``PROFILING_OPTIONS`` do.
-
-    Returns:
-        None when nothing is to be traced.
 
     Raises:
         ValueError: a malformed environment variable or ``storage_limit``.

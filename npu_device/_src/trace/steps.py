@@ -99,15 +99,6 @@ def traced_reduction(
 ) -> Iterator[TracedReduction | None]:
     """Mark the block as the reduction of the gradients of an iteration.
 
-    Args:
-        tracer: the trace that runs.
-        values: the gradients.
-        segments: positions of the gradients of each segment among them; those that are in no segment, and not None, are
-            reduced one by one after them.
-        job: the job.
-        group: the group.
-        waits_for_all: no segment starts before all gradients are there.
-
     Yields:
         The object to notify when a segment has been reduced; None if there is nothing to reduce.
     """

@@ -29,15 +29,7 @@ _log = logging.getLogger("npu_device")
 
 
 class Tracer:
-    """Takes the points of the iterations of this rank.
-
-    Args:
-        job: the job. Every rank makes a tracer.
-        settings: what is traced.
-
-    Raises:
-        OSError: the directory can't be written.
-    """
+    """Takes the points of the iterations of this rank."""
 
     def __init__(self, job: Job, settings: Settings) -> None:
         cluster = job.cluster

@@ -68,11 +68,7 @@ def runs(splits: Sequence[Split] = SPLITS, rounds: int = 2, steps: int = 6) -> I
 
 
 def add(tried: dict[Split, Tried], run: Run, directory: Path) -> None:
-    """Add the trace of a run.
-
-    Raises:
-        ValueError: the script doesn't take the split that it is given, since it sets its own; ranks without a trace.
-    """
+    """Add the trace of a run."""
     traces = read(directory)
     missing = sorted(set(range(traces[0].world_size if traces else 1)) - {trace.rank for trace in traces})
     if missing:
