@@ -160,7 +160,7 @@ def test_a_name_that_does_not_resolve_is_told_at_once() -> None:
     assert time.monotonic() - began < 15
 
 
-@pytest.mark.parametrize("also", [["train.py"], ["--tune"], ["--max-restarts", "1"]])
+@pytest.mark.parametrize("also", [["train.py"], ["--max-restarts", "1"]])
 def test_wrong_usage(also: list[str]) -> None:
     done = npurun("check", *also)
     assert done.returncode == 2

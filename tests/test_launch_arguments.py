@@ -90,8 +90,7 @@ def test_help_is_short() -> None:
         (["--nnodes", "3:2", "good.py"], "'3:2' is not MIN:MAX"),
         (["--preempt-signal", "KILL", "good.py"], "is not one of SIGTERM, SIGUSR1, SIGUSR2"),
         (["--preempt-timeout", "0", "good.py"], "'0' is not a number above 0, at most 86400"),
-        (["--tune", "--max-restarts", "1", "good.py"], "leave --max-restarts"),
-        (["--tune", "--log-dir", "logs", "good.py"], "--tune writes its own logs"),
+        (["--tune", "good.py"], "What to do: trace the script with two splits"),
         (["--no-such-option", "good.py"], "--no-such-option"),
     ],
 )
@@ -211,12 +210,6 @@ def test_two_nodes_of_a_platform_meet(platform: str, tmp_path: Path) -> None:
     assert [node.returncode for node in nodes] == [0, 0], outputs
     assert b"0 of 2" in outputs[0][0] and b"1 of 2" in outputs[1][0]
     assert b" and others of the platform say that this is node 1 of 2" in outputs[1][1]
-
-
-def test_aoe_mode_4_is_as_strict_as_tune(tmp_path: Path) -> None:
-    done = npurun("--trace", "traces", script(tmp_path, "print('ran')"), AOE_MODE="4")
-    assert done.returncode == 2
-    assert b"AOE_MODE=4 writes its own logs and traces: leave --log-dir and --trace out" in done.stderr
 
 
 def test_the_launcher_starts_without_tensorflow() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import random
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pool import Pool
 
 from hccl.split.api import set_split_strategy_by_idx, set_split_strategy_by_size
 from npu_device._src.gradients import split_strategy
@@ -241,3 +243,47 @@ def test_needs_neither_tensorflow_nor_an_open_device() -> None:
         "sys.exit('tensorflow' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def cut_with(choice: str, sizes: list[int]) -> tuple[list[list[int]], list[str]]:
+    """The segments of a list of float32 gradients of these lengths, and the warnings about them."""
+    import tensorflow as tf
+
+    from npu_device._src.gradients.segments import FirstOrders, cut
+
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("npu_device").addHandler(handler)
+    os.environ["NPU_DEVICE_SPLIT"] = choice
+    try:
+        # Eager tensors that were made in the order of the list count from its end.
+        return cut(FirstOrders(), [tf.zeros([size]) for size in sizes], "sum", 1, "hccl_world_group"), warnings
+    finally:
+        del os.environ["NPU_DEVICE_SPLIT"]
+        logging.getLogger("npu_device").removeHandler(handler)
+
+
+def from_the_environment() -> dict[str, Any]:
+    from hccl.split.api import set_split_strategy_by_size
+    from npu_device._src.gradients import split_strategy
+
+    found = {"fits": cut_with("[1, 3, 5]", [8] * 6), "other": cut_with("1,3,5", [8] * 5), "short": cut_with("1,3", [8])}
+    found |= {"percentages": cut_with("50%, 50%", [8] * 6), "auto": cut_with("auto", [8] * 5)}
+    set_split_strategy_by_size([50, 50])
+    found["own"] = cut_with("1,3,5", [8] * 6)
+    split_strategy._strategies.clear()
+    return found
+
+
+def test_the_split_from_the_environment(single: Pool) -> None:
+    (found,) = single.run(from_the_environment)
+    assert found["fits"] == ([[5, 4], [3, 2], [1, 0]], [])
+    segments, (warning,) = found["other"]
+    assert sum(map(len, segments)) == 5
+    assert segments[0] == [4, 3, 2, 1, 0][: len(segments[0])]
+    assert "its last number has to be 4" in warning
+    assert found["short"] == ([[0]], [])
+    assert found["percentages"] == ([[5, 4, 3], [2, 1, 0]], [])
+    assert found["own"] == found["percentages"]
+    assert found["auto"][0] == segments and "saved splits are gone" in found["auto"][1][0]

@@ -168,6 +168,14 @@ def test_16_bits_are_advised_where_the_network_is_the_limit(
     assert ("Each host sends 1.0 Gbit/s" in said) == ('compression="bf16"' in said) == advised
 
 
+def test_traces_of_several_splits_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, segments in {"one": ((0, 9),), "four": ((0, 2), (3, 4), (5, 7), (8, 9))}.items():
+        write(tmp_path / name, [trace(0, segments), trace(1, segments)])
+    main([str(tmp_path / "one"), str(tmp_path / "four")], "npurun trace")
+    _, one, four = (line.split()[1:] for line in capsys.readouterr().out.splitlines()[-3:])
+    assert (one, four) == (["1", "30.0", "145.0"], ["4", "6.0", "121.0"])
+
+
 def test_missing_ranks_are_named() -> None:
     text = summary(found(trace(0)))
     assert "no trace of rank(s) 1. What to do: bring the directories rank<N> of all hosts together" in text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from npu_device.launch import arguments, check, hosts, job, tune
+from npu_device.launch import arguments, check, hosts, job
 
 
 def main() -> None:
@@ -38,11 +38,8 @@ def main() -> None:
 
 
 def tune_is_gone() -> None:  # until 0.3.0; also what npu-tune runs
-    """Exit with a message: a prediction from a trace decided nothing."""
-    print(
-        "npurun tune and npu-tune are gone. What to do: npurun -n 2 --tune train.py tries splits of the gradients",
-        file=sys.stderr,
-    )
+    """Exit with a message."""
+    print(f"npurun tune and npu-tune are gone. {arguments.INSTEAD_OF_TUNING}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -51,7 +48,7 @@ def _run(options: arguments.Options) -> None:
         sys.exit(hosts.run(options))
     if options.check:
         sys.exit(check.run(options))
-    sys.exit(tune.run(options) if options.tune else job.run(options))
+    sys.exit(job.run(options))
 
 
 if __name__ == "__main__":

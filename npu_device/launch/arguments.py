@@ -16,6 +16,10 @@ from npu_device.launch import argument_types, host_list, platform_defaults
 
 DEFAULT_PORT = 29688  # the port that Ascend's own launch scripts use for the chief
 LOOPBACK = frozenset(("localhost", "127.0.0.1"))
+INSTEAD_OF_TUNING = (
+    "What to do: trace the script with two splits, npurun -n 2 --trace a train.py and NPU_DEVICE_SPLIT=25%,25%,25%,25% "
+    "npurun -n 2 --trace b train.py, and compare them with npurun trace a b"
+)
 _NUMBERS = ("-n", "-np", "--nproc-per-node", "--nproc_per_node")
 
 _USAGE = """\
@@ -55,7 +59,6 @@ class Options:
     job_id: str | None
     grace: float
     trace: str | None
-    tune: bool
     check: bool
     fewest_nodes: int  # the smallest number of nodes to go on with; ``nnodes`` unless the user says otherwise
     max_restarts: int
@@ -109,15 +112,11 @@ def parse(argv: Sequence[str]) -> Options:
                 f"--nnodes {nnodes} needs {names} too: run npurun once on every node, with --node-rank 0 to "
                 f"{nnodes - 1} and everywhere the same address of node 0 as --master-addr"
             )
-    by = "--tune" if given.tune else "AOE_MODE=4"
-    given.tune = given.tune or (environment.AOE_MODE.raw() == "4" and not given.check and not slots)
-    if given.tune and (given.trace is not None or given.log_dir is not None):
-        parser.error(f"{by} writes its own logs and traces: leave --log-dir and --trace out")
+    if given.tune:
+        parser.error(f"--tune is gone: four equal segments were as fast as what it found. {INSTEAD_OF_TUNING}")
     again = given.max_restarts or given.max_preemptions or fewest < nnodes
-    if given.tune and again:
-        parser.error(f"{by} stops and starts the ranks by itself: leave --max-restarts and MIN:MAX nodes out")
-    if given.check and (given.script or given.tune or given.trace or again):
-        parser.error("check runs its own script once: omit the script, --tune, --trace, --max-restarts, MIN:MAX nodes")
+    if given.check and (given.script or given.trace or again):
+        parser.error("check runs its own script once: omit the script, --trace, --max-restarts and MIN:MAX nodes")
     if given.nproc_per_node == platform_defaults.AUTO:  # each of --hosts counts its own GPUs
         given.nproc_per_node = 0 if slots else platform_defaults.ranks_per_node()
     if given.nproc_per_node == 1 == nnodes:
@@ -170,8 +169,8 @@ def _hosts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[t
         return []
     if given.hosts is not None and given.hostfile is not None:
         parser.error("--hosts and --hostfile name the same thing: give one of them")
-    if given.node_rank is not None or given.tune:
-        parser.error("--node-rank and --tune belong to an npurun that is started on each node: leave --hosts out")
+    if given.node_rank is not None:
+        parser.error("--node-rank belongs to an npurun that is started on each node: leave --hosts out")
     try:
         found = host_list.parse(given.hosts) if given.hostfile is None else host_list.read(given.hostfile)
         found = found if total is None else host_list.filled(found, total)
@@ -241,7 +240,7 @@ def _parser() -> argparse.ArgumentParser:
     grace = "seconds until running ranks are killed (default 5)"
     _add(parser, "--grace", type=argument_types.seconds, default=5.0, metavar="S", help=grace)
     _add(parser, "--trace", metavar="DIR", help="write a trace of the iterations and a report to DIR")
-    _add(parser, "--tune", action="store_true", help="run the script several times for the best split")
+    parser.add_argument("--tune", action="store_true", help=argparse.SUPPRESS)  # until 0.3.0: gone since 0.2.0
     horovod = "let import horovod find npu_device.horovod"
     _add(parser, "--horovod", action="store_true", help=horovod)
     unchanged = "train an unchanged Keras script (--seed N: the seed)"

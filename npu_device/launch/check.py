@@ -21,7 +21,6 @@ from npu_device.launch.console import Console
 
 # A check shouldn't wait as long as a training does. What the user sets is left alone.
 _SHORTER = {"HCCL_CONNECT_TIMEOUT": "60", "NPU_DEVICE_STALL_TIMEOUT": "60", "TF_CPP_MIN_LOG_LEVEL": "3"}
-_NOT_CHECKED = ("AOE_MODE", "PROFILING_MODE")  # they would tune or trace the check
 
 
 def run(options: Options) -> int:
@@ -37,8 +36,7 @@ def run(options: Options) -> int:
         return FAILED
     for name, value in _SHORTER.items():
         os.environ.setdefault(name, value)
-    for name in _NOT_CHECKED:
-        os.environ.pop(name, None)
+    os.environ.pop("PROFILING_MODE", None)  # it would trace the check
     with tempfile.TemporaryDirectory(prefix="npurun-check-") as directory:
         file = Path(directory, "outcome.json")
         command = (sys.executable, "-u", "-m", "npu_device.launch.checking", str(file))

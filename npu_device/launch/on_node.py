@@ -1,5 +1,5 @@
-"""An npurun whose command line and signals come from standard input, and that ends with it: each host's part of
-``npurun --hosts`` (see ``hosts``), and each run of ``npurun --tune``.
+"""An npurun whose command line and signals come from standard input, and that ends with it: the part of each host in
+``npurun --hosts`` (see ``hosts``).
 """
 
 from __future__ import annotations

@@ -180,11 +180,3 @@ HOSTS_NOTICE_SECONDS = 3.0
 
 HOSTS_END_SECONDS = 15.0
 """For killing ranks, and for reports, after the grace period."""
-
-# npurun --tune
-
-TRIAL_POLL_SECONDS, TRIAL_SILENT_SECONDS = 0.1, 60.0
-"""Between two looks at a trial; and the user is told after this long without a step, then after twice as long."""
-
-TRIAL_OTHERS_SECONDS = 5.0
-"""The ranks of other nodes may end this much later than those of this one."""

@@ -72,7 +72,7 @@ HCCL_IF_BASE_PORT = optional(
 AOE_MODE = optional(
     "AOE_MODE",
     forms.one_of("1", "2", "4"),
-    "4 makes `npurun` act as with `--tune`; 1 and 2 tune NPU kernels and have no effect.",
+    "mode of the tuner of Ascend. No effect: 4 logs a warning, see [tuning.md](tuning.md).",
     everywhere=True,
 )
 PROFILING_MODE = Variable(

@@ -132,7 +132,7 @@ def _cut_by_environment(sizes: Sequence[int], group: str) -> list[int] | None:
         _warn_once(
             sizes,
             "NPU_DEVICE_SPLIT=auto has no effect any more: saved splits are gone. What to do: set it to the "
-            "percentages that npurun --tune prints, such as 25%,25%,25%,25%",
+            "percentages such as 25%,25%,25%,25%",
         )
         return None
     if isinstance(wanted[0], float):

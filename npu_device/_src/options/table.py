@@ -151,15 +151,10 @@ GLOBAL_OPTIONS = Section(
                 Rule(
                     "aoe_mode",
                     "what to tune: 1 subgraphs, 2 kernels, 4 gradient split",
-                    "No effect: 4 logs a warning. `npurun --tune` compares splits, see [tuning.md](tuning.md).",
+                    "No effect: 4 logs a warning. [Compare splits](tuning.md) instead.",
                     allowed=("1", "2", "4"),
                 ),
-                Rule(
-                    "work_path",
-                    "directory for files of the tuner",
-                    "No effect: `npurun --tune` writes to `npu_tune/`.",
-                    default="./",
-                ),
+                Rule("work_path", "directory for files of the tuner", _TUNING, default="./"),
                 Rule("aoe_config_file", "file with settings of the tuner", _TUNING),
             ),
         ),

@@ -1,4 +1,4 @@
-"""``npurun trace``: the report about a trace, while the job runs or after it."""
+"""``npurun trace``: the report about a trace, while the job runs or after it; or a comparison of several."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from npu_device._src.report.output import PAGE, PERFETTO, write_all
+from npu_device._src.report.summary import compared, summary
 
 
 def main(arguments: Sequence[str] | None = None, name: str | None = None) -> None:
@@ -17,17 +18,23 @@ def main(arguments: Sequence[str] | None = None, name: str | None = None) -> Non
         print("npu-trace is now npurun trace, and will go in 0.3.0", file=sys.stderr)
     parser = argparse.ArgumentParser(
         prog=name,
-        description="Report what an iteration trace shows: where the step time goes, and what to do about it.",
+        description="Report what an iteration trace shows: where the step time goes, and what to do about it. Several "
+        "traces are compared: steps with different gradient splits, say.",
         epilog=f"DIR is that of npurun --trace; {PERFETTO} (for ui.perfetto.dev) and {PAGE} are written into it.",
         allow_abbrev=False,
     )
-    parser.add_argument("directory", type=Path, metavar="DIR")
-    directory = parser.parse_args(arguments).directory
-    try:
-        print(write_all(directory))
-    except (OSError, ValueError) as error:
-        sys.exit(f"{name}: {directory}: {error}")
-    print(f"\npage: {directory / PAGE}\nPerfetto: {directory / PERFETTO}")
+    parser.add_argument("directories", nargs="+", type=Path, metavar="DIR")
+    found = {}
+    for directory in parser.parse_args(arguments).directories:
+        try:
+            found[str(directory)] = write_all(directory)
+        except (OSError, ValueError) as error:
+            sys.exit(f"{name}: {directory}: {error}")
+    if len(found) > 1:
+        print(compared(found))
+    else:
+        [(_, analysis)] = found.items()
+        print(f"{summary(analysis)}\n\npage: {directory / PAGE}\nPerfetto: {directory / PERFETTO}")
 
 
 if __name__ == "__main__":

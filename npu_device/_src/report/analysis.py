@@ -145,7 +145,7 @@ def diagnose(traces: Sequence[RankTrace], ranks: Sequence[RankFigures]) -> Diagn
     situation, remedy, reasons = _situation(trace, last)
     where = "" if trace.group == WORLD_GROUP else f", group={trace.group!r}"
     call = None if len(trace.segments) == _EQUAL else f"set_split_strategy_by_size({[100 // _EQUAL] * _EQUAL}{where})"
-    expectation = "npurun --tune compares splits with the present one." + _send_less(traces, last)
+    expectation = "npurun trace A B compares the steps of two traces." + _send_less(traces, last)
     return Diagnosis(False, f"{situation}: {remedy}.", reasons, call, expectation)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from npu_device._src.report.analysis import analyse
+from npu_device._src.report.analysis import Analysis, analyse
 from npu_device._src.report.summary import summary
 from npu_device._src.report.trace_page import page
 from npu_device._src.trace.records import Iteration, RankTrace, read
@@ -91,11 +91,8 @@ PERFETTO, TEXT, PAGE = "trace.json", "report.txt", "report.html"
 _log = logging.getLogger("npu_device")
 
 
-def write_all(directory: Path) -> str:
-    """Write all files into the directory of the trace.
-
-    Returns:
-        The text of the report.
+def write_all(directory: Path) -> Analysis:
+    """Write all files into the directory of a trace, and return what they say.
 
     Raises:
         ValueError: there is no trace, or nothing that can be read as one.
@@ -108,8 +105,8 @@ def write_all(directory: Path) -> str:
     found = analyse(traces)
     text = summary(found)
     (directory / TEXT).write_text(text + "\n", encoding="utf-8")
-    (directory / PAGE).write_text(page(found), encoding="utf-8")
-    return text
+    (directory / PAGE).write_text(page(found, text), encoding="utf-8")
+    return found
 
 
 def write_report(directory: Path) -> None:

@@ -1,9 +1,9 @@
-"""The report as text, for the terminal."""
+"""The report as text, and the comparison of several."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from npu_device._src.report.analysis import Analysis, RankFigures, amount
 from npu_device._src.trace.records import RankTrace
@@ -11,8 +11,17 @@ from npu_device._src.trace.records import RankTrace
 
 def summary(found: Analysis) -> str:
     """Return the whole report, a few dozen lines."""
-    head = "ms".ljust(10) + "".join(f"{name:>9}" for name in COLUMNS) + "  host"
-    lines = [headline(found), *notes(found), "", head, *map(_row, found.ranks), "", waiting(found), spread(found), ""]
+    lines = [
+        _headline(found),
+        *_notes(found),
+        "",
+        _HEAD,
+        *map(_row, found.ranks),
+        "",
+        _waiting(found),
+        _spread(found),
+        "",
+    ]
     diagnosis = found.diagnosis
     lines += [diagnosis.situation, diagnosis.reasons]
     if diagnosis.call is not None:
@@ -21,7 +30,7 @@ def summary(found: Analysis) -> str:
     return "\n".join(lines)
 
 
-def headline(found: Analysis) -> str:
+def _headline(found: Analysis) -> str:
     """Return model, ranks and backend."""
     first = found.traces[0]
     size = sum(gradient.bytes for gradient in first.gradients)
@@ -33,7 +42,7 @@ def headline(found: Analysis) -> str:
     )
 
 
-def notes(found: Analysis) -> list[str]:
+def _notes(found: Analysis) -> list[str]:
     """Return notes on reading the figures: iterations, clocks, ranks without a trace."""
     numbers = [one.iteration for one in found.traces[0].iterations]
     lines = [f"{len(numbers)} iterations count, from number {numbers[0]} to {numbers[-1]}; medians"]
@@ -56,20 +65,17 @@ def _clocks(traces: Sequence[RankTrace]) -> str:
     return f"the clocks of the hosts were compared at the start, to ±{error / 1e3:.2f} ms"
 
 
-COLUMNS = ("step", "input", "compute", "hidden", "exposed", "update")
-"""The names of ``parts``: hidden and exposed are the reduction during and after compute."""
-
-
-def parts(rank: RankFigures) -> tuple[float, ...]:
-    """Return the line of a rank in the table, in microseconds."""
-    return rank.step, rank.input_wait, rank.alone + rank.hidden, rank.hidden, rank.exposed, rank.update
+# Hidden and exposed are the reduction during and after compute.
+_HEAD = "ms".ljust(10) + "".join(f"{name:>9}" for name in ("step", "input", "compute", "hidden", "exposed", "update"))
+_HEAD += "  host"
 
 
 def _row(rank: RankFigures) -> str:
-    return f"rank {rank.rank:<5}" + "".join(f"{part / 1e3:9.1f}" for part in parts(rank)) + f"  {rank.host}"
+    parts = rank.step, rank.input_wait, rank.alone + rank.hidden, rank.hidden, rank.exposed, rank.update
+    return f"rank {rank.rank:<5}" + "".join(f"{part / 1e3:9.1f}" for part in parts) + f"  {rank.host}"
 
 
-def waiting(found: Analysis) -> str:
+def _waiting(found: Analysis) -> str:
     """Return the line that names the slowest rank."""
     last = found.slowest
     if last is None:
@@ -78,7 +84,7 @@ def waiting(found: Analysis) -> str:
     return f"{others} for rank {last.rank} on host {last.host}: it is {last.late / 1e3:.1f} ms later, in {last.cause}"
 
 
-def spread(found: Analysis) -> str:
+def _spread(found: Analysis) -> str:
     """Return the line that says how much the iterations differ."""
     times = sorted(max(each) for each in zip(*([one.time for one in trace.iterations] for trace in found.traces)))
     tenth, ninetieth = times[len(times) // 10], times[-1 - len(times) // 10]
@@ -86,3 +92,14 @@ def spread(found: Analysis) -> str:
         f"on its slowest rank, a step takes {statistics.median(times) / 1e3:.1f} ms; one in ten less than "
         f"{tenth / 1e3:.1f} ms, one in ten more than {ninetieth / 1e3:.1f} ms, the longest {times[-1] / 1e3:.1f} ms"
     )
+
+
+def compared(found: Mapping[str, Analysis]) -> str:
+    """Return a table of several traces, by name, with the medians on the rank that the others wait for."""
+    width = max(map(len, found))
+    lines = [f"{'trace':{width}}{'segments':>10}{'exposed, ms':>13}{'ms per step':>13}"]
+    for name, each in found.items():
+        last = max(each.ranks, key=lambda rank: rank.busy)
+        segments = len(each.traces[0].segments)
+        lines.append(f"{name:{width}}{segments:>10}{last.exposed / 1e3:>13.1f}{last.step / 1e3:>13.1f}")
+    return "\n".join(lines)

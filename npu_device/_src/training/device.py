@@ -312,8 +312,8 @@ def _tell_once(parent: ParentRank) -> None:
 def _start_trace(job: Job, wanted: Settings | None) -> None:
     if job.cluster.rank == 0 and (global_options().aoe_config.aoe_mode.typed or environment.AOE_MODE.get()) == "4":
         _log.warning(
-            "aoe_mode 4 has no effect in a script: one run can't compare splits. What to do: npurun --tune runs the "
-            "script with several; without npurun, set NPU_DEVICE_SPLIT=25%,25%,25%,25% and compare the step times"
+            "aoe_mode 4 has no effect: a run can't compare gradient splits. What to do: trace a run as it is, and one "
+            "with NPU_DEVICE_SPLIT=25%,25%,25%,25%, and compare them with npurun trace A B"
         )
     if wanted is not None:
         trace.start(job, wanted)

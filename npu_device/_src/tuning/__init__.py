@@ -1,1 +1,0 @@
-"""Which gradient splits ``npurun --tune`` tries, and which one wins."""
