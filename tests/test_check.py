@@ -16,8 +16,7 @@ from launcher import NPURUN, environment, npurun
 from ranks import all_through, free_port
 
 from npu_device._src.check import judge
-from npu_device._src.check.judge import Findings
-from npu_device._src.check.measurements import Facts
+from npu_device._src.check.judge import Facts, Findings
 from npu_device._src.membership.interfaces import interface_of
 from npu_device._src.testing.hosts import address, can_be_made, hosts, on_host
 
@@ -36,17 +35,14 @@ def rows(report: str) -> dict[str, list[float]]:
     return found
 
 
-def two_nodes(
-    *second: str, ranks: str = "1", node0: str = "127.0.0.1", on: bool = False, **variables: str
-) -> list[tuple[int, str]]:
-    """Check two nodes; return exit code and output of each. ``second`` are variables of node 1 only, ``name=value``."""
-    port = variables.pop("port", None) or str(free_port())
-    own = dict(each.split("=", 1) for each in second)
+def two_nodes(ranks: str = "1", node0: str = "127.0.0.1", on: bool = False, **second: str) -> list[tuple[int, str]]:
+    """Check two nodes; return exit code and output of each. ``second`` are variables of node 1 only."""
+    port = str(free_port())
     launches = []
     for node in range(2):
         where = ("--nnodes", "2", "--node-rank", str(node), "--master-addr", node0, "--master-port", port)
         command = [*NPURUN, "check", "-n", ranks, *where]
-        variables_of_node = environment(NPU_DEVICE_SECRET="ours", **variables, **(own if node else {}))
+        variables_of_node = environment(NPU_DEVICE_SECRET="ours", **(second if node else {}))
         launches.append(
             subprocess.Popen(
                 on_host(node, command) if on else command,
@@ -117,12 +113,11 @@ def test_two_nodes_on_one_machine_from_one_command() -> None:
     )
     assert "hosts node0, node1 are the same machine" in report
     assert "\ntraining would work; node 0 prints the report\n" in f"\n{report}"
-    assert b"is 127.0.0.1 on" in done.stderr and b"unless node 0 runs here too" in done.stderr
 
 
 @pytest.mark.slow
 def test_an_address_that_others_cannot_reach_fails_in_one_direction() -> None:
-    (first, report), (second, other) = two_nodes(f"HCCL_IF_IP={ELSEWHERE}")
+    (first, report), (second, other) = two_nodes(HCCL_IF_IP=ELSEWHERE)
     assert (first, second) == (1, 1)
     assert "2 ranks on 2 hosts: training would not work: 1 problem" in report
     assert re.search(
@@ -134,29 +129,12 @@ def test_an_address_that_others_cannot_reach_fails_in_one_direction() -> None:
     assert other.splitlines()[-1] == "training would not work: 1 problem; node 0 prints the report"
 
 
-@pytest.mark.slow
-def test_ranks_that_cannot_open_end_with_their_own_error() -> None:
-    for code, output in two_nodes("NPU_DEVICE_BACKEND=tensorflow"):
-        assert code not in (0, 2), output
-        assert "another setting, NPU_DEVICE_BACKEND" in output and "the same value on all ranks" in output
-        assert "the check could not be completed" in output
-
-
 def test_a_taken_port_is_told_before_ranks_start() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         began = time.monotonic()
         done = npurun("check", "-n", "2", "--master-port", str(taken.getsockname()[1]))
     assert done.returncode == 2
     assert b"another program uses this port" in done.stderr and b"could not be completed" in done.stderr
-    assert time.monotonic() - began < 15
-
-
-def test_a_name_that_does_not_resolve_is_told_at_once() -> None:
-    began = time.monotonic()
-    done = npurun("check", "--nnodes", "2", "--node-rank", "1", "--master-addr", "no-such-host.invalid")
-    assert done.returncode == 1
-    assert b"--master-addr no-such-host.invalid" in done.stderr
-    assert b"the name can't be resolved" in done.stderr and b"/etc/hosts on every node" in done.stderr
     assert time.monotonic() - began < 15
 
 
@@ -169,11 +147,9 @@ def test_wrong_usage(also: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can_be_made(), reason="needs root, ip and tc to make two hosts")
-def test_two_hosts_and_a_port_blocked_in_one_direction() -> None:
-    ports = str(free_port())
-    block = ["ip", "rule", "add", "to", address(1), "ipproto", "tcp", "sport", "32768-60999", "unreachable"]
+def test_two_hosts() -> None:
     with hosts(2, gbit=1.0):
-        (first, report), (second, _) = two_nodes(ranks="2", node0=address(0), on=True, port=ports)
+        (first, report), (second, _) = two_nodes(ranks="2", node0=address(0), on=True)
         assert (first, second) == (0, 0)
         assert "shared memory within each host, and TensorFlow's ring over gRPC between them" in report
         (speed,) = re.findall(r"each host sends ([0-9.]+) Gbit/s", report)
@@ -181,25 +157,19 @@ def test_two_hosts_and_a_port_blocked_in_one_direction() -> None:
         _, ring, tcp = rows(report)["16 MiB"]
         assert min(ring, tcp) > 100
         assert "between hosts, tensorflow" in report and "between hosts, tcp" in report
-        # Host 0's own connections leave from these ports; its answers come from those of the range.
-        subprocess.run(on_host(0, block), check=True)
-        (first, report), (second, _) = two_nodes(
-            node0=address(0), on=True, port="29688", NPU_DEVICE_PORT_RANGE="29688-29692"
-        )
-        assert (first, second) == (1, 1)
-        assert f"can't connect to rank 1 on host node1 ({socket.gethostname()}) at {address(1)}:" in report
-        assert "host node1 can connect to host node0" in report
 
 
 # What a test machine can't have
 
 HERE = Facts(
     host="node0", machine="a", kernel="1", address="10.0.0.1", interface="eth0", bits=10e9,
-    versions={"Python": "3.11.7", "Keras": "3.9.0"}, cores=list(range(8)), share=8, quota=None, free=8 << 30,
+    versions={"Python": "3.11.7", "Keras": "3.9.0"}, cores=list(range(8)), share=8, free=8 << 30,
     clock=0.0,
 )  # fmt: skip
 THERE = replace(HERE, host="node1", machine="b", kernel="2", address="10.0.0.2")
-WELL = Findings((HERE, THERE), sharing=("", ""), unreachable=({}, {}), between={"tcp": (2e-4, 0.04)}, in_use="tcp")
+WELL = Findings(
+    (HERE, THERE), sharing=("", ""), unreachable=({}, {}), between={"tcp": (2e-4, 1e-3, 3e-3, 0.04)}, in_use="tcp"
+)
 
 
 def test_nothing_to_report() -> None:
@@ -238,7 +208,6 @@ def test_a_wrong_sum_and_blocked_ports_are_problems() -> None:
         (replace(THERE, versions={"Python": "3.12.1", "Keras": "3.9.0"}), "different versions of Python"),
         (replace(THERE, clock=-7.25), "host node1 (b) is 7.2 s behind that of rank 0"),
         (replace(THERE, kernel="1"), "hosts node0, node1 are the same machine"),
-        (replace(THERE, quota=2.5), "its container may use the time of only 2.5"),
         (replace(THERE, cores=[]), "0 core(s) for 1 ranks"),
         (replace(THERE, free=600 << 20), "0.6 GiB of free memory for 1 rank"),
     ],

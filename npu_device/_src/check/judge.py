@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from npu_device._src.check.measurements import SIZES, Facts
 from npu_device._src.cluster.frames import counted, ranges
 from npu_device._src.cluster.ports import is_loopback
+
+SIZES = {4: "4 B", 64 << 10: "64 KiB", 1 << 20: "1 MiB", 16 << 20: "16 MiB"}
 
 _CLOCK_SECONDS = 1.0
 _LEAST_MEMORY = 1 << 30  # bytes a rank; TensorFlow itself takes about half of that
@@ -17,21 +18,32 @@ _SLOW_LINK = 0.25  # of the speed that the interface claims; a core may be the l
 
 
 @dataclass(frozen=True)
-class Findings:
-    """The findings of all ranks together.
+class Facts:
+    """The facts of one rank. Serializable as JSON."""
 
-    Attributes:
-        sharing: for each rank why it can't share memory with the lowest rank of its host; "" if it can.
-        unreachable: for each rank, by rank, the address and what happened for those that it can't connect to.
-        within: seconds of an all_reduce by size among the ranks of the slowest host; empty if there is none.
-    """
+    host: str  # name of its host in the job
+    machine: str  # name of its host in the system
+    kernel: str  # identifies the running kernel: the same on all ranks of a machine, in whatever container
+    address: str  # address at which the others reach it
+    interface: str | None  # name of the interface with this address; None if it is no address of this host
+    bits: float | None  # bits per second of the interface; None if unknown
+    versions: dict[str, str]  # of Python and of what is installed, by name
+    cores: list[int]  # numbers of the cores that the process may use
+    share: int  # how many of them are for this rank
+    free: int  # bytes of memory that the machine has free
+    clock: float | None  # seconds by which the clock of the host is ahead of that of rank 0; None if unknown
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The findings of all ranks together."""
 
     facts: Sequence[Facts]
     engine: str = ""  # how gradients will travel, and why
     ports: str = ""  # where the ranks serve whoever reaches them; "" if nowhere
-    sharing: Sequence[str] = ()
-    unreachable: Sequence[dict[int, str]] = ()
-    within: Sequence[float] = ()
+    sharing: Sequence[str] = ()  # for each rank why it can't share memory with the lowest one of its host; "" if it can
+    unreachable: Sequence[dict[int, str]] = ()  # for each rank those that it can't connect to: the address, and why
+    within: Sequence[float] = ()  # seconds of an all_reduce on the slowest host, by size; empty if it has one rank
     between: dict[str, Sequence[float]] = field(default_factory=dict)  # the same among hosts, by engine
     in_use: str = ""  # the engine between hosts that the job uses
     right: bool = True  # False if a sum over all ranks was wrong
@@ -51,9 +63,7 @@ class Findings:
 
     @property
     def fastest(self) -> str:
-        """Return the engine that takes the shortest time for the largest size between hosts; that in use, if it is
-        close. Needs a measurement between hosts.
-        """
+        """Return the engine that is the fastest between hosts with the largest size; that in use, if it is close."""
         seconds = {name: each[-1] for name, each in self.between.items()}
         best = min(seconds, key=lambda name: seconds[name])
         return self.in_use if seconds.get(self.in_use, float("inf")) < _CLOSE * seconds[best] else best
@@ -156,13 +166,7 @@ def _conditions(found: Findings) -> Iterator[str]:
                 "What to do: synchronize the clocks of the hosts (chrony, NTP)."
             )
         cores = len({core for rank in ranks for core in found.facts[rank].cores})
-        if facts.quota is not None and facts.quota < 0.9 * cores:
-            yield (
-                f"host {host} has {cores} cores, but its container may use the time of only {facts.quota:.3g}: "
-                "TensorFlow starts a thread for each core, and the system halts all of them when the time is used up.\n"
-                "What to do: give the container whole cores (a cpuset), or set TF_NUM_INTRAOP_THREADS."
-            )
-        elif cores < len(ranks):
+        if cores < len(ranks):
             yield (
                 f"host {host} has {cores} core(s) for {len(ranks)} ranks: they wait for each other.\n"
                 "What to do: start at most one rank per core."
@@ -171,7 +175,7 @@ def _conditions(found: Findings) -> Iterator[str]:
         if free < _LEAST_MEMORY * len(ranks):
             yield (
                 f"host {host} has {free / 2**30:.1f} GiB of free memory for {counted(len(ranks), 'rank')}.\n"
-                "What to do: end other programs, raise the limit of the container, or start fewer ranks."
+                "What to do: end other programs, or start fewer ranks."
             )
 
 
@@ -188,22 +192,16 @@ def _slow_links(found: Findings) -> Iterator[str]:
 
 def text(found: Findings, problems: Sequence[str], warnings: Sequence[str]) -> str:
     """Return the whole report."""
-    parts = [_headline(found, problems), _hosts(found), _settings(found)]
-    if found.within or found.between:
-        parts.append(_speeds(found))
-    parts += [_listed(name, texts) for name, texts in (("problem", problems), ("warning", warnings)) if texts]
-    return "\n\n".join(parts)
+    ranks, hosts = counted(len(found.facts), "rank"), counted(len(found.hosts), "host")
+    parts = [f"{ranks} on {hosts}: {verdict(problems)}", _hosts(found), _settings(found), _speeds(found)]
+    for name, texts in ("problem", problems), ("warning", warnings):
+        parts.append("\n".join(f"{name} {n}: " + each.replace("\n", "\n  ") for n, each in enumerate(texts, start=1)))
+    return "\n\n".join(filter(None, parts))
 
 
 def verdict(problems: Sequence[str]) -> str:
     """Return whether training would work, in one line."""
-    if problems:
-        return f"training would not work: {counted(len(problems), 'problem')}"
-    return "training would work"
-
-
-def _headline(found: Findings, problems: Sequence[str]) -> str:
-    return f"{counted(len(found.facts), 'rank')} on {counted(len(found.hosts), 'host')}: {verdict(problems)}"
+    return "training would " + (f"not work: {counted(len(problems), 'problem')}" if problems else "work")
 
 
 def _hosts(found: Findings) -> str:
@@ -223,40 +221,23 @@ def _settings(found: Findings) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in found.facts[0].versions.items())
     same = all(facts.versions == found.facts[0].versions for facts in found.facts)
     lines = [f"{'all ranks run' if same else 'rank 0 runs'} {versions}"]
-    if found.engine:
-        lines.append(f"gradients travel through {found.engine}")
-    if found.ports:
-        lines.append(f"open ports: {found.ports}")
-    return "\n".join(lines)
+    lines += [f"gradients travel through {found.engine}"] if found.engine else []
+    return "\n".join([*lines, *([f"open ports: {found.ports}"] if found.ports else [])])
 
 
 def _speeds(found: Findings) -> str:
-    columns = [["all_reduce of", *SIZES.values()]]
-    if found.within:
-        columns += _columns("within a host", found.within)
-    for name, seconds in found.between.items():
-        columns += _columns(f"between hosts, {name}", seconds)
-    table = _table([list(row) for row in zip(*columns)])
-    return f"{table}\n{_advice(found)}" if found.between else table
-
-
-def _advice(found: Findings) -> str:
-    """Return which engine is the fastest between the hosts, and what to set."""
-    use = (
-        "which is in use" if found.fastest == found.in_use else f"with NPU_DEVICE_BACKEND={found.fastest} on all ranks"
-    )
-    return f"fastest between these hosts: {found.fastest}, {use}; each host sends {found.link_speed / 1e9:.3g} Gbit/s"
-
-
-def _columns(title: str, seconds: Sequence[float]) -> list[list[str]]:
-    speeds = [f"{size / each / 1e9:.2f} GB/s" if size > 4 else "" for size, each in zip(SIZES, seconds)]
-    return [[title, *(f"{1e3 * each:.3g} ms" for each in seconds)], ["", *speeds]]
+    """Return the table of collectives, which engine is the fastest between the hosts, and what to set."""
+    measured = {"within a host": found.within} if found.within else {}
+    measured.update((f"between hosts, {name}", seconds) for name, seconds in found.between.items())
+    columns = [[title, *(f"{1e3 * each:.3g} ms" for each in seconds)] for title, seconds in measured.items()]
+    lines = [_table(list(zip(["all_reduce of", *SIZES.values()], *columns)))] if columns else []
+    if found.between:
+        fastest, speed = found.fastest, f"{found.link_speed / 1e9:.3g} Gbit/s"
+        use = "which is in use" if fastest == found.in_use else f"with NPU_DEVICE_BACKEND={fastest} on all ranks"
+        lines.append(f"fastest between these hosts: {fastest}, {use}; each host sends {speed}")
+    return "\n".join(lines)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
-
-
-def _listed(name: str, texts: Sequence[str]) -> str:
-    return "\n".join(f"{name} {number}: " + each.replace("\n", "\n  ") for number, each in enumerate(texts, start=1))

@@ -1,102 +1,191 @@
-"""Run a check on one rank, together with the others, from opening to the verdict."""
+"""``npurun check`` on one rank, from opening to the outcome: what the rank knows by itself (versions, machine, cores,
+memory, interface), and what the ranks measure together (who can connect to whom, the time of collectives, a sum).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
+import os
+import platform
+import socket
+import statistics
+import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
-from npu_device._src import environment
-from npu_device._src.check import judge, measurements
-from npu_device._src.check.measurements import Facts, collect
-from npu_device._src.collectives.engines.tensorflow import server
-from npu_device._src.collectives.group import WORLD_GROUP, group_of
+import tensorflow as tf
+
+from npu_device._src.check import judge
+from npu_device._src.check.judge import SIZES, Facts, Findings
+from npu_device._src.cluster.rendezvous import installed_versions
+from npu_device._src.cluster.time_limits import CHECK_OTHERS_SECONDS, CONNECT_SECONDS
+from npu_device._src.collectives.group import WORLD_GROUP, Group, group_of
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.operation import explained, open_ports
+from npu_device._src.collectives.ops import all_reduce
+from npu_device._src.membership.interfaces import interface_of, speed_of
+from npu_device._src.trace import clock
 from npu_device._src.training import device
 
-_SECONDS = 120.0  # the longest wait for another rank, which measures meanwhile
+_AT_ONCE = 16  # connections
+_SECONDS = 0.5  # for each size, if that is enough for the fewest repeats
+_FEWEST, _MOST = 3, 50
 
 
-@dataclass(frozen=True)
-class CheckResult:
-    """The result on one rank."""
+def check() -> dict[str, Any]:
+    """Open the device of this rank, and check. Every rank of the job calls this.
 
-    works: bool  # whether training would work; the same on all ranks
-    verdict: str  # that in a line
-    report: str  # everything; "" on all ranks but rank 0
-    leads: bool  # whether the rank is the lowest one of its host
-
-
-def check() -> CheckResult:
-    """Open the device of this rank, and check. Every rank of the job calls this."""
+    Returns:
+        ``works``: training would work; ``verdict``: that in a line; both the same on all ranks. ``report``: everything,
+        "" on all ranks but rank 0. ``leads``: the rank is the lowest one of its host.
+    """
     device.open()
     job = device.running_job()
-    found = judge.Findings([collect(None)]) if job is None else _found(job)
+    found = Findings([_facts(None)]) if job is None else _found(job)
     problems = judge.problems(found)
-    is_main = job is None or job.cluster.rank == 0
-    report = judge.text(found, problems, judge.warnings(found)) if is_main else ""
-    return CheckResult(not problems, judge.verdict(problems), report, job is None or job.cluster.local_rank == 0)
+    report = judge.text(found, problems, judge.warnings(found)) if job is None or job.cluster.rank == 0 else ""
+    leads = job is None or job.cluster.local_rank == 0
+    return {"works": not problems, "verdict": judge.verdict(problems), "report": report, "leads": leads}
 
 
-def _found(job: Job) -> judge.Findings:
+def _found(job: Job) -> Findings:
     """Find out everything, the same on all ranks."""
-    store, cluster = job.store, job.cluster
-    facts = [Facts(**each) for each in store.gather("check/facts", asdict(collect(job)), _SECONDS)]
-    hosts = list(dict.fromkeys(cluster.hosts))
-    leaders = [cluster.hosts.index(host) for host in hosts]
-    failed = {
-        **measurements.unreachable(job, job.peers.addresses),
-        **measurements.unreachable(job, job.server_addresses),
-    }
-    unreachable = [
-        {int(rank): what for rank, what in each.items()} for each in store.gather("check/unreachable", failed, _SECONDS)
-    ]
-    engine, ports = explained(job, group_of(job, WORLD_GROUP)), open_ports(job)
-    sharing = job.hosts.problems
-    if any(unreachable):  # a collective would wait for the stall watch
-        return judge.Findings(facts, engine, ports, sharing, unreachable)
-    engines = _engines(job) if len(hosts) > 1 else []  # before the first tensor
-    right = measurements.sum_is_right(job)
-    within = measurements.within(job)
-    store.barrier("check/within", _SECONDS)
-    between = measurements.between(job, leaders, engines) if cluster.rank in leaders and engines else None
-    measured = store.gather("check/speeds", [right, within, between], _SECONDS)
-    return judge.Findings(
-        facts,
-        engine,
-        ports,
-        sharing,
-        unreachable,
-        _slowest(within for _, within, _ in measured),
-        {name: _slowest(between[name] for *_, between in measured if between) for name in engines},
-        job.hosts.engine,
-        all(right for right, *_ in measured),
+    cluster = job.cluster
+
+    def gather(name: str, value: Any) -> list[Any]:
+        return job.store.gather(f"check/{name}", value, CHECK_OTHERS_SECONDS)
+
+    facts = [Facts(**each) for each in gather("facts", asdict(_facts(job)))]
+    leaders = [cluster.hosts.index(host) for host in dict.fromkeys(cluster.hosts)]
+    failed = {**_unreachable(job, job.peers.addresses), **_unreachable(job, job.server_addresses)}
+    unreachable = [{int(rank): what for rank, what in each.items()} for each in gather("unreachable", failed)]
+    found = Findings(
+        facts, explained(job, group_of(job, WORLD_GROUP)), open_ports(job), job.hosts.problems, unreachable
     )
-
-
-def _engines(job: Job) -> list[str]:
-    """Return the engines that can be measured between the hosts, that in use first; the same on all ranks."""
-    found = [job.hosts.engine, *(["mpi"] if job.mpi_world else [])]
-    if _has_server(job):
-        found.append("tensorflow")
-    return list(dict.fromkeys([*found, "tcp"]))
-
-
-def _has_server(job: Job) -> bool:
-    """Return whether TensorFlow's servers can be reached. They are started now if the engine doesn't need them,
-    and if there are ports for them.
-    """
-    if job.server_addresses:
-        return True
-    ports, hosts = environment.NPU_DEVICE_PORT_RANGE.get(), job.cluster.hosts
-    most = 2 * max(map(hosts.count, hosts)) + 1
-    if job.hosts.late or (ports is not None and ports[1] - ports[0] + 1 < most):
-        return False
-    server.start(job)
-    failed = measurements.unreachable(job, job.server_addresses)
-    return not any(job.store.gather("check/servers", len(failed), _SECONDS))
+    if any(unreachable):  # a collective would wait for the stall watch
+        return found
+    engines = [job.hosts.engine, *(["mpi"] if job.mpi_world else []), "tcp"] if len(leaders) > 1 else []
+    right = _sum_is_right(job)
+    mine = [rank for rank, host in enumerate(cluster.hosts) if host == cluster.host]
+    within = _by_size(job, "check_within", mine) if len(mine) > 1 else None
+    gather("within", None)
+    between = _between(job, leaders, dict.fromkeys(engines)) if cluster.rank in leaders else {}
+    measured = gather("speeds", [right, within, between])
+    return replace(
+        found,
+        within=_slowest(within for _, within, _ in measured),
+        between={name: _slowest(between.get(name) for *_, between in measured) for name in dict.fromkeys(engines)},
+        in_use=job.hosts.engine,
+        right=all(right for right, *_ in measured),
+    )
 
 
 def _slowest(seconds: Iterable[list[float] | None]) -> list[float]:
     """Return the most of all ranks for each size; empty if none has measured."""
     return [max(each) for each in zip(*(one for one in seconds if one is not None))]
+
+
+def _facts(job: Job | None) -> Facts:
+    """Collect the facts of this rank. Every rank of a job calls this, since the clocks are compared."""
+    host, address = "node0", "127.0.0.1"  # npurun's names, for a single rank
+    ahead: float | None = 0.0
+    if job is not None:
+        host, address = job.cluster.host, job.cluster.addresses[job.cluster.rank]
+        measured = clock.measure(job)
+        ahead = None if measured.error_us is None else -measured.offset_us / 1e6
+    interface, cores = interface_of(address), os.sched_getaffinity(0)
+    memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return Facts(
+        host=host,
+        machine=socket.gethostname(),
+        kernel=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        address=address,
+        interface=interface,
+        bits=speed_of(interface) if interface else None,
+        versions=_versions(),
+        cores=sorted(cores),
+        share=len(cores) if job is None else job.cores,
+        free=1024 * int(memory["MemAvailable"].split()[0]),
+        clock=ahead,
+    )
+
+
+def _versions() -> dict[str, str]:
+    ours = installed_versions()
+    found = {"Python": platform.python_version(), "TensorFlow": ours["tensorflow"], "npu_device": ours["npu_device"]}
+    for name, distribution in {"Keras": "keras", "tf-keras": "tf-keras", "NumPy": "numpy"}.items():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(distribution)
+    return found
+
+
+def _unreachable(job: Job, servers: tuple[str, ...]) -> dict[int, str]:
+    """Connect to the server of one rank on each other host, the one with the same place among those of its host."""
+    hosts, targets = job.cluster.hosts, []
+    for host in dict.fromkeys(hosts) if servers else ():
+        ranks = [rank for rank, other in enumerate(hosts) if other == host]
+        if host != job.cluster.host:
+            targets.append(ranks[min(job.cluster.local_rank, len(ranks) - 1)])
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        outcomes = pool.map(lambda rank: _connect(servers[rank]), targets)
+        return {rank: f"{servers[rank]}: {outcome}" for rank, outcome in zip(targets, outcomes) if outcome}
+
+
+def _connect(server: str) -> str:
+    host, _, port = server.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS):
+            return ""
+    except socket.timeout:
+        return "no answer: the connection is dropped on its way"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+
+
+def _sum_is_right(job: Job) -> bool:
+    """Return whether a sum over all ranks is what it should be. Every rank calls this."""
+    rank, size = job.cluster.rank, job.cluster.world_size
+    total = all_reduce(job, tf.fill([1 << 18], float(rank + 1)), "sum", group_of(job, WORLD_GROUP))
+    return bool(tf.reduce_all(total == size * (size + 1) / 2))
+
+
+def _between(job: Job, leaders: list[int], engines: Iterable[str]) -> dict[str, list[float]]:
+    """Return the seconds of an all_reduce of one rank per host, for each engine and size. The leaders call this."""
+    chosen, found = job.hosts, {}
+    try:
+        for name in engines:
+            job.hosts = replace(chosen, engine=name)
+            found[name] = _by_size(job, f"check_between_{name}", leaders)
+    finally:
+        job.hosts = chosen
+    return found
+
+
+def _by_size(job: Job, name: str, ranks: list[int]) -> list[float]:
+    group = Group(name, tuple(ranks), ranks.index(job.cluster.rank))
+    return [_median_seconds(job, group, size) for size in SIZES]
+
+
+def _median_seconds(job: Job, group: Group, size: int) -> float:
+    """Return the seconds of one of several calls, each of which begins when the one before has ended on all ranks."""
+    value = tf.ones([size // 4])
+
+    @tf.function(autograph=False)
+    def reduce(tensor: tf.Tensor) -> tf.Tensor:
+        return all_reduce(job, tensor, "mean", group)
+
+    called = reduce.get_concrete_function(value)
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        called(value)
+        return time.perf_counter() - began
+
+    seconds()  # the first call makes connections
+    slowest = float(all_reduce(job, tf.constant(seconds(), tf.float64), "max", group))  # the same on all ranks
+    repeats = min(_MOST, max(_FEWEST, int(_SECONDS / slowest)))
+    return statistics.median(seconds() for _ in range(repeats))

@@ -134,8 +134,8 @@ LONGEST_REQUEST_SECONDS = 1e6
 # A rank table that isn't complete yet, and addresses
 
 TABLE_POLL_SECONDS = 0.5
-RESOLVE_SECONDS = 10.0
-"""How long ``npurun --check`` waits for the name server."""
+CHECK_OTHERS_SECONDS = 120.0
+"""How long a rank of ``npurun check`` waits for another one, which measures meanwhile."""
 
 # npurun and its ranks
 
