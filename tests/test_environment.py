@@ -10,6 +10,7 @@ import pytest
 
 from npu_device._src import environment
 from npu_device._src.environment import Variable
+from npu_device._src.environment.__main__ import page as page_of_variables
 
 ROOT = Path(__file__).parent.parent
 
@@ -94,7 +95,7 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_page_is_up_to_date() -> None:
     page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
-    assert page == environment.page(), "run: python -m npu_device._src.environment > docs/environment.md"
+    assert page == page_of_variables(), "run: python -m npu_device._src.environment > docs/environment.md"
     assert all(f"| `{variable.name}` |" in page for variable in environment.ALL)
 
 

@@ -21,14 +21,14 @@ SLOW = 0.08
 TOLERANCE_US = 20_000  # between a point and what it stands for, on a machine with other work
 
 
-def _start(directory: str, **points: str) -> Any:
+def _start(directory: str) -> Any:
     from npu_device._src.collectives.job import current
     from npu_device._src.trace import trace
     from npu_device._src.trace.settings import Settings
 
     running = current()
     if running is not None:
-        trace.start(running, Settings(Path(directory), **points))
+        trace.start(running, Settings(Path(directory)))
     return running
 
 
@@ -147,42 +147,9 @@ def test_gradients_that_are_reduced_by_hand(two_ranks: Pool, tmp_path: Path, kin
             assert one.fp_start <= one.bp_end <= one.last_reduced == one.iteration_end
 
 
-def _named(directory: str) -> None:
-    """Operations that take a while between inputs and fp_point, and between bp_point and the last gradient."""
-    import tensorflow as tf
-
-    import npu_device as npu
-    from npu_device._src.trace import trace
-
-    _start(directory, fp_point="first", bp_point="last")
-    try:
-
-        @tf.function
-        def step(x: Any) -> Any:
-            late = tf.ensure_shape(tf.numpy_function(_nap, [x], tf.float32), [2])
-            gradient = tf.identity(tf.identity(late, name="first") * 2.0, name="last")
-            later = tf.ensure_shape(tf.numpy_function(_nap, [gradient], tf.float32), [2])
-            return npu.distribute.all_reduce([gradient, later])
-
-        for _ in range(STEPS):
-            step(tf.ones([2]))
-    finally:
-        trace.stop()
-
-
 def _nap(value: Any) -> Any:
     time.sleep(SLOW)
     return value
-
-
-def test_points_may_be_named(two_ranks: Pool, tmp_path: Path) -> None:
-    two_ranks.run(_named, str(tmp_path))
-    for trace in read(tmp_path):
-        for one in trace.iterations[1:]:
-            # The first nap is over before forward starts, and the second begins after backward's end.
-            assert (one.input_wait or 0) > SLOW * 1e6 - TOLERANCE_US
-            assert max(one.ready) - one.bp_end > SLOW * 1e6 - TOLERANCE_US
-            assert one.fp_start <= one.bp_end
 
 
 def _without() -> int:

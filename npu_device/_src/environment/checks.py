@@ -1,13 +1,20 @@
-"""Check the variables of this package together, before a job begins."""
+"""The variables together: which there are, and what is checked before a job begins."""
 
 from __future__ import annotations
 
 import difflib
 import logging
 
-from npu_device._src.environment import own
-from npu_device._src.environment.documentation import ALL
+from npu_device._src.environment import ascend, launchers, own, tensorflow
 from npu_device._src.environment.variable import Variable, names_in_environment
+
+ALL: tuple[Variable, ...] = tuple(
+    value
+    for owner in (ascend, tensorflow, launchers, own)
+    for value in vars(owner).values()
+    if isinstance(value, Variable)
+)
+"""All variables, in the order of their owners."""
 
 _log = logging.getLogger("npu_device")
 

@@ -1,4 +1,4 @@
-"""Declare the variables of TensorFlow that the package reads."""
+"""Declare the variables of TensorFlow and of its libraries that the package reads."""
 
 from __future__ import annotations
 
@@ -76,6 +76,19 @@ TF_FORCE_GPU_ALLOW_GROWTH = optional(
     "TF_FORCE_GPU_ALLOW_GROWTH",
     forms.TEXT,
     "setting of TensorFlow. If it is set, the package doesn't choose how ranks that share a GPU take its memory.",
+)
+# ``collectives.gpu_choice`` parses these two.
+CUDA_VISIBLE_DEVICES = optional(
+    "CUDA_VISIBLE_DEVICES",
+    forms.TEXT,
+    "the GPUs or MIG instances that CUDA shows to a process: numbers, `GPU-…` or `MIG-…` separated by commas; set but "
+    "empty or `-1`: none. Each rank takes one of them, by its device number.",
+)
+NVIDIA_VISIBLE_DEVICES = optional(
+    "NVIDIA_VISIBLE_DEVICES",
+    forms.TEXT,
+    "the GPUs that a container has: `all`, `none`, `void` or a list. A list of MIG instances counts as that of "
+    "CUDA_VISIBLE_DEVICES if that is unset; otherwise, the variable only explains why there is no GPU.",
 )
 
 

@@ -7,7 +7,6 @@ their creation, so these are marked as independent.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -16,8 +15,6 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.collectives.engines.host.host_engine import end_of
-
-_log = logging.getLogger("npu_device")
 
 # A step's inputs from outside; forward starts when they are there.
 _INPUTS = ("Placeholder", "IteratorGetNext", "IteratorGetNextAsOptional", "OptionalGetValue")
@@ -43,12 +40,11 @@ def reduced(value: Any) -> Any:
     return when([value]) if ended is None else ended
 
 
-def forward_start(gradients: Sequence[Any], name: str) -> Any:
-    """Return the time when forward starts.
+def forward_start(gradients: Sequence[Any]) -> Any:
+    """Return the time when all inputs of a step are there, and forward starts.
 
     Args:
         gradients: the results of the step; at least one.
-        name: of the operation with which it starts; "" takes the moment when all inputs of the step are there.
 
     Returns:
         None in eager mode, where it can't be observed.
@@ -56,20 +52,7 @@ def forward_start(gradients: Sequence[Any], name: str) -> Any:
     if tf.executing_eagerly():
         return None
     targets = [_operation(gradient) for gradient in gradients]
-    graph = targets[0].graph
-    named = _named(graph, name)
-    if named is not None:
-        return _read([tensor.op for tensor in named.inputs], graph)
-    return _read([operation for operation in _before(targets) if operation.type in _INPUTS], graph)
-
-
-def backward_end(gradients: Sequence[Any], name: str) -> Any:
-    """Return the time when the named operation is over; None if the gradients' graph has no such operation."""
-    if tf.executing_eagerly():
-        return None
-    graph = _operation(gradients[0]).graph
-    named = _named(graph, name)
-    return None if named is None else _read([named], graph)
+    return _read([operation for operation in _before(targets) if operation.type in _INPUTS], targets[0].graph)
 
 
 def _read(operations: Sequence[tf.Operation], graph: tf.Graph) -> tf.Tensor:
@@ -99,16 +82,6 @@ def _operation(value: Any) -> tf.Operation:
         if outer is None or not tf.is_symbolic_tensor(outer):
             return tensor.op
         tensor = outer
-
-
-def _named(graph: tf.Graph, name: str) -> tf.Operation | None:
-    if not name:
-        return None
-    try:
-        return graph.get_operation_by_name(name)
-    except KeyError:
-        _log.warning("there is no operation %r in the traced step: the point is found as if no name were given", name)
-        return None
 
 
 def _before(targets: Sequence[tf.Operation]) -> Iterator[tf.Operation]:

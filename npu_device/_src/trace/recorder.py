@@ -22,8 +22,8 @@ from npu_device._src.trace.settings import Schedule
 
 @dataclass(frozen=True)
 class PointSchema:
-    """The points of an iteration, in this order: fp_start (with ``has_start``), bp_end (with ``has_bp_end``), when each
-    gradient was there, the end of each segment, iteration_end (with ``has_end``).
+    """The points of an iteration, in this order: fp_start (with ``has_start``), when each gradient was there, the end
+    of each segment, iteration_end (with ``has_end``).
 
     Attributes:
         has_start: the start of forward is a point of its own; otherwise it is the end of the iteration before.
@@ -35,7 +35,6 @@ class PointSchema:
     group: str
     backend: str
     has_start: bool = True
-    has_bp_end: bool = False  # the end of backward is a point of its own; otherwise it is the last gradient
     has_end: bool = False  # the end of the update is known; otherwise the last reduction ends the iteration
     waits_for_all: bool = False  # no segment starts before all gradients are there
 
@@ -58,7 +57,6 @@ class PointSchema:
         times = [round(point * 1e6 + offset_us, 1) for point in points]
         end = times.pop() if self.has_end else None
         fp_start = times.pop(0) if self.has_start else previous_end
-        bp_end = times.pop(0) if self.has_bp_end else None
         ready, ends = times[: len(self.gradients)], times[len(self.gradients) :]
         last = max(ready)
         allreduce = []
@@ -69,7 +67,7 @@ class PointSchema:
         return Iteration(
             iteration=number,
             fp_start=min(ready) if fp_start is None else min(fp_start, *ready),
-            bp_end=last if bp_end is None else bp_end,
+            bp_end=last,
             iteration_end=last_reduced if end is None else max(end, last_reduced),
             allreduce=tuple(allreduce),
             ready=tuple(ready),
@@ -83,11 +81,10 @@ _log = logging.getLogger("npu_device")
 class Recorder:
     """The file of one rank."""
 
-    def __init__(self, directory: Path, head: RankTrace, schedule: Schedule, limit: int | None) -> None:
+    def __init__(self, directory: Path, head: RankTrace, schedule: Schedule) -> None:
         self._path = directory / f"rank{head.rank}" / FILE
         self._head = head
         self._schedule = schedule
-        self._limit = limit
         self._lock = threading.Lock()
         self._schema: PointSchema | None = None
         self._iteration = 0
@@ -127,39 +124,17 @@ class Recorder:
             self._iteration, self._previous_end = 0, None
         self._schema = schema
         if old is None or (old.model, old.segments) != (schema.model, schema.segments):
-            self._write(self._header())
+            about = {name: getattr(schema, name) for name in ("model", "backend", "group", "gradients", "segments")}
+            self._write(replace(self._head, **about).header())
         return True
-
-    def _header(self) -> dict[str, object]:
-        assert self._schema is not None
-        schema = self._schema
-        return replace(
-            self._head,
-            model=schema.model,
-            backend=schema.backend,
-            group=schema.group,
-            gradients=schema.gradients,
-            segments=schema.segments,
-        ).header()
 
     def _write(self, line: dict[str, object]) -> None:
         if self._file is None:
             return
         try:
-            text = json.dumps(line, separators=(",", ":")) + "\n"
-            if self._limit is not None and self._file.tell() + len(text) > self._limit:
-                self._drop_the_older_half()
-            self._file.write(text)
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
             self._file.flush()
         except OSError as error:
             _log.warning("rank %d: tracing ends here, %s can't be written: %s", self._head.rank, self._path, error)
             self._file.close()
             self._file = None
-
-    def _drop_the_older_half(self) -> None:
-        assert self._file is not None
-        lines = [line for line in self._path.read_text(encoding="utf-8").splitlines() if '"version"' not in line]
-        self._file.seek(0)
-        self._file.truncate()
-        for line in (json.dumps(self._header()), *lines[len(lines) // 2 + 1 :]):
-            self._file.write(line + "\n")

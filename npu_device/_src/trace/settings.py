@@ -10,7 +10,6 @@ from pathlib import Path
 
 from npu_device._src import environment
 
-_STORAGE = re.compile(r"(\d+)\s*MB", re.IGNORECASE)
 # A name and its value, whatever the quotes around them.
 _PAIR = re.compile(r"""["']?(\w+)["']?\s*:\s*["']?([^"',}]*)["']?""")
 
@@ -46,9 +45,6 @@ class Settings:
     """The settings of a trace."""
 
     output: Path  # directory, made when it is missing
-    fp_point: str = ""  # name of the operation with which forward starts; "" finds it
-    bp_point: str = ""  # name of the operation with which backward ends; "" finds it
-    storage_limit: int | None = None  # maximum bytes per rank; None for no limit
     schedule: Schedule = field(default_factory=Schedule)  # which iterations are recorded
 
 
@@ -61,7 +57,7 @@ def settings(enabled: bool, options: str | None) -> Settings | None:
             trace on, otherwise those of ``PROFILING_OPTIONS`` do.
 
     Raises:
-        ValueError: a malformed environment variable or ``storage_limit``.
+        ValueError: a malformed environment variable.
     """
     if not enabled:
         if environment.PROFILING_MODE.get() != "true":
@@ -70,13 +66,14 @@ def settings(enabled: bool, options: str | None) -> Settings | None:
     found = read_options(options or "")
     if found.get("training_trace", "on").lower() == "off":
         return None
-    return Settings(
-        output=Path(found.get("output") or "./").resolve(),
-        fp_point=found.get("fp_point", ""),
-        bp_point=found.get("bp_point", ""),
-        storage_limit=_bytes(found.get("storage_limit", "")),
-        schedule=Schedule(environment.NPU_DEVICE_TRACE_ITERATIONS.get()),
-    )
+    ignored = [name for name in ("fp_point", "bp_point", "storage_limit") if found.get(name)]
+    if ignored:  # until 0.3.0; they have an effect in 0.1.0
+        _log.warning(
+            "profiling options without effect: %s. The points of a step are found, and a trace stays small",
+            ", ".join(ignored),
+        )
+    schedule = Schedule(environment.NPU_DEVICE_TRACE_ITERATIONS.get())
+    return Settings(Path(found.get("output") or "./").resolve(), schedule)
 
 
 def read_options(text: str) -> dict[str, str]:
@@ -96,12 +93,3 @@ def read_options(text: str) -> dict[str, str]:
     found = {name: value.strip() for name, value in _PAIR.findall(text)}
     _log.warning("profiling options %r are not a JSON object; read as %s", text, found)
     return found
-
-
-def _bytes(text: str) -> int | None:
-    if not text:
-        return None
-    match = _STORAGE.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"storage_limit in the profiling options is {text!r}; expected megabytes, such as '200MB'")
-    return int(match.group(1)) * 1_000_000

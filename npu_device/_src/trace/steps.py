@@ -109,8 +109,7 @@ def traced_reduction(
     if not flat:
         yield None
         return
-    start = points.forward_start(flat, tracer.settings.fp_point)
-    end = points.backward_end(flat, tracer.settings.bp_point)
+    start = points.forward_start(flat)
     schema = PointSchema(
         gradients=tuple(map(_gradient, flat)),
         shapes=tuple(str(value.shape) for value in flat),
@@ -118,10 +117,9 @@ def traced_reduction(
         group=group.name,
         backend=backend_name(job, group, [value.dtype for value in flat]),
         has_start=start is not None,
-        has_bp_end=end is not None,
         waits_for_all=waits_for_all,
     )
-    begun = [point for point in (start, end) if point is not None]
+    begun = [] if start is None else [start]
     seen = TracedReduction(tracer, schema, [*begun, *(points.when([value]) for value in flat)])
     yield seen
     if _current.iteration is not None and _current.iteration.graph is _graph():

@@ -49,7 +49,7 @@ class Tracer:
         )
         self.rank = cluster.rank
         self.settings = settings
-        self._recorder = Recorder(settings.output, head, settings.schedule, settings.storage_limit)
+        self._recorder = Recorder(settings.output, head, settings.schedule)
         if cluster.rank == 0:
             _remove_others(settings.output, cluster.world_size)
         self._schemas: list[PointSchema] = []
