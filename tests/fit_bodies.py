@@ -313,8 +313,14 @@ def body_unshuffled(kind: str) -> Any:
                 tf.keras.utils.set_random_seed(rank)
                 for _ in range(10 * rank):  # the functions in the data set are numbered otherwise on each rank
                     tf.function(lambda: 1)()
-                data: Any = dataset.map(lambda *pair: tf.switch_case(tf.constant(0), [lambda: pair, lambda: pair]))
-                data = data.shuffle(SAMPLES).batch(16)
+                noise = tf.keras.layers.GaussianNoise(0.1)  # in Keras 3 with a generator of its own
+                table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([0, 1, 2], [0, 1, 2]), -1)
+
+                def augment(x: Any, y: Any) -> Any:
+                    pair = noise(x, training=True), table.lookup(y)
+                    return tf.switch_case(tf.constant(0), [lambda: pair, lambda: pair])
+
+                data: Any = dataset.map(augment).shuffle(SAMPLES).batch(16)
             elif kind == "shard":
                 data = dataset.shard(npu.distribute.size(), rank).batch(16)
             elif kind == "batch":

@@ -89,12 +89,7 @@ class _Watched:
 
 
 class AppliedGradients:
-    """The optimizers that apply gradients in a job, and the wrapper on their classes; a part of the job.
-
-    Args:
-        job: the job.
-        last_word: the job's.
-    """
+    """The optimizers that apply gradients in a job, and the wrapper on their classes; a part of the job."""
 
     def __init__(self, job: Job, last_word: LastWord) -> None:
         self._job = job
@@ -213,16 +208,11 @@ class AppliedGradients:
             _log.warning("%s%s%s", DIFFERENT_START, found, BROADCAST)
 
     def _post(self, watched: _Watched, count: int, sums: _Sums, only: list[tuple[int, str]]) -> int:
-        """Post sums of this rank's gradients, and look at what all ranks posted in an earlier step; return the step of
-        the next look.
+        """Post sums of the gradients that aren't known to be reduced, and look at what all ranks posted in an earlier
+        step; return the step of the next look. ``only`` has ids and names of their variables if other gradients were
+        reduced.
 
         What earlier optimizers of the signature have posted is posted again: another rank may be behind by one.
-
-        Args:
-            watched: the optimizer.
-            count: its step.
-            sums: of the gradients that aren't known to be reduced.
-            only: ids and names of their variables if those of others are; none otherwise.
         """
         if watched.is_reduced is not None or self._job.health.is_over or not sums:
             return NEVER

@@ -57,11 +57,7 @@ def differences(
     """Return the positions of the variables that differ, and a text about them with a line for each rank; None if none
     do.
 
-    Args:
-        cluster: the ranks and their hosts.
-        ranks: those that compare.
-        names: of the variables.
-        values: each rank's, in the order of the names: checksums, or what to show instead.
+    ``values`` are each rank's, in the order of the names: checksums, or what to show instead.
     """
     places = [place for place, found in enumerate(zip(*values)) if len(set(found)) > 1]
     if not places:
@@ -74,13 +70,7 @@ def differences(
 
 def posted_differences(job: Job, name: str, names: Sequence[str], *checksums: Sequence[int]) -> str | None:
     """Post checksums of variables under a name; on the last rank to come, return a text about those that differ. No
-    rank waits.
-
-    Args:
-        job: the job.
-        name: the name, once.
-        names: of the variables.
-        checksums: of the variables, at one or several times. Those that were equal at one of them don't count.
+    rank waits. The checksums are of one or several times: variables that were equal at one of them don't count.
     """
     cluster = job.cluster
     try:

@@ -29,14 +29,7 @@ def is_wanted(optimizer: Any) -> bool:
 def checked(
     world: World, steps: Any, mine: Sequence[Gradient], reduced: Sequence[Gradient], variables: Sequence[Any]
 ) -> list[Gradient]:
-    """Return the reduced gradients if they are finite.
-
-    Args:
-        world: the ranks.
-        steps: how many steps the optimizer has made.
-        mine: this rank's gradients.
-        reduced: the same reduced over the ranks.
-        variables: the variables that they belong to.
+    """Return the reduced gradients if they are finite; ``mine`` are this rank's.
 
     Raises:
         RuntimeError: they aren't, on every rank; it says whose gradients and of which variables were the cause.

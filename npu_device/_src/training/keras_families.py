@@ -157,11 +157,8 @@ class TfKerasFamily(KerasFamily):
 
 
 def class_for(public_class: type, optimizer: Any) -> Any:
-    """Return the class of a loss-scale optimizer around a Keras optimizer.
-
-    Args:
-        public_class: ``NpuLossScaleOptimizer`` or a subclass of it.
-        optimizer: the inner optimizer.
+    """Return the class of a loss-scale optimizer around a Keras optimizer; ``public_class`` is
+    ``NpuLossScaleOptimizer`` or a subclass of it.
 
     Raises:
         TypeError: it isn't a Keras optimizer.

@@ -52,11 +52,7 @@ class _Noted(NamedTuple):
 
 
 class LastWord:
-    """The variables that all ranks of a job have made equal; a part of the job.
-
-    Args:
-        job: the job.
-    """
+    """The variables that all ranks of a job have made equal; a part of the job."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

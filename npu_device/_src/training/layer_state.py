@@ -24,12 +24,9 @@ State = dict[str, tuple[str, int]]
 
 
 def require_same(world: World, layers: Sequence[Any], constants: bool = True) -> None:
-    """Compare what layers hold outside variables; every rank makes this call.
+    """Compare what layers hold outside variables; every rank makes this call, with the same layers in the same order.
 
-    Args:
-        world: the ranks.
-        layers: the same ones on every rank, in the same order.
-        constants: compare tensors and arrays of all layers, not only of those that adapt to data.
+    ``constants``: compare tensors and arrays of all layers, not only of those that adapt to data.
 
     Raises:
         ValueError: a layer holds something else on another rank.

@@ -20,10 +20,7 @@ def made_dense(gradients: Sequence[Any]) -> list[Any]:
 class LocalGradients:
     """What happens to the gradients of a Keras optimizer on this rank.
 
-    Args:
-        dense: make sparse gradients dense.
-        passes: add up the gradients of so many batches, then reduce and apply the sum.
-        averages: divide that sum by the number of batches.
+    With ``passes``, those of so many batches are added up, and their sum, or mean, is reduced and applied.
     """
 
     def __init__(self, dense: bool, passes: int, averages: bool) -> None:

@@ -17,10 +17,9 @@ from npu_device._src.training.reduce_values import all_reduce
 
 
 class LastStep:
-    """The state of the last step. Not a ``tf.Module``, so that the variable stays out of checkpoints.
+    """Whether the gradients of the last step were finite, in a variable; at first False.
 
-    Attributes:
-        finite: bool variable of shape [], whether the step's gradients were finite; at first False.
+    Not a ``tf.Module``, so that the variable stays out of checkpoints.
     """
 
     def __init__(self) -> None:
@@ -62,14 +61,7 @@ def apply_if_finite(
     leave_out: Callable[[], Any],
     settle: Callable[[tf.Tensor], Any],
 ) -> None:
-    """Apply the gradients if they are finite.
-
-    Args:
-        finite: bool, shape [].
-        gradients: the argument of ``apply``.
-        apply: makes the step.
-        leave_out: called instead if the gradients aren't finite.
-        settle: called with ``finite`` after either.
+    """Apply the gradients if they are finite, else call ``leave_out``; then call ``settle(finite)``.
 
     Raises:
         ValueError: in the cross-replica context of a ``tf.distribute`` strategy.

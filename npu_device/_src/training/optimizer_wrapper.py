@@ -107,16 +107,11 @@ def with_rows_for(keras: Any, options: ReductionOptions) -> ReductionOptions:
 
 
 class GradientReduction:
-    """The state of one optimizer's reduction: its settings, and which gradients have been reduced.
-
-    Attributes:
-        options: the settings.
-        start_level: how to log that the ranks' variables differed before the first step.
-    """
+    """The state of one optimizer's reduction: its settings, and which gradients have been reduced."""
 
     def __init__(self, world: World, options: ReductionOptions) -> None:
         self.options = options
-        self.start_level = logging.WARNING
+        self.start_level = logging.WARNING  # if the ranks' variables differ before the first step
         self._world = world
         self._reduced: list[weakref.ref[Any]] = []
         self._applying = False
@@ -200,12 +195,7 @@ class GradientReduction:
 
 
 def install(optimizer: Any, keras: Any, reduction: Any) -> None:
-    """Make an optimizer reduce its gradients.
-
-    Args:
-        optimizer: the instance to change.
-        keras: the Keras package that it belongs to.
-        reduction: a ``GradientReduction``.
+    """Make an optimizer reduce its gradients by a ``GradientReduction``.
 
     Raises:
         TypeError: it isn't an optimizer of any known family.

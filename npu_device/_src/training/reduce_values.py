@@ -92,12 +92,8 @@ def reduce_by_hand(
 ) -> list[Any]:
     """Reduce what may be the gradients of a step of the script's own; compare the ranks' variables before the first.
 
-    Args:
-        ranks: the ranks.
-        values: as the script gave them.
-        tensors: the same as dense tensors, ``tf.IndexedSlices`` and ``None``.
-        how: the settings, for a sum or a mean.
-        level: how to log that the variables differed.
+    ``values`` are as the script gave them, and ``tensors`` the same as tensors; ``level`` is that of the message that
+    the variables differed.
     """
     behind = same_variables.make_equal_behind(ranks, tensors, level)
     with same_variables.compared_in_session(ranks, tensors):
@@ -129,15 +125,7 @@ def _floating(values: tf.Tensor) -> tf.Tensor:
 def watch_reduction(
     ranks: World, values: list[Any], mine: list[Any], reduced: list[Any], how: ReductionOptions
 ) -> Callable[[], Pair | None] | None:
-    """Note a reduction by hand; return what finds one of the gradients before and after it, if ranks can compare it.
-
-    Args:
-        ranks: the ranks.
-        values: as the script gave them.
-        mine: this rank's gradients.
-        reduced: the results.
-        how: the settings.
-    """
+    """Note a reduction by hand; return what finds one of the gradients before and after it, if ranks can compare it."""
     pair = functools.partial(pair_of, mine, reduced, how.kind, ranks.size) if ranks.group.name == WORLD_GROUP else None
     watching = ranks.job.part(AppliedGradients)
     if watching is not None:

@@ -57,9 +57,7 @@ class _Seen(NamedTuple):
 class Audit:
     """The audits of one optimizer, or of variables that are updated together.
 
-    Args:
-        world: the ranks.
-        at_once: the first step is audited, because the ranks couldn't compare the variables before it.
+    ``at_once``: the first step is audited, because the ranks couldn't compare the variables before it.
     """
 
     def __init__(self, world: World, at_once: bool) -> None:
@@ -179,12 +177,8 @@ class _AuditsByHand:
 
 
 def audit_by_hand(world: World, variables: Sequence[Any], pair: Callable[[], Pair | None] | None) -> None:
-    """Audit the variables whose gradients a ``tf.function`` has reduced, if it is time.
-
-    Args:
-        world: the ranks.
-        variables: from ``same_variables.make_equal_behind``.
-        pair: returns one of the gradients before and after its reduction.
+    """Audit the variables whose gradients a ``tf.function`` has reduced, see ``same_variables.make_equal_behind``, if
+    it is time; ``pair`` returns one of the gradients before and after its reduction.
     """
     if world.size == 1 or not can_compare():
         return

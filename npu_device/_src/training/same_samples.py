@@ -64,11 +64,7 @@ def _effort(gradient: Gradient) -> float:
 
 
 class SameSamples:
-    """Looks at the gradients of one optimizer until the first difference, on rank 0.
-
-    Attributes:
-        is_over: nothing is left to see.
-    """
+    """Looks at the gradients of one optimizer until the first difference, on rank 0."""
 
     def __init__(self, job: Job) -> None:
         self._alike = 0

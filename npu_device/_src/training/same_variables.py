@@ -45,15 +45,13 @@ _TAPE = "gradient_tape/"  # before the name of the operation that the gradient i
 def make_equal(world: World, variables: Sequence[Any], ordered: bool = True, level: int = logging.WARNING) -> bool:
     """Compare variables before the first step; where they differ, overwrite them with those of the group's first rank.
 
+    Return False while they have no values: they were made in the trace that goes on. Usually TensorFlow then gives them
+    values and traces again, when the caller can compare them.
+
     Args:
-        world: the ranks.
         variables: those that an optimizer updates, and its own; the same on every rank.
         ordered: they come in the same order on every rank; else those of one name belong together.
         level: how to log that they differ.
-
-    Returns:
-        False while they have no values: they were made in the trace that goes on. Usually TensorFlow then gives them
-        values and traces again, when the caller can compare them.
 
     Raises:
         RuntimeError: they differ, and ``NPU_DEVICE_UNEQUAL_START`` is ``error``; or only some ranks have values.
@@ -98,16 +96,9 @@ _compared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 def make_equal_behind(world: World, gradients: Sequence[Any], level: int = logging.WARNING) -> list[Any] | None:
     """Do as ``make_equal`` does with the variables of gradients that a ``tf.function`` reduces itself.
 
-    Args:
-        world: the ranks.
-        gradients: a list that is about to be reduced; nothing happens unless a tape computed it in this graph.
-        level: how to log that they differ.
-
-    Returns:
-        The variables, none if they aren't known; None if the values aren't gradients of a tape in this graph.
-
-    The graph knows which trainable variables it has read. Those of one shape and dtype are compared, once, if there are
-    as many of them as gradients; otherwise some may belong to this rank alone.
+    Return the variables, none if they aren't known; None if the values aren't gradients of a tape in this graph. The
+    graph knows which trainable variables it has read. Those of one shape and dtype are compared, once, if there are as
+    many of them as gradients; otherwise some may belong to this rank alone.
     """
     present = [gradient for gradient in gradients if gradient is not None]
     if not any(operation.name.startswith(_TAPE) for operation in _operations_of(present)):
@@ -183,12 +174,7 @@ def _shape_and_dtype(value: Any) -> tuple[str, tf.DType]:
 
 
 def warn_if_different(world: World, variables: Sequence[Any]) -> None:
-    """Compare variables after a training; rank 0 warns with the names of those that differ.
-
-    Args:
-        world: the ranks.
-        variables: the same on every rank.
-    """
+    """Compare variables after a training; rank 0 warns with the names of those that differ."""
     found = _differences(world, variables)
     if found is not None and world.rank == 0:
         _log.warning(ENDED_APART, found[1])
@@ -230,10 +216,7 @@ class _Sessions:
 def compared_in_session(world: World, gradients: Sequence[Any]) -> Iterator[None]:
     """In a graph for sessions, compare variables in the first run of each; operations of the block come after that.
 
-    Args:
-        world: the ranks.
-        gradients: those that the block reduces. The trainable variables of their shapes are compared, if there are as
-            many of them.
+    Those are the trainable variables of the gradients' shapes, if there are as many of them.
     """
     mode, sessions = environment.NPU_DEVICE_UNEQUAL_START.get(), world.job.made(_Sessions)
     variables: list[Any] = []

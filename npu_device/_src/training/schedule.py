@@ -47,12 +47,7 @@ def next_look(count: int, after: int) -> int:
 
 
 class Schedule:
-    """Counts steps, those of graphs apart from eager ones.
-
-    Args:
-        device: the name of this process's CPU.
-        first: the step of the first look.
-    """
+    """Counts steps, those of graphs apart from eager ones. ``device`` is the name of this process's CPU."""
 
     def __init__(self, device: str, first: int) -> None:
         self._count, self._due = 0, first

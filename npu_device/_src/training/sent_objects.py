@@ -33,9 +33,7 @@ class _CannotBeSentError(TypeError):
 def packed(value: Any, trusted: bool) -> bytes:
     """Return an object as bytes. If it can't be sent, these raise on all ranks, see ``unpacked``.
 
-    Args:
-        value: any object that can be pickled; in a job that isn't trusted, one of those that ``_REMEDY`` lists.
-        trusted: only the job's ranks can send.
+    If the job isn't trusted (not only its ranks can send), the object is one of those that ``_REMEDY`` lists.
     """
     kind, data = _PICKLED, b""
     try:
@@ -51,12 +49,7 @@ def packed(value: Any, trusted: bool) -> bytes:
 
 
 def unpacked(data: bytes, ranks: Sequence[str], trusted: bool) -> list[Any]:
-    """Return the objects in bytes that ``packed`` has made, one after the other.
-
-    Args:
-        data: the bytes.
-        ranks: name of the rank that has sent each object.
-        trusted: only the job's ranks can send.
+    """Return the objects in bytes that ``packed`` has made, one after the other, given the names of the ranks.
 
     Raises:
         ClusterError: an object couldn't be sent; what has arrived can't be read.
@@ -134,11 +127,7 @@ def _dtype_name(dtype: np.dtype) -> str:
 
 
 def _value(plain: Any) -> Any:
-    """Return the object for which ``_plain`` has returned a value.
-
-    Raises:
-        Exception: not of its form.
-    """
+    """Return the object for which ``_plain`` has returned a value; raise if it isn't of its form."""
     if not isinstance(plain, list):
         if isinstance(plain, dict):
             raise ValueError("no kind")

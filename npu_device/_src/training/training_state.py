@@ -19,12 +19,8 @@ from npu_device._src.training.schedule import not_yet
 def training_variables(model: Any) -> list[Any]:
     """Return all variables that exist now and that training changes: the weights, then the state of the optimizers.
 
-    Args:
-        model: a model of Keras 3 or tf-keras; it need not be built.
-
-    Returns:
-        Variables, each one once, in the same order on every rank that has the same model. Metrics and the seeds of
-        random layers are not among them.
+    They come in the same order on every rank that has the same model. Metrics and the seeds of random layers are not
+    among them.
     """
     return unique([*weights(model), *optimizer_state(model)])
 
@@ -83,13 +79,7 @@ def build_optimizer(model: Any) -> None:
 
 
 def trace_step(model: Any, step: Callable[[Any], Any], batch_spec: Any) -> None:
-    """Make all variables that a step of a model makes by tracing it; nothing is computed.
-
-    Args:
-        model: the model.
-        step: called with a batch.
-        batch_spec: nested ``tf.TypeSpec`` of a batch.
-    """
+    """Make all variables that a step of a model makes by tracing it with a ``tf.TypeSpec``; nothing is computed."""
     autograph = not compat.is_keras_3(compat.keras_of(model))  # as each Keras traces the step itself
     with not_yet():
         tf.function(step, autograph=autograph).get_concrete_function(batch_spec)

@@ -20,22 +20,14 @@ from npu_device._src.training.sent_objects import packed, unpacked
 
 
 class World:
-    """The ranks of a running job, or a group of them.
-
-    Attributes:
-        job: the job.
-        group: the group.
-        rank: this process's rank in the group.
-        size: the number of ranks in the group.
-        is_main: True on the group's first rank: rank 0, if it is the whole job.
-    """
+    """The ranks of a running job, or a group of them; ``rank`` is this process's in the group."""
 
     def __init__(self, job: Job, group: Group) -> None:
         self.job = job
         self.group = group
         self.rank = group.rank
         self.size = group.size
-        self.is_main = group.rank == 0
+        self.is_main = group.rank == 0  # rank 0, if it is the whole job
 
     def add_up(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return the sum of all ranks' tensors, of the same shape and dtype."""
@@ -70,11 +62,8 @@ class World:
         return value if mine else found
 
     def objects(self, value: Any, purpose: str) -> list[Any]:
-        """Return every rank's Python object, by rank.
-
-        Args:
-            value: this rank's.
-            purpose: what the objects are, for the error if the ranks exchange unrelated ones.
+        """Return every rank's Python object, by rank; ``purpose`` is for the error if the ranks exchange unrelated
+        ones.
 
         Raises:
             ClusterError: one can't be sent in this job, see ``sent_objects``; on all ranks.

@@ -12,12 +12,7 @@ from npu_device._src.training.world import World
 
 
 class DataPlace:
-    """The place of one ``fit`` in its data.
-
-    Args:
-        world: the ranks; None on a single device.
-        model: the model that is trained.
-        knows_length: ``fit`` knows the number of steps in an epoch.
+    """The place of one ``fit`` in its data; ``world`` is None on a single device.
 
     Some data sets get a new iterator in each epoch, others have one for all. An epoch's place is the number of
     iterators before its own, the batches that earlier epochs took from it, and the checksum of its first batch, by
@@ -43,13 +38,7 @@ class DataPlace:
         return self._used if given is self._given else given
 
     def begin_epoch(self, given: Any, count: int, taken: int) -> list[Any]:
-        """Return the first batches of an epoch.
-
-        Args:
-            given: the iterator that Keras gives.
-            count: how many batches.
-            taken: how many batches the epoch before has taken.
-        """
+        """Return the first ``count`` batches of an epoch; the epoch before has taken ``taken`` ones."""
         if given is self._given:
             self._passed += taken
         else:
@@ -60,12 +49,8 @@ class DataPlace:
         return pulled
 
     def resume_epoch(self, given: Any, count: int, place: dict[str, Any]) -> tuple[list[Any], str | None]:
-        """Return the first batches of an epoch whose place is known, and why they are others, None if they aren't.
-
-        Args:
-            given: the first iterator that Keras gives.
-            count: how many batches.
-            place: what ``notes`` has returned.
+        """Return the first batches of an epoch whose place ``notes`` has returned, and why they are others, None if
+        they aren't.
         """
         self._number, self._passed, self._first = int(place["number"]), int(place["passed"]), list(place["first"])
         self._given = self._used = given

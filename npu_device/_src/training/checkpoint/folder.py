@@ -58,15 +58,7 @@ def own_prefix(rank: int) -> str:
 
 
 def sync_files(folder: Path, prefix: str) -> dict[str, list[int]]:
-    """Write files through to the disk.
-
-    Args:
-        folder: their folder.
-        prefix: the beginning of their names, followed by a dot.
-
-    Returns:
-        Size in bytes and checksum by name.
-    """
+    """Write files ``{prefix}.*`` through to the disk; return their size in bytes and checksum by name."""
     found = {}
     for path in sorted(folder.glob(f"{prefix}.*")):
         _sync(path)
@@ -150,13 +142,9 @@ def manifest_of(directory: Path, step: int) -> dict[str, Any]:
 
 
 def damage(directory: Path, step: int, files: dict[str, Sequence[int]], prefix: str) -> str | None:
-    """Return what is wrong with the files of a prefix, with the file's path; None if they are whole.
+    """Return what is wrong with the files ``{prefix}.*`` of a checkpoint, with the file's path; None if they are whole.
 
-    Args:
-        directory: of the checkpoints.
-        step: of the checkpoint.
-        files: size and checksum of the checkpoint's files by name.
-        prefix: the beginning of the names of the files to look at.
+    ``files`` has size and checksum of all files of the checkpoint by name.
     """
     expected = {name: list(map(int, value)) for name, value in files.items() if name.startswith(f"{prefix}.")}
     if not expected:
@@ -174,10 +162,8 @@ def damage(directory: Path, step: int, files: dict[str, Sequence[int]], prefix: 
 
 
 def keep_only(directory: Path, latest: int, keep: int) -> list[str]:
-    """Remove the checkpoints beyond the newest ``keep``, and those of an abandoned run that are newer than the latest.
-
-    Returns:
-        What could not be removed.
+    """Remove the checkpoints beyond the newest ``keep``, and those of an abandoned run that are newer than the latest;
+    return what could not be removed.
     """
     found = sorted((int(match[1]) for match in _matches(directory, _FINISHED)), reverse=True)
     kept = [step for step in found if step <= latest][:keep]

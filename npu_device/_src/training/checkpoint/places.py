@@ -20,16 +20,10 @@ _PIECE = 1 << 26  # bytes that are sent at a time
 
 @dataclass(frozen=True)
 class Place:
-    """The directory of this rank's files, and the ranks that share it.
+    """The directory of this rank's files, and the ranks that share it."""
 
-    Attributes:
-        token: a random text, the same on all ranks.
-        keepers: for each rank, the lowest rank that sees the same directory.
-        rank: this rank.
-    """
-
-    token: str
-    keepers: tuple[int, ...]
+    token: str  # random, the same on all ranks
+    keepers: tuple[int, ...]  # for each rank, the lowest rank that sees the same directory
     rank: int
 
     @property
@@ -95,14 +89,8 @@ def find_place(world: World | None, directory: Path) -> Place:
 
 
 def send_files(world: World, folder: Path, names: list[str], root: int, takes: bool) -> None:
-    """Send the root's files to the ranks that take them; every rank has to make the call.
-
-    Args:
-        world: the ranks.
-        folder: where the files are on the root, and are written on ranks that take them.
-        names: of the files, the same on all ranks.
-        root: the rank that has them.
-        takes: this rank writes them.
+    """Send the root's files in a folder to the ranks that take them; every rank has to make the call, with the same
+    names.
     """
     for name in names:
         path = folder / name

@@ -37,12 +37,10 @@ _current: Preemption | None = None
 
 
 class Preemption:
-    """Watches for the signal, until ``close``, or until another one is made.
+    """Watches for the signal, until ``close``, or until another one is made. Every rank has to create its own.
 
     Args:
         health: the other ranks; None on a single device.
-        world_size: number of ranks; every rank has to create its own object.
-        number: of the signal.
         limit: seconds from the signal until this process ends, finished or not.
 
     Raises:

@@ -16,10 +16,8 @@ from npu_device._src.training.checkpoint.shared import trackable
 
 
 class Own:
-    """One rank's own part of a ``JobCheckpoint``.
-
-    Args:
-        things: trackables, ``random.Random`` and ``numpy.random.Generator`` objects by name.
+    """One rank's own part of a ``JobCheckpoint``: trackables, ``random.Random`` and ``numpy.random.Generator`` objects
+    by name.
     """
 
     def __init__(self, things: Mapping[str, Any]) -> None:
@@ -35,11 +33,8 @@ class Own:
         return [f"{names} (per_rank): as this script has made them; an optimizer begins at step 0"] if names else []
 
     def write(self, prefix: Path, differing: Mapping[str, Any]) -> None:
-        """Write everything.
-
-        Args:
-            prefix: of the files.
-            differing: variables of the shared part that have other values than those written there, by path.
+        """Write everything, and the variables of the shared part that have other values than those written there, by
+        path.
         """
         if self._trackables:
             tf.train.Checkpoint(**self._trackables).write(str(prefix))
@@ -60,14 +55,8 @@ class Own:
             json.dump(record, file)
 
     def read(self, prefix: Path, variables: Mapping[str, Any]) -> list[str]:
-        """Read what ``write`` has written.
-
-        Args:
-            prefix: of the files.
-            variables: those of the shared part by path.
-
-        Returns:
-            What could not be kept.
+        """Read what ``write`` has written, given the variables of the shared part by path; return what could not be
+        kept.
         """
         record = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))
         lost = []

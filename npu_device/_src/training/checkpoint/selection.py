@@ -19,26 +19,15 @@ _log = logging.getLogger("npu_device")
 
 @dataclass(frozen=True)
 class Chosen:
-    """A checkpoint that all ranks restore.
-
-    Attributes:
-        step: its step.
-        holder: the lowest rank whose directory has the shared part.
-        sends: the holder sends the shared part to ranks with other directories.
-        own: each rank restores its own part, too.
-        shared: names of the shared part's files.
-        variables: paths of the shared part's variables.
-        notes: the notes of rank 0.
-        not_kept: what can't be restored.
-    """
+    """A checkpoint that all ranks restore."""
 
     step: int
-    holder: int
-    sends: bool
-    own: bool
-    shared: list[str]
-    variables: list[str]
-    notes: dict[str, Any]
+    holder: int  # the lowest rank whose directory has the shared part
+    sends: bool  # the holder sends the shared part to ranks with other directories
+    own: bool  # each rank restores its own part, too
+    shared: list[str]  # names of the shared part's files
+    variables: list[str]  # paths of the shared part's variables
+    notes: dict[str, Any]  # of rank 0
     not_kept: tuple[str, ...]
 
 

@@ -19,11 +19,8 @@ Digests = dict[str, tuple[tuple[int, ...], int]]
 
 
 class Shared:
-    """The trackables of a ``JobCheckpoint`` by name.
-
-    Args:
-        trackables: models, optimizers, variables, and whatever else ``tf.train.Checkpoint`` takes; seed generators of
-            Keras, which it doesn't take.
+    """The trackables of a ``JobCheckpoint`` by name: whatever ``tf.train.Checkpoint`` takes, and seed generators of
+    Keras, which it doesn't take.
     """
 
     def __init__(self, trackables: Mapping[str, Any]) -> None:
@@ -70,14 +67,7 @@ class Shared:
                 compat.build_optimizer(thing, models[0].trainable_variables)
 
     def read(self, prefix: Path, paths: Sequence[str]) -> list[str]:
-        """Read all variables.
-
-        Args:
-            prefix: the files.
-            paths: the variables in them.
-
-        Returns:
-            What is in the files only.
+        """Read all variables, those of ``paths``; return what is in the files only.
 
         Raises:
             CheckpointError: the checkpoint and the script's variables don't match.

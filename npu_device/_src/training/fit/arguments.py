@@ -17,12 +17,6 @@ class Arguments:
     A class's own method may pass on what it doesn't name itself: ``def fit(self, *args, **kwargs)``. Such arguments are
     recognised by the signature of Keras's method.
 
-    Args:
-        model: the model.
-        own: its method.
-        args: the positional arguments.
-        kwargs: the keyword arguments.
-
     Raises:
         TypeError: they don't fit the method.
     """

@@ -17,14 +17,7 @@ if TYPE_CHECKING:
 
 
 def synchronise(layers: Sequence[Any], step: CurrentStep, world: World, replaced: Replaced) -> None:
-    """Replace the part of synchronised layers that computes mean and variance, while one step of a model runs.
-
-    Args:
-        layers: of the model, synchronised ones.
-        step: the step.
-        world: the ranks.
-        replaced: restores them.
-    """
+    """Replace the part of synchronised layers that computes mean and variance, while one step of a model runs."""
     for layer in layers:
         name = compat.moments_method(layer)
         if hasattr(layer, name):
@@ -34,16 +27,11 @@ def synchronise(layers: Sequence[Any], step: CurrentStep, world: World, replaced
 def moments(
     step: Any, world: World, layer: Any, own: Callable[..., Any], inputs: Any, *rest: Any, mask: Any = None
 ) -> Any:
-    """Return mean and variance over all ranks.
+    """Return mean and variance over all ranks, in place of the layer's ``own`` method.
 
     Args:
         step: a ``CurrentStep``, or what has its ``weight``, ``counts``, ``to_exchange`` and ``exchanged``.
-        world: the ranks.
-        layer: the layer.
-        own: the layer's own method, unused.
-        inputs: the layer's inputs.
-        rest: what the Keras passes with them.
-        mask: the mask of Keras 3.
+        rest: what the Keras passes after the inputs.
     """
     del own
     # Keras 3 passes the mask; tf-keras passes the axes and whether to keep their dimensions.

@@ -23,24 +23,15 @@ _running = threading.local()
 
 @dataclass
 class CurrentStep:
-    """A step as the calls in it see it.
-
-    Attributes:
-        share: the fraction of the samples of the step that this rank has.
-        is_scripts: the script has written the step, not Keras.
-        reduce: reduces a list of tensors over the ranks.
-        gather: puts the ranks' tensors one after the other. Its gradient is the sum of all ranks' incoming gradients.
-        weighing: the reductions of optimizers that have multiplied a loss by this rank's part of the samples, so that
-            its gradients needn't be.
-        reduced: the results of the reductions that the step has asked for itself.
-    """
+    """A step as the calls in it see it."""
 
     share: Share
-    is_scripts: bool
+    is_scripts: bool  # the script has written the step, not Keras
     reduce: Callable[[Sequence[Any], ReductionOptions], list[Any]]
-    gather: Callable[[tf.Tensor], tf.Tensor]
+    gather: Callable[[tf.Tensor], tf.Tensor]  # its gradient is the sum of all ranks' incoming gradients
+    # Reductions of optimizers that have multiplied a loss by this rank's weight, so that its gradients needn't be.
     weighing: set[Any] = field(default_factory=set)
-    reduced: list[Any] = field(default_factory=list)
+    reduced: list[Any] = field(default_factory=list)  # results of reductions that the step has asked for itself
 
     @functools.cached_property
     def weight(self) -> Any:

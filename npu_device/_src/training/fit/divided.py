@@ -11,11 +11,7 @@ from npu_device._src.training.world import World, world_unless_child
 
 
 class Divided:
-    """The data set that ``divided`` returns on several ranks.
-
-    Attributes:
-        dataset: this rank's batches.
-    """
+    """The data set that ``divided`` returns on several ranks: this rank's batches."""
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
         self.dataset = dataset
@@ -84,12 +80,10 @@ def _counting(rows: int | None) -> Any:
 
 
 def with_rows(tag: Any, batch: Any) -> Any:
-    """Return a batch in the form that ``share.is_divided`` recognises.
+    """Return a batch, x or a tuple of x, y and weights, in the form that ``share.is_divided`` recognises.
 
-    Args:
-        tag: int64 of shape [2]: samples that count, and a mark that is the same on all ranks if they take their samples
-            from the same batch; 0 if they needn't.
-        batch: x, or a tuple of x, y and the samples' weights.
+    Its tag, int64 of shape [2], has the number of samples that count, and a mark that is the same on all ranks if they
+    take their samples from the same batch; 0 if they needn't.
     """
     first, *others = batch if isinstance(batch, (tuple, list)) else (batch,)
     x = {ROWS: tag, "x": first}

@@ -31,21 +31,13 @@ _ASSIGNMENTS = ("Assign", "Resource")  # AssignVariableOp, AssignAddVariableOp, 
 
 @dataclass(frozen=True)
 class Draw:
-    """A draw of a step.
+    """A draw of a step."""
 
-    Attributes:
-        name: what draws, for messages.
-        stateful: an operation with a state of its own draws, not a generator.
-        shared: why all ranks share it; "" if each rank draws its own.
-        decides_alone: it decides what a function does that the step calls, on each rank differently.
-        operation: the random operation, or the one that mixes the rank into a generator's state; None in eager mode.
-    """
-
-    name: str
-    stateful: bool
-    shared: str
-    decides_alone: bool = False
-    operation: Any = None
+    name: str  # of what draws, for messages
+    stateful: bool  # an operation with a state of its own draws, not a generator
+    shared: str  # why all ranks share it; "" if each rank draws its own
+    decides_alone: bool = False  # it decides what a function does that the step calls, on each rank differently
+    operation: Any = None  # what draws, or mixes the rank into a generator's state; None in eager mode
 
 
 def draws_of(graph: tf.Graph, first: int, samples: Sequence[tf.Tensor], shapes: set[tuple[int, ...]]) -> list[Draw]:
@@ -144,26 +136,15 @@ def _is_for_whole_batch(drawn: tf.Operation, shapes: set[tuple[int, ...]]) -> bo
 
 @dataclass
 class _Reach:
-    """What tensors depend on.
+    """What tensors depend on."""
 
-    Attributes:
-        draws: names of the draws.
-        inputs: positions of inputs of the graph.
-        samples: they depend on this rank's samples.
-    """
-
-    draws: set[str]
-    inputs: set[int]
-    samples: bool = False
+    draws: set[str]  # their names
+    inputs: set[int]  # of the graph, their positions
+    samples: bool = False  # of this rank
 
 
 class _Flow:
-    """What depends on what in a graph, also through its branches, loops and functions.
-
-    Args:
-        graph: the graph of a function.
-        samples: see ``draws_of``.
-    """
+    """What depends on what in the graph of a function, also through its branches, loops and functions."""
 
     def __init__(self, graph: Any, samples: Sequence[tf.Tensor] = ()) -> None:
         self._graph = graph

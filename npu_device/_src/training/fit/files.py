@@ -62,19 +62,12 @@ _Outcome = tuple[bool, Optional[tuple[str, str]]]  # whether the rank has writte
 
 @dataclass
 class _Save:
-    """A rank's newest save of a path.
+    """A rank's newest save of a path."""
 
-    Attributes:
-        moment: when it began.
-        is_over: it has ended.
-        wrote: this rank has written the file, and hasn't waited for another one.
-        error: type and text of the exception with which it ended.
-    """
-
-    moment: _Moment
+    moment: _Moment  # of its beginning
     is_over: bool = False
-    wrote: bool = False
-    error: tuple[str, str] | None = None
+    wrote: bool = False  # this rank has written the file, and hasn't waited for another one
+    error: tuple[str, str] | None = None  # type and text
 
     @property
     def outcome(self) -> _Outcome:
@@ -105,14 +98,7 @@ class Saves:
                 self._job.store.set(f"{_OVER} {self._rank}", json.dumps(wrote))
 
     def save(self, path: str, write: Callable[[], Any]) -> Any:
-        """Let rank 0 write a path; on the other ranks wait for it, or write where its file can't be seen.
-
-        Args:
-            path: the path, the same text on all ranks.
-            write: writes it.
-
-        Returns:
-            What ``write`` returns, or None where it isn't called.
+        """Let rank 0 write a path; on the other ranks wait for it (return None), or write where its file can't be seen.
 
         Raises:
             Exception: the rank that writes has failed to; of the same type, if that is one of Python's own.

@@ -18,36 +18,22 @@ _SAFETY = 20  # times what rounding has been seen to change
 
 @dataclass(frozen=True)
 class Runs:
-    """The outcomes to compare.
+    """The outcomes to compare."""
 
-    Attributes:
-        whole: of all samples.
-        again: of all samples once more, and with weights that differ by rounding.
-        parts: of the parts.
-        weights: the parts' fractions of the samples.
-        tolerance: largest difference that counts as rounding, relative.
-    """
-
-    whole: Outcome
-    again: Sequence[Outcome]
+    whole: Outcome  # of all samples
+    again: Sequence[Outcome]  # of all samples once more, and with weights that differ by rounding
     parts: Sequence[Outcome]
-    weights: Sequence[float]
-    tolerance: float
+    weights: Sequence[float]  # the parts' fractions of the samples
+    tolerance: float  # largest difference that counts as rounding, relative
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A gradient that isn't the mean over the parts.
+    """A gradient that isn't the mean over the parts."""
 
-    Attributes:
-        name: of its variable.
-        size: of the difference, relative to the gradient.
-        is_sum: it is the sum over the parts.
-    """
-
-    name: str
-    size: float
-    is_sum: bool
+    name: str  # of its variable
+    size: float  # of the difference, relative to the gradient
+    is_sum: bool  # it is the sum over the parts
 
 
 def weights_of(parts: Sequence[Part]) -> list[float]:
@@ -105,23 +91,14 @@ def added_losses(rehearsal: Rehearsal, runs: Runs) -> tuple[list[str], list[str]
 
 @dataclass(frozen=True)
 class Change:
-    """A variable that the step changes by the samples, so that the ranks' values aren't those of one process.
-
-    Attributes:
-        name: of the variable.
-        line: that changes it; "" if unknown.
-        is_sum: its increments are sums over the samples.
-        is_number: it is a number, or counts.
-        is_averaged: the ranks' increments are averaged; else each rank keeps its own.
-        is_trained: it is a trainable weight.
-    """
+    """A variable that the step changes by the samples, so that the ranks' values aren't those of one process."""
 
     name: str
-    line: str
-    is_sum: bool
-    is_number: bool
-    is_averaged: bool
-    is_trained: bool
+    line: str  # that changes it; "" if unknown
+    is_sum: bool  # its increments are sums over the samples
+    is_number: bool  # it is a number, or counts
+    is_averaged: bool  # the ranks' increments are averaged; else each rank keeps its own
+    is_trained: bool  # it is a trainable weight
 
 
 def changes(
@@ -129,12 +106,8 @@ def changes(
 ) -> list[Change]:
     """Return the variables that the step changes in another way than one process would.
 
-    Args:
-        rehearsal: the traced step.
-        runs: the outcomes.
-        before: the values of the variables before the step.
-        named: the variables that count, by the ``id`` of their handle.
-        averaged: the ``id`` of handles of variables whose increments on the ranks are averaged.
+    ``before`` has the values before the step. ``named`` has the variables that count, and ``averaged`` those whose
+    increments the ranks average, by the ``id`` of their handle.
     """
     found = []
     for place, handle in enumerate(rehearsal.handles):

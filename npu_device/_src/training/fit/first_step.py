@@ -33,13 +33,7 @@ _SHOWN = 3
 
 
 class _Verdict(NamedTuple):
-    """What one rank has found.
-
-    Attributes:
-        statement: for the message at the start.
-        error: the text of an error; "" without one.
-        warning: the text of a warning; "" without one.
-    """
+    """What one rank has found: text for the statement at the start, and of an error or a warning; "" without one."""
 
     statement: str
     error: str = ""
@@ -47,14 +41,11 @@ class _Verdict(NamedTuple):
 
 
 def check(function: Function, batch: Any) -> str:
-    """Check a model's train step before the first step, on all ranks.
+    """Check a model's train step before the first step, on all ranks; return what has been checked, for the statement.
 
     Args:
         function: the model's train function; the model is built, and has the same variables on all ranks.
         batch: the first batch, of this rank if each has its own; without what ``divided`` adds to it.
-
-    Returns:
-        What has been checked, in words, for the statement at the start.
 
     Raises:
         ValueError: on all ranks: the step gives another result on several ranks than on one process.
@@ -79,14 +70,8 @@ def check(function: Function, batch: Any) -> str:
 
 
 def require_divisible(function: Function, spec: Any, share: Any, batch: Any, error: Exception) -> None:
-    """Raise an error that says what is divided, if a step can't be traced with this rank's share, but with the batch.
-
-    Args:
-        function: the model's function.
-        spec: of the batch.
-        share: returns what the step gets of a batch.
-        batch: the first one; without what ``divided`` adds to it.
-        error: of the trace with the share.
+    """Raise an error that says what is divided, if a step can't be traced with this rank's ``share(batch)``, but with
+    the whole batch. ``error`` is that of the trace with the share.
     """
     # The share first: what has been traced with the batch counts as built, and wouldn't be traced again.
     if _can_be_traced(function, spec, share) or not _can_be_traced(function, spec, lambda data: data):

@@ -30,25 +30,16 @@ class Function:
 
     The first call of a ``fit``, ``evaluate`` or ``predict`` makes the ranks ready (``_start``). Every call goes on to
     Keras's own function, which takes a batch and calls the model's step: ``step`` has its road.
-
-    Attributes:
-        kind: ``"train"``, ``"test"`` or ``"predict"``.
-        world: the ranks.
-        model: the model.
-        own_step: the step of that kind, of Keras or of the user.
-        source: the data that the user passed.
-        is_scripts: the script has written the step, not Keras.
-        from_root: rank 0's batches are sent to all ranks.
-        has_own_data: each rank reads its own rows: those of ``divided``, of a pipeline or of a Sequence with ``rows``.
-        checksum: of the batches since the ranks last compared them.
     """
 
     def __init__(self, replica: Replica, kind: str) -> None:
         self.kind, self.world, self.model = kind, replica.world, replica.model
-        self.source: Any = None
-        self.from_root = False
-        self.has_own_data = False
-        self.checksum = RunningChecksum()
+        self.source: Any = None  # the data that the user passed
+        self.from_root = False  # rank 0's batches are sent to all ranks
+        self.has_own_data = (
+            False  # each rank reads its own rows: of ``divided``, a pipeline or a Sequence with ``rows``
+        )
+        self.checksum = RunningChecksum()  # of the batches since the ranks last compared them
         self._parts: start.Parts | None = None
         self._replica = replica
         self._name = f"{kind}_function"
@@ -104,12 +95,7 @@ class Function:
         return not self._begins
 
     def build(self, batches: Any, batch: Any) -> None:
-        """Make all variables that a step needs, before its first one.
-
-        Args:
-            batches: the iterator that Keras has passed.
-            batch: the first batch.
-        """
+        """Make all variables that a step needs, before its first one, given the first batch."""
         if self._is_built:
             return
         self._is_built = True

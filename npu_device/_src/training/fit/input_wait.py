@@ -30,26 +30,17 @@ _OWN = (
 
 
 class InputWait:
-    """Times some calls of a train function, in which the batches are taken here instead of in the function.
-
-    Attributes:
-        is_over: the warning is given, or no look is left.
-    """
+    """Times some calls of a train function, in which the batches are taken here instead of in the function."""
 
     def __init__(self) -> None:
-        self.is_over = False
+        self.is_over = False  # the warning is given, or no look is left
         self._calls = 0
         self._looks = list(_LOOKS)
         self._found: list[tuple[float, float]] = []
 
     def call(self, function: Callable[[Any], Any], batches: Any, steps: int, own_data: bool) -> Any:
-        """Call a train function.
-
-        Args:
-            function: Keras's.
-            batches: its iterator.
-            steps: the number of steps in a call.
-            own_data: each rank prepares its own samples only.
+        """Call Keras's train function, which makes so many steps; ``own_data`` if each rank prepares its own samples
+        only.
         """
         self._calls += 1
         if self._calls <= self._looks[0]:

@@ -27,15 +27,7 @@ if TYPE_CHECKING:
 
 
 class Losses:
-    """Stands in for the losses' ``call``, the layers' ``add_loss``, and in Keras 3 the model's ``compute_loss``.
-
-    Args:
-        model: the model.
-        parts: its parts.
-        step: the step that runs.
-        world: the ranks.
-        replaced: restores them.
-    """
+    """Stands in for the losses' ``call``, the layers' ``add_loss``, and in Keras 3 the model's ``compute_loss``."""
 
     def __init__(self, model: Any, parts: Parts, step: CurrentStep, world: World, replaced: Replaced) -> None:
         self._step = step
@@ -138,14 +130,7 @@ def _as_losses_cast(output: Any) -> Any:
 
 
 class Metrics:
-    """Stands in for the metrics' ``update_state`` and ``result``.
-
-    Args:
-        parts: those of the model.
-        step: the step that runs.
-        world: the ranks.
-        replaced: restores them.
-    """
+    """Stands in for the metrics' ``update_state`` and ``result``."""
 
     def __init__(self, parts: Parts, step: CurrentStep, world: World, replaced: Replaced) -> None:
         self._step = step

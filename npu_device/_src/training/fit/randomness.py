@@ -25,12 +25,8 @@ _SHOWN = 4
 
 
 class NumbersOfRank:
-    """Lets a model's training step draw this rank's numbers, eagerly or while it is traced, from ``begin`` to ``end``.
-
-    Args:
-        world: the ranks.
-        generators: what the step draws from.
-        replaced: replaces methods of generators, and restores them.
+    """Lets a model's training step draw this rank's numbers, eagerly or while it is traced, from ``begin`` to
+    ``end``.
     """
 
     def __init__(self, world: World, generators: Sequence[Any], replaced: Replaced) -> None:
@@ -66,12 +62,7 @@ class NumbersOfRank:
     def settle(self, share: Any, weights: Sequence[Any]) -> list[Draw]:
         """Give all ranks the same numbers where a step that has been traced draws once for the whole batch.
 
-        Args:
-            share: the step's argument on this rank.
-            weights: of the model.
-
-        Returns:
-            The step's draws; of an eager step only that it draws by ``tf.random``, the same on all ranks.
+        Return the step's draws; of an eager step only that it draws by ``tf.random``, the same on all ranks.
         """
         if self._graph is None:
             drew = self._before is not None and self._before != compat.random_state()

@@ -45,20 +45,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a step.
+    """What came of a step."""
 
-    Attributes:
-        gradients: those that reached the optimizers, each times the part's weight; a pair of values and indices for
-            rows of a table, None where there is none.
-        losses: those that layers have added.
-        state: the values of the variables that the step has changed.
-        chosen: the values of tensors that were asked for.
-    """
-
-    gradients: list[Any]
-    losses: list[Any]
-    state: list[np.ndarray]
-    chosen: list[np.ndarray]
+    gradients: list[Any]  # that reached the optimizers, weighted; None, or values and indices for rows of a table
+    losses: list[Any]  # that layers have added
+    state: list[np.ndarray]  # of the variables that the step has changed
+    chosen: list[np.ndarray]  # tensors that were asked for
 
 
 class _Function:
@@ -72,32 +64,19 @@ class _Function:
 
 
 class Rehearsal:
-    """A train step, traced once, that runs on parts of a batch.
-
-    Attributes:
-        graph: of the trace.
-        variables: those whose gradients the optimizers got, in order.
-        gradients: the tensors that the optimizers got, in order.
-        losses: the tensors that layers have added.
-        handles: of the variables that the step changes.
-        step: the traced step.
-    """
+    """A train step, traced once, that runs on parts of a batch."""
 
     def __init__(self, function: Function, spec: Any, choose: Callable[[Any], list[Any]] | None = None) -> None:
-        """Trace a step.
-
-        Args:
-            function: the train function of a model that is built.
-            spec: what the step is traced with, without known lengths.
-            choose: returns tensors of the graph whose values are wanted, too.
+        """Trace the step of a built model, with ``spec``; ``choose`` returns tensors of the graph whose values are
+        wanted, too.
 
         Raises:
             NotChecked: it can't be run without training.
         """
         self._of, self._choose = function, choose
-        self.variables: list[Any] = []
-        self.gradients: list[Any] = []
-        self.losses: list[Any] = []
+        self.variables: list[Any] = []  # whose gradients the optimizers got
+        self.gradients: list[Any] = []  # that the optimizers got
+        self.losses: list[Any] = []  # that layers have added
         self.chosen: list[Any] = []
         self.step: CurrentStep
         self._weighted: list[Any] = []

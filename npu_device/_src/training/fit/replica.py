@@ -54,13 +54,6 @@ class Replica:
 
     A call of ``fit``, ``evaluate`` or ``predict`` goes to Keras's own method, which calls the model's train, test or
     predict function with each batch (``function``); these call the model's step (``step``).
-
-    Attributes:
-        world: the ranks.
-        model: the model.
-        train: its three functions,
-        test: one
-        predict: for each kind.
     """
 
     def __init__(self, world: World, model: Any) -> None:

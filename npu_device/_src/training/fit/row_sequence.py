@@ -23,12 +23,8 @@ def has_rows(model: Any, data: Any) -> bool:
 def rows_of_rank(world: World, model: Any, data: Any) -> Any:
     """Return a PyDataset or Sequence of this rank's rows of each batch.
 
-    Args:
-        world: the ranks.
-        model: the model that is going to be trained.
-        data: has ``rows``, which returns what ``data[index]`` would return, but only the samples from ``start`` to
-            before ``stop``, as a slice does: fewer, or none, at the end of the batch. No batch is larger than the
-            first one.
+    ``data.rows`` returns what ``data[index]`` would return, but only the samples from ``start`` to before ``stop``, as
+    a slice does: fewer, or none, at the end of the batch. No batch is larger than the first one.
 
     Raises:
         ValueError: ``rows`` doesn't give the samples of the first batch.

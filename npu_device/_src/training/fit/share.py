@@ -25,18 +25,11 @@ Number = Union[int, tf.Tensor]
 
 @dataclass(frozen=True)
 class Share:
-    """One step's samples on this rank.
+    """One step's samples on this rank."""
 
-    Attributes:
-        data: the argument of the model's step. A rank without units gets one that doesn't count, so that the step has
-            something to work on.
-        units: units that count, on this rank; an int, or int32 of shape [].
-        total: units on all ranks together; an int, or int32 of shape [].
-    """
-
-    data: Any
-    units: Number
-    total: Number
+    data: Any  # of the model's step; without units samples that don't count, so that the step has something to work on
+    units: Number  # that count, on this rank
+    total: Number  # on all ranks together
 
     @property
     def rows(self) -> Number:
@@ -65,16 +58,12 @@ class Share:
 
 
 def share_of_batch(data: Any, rank: int, size: int, division: str = "alike") -> Share:
-    """Cut this rank's share out of a batch that all ranks have.
+    """Cut this rank's run of neighbouring units out of a batch that all ranks have; runs differ by one unit at most.
 
     Args:
-        data: nested tensors, dense, sparse or ragged, with the samples along their first dimension, and ``None``.
-        rank: this rank.
-        size: number of ranks.
+        data: nested tensors, dense, sparse or ragged, with the samples along their first dimension, and ``None``. Sizes
+            that are known stay known.
         division: ``"alike"``; or ``"first"`` to cut all tensors by the length of the first one, as 0.1 did.
-
-    Returns:
-        The rank's run of neighbouring units; runs differ by one unit at most. Sizes that are known stay known.
     """
     lengths = lengths_of(data)
     if not lengths:
@@ -118,12 +107,7 @@ def run_of(data: Any, total: Number, first: Number, last: Number, division: str 
 
 
 def share_of_divided(data: Any, add_up: Callable[[tf.Tensor], tf.Tensor]) -> Share:
-    """Return the share given by a batch of a data set that is already divided, see ``divided``.
-
-    Args:
-        data: as the data set gives it, with the number of samples that count inside.
-        add_up: adds up a tensor over the ranks.
-    """
+    """Return the share given by a batch of a data set that is already divided, see ``divided``."""
     rows = tf.cast(tag_of(data)[0], tf.int32)
     inner = content(data)
     return Share(inner, rows, add_up(rows))

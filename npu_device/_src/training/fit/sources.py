@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -13,21 +14,19 @@ from npu_device._src.cluster.frames import counted
 from npu_device._src.training.world import World
 
 _log = logging.getLogger("npu_device")
+_TABLE = re.compile(r"\d{9,}$")  # after the name of a table: a random number
 _USES = {"train": "training", "test": "validation", "predict": "prediction"}
 
 
 def same_everywhere(world: World, source: Any, digest: int, rows: int) -> bool:
-    """Compare the first batches of the ranks.
+    """Compare the first batches of the ranks; return True when the ranks read the same data.
+
+    False: only the random order differs, so that rank 0's batches are to be sent to all, which a warning says.
 
     Args:
-        world: the ranks.
         source: the data that the user passed to fit, evaluate or predict.
         digest: a checksum of the first batch.
         rows: its number of samples.
-
-    Returns:
-        True when the ranks read the same data; False when only the random order differs, so that rank 0's batches are
-        to be sent to all, which a warning says.
 
     Raises:
         ValueError: the ranks read different data.
@@ -77,14 +76,12 @@ def can_be_sent(batches: Any, batch: Any) -> bool:
 def kinds_that_differ(world: World, checksums: dict[str, int], in_fit: bool, own_data: Sequence[str]) -> list[str]:
     """Compare all batches since the last comparison, after the first batches were the same.
 
+    Return the kinds whose batches rank 0 is to send to all ranks from now on, which a warning says.
+
     Args:
-        world: the ranks.
         checksums: those of this rank's batches, for ``"train"``, ``"test"`` and ``"predict"``.
         in_fit: an epoch of ``fit`` has ended. Else it was a call of ``evaluate`` or ``predict``.
         own_data: the kinds of which each rank reads its own rows.
-
-    Returns:
-        The kinds whose batches rank 0 is to send to all ranks from now on, which a warning says.
 
     Raises:
         ValueError: the ranks were given different data, and what came of them is wrong.
@@ -159,11 +156,17 @@ def _without_seeds(graph: Any) -> Any:
     for nodes in [graph.node, *(function.node_def for function in graph.library.function)]:
         seeded = [node for node in nodes if "Shuffle" in node.op or "Random" in node.op]
         inputs = {name.split(":")[0] for node in seeded for name in node.input}
+        # Random generators and counters that a map uses, such as those of Keras 3's layers, with their values now.
+        set_here = [node for node in nodes if node.op == "AssignVariableOp"]
+        states = {name for node in set_here if tf.as_dtype(node.attr["dtype"].type).is_integer for name in node.input}
         for node in nodes:
-            node.device = ""
-            node.attr.pop("metadata", None)
-            if node.op == "Const" and node.name in inputs and not node.attr["value"].tensor.tensor_shape.dim:
+            is_scalar = not node.attr["value"].tensor.tensor_shape.dim
+            if node.op == "Const" and (node.name in states or (node.name in inputs and is_scalar)):
                 node.attr["value"].Clear()
+            node.device = ""
+            for name in ("metadata", "config", "config_proto"):
+                node.attr.pop(name, None)
+            node.name, node.input[:] = _TABLE.sub("", node.name), [_TABLE.sub("", name) for name in node.input]
             for value in node.attr.values():
                 for function in [value.func] if value.HasField("func") else value.list.func:
                     function.name = _unnumbered(function.name)

@@ -36,13 +36,7 @@ def share_random_state(world: World) -> None:
 
 
 def spec_of(model: Any, batches: Any, batch: Any) -> Any:
-    """Return what a model's step is going to be traced with: nested ``tf.TypeSpec``.
-
-    Args:
-        model: the model.
-        batches: the iterator that Keras has passed to its function.
-        batch: the first batch.
-    """
+    """Return what a model's step is going to be traced with: nested ``tf.TypeSpec``."""
     if isinstance(batches, tf.data.Iterator) and not model.run_eagerly:
         return batches.element_spec
     return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), batch)
@@ -51,14 +45,9 @@ def spec_of(model: Any, batches: Any, batch: Any) -> Any:
 def build(
     model: Any, kind: str, own: Callable[[Any], Any], spec: Any, divide: Callable[[Any], Any] = lambda data: data
 ) -> None:
-    """Make all variables that a step needs, by tracing what Keras is going to run; nothing is computed.
+    """Make all variables that a step of a kind needs, by tracing what Keras is going to run; nothing is computed.
 
-    Args:
-        model: the model.
-        kind: ``"train"``, ``"test"`` or ``"predict"``.
-        own: the step of that kind, of Keras or of the user.
-        spec: see ``spec_of``.
-        divide: returns what the step gets of a batch.
+    ``own`` is the step, of Keras or of the user, and ``divide`` returns what it gets of a batch.
     """
     if kind == "train" and not compat.belongs_to_keras(own):
         _trace(model, own, spec, divide)  # which may create anything
@@ -122,25 +111,15 @@ def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) ->
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a model that take part in a step; found before the first one.
+    """The parts of a model that take part in a step; found before the first one."""
 
-    Attributes:
-        metrics: those that have variables of their own.
-        trackers: the metrics to which Keras itself passes losses.
-        losses: the loss objects that reduce: the compiled ones, and those among the model's attributes.
-        layers: the model and its layers.
-        regularized: layers whose activity regularizer is a sum over the samples.
-        statistics: floating-point variables that a training step moves, but no optimizer, such as moving averages.
-        generators: what the step draws random numbers from.
-    """
-
-    metrics: list[Any]
-    trackers: list[Any]
-    losses: list[Any]
-    layers: list[Any]
-    regularized: list[Any]
-    statistics: list[Any]
-    generators: list[Any]
+    metrics: list[Any]  # that have variables of their own
+    trackers: list[Any]  # the metrics to which Keras itself passes losses
+    losses: list[Any]  # that reduce: the compiled ones, and those among the model's attributes
+    layers: list[Any]  # and the model
+    regularized: list[Any]  # layers whose activity regularizer is a sum over the samples
+    statistics: list[Any]  # floating-point variables that the step moves, but no optimizer, such as moving averages
+    generators: list[Any]  # from which the step draws random numbers
 
 
 def generators_of(model: Any) -> list[Any]:

@@ -20,12 +20,8 @@ _SHOWN = 3
 def report(world: World, model: Any, rows: int | None, steps: int | None, checked: str) -> None:
     """Write one block to stderr, on rank 0, unless ``NPU_DEVICE_STATEMENT`` is ``off``.
 
-    Args:
-        world: the ranks.
-        model: the model.
-        rows: samples in the first batch over all ranks; None if each rank reads its own.
-        steps: steps per epoch; None if that isn't known yet.
-        checked: what the first-step check has found.
+    ``rows`` are the samples in the first batch over all ranks, None if each rank reads its own; ``steps`` are those of
+    an epoch, None if not known yet; ``checked`` is what the first-step check has found.
     """
     if world.is_main and environment.NPU_DEVICE_STATEMENT.get() == "on":
         print("\n".join(lines(world, model, rows, steps, checked)), file=sys.stderr, flush=True)

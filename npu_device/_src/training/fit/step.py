@@ -240,11 +240,7 @@ class Increments:
     """The values of variables before a step, so that their increments can be reduced after it.
 
     Metrics count and add up, so the ranks' increments are added. Moving averages move by the average of the ranks'
-    increments.
-
-    Args:
-        variables: each with the weight of this rank's increment; few different weights.
-        add_up: adds up a tensor over the ranks.
+    increments: each variable comes with the weight of this rank's increment.
     """
 
     def __init__(self, variables: Sequence[tuple[Any, Any]], add_up: Callable[[tf.Tensor], tf.Tensor]) -> None:

@@ -32,12 +32,7 @@ class _Exchange:
 
 
 class VirtualRanks:
-    """Stands in for a ``World`` in a trace.
-
-    Attributes:
-        graph: of the trace.
-        is_first: a bool tensor: the part has the first samples.
-    """
+    """Stands in for a ``World`` in a trace; ``is_first`` is a tensor, True for the part with the first samples."""
 
     rank, size, is_main = 0, 2, True
 

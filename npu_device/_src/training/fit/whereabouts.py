@@ -21,11 +21,7 @@ _MOST = 3000
 
 def clipping(gradients: Sequence[Any], reduced: Sequence[Any]) -> str | None:
     """Return the line at which gradients are clipped, or changed in another way that isn't linear, after the tape has
-    computed them and before an optimizer gets them; None if nowhere.
-
-    Args:
-        gradients: those that the optimizers got.
-        reduced: what the step has reduced over the ranks itself, from where on it may.
+    computed them and before an optimizer gets them; None if nowhere, or after the step has reduced them itself.
     """
     done = {id(part) for value in reduced for part in tf.nest.flatten(value, expand_composites=True)}
     parts = [part for gradient in gradients for part in tf.nest.flatten(gradient, expand_composites=True)]
@@ -72,13 +68,8 @@ def values_per_sample(graph: Any) -> list[Any]:
 def where_samples_meet(
     tensors: Sequence[Any], whole: Sequence[np.ndarray], parts: Sequence[Sequence[np.ndarray]], rows: Sequence[int]
 ) -> str | None:
-    """Return the operation, and its line, at which the values of a sample first depend on the other samples.
-
-    Args:
-        tensors: of ``values_per_sample``.
-        whole: their values for all samples.
-        parts: their values for each part of the samples.
-        rows: the number of samples in each part.
+    """Return the operation, and its line, at which the values of a sample first depend on the other samples, given the
+    values of ``values_per_sample`` for all samples and for each part.
     """
     for place, tensor in enumerate(tensors):
         if not _are_the_same(whole[place], [part[place] for part in parts], rows):
