@@ -1,20 +1,17 @@
 """The control channel with very many ranks, without TensorFlow: ``python -m benchmarks.control --ranks 1024``.
 
-Uses the real hub, and the package's own client code for every rank, with many ranks per process. Prints a row of a
-Markdown table: the time to meet, for a barrier, to find out which ranks share memory, to learn of a failure, to build
-the tables of a stall and of calls that don't match, and to leave; and the number of messages that the hub sends and
-receives per rank.
+Uses the real hub, and the client code of every rank, with many ranks per process. Prints a row of a Markdown table: the
+time to meet, for a barrier, for the table of a stall, and until all know of a failure; and messages per rank.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import threading
 import time
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any, Callable
 
 from npu_device._src.cluster.control_channel import ControlChannel
@@ -25,8 +22,7 @@ from npu_device._src.cluster.rendezvous import meet
 _RANKS_PER_PROCESS = 128
 _SECONDS = 120.0
 _HEADER = (
-    "| ranks | hub up | meeting | barrier | who shares memory | stall table | mismatch table | failure known to all "
-    "| leaving | messages per rank |\n|---|---|---|---|---|---|---|---|---|---|"
+    "| ranks | rendezvous | barrier | stall table | failure known to all | messages per rank |\n" + 6 * "|---" + "|"
 )
 
 
@@ -35,7 +31,7 @@ class _Rank:
 
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
-        self.channel: ControlChannel | None = None
+        self.channel: ControlChannel
         self.failed = threading.Event()
         self.failed_at = 0.0
 
@@ -45,59 +41,37 @@ class _Rank:
         self.channel.listen(self._on_push, lambda reason: None)
 
     def barrier(self) -> None:
-        self._open.barrier("benchmark", _SECONDS)
-
-    def memory(self) -> None:
-        """Exchange the messages of the shared-memory backend's ``prove``."""
-        if self.membership.rank == 0:
-            self._open.set("memory/0", json.dumps({"who": "kernel", "path": "/proc/1/fd/1", "token": "0" * 32}))
-        else:
-            self._open.get("memory/0", _SECONDS)
-        found = self._open.gather("memory", ["auto", "", False, False], _SECONDS)
-        assert len(found) == self.membership.world_size
+        self.channel.barrier("benchmark", _SECONDS)
 
     def stall(self) -> None:
         """Ask from all ranks but the last, which is late, where the others are, as the stall watch does."""
         if self.membership.rank == self.membership.world_size - 1:
             return
         body = {"group": "hccl_world_group", "ranks": f"0-{self.membership.world_size - 1}", "begun": 7}
-        answers = self._open.ask("where", body, range(self.membership.world_size), _SECONDS)
+        answers = self.channel.ask("where", body, range(self.membership.world_size), _SECONDS)
         assert len(answers) == self.membership.world_size
-
-    def mismatch(self) -> None:
-        """Exchange the calls, of which one differs, as ``agreement`` does."""
-        size, rank = self.membership.world_size, self.membership.rank
-        row = {"operation": "all_reduce", "tensors": ["float32 [3]"] * 100, "line": f"x.py:{1 if rank else 2}"}
-        assert len(self._open.gather_from("mismatch/benchmark/1", row, range(size), _SECONDS)) == size
 
     def failure(self) -> None:
         if self.membership.rank == self.membership.world_size // 2:
-            self._open.notify(
-                "failed", event={"rank": self.membership.rank, "error": "ValueError", "traceback": "x" * 999}
-            )
+            event = {"rank": self.membership.rank, "error": "ValueError", "traceback": "x" * 999}
+            self.channel.notify("failed", event=event)
         assert self.failed.wait(_SECONDS)
 
     def leave(self) -> None:
-        self._open.notify("left", issued={"hccl_world_group 0-1023": 7})
-        self._open.close()
-
-    @property
-    def _open(self) -> ControlChannel:
-        assert self.channel is not None
-        return self.channel
+        self.channel.notify("left", issued={"hccl_world_group 0-1023": 7})
+        self.channel.close()
 
     def _on_push(self, message: dict[str, Any]) -> None:
         if message["push"] == "question":
             begun = 6 if self.membership.rank == self.membership.world_size - 1 else 7
-            self._open.reply(
-                message["question"], {"begun": begun, "call": {"operation": "all_reduce", "line": "x.py:1"}}
-            )
+            call = {"operation": "all_reduce", "line": "x.py:1"}
+            self.channel.reply(message["question"], {"begun": begun, "call": call})
         elif message["push"] == "failed":
             self.failed_at = time.monotonic()
             self.failed.set()
 
 
-_STEPS = ("meet", "barrier", "memory", "stall", "mismatch", "failure", "leave")
+_STEPS = ("meet", "barrier", "stall", "failure", "leave")
 
 
 def _serve(link: Connection, memberships: list[Membership]) -> None:
@@ -119,12 +93,11 @@ def _serve(link: Connection, memberships: list[Membership]) -> None:
         for thread in threads:
             thread.join()
         link.send(max((rank.failed_at for rank in ranks), default=0.0))
-    link.send(sum(rank.channel.messages for rank in ranks if rank.channel is not None))
+    link.send(sum(rank.channel.messages for rank in ranks))
 
 
 def _measure(ranks: int) -> str:
     secret = os.urandom(32)
-    began = time.monotonic()
     hub = HubProcess(
         secret=secret,
         listen=("127.0.0.1",),
@@ -135,7 +108,7 @@ def _measure(ranks: int) -> str:
         host_key="here",
         stays=True,
     )
-    seconds = {"hub": time.monotonic() - began}
+    seconds: dict[str, float] = {}
     memberships = [
         Membership(
             scheme="rank table",
@@ -162,33 +135,19 @@ def _measure(ranks: int) -> str:
         links.append(ours)
         processes.append(process)
     for step in _STEPS:
-        _all(links)
+        for link in links:
+            link.recv()
         began = time.monotonic()
         for link in links:
             link.send("go")
-        ends = _all(links)
+        ends = [link.recv() for link in links]
         seconds[step] = (max(ends) if step == "failure" else time.monotonic()) - began
-    messages = sum(_all(links)) / ranks
+    messages = sum([link.recv() for link in links]) / ranks
     for process in processes:
         process.join()
     hub.close()
-    cells = [
-        f"{seconds[name]:.2f} s"
-        for name in ("hub", "meet", "barrier", "memory", "stall", "mismatch", "failure", "leave")
-    ]
+    cells = [f"{seconds[name]:.2f} s" for name in _STEPS[:-1]]
     return f"| {ranks} | {' | '.join(cells)} | {messages:.1f} |"
-
-
-def _all(links: list[Connection]) -> list[Any]:
-    """Return one message of every process, in any order of arrival."""
-    found: list[Any] = []
-    waiting = list(links)
-    while waiting:
-        for link in wait(waiting):
-            assert isinstance(link, Connection)
-            found.append(link.recv())
-            waiting.remove(link)
-    return found
 
 
 def main() -> None:

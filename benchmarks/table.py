@@ -8,7 +8,18 @@ import textwrap
 from collections.abc import Sequence
 from typing import Callable
 
-from benchmarks.cases import ALONE, DIVIDED, FUNCTION, MIRRORED, ONE_PROCESS, START, TWO_RANKS, WHOLE
+from benchmarks.cases import (
+    ALONE,
+    DIVIDED,
+    FUNCTION,
+    MIRRORED,
+    ONE_PROCESS,
+    RING_BETWEEN,
+    START,
+    TCP_BETWEEN,
+    TWO_RANKS,
+    WHOLE,
+)
 from benchmarks.results import NOT_INSTALLED, CaseResult, Results, RoundResult, Timing
 
 _FAILED = "failed"
@@ -88,6 +99,26 @@ def faster(results: Results) -> str:
     return "\n\n".join(_samples(case, "samples a second") for case in results.of("faster"))
 
 
+def model(results: Results) -> str:
+    """Return steps of two ranks as the time to compute plus the time to send all bytes, and what was measured."""
+    rows = [["ms per step", "computing", "sending", "sum", "measured", "one process or host"]]
+    one = {each.label: each.median(ONE_PROCESS) for case in results.of("faster") for each in case.rounds}
+    steps_of = [("", "resnet50", FUNCTION), ("", "bert", FUNCTION)]
+    steps_of += [("hosts_", "resnet50", rival) for rival in (RING_BETWEEN, TCP_BETWEEN)]
+    for hosts, name, rival in steps_of:
+        sums = [each for case in results.of(f"{hosts}all_reduce")[:1] for each in case.rounds]  # the largest last
+        per_byte = {each.gbit: seconds / each.size for each in sums if (seconds := each.median(rival))}
+        for each in (each for case in results.of(hosts + name)[:1] for each in case.rounds):
+            computing, measured = each.median(ALONE), each.median(rival)
+            if computing and measured and each.gbit in per_byte:
+                sending = each.size * per_byte[each.gbit]
+                alone = 2 * computing if hosts else one.get(name)
+                label = f"{_NAMES[name]}, {f'two hosts, {each.gbit:g} Gbit/s, {rival}' if hosts else 'one host'}"
+                times = (computing, sending, computing + sending, measured, alone)
+                rows.append([label, *(f"{1000 * seconds:.0f}" if seconds else "" for seconds in times)])
+    return _markdown(rows) if len(rows) > 1 else ""
+
+
 def summary(results: Results) -> str:
     """Return how many times as fast two ranks are as one process, in a sentence."""
     for case in results.of("faster"):
@@ -118,7 +149,7 @@ def reading(results: Results) -> str:
 
 FIGURES: dict[str, Callable[[Results], str]] = {
     each.__name__: each
-    for each in (setup, all_reduce, steps, between_hosts, four_hosts, checks, faster, summary, reading)
+    for each in (setup, all_reduce, steps, between_hosts, four_hosts, checks, faster, model, summary, reading)
 }
 
 
