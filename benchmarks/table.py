@@ -96,7 +96,7 @@ def checks(results: Results) -> str:
 
 def faster(results: Results) -> str:
     """Return the samples a second of the same work on one process, on ranks and on hosts."""
-    return "\n\n".join(_samples(case, "samples a second") for case in results.of("faster"))
+    return "\n\n".join(_samples(case, "samples per second") for case in results.of("faster"))
 
 
 def model(results: Results) -> str:
@@ -128,8 +128,8 @@ def summary(results: Results) -> str:
             if alone and two:
                 ratios.append(f"{alone / two:.2f} ({_NAMES[each.label]})")
         text = (
-            f"On one host with {results.machine.cores} cores, two ranks do {', '.join(ratios)} times the samples a "
-            f"second of one process ({results.date})."
+            f"On one host with {results.machine.cores} cores, two ranks process {', '.join(ratios)} times the samples "
+            f"per second of one process ({results.date})."
         )
         return textwrap.fill(text, _WIDTH, break_on_hyphens=False)
     return ""
@@ -143,7 +143,7 @@ def reading(results: Results) -> str:
             f"{whole / divided:.2f}" if (whole := each.median(WHOLE)) and (divided := each.median(DIVIDED)) else "?"
             for each in case.rounds
         ]
-        parts.append(_samples(case, f"samples a second, {case.ranks} ranks", ["gain", *gain]))
+        parts.append(_samples(case, f"samples per second, {case.ranks} ranks", ["gain", *gain]))
     return "\n\n".join(parts)
 
 

@@ -114,7 +114,7 @@ def test_samples_a_second() -> None:
     timings = [Timing(ONE_PROCESS, [0.04]), Timing(TWO_RANKS, [0.02])]
     results = _results("faster", "mlp", *timings)
     assert f"| {TWO_RANKS} | 400 |" in tables(results)
-    assert "two ranks do 2.00 (MLP) times the samples a second" in FIGURES["summary"](results)
+    assert "two ranks process 2.00 (MLP) times the samples per second" in FIGURES["summary"](results)
 
 
 def test_a_rival_that_is_not_installed_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
