@@ -99,7 +99,7 @@ NPU_DEVICE_AUDIT = Variable(
     "NPU_DEVICE_AUDIT",
     Form(forms.audit, "auto, off, or a number of steps"),
     "auto",
-    "every how many steps the ranks compare digests of variables and optimizer state. `auto`: so often that it takes "
+    "number of steps after which the ranks compare digests of variables and optimizer state. `auto`: so that it takes "
     "about 0.05 % of the time. `off`: never.",
     "steps",
     everywhere=True,
@@ -144,7 +144,7 @@ NPU_DEVICE_STEP_RANDOM = Variable(
     forms.one_of("own", "same"),
     "own",
     "random numbers in the training step of a replicated model: `own` lets each rank draw its own for its samples; "
-    "`same` lets all ranks draw the same, so that gradients are noisier than on one process. `same` goes after 0.2.",
+    "`same` lets all ranks draw the same, so that gradients are noisier than on one process. `same` ends with 0.3.",
     everywhere=True,
 )
 NPU_DEVICE_DIVISION = Variable(
@@ -152,7 +152,7 @@ NPU_DEVICE_DIVISION = Variable(
     forms.one_of("alike", "first"),
     "alike",
     "how a replicated model divides a batch whose tensors have different lengths: `alike` cuts all at the same "
-    "fractions; `first` cuts all by the length of the first one, as before. `first` goes after 0.2.",
+    "fractions; `first` cuts all by the length of the first one, as before. `first` ends with 0.3.",
     everywhere=True,
 )
 NPU_DEVICE_HOROVOD = optional(
@@ -172,7 +172,7 @@ NPU_DEVICE_RANK_PROCESS = optional(
     "NPU_DEVICE_RANK_PROCESS",
     forms.TEXT,
     "the rank whose process, or whose child, this is: `npu.open()` sets it, so that processes which a rank starts know "
-    "that they are no ranks. Unset it for a child that is to be a rank.",
+    "that they aren't ranks. Unset it for a child that is to be a rank.",
 )
 NPU_DEVICE_PROGRESS_FILE = optional(
     "NPU_DEVICE_PROGRESS_FILE",
