@@ -229,7 +229,7 @@ def test_log_dir(tmp_path: Path) -> None:
     assert all(line.startswith(b"npurun: ") for line in done.stderr.splitlines())
     assert sorted(path.name for path in logs.iterdir()) == ["rank0.log", "rank1.log"]
     for path in logs.iterdir():
-        assert path.read_bytes() == b"out\rbar 1\r\nerr \xff\nbar 2 end\n"
+        assert path.read_bytes() == b"err \xff\nbar 2 end\n"
 
 
 def test_tee(tmp_path: Path) -> None:

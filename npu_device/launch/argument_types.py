@@ -1,19 +1,24 @@
-"""What the values of npurun's options may be. Each function parses one kind, or raises ``ArgumentTypeError``."""
+"""What the values of npurun's options may be, and what they are by default, as platforms say it. Each function of the
+first part parses one kind of value, or raises ``ArgumentTypeError``.
+"""
 
 from __future__ import annotations
 
 import argparse
 import re
 import signal
+from pathlib import Path
+from typing import Any
 
 from npu_device._src import environment
-from npu_device.launch import platform_defaults
+from npu_device._src.collectives.gpu_choice import visible_names
 
+AUTO = "auto"  # the default of --nproc-per-node
 _JOB_ID = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def ranks(text: str) -> int | str:
-    return text if text == platform_defaults.AUTO else count(text, 1)
+    return text if text == AUTO else count(text, 1)
 
 
 def positive(text: str) -> int:
@@ -71,3 +76,38 @@ def job_id(text: str) -> str:
     if not _JOB_ID.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text!r}: a job id has letters, digits, '-' and '_' only")
     return text
+
+
+def of_platform() -> tuple[str, dict[str, Any]]:
+    """Return the options of several nodes as Kubeflow's torch runtime (``PET_*``) or else SkyPilot gives them, and the
+    variable that holds the number of nodes, for messages; "" without a platform.
+
+    The number of ranks per node is not taken from ``PET_NPROC_PER_NODE``, which is the number of CPUs there.
+
+    Raises:
+        ValueError: a variable is malformed.
+    """
+    most, nodes = environment.PET_NNODES.get(), environment.SKYPILOT_NUM_NODES.get()
+    if most is not None:
+        return environment.PET_NNODES.name, {
+            "nnodes": (int((environment.PET_NNODES.raw() or "").partition(":")[0]), most),
+            "node_rank": environment.PET_NODE_RANK.get(),
+            "master_addr": environment.PET_MASTER_ADDR.get(),
+            "master_port": environment.PET_MASTER_PORT.get(),
+        }
+    if nodes is None:
+        return "", {}
+    first = (environment.SKYPILOT_NODE_IPS.get() or "").split()[:1]
+    place = {"node_rank": environment.SKYPILOT_NODE_RANK.get(), "master_addr": first[0] if first else None}
+    return environment.SKYPILOT_NUM_NODES.name, {"nnodes": (nodes, nodes), **place}
+
+
+def ranks_per_node() -> int:
+    """Return the number of GPUs that CUDA shows to a process of this node; 1 without any.
+
+    Asks neither TensorFlow nor the driver: CUDA_VISIBLE_DEVICES counts, or else the device files of NVIDIA.
+    """
+    names = visible_names(environment.CUDA_VISIBLE_DEVICES.text())
+    if names is None:
+        names = tuple(file.name for file in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", file.name))
+    return max(1, len(names))

@@ -12,7 +12,7 @@ from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.cluster.frames import counted
-from npu_device.launch import argument_types, host_list, platform_defaults
+from npu_device.launch import argument_types, host_list
 
 DEFAULT_PORT = 29688  # the port that Ascend's own launch scripts use for the chief
 LOOPBACK = frozenset(("localhost", "127.0.0.1"))
@@ -117,8 +117,8 @@ def parse(argv: Sequence[str]) -> Options:
     again = given.max_restarts or given.max_preemptions or fewest < nnodes
     if given.check and (given.script or given.trace or again):
         parser.error("check runs its own script once: omit the script, --trace, --max-restarts and MIN:MAX nodes")
-    if given.nproc_per_node == platform_defaults.AUTO:  # each of --hosts counts its own GPUs
-        given.nproc_per_node = 0 if slots else platform_defaults.ranks_per_node()
+    if given.nproc_per_node == argument_types.AUTO:  # each of --hosts counts its own GPUs
+        given.nproc_per_node = 0 if slots else argument_types.ranks_per_node()
     if given.nproc_per_node == 1 == nnodes:
         _hint_at_options_after_script(given.module, given.script)
     given.node_rank = given.node_rank or 0
@@ -138,26 +138,24 @@ def parse(argv: Sequence[str]) -> Options:
 def _take_from_platform(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     """Complete the arguments from a platform's variables; the command line takes precedence."""
     try:
-        found = platform_defaults.read()
+        variable, found = argument_types.of_platform()
     except ValueError as error:
         parser.error(str(error))
-    if found is not None and given.nnodes is None:
-        given.nnodes = found.nnodes
-    given.nnodes = given.nnodes or (1, 1)
-    if found is None or given.nnodes[1] == 1:
+    given.nnodes = given.nnodes or found.get("nnodes", (1, 1))
+    if not variable or given.nnodes[1] == 1:
         return
-    for name in ("node_rank", "master_addr", "master_port"):
+    for name, value in found.items():
         if getattr(given, name) is None:
-            setattr(given, name, getattr(found, name))
+            setattr(given, name, value)
     if given.node_rank is not None and given.master_addr is not None:
         place = f"node {given.node_rank} of {given.nnodes[1]}, and node 0 is {given.master_addr}"
-        print(f"npurun: {found.variable} and others of the platform say that this is {place}", file=sys.stderr)
+        print(f"npurun: {variable} and others of the platform say that this is {place}", file=sys.stderr)
 
 
 def _hosts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[tuple[str, int | None]]:
     """Return the hosts of --hosts or --hostfile, and complete the other arguments from them."""
     total = given.num_proc
-    if total is not None and (given.nproc_per_node != platform_defaults.AUTO or given.nnodes is not None):
+    if total is not None and (given.nproc_per_node != argument_types.AUTO or given.nnodes is not None):
         nnodes = given.nnodes[1] if given.nnodes else 1
         each = f"-n {max(1, total // nnodes)} --nnodes {nnodes}" if nnodes > 1 else f"-n {given.nproc_per_node}"
         parser.error(
@@ -177,11 +175,11 @@ def _hosts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[t
     except (OSError, ValueError) as error:
         parser.error(f"{'--hosts' if given.hostfile is None else '--hostfile'}: {error}")
     numbers = {number for _, number in found if number is not None}
-    if given.nproc_per_node != platform_defaults.AUTO:
+    if given.nproc_per_node != argument_types.AUTO:
         numbers.add(given.nproc_per_node)
     if len(numbers) > 1:
         parser.error(f"npurun starts the same number of ranks on each host; found {sorted(numbers)}")
-    given.nproc_per_node = next(iter(numbers), platform_defaults.AUTO)
+    given.nproc_per_node = next(iter(numbers), argument_types.AUTO)
     fewest, most = given.nnodes or (1, 1)
     if most not in (1, len(found)):
         parser.error(f"--nnodes {most}: the list has {counted(len(found), 'host')}")
@@ -223,7 +221,7 @@ def _parser() -> argparse.ArgumentParser:
         "-n",
         "--nproc-per-node",
         type=argument_types.ranks,
-        default=platform_defaults.AUTO,
+        default=argument_types.AUTO,
         metavar="N",
         help=ranks,
     )

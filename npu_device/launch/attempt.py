@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from npu_device._src import environment
 from npu_device._src.cluster.errors import RESUMABLE
@@ -19,12 +19,11 @@ from npu_device._src.cluster.frames import ranges
 from npu_device._src.membership.rank_environment import rank_table
 from npu_device.launch import child_environment, failures
 from npu_device.launch.arguments import Options
-from npu_device.launch.console import Console, Voice
 from npu_device.launch.failures import Cause, cause_of
 from npu_device.launch.guard import Guard
 from npu_device.launch.meeting import Meeting
+from npu_device.launch.output import Console, Pump
 from npu_device.launch.processes import Process
-from npu_device.launch.streams import LogFile, Pump
 from npu_device.launch.supervisor import Report, Supervisor
 
 FAILED, USAGE, CANNOT_START = 1, 2, 126  # exit codes of npurun
@@ -87,7 +86,7 @@ class Attempt:
         self._processes: list[Process] = []
         self._stdout: list[Pump] = []
         self._stderr: list[Pump] = []
-        self._logs: list[LogFile] = []
+        self._logs: list[BinaryIO] = []
         self._started = time.time()
 
     def run(self) -> Outcome:
@@ -157,14 +156,14 @@ class Attempt:
             )
             log = None
             if options.log_dir is not None:
-                log = LogFile(self._log_file(options.log_dir, rank))
+                log = open(self._log_file(options.log_dir, rank), "wb", buffering=0)  # noqa: SIM115
                 self._logs.append(log)
             process = Process(rank, options.command, environment, lambda: self._launch.events.put(None))
             self._launch.guard.watch(process.pid)
             self._processes.append(process)
-            speaks = log is None or options.tee
-            self._stdout.append(Pump(process.stdout, Voice(self._console, 1, rank) if speaks else None, log))
-            self._stderr.append(Pump(process.stderr, Voice(self._console, 2, rank) if speaks else None, log))
+            console = self._console if log is None or options.tee else None
+            self._stdout.append(Pump(process.stdout, console, 1, rank, log))
+            self._stderr.append(Pump(process.stderr, console, 2, rank, log))
 
     def _announce(self, replaced: Sequence[str]) -> None:
         """Tell the user, once for all attempts, what may be unexpected."""
@@ -233,7 +232,7 @@ class Attempt:
             where = self._log_file(self._options.log_dir, ordered[0].rank)
             self._console.say(f"its output is in {where}")
         evidence, left_out = ordered[0].evidence()
-        self._console.lines(2, evidence.encode(errors="backslashreplace"))
+        self._console.write(2, evidence.encode(errors="backslashreplace"))
         if left_out:
             self._console.say(f"frames of libraries left out: {left_out}; the whole traceback is in {where}")
         causes = tuple(cause_of(failure, host) for failure in ordered)

@@ -13,7 +13,7 @@ from npu_device._src.cluster.frames import counted
 from npu_device.launch import job
 from npu_device.launch.arguments import Options
 from npu_device.launch.attempt import FAILED
-from npu_device.launch.console import Console
+from npu_device.launch.output import Console
 
 # A check shouldn't wait as long as a training does. What the user sets is left alone.
 _SHORTER = {"HCCL_CONNECT_TIMEOUT": "60", "NPU_DEVICE_STALL_TIMEOUT": "60", "TF_CPP_MIN_LOG_LEVEL": "3"}

@@ -28,8 +28,7 @@ from npu_device._src.membership.schemes import secret
 from npu_device.launch import job, on_node
 from npu_device.launch.arguments import LOOPBACK, Options
 from npu_device.launch.attempt import USAGE
-from npu_device.launch.console import Console, Voice
-from npu_device.launch.streams import Pump
+from npu_device.launch.output import Console, Pump
 
 _SSH_FAILED = 255
 _PREFIXES = ("TF_", "KERAS_", "PYTHON")
@@ -136,10 +135,7 @@ class _Node:
         self._tell(order)
         self._events = events
         assert self._process.stdout is not None and self._process.stderr is not None
-        pumps = [
-            Pump(pipe, Voice(console, fd, None), None)
-            for fd, pipe in ((1, self._process.stdout), (2, self._process.stderr))
-        ]
+        pumps = [Pump(self._process.stdout, console, 1), Pump(self._process.stderr, console, 2)]
         threading.Thread(target=self._report_end, args=(pumps,), daemon=True).start()
 
     def send(self, number: int) -> None:

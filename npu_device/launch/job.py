@@ -14,11 +14,11 @@ from npu_device._src.membership.schemes import secret
 from npu_device.launch import ledger, meeting
 from npu_device.launch.arguments import Options
 from npu_device.launch.attempt import USAGE, Attempt, Launch
-from npu_device.launch.console import Console
 from npu_device.launch.guard import Guard
 from npu_device.launch.leader import Leader
 from npu_device.launch.ledger import Ledger
 from npu_device.launch.member import Member
+from npu_device.launch.output import Console
 
 
 def run(options: Options) -> int:

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 
-from npu_device.launch import check, job, platform_defaults
+from npu_device.launch import argument_types, check, job
 from npu_device.launch.arguments import Options
 
 
@@ -30,7 +30,7 @@ def main() -> None:
     os.environ.update(given["variables"])
     options = Options(**{**given["options"], "command": tuple(given["options"]["command"]), "hosts": ()})
     if options.nproc_per_node == 0:
-        options = dataclasses.replace(options, nproc_per_node=platform_defaults.ranks_per_node())
+        options = dataclasses.replace(options, nproc_per_node=argument_types.ranks_per_node())
     threading.Thread(target=_forward, args=(lines,), daemon=True).start()
     sys.exit(check.run(options) if options.check else job.run(options))
 

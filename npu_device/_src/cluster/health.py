@@ -49,7 +49,7 @@ class Health:
         self._left: dict[int, dict[str, int]] = {}
         self._groups: dict[_GroupId, Callable[[], int]] = {}
         self._stoppers: list[Callable[[str], None]] = []
-        self._answers: dict[str, Callable[[Any], Any]] = {"alive": lambda _: True}
+        self._answers: dict[str, Callable[[Any], Any]] = {"alive": lambda _: True, "clock": lambda _: time.time()}
         self._departure = threading.Event()
         self._closing = False
         self._gave_up: str | None = None  # why this rank stopped on its own

@@ -16,7 +16,7 @@ from pathlib import Path
 from npu_device._src import environment
 from npu_device._src.cluster.description import Membership
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.membership import launchers, mpiexec, rank_table, table_free, tf_config
+from npu_device._src.membership import launchers, mpiexec, rank_table, tf_config
 from npu_device._src.membership.interfaces import announced_address
 from npu_device._src.membership.launched import Launched
 from npu_device._src.membership.rank_table import Entry, RankTable
@@ -98,7 +98,7 @@ def membership_from_environment(device_id: int | None = None) -> Membership | No
     if table.is_set():
         found = _from_rank_table(size, device_id)
     elif chief.is_set() or environment.CM_WORKER_SIZE.is_set():
-        found = table_free.read(size, device_id or 0)
+        found = _without_table(size, device_id or 0)
     elif launched is not None and launched.size == size and tf_config.read() is None:
         found = _from_launcher(launched, device_id)
     else:
@@ -231,6 +231,62 @@ def _find_in_pod(table: RankTable, variable: str, pod: str, device_id: int | Non
         f"expected one of {devices}.\n"
         "What to do: start one process per device in the pod, each with its own ASCEND_DEVICE_ID."
     )
+
+
+# Ascend's scheme without a rank table. Source: environment variables reference, CM_CHIEF_IP and the following pages
+
+
+def _without_table(size: int, device_id: int) -> Membership:
+    """Return the place of this process; the hub numbers the ranks when all have come, see ``roster``."""
+    required = (
+        environment.CM_CHIEF_IP,
+        environment.CM_CHIEF_PORT,
+        environment.CM_CHIEF_DEVICE,
+        environment.CM_WORKER_SIZE,
+    )
+    missing = [variable.name for variable in required if not variable.is_set()]
+    if missing:
+        names = ", ".join(missing)
+        raise ClusterError(
+            f"{names} {'is' if len(missing) == 1 else 'are'} missing or empty: CM_CHIEF_IP, CM_CHIEF_PORT, "
+            "CM_CHIEF_DEVICE and CM_WORKER_SIZE together describe a job without a rank table "
+            "(RANK_SIZE belongs to one with a table).\n"
+            f"What to do: set {names} on every rank, with the same value everywhere."
+        )
+    chief_ip, worker_ip = environment.CM_CHIEF_IP.get(), environment.CM_WORKER_IP.get()
+    chief_port, chief_device = environment.CM_CHIEF_PORT.get(), environment.CM_CHIEF_DEVICE.get()
+    assert chief_ip is not None and chief_port is not None
+    if worker_ip is not None and (":" in worker_ip) != (":" in chief_ip):
+        raise ValueError(
+            f"EI0001: the environment variable CM_WORKER_IP is {worker_ip!r} and CM_CHIEF_IP is {chief_ip!r}; "
+            "expected addresses of one family, IPv4 or IPv6.\n"
+            "What to do: give both in the family that the hosts use to reach each other."
+        )
+    on_chief_host = worker_ip == chief_ip if worker_ip is not None else _is_local(chief_ip)
+    is_chief = on_chief_host and device_id == chief_device
+    host = worker_ip or (chief_ip if is_chief else None)
+    return Membership(
+        scheme="CM_*",
+        world_size=size,
+        rank=None,
+        host=host,
+        host_key=host or "",
+        device_id=device_id,
+        is_chief=is_chief,
+        chief_hosts=(chief_ip,),
+        chief_port=chief_port,
+    )
+
+
+def _is_local(ip: str) -> bool:
+    """Return True if this host has the address: only those can be bound."""
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((ip, 0))
+    except OSError:
+        return False
+    return True
 
 
 # TF_CONFIG

@@ -1,48 +1,42 @@
-"""The offset of the clock of a rank from rank 0, measured at the start over the key-value store of the job.
-
-Ranks on the same host read the same clock. On every other host, one rank asks rank 0 for the time, several times; the
-quickest answer counts, and its error is at most half its round trip.
+"""The offset of the clock of a rank from rank 0. Ranks on one host read the same clock. The first rank of each other
+host asks rank 0 for the time, several times. The quickest answer counts. Its error is at most half its round trip.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from dataclasses import asdict, dataclass
+from typing import NamedTuple, Optional
 
 from npu_device._src import environment
+from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.collectives.job import Job
 
 _ROUNDS = 20
-_KEY = "trace_clock"
 
 _log = logging.getLogger("npu_device")
 
 
-@dataclass(frozen=True)
-class Offset:
+class Offset(NamedTuple):
     """The correction of the clock of this rank, and its uncertainty, in microseconds; None when unknown."""
 
     offset_us: float
-    error_us: float | None
+    error_us: Optional[float]
 
 
 def measure(job: Job) -> Offset:
-    """Compare clocks. Every rank calls this; rank 0 answers all hosts, one after the other."""
-    cluster = job.cluster
-    asking = [rank for rank, host in enumerate(cluster.hosts) if host not in cluster.hosts[:rank]][1:]
+    """Compare clocks, and return the offset, the same on all ranks of a host. Every rank calls this."""
+    cluster, timeout = job.cluster, environment.HCCL_CONNECT_TIMEOUT.get()
+    neighbours = [rank for rank, host in enumerate(cluster.hosts) if host == cluster.host]
+    first = neighbours[0]
+    if first == 0:
+        return Offset(0.0, 0.0)
     try:
-        if cluster.rank == 0:
-            for rank in asking:
-                _answer(job, rank)
-        if cluster.hosts[cluster.rank] == cluster.hosts[0]:
-            return Offset(0.0, 0.0)
-        first = cluster.hosts.index(cluster.hosts[cluster.rank])
-        if cluster.rank == first:
-            job.store.set(f"{_KEY}/found/{first}", json.dumps(asdict(_ask(job))))
-        return Offset(**json.loads(job.store.get(f"{_KEY}/found/{first}", environment.HCCL_CONNECT_TIMEOUT.get())))
-    except TimeoutError as error:
+        mine = min(_ask(job, number, timeout) for number in range(_ROUNDS)) if cluster.rank == first else None
+        found = job.store.gather_from(f"clock of {cluster.host}", mine, neighbours, timeout).get(first)
+        if found is None:
+            raise TimeoutError(f"rank {first} hasn't compared them")
+    except (ClusterError, TimeoutError) as error:
         _log.warning(
             "rank %d: the clocks of the hosts could not be compared (%s); times of different hosts don't belong "
             "together in the trace. What to do: turn the trace on for all ranks.",
@@ -50,23 +44,15 @@ def measure(job: Job) -> Offset:
             error,
         )
         return Offset(0.0, None)
-
-
-def _answer(job: Job, rank: int) -> None:
-    timeout = environment.HCCL_CONNECT_TIMEOUT.get()
-    for number in range(_ROUNDS):
-        job.store.get(f"{_KEY}/ask/{rank}/{number}", timeout)
-        job.store.set(f"{_KEY}/answer/{rank}/{number}", repr(time.time()))
-
-
-def _ask(job: Job) -> Offset:
-    rank, timeout = job.cluster.rank, environment.HCCL_CONNECT_TIMEOUT.get()
-    rounds = []
-    for number in range(_ROUNDS):
-        before = time.time()
-        job.store.set(f"{_KEY}/ask/{rank}/{number}", "")
-        there = float(job.store.get(f"{_KEY}/answer/{rank}/{number}", timeout))
-        after = time.time()
-        rounds.append((after - before, there - (before + after) / 2))
-    took, offset = min(rounds)
+    took, offset = found
     return Offset(offset * 1e6, took / 2 * 1e6)
+
+
+def _ask(job: Job, number: int, timeout: float) -> tuple[float, float]:
+    """Return how long rank 0 took to answer, and by how much its clock is ahead, in seconds."""
+    before = time.time()
+    there = job.health.ask("clock", [job.cluster.rank, number], [0], timeout).get(0)
+    after = time.time()
+    if there is None:
+        raise TimeoutError("rank 0 doesn't answer")
+    return after - before, there - (before + after) / 2

@@ -1,0 +1,166 @@
+"""Forward the output of the ranks, in whole lines: to the console, each with its rank, to log files, and to a memory of
+the last lines.
+
+A progress bar refreshes its line with ``\\r``. Every five seconds, its newest refresh is written as a line of its own.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import os
+import re
+import select
+import stat
+import termios
+import threading
+import time
+from collections import deque
+from typing import IO, BinaryIO
+
+from npu_device._src.cluster.time_limits import READER_SECONDS, REFRESH_SECONDS, TICK_SECONDS
+
+_COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
+_BLOCK_BYTES = 1 << 16
+_TAIL_LINES = 200
+_TAIL_LINE_BYTES = 1 << 14  # the rest of a longer line isn't kept
+_LINE_BYTES = 1 << 20  # a longer line is cut into several
+_END = re.compile(rb"(\r\n|\n|\r)")
+
+
+class Console:
+    """The stdout and stderr of the launcher, shared by all streams of all ranks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._broken: set[int] = set()
+        self._ending_since: float | None = None
+
+    def write(self, fd: int, data: bytes) -> None:
+        """Write whole lines."""
+        view = memoryview(data)
+        with self._lock:
+            try:
+                # A pipe that poll calls writable takes this many bytes without blocking.
+                most = select.PIPE_BUF if stat.S_ISFIFO(os.fstat(fd).st_mode) else len(view)
+                while view and fd not in self._broken:
+                    # Another process that shares this terminal or pipe may have made it non-blocking.
+                    with contextlib.suppress(BlockingIOError):
+                        self._wait_for_reader(fd)
+                        view = view[os.write(fd, view[:most]) :]
+            except OSError:  # closed (npurun ... | head) or full: the training continues
+                self._broken.add(fd)
+
+    def say(self, text: str) -> None:
+        """Print a message of the launcher itself, on stderr."""
+        message = "".join(f"npurun: {line}".rstrip() + "\n" for line in text.splitlines())
+        self.write(2, message.encode(errors="backslashreplace"))
+
+    def end(self) -> None:
+        """From now on drop output that nobody reads, after some seconds: the launcher was sent a signal."""
+        self._ending_since = time.monotonic()
+
+    def _wait_for_reader(self, fd: int) -> None:
+        """Wait until a write doesn't block; raise TimeoutError if nobody reads, and the launcher is to end."""
+        began = time.monotonic()
+        poll = select.poll()
+        poll.register(fd, select.POLLOUT)
+        while not poll.poll(TICK_SECONDS * 1000):
+            if self._ending_since and time.monotonic() > max(began, self._ending_since) + READER_SECONDS:
+                raise TimeoutError
+
+
+class Pump:
+    """A thread that forwards one stream until its end. While it doesn't read, the writing rank is blocked.
+
+    Args:
+        pipe: the read end of the stream; the pump closes it.
+        console: None for none.
+        fd: 1 for stdout, 2 for stderr.
+        rank: whose stream it is; None for the npurun of another host.
+        log: file without a buffer, or None.
+
+    Attributes:
+        tail: the last 200 lines of the stream, of each the first 16 KiB.
+    """
+
+    def __init__(
+        self, pipe: IO[bytes], console: Console | None, fd: int, rank: int | None = None, log: BinaryIO | None = None
+    ) -> None:
+        self.tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
+        self._pipe, self._console, self._fd, self._log = pipe, console, fd, log
+        self._prefix = b"" if rank is None else _prefix(rank, os.isatty(fd))
+        self._rest = b""  # a line that hasn't ended
+        self._bar = b""  # the newest refresh, if it hasn't been written
+        self._bar_is_written = False  # and the line that it refreshes hasn't ended
+        self._bar_written_at = time.monotonic()
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Return when all output of the rank has arrived. Don't wait for a process that escaped with the pipe."""
+        self._ending.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._pipe, select.POLLIN)
+        with self._pipe:
+            while not self._ending.is_set():
+                data = b""
+                if poll.poll(TICK_SECONDS * 1000):
+                    data = os.read(self._pipe.fileno(), _BLOCK_BYTES)
+                    if not data:
+                        break
+                self._write(self._lines(data))
+            else:  # a process that escaped with the pipe may go on writing to it
+                self._write(self._lines(os.read(self._pipe.fileno(), _bytes_in(self._pipe))))
+        if self._rest or self._bar:
+            self._write(self._lines(b"\n"))
+
+    def _lines(self, data: bytes) -> list[bytes]:
+        """Return the lines that data complete. They are bytes, so that nothing is undecodable."""
+        lines = []
+        if b"\n" in data or b"\r" in data:
+            *parts, self._rest = _END.split(self._rest + data)
+            for text, end in zip(parts[0::2], parts[1::2]):
+                if end == b"\r":
+                    self._bar = text or self._bar
+                    continue
+                if text or self._bar or not self._bar_is_written:
+                    lines.append(text or self._bar)
+                self._bar, self._bar_is_written = b"", False
+        else:
+            self._rest += data
+        if len(self._rest) >= _LINE_BYTES:
+            lines.append(self._rest)
+            self._rest = b""
+        if self._bar and time.monotonic() - self._bar_written_at > REFRESH_SECONDS:
+            lines.append(self._bar)
+            self._bar, self._bar_is_written, self._bar_written_at = b"", True, time.monotonic()
+        return lines
+
+    def _write(self, lines: list[bytes]) -> None:
+        if not lines:
+            return
+        self.tail.extend(line[:_TAIL_LINE_BYTES] for line in lines)
+        if self._log is not None:
+            try:
+                self._log.write(b"".join(line + b"\n" for line in lines))
+            except OSError:  # the disk is full: the training continues
+                self._log = None
+        if self._console is not None:
+            self._console.write(self._fd, b"".join(self._prefix + line + b"\n" for line in lines))
+
+
+def _prefix(rank: int, coloured: bool) -> bytes:
+    colour = _COLOURS[rank % len(_COLOURS)]
+    return (f"\x1b[{colour}m[{rank}]\x1b[0m " if coloured else f"[{rank}] ").encode()
+
+
+def _bytes_in(pipe: IO[bytes]) -> int:
+    count = array.array("i", [0])
+    fcntl.ioctl(pipe, termios.FIONREAD, count)
+    return count[0]
