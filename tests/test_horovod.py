@@ -161,12 +161,32 @@ def body_session() -> Any:
         hooks = [hvd.BroadcastGlobalVariablesHook(0)]
         with tf.compat.v1.train.MonitoredTrainingSession(hooks=hooks) as session:
             session.run(train)
-            return float(session.run(weight))
+            end = float(session.run(weight))
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        mine = tf.ones([hvd.size()])
+        moved = (
+            hvd.allgather(mine),
+            hvd.broadcast(mine, root_rank=0),
+            hvd.alltoall(mine),
+            hvd.reducescatter(mine),
+            hvd.reducescatter(mine, op=hvd.Sum),
+        )
+        scale = float(hvd.rank() + 1)
+        gradients = [found.tolist() for found in session.run([tf.gradients(one * scale, mine)[0] for one in moved])]
+        if hvd.size() > 1:
+            with pytest.raises(tf.errors.FailedPreconditionError, match=r"rank 1[\s\S]*What to do"):
+                session.run(hvd.allreduce(tf.zeros([1 + hvd.rank()])))
+    return end, gradients
 
 
 def test_session(ranks: Pool) -> None:
-    mean = (ranks.size + 1) / 2
-    assert ranks.run(body_session) == [pytest.approx(1 - 0.5 * mean)] * ranks.size
+    """Gradients are those of Horovod, also of what Ascend doesn't differentiate."""
+    size = ranks.size
+    mean, numbers = (size + 1) / 2, [float(rank + 1) for rank in range(size)]
+    for rank, (end, gradients) in enumerate(ranks.run(body_session)):
+        assert end == pytest.approx(1 - 0.5 * mean)
+        sent = [mean if rank == 0 else 0.0] * size
+        assert gradients == [[mean] * size, sent, numbers, numbers, [size * one for one in numbers]]
 
 
 def body_callbacks(graph: bool) -> Any:

@@ -68,8 +68,8 @@ def test_frames_of_libraries_are_left_out(text: str, shown: str, left_out: int) 
         ),
         (
             "a.UnknownError: Graph execution error:\n\nDetected at node 'D' defined at (most recent call last):\n"
-            "    File \"x\", line 1, in <module>\nNode: 'D'\nError in user-defined function passed to MapDataset:1 "
-            "transformation with iterator: One::Map: PeerError: rank 1\nmore\n\t [[{{node D}}]]\n\nOriginal stack",
+            "    File \"x\", line 1\nNode: 'D'\nError in user-defined function passed to MapDataset:1 "
+            "transformation with iterator: One::Map: /dev/null/PeerError: rank 1\nmore\n; Not a directory\n\nOriginal",
             "PeerError: rank 1\nmore",
         ),
         ("a.UnknownError: Graph execution error:\n\n", "a.UnknownError: Graph execution error:\n\n"),

@@ -23,8 +23,8 @@ _IN_A_GRAPH = re.compile(r"(?P<kind>[\w.]+): (Graph execution error:|\{\{functio
 _IN_A_TRACED_FUNCTION = re.compile(r"[\w.]+: in user code:")
 _PLACE = re.compile(r"Detected at node |Node: |<stack traces|\d+ root error\(s\) found|\s|$")
 _NUMBERED = re.compile(r"\s+\(\d+\) [A-Z_ ]+:\s+")  # one of several root errors
-_IN_A_DATA_SET = re.compile(r"Error in user-defined function passed to \S+ transformation with iterator: \S+: ")
-_END = re.compile(r"Traceback \(most recent call last\):|\s*\[\[\{\{node ")
+_IN_A_DATA_SET = re.compile(r"Error in user-defined function passed to \S+ \w+ with iterator: \S+: (/dev/null/)?")
+_END = re.compile(r"Traceback \(most recent call last\):|\s*\[\[\{\{node |; Not a directory")  # see ``sessions``
 _TYPE = re.compile(r"[\w.]*[A-Z]\w+: ")
 _INTERNAL = re.compile(r"^npu_device\._src\.[\w.]+\.(?=\w)")  # the module of an error of this package
 _IN_A_LAYER = re.compile(r"(?P<kind>[\w.]+): Exception encountered when calling (?P<layer>.+)\.$")

@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.cluster.time_limits import QUEUE_CHECK_SECONDS
-from npu_device._src.collectives.call import Agreement, Call, calling_thread
+from npu_device._src.collectives.call import Agreement, Call, MismatchError, calling_thread
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.operation import Operation
@@ -266,11 +266,24 @@ class SessionOrder:
 
 
 class _Functions(list[Callable[..., Any]]):
-    """The Python functions that one graph calls with values of the same dtypes."""
+    """The Python functions that one graph calls with values of the same dtypes, for results of the same dtypes."""
 
-    def call(self, number: np.ndarray, *values: np.ndarray) -> Any:
-        """Call the function of a number with values, and return its results."""
-        return self[int(number)](*values)
+    results: Sequence[tf.DType] = ()
+
+    def call(self, number: np.ndarray, *values: np.ndarray) -> list[Any]:
+        """Call the function of a number with values, and return a path to read before its results."""
+        try:
+            return [_READABLE, *self[int(number)](*values)]
+        except MismatchError as error:
+            path = f"{_READABLE}/{type(error).__name__}: {error}"[:_LONGEST_PATH] + "\n"
+            return [path.encode(), *(np.zeros(0, dtype.as_numpy_dtype) for dtype in self.results)]
+
+
+# TensorFlow makes any exception of a Python function an UnknownError (2.20, a TODO in ``py_func.cc``), where calls that
+# don't fit each other are a FailedPreconditionError. So is reading a path below a file, whose message has the path
+# (``tracebacks`` takes it out again). Can go when TensorFlow keeps the code of an OpError.
+_READABLE = "/dev/null"
+_LONGEST_PATH = 3000  # characters; above 4096 bytes it is another error
 
 
 _SharedFunction = tuple[str, "weakref.ref[_Functions]"]
@@ -324,9 +337,13 @@ def _shared_function(inputs: Sequence[tf.DType], outputs: Sequence[tf.DType]) ->
     key = (*inputs, None, *outputs)
     if key not in made:
         functions = _Functions()
+        functions.results = outputs
 
         def body(*values: tf.Tensor) -> Any:
-            return tf.numpy_function(functions.call, list(values), list(outputs))
+            path, *results = tf.numpy_function(functions.call, list(values), [tf.string, *outputs])
+            # Only what is checked is really read.
+            tf.raw_ops.Assert(condition=tf.equal(tf.io.read_file(path), ""), data=[path])
+            return results
 
         specs = [tf.TensorSpec([], tf.int64), *(tf.TensorSpec(None, dtype) for dtype in inputs)]
         # Enter it again, so that TensorFlow finds the session's graph around the function. It would find eager mode

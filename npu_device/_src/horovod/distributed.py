@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.gradients.reduction import ReductionOptions
-from npu_device._src.horovod.tensor_ops import Average, Compression, check_rest, kind_of, wire_of
+from npu_device._src.horovod.tensor_ops import Average, Compression, kind_of, wire_of, with_effect
 from npu_device._src.tf1.distributed_optimizer import DelegatingOptimizer
 from npu_device._src.training.applied_gradients import reduction_of
 from npu_device._src.training.local_gradients import LocalGradients, made_dense
@@ -24,8 +24,7 @@ from npu_device._src.training.world import world_unless_child
 
 @dataclass(frozen=True)
 class _Settings:
-    """The arguments of Horovod. From ``gradient_predivide_factor`` on, they have no effect: a mean doesn't depend on
-    where it is divided, and the split strategy groups the gradients.
+    """The arguments of Horovod.
 
     Attributes:
         compression: ``Compression.none`` or ``Compression.fp16``.
@@ -41,25 +40,13 @@ class _Settings:
     backward_passes_per_step: int = 1
     average_aggregated_gradients: bool = False
     start_level: ClassVar = logging.INFO  # scripts broadcast after the first step: before, variables may differ
-    process_set: Any = None
-    gradient_predivide_factor: float = 1.0
-    use_locking: bool = False
-    device_dense: str = ""
-    device_sparse: str = ""
-    num_groups: int = 0
-    groups: Any = None
-    scale_local_gradients: bool = True
 
     def __post_init__(self) -> None:
-        check_rest({"process_set": self.process_set})
         if self.options.kind not in ("mean", "sum"):
-            raise ValueError("op currently only supports Average and Sum")
-        if self.gradient_predivide_factor != 1.0 and self.op != Average:
-            raise ValueError("gradient_predivide_factor not supported with op != Average")
+            raise ValueError(f"op is {self.options.kind}; gradients are reduced with hvd.Average or hvd.Sum")
 
     @property
     def options(self) -> ReductionOptions:
-        """Return the settings of the reduction."""
         return ReductionOptions(kind_of(self.op), compression=wire_of(self.compression))
 
     def reduced(self, gradients: Sequence[Any]) -> list[Any]:
@@ -88,7 +75,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, **arguments: A
         NotImplementedError: ``backward_passes_per_step`` with an optimizer of TensorFlow 1, or Adasum.
         TypeError: a compressor that the script defines, or an unknown argument.
     """
-    settings = _Settings(**arguments)
+    settings = _Settings(**with_effect(arguments))
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         if settings.backward_passes_per_step > 1:
             raise NotImplementedError(
@@ -119,7 +106,6 @@ class _LegacyOptimizer(DelegatingOptimizer):
     _settings: _Settings
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Return the gradients of the optimizer inside, reduced over all ranks."""
         pairs = super().compute_gradients(*args, **kwargs)
         reduced = self._settings.reduced([gradient for gradient, _ in pairs])
         return [(gradient, variable) for gradient, (_, variable) in zip(reduced, pairs)]
@@ -165,7 +151,7 @@ def DistributedGradientTape(gradtape: Any, **arguments: Any) -> Any:
     """
     tape = copy.copy(gradtape)
     tape.__class__ = _distributed(gradtape.__class__)
-    tape.npu_settings = _Settings(**arguments)
+    tape.npu_settings = _Settings(**with_effect(arguments))
     return tape
 
 

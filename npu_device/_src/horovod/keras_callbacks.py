@@ -44,7 +44,6 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
         super().__init__()
 
     def on_epoch_end(self, epoch: int, logs: _Logs = None) -> None:
-        """Average in place."""
         if logs:
             names = sorted(logs)
             with compat.eager_mode():
@@ -87,7 +86,6 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
         self._momentum: float | None = None  # to be restored after the batch
 
     def on_train_begin(self, logs: _Logs = None) -> None:
-        """Find the initial learning rate, and the steps of an epoch."""
         if self.initial_lr is None:
             self.initial_lr = self._get("learning_rate")
         steps, samples, batch = map(self.params.get, ("steps", "samples", "batch_size"))  # TensorFlow 1: no steps
@@ -96,11 +94,9 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
             raise ValueError(f"{type(self).__name__}: the steps of an epoch aren't known; pass steps_per_epoch")
 
     def on_epoch_begin(self, epoch: int, logs: _Logs = None) -> None:
-        """Note the epoch."""
         self.current_epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: _Logs = None) -> None:
-        """Set the learning rate."""
         epoch = self.current_epoch
         is_over = self.end_epoch is not None and epoch >= self.end_epoch
         if epoch < self.start_epoch or is_over or (self.staircase and batch):
@@ -113,13 +109,11 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
             self._set("momentum", self._momentum * new / old)
 
     def on_train_batch_end(self, batch: int, logs: _Logs = None) -> None:
-        """Restore the momentum."""
         if self._momentum is not None:
             self._set("momentum", self._momentum)
             self._momentum = None
 
     def on_epoch_end(self, epoch: int, logs: _Logs = None) -> None:
-        """Log the learning rate as ``lr``."""
         if logs is not None:
             logs["lr"] = self._get("learning_rate")
 
@@ -128,12 +122,9 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
 
     def _variable(self, name: str) -> Any:
         variable = getattr(self._optimizer(), name)
-        is_number = isinstance(self._optimizer().get_config()[name], (int, float, np.number))
-        if not is_number or not hasattr(variable, "assign"):
-            raise ValueError(
-                f"{type(self).__name__} can't set the {name} of this {type(self._optimizer()).__name__}: it is a "
-                "schedule.\nWhat to do: give the optimizer a number."
-            )
+        if not isinstance(self._optimizer().get_config()[name], (int, float, np.number)):
+            what = f"the {name} of this {type(self._optimizer()).__name__}: it is a schedule"
+            raise ValueError(f"{type(self).__name__} can't set {what}.\nWhat to do: give the optimizer a number.")
         return variable
 
     def _get(self, name: str) -> float:
@@ -167,7 +158,6 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: _Logs = None) -> None:
-        """Log the learning rate, and say that the warm-up is over."""
         super().on_epoch_end(epoch, logs)
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and ranks.rank() == 0:
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._get('learning_rate'):g}.")

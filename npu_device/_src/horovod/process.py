@@ -54,7 +54,6 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 
 def _ask_for_timeline() -> None:
-    """Ask for a trace, whose file for Chrome rank 0 copies at the end, unless another trace is wanted."""
     file = environment.HOROVOD_TIMELINE.get()
     if file is not None and environment.PROFILING_MODE.get() != "true":
         environment.PROFILING_MODE.set("true")

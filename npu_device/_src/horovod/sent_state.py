@@ -8,28 +8,26 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.horovod.tensor_ops import check_rest
+from npu_device._src.horovod.tensor_ops import operation
 from npu_device._src.tf1 import hooks
 from npu_device._src.training import ranks
 from npu_device._src.training.variables import broadcast
 
 
-def broadcast_variables(variables: Iterable[Any], root_rank: int, **rest: Any) -> Any:
-    """Overwrite variables with the root's values; return the operation in a graph for a session, else None.
+@operation
+def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
+    """Overwrite variables with the root's values.
 
     Args:
         variables: the variables, in the same order on every rank.
         root_rank: the rank that sends.
-        **rest: ignored.
 
     Returns:
         The operation in a graph for a session, else None.
 
     Raises:
-        ValueError: there is no such rank.
-        TypeError: an unknown argument, or something that isn't a variable.
+        RuntimeError: and other errors, as in ``allreduce``.
     """
-    check_rest(rest)
     variables = list(variables)
     return broadcast(variables, root_rank) if variables else None
 
@@ -44,10 +42,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
         RuntimeError: eager mode.
     """
     if tf.executing_eagerly():
-        raise RuntimeError(
-            "hvd.broadcast_global_variables() does not support eager execution. Please use "
-            "`hvd.broadcast_variables(<model/optimizer variables>)` instead."
-        )
+        raise RuntimeError("eager mode has no global variables.\nWhat to do: hvd.broadcast_variables(variables)")
     return hooks.broadcast_global_variables(root_rank)
 
 
@@ -63,48 +58,39 @@ class BroadcastGlobalVariablesHook(hooks.NPUBroadcastGlobalVariablesHook):
         super().__init__(root_rank)
 
 
-def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None, **rest: Any) -> Any:
+@operation
+def broadcast_object(obj: Any, root_rank: int = 0) -> Any:
     """Return the root's Python object, also while a graph is built.
 
     Args:
         obj: anything that can be pickled.
         root_rank: the rank that sends.
-        session, name: ignored.
-        **rest: ignored.
 
     Raises:
-        ValueError: there is no such rank.
-        TypeError: an unknown argument.
+        RuntimeError: and other errors, as in ``allreduce``.
     """
-    check_rest(rest)
     with compat.eager_mode():
         return ranks.broadcast_object(obj, root_rank)
 
 
-def broadcast_object_fn(root_rank: int = 0, **rest: Any) -> Callable[[Any], Any]:
+def broadcast_object_fn(root_rank: int = 0, **arguments: Any) -> Callable[[Any], Any]:
     """Return ``broadcast_object`` for this root.
 
     Args:
-        root_rank: the rank that sends.
-        **rest: ignored.
+        root_rank, arguments: as there.
 
     Raises:
-        ValueError: there is no such rank, when the function is called.
+        RuntimeError: as there.
     """
-    return lambda obj: broadcast_object(obj, root_rank, **rest)
+    return lambda obj: broadcast_object(obj, root_rank, **arguments)
 
 
-def allgather_object(obj: Any, session: Any = None, name: str | None = None, **rest: Any) -> list[Any]:
+@operation
+def allgather_object(obj: Any) -> list[Any]:
     """Return every rank's Python object, by rank, also while a graph is built.
 
     Args:
         obj: anything that can be pickled.
-        session, name: ignored.
-        **rest: ignored.
-
-    Raises:
-        TypeError: an unknown argument.
     """
-    check_rest(rest)
     with compat.eager_mode():
         return ranks.gather_object(obj)

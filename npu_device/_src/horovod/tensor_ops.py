@@ -1,13 +1,13 @@
 """Horovod's operations on tensors: every rank gets the result, and results have the dtype of what was given.
 
-Gradients are Horovod's, too, which averages where this package adds up. ``rest`` is what ``check_rest`` takes.
+Gradients are Horovod's, too, which averages where this package adds up.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Callable
 
 import tensorflow as tf
 
@@ -19,11 +19,15 @@ from npu_device._src.gradients.reduction import ReductionOptions
 from npu_device._src.gradients.sparse import with_values
 from npu_device._src.training import hccl_ops
 from npu_device._src.training.reduce_values import watch_reduction
-from npu_device._src.training.world import world
+from npu_device._src.training.world import World, world
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 _KINDS = {Average: "mean", Sum: "sum", Min: "min", Max: "max", Product: "prod"}
-_NO_EFFECT = {"name", "device", "device_dense", "device_sparse", "ignore_name_scope", "inplace", "session"}
+_NO_EFFECT = {
+    *("name", "device", "device_dense", "device_sparse", "ignore_name_scope", "inplace", "session", "process_set"),
+    # A mean doesn't depend on where it is divided, and the split strategy groups the gradients.
+    *("gradient_predivide_factor", "use_locking", "num_groups", "groups", "scale_local_gradients"),
+}
 
 
 class NoneCompressor:
@@ -31,12 +35,10 @@ class NoneCompressor:
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """Return the tensor to send, and what ``decompress`` needs."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: tf.Tensor, context: Any) -> tf.Tensor:
-        """Return the tensor that a received one stands for."""
         return tensor if context is None else tf.cast(tensor, context)
 
 
@@ -45,7 +47,6 @@ class FP16Compressor(NoneCompressor):
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """Return the tensor as float16, and its dtype."""
         return (tf.cast(tensor, tf.float16) if tensor.dtype.is_floating else tensor), tensor.dtype
 
 
@@ -66,7 +67,7 @@ def wire_of(compression: Any) -> str | None:
 
 
 def kind_of(op: int | None, average: bool | None = None) -> str:
-    """Return a reduction in this package's spelling; ``average`` is Horovod's older one, of ``Average`` and ``Sum``."""
+    """Return a reduction in this package's spelling; ``average`` is Horovod's older one."""
     if average is not None and op is not None:
         raise ValueError("The op parameter supersedes average. Please provide only one of them.")
     op = (Average if average in (None, True) else Sum) if op is None else op
@@ -79,26 +80,24 @@ def kind_of(op: int | None, average: bool | None = None) -> str:
     return _KINDS[op]
 
 
-def check_rest(rest: dict[str, Any]) -> None:
-    """Check arguments that have no effect: names, devices and the like. Others are errors."""
-    if rest.get("process_set") is not None:
+def with_effect(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that aren't names, devices and the like; raise NotImplementedError for a process set."""
+    if arguments.get("process_set") is not None:
         raise NotImplementedError(
             "process sets aren't supported.\nWhat to do: leave process_set out, or make a group with "
             "hccl.manage.api.create_group and call npu.distribute.all_reduce(..., group=...)."
         )
-    unknown = sorted(rest.keys() - _NO_EFFECT - {"process_set"})
-    if unknown:
-        raise TypeError(f"unexpected argument: {', '.join(unknown)}")
+    return {name: value for name, value in arguments.items() if name not in _NO_EFFECT}
 
 
-def _operation(call: Any) -> Any:
-    """Let an operation raise what Horovod raises when the ranks' calls don't fit each other."""
+def operation(call: Any) -> Any:
+    """Let an operation take arguments without effect, and raise what Horovod raises when the ranks' calls differ."""
 
     @tf.autograph.experimental.do_not_convert
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            return call(*args, **kwargs)
+            return call(*args, **with_effect(kwargs))
         except MismatchError as error:
             raise tf.errors.FailedPreconditionError(None, None, str(error)) from error
 
@@ -110,21 +109,20 @@ def allreduce(tensor: Any, average: bool | None = None, **arguments: Any) -> Any
 
     Args:
         tensor: the tensor; on every rank the same shape and dtype.
-        average: older spelling of ``op``.
-        **arguments: those of ``grouped_allreduce``.
+        average, arguments: as in ``grouped_allreduce``.
 
     Returns:
         The result, in the dtype of the tensor.
 
     Raises:
         tf.errors.FailedPreconditionError: the calls of the ranks don't fit each other.
-        NotImplementedError: what ``grouped_allreduce`` doesn't support.
+        NotImplementedError: a process set, and what ``grouped_allreduce`` doesn't support.
         RuntimeError: another rank has failed or left, or the job can't be joined any more.
     """
     return grouped_allreduce([tensor], average, **arguments)[0]
 
 
-@_operation
+@operation
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,
@@ -133,7 +131,6 @@ def grouped_allreduce(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    **rest: Any,
 ) -> list[Any]:
     """Reduce several tensors together.
 
@@ -143,29 +140,24 @@ def grouped_allreduce(
         compression: what travels.
         op: ``Average`` (default), ``Sum``, ``Min``, ``Max`` or ``Product``.
         prescale_factor, postscale_factor: multiply the tensors before, and the results.
-        **rest: ignored.
 
     Returns:
         The results, in the dtypes of the tensors.
 
     Raises:
-        NotImplementedError: a process set; Adasum; factors, or others than sum and mean, with ``tf.IndexedSlices``.
+        NotImplementedError: Adasum; factors, or others than sum and mean, with ``tf.IndexedSlices``.
     """
-    check_rest(rest)
     kind = kind_of(op, average)
-    values = [each if isinstance(each, tf.IndexedSlices) else compat.to_tensor(each) for each in tensors]
-    if any(isinstance(each, tf.IndexedSlices) for each in values):
-        if kind not in ("mean", "sum"):
-            raise NotImplementedError("Only Sum and Average ops are supported with tf.IndexedSlices")
-        if (prescale_factor, postscale_factor) != (1.0, 1.0):
-            raise NotImplementedError("Pre/postscale_factor are not supported with tf.IndexedSlices")
+    is_linear, are_sparse = kind in ("mean", "sum"), [isinstance(each, tf.IndexedSlices) for each in tensors]
+    if any(are_sparse) and not (is_linear and prescale_factor == postscale_factor == 1.0):
+        raise NotImplementedError("tf.IndexedSlices: only Sum and Average, without prescale and postscale factors")
     ranks = world()
-    by_wire = "fp16" if compression is Compression.fp16 and kind in ("mean", "sum") else None
+    by_wire = "fp16" if compression is Compression.fp16 and is_linear else None
     compressor: Any = Compression.none if by_wire else compression
-    sent, contexts = list(values), [None] * len(values)
-    for place, each in enumerate(values):
-        if tf.is_tensor(each):
-            sent[place], contexts[place] = compressor.compress(_times(each, prescale_factor))
+    sent, contexts = list(tensors), [None] * len(tensors)
+    for place, each in enumerate(tensors):
+        if not are_sparse[place]:
+            sent[place], contexts[place] = compressor.compress(_times(compat.to_tensor(each), prescale_factor))
     if ranks is not None and sent:
         # A single tensor isn't cut by a split strategy, which is made for a model's gradients.
         options = ReductionOptions(kind, fusion=int(len(sent) > 1), compression=by_wire, adds_rows=False)
@@ -173,7 +165,7 @@ def grouped_allreduce(
         watch_reduction(ranks, list(tensors), sent, reduced, options)
         sent = list(map(_in_dtype_of, sent, reduced))
     for place, each in enumerate(sent):
-        if tf.is_tensor(each):
+        if not are_sparse[place]:
             sent[place] = _times(compressor.decompress(each, contexts[place]), postscale_factor)
     return sent
 
@@ -188,78 +180,74 @@ def _in_dtype_of(value: Any, result: Any) -> Any:
     return with_values(result, lambda values: tf.cast(values, value.dtype))
 
 
-def _with_gradient_times(tensor: tf.Tensor, factor: float) -> tf.Tensor:
-    """Return a tensor whose gradient is multiplied."""
+def _with_gradient(result: tf.Tensor, backward: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:
+    """Return a result with Horovod's gradient for the tensor that it was made of, also in a session's graph."""
     if not tensor.dtype.is_floating:
-        return tensor
-
-    def backward(upstream: tf.Tensor) -> list[tf.Tensor]:
-        return [upstream * tf.cast(factor, upstream.dtype)]  # scripts give float32 for float64, too
-
-    return differentiable([tf.identity(tensor)], backward, [tensor])[0]
+        return result
+    # Scripts give a float32 gradient for float64, too.
+    return differentiable([result], lambda upstream: [backward(tf.cast(upstream, tensor.dtype))], [tensor])[0]
 
 
-@_operation
-def allgather(tensor: Any, name: str | None = None, **rest: Any) -> Any:
+def _mean(ranks: World, gradient: tf.Tensor) -> Any:
+    return ranks.reduce([gradient], ReductionOptions("mean"))[0]
+
+
+@operation
+def allgather(tensor: Any, name: str | None = None) -> Any:
     """Return all ranks' tensors one after the other along the first dimension, which may differ among the ranks.
 
     Args:
         tensor: the same shape on every rank but for the first dimension.
         name: ignored.
-        **rest: ignored.
 
     Raises:
-        tf.errors.FailedPreconditionError: the calls of the ranks don't fit each other.
-        TypeError: an unknown argument.
-        NotImplementedError: a process set.
-        RuntimeError: another rank has failed or left, or the job can't be joined any more.
+        RuntimeError: and other errors, as in ``allreduce``.
     """
-    check_rest(rest)
     ranks, tensor = world(), compat.to_tensor(tensor)
-    return tensor if ranks is None else ranks.gather(_with_gradient_times(tensor, 1 / ranks.size))
+    if ranks is None:
+        return tensor
+
+    def backward(upstream: tf.Tensor) -> tf.Tensor:
+        rows = tf.shape(tensor)[:1]
+        first = tf.reduce_sum(allgather(rows)[: ranks.rank])
+        return _mean(ranks, upstream)[first : first + rows[0]]
+
+    return _with_gradient(ranks.gather(tensor), backward, tensor)
 
 
-def grouped_allgather(tensors: Sequence[Any], name: str | None = None, **rest: Any) -> list[Any]:
-    """Gather each of several tensors; see ``allgather``.
+def grouped_allgather(tensors: Sequence[Any], *arguments: Any, **options: Any) -> list[Any]:
+    """Return the result of ``allgather`` for each of several tensors.
 
     Args:
-        tensors: the tensors.
-        name: ignored.
-        **rest: ignored.
-
-    Returns:
-        A list of results.
-
-    Raises:
-        tf.errors.FailedPreconditionError: as in ``allgather``.
-        TypeError: an unknown argument.
+        tensors, arguments, options: as there.
     """
-    return [allgather(each, **rest) for each in tensors]
+    return [allgather(each, *arguments, **options) for each in tensors]
 
 
-@_operation
-def broadcast(tensor: Any, root_rank: int, name: str | None = None, **rest: Any) -> Any:
+@operation
+def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> Any:
     """Return the root's tensor, which has the same shape and dtype on every rank.
 
     Args:
         tensor: the tensor.
         root_rank: the rank that sends.
         name: ignored.
-        **rest: ignored.
 
     Raises:
-        tf.errors.FailedPreconditionError: the calls of the ranks don't fit each other.
-        TypeError: an unknown argument.
-        NotImplementedError: a process set.
-        RuntimeError: another rank has failed or left, or the job can't be joined any more.
+        RuntimeError: and other errors, as in ``allreduce``.
     """
-    check_rest(rest)
     ranks, tensor = world(), compat.to_tensor(tensor)
-    return tensor if ranks is None else ranks.from_root([_with_gradient_times(tensor, 1 / ranks.size)], root_rank)[0]
+    if ranks is None:
+        return tensor
+    return _with_gradient(
+        ranks.from_root([tensor], root_rank)[0],
+        lambda upstream: _mean(ranks, upstream) * tf.cast(ranks.rank == root_rank, upstream.dtype),
+        tensor,
+    )
 
 
-@_operation
-def alltoall(tensor: Any, splits: Any = None, name: str | None = None, **rest: Any) -> Any:
+@operation
+def alltoall(tensor: Any, splits: Any = None, name: str | None = None) -> Any:
     """Send a part of the first dimension to each rank: as many rows as ``splits`` says, or the same number. Return the
     parts from rank 0, 1, … one after the other; with ``splits`` also how many rows came from each rank.
 
@@ -267,18 +255,13 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, **rest: A
         tensor: the rows to send.
         splits: number of rows for each rank; default: the same number for each.
         name: ignored.
-        **rest: ignored.
 
     Returns:
         The received rows; with ``splits`` also how many came from each rank.
 
     Raises:
         ValueError: rows that can't be divided evenly, or ``splits`` of another shape.
-        tf.errors.FailedPreconditionError: the calls of the ranks don't fit each other.
-        TypeError: an unknown argument.
-        NotImplementedError: a process set.
     """
-    check_rest(rest)
     ranks, tensor = world(), _with_rows("alltoall", tensor)
     count = 1 if ranks is None else ranks.size
     if splits is None:
@@ -295,11 +278,12 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, **rest: A
     row = tf.reduce_prod(tf.shape(tensor)[1:])
     flat = hccl_ops.all_to_all_v_c(tf.reshape(tensor, [-1]), matrix * row, ranks.rank)
     received = matrix[:, ranks.rank]
-    result = tf.reshape(flat, tf.concat([[tf.reduce_sum(received)], tf.shape(tensor)[1:]], 0))
+    moved = tf.reshape(flat, tf.concat([[tf.reduce_sum(received)], tf.shape(tensor)[1:]], 0))
+    result = _with_gradient(moved, lambda upstream: alltoall(upstream, received)[0], tensor)
     return result if splits is None else (result, received)
 
 
-@_operation
+@operation
 def reducescatter(
     tensor: Any,
     *,
@@ -307,33 +291,29 @@ def reducescatter(
     op: int = Average,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    **rest: Any,
 ) -> Any:
     """Reduce a tensor over all ranks, and return this rank's part of the first dimension; the first ranks get a row
-    more if it can't be divided evenly. Arguments are those of ``grouped_allreduce``; only sums and means.
+    more if it can't be divided evenly.
 
     Args:
         tensor: the tensor; its first dimension is divided.
-        compression, prescale_factor, postscale_factor: as in ``grouped_allreduce``.
         op: ``Average`` (default) or ``Sum``.
-        **rest: ignored.
+        compression, prescale_factor, postscale_factor: as in ``grouped_allreduce``.
 
     Returns:
         The rows of this rank.
 
     Raises:
         ValueError: a scalar.
-        NotImplementedError: another reduction, or a process set.
-        tf.errors.FailedPreconditionError: the calls of the ranks don't fit each other.
+        NotImplementedError: another reduction.
     """
-    check_rest(rest)
     kind = kind_of(op)
     if kind not in ("mean", "sum"):
         raise NotImplementedError("reducescatter knows Sum and Average")
     ranks, tensor = world(), _with_rows("reducescatter", tensor)
     sent, context = compression.compress(_times(tensor, prescale_factor))
     if ranks is not None:
-        given, sent = sent, _with_gradient_times(sent, float(ranks.size))
+        given = sent
         rows = tf.shape(sent)[0] if sent.shape[0] is None else sent.shape[0]
         if isinstance(rows, int) and rows % ranks.size == 0:
             part = ops.reduce_scatter(ranks.job, sent, kind, ranks.group)
@@ -342,7 +322,9 @@ def reducescatter(
             first = each * ranks.rank + tf.minimum(more, ranks.rank)
             whole = ops.all_reduce(ranks.job, sent, kind, ranks.group)
             part = whole[first : first + each + tf.cast(ranks.rank < more, tf.int32)]
-        sent = _in_dtype_of(given, part)
+        # The mean of the ranks' gradients, as if each rank had the whole result: not the gradient of the sum.
+        factor = ranks.size if kind == "sum" else 1
+        sent = _with_gradient(_in_dtype_of(given, part), lambda upstream: allgather(upstream * factor), given)
     return _times(compression.decompress(sent, context), postscale_factor)
 
 
@@ -354,16 +336,12 @@ def _with_rows(operation: str, value: Any) -> tf.Tensor:
 
 
 def grouped_reducescatter(tensors: Sequence[Any], **arguments: Any) -> list[Any]:
-    """Reduce and divide each of several tensors; see ``reducescatter``.
+    """Return the result of ``reducescatter`` for each of several tensors.
 
     Args:
-        tensors: the tensors.
-        **arguments: those of ``reducescatter``.
-
-    Returns:
-        A list of results.
+        tensors, arguments: as there.
 
     Raises:
-        ValueError: as in ``reducescatter``.
+        ValueError, NotImplementedError: as there.
     """
     return [reducescatter(each, **arguments) for each in tensors]
