@@ -90,8 +90,7 @@ release-check:
 	touch examples/testing/pytest.ini; cd examples/testing; ../../venv/bin/python -m pytest -k "metric or sample"
 
 docs: $(STAMP)
-	$(BIN)/python -m npu_device._src.environment > docs/environment.md
-	$(BIN)/python -m npu_device._src.options > docs/options.md
+	$(BIN)/python tests/tables.py
 	sed -i '/^## Rules/q' docs/porting.md && (echo; cat npu_device/_src/port/rules.md) >> docs/porting.md
 	sed -i '/^\[when results differ/q' docs/verify.md && (echo; cat npu_device/_src/verify/causes.md) >> docs/verify.md
 	$(BIN)/python tests/messages.py

@@ -5,6 +5,7 @@ The class named here does the work of a side's process.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import json
@@ -78,9 +79,8 @@ def version(package: str) -> str | None:
 
 
 def _free_port() -> int:
-    reserved = ReservedPort()
-    reserved.leave_to_tensorflow()
-    return reserved.number
+    with contextlib.closing(ReservedPort()) as reserved:
+        return reserved.number
 
 
 def _npu(ranks: int, directory: Path, backend: str, **settings: str) -> list[dict[str, str]]:

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import tables
 
 from npu_device._src import environment
 from npu_device._src.environment import Variable
-from npu_device._src.environment.__main__ import page as page_of_variables
 
 ROOT = Path(__file__).parent.parent
 
@@ -93,9 +93,10 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.user_sets_threads()
 
 
-def test_the_page_is_up_to_date() -> None:
+def test_the_pages_of_variables_and_options_are_up_to_date() -> None:
+    for page, text in tables.filled().items():
+        assert page.read_text(encoding="utf-8") == text, "run: python tests/tables.py"
     page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
-    assert page == page_of_variables(), "run: python -m npu_device._src.environment > docs/environment.md"
     assert all(f"| `{variable.name}` |" in page for variable in environment.ALL)
 
 

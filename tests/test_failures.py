@@ -55,7 +55,7 @@ def test_an_exception_reaches_the_others_within_five_seconds(
     tmp_path: Path, failing: int, pending: bool, act: str, error: str
 ) -> None:
     script = (
-        BEGIN
+        BEGIN.replace("import os", "import os; os.environ['NPU_DEVICE_ERROR_FILE'] += os.environ['RANK_ID']; import os")
         + f"""
 if rank == {failing}:
     time.sleep(1)
@@ -71,7 +71,7 @@ finally:
     print("raised at", time.time(), flush=True)
 """
     )
-    results = job.run(tmp_path, 3, script, NPU_DEVICE_ERROR_FILE=str(tmp_path / "error.json"))
+    results = job.run(tmp_path, 3, script, NPU_DEVICE_ERROR_FILE=str(tmp_path / "error"))
     for rank, result in enumerate(results):
         assert result.code == 1, result.output
         if rank == failing:
@@ -82,29 +82,15 @@ finally:
         assert me and failed and me.group(1) == failed.group(1), "one name for the host"
         assert error in result.output
         assert "What to do" in result.output or "Fix the error" in result.output
-
-
-def test_the_first_failure_is_recorded_for_the_launcher(tmp_path: Path) -> None:
-    script = (
-        BEGIN.replace("import os", "import os; os.environ['NPU_DEVICE_ERROR_FILE'] += os.environ['RANK_ID']; import os")
-        + """
-if rank == 1:
-    raise ValueError("first")
-tf.function(lambda: npu.distribute.all_reduce(one, "sum"))()
-"""
-    )
-    job.run(tmp_path, 2, script, NPU_DEVICE_ERROR_FILE=str(tmp_path / "error"))
-    first = json.loads((tmp_path / "error1").read_text())
-    second = json.loads((tmp_path / "error0").read_text())
-    assert (first["rank"], first["secondary"], first["error"]) == (1, False, "ValueError: first")
-    assert second["secondary"] is True
-    assert second["error"].startswith("PeerError: rank 1 on host")
-    shown, left_out = without_libraries(second["traceback"])
-    assert left_out > 10
-    assert [line for line in shown.splitlines() if FRAME.match(line) and "npu_device/_src" in line] == []
-    assert shown.count("PeerError: rank 1 on host") == 1
+    # What the launcher reads
+    first, second = (json.loads((tmp_path / f"error{rank}").read_text()) for rank in (failing, 2))
+    assert (first["rank"], first["secondary"], second["secondary"]) == (failing, False, True)
+    assert error in first["error"] and act.strip().splitlines()[-1].strip() in first["traceback"]
+    assert second["error"].startswith(f"PeerError: rank {failing} on host")
     assert first["time"] < second["time"]
-    assert 'raise ValueError("first")' in first["traceback"]
+    shown, left_out = without_libraries(second["traceback"])
+    assert left_out > 5 and shown.count(f"PeerError: rank {failing} on host") == 1
+    assert [line for line in shown.splitlines() if FRAME.match(line) and "npu_device/_src" in line] == []
 
 
 @pytest.mark.parametrize(
@@ -148,78 +134,24 @@ def test_a_rank_whose_server_the_others_may_still_read_from_waits_for_them(tmp_p
     assert max(ends) - ends[1] < 5, results[1].output
 
 
-@pytest.mark.parametrize("ending", [0, 1])
-def test_a_rank_may_leave_while_another_one_is_ending_already(tmp_path: Path, ending: int) -> None:
-    """From Python 3.12 on an interpreter that shuts down starts no thread."""
-    script = (
-        BEGIN
-        + f"""
-import atexit
-atexit.register(time.sleep, 2 if rank == {ending} else 0)  # before the package's own, which was registered earlier
-"""
-    )
-    results = job.run(tmp_path, 2, script)
-    assert [result.code for result in results] == [0, 0]
-    assert not any("Exception in thread" in result.output for result in results), results
-
-
 def test_one_rank_may_go_on_alone_without_collectives(tmp_path: Path) -> None:
+    """And leave while another one is ending already: from Python 3.12 on, an interpreter that shuts down starts no
+    thread.
+    """
     script = (
         BEGIN
         + """
+import atexit
+atexit.register(time.sleep, 2 if rank == 0 else 0)  # before the package's own, which was registered earlier
 if rank == 1:
-    time.sleep(2)
+    time.sleep(3)
     print("evaluated at", time.monotonic(), flush=True)
 """
     )
     results = job.run(tmp_path, 2, script)
     assert [result.code for result in results] == [0, 0]
-    assert "Abort" not in results[0].output + results[1].output
+    assert not any(word in result.output for result in results for word in ("Abort", "Exception in thread")), results
     assert results[0].at >= _stamp(results[1].output, "evaluated"), "rank 0 has started the hub, which the others need"
-
-
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_rank_is_noticed(tmp_path: Path, killed: int) -> None:
-    script = (
-        BEGIN
-        + f"""
-print("ready", flush=True)
-if rank == {killed}:
-    time.sleep(60)
-npu.distribute.all_reduce(one, "sum")
-"""
-    )
-    processes = job.start(tmp_path, 2, script)
-    for process in processes:
-        while "ready" not in process.output:
-            assert process.poll() is None, process.output
-            time.sleep(0.01)
-    processes[killed].send_signal(signal.SIGKILL)
-    began = time.monotonic()
-    results = job.finish(processes, timeout=30)
-    other = results[1 - killed]
-    assert other.at - began < 15
-    assert other.code == 1
-    assert f"rank {killed}" in other.output or f"task:{killed}" in other.output
-
-
-def test_close_and_exit(tmp_path: Path) -> None:
-    script = (
-        BEGIN
-        + """
-import threading
-npu.close()
-npu.close()
-print([thread.name for thread in threading.enumerate()])
-try:
-    npu.distribute.all_reduce(one, "sum")
-except RuntimeError as error:
-    print("refused:", error)
-"""
-    )
-    for result in job.run(tmp_path, 2, script):
-        assert result.code == 0, result.output
-        assert "refused: " in result.output and "closed in this process" in result.output
 
 
 USED = """
@@ -254,7 +186,7 @@ def test_used_before_open_where_no_engine_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(CHOSEN_BACKEND is not None, reason="chooses the backends itself")
-@pytest.mark.parametrize("backend", ["auto", "tensorflow", "tcp"])
+@pytest.mark.parametrize("backend", ["tensorflow", "tcp"])
 def test_a_dead_proxy_in_the_environment(tmp_path: Path, backend: str) -> None:
     """gRPC would reach the other ranks through it. ``test_mpi`` has MPI."""
     limits = {"NPU_DEVICE_STALL_WARNING": "2", "NPU_DEVICE_STALL_TIMEOUT": "4", "no_proxy": "elsewhere"}
@@ -296,20 +228,27 @@ value.assign_add(tf.fill([300_000], float(rank)))
 step = tf.function(lambda: npu.distribute.all_reduce(value, "sum"))
 print("sum", float(step()[-1]), value.device)
 """
-    for result in job.run(tmp_path, 3, script, **all_through(backend)):
+    for result in job.run(tmp_path, 2, script, **all_through(backend)):
         assert result.code == 0, result.output
-        assert "sum 6.0 /job:localhost" in result.output
+        assert "sum 3.0 /job:localhost" in result.output
 
 
-def test_forgotten_open_is_made_good(tmp_path: Path) -> None:
+def test_forgotten_open_is_made_good_and_close_ends_it(tmp_path: Path) -> None:
     script = """
 import numpy as np
 import npu_device as npu
 print("sum", float(npu.distribute.all_reduce(np.float32(1.0), "sum")))
+npu.close()
+npu.close()
+try:
+    npu.distribute.all_reduce(np.float32(1.0), "sum")
+except RuntimeError as error:
+    print("refused:", error)
 """
     for result in job.run(tmp_path, 2, script):
         assert result.code == 0, result.output
         assert "sum 2.0" in result.output
+        assert "refused: " in result.output and "closed in this process" in result.output
 
 
 def test_forgotten_open_that_comes_too_late_raises(tmp_path: Path) -> None:
@@ -322,14 +261,6 @@ npu.distribute.all_reduce(tf.constant(1.0), "sum")
     for result in job.run(tmp_path, 2, script, **all_through("tensorflow")):
         assert result.code == 1
         assert "npu.open().as_default()" in result.output
-
-
-def test_a_job_that_tf_config_describes_in_part_is_refused(tmp_path: Path) -> None:
-    config = {"sparseCluster": {"worker": {"1": "b:1"}}, "task": {"type": "worker", "index": 1}}
-    variables = {"TF_CONFIG": json.dumps(config)}
-    [result] = job.finish(job.start_each(tmp_path, "import npu_device as npu\nnpu.open()\n", [variables]))
-    assert result.code == 1
-    assert "has a sparseCluster and no cluster" in result.output
 
 
 TRANSFERS = (
@@ -370,9 +301,9 @@ def test_a_rank_that_stops_while_its_data_are_sent(tmp_path: Path, backend: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["tensorflow", "tcp"])
-def test_a_rank_that_is_killed_while_its_data_are_sent(tmp_path: Path, backend: str) -> None:
-    results = job.run(tmp_path, 3, TRANSFERS.replace("{signal}", "SIGKILL"), **all_through(backend))
+def test_a_rank_that_is_killed_while_its_data_are_sent(tmp_path: Path) -> None:
+    """TensorFlow crashed."""
+    results = job.run(tmp_path, 3, TRANSFERS.replace("{signal}", "SIGKILL"), **all_through("tensorflow"))
     for other in (results[0], results[2]):
         assert other.code == 3, other.output
         assert "rank 1 on host node0" in other.output

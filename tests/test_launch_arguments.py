@@ -16,27 +16,27 @@ ARGV = "import sys; print(sys.argv[1:])"
 
 
 @pytest.mark.parametrize("option", ["-n2", "--nproc-per-node=2", "--nproc_per_node=2"])
-def test_number_of_ranks(tmp_path: Path, option: str) -> None:
-    done = npurun(option, script(tmp_path, "print('here')"))
-    assert done.returncode == 0
-    assert sorted(done.stdout.splitlines()) == [b"[0] here", b"[1] here"]
+def test_number_of_ranks(option: str) -> None:
+    assert parse([option, "echo"]).nproc_per_node == 2
 
 
 @pytest.mark.parametrize(
     "arguments", [["-n", "5"], ["--lr=0.1", "--help"], ["--", "-m", "x y"], ["a", "--", "--tee"], ["--log-dir", "ä"]]
 )
 def test_arguments_of_the_script_are_left_alone(tmp_path: Path, arguments: list[str]) -> None:
-    done = npurun(script(tmp_path, ARGV), *arguments)
-    assert done.stdout.decode() == f"[0] {arguments}\n"
+    path = script(tmp_path, ARGV)
+    assert parse([path, *arguments]).command == (sys.executable, "-u", path, *arguments)
 
 
 @pytest.mark.parametrize("option", ["-n", "-np", "--nproc-per-node"])
-def test_number_of_ranks_after_the_script_is_hinted_at(tmp_path: Path, option: str) -> None:
+def test_number_of_ranks_after_the_script_is_hinted_at(
+    tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = script(tmp_path, ARGV)
-    done = npurun(path, option, "2")
-    assert done.stdout.decode() == f"[0] ['{option}', '2']\n"
-    assert f"For 2 ranks: npurun -n 2 {path}" in done.stderr.decode()
-    assert b"npurun -n" not in npurun("-n", "2", path, option, "2").stderr
+    parse([path, option, "2"])
+    assert f"For 2 ranks: npurun -n 2 {path}" in capsys.readouterr().err
+    parse(["-n", "2", path, option, "2"])
+    assert capsys.readouterr().err == ""
 
 
 def test_module(tmp_path: Path) -> None:
@@ -71,23 +71,23 @@ def test_help_is_short() -> None:
         (["no_such_program"], "no such script or program: no_such_program"),
         (["."], "is a directory"),
         (["plain"], "chmod +x"),
-        (["-n", "cpu", "plain"], "must be a positive integer; found 'cpu'"),
-        (["-n", "0", "plain"], "must be a positive integer; found '0'"),
+        (["-n", "cpu", "plain"], "'cpu' is not a whole number of at least 1, or auto"),
+        (["-n", "0", "plain"], "'0' is not a whole number of at least 1"),
         (["-np", "4", "-n", "2", "plain"], "npurun -np 4 -H a:N,b:N; or npurun -n 2"),
         (["-np", "4", "--nnodes", "2", "plain"], "or npurun -n 2 --nnodes 2"),
         (["-np", "3", "-H", "a:2,b:2", "plain"], "gives 2 on a, 1 on b"),
         (["-np", "4", "-H", "a:3,b:1", "plain"], "npurun -np 4 -H a:2,b:2"),
         (["-np", "5", "-H", "a:2,b:2", "plain"], "npurun -np 4 -H a:2,b:2"),
-        (["-n", "two", "plain"], "must be a positive integer; found 'two'"),
+        (["-n", "two", "plain"], "'two' is not a whole number of at least 1"),
         (["--tee", "good.py"], "--log-dir"),
         (["--nnodes", "2", "good.py"], "needs --node-rank and --master-addr"),
         (["--nnodes", "2", "--node-rank", "2", "--master-addr", "h", "good.py"], "it is 0 to 1"),
         (["--node-rank", "1", "good.py"], "it is 0 to 0"),
-        (["--master-port", "65536", "good.py"], "not a port"),
+        (["--master-port", "65536", "good.py"], "'65536' is not a whole number from 1 to 65535"),
         (["--job-id", "a b", "good.py"], "letters, digits"),
         (["--grace", "-1", "good.py"], "not a number of seconds"),
-        (["--max-restarts", "-1", "good.py"], "must be a non-negative integer; found '-1'"),
-        (["--nnodes", "3:2", "good.py"], "'3:2' is not MIN:MAX"),
+        (["--max-restarts", "-1", "good.py"], "'-1' is not a whole number of at least 0"),
+        (["--nnodes", "3:2", "good.py"], "'3:2' is not a number of nodes, or MIN:MAX"),
         (["--preempt-signal", "KILL", "good.py"], "is not one of SIGTERM, SIGUSR1, SIGUSR2"),
         (["--preempt-timeout", "0", "good.py"], "'0' is not a number above 0, at most 86400"),
         (["--tune", "good.py"], "What to do: trace the script with two splits"),
@@ -115,8 +115,6 @@ def test_wrong_usage(
         (["trace"], "npurun trace: error: the following arguments are required: DIR"),
         (["tune", "trace"], "npurun tune and npu-tune are gone"),
         (["check", "good.py"], "check runs its own script once"),
-        (["--master-addr", "no-such-host.invalid", "good.py"], "no-such-host.invalid"),
-        (["--master-addr", "192.0.2.1", "good.py"], "an address of this host"),
     ],
 )
 def test_wrong_usage_of_the_program(tmp_path: Path, arguments: list[str], expected: str) -> None:
@@ -129,11 +127,11 @@ def test_wrong_usage_of_the_program(tmp_path: Path, arguments: list[str], expect
 
 
 @pytest.mark.parametrize(("visible", "ranks"), [("0,1,GPU-8f", 3), ("", 1), ("-1", 1)])
-def test_a_rank_per_visible_gpu(tmp_path: Path, visible: str, ranks: int) -> None:
-    done = npurun(script(tmp_path, "print('here')"), CUDA_VISIBLE_DEVICES=visible, PET_NPROC_PER_NODE="7")
-    assert done.stdout.count(b"here") == ranks
-    assert npurun("-n", "2", "echo", "x", CUDA_VISIBLE_DEVICES=visible).stdout.count(b"x") == 2
-    assert npurun("-n", "auto", "echo", "x", CUDA_VISIBLE_DEVICES=visible).stdout.count(b"x") == ranks
+def test_a_rank_per_visible_gpu(visible: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "7")
+    found = [parse([*option, "echo"]).nproc_per_node for option in ([], ["-n", "2"], ["-n", "auto"])]
+    assert found == [ranks, 2, ranks]
 
 
 def test_commands_are_the_first_word_only(tmp_path: Path) -> None:
@@ -182,11 +180,14 @@ def test_platforms(
         ({**SKY_0, "SKYPILOT_NODE_IPS": ""}, "--nnodes 2 needs --master-addr"),
     ],
 )
-def test_platforms_that_say_too_little(variables: dict[str, str], expected: str) -> None:
-    done = npurun("echo", "ran", **variables)
-    assert done.returncode == 2
-    assert expected in " ".join(done.stderr.decode().split())
-    assert b"ran\n" not in done.stdout
+def test_platforms_that_say_too_little(
+    variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="2"):
+        parse(["echo", "ran"])
+    assert expected in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("platform", ["PET", "SKYPILOT"])

@@ -112,10 +112,10 @@ def test_the_first_failure_is_that_of_the_script_when_keras_adds_lines(tmp_path:
         tf.function(lambda: layer(tf.zeros([3, 1])))()
         """,
     )
-    for arguments in [], ["opens"]:  # its own record is read, or the end of its stderr
-        done = npurun("-n", "1", source, *arguments, TF_USE_LEGACY_KERAS="1" if keras == "2" else "0")
-        [line] = [line for line in done.stderr.decode().splitlines() if line.startswith("npurun: the first failure")]
-        assert line.endswith(" s after the start: ValueError: no 3 rows")
+    legacy, arguments = ("1", []) if keras == "2" else ("0", ["opens"])  # the end of its stderr is read, or its record
+    done = npurun("-n", "1", source, *arguments, TF_USE_LEGACY_KERAS=legacy)
+    [line] = [line for line in done.stderr.decode().splitlines() if line.startswith("npurun: the first failure")]
+    assert line.endswith(" s after the start: ValueError: no 3 rows")
 
 
 def test_a_consequence_is_never_the_first(tmp_path: Path) -> None:

@@ -45,8 +45,10 @@ def left(pids: list[int]) -> list[int]:
     return [pid for pid in pids if is_running(pid)]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-@pytest.mark.parametrize("to_group", [True, False])
+@pytest.mark.parametrize(
+    ("number", "code", "to_group"),
+    [(signal.SIGINT, 130, True), (signal.SIGTERM, 143, False), (signal.SIGHUP, 129, True)],
+)
 def test_one_signal_stops_everybody(tmp_path: Path, number: int, code: int, to_group: bool) -> None:
     launch, pids = waiting(tmp_path, "polite")
     if to_group:  # as a terminal does

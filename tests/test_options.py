@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from npu_device._src.options import GlobalOptions, Option, OptionGroup, global_options
-from npu_device._src.options.__main__ import page
 from npu_device._src.options.table import GLOBAL_OPTIONS
 
 RULES = GLOBAL_OPTIONS.rules()
@@ -40,11 +39,6 @@ def test_there_is_one_object() -> None:
 def test_importing_the_options_does_not_import_tensorflow() -> None:
     check = "import sys, npu_device._src.options; assert 'tensorflow' not in sys.modules"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
-
-
-def test_the_page_in_docs_is_up_to_date() -> None:
-    written = Path(__file__).parent.parent / "docs" / "options.md"
-    assert written.read_text() == page(), "run: python -m npu_device._src.options > docs/options.md"
 
 
 @pytest.mark.parametrize("path", [path for path, _ in RULES])

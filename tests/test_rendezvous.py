@@ -34,9 +34,8 @@ start = pytest.fixture(started, name="start")
 # They find each other
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "chief_first"), [(2, True), (3, False)])
 @pytest.mark.parametrize("scheme", ["rank table", "CM_*", "CM_* IPv6", "TF_CONFIG"])
-@pytest.mark.parametrize("chief_first", [True, False])
 def test_they_find_each_other(scheme: str, size: int, chief_first: bool, start: Any, tmp_path: Path) -> None:
     port = free_port()
     environments = [
@@ -106,9 +105,12 @@ def test_a_table_of_two_servers(start: Any, tmp_path: Path) -> None:
     assert clusters[1]["addresses"] == ["127.0.0.1"] * 2
 
 
-def test_the_port_can_be_bound_and_is_given_to_nobody_else() -> None:
-    reserved = ReservedPort()
-    reserved.leave_to_tensorflow()
+@pytest.mark.parametrize("ports", [None, (61300, 61331)])
+def test_the_port_can_be_bound_and_is_given_to_nobody_else(ports: tuple[int, int] | None) -> None:
+    reserved, second = ReservedPort(ports), ReservedPort(ports)
+    assert reserved.number != second.number
+    second.close()
+    reserved.leave_to_server()
     others = []
     for _ in range(200):
         other = socket.socket()
@@ -120,7 +122,7 @@ def test_the_port_can_be_bound_and_is_given_to_nobody_else() -> None:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind(("::", reserved.number))
         server.listen()
-    for other in others:
+    for other in (*others, reserved):
         other.close()
 
 

@@ -11,7 +11,7 @@ import pytest
 from launcher import is_running, npurun, script, start, wait_for_files, wait_until
 from ranks import free_port
 
-from npu_device.launch.failures import Failure, cause_of
+from npu_device.launch.failures import examine
 from npu_device.launch.processes import Exit
 
 AGAIN = ("--restart-backoff", "0.1", "--max-restarts")
@@ -247,5 +247,5 @@ ValueError: in user code:"""
     ],
 )
 def test_the_place_of_a_failure(status: int, stderr: str, place: str | None) -> None:
-    failure = Failure(2, Exit(status, 0.0), None, False, tuple(stderr.splitlines()))
-    assert cause_of(failure, "here").place == place
+    failure, _ = examine(2, "here", Exit(status, 0.0), "no such file", False, stderr.splitlines())
+    assert failure.place == place

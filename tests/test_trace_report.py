@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import struct
-import zlib
 from collections.abc import Sequence
-from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import chromium
 import perfetto
@@ -256,71 +254,19 @@ def test_perfetto_reads_all_of_the_trace(tmp_path: Path) -> None:
     assert arrows == [["Iteration 2", "FP_BP Time 2", 5_000_000]] * 2
 
 
-class _Checker(HTMLParser):
-    """Tags that are closed in order, and everything that a page would load."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.loads: list[str] = []
-        self.counts: dict[str, int] = {}
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.counts[tag] = self.counts.get(tag, 0) + 1
-        self.loads += [f"{tag} {name}" for name, _ in attrs if name in ("src", "href", "srcset", "data", "action")]
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.counts[tag] = self.counts.get(tag, 0) + 1
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
+def test_the_page_draws_a_step_and_loads_nothing(tmp_path: Path) -> None:
     hostile = ("<b>&x", "a")
-    write(tmp_path, [trace(0, hosts=hostile), trace(1, hosts=hostile)])
+    write(tmp_path, [trace(0, hosts=hostile), trace(1, hosts=hostile, slower=20)])
     write_all(tmp_path)
     text = (tmp_path / "report.html").read_text()
-    checker = _Checker()
-    checker.feed(text)
-    assert checker.open == [] and checker.loads == []
-    assert checker.counts["svg"] == 1 and "script" not in checker.counts and "link" not in checker.counts
+    assert not re.search(r"<script|<link|url\(|@import|\b(src|href|srcset|data|action)=", text)
     assert set(re.findall(r"https?://[^\"' <]+", text)) == {"http://www.w3.org/2000/svg"}
-    assert "url(" not in text and "@import" not in text
-    assert "<b>&x" not in text
-
-
-def _pixels(path: Path) -> tuple[int, int, set[tuple[int, ...]]]:
-    """Width, height and colours of a PNG with 8 bits a channel."""
-    data = path.read_bytes()
-    position, packed, header = 8, b"", b""
-    while position < len(data):
-        length, kind = struct.unpack(">I4s", data[position : position + 8])
-        body = data[position + 8 : position + 8 + length]
-        header = body if kind == b"IHDR" else header
-        packed += body if kind == b"IDAT" else b""
-        position += length + 12
-    width, height, depth, kind = struct.unpack(">IIBB", header[:10])
-    assert depth == 8
-    each = {2: 3, 6: 4}[kind]
-    raw, before, colours = zlib.decompress(packed), bytes(width * each), set()
-    for row in range(height):
-        begin = row * (width * each + 1)
-        line, how = bytearray(raw[begin + 1 : begin + 1 + width * each]), raw[begin]
-        for at in range(len(line)):
-            left = line[at - each] if at >= each else 0
-            up, corner = before[at], before[at - each] if at >= each else 0
-            if how == 4:
-                guess = left + up - corner
-                near = min((left, up, corner), key=lambda value: abs(guess - value))
-            else:
-                near = (0, left, up, (left + up) // 2)[how]
-            line[at] = (line[at] + near) & 255
-        colours.update(tuple(line[at : at + 3]) for at in range(0, len(line), each))
-        before = bytes(line)
-    return width, height, colours
+    assert "<b>&x" not in text and "<pre>10 gradients" in text
+    [svg] = re.findall(r"<svg.*</svg>", text)
+    bars = [bar for bar in ElementTree.fromstring(svg) if bar.tag.endswith("rect")]
+    assert {bar.get("fill") for bar in bars} == set(COLOURS.values())
+    [exposed] = [bar[0].text for bar in bars if bar.get("fill") == COLOURS["exposed reduction"]][:1]
+    assert exposed == "rank 0, segment 0: gradients 0 to 8, 9.0 MB, 27.00 ms"
 
 
 @pytest.mark.skipif(not chromium.AVAILABLE, reason="no chromium")
@@ -329,7 +275,4 @@ def test_a_browser_draws_the_page(tmp_path: Path) -> None:
     write_all(tmp_path)
     picture = tmp_path / "page.png"
     chromium.draw((tmp_path / "report.html").as_uri(), tmp_path, picture, "640,1400")
-    width, height, colours = _pixels(picture)
-    assert (width, height) == (640, 1400)
-    drawn = {tuple(bytes.fromhex(colour[1:])) for colour in COLOURS.values()}
-    assert drawn <= colours, drawn - colours
+    assert picture.stat().st_size > 20_000, "an empty page takes a tenth"

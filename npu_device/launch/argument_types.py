@@ -1,6 +1,4 @@
-"""What the values of npurun's options may be, and what they are by default, as platforms say it. Each function of the
-first part parses one kind of value, or raises ``ArgumentTypeError``.
-"""
+"""What the values of the options of npurun may be, and what they are by default, as platforms give them."""
 
 from __future__ import annotations
 
@@ -8,74 +6,57 @@ import argparse
 import re
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable, TypeVar
 
 from npu_device._src import environment
 from npu_device._src.collectives.gpu_choice import visible_names
+from npu_device._src.environment import forms
+from npu_device._src.environment.variable import Form
 
 AUTO = "auto"  # the default of --nproc-per-node
-_JOB_ID = re.compile(r"[A-Za-z0-9_-]+")
+_Value = TypeVar("_Value")
 
 
-def ranks(text: str) -> int | str:
-    return text if text == AUTO else count(text, 1)
+def _of(form: Form[_Value]) -> Callable[[str], _Value]:
+    """Return the function that parses an argument of a form."""
+
+    def parse(text: str) -> _Value:
+        try:
+            return form.parse(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {form.expected}") from None
+
+    return parse
 
 
-def positive(text: str) -> int:
-    return count(text, 1)
+def _nodes(text: str) -> tuple[int, int]:
+    return int(text.partition(":")[0]), forms.most_nodes(text)
 
 
-def count(text: str, low: int = 0) -> int:
-    if not text.isdecimal() or int(text) < low:
-        raise argparse.ArgumentTypeError(f"must be a {'positive' if low else 'non-negative'} integer; found {text!r}")
-    return int(text)
+def _seconds(text: str) -> float:
+    if not 0 <= (value := float(text)) < float("inf"):
+        raise ValueError(text)
+    return value
 
 
-def nodes(text: str) -> tuple[int, int]:
-    """Parse ``2``, or ``2:4`` for the fewest and the most nodes."""
-    fewest, colon, most = text.partition(":")
-    found = count(fewest, 1), count(most if colon else fewest, 1)
-    if found[0] > found[1]:
-        raise argparse.ArgumentTypeError(f"{text!r} is not MIN:MAX")
-    return found
-
-
-def signal_number(text: str) -> int:
-    form = environment.NPU_DEVICE_PREEMPT_SIGNAL.form
-    try:
-        return int(signal.Signals[form.parse(text)])
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {form.expected}") from None
-
-
-def port(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port (1 to 65535)")
-    return int(text)
-
-
-def seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return seconds
-
-
-def preempt_seconds(text: str) -> float:
-    form = environment.NPU_DEVICE_PREEMPT_TIMEOUT.form  # the ranks get the limit in this variable
-    try:
-        return form.parse(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {form.expected}") from None
-
-
-def job_id(text: str) -> str:
-    if not _JOB_ID.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text!r}: a job id has letters, digits, '-' and '_' only")
+def _job_id(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", text):
+        raise ValueError(text)
     return text
+
+
+count, positive, port = _of(forms.INDEX), _of(forms.COUNT), _of(forms.PORT)
+ranks = _of(Form(lambda text: text if text == AUTO else forms.COUNT.parse(text), f"{forms.COUNT.expected}, or {AUTO}"))
+nodes = _of(Form(_nodes, "a number of nodes, or MIN:MAX"))
+seconds = _of(Form(_seconds, "a number of seconds"))
+job_id = _of(Form(_job_id, "letters, digits, '-' and '_'"))
+preempt_seconds = _of(environment.NPU_DEVICE_PREEMPT_TIMEOUT.form)  # the ranks get the limit in this variable
+preempt_signal = _of(
+    Form(
+        lambda text: int(signal.Signals[environment.NPU_DEVICE_PREEMPT_SIGNAL.form.parse(text)]),
+        environment.NPU_DEVICE_PREEMPT_SIGNAL.form.expected,
+    )
+)
 
 
 def of_platform() -> tuple[str, dict[str, Any]]:
@@ -90,7 +71,7 @@ def of_platform() -> tuple[str, dict[str, Any]]:
     most, nodes = environment.PET_NNODES.get(), environment.SKYPILOT_NUM_NODES.get()
     if most is not None:
         return environment.PET_NNODES.name, {
-            "nnodes": (int((environment.PET_NNODES.raw() or "").partition(":")[0]), most),
+            "nnodes": _nodes(environment.PET_NNODES.raw() or ""),
             "node_rank": environment.PET_NODE_RANK.get(),
             "master_addr": environment.PET_MASTER_ADDR.get(),
             "master_port": environment.PET_MASTER_PORT.get(),

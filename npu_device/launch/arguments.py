@@ -12,7 +12,21 @@ from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.cluster.frames import counted
-from npu_device.launch import argument_types, host_list
+from npu_device.launch import host_list
+from npu_device.launch.argument_types import (
+    AUTO,
+    count,
+    job_id,
+    nodes,
+    of_platform,
+    port,
+    positive,
+    preempt_seconds,
+    preempt_signal,
+    ranks,
+    ranks_per_node,
+    seconds,
+)
 
 DEFAULT_PORT = 29688  # the port that Ascend's own launch scripts use for the chief
 LOOPBACK = frozenset(("localhost", "127.0.0.1"))
@@ -117,8 +131,8 @@ def parse(argv: Sequence[str]) -> Options:
     again = given.max_restarts or given.max_preemptions or fewest < nnodes
     if given.check and (given.script or given.trace or again):
         parser.error("check runs its own script once: omit the script, --trace, --max-restarts and MIN:MAX nodes")
-    if given.nproc_per_node == argument_types.AUTO:  # each of --hosts counts its own GPUs
-        given.nproc_per_node = 0 if slots else argument_types.ranks_per_node()
+    if given.nproc_per_node == AUTO:  # each of --hosts counts its own GPUs
+        given.nproc_per_node = 0 if slots else ranks_per_node()
     if given.nproc_per_node == 1 == nnodes:
         _hint_at_options_after_script(given.module, given.script)
     given.node_rank = given.node_rank or 0
@@ -138,7 +152,7 @@ def parse(argv: Sequence[str]) -> Options:
 def _take_from_platform(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     """Complete the arguments from a platform's variables; the command line takes precedence."""
     try:
-        variable, found = argument_types.of_platform()
+        variable, found = of_platform()
     except ValueError as error:
         parser.error(str(error))
     given.nnodes = given.nnodes or found.get("nnodes", (1, 1))
@@ -155,7 +169,7 @@ def _take_from_platform(parser: argparse.ArgumentParser, given: argparse.Namespa
 def _hosts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[tuple[str, int | None]]:
     """Return the hosts of --hosts or --hostfile, and complete the other arguments from them."""
     total = given.num_proc
-    if total is not None and (given.nproc_per_node != argument_types.AUTO or given.nnodes is not None):
+    if total is not None and (given.nproc_per_node != AUTO or given.nnodes is not None):
         nnodes = given.nnodes[1] if given.nnodes else 1
         each = f"-n {max(1, total // nnodes)} --nnodes {nnodes}" if nnodes > 1 else f"-n {given.nproc_per_node}"
         parser.error(
@@ -175,11 +189,11 @@ def _hosts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[t
     except (OSError, ValueError) as error:
         parser.error(f"{'--hosts' if given.hostfile is None else '--hostfile'}: {error}")
     numbers = {number for _, number in found if number is not None}
-    if given.nproc_per_node != argument_types.AUTO:
+    if given.nproc_per_node != AUTO:
         numbers.add(given.nproc_per_node)
     if len(numbers) > 1:
         parser.error(f"npurun starts the same number of ranks on each host; found {sorted(numbers)}")
-    given.nproc_per_node = next(iter(numbers), argument_types.AUTO)
+    given.nproc_per_node = next(iter(numbers), AUTO)
     fewest, most = given.nnodes or (1, 1)
     if most not in (1, len(found)):
         parser.error(f"--nnodes {most}: the list has {counted(len(found), 'host')}")
@@ -215,69 +229,48 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # an abbreviation that works today breaks when a second option begins with it
     )
-    ranks = "ranks per node, or auto: one per visible GPU, or one rank without GPUs (default auto)"
-    _add(
-        parser,
-        "-n",
-        "--nproc-per-node",
-        type=argument_types.ranks,
-        default=argument_types.AUTO,
-        metavar="N",
-        help=ranks,
-    )
+    each = "ranks per node, or auto: one per visible GPU, or one rank without GPUs (default auto)"
+    _add(parser, "-n", "--nproc-per-node", type=ranks, default=AUTO, metavar="N", help=each)
     _add(parser, "-m", "--module", action="store_true", help="the script is the name of a module, as with python -m")
     _add(parser, "--log-dir", metavar="DIR", help="write to DIR/rank<N>.log, not to the console")
     _add(parser, "--tee", action="store_true", help="with --log-dir: write to the console as well")
-    _add(
-        parser,
-        "--job-id",
-        type=argument_types.job_id,
-        metavar="ID",
-        help="name of the job (default $JOB_ID, else a new one)",
-    )
+    _add(parser, "--job-id", type=job_id, metavar="ID", help="name of the job (default $JOB_ID, else a new one)")
     grace = "seconds until running ranks are killed (default 5)"
-    _add(parser, "--grace", type=argument_types.seconds, default=5.0, metavar="S", help=grace)
+    _add(parser, "--grace", type=seconds, default=5.0, metavar="S", help=grace)
     _add(parser, "--trace", metavar="DIR", help="write a trace of the iterations and a report to DIR")
     parser.add_argument("--tune", action="store_true", help=argparse.SUPPRESS)  # until 0.3.0: gone since 0.2.0
     horovod = "let import horovod find npu_device.horovod"
     _add(parser, "--horovod", action="store_true", help=horovod)
     unchanged = "train an unchanged Keras script (--seed N: the seed)"
     _add(parser, "--replicate", action="store_true", help=unchanged)
-    parser.add_argument("--seed", type=argument_types.count, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=count, default=1, help=argparse.SUPPRESS)
     _add(parser, "--check", action="store_true", help=argparse.SUPPRESS)  # until 0.3.0; since 0.2.0: npurun check
     several = parser.add_argument_group("several nodes (run npurun once on each, or give --hosts)")
     _add(several, "--hosts", metavar="A:N,B:N", help="start all nodes from here, over ssh (also -H)")
     several.add_argument("-H", dest="hosts", help=argparse.SUPPRESS, default=argparse.SUPPRESS)
     _add(several, "--hostfile", metavar="FILE", help="the same, from lines such as: A slots=N")
     total = "number of ranks on all hosts together"
-    several.add_argument("-np", dest="num_proc", type=argument_types.positive, metavar="N", help=total)
+    several.add_argument("-np", dest="num_proc", type=positive, metavar="N", help=total)
     several_nodes = "number of nodes (default 1); MIN:MAX: start with MAX nodes, continue with MIN or more"
-    _add(several, "--nnodes", type=argument_types.nodes, metavar="N", help=several_nodes)
+    _add(several, "--nnodes", type=nodes, metavar="N", help=several_nodes)
     _add(several, "--node-rank", type=int, metavar="R", help="number of this node, from 0")
     _add(several, "--master-addr", metavar="ADDR", help="address or name of node 0 (one node: 127.0.0.1)")
     where = f"port of node 0 where the ranks meet (default {DEFAULT_PORT}; one node: a free one)"
-    _add(several, "--master-port", type=argument_types.port, metavar="PORT", help=where)
+    _add(several, "--master-port", type=port, metavar="PORT", help=where)
     rejoin = "seconds that nodes wait for each other before a start (default 300)"
-    _add(several, "--rejoin-timeout", type=argument_types.seconds, default=300.0, metavar="S", help=rejoin)
+    _add(several, "--rejoin-timeout", type=seconds, default=300.0, metavar="S", help=rejoin)
     again = parser.add_argument_group("failures and preemption (npurun docs reliability)")
-    _add(
-        again,
-        "--max-restarts",
-        type=argument_types.count,
-        default=0,
-        metavar="N",
-        help="start a failed job again (default 0)",
-    )
+    _add(again, "--max-restarts", type=count, default=0, metavar="N", help="start a failed job again (default 0)")
     taken = "continue N times when a node is taken away (default: any number; 0: end the job)"
-    _add(again, "--max-preemptions", type=argument_types.count, metavar="N", help=taken)
+    _add(again, "--max-preemptions", type=count, metavar="N", help=taken)
     backoff = "seconds before a restart, doubled each time up to 60 (default 1)"
-    _add(again, "--restart-backoff", type=argument_types.seconds, default=1.0, metavar="S", help=backoff)
+    _add(again, "--restart-backoff", type=seconds, default=1.0, metavar="S", help=backoff)
     preempt = "signal that asks the ranks to write a checkpoint and stop (default TERM)"
     default = environment.NPU_DEVICE_PREEMPT_SIGNAL.raw() or "TERM"
-    _add(again, "--preempt-signal", type=argument_types.signal_number, default=default, metavar="SIG", help=preempt)
+    _add(again, "--preempt-signal", type=preempt_signal, default=default, metavar="SIG", help=preempt)
     limit = environment.NPU_DEVICE_PREEMPT_TIMEOUT.raw() or "25"
     within = "seconds that the ranks have to do that (default 25)"
-    _add(again, "--preempt-timeout", type=argument_types.preempt_seconds, default=limit, metavar="S", help=within)
+    _add(again, "--preempt-timeout", type=preempt_seconds, default=limit, metavar="S", help=within)
     # One positional for both: argparse would swallow a "--" between a script and its arguments.
     parser.add_argument(
         "script", nargs=argparse.REMAINDER, help="a .py file, a program, or with -m a module, and its arguments"

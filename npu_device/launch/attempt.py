@@ -16,10 +16,11 @@ from typing import Any, BinaryIO
 from npu_device._src import environment
 from npu_device._src.cluster.errors import RESUMABLE
 from npu_device._src.cluster.frames import ranges
+from npu_device._src.cluster.tracebacks import without_libraries
 from npu_device._src.membership.rank_environment import rank_table
 from npu_device.launch import child_environment, failures
 from npu_device.launch.arguments import Options
-from npu_device.launch.failures import Cause, cause_of
+from npu_device.launch.failures import Failure
 from npu_device.launch.guard import Guard
 from npu_device.launch.meeting import Meeting
 from npu_device.launch.output import Console, Pump
@@ -40,13 +41,13 @@ class Outcome:
             the launcher, or 126 if a rank can't be started.
         interrupted: the launcher received a signal.
         preempted: the platform takes this node away: all signals asked for a resumable end.
-        causes: the failures of the node's ranks, first causes first.
+        failures: of the ranks of the node, first causes first.
     """
 
     code: int
     interrupted: bool = False
     preempted: bool = False
-    causes: tuple[Cause, ...] = ()
+    failures: tuple[Failure, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -221,8 +222,7 @@ class Attempt:
             self._hint_if_no_rank_opened()
             return Outcome(0, supervisor.interrupted, supervisor.preempted)
         ordered = failures.in_order(found)
-        host = socket.gethostname()
-        self._console.say(failures.summary(ordered, self._world_size, len(self._meeting.nodes), host, self._started))
+        self._console.say(failures.summary(ordered, self._world_size, len(self._meeting.nodes), self._started))
         done = [end for end in self._processes if end.exit and end.exit.status == 0 and end.exit.time < ordered[0].time]
         if done:
             ranks = ranges({process.rank for process in done})
@@ -231,20 +231,20 @@ class Attempt:
         if self._options.log_dir is not None:
             where = self._log_file(self._options.log_dir, ordered[0].rank)
             self._console.say(f"its output is in {where}")
-        evidence, left_out = ordered[0].evidence()
+        evidence, left_out = without_libraries("".join(line + "\n" for line in found[ordered[0]]))
         self._console.write(2, evidence.encode(errors="backslashreplace"))
         if left_out:
             self._console.say(f"frames of libraries left out: {left_out}; the whole traceback is in {where}")
-        causes = tuple(cause_of(failure, host) for failure in ordered)
-        return Outcome(ordered[0].code, supervisor.interrupted, supervisor.preempted, causes)
+        return Outcome(ordered[0].code, supervisor.interrupted, supervisor.preempted, tuple(ordered))
 
-    def _failures(self, asked_at: float | None) -> list[failures.Failure]:
+    def _failures(self, asked_at: float | None) -> dict[Failure, list[str]]:
+        """Return the failed ranks, each with its traceback."""
         found = []
         for process, pump in zip(self._processes, self._stderr):
-            rank = process.rank
-            if process.exit is not None and process.exit.status not in (0, RESUMABLE):
-                stopped = asked_at is not None and process.exit.time >= asked_at
-                stderr = tuple(line.decode(errors="replace") for line in pump.tail)
-                record = failures.read_record(self._error_file(rank))
-                found.append(failures.Failure(rank, process.exit, record, stopped, stderr))
-        return found
+            end = process.exit
+            if end is not None and end.status not in (0, RESUMABLE):
+                stopped = asked_at is not None and end.time >= asked_at
+                stderr = [line.decode(errors="replace") for line in pump.tail]
+                record = self._error_file(process.rank)
+                found.append(failures.examine(process.rank, socket.gethostname(), end, record, stopped, stderr))
+        return dict(found)

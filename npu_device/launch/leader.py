@@ -28,7 +28,7 @@ from npu_device._src.cluster.time_limits import (
 from npu_device._src.version import __version__
 from npu_device.launch import meeting, node_links
 from npu_device.launch.attempt import FAILED, USAGE, Launch, Outcome
-from npu_device.launch.failures import Cause
+from npu_device.launch.failures import Failure
 from npu_device.launch.ledger import Decision, Ended, Ledger
 from npu_device.launch.node_links import Link
 
@@ -326,13 +326,13 @@ class Leader:
     def _end(self, node: int, message: dict[str, Any]) -> None:
         if node not in self._running:
             return
-        causes = tuple(Cause(**cause) for cause in message["causes"])
-        outcome = Outcome(message["code"], message["interrupted"], message["preempted"], causes)
+        failures = tuple(Failure(**failure) for failure in message["failures"])
+        outcome = Outcome(message["code"], message["interrupted"], message["preempted"], failures)
         self._outcomes[node] = outcome
         self._running.discard(node)
         self._idle.add(node)
         if outcome.code not in (0, RESUMABLE):
-            self._stop(f"node {node}: {causes[0] if causes else 'stopped'}")
+            self._stop(f"node {node}: {failures[0] if failures else 'stopped'}")
         elif outcome.code == RESUMABLE and self._deadline is None:
             self._deadline = time.monotonic() + self._options.preempt_timeout
 

@@ -12,7 +12,7 @@ from npu_device._src.cluster.frames import counted, ranges
 from npu_device._src.cluster.time_limits import LONGEST_BACKOFF_SECONDS
 from npu_device.launch.arguments import Options
 from npu_device.launch.attempt import CANNOT_START, FAILED, Outcome
-from npu_device.launch.failures import first
+from npu_device.launch.failures import in_order
 
 _KEPT = 100  # attempts; of a job with more, the first ones are left out at the end
 
@@ -78,10 +78,10 @@ class Ledger:
     ) -> Decision:
         """Add an attempt that has ended."""
         outcomes = list(outcomes)
-        cause = first([cause for outcome in outcomes for cause in outcome.causes])
+        cause = next(iter(in_order(failure for outcome in outcomes for failure in outcome.failures)), None)
         codes = [outcome.code for outcome in outcomes]
         outlives = self._options.outlives_preemption
-        signalled = [one.code for one in outcomes if one.interrupted and not one.causes and one.code > 128]
+        signalled = [one.code for one in outcomes if one.interrupted and not one.failures and one.code > 128]
         code, why, place = 0, "succeeded", None
         if CANNOT_START in codes:
             code, why = CANNOT_START, "the ranks could not be started"
@@ -90,7 +90,7 @@ class Ledger:
         elif lost is not None:
             code, why = FAILED, lost if cause is None or cause.is_consequence else f"{cause}; {lost}"
         elif cause is not None:
-            code = next(outcome.code for outcome in outcomes if cause in outcome.causes)
+            code = next(outcome.code for outcome in outcomes if cause in outcome.failures)
             why, place = str(cause), cause.place
         elif RESUMABLE in codes:
             code, why = RESUMABLE, "stopped on request, resumable"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Callable
@@ -50,9 +49,7 @@ def prepare(options: Options, say: Callable[[str], None], count: int = 0, nodes:
     given = secret()
     made = secrets.token_hex(32) if not given and options.nnodes == 1 else None
     port = master_port(options)
-    if options.nnodes == 1:
-        _require_local(options.master_addr)
-    elif not given and options.node_rank == 0 and count == 0:
+    if options.nnodes > 1 and not given and options.node_rank == 0 and count == 0:
         say(NO_SECRET)
     job_id = options.job_id or environment.JOB_ID.raw()
     if not job_id and options.nnodes == 1:
@@ -82,15 +79,3 @@ def master_port(options: Options) -> int:
     """Return the port of node 0 that all nodes know."""
     allowed = environment.NPU_DEVICE_PORT_RANGE.get()
     return options.master_port or (allowed or (DEFAULT_PORT,))[0]
-
-
-def _require_local(address: str) -> None:
-    try:
-        family, kind, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind(place)
-    except OSError as error:
-        raise OSError(
-            f"can't listen on {address}: {error}\n"
-            "On a single node, --master-addr must be an address of this host; leave it out if in doubt."
-        ) from error

@@ -5,18 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
-import logging
 import os
 import resource
 import socket
 from collections.abc import Sequence
 
 from npu_device._src.cluster.errors import PortTakenError, RendezvousError
-from npu_device._src.cluster.time_limits import SELF_CONNECT_SECONDS
 
 _BACKLOG = 1024
-
-_log = logging.getLogger("npu_device")
 
 
 def allow_many_descriptors() -> None:
@@ -106,11 +102,8 @@ def listen_on_free(ports: Sequence[int] | None = None, hosts: Sequence[str] = ()
 
 
 class ReservedPort:
-    """A port of this host reserved for TensorFlow's server: the system gives it to no other process.
-
-    While the ranks exchange their ports, a listening socket holds it. ``leave_to_tensorflow`` replaces that with a
-    closed connection in TIME_WAIT: for about a minute the system doesn't assign the port, but an explicit bind with
-    SO_REUSEADDR, as gRPC does, succeeds.
+    """A port of this host that a server of somebody else is to have. Until ``close`` the system gives it to nobody who
+    doesn't ask for it.
 
     Args:
         ports: first and last usable port; default any.
@@ -120,26 +113,17 @@ class ReservedPort:
     """
 
     def __init__(self, ports: Sequence[int] | None = None) -> None:
-        self._socket = listen_on_free(ports)
+        # Other ranks try the ports of a range one by one, so that this one has to listen while they do.
+        self._socket = listen_on_free(ports) if ports else _bound_at(_interface(()), 0)
         self.number = int(self._socket.getsockname()[1])
 
-    def leave_to_tensorflow(self) -> None:
-        """Free the port for an explicit bind only."""
-        try:
-            self._socket.settimeout(SELF_CONNECT_SECONDS)
-            with socket.create_connection(("127.0.0.1", self.number), SELF_CONNECT_SECONDS) as client:
-                while True:
-                    accepted, peer = self._socket.accept()
-                    accepted.close()  # the side that closes first stays in TIME_WAIT
-                    if int(peer[1]) == client.getsockname()[1]:
-                        break
-        except OSError as error:  # no loopback interface: the port is free, but not reserved
-            _log.debug("port %d could not be reserved for TensorFlow's server: %s", self.number, error)
-        finally:
-            self.close()
+    def leave_to_server(self) -> None:
+        """Let a server bind the port explicitly, with SO_REUSEADDR as gRPC and the hub do."""
+        with contextlib.suppress(OSError):  # it doesn't listen
+            self._socket.shutdown(socket.SHUT_RDWR)  # it stays bound
 
     def close(self) -> None:
-        """Free the port."""
+        """Free the port; a server that has it by now keeps it."""
         self._socket.close()
 
 
@@ -150,14 +134,23 @@ def _interface(hosts: Sequence[str]) -> str:
 
 
 def _listening_at(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener = _bound_at(host, port)
     try:
-        if host == "::":
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # IPv4 too
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an earlier connection may be in TIME_WAIT
-        listener.bind((host, port))
         listener.listen(_BACKLOG)  # with SO_REUSEADDR two processes can bind the same port; only one can listen
     except OSError:
         listener.close()
         raise
     return listener
+
+
+def _bound_at(host: str, port: int) -> socket.socket:
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        if host == "::":
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # IPv4 too
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an earlier connection may be in TIME_WAIT
+        bound.bind((host, port))
+    except OSError:
+        bound.close()
+        raise
+    return bound

@@ -90,9 +90,6 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 1.0
 FIRST_PROGRESS_SECONDS, NEXT_PROGRESS_SECONDS = 10.0, 30.0
 """When a start that takes long is first reported, and between two reports."""
 
-SELF_CONNECT_SECONDS = 5.0
-"""One connection of a process to itself, which reserves its port."""
-
 # Talking to the hub
 
 SHORT_SECONDS = 10.0

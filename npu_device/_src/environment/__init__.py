@@ -1,7 +1,7 @@
 """The environment variables that the package reads; nothing else reads them.
 
 Each is a constant with its default, unit, expected form and meaning (``variable``, ``forms``), declared once, in the
-file of its owner. ``python -m npu_device._src.environment`` prints ``docs/environment.md`` from them. Their combined
+file of its owner. ``docs/environment.md`` lists them. Their combined
 meaning (which scheme describes the job) is left to ``membership.schemes``. Variables that the launcher passes to its
 ranks are left to ``npu_device.launch``.
 """

@@ -67,7 +67,7 @@ def most_nodes(text: str) -> int:
     """Parse ``4``, or ``2:4`` for the fewest and the most nodes; return the most."""
     fewest, colon, most = text.partition(":")
     numbers = [fewest, most] if colon else [fewest]
-    if not all(number.isdecimal() and int(number) > 0 for number in numbers):
+    if not all(number.isdecimal() and int(number) > 0 for number in numbers) or int(numbers[0]) > int(numbers[-1]):
         raise ValueError(text)
     return int(numbers[-1])
 

@@ -60,6 +60,8 @@ _KINDS = (
 
 LAUNCHERS = tuple(kind.launcher for kind in _KINDS)
 
+_reserved: list[ReservedPort] = []
+
 
 def read() -> Launched | None:
     """Return the place of this process; None if no ``mpiexec`` started it."""
@@ -119,7 +121,8 @@ def agree(launched: Launched) -> RendezvousAddress:
 
 def _choose() -> RendezvousAddress:
     port = ReservedPort(environment.NPU_DEVICE_PORT_RANGE.get())
-    port.leave_to_tensorflow()
+    port.leave_to_server()
+    _reserved.append(port)  # until the hub, which this rank starts, has it, and longer
     given = announced_address()
     hosts = [given] if given else [socket.gethostname(), *addresses_of_this_host()]
     return RendezvousAddress(tuple(hosts), port.number, secrets.token_hex(32).encode())

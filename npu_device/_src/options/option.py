@@ -13,7 +13,6 @@ class Rule:
     """The declaration of an option."""
 
     name: str
-    meaning: str  # what it does on an NPU, for the documentation page
     effect: str  # what it does here, for the documentation page
     default: Any = None  # value if nothing was assigned; None means unset, and then any type may be assigned
     allowed: tuple[Any, ...] = ()  # the values that may be assigned; empty means any

@@ -6,6 +6,7 @@ before TensorFlow has made its devices. TensorFlow's coordination service isn't 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 
 import tensorflow as tf
@@ -37,13 +38,26 @@ def start(job: Job) -> None:
             f"{cluster.name} finds no free port for TensorFlow's server: {error.strerror}.\n"
             "What to do: let NPU_DEVICE_PORT_RANGE have two ports for each rank of a host, plus one."
         ) from error
-    try:
+    with contextlib.closing(reserved):
         ports = job.store.gather("server/ports", reserved.number, timeout)
-        reserved.leave_to_tensorflow()
-    finally:
-        reserved.close()
-    addresses = [join_address(host, port) for host, port in zip(cluster.addresses, ports)]
+        reserved.leave_to_server()
+        addresses = [join_address(host, port) for host, port in zip(cluster.addresses, ports)]
+        _initialize(job, addresses, reserved.number)
     context = compat.eager_context()
+    job.server_addresses = tuple(addresses)
+    job.task = f"/job:{_JOB}/replica:0/task:{cluster.rank}"
+    # Rank 0 leads TensorFlow's collectives, and each rank's server still sends the last one's data to the others when
+    # this rank already has its result.
+    job.serves_others = True
+    job.store.barrier("server/up", timeout)
+    # TensorFlow may learn of a closed connection, and abort, before the hub has told that a rank is gone.
+    job.health.symptoms.append(lambda error: "Collective ops is aborted" in str(error))
+    job.health.on_stop(lambda text: context.abort_collective_ops(tf.errors.UNAVAILABLE, text))
+
+
+def _initialize(job: Job, addresses: list[str], port: int) -> None:
+    """Configure TensorFlow's context, and start the server with it."""
+    cluster, context = job.cluster, compat.eager_context()
     context.configure_collective_ops(
         collective_leader=_LEADER,
         use_nccl_communication=job.hosts.engine == "nccl",
@@ -66,7 +80,7 @@ def start(job: Job) -> None:
     environment.TF_GRPC_DEFAULT_OPTIONS.pass_on()
     environment.reach_without_proxy(cluster.addresses)
     _keep_freed_memory()
-    context.enable_collective_ops(compat.server_def({_JOB: addresses}, _JOB, cluster.rank, reserved.number, config))
+    context.enable_collective_ops(compat.server_def({_JOB: addresses}, _JOB, cluster.rank, port, config))
     try:
         context.ensure_initialized()
     except tf.errors.OpError as error:
@@ -75,15 +89,6 @@ def start(job: Job) -> None:
             "Likely cause: another program took the port in the meantime.\n"
             "What to do: start the job again."
         ) from error
-    job.server_addresses = tuple(addresses)
-    job.task = f"/job:{_JOB}/replica:0/task:{cluster.rank}"
-    # Rank 0 leads TensorFlow's collectives, and each rank's server still sends the last one's data to the others when
-    # this rank already has its result.
-    job.serves_others = True
-    job.store.barrier("server/up", timeout)
-    # TensorFlow may learn of a closed connection, and abort, before the hub has told that a rank is gone.
-    job.health.symptoms.append(lambda error: "Collective ops is aborted" in str(error))
-    job.health.on_stop(lambda text: context.abort_collective_ops(tf.errors.UNAVAILABLE, text))
 
 
 def _keep_freed_memory() -> None:
