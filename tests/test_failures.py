@@ -314,7 +314,8 @@ def test_a_rank_that_is_killed_while_its_data_are_sent(tmp_path: Path) -> None:
 def test_a_rank_that_goes_on_after_a_stop_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
     """Rank 1 is stopped amid transfers for longer than any limit of the kernel for data that nobody takes."""
     script = (
-        BEGIN
+        "from npu_device._src.cluster import time_limits\ntime_limits.UNACKNOWLEDGED_MILLISECONDS = 2000\n"
+        + BEGIN
         + """
 value = tf.ones([8_000_000])
 step = tf.function(lambda: npu.distribute.all_reduce(value, "sum"))
@@ -330,7 +331,7 @@ print("sum", [float(step()[-1]) for _ in range(40)][-1], flush=True)
             time.sleep(0.01)
         time.sleep(0.3)
         os.kill(ranks[1].pid, signal.SIGSTOP)
-        time.sleep(15)  # TCP_USER_TIMEOUT of other connections is 10 s
+        time.sleep(5)  # TCP_USER_TIMEOUT of other connections is 2 s here
         os.kill(ranks[1].pid, signal.SIGCONT)
         codes = [rank.wait(60) for rank in ranks]
     finally:
