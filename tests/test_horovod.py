@@ -176,6 +176,10 @@ def body_session() -> Any:
         if hvd.size() > 1:
             with pytest.raises(tf.errors.FailedPreconditionError, match=r"rank 1[\s\S]*What to do"):
                 session.run(hvd.allreduce(tf.zeros([1 + hvd.rank()])))
+            with pytest.raises(tf.errors.FailedPreconditionError, match="alltoall of rows with shape"):
+                session.run(hvd.alltoall(tf.zeros([6, 1 + hvd.rank()])))
+            with pytest.raises(tf.errors.InvalidArgumentError, match="pass splits"):
+                hvd.alltoall(tf.zeros([7 * hvd.size() + 1]))
     return end, gradients
 
 

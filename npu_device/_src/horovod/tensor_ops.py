@@ -260,21 +260,25 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None) -> Any:
         The received rows; with ``splits`` also how many came from each rank.
 
     Raises:
-        ValueError: rows that can't be divided evenly, or ``splits`` of another shape.
+        tf.errors.InvalidArgumentError: rows that can't be divided evenly, or ``splits`` of another shape.
+        ValueError: a scalar.
     """
     ranks, tensor = world(), _with_rows("alltoall", tensor)
     count = 1 if ranks is None else ranks.size
     if splits is None:
         if tensor.shape[0] is not None and tensor.shape[0] % count:
-            raise ValueError(f"alltoall: {tensor.shape[0]} rows can't be divided among {count} ranks; pass splits")
+            problem = f"alltoall: {tensor.shape[0]} rows can't be divided among {count} ranks; pass splits"
+            raise tf.errors.InvalidArgumentError(None, None, problem)
         mine = tf.fill([count], tf.shape(tensor)[0] // count)
     else:
         mine = tf.cast(compat.to_tensor(splits), tf.int32)
         if mine.shape.rank != 1 or mine.shape[0] not in (count, None):
-            raise ValueError(f"alltoall: splits has shape {mine.shape}; expected one entry for each of {count} ranks")
+            problem = f"alltoall: splits has shape {mine.shape}; expected one entry for each of {count} ranks"
+            raise tf.errors.InvalidArgumentError(None, None, problem)
     if ranks is None:
         return tensor if splits is None else (tensor, mine)
-    matrix = tf.reshape(ranks.gather(mine), [count, count])
+    # In a graph, nothing else compares the shapes of the rows.
+    matrix = tf.reshape(ranks.gather(mine, f"alltoall of rows with shape {tensor.shape[1:]}"), [count, count])
     row = tf.reduce_prod(tf.shape(tensor)[1:])
     flat = hccl_ops.all_to_all_v_c(tf.reshape(tensor, [-1]), matrix * row, ranks.rank)
     received = matrix[:, ranks.rank]
