@@ -169,13 +169,16 @@ def _alternate(items: list[pytest.Item]) -> list[pytest.Item]:
             kinds.setdefault(own, {}).setdefault(combined, []).append(item)
     left_out: set[pytest.Item] = set()
     for kinds in kinds_of.values():
-        most = max(map(len, kinds.values()))
-        if len(kinds) < most:  # not all combinations would have their turn
-            continue
-        for number, combinations in enumerate(kinds.values()):
+        rounds = max(len(kinds), *map(len, kinds.values()))
+        kept: dict[str, set[str]] = {}
+        for number in range(rounds):
+            own = list(kinds)[number % len(kinds)]
+            combinations = list(kinds[own])
             # A step aside after each round, or a parameter of as many values would always meet the same combination.
-            kept = list(combinations)[(number + number // most) % len(combinations)]
-            left_out.update(item for name in set(combinations) - {kept} for item in combinations[name])
+            aside = number // len(combinations) if len(kinds) > 1 else 0
+            kept.setdefault(own, set()).add(combinations[(number + aside) % len(combinations)])
+        for own, names in kept.items():
+            left_out.update(item for name in set(kinds[own]) - names for item in kinds[own][name])
     return [item for item in items if item not in left_out]
 
 

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import job
-from ranks import clean_environment, table_environment
+import pytest
+from ranks import table_environment
 
 SCRIPT = """
 import os, threading
@@ -66,31 +67,20 @@ print("inert")
 """
 
 
-def test_the_same_objects_and_nothing_created(tmp_path: Path) -> None:
-    [result] = job.run(tmp_path, 1, "import os\nos.chdir(os.path.dirname(__file__))\n" + SCRIPT)
+@pytest.mark.parametrize("has_table", [False, True], ids=["alone", "table of one device"])
+def test_the_same_objects_and_nothing_created(tmp_path: Path, has_table: bool) -> None:
+    table = {**table_environment(tmp_path, 1, 0), "JOB_ID": "10087"} if has_table else {}
+    [result] = job.run(tmp_path, 1, "import os\nos.chdir(os.path.dirname(__file__))\n" + SCRIPT, **table)
     assert result.code == 0, result.output
     assert "inert" in result.output
 
 
-def test_one_rank_with_a_table_of_one_device_is_inert_too(tmp_path: Path) -> None:
-    [result] = job.run(
-        tmp_path,
-        1,
-        "import os\nos.chdir(os.path.dirname(__file__))\n" + SCRIPT,
-        **{**table_environment(tmp_path, 1, 0), "JOB_ID": "10087"},
-    )
-    assert result.code == 0, result.output
-    assert "inert" in result.output
-
-
-def test_the_level_of_the_logger() -> None:
+def test_the_level_of_the_logger(tmp_path: Path) -> None:
     script = "import logging, npu_device as npu; npu.open(); logging.getLogger('npu_device').info('said')"
     for level, times in (("INFO", 1), ("warning", 0)):
-        environment = {**clean_environment(), "TF_CPP_MIN_LOG_LEVEL": "3", "NPU_DEVICE_LOG_LEVEL": level}
-        result = subprocess.run(
-            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
-        )
-        assert result.stderr.splitlines().count("said") == times
+        [ended] = job.run(tmp_path, 1, script, TF_CPP_MIN_LOG_LEVEL="3", NPU_DEVICE_LOG_LEVEL=level)
+        assert ended.code == 0
+        assert ended.output.splitlines().count("said") == times
 
 
 def test_the_launcher_does_not_import_tensorflow() -> None:

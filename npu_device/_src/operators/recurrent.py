@@ -10,6 +10,7 @@ leaves the state as it was.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -132,25 +133,15 @@ def dynamic_rnn(
     del is_training
     check_attributes("dynamic_rnn", **attributes)
 
-    def step(previous: tuple[tf.Tensor, ...], inputs: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor, ...]:
-        x_now, within = inputs
-        h, c = previous[1:3]
+    def cell(x_now: tf.Tensor, h: tf.Tensor, c: tf.Tensor) -> tuple[tf.Tensor, ...]:
         new_c, new_h, *gates = basic_lstm_cell(x_now, h, c, w, b, forget_bias=forget_bias)
-        return (
-            tf.where(within, new_h, tf.zeros_like(new_h)),
-            tf.where(within, new_h, h),
-            tf.where(within, new_c, c),
-            *gates,
-        )
+        return new_h, new_c, *gates
 
     with tf.name_scope(name or "DynamicRNN"):
         x = tf.convert_to_tensor(x)
         hidden = tf.shape(w)[1] // 4
-        h = _initial_state(x, init_h, hidden)
-        c = _initial_state(x, init_c, hidden)
-        zeros = tf.zeros_like(h)
-        results = tf.scan(step, (x, _mask(x, seq_length)), (zeros, h, c, *[zeros] * 5))
-        return tuple(results)
+        states = [_initial_state(x, state, hidden) for state in (init_h, init_c)]
+        return _over_time(cell, states, 5, seq_length, x)
 
 
 def dynamic_gru_v2(
@@ -244,29 +235,33 @@ def _forward(
 ) -> tuple[tf.Tensor, ...]:
     weight_input, weight_hidden, bias_input, bias_hidden = weights
 
-    def step(previous: tuple[tf.Tensor, ...], inputs: tuple[tf.Tensor, ...]) -> tuple[tf.Tensor, ...]:
-        x_now, within, attention = inputs
-        h = previous[1]
+    def cell(x_now: tf.Tensor, attention: tf.Tensor, h: tf.Tensor) -> tuple[tf.Tensor, ...]:
         from_input = tf.split(tf.matmul(x_now, weight_input) + bias_input, 3, axis=1)
         from_hidden = tf.split(tf.matmul(h, weight_hidden) + bias_hidden, 3, axis=1)
         update = tf.sigmoid(from_input[0] + from_hidden[0])
         reset = tf.sigmoid(from_input[1] + from_hidden[1])
         new = tf.tanh(from_input[2] + reset * from_hidden[2])
         update_att = (1 - attention) * update
-        new_h = update_att * h + (1 - update_att) * new
-        return (
-            tf.where(within, new_h, tf.zeros_like(h)),
-            tf.where(within, new_h, h),
-            update,
-            update_att,
-            reset,
-            new,
-            from_hidden[2],
-        )
+        return update_att * h + (1 - update_att) * new, update, update_att, reset, new, from_hidden[2]
 
-    h = _initial_state(x, init_h, tf.shape(weight_hidden)[0])
-    elements = (x, _mask(x, seq_length), _attention(x, weight_att))
-    return tuple(tf.scan(step, elements, (h, h, *[tf.zeros_like(h)] * 5)))
+    states = [_initial_state(x, init_h, tf.shape(weight_hidden)[0])]
+    return _over_time(cell, states, 5, seq_length, x, _attention(x, weight_att))
+
+
+def _over_time(
+    cell: Callable[..., tuple[tf.Tensor, ...]], states: list[tf.Tensor], gates: int, seq_length: Any, *inputs: tf.Tensor
+) -> tuple[tf.Tensor, ...]:
+    """Run a cell, which returns new states and gates, over sequences; return the outputs, states and gates by step."""
+
+    def step(previous: tuple[tf.Tensor, ...], now: tuple[tf.Tensor, ...]) -> tuple[tf.Tensor, ...]:
+        within, *inputs_now = now
+        before = previous[1 : len(states) + 1]
+        made = cell(*inputs_now, *before)
+        after = [tf.where(within, new, old) for new, old in zip(made, before)]
+        return (tf.where(within, made[0], tf.zeros_like(made[0])), *after, *made[len(states) :])
+
+    zeros = tf.zeros_like(states[0])
+    return tuple(tf.scan(step, (_mask(inputs[0], seq_length), *inputs), (zeros, *states, *[zeros] * gates)))
 
 
 def _mask(x: tf.Tensor, seq_length: Any) -> tf.Tensor:

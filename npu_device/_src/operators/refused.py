@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import inspect
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 from npu_device._src.collectives.group import WORLD_GROUP
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
+
+def _refused(because: str) -> Callable[[_Function], _Function]:
+    """Return a decorator that gives a function, which only raises, its docstring."""
+
+    def described(function: _Function) -> _Function:
+        names = ", ".join(inspect.signature(function).parameters)
+        function.__doc__ = (
+            f"Raise NotImplementedError: {because}.\n\nArgs:\n    {names}: ignored.\n\n"
+            "Raises:\n    NotImplementedError: always.\n"
+        )
+        return function
+
+    return described
+
+
+@_refused("TensorFlow has no such operation")
 def deformable_conv2d(*arguments: Any, **keywords: Any) -> NoReturn:
-    """Raise NotImplementedError: TensorFlow has no such operation.
-
-    Args:
-        *arguments: ignored.
-        **keywords: ignored.
-
-    Raises:
-        NotImplementedError: always.
-    """
-    del arguments, keywords
     raise NotImplementedError(
         "npu_cube_ops.deformable_conv2d is an operator of the NPU; TensorFlow has none for CPUs and GPUs.\n"
         "What to do: sample the input at the shifted places with tf.gather_nd, four neighbours each, weight them "
@@ -25,17 +34,8 @@ def deformable_conv2d(*arguments: Any, **keywords: Any) -> NoReturn:
     )
 
 
+@_refused("the operation gives addresses in other NPUs' memory")
 def embeddingrankid(*arguments: Any, **keywords: Any) -> NoReturn:
-    """Raise NotImplementedError: the operation gives addresses in other NPUs' memory.
-
-    Args:
-        *arguments: ignored.
-        **keywords: ignored.
-
-    Raises:
-        NotImplementedError: always.
-    """
-    del arguments, keywords
     raise NotImplementedError(
         "npu_cpu_ops.embeddingrankid gives addresses in the memory of NPUs, which CPUs and GPUs under TensorFlow don't "
         "have.\nWhat to do: the rank that owns a row is index % rank_size (or index // rows_per_rank); exchange the "
@@ -43,23 +43,15 @@ def embeddingrankid(*arguments: Any, **keywords: Any) -> NoReturn:
     )
 
 
+@_refused("TensorFlow differentiates the operators, and never calls their gradients by name")
 def gradient(*arguments: Any, **keywords: Any) -> NoReturn:
-    """Raise NotImplementedError: TensorFlow differentiates the operators, and never calls their gradients by name.
-
-    Args:
-        *arguments: ignored.
-        **keywords: ignored.
-
-    Raises:
-        NotImplementedError: always.
-    """
-    del arguments, keywords
     raise NotImplementedError(
         "the gradients in gen_npu_ops were removed in 0.2.0: TensorFlow differentiates its operators itself.\n"
         "What to do: tape.gradient of the results, or tf.gradients in the graph of a session."
     )
 
 
+@_refused("the operation reads from addresses in the memory of the NPU")
 def gather_all_to_all_v(
     addrinfo: Any,
     addrinfo_count_per_rank: Any,
@@ -69,67 +61,26 @@ def gather_all_to_all_v(
     addr_length: Any,
     group: str = WORLD_GROUP,
 ) -> NoReturn:
-    """Raise NotImplementedError: the operation reads from addresses in the memory of the NPU.
-
-    Args:
-        addrinfo, addrinfo_count_per_rank, recv_counts, recv_displacements, dtype, addr_length, group: ignored.
-
-    Raises:
-        NotImplementedError: always.
-    """
-    del addrinfo, addrinfo_count_per_rank, recv_counts, recv_displacements, dtype, addr_length, group
     _refuse_addresses("gather_all_to_all_v", "tf.gather the elements, and exchange them with all_to_all_v")
 
 
+@_refused("the operation reads the memory of another NPU by address")
 def remote_read(tensorRemote: Any, data_type: Any) -> NoReturn:
-    """Raise NotImplementedError: the operation reads the memory of another NPU by address.
-
-    Args:
-        tensorRemote, data_type: ignored.
-
-    Raises:
-        NotImplementedError: always.
-    """
-    del tensorRemote, data_type
     _refuse_addresses("remote_read", "let the other rank send what is needed: send and receive, or all_to_all_v")
 
 
+@_refused("the operation reads the memory of another NPU by address")
 def remote_ref_read(tensorRemote: Any, cache: Any, offset: Any) -> NoReturn:
-    """Raise NotImplementedError: the operation reads the memory of another NPU by address.
-
-    Args:
-        tensorRemote, cache, offset: ignored.
-
-    Raises:
-        NotImplementedError: always.
-    """
-    del tensorRemote, cache, offset
     _refuse_addresses("remote_ref_read", "receive what the other rank sends, and assign it to the variable")
 
 
+@_refused("the operation writes the memory of another NPU by address")
 def remote_write(tensorRemote: Any, tensorLocal: Any, data_type: Any) -> NoReturn:
-    """Raise NotImplementedError: the operation writes the memory of another NPU by address.
-
-    Args:
-        tensorRemote, tensorLocal, data_type: ignored.
-
-    Raises:
-        NotImplementedError: always.
-    """
-    del tensorRemote, tensorLocal, data_type
     _refuse_addresses("remote_write", "use send here and receive on the other rank")
 
 
+@_refused("the operation writes the memory of another NPU by address")
 def remote_scatter_write(tensorRemote: Any, tensorLocal: Any, offset: Any) -> NoReturn:
-    """Raise NotImplementedError: the operation writes the memory of another NPU by address.
-
-    Args:
-        tensorRemote, tensorLocal, offset: ignored.
-
-    Raises:
-        NotImplementedError: always.
-    """
-    del tensorRemote, tensorLocal, offset
     _refuse_addresses("remote_scatter_write", "use send here and receive on the other rank")
 
 
