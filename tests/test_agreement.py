@@ -228,6 +228,7 @@ def test_the_line_of_code_that_autograph_rewrites(tmp_path: Path) -> None:
             assert re.search(rf"rank {rank} on host \w+: .* called at .*script\.py:8 \(step\)", result.output)
 
 
+@pytest.mark.slow
 def test_a_script_whose_path_is_not_ascii(tmp_path: Path) -> None:
     """Where Python isn't in UTF-8 mode, AutoGraph and TensorFlow's own errors fail by themselves (TensorFlow 2.20)."""
     folder = tmp_path / "Größe"

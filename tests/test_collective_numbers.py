@@ -129,6 +129,7 @@ def body_messages() -> tuple[tuple[list[Any], int, int], int, int]:
     return found, taken[0], taken[1]
 
 
+@pytest.mark.slow
 def test_every_operation_on_both_sides_of_a_message(tensorflow_ranks: Pool) -> None:
     results = tensorflow_ranks.run(body_messages)
     for (wrong, tried, _), of_small, of_larger in results:

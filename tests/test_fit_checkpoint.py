@@ -69,6 +69,7 @@ def test_another_order_is_told(two_ranks: Pool, kind: str, seed: int | None, say
     assert len(warning) == 1 and says in warning[0]
 
 
+@pytest.mark.slow
 def test_steps_per_execution_and_metrics(keras_two_ranks: Pool, tmp_path: Path) -> None:
     for rank, result in enumerate(keras_two_ranks.run(bodies.body_compiled, str(tmp_path / "fit"))):
         whole, parts, ended = result["whole"], result["parts"], result["ended"]

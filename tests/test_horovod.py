@@ -259,6 +259,7 @@ TRAIN = """
 """
 
 
+@pytest.mark.slow
 def test_unchanged_script(tmp_path: Path) -> None:
     path = script(tmp_path, TRAIN)
     variables = {"HOROVOD_TIMELINE": str(tmp_path / "timeline.json"), "HOROVOD_CYCLE_TIME": "1"}
@@ -295,6 +296,7 @@ def test_module_that_runs_a_script(tmp_path: Path) -> None:
     assert "torchrun" in done.stdout and "npurun docs from_horovod" in done.stdout
 
 
+@pytest.mark.slow
 def test_under_mpiexec(tmp_path: Path) -> None:
     text = """
         import os

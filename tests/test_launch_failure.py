@@ -95,6 +95,7 @@ def test_the_line_about_an_error_says_what_it_is(tmp_path: Path) -> None:
     assert "npurun: before that, rank 0 had ended with exit code 0\n" in stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keras", ["2", "3"])
 def test_the_first_failure_is_that_of_the_script_when_keras_adds_lines(tmp_path: Path, keras: str) -> None:
     source = script(

@@ -8,6 +8,7 @@ from pool import Pool
 from test_replicate import same
 
 
+@pytest.mark.slow
 def test_preprocessing_inside_a_model(several_keras_ranks: Pool, keras_single: Pool) -> None:
     [alone] = keras_single.run(bodies.body_preprocessing)
     for rank in several_keras_ranks.run(bodies.body_preprocessing):
