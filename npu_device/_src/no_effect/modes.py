@@ -8,11 +8,18 @@ Source of the scopes: Ascend TF Adapter 2.x, ``npu_device.utils.scope`` and ``np
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from npu_device._src.environment import NPU_LOOP_SIZE
+
+if TYPE_CHECKING:
+    from typing import ParamSpec
+
+    _Arguments = ParamSpec("_Arguments")
 
 _log = logging.getLogger("npu_device")
 
@@ -120,134 +127,92 @@ def stupid_repeat(word: str, times: int) -> None:
         _log.info("%s", word)
 
 
-@contextlib.contextmanager
+def _scope(
+    on_an_npu: str,
+) -> Callable[[Callable[_Arguments, Iterator[None]]], Callable[_Arguments, contextlib.AbstractContextManager[None]]]:
+    """Return a decorator that makes a scope without effect, and its docstring, of a function that only yields."""
+
+    def described(
+        function: Callable[_Arguments, Iterator[None]],
+    ) -> Callable[_Arguments, contextlib.AbstractContextManager[None]]:
+        names = ", ".join(inspect.signature(function).parameters)
+        arguments = f"\n\nArgs:\n    {names}: ignored.\n" if names else ""
+        function.__doc__ = f"{on_an_npu} on an NPU. Without effect here.{arguments}"
+        return contextlib.contextmanager(function)
+
+    return described
+
+
+@_scope("Keep the dtype of the block's operations under mixed precision")
 def keep_dtype_scope() -> Iterator[None]:
-    """Keep the dtype of the operations of the block under mixed precision on an NPU. Without effect here.
-
-    >>> with keep_dtype_scope():
-    ...     1 + 1
-    2
-    """
     yield
 
 
-@contextlib.contextmanager
+@_scope("Recompute the block's activations in backward (``tf.recompute_grad`` does, too)")
 def npu_recompute_scope() -> Iterator[None]:
-    """Recompute the activations of the block in backward instead of keeping them, on an NPU.
-
-    Without effect here; ``tf.recompute_grad`` does this in TensorFlow.
-    """
     yield
 
 
-@contextlib.contextmanager
+@_scope("Mark the block as the optimizer's part of the graph")
 def npu_optimizer_scope() -> Iterator[None]:
-    """Mark the block as the optimizer part of the graph on an NPU. Without effect here."""
     yield
 
 
-@contextlib.contextmanager
+@_scope("Mark the block as the backward part of the graph")
 def npu_gradients_scope() -> Iterator[None]:
-    """Mark the block as the backward part of the graph on an NPU. Without effect here."""
     yield
 
 
-@contextlib.contextmanager
+@_scope("Run the block's operations on the host")
 def without_npu_compile_scope() -> Iterator[None]:
-    """Run the operations of the block on the host on an NPU. Without effect here."""
     yield
 
 
-@contextlib.contextmanager
+@_scope("Choose the engine for the block's variables, an ``NpuExecutePlacement``,")
 def npu_variable_scope(placement: object = None) -> Iterator[None]:
-    """Choose the engine for the variables of the block (``NpuExecutePlacement``) on an NPU. Without effect here.
-
-    Args:
-        placement: an ``NpuExecutePlacement``.
-    """
     yield
 
 
-@contextlib.contextmanager
+@_scope("Set the number of the pipeline stage that the block belongs to")
 def npu_stage_scope(stage: int) -> Iterator[None]:
-    """Set the pipeline stage that the block belongs to on an NPU. Without effect here.
-
-    Args:
-        stage: number of the stage.
-    """
     yield
 
 
-@contextlib.contextmanager
+@_scope("Put the block's variables into another kind of memory")
 def npu_mem_type_scope() -> Iterator[None]:
-    """Put the variables of the block into another kind of memory on an NPU. Without effect here."""
     yield
 
 
-@contextlib.contextmanager
+@_scope("Prefetch the block's weights into a pool of so many bytes")
 def npu_weight_prefetch_scope(buffer_pool_id: int = 0, buffer_pool_size: int = 536870912) -> Iterator[None]:
-    """Prefetch the weights of the block into a pool of this number of bytes on an NPU. Without effect here.
-
-    Args:
-        buffer_pool_id: number of the pool.
-        buffer_pool_size: its size in bytes.
-    """
     yield
 
 
-@contextlib.contextmanager
+@_scope("Choose the engine and the kernel library for the block")
 def op_specified_engine_scope(engine_name: str, kernel_lib_name: str) -> Iterator[None]:
-    """Choose the engine and the kernel library for the block on an NPU. Without effect here.
-
-    Args:
-        engine_name: name of the engine.
-        kernel_lib_name: name of the library.
-    """
     yield
 
 
-@contextlib.contextmanager
+@_scope("Set the quality of service for the block")
 def npu_qos_label_scope(label: object) -> Iterator[None]:
-    """Set the quality of service for the block on an NPU. Without effect here.
-
-    Args:
-        label: the label.
-    """
     yield
 
 
-@contextlib.contextmanager
+@_scope("Make the block a subgraph with shapes of its own")
 def subgraph_multi_dims_scope(index: int) -> Iterator[None]:
-    """Make the block a subgraph with shapes of its own on an NPU. Without effect here.
-
-    Args:
-        index: number of the subgraph.
-    """
     yield
 
 
-@contextlib.contextmanager
+@_scope("Cut the block into slices to save memory")
 def npu_graph_slice_scope(slice_num: int | None = None) -> Iterator[None]:
-    """Cut the block into slices to save memory on an NPU. Without effect here.
-
-    Args:
-        slice_num: number of slices.
-    """
     yield
 
 
-@contextlib.contextmanager
+@_scope("Keep the block's operations from being fused")
 def disable_autofuse() -> Iterator[None]:
-    """Keep the operations of the block from being fused on an NPU. Without effect here."""
     yield
 
 
-@contextlib.contextmanager
+@_scope("Limit how many cores the block uses")
 def limit_core_num_scope(*arguments: object, **keywords: object) -> Iterator[None]:
-    """Limit how many cores the block uses on an NPU. Without effect here.
-
-    Args:
-        *arguments: ignored.
-        **keywords: ignored.
-    """
     yield
