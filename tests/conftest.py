@@ -13,7 +13,7 @@ import allowed_warnings
 import pytest
 import versions
 from pool import Pool
-from ranks import all_through
+from ranks import LEAN, all_through
 
 from npu_device._src.testing import forked, leaks, run
 
@@ -198,6 +198,12 @@ def _is_pair(item: pytest.Item) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # of pytest-xdist: most parts of the suite import TensorFlow here as well
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(LEAN)
+            import tensorflow as tf
+
+            tf.keras.Sequential  # noqa: B018 - loads Keras, too
     for text, category, _ in allowed_warnings.ALLOWED:
         config.addinivalue_line("filterwarnings", f"ignore:{text}:{category.__module__}.{category.__qualname__}")
 
