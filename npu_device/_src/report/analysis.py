@@ -157,28 +157,28 @@ def _situation(trace: RankTrace, rank: RankFigures) -> tuple[str, str, str]:
     start = _median(trace, lambda one: one.allreduce[order[0]][0] - one.fp_start)
     slack = _median(trace, lambda one: one.bp_end - max((one.allreduce[i][1] for i in before), default=one.bp_end))
     backward = rank.alone + rank.hidden
-    hang = f"reduction goes on for {_ms(rank.exposed)} after backward, {rank.exposed / rank.step:.0%} of a step"
+    hang = f"the reduction ends {_ms(rank.exposed)} after the backward pass, {rank.exposed / rank.step:.0%} of a step"
     if rank.hidden + rank.exposed > backward:
-        hang += f". It takes {_ms(rank.hidden + rank.exposed)} in all, longer than backward: no split can hide it all"
+        hang += f". It takes {_ms(rank.hidden + rank.exposed)}, longer than the backward pass: no split can hide it all"
     if max(share) >= _MOST:
         which = f"One of {len(order)} segments has {max(share):.0%}" if before else "The only segment has all"
-        situation = "One segment has most of the bytes and ends after backward"
+        situation = "One segment has most of the bytes and ends after the backward pass"
         return situation, "add segments", f"{which} of the bytes; {hang}."
     first = (
-        f"Backward ends {_ms(backward)} after the start of forward. The first segment ({share[0]:.0%} of the bytes) "
-        f"starts after {_ms(start)}"
+        f"The backward pass ends {_ms(backward)} after the start of the step. The first segment ({share[0]:.0%} of the "
+        f"bytes) starts after {_ms(start)}"
     )
     if slack < 0:
         return (
-            "The first reductions start late and outlast backward",
+            "The first reductions start late and end after the backward pass",
             "move the cut forward",
-            f"{first}; all but the last segment are over {_ms(-slack)} after backward; {hang}.",
+            f"{first}; all but the last segment end {_ms(-slack)} after the backward pass; {hang}.",
         )
     return (
         "The first reduction starts early and the last one is long",
         "move the cut back",
-        f"{first}; all but the last segment are over {_ms(slack)} before backward ends, and the last one "
-        f"({share[-1]:.0%}) ends after it; {hang}.",
+        f"{first}; all but the last segment end {_ms(slack)} before the backward pass, and the last one "
+        f"({share[-1]:.0%}) after it; {hang}.",
     )
 
 
@@ -191,7 +191,7 @@ def _send_less(traces: Sequence[RankTrace], last: RankFigures) -> str:
     if hosts == 1 or not wide or speed >= _NETWORK:
         return ""
     return (
-        f" Each host sends {speed * 8e-9:.1f} Gbit/s, which a core could exceed: the network is the limit. "
+        f" Each host sends {speed * 8e-9:.1f} Gbit/s, less than a core can send: the network is the limit. "
         'compression="bf16" halves the bytes, if you don\'t use it yet.'
     )
 

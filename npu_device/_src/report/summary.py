@@ -45,7 +45,7 @@ def _headline(found: Analysis) -> str:
 def _notes(found: Analysis) -> list[str]:
     """Return notes on reading the figures: iterations, clocks, ranks without a trace."""
     numbers = [one.iteration for one in found.traces[0].iterations]
-    lines = [f"{len(numbers)} iterations count, from number {numbers[0]} to {numbers[-1]}; medians"]
+    lines = [f"medians of {len(numbers)} iterations, from number {numbers[0]} to {numbers[-1]}"]
     lines.append(_clocks(found.traces))
     missing = sorted(set(range(found.traces[0].world_size)) - {trace.rank for trace in found.traces})
     if missing:
@@ -89,8 +89,8 @@ def _spread(found: Analysis) -> str:
     times = sorted(max(each) for each in zip(*([one.time for one in trace.iterations] for trace in found.traces)))
     tenth, ninetieth = times[len(times) // 10], times[-1 - len(times) // 10]
     return (
-        f"on its slowest rank, a step takes {statistics.median(times) / 1e3:.1f} ms; one in ten less than "
-        f"{tenth / 1e3:.1f} ms, one in ten more than {ninetieth / 1e3:.1f} ms, the longest {times[-1] / 1e3:.1f} ms"
+        f"on its slowest rank, a step takes {statistics.median(times) / 1e3:.1f} ms; 10 % take less than "
+        f"{tenth / 1e3:.1f} ms, 10 % more than {ninetieth / 1e3:.1f} ms, the longest {times[-1] / 1e3:.1f} ms"
     )
 
 
