@@ -58,9 +58,6 @@ class Operation:
         ragged: the first dimension of the values may differ among the ranks.
         gradient: in a session's graph, returns the gradients of the values for those of the results; None for an
             operation without gradients there.
-        key: calls with the same key that wait at the same time in a session may run as one call with all their values,
-            which returns one result for each value; ``again`` then takes one list. None for an operation that runs
-            alone.
     """
 
     name: str
@@ -73,7 +70,6 @@ class Operation:
     same: dict[str, Any] = field(default_factory=dict)
     ragged: bool = False
     gradient: Optional[Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]] = None
-    key: Optional[str] = None
 
     def run(self, job: Job, call: Call | None = None) -> Any:
         """Run the operation, and return its results. Every rank of the group calls this.

@@ -7,19 +7,17 @@ Python, which runs the collective eagerly. Errors that need the data, and those 
 Operations of a graph that don't depend on each other run in any order, different on each rank, and which of them a
 ``session.run`` needs isn't known in advance. So each collective queues when its inputs are ready. A thread runs them
 one by one in the order in which they came on the group's first rank, which sends that order to the others. The first
-rank sends everything that is waiting at once. Calls with the same key that wait on all ranks are joined: they run as
-one.
+rank sends everything that is waiting at once.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -30,14 +28,10 @@ from npu_device._src.collectives.call import Agreement, Call, MismatchError, cal
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.operation import Operation
-from npu_device._src.collectives.ops import reduce_segments, spread
+from npu_device._src.collectives.ops import spread
 
 _SENT_AT_ONCE = 64
 _NOTHING = -1
-_ALONE = 0
-_LARGEST_KEY = (1 << 31) - 1
-
-_Function = Callable[..., Sequence[tf.Tensor]]
 
 
 class Sessions:
@@ -70,13 +64,12 @@ class Sessions:
         specs = tf.nest.flatten(structure, True) if operation.results else [tf.TensorSpec([], tf.int32)]
 
         def eagerly(*values: tf.Tensor) -> list[tf.Tensor]:
-            # Joined calls have one input, a list.
-            now = [list(values)] if operation.key else tf.nest.pack_sequence_as(inputs, values, expand_composites=True)
+            now = tf.nest.pack_sequence_as(inputs, values, expand_composites=True)
             results = operation.again(call, *now)
             return tf.nest.flatten(results, True) if operation.results else [tf.constant(0)]
 
         def run(*arrays: Any) -> list[Any]:
-            return order.run(number, call, arrays, eagerly, operation.key)
+            return order.run(number, call, arrays, eagerly)
 
         def gradient(*upstream: tf.Tensor) -> Sequence[tf.Tensor]:
             if operation.gradient is None:
@@ -118,30 +111,21 @@ class Sessions:
 # The order
 
 
-class _Queued:
-    """One queued execution of a collective."""
+class _Queued(NamedTuple):
+    """One queued execution of a collective: its call, its inputs, and the function that runs it eagerly."""
 
-    def __init__(self, call: Call, values: Sequence[np.ndarray], function: _Function, key: str | None) -> None:
-        self.call = call
-        self.values = values
-        self.function = function
-        self.key = _ALONE if key is None else 1 + zlib.crc32(key.encode()) % _LARGEST_KEY
-        self.result: Future[list[np.ndarray]] = Future()
+    call: Call
+    values: Sequence[np.ndarray]
+    function: Callable[..., Sequence[tf.Tensor]]
+    result: Future[list[np.ndarray]]
 
-
-def _run_joined(queued: Sequence[_Queued]) -> None:
-    """Run several as one; each value then has one result."""
-    try:
-        values = [tf.convert_to_tensor(value) for one in queued for value in one.values]
-        results = [tensor.numpy() for tensor in queued[0].function(*values)]
-    except BaseException as error:
-        for one in queued:
-            one.result.set_exception(error)
-        return
-    for one in queued[:-1]:
-        one.result.set_result(results[: len(one.values)])
-        del results[: len(one.values)]
-    queued[-1].result.set_result(results)
+    def run(self) -> None:
+        """Run it."""
+        try:
+            results = self.function(*map(tf.convert_to_tensor, self.values))
+            self.result.set_result([tensor.numpy() for tensor in results])
+        except BaseException as error:
+            self.result.set_exception(error)
 
 
 class SessionOrder:
@@ -156,25 +140,20 @@ class SessionOrder:
         threading.Thread(target=self._run, name=f"npu_device-session-{group.name}", daemon=True).start()
 
     def run(
-        self, number: int, call: Call, values: Sequence[np.ndarray], function: _Function, key: str | None
+        self, number: int, call: Call, values: Sequence[np.ndarray], function: Callable[..., Sequence[tf.Tensor]]
     ) -> list[np.ndarray]:
-        """Run a collective when its turn comes.
+        """Run a collective when its turn comes, in another thread; return its results.
 
         Args:
             number: number of the collective in the graph; the same on all ranks.
             call: its description.
-            values: the function's arguments, as tensors.
-            function: called eagerly, in another thread.
-            key: calls with the same key may be joined: one function is called with the values of all, and returns one
-                result for each value. None for a call that runs alone.
-
-        Returns:
-            The function's results for these values, as numpy arrays.
+            values: the function's arguments.
+            function: runs it eagerly.
 
         Raises:
             Exception: raised by the function, or the reason why the ranks found no order.
         """
-        queued = _Queued(call, values, function, key)
+        queued = _Queued(call, values, function, Future())
         with self._changed:
             if self._closed:
                 raise RuntimeError(f"group {self._group.name!r} was destroyed on this rank")
@@ -197,44 +176,26 @@ class SessionOrder:
                     self._refuse(RuntimeError(f"group {self._group.name!r} was destroyed on this rank"))
                     return
                 try:
-                    for numbers in self._order():
-                        _run_joined([self._next(number) for number in numbers])
+                    for number in self._order():
+                        self._next(number).run()
                 except Exception as error:
                     self._refuse(error)
 
-    def _order(self) -> list[list[int]]:
-        """Return the numbers that wait on the group's first rank; the numbers in one list are joined."""
+    def _order(self) -> list[int]:
+        """Return the numbers that wait on the group's first rank."""
         with self._changed:
-            first = {number: queue[0] for number, queue in list(self._queues.items())[:_SENT_AT_ONCE]}
+            mine = list(self._queues)[:_SENT_AT_ONCE]
+            line = self._queues[mine[0]][0].call.line
         if self._group.size == 1:
-            return [[number] for number in first]
-        mine = np.full([2, _SENT_AT_ONCE], _NOTHING, np.int32)
-        mine[:, : len(first)] = [list(first), [queued.key for queued in first.values()]]
-        values = tf.constant(mine)
-        line = next(iter(first.values())).call.line
-        [sent] = self._agree(line, values, lambda agreement: spread(agreement, [values], 0, self._group))
-        numbers, keys = sent.numpy()[:, sent.numpy()[0] != _NOTHING].tolist()
-        if len(set(keys) - {_ALONE}) < len(keys) - keys.count(_ALONE):
-            keys = self._waits_everywhere(numbers, line) * keys
-        order: dict[tuple[int, int], list[int]] = {}
-        for number, key in zip(numbers, keys):
-            order.setdefault((key, number if key == _ALONE else 0), []).append(number)
-        return list(order.values())
+            return mine
+        values = tf.constant(mine + [_NOTHING] * (_SENT_AT_ONCE - len(mine)))
 
-    def _waits_everywhere(self, numbers: Sequence[int], line: str) -> np.ndarray:
-        """Return 1 for each number that waits on all ranks at this moment, 0 for the others."""
-        with self._changed:
-            here = tf.constant([int(number in self._queues) for number in numbers], tf.int32)
-        least = self._agree(
-            line, here, lambda agreement: reduce_segments(agreement, [[here]], "min", self._group)[0][0]
-        )
-        waits: np.ndarray = least.numpy()
-        return waits
+        def body(agreement: Agreement) -> list[tf.Tensor]:
+            return spread(agreement, [values], 0, self._group)
 
-    def _agree(self, line: str, value: tf.Tensor, body: Callable[[Agreement], Any]) -> Any:
-        """Run a collective of this thread's own, for the call at a line of the script."""
-        own = Operation("session.run", self._group, [value], body, again=body)
-        return own.run(self._job, Call("session.run", (), (), (), (), line, calling_thread()))
+        own = Operation("session.run", self._group, [values], body, again=list)
+        [sent] = own.run(self._job, Call("session.run", (), (), (), (), line, calling_thread()))
+        return [number for number in sent.numpy().tolist() if number != _NOTHING]
 
     def _next(self, number: int) -> _Queued:
         """Return the oldest entry that waits under a number, as soon as there is one."""

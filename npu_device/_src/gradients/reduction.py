@@ -53,8 +53,7 @@ class ReductionOptions:
 
     Attributes:
         kind: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"prod"``.
-        fusion: 0 sends each tensor alone, 1 cuts by the split strategy, 2 makes one segment per dtype; in a session
-            also of calls with the same id that wait at the same time.
+        fusion: 0 sends each tensor alone, 1 cuts by the split strategy, 2 makes one segment per dtype.
         fusion_id: -1, or with ``fusion=2`` any number from 0.
         compression: ``"fp16"`` or ``"bf16"`` sends float32 and float64 in 16 bits and adds them up in their own dtype;
             ``None`` sends them as they are.
@@ -92,8 +91,7 @@ def check_fusion(fusion: int, fusion_id: int) -> None:
     """
     if fusion not in (0, 1, 2):
         raise ValueError(
-            f"fusion {fusion!r} is unknown; expected 0 (each tensor alone), 1 (by the split strategy) or 2 (all with "
-            "one fusion_id)"
+            f"fusion {fusion!r} is unknown; expected 0 (each tensor alone), 1 (by the split strategy) or 2 (together)"
         )
     if fusion == 1 and fusion_id != -1:
         raise ValueError(
@@ -111,7 +109,7 @@ def check_fusion_0_or_2(operation: str, fusion: int, fusion_id: int) -> None:
         ValueError: fusion is neither 0 nor 2, or the id doesn't go with it.
     """
     if fusion not in (0, 2):
-        raise ValueError(f"{operation}: fusion {fusion!r} is unknown; expected 0 (alone) or 2 (all with one fusion_id)")
+        raise ValueError(f"{operation}: fusion {fusion!r} is unknown; expected 0 (alone) or 2 (together)")
     check_fusion(fusion, fusion_id)
 
 
@@ -193,15 +191,12 @@ def _reduce_at_once(
         return results
 
     def again(call: Call | None, values: Sequence[Gradient]) -> list[Gradient]:
-        return _reduce_at_once(job, values, [range(len(values))] if joins else segments, options, group, call)
+        return _reduce_at_once(job, values, segments, options, group, call)
 
     def gradient(upstream: Sequence[tf.Tensor]) -> list[Gradient]:
         require_differentiable("all_reduce", options.kind)
         return again(None, upstream)
 
-    # Calls that are joined in a session are one segment, however many.
-    joins = len(segments) == 1 and len(segments[0]) == len(values)
-    dtype = values[0].dtype.name if values and values[0] is not None else ""
     reduced: list[Gradient] = Operation(
         "all_reduce",
         group,
@@ -215,8 +210,7 @@ def _reduce_at_once(
             "segments": _summary(segments),
             "compression": options.compression or "none",
         },
-        gradient=gradient if joins else None,
-        key=f"{options} {dtype}" if joins and options.fusion == 2 and options.kind in ("sum", "mean") else None,
+        gradient=gradient if segments else None,
     ).run(job, call)
     return reduced
 

@@ -26,10 +26,8 @@ from npu_device._src.collectives.graph import overwriting
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.gradients.reduction import (
     ReducedTensors,
-    ReductionOptions,
     check_fusion,
     check_fusion_0_or_2,
-    reduce_list,
 )
 from npu_device._src.training.world import World, world
 
@@ -43,8 +41,7 @@ def allreduce(tensor: Any, reduction: str, fusion: int = 1, fusion_id: int = -1,
     Args:
         tensor: any shape, the same on every rank.
         reduction: ``"sum"``, ``"max"``, ``"min"`` or ``"prod"``; ``"mean"`` is ``npu.distribute.all_reduce``'s.
-        fusion: 0 and 1 send each tensor alone; 2 sends the sums of a ``tf.function``, or those that wait at the same
-            time in a session, with the same ``fusion_id`` and dtype together.
+        fusion: 0, 1 or 2, without effect: each call is a collective of its own.
         fusion_id: -1 unless ``fusion`` is 2.
         group: name of the group.
 
@@ -61,9 +58,6 @@ def allreduce(tensor: Any, reduction: str, fusion: int = 1, fusion_id: int = -1,
     ranks = world(group)
     if ranks is None:
         return tensor
-    if fusion == 2:
-        together = ReductionOptions(reduction, fusion, fusion_id)
-        return reduce_list(ranks.job, [compat.to_tensor(tensor)], together, ranks.group)[0]
     reduced = _ops.all_reduce(ranks.job, compat.to_tensor(tensor), reduction, ranks.group)
     ranks.job.made(ReducedTensors).add([reduced])
     return reduced
