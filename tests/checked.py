@@ -35,14 +35,14 @@ def prepare() -> None:
     import tensorflow as tf
 
     import npu_device as npu
-    from npu_device._src.collectives.engines.host import small_messages
+    from npu_device._src.collectives.engines.host import sockets
     from npu_device.distribute import hccl_ops
 
     if os.environ.get("NCCL_HOSTID") == "own":  # NCCL refuses two ranks of one host on one GPU (tests/gpu)
         os.environ["NCCL_HOSTID"] = os.environ["RANK_ID"]
     rank, size, backend = npu.distribute.rank(), npu.distribute.size(), os.environ.get("NPU_DEVICE_BACKEND")
     if os.environ.get("NPU_DEVICE_SHARED_MEMORY") == "off" and (backend != "tensorflow" or size == 2):
-        small_messages.MOST_ROOM_BYTES = 0  # the engine moves all data, however small
+        sockets.MOST_ROOM_BYTES = 0  # the engine moves all data, however small
     values = [tf.ones([4]), tf.ones([300_000])]
     in_graph = tf.function(npu.distribute.all_reduce)
     in_graph(values)

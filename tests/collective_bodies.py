@@ -61,17 +61,17 @@ def small_data_in_messages() -> Iterator[int]:
     Yields:
         the largest size of a rank's data in a message, in bytes.
     """
-    from npu_device._src.collectives.engines.host import small_messages
+    from npu_device._src.collectives.engines.host import sockets
 
     def let(most: int) -> None:
-        small_messages.MOST_ROOM_BYTES = most
-        for channel in [each for each in gc.get_objects() if type(each) is small_messages.SmallMessages]:
-            channel.slot_bytes = small_messages.room(channel.size)
+        sockets.MOST_ROOM_BYTES = most
+        for channel in [each for each in gc.get_objects() if type(each) is sockets.SmallMessages]:
+            channel.slot_bytes = sockets.room(channel.size)
 
-    usual = small_messages.MOST_ROOM_BYTES
+    usual = sockets.MOST_ROOM_BYTES
     let(1024)
     try:
-        yield small_messages.MOST_ROOM_BYTES
+        yield sockets.MOST_ROOM_BYTES
     finally:
         let(usual)
 

@@ -150,7 +150,7 @@ def body_many_at_once() -> tuple[list[float], int]:
     """Return sums that one function makes, more of a kind than there are keys, and how many rings of keys."""
     import tensorflow as tf
 
-    from npu_device._src.collectives.engines.tensorflow.keys import RING, sequence_of
+    from npu_device._src.collectives.engines.tensorflow.kernels import RING, sequence_of
     from npu_device._src.collectives.ops import all_reduce
 
     job, mine = group("world")
@@ -174,7 +174,7 @@ def body_signatures(calls: int) -> int:
     import tensorflow as tf
 
     import npu_device as npu
-    from npu_device._src.collectives.engines.tensorflow.keys import sequence_of
+    from npu_device._src.collectives.engines.tensorflow.kernels import sequence_of
     from npu_device._src.collectives.group import group_of
     from npu_device._src.collectives.job import current
     from npu_device._src.collectives.moves import all_gather_v

@@ -111,7 +111,7 @@ def body_messages() -> tuple[tuple[list[Any], int, int], int, int]:
     """
     import tensorflow as tf
 
-    from npu_device._src.collectives.engines.tensorflow.keys import sequence_of
+    from npu_device._src.collectives.engines.tensorflow.kernels import sequence_of
     from npu_device._src.collectives.ops import all_reduce
 
     job, mine = group("world")

@@ -182,7 +182,7 @@ def test_500_mb(two_ranks: Pool, operation: str) -> None:
 def test_lengths_of_rows_on_tensorflows_backend() -> None:
     import tensorflow as tf
 
-    from npu_device._src.collectives.engines.tensorflow.words import rounded
+    from npu_device._src.collectives.engines.tensorflow.engine import rounded
 
     for dtype in (tf.int32, tf.int64):
         for length in (0, 1, 3, 4096, 4097, 10_000, 2**30 + 1, 2**31 - 5, 2**31 - 1):

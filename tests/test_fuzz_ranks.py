@@ -89,7 +89,7 @@ def test_any_bytes_in_the_tcp_engine(expected: list[bytes], added: list[bytes], 
     """A message is taken only whole, with the length that is expected; the rest is an error."""
     with pair() as (theirs, mine):
         mine.setblocking(False)
-        wire = sockets._Incoming(sockets.Busy(), None, 1)  # type: ignore[arg-type]
+        wire = sockets.Wire(sockets.Busy(), None, 1, False)  # type: ignore[arg-type]
         wire.connection = mine
         space = [np.zeros(len(message), np.uint8) for message in expected]
         waiting = [wire.add(each) for each in space]

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from typing import Any, Callable
+from typing import Any, Callable, NoReturn
 
 from npu_device._src import environment
 from npu_device._src.cluster import frames
@@ -113,7 +113,7 @@ class Peers:
             PeerError: a rank of the job has failed or ended.
         """
         with self._arrival:
-            while True:
+            while not gives_up():
                 arrived = self._arrived.pop((rank, number), None)
                 while arrived:
                     connection = arrived.popleft()
@@ -122,10 +122,9 @@ class Peers:
                             self._arrived[rank, number] = arrived
                         return connection
                     connection.close()
-                if gives_up():
-                    return None
                 self._health.require_running()
                 self._arrival.wait(CHECK_SECONDS)
+            return None
 
     def deliver(self) -> None:
         """Wait until the hosts of the others have what this rank has sent: its own host may go away with it."""
@@ -177,7 +176,7 @@ class Peers:
             self._owned = frozenset([connection, *(one for one in self._owned if one.fileno() >= 0)])
         return connection
 
-    def raise_for(self, rank: int, reason: str) -> None:
+    def raise_for(self, rank: int, reason: str) -> NoReturn:
         """Raise the error for a rank that can't be reached. Usually it has ended, and the hub tells so soon."""
         end = time.monotonic() + NEWS_SECONDS
         while time.monotonic() < end:

@@ -60,9 +60,6 @@ SEND_SECONDS = 60.0
 DELIVER_SECONDS, DELIVER_TICK_SECONDS = 60.0, 0.005
 """How long a rank that leaves waits until the others' hosts have what it has sent; and between two looks."""
 
-LAST_TRANSFER_SECONDS = 10.0
-"""How long a rank that leaves waits for the thread that sends and receives for it."""
-
 # Reaching the hub
 
 ANSWER_SECONDS = 3.0

@@ -13,7 +13,7 @@ from typing import Callable, NamedTuple
 
 from npu_device._src import environment
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.collectives.engines.host.mpi_opening import open_world
+from npu_device._src.collectives.engines.host.mpi_messages import open_world
 from npu_device._src.collectives.engines.host.sharing import Hosts
 from npu_device._src.collectives.gpu_choice import why_no_nccl
 from npu_device._src.collectives.job import Job

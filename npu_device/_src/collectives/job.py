@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from npu_device._src.collectives.engines.host.host_engine import Calls, Orders
     from npu_device._src.collectives.engines.host.mpi_messages import MpiWorld
     from npu_device._src.collectives.engines.host.sharing import Hosts
-    from npu_device._src.collectives.engines.tensorflow.keys import Sequence
+    from npu_device._src.collectives.engines.tensorflow.kernels import Sequence
     from npu_device._src.collectives.sessions import Sessions
     from npu_device._src.collectives.stall import StallWatch
 

@@ -28,9 +28,8 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.collectives.call import Agreement, Call, Route, Terms, describe, mismatch, shapes_number
 from npu_device._src.collectives.engines.engines import BETWEEN_HOSTS, TWO_LEVEL, messages, shared_memory
-from npu_device._src.collectives.engines.host.small_messages import fits
+from npu_device._src.collectives.engines.host.sockets import fits
 from npu_device._src.collectives.engines.tensorflow import engine as tensorflow_backend
-from npu_device._src.collectives.engines.tensorflow import words
 from npu_device._src.collectives.gpu_choice import UNVERIFIED
 from npu_device._src.collectives.graph import require_order, runs_if_fetched
 from npu_device._src.collectives.group import Group
@@ -272,4 +271,8 @@ def packs(job: Job, group: Group, dtype: tf.DType) -> bool:
 
 def row_length(job: Job, group: Group, dtype: tf.DType, longest: tf.Tensor) -> tf.Tensor:
     """Return to how many elements rows of different lengths are padded, given the longest; the same on every rank."""
-    return words.rounded(longest) if _own_backend_of(job, group, dtype, False) is tensorflow_backend else longest
+    return (
+        tensorflow_backend.rounded(longest)
+        if _own_backend_of(job, group, dtype, False) is tensorflow_backend
+        else longest
+    )

@@ -20,8 +20,7 @@ from npu_device._src.collectives.engines.host.host_engine import HostEngine
 from npu_device._src.collectives.engines.host.memory_ring import Layout, MemoryRing
 from npu_device._src.collectives.engines.host.mpi_messages import MpiMessages
 from npu_device._src.collectives.engines.host.sharing import FIRST_BYTE, connect
-from npu_device._src.collectives.engines.host.small_messages import SmallMessages
-from npu_device._src.collectives.engines.host.sockets import SocketMesh
+from npu_device._src.collectives.engines.host.sockets import SmallMessages, SocketMesh
 from npu_device._src.collectives.engines.tensorflow import engine as tensorflow
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
@@ -74,10 +73,9 @@ _BACKGROUND_FROM_BYTES = 256 << 10
 
 def ring_of(job: Job, group: Group) -> MemoryRing:
     """Connect to the other members of a group, and return this rank's end of their memory."""
-    segment = connect(job, group, Layout(group.size).bytes)
-    return MemoryRing(
-        segment.memory, group.size, group.rank, segment.check, FIRST_BYTE, segment.settle, job.has_own_core
-    )
+    memory, settle = connect(job, group, Layout(group.size).bytes)
+    check = job.health.require_running
+    return MemoryRing(memory, group.size, group.rank, check, FIRST_BYTE, settle, job.has_own_core)
 
 
 def _background_from(job: Job) -> int:

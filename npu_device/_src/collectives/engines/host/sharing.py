@@ -37,6 +37,7 @@ from npu_device._src.collectives.job import Job
 PAGE = mmap.PAGESIZE
 
 _TOKEN_BYTES = 32
+_log = logging.getLogger("npu_device")
 
 _NCCL_DTYPES = (tf.float16, tf.float32, tf.float64)
 """Of the floating-point dtypes. TensorFlow 2.20 refuses bfloat16 ("Collective all-reduce does not support datatype
@@ -56,8 +57,9 @@ class Offer:
     """New memory, zeros, that other processes may open until it is withdrawn or this process ends.
 
     Attributes:
-        memory: the mapping.
+        memory: the mapping, which begins with the token.
         path: the path that the others open.
+        token: a random text, by which they recognize the memory.
 
     Raises:
         OSError: the system has no memory left.
@@ -72,7 +74,8 @@ class Offer:
         except (OSError, ValueError):
             os.close(self._descriptor)
             raise
-        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self.path, self.token = f"/proc/{os.getpid()}/fd/{self._descriptor}", secrets.token_hex(_TOKEN_BYTES // 2)
+        self.memory[:_TOKEN_BYTES] = self.token.encode()
 
     def withdraw(self) -> None:
         """Prevent further processes from opening it; those that have mapped it keep it."""
@@ -104,99 +107,72 @@ def identity() -> str:
     return f"{kernel} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
 
 
-class Segment:
-    """Memory that the members of a group share.
-
-    Attributes:
-        memory: the mapping; ``FIRST_BYTE`` bytes longer than asked for.
-        check: raises if the collectives of this rank have been stopped.
-    """
-
-    def __init__(self, memory: mmap.mmap, check: Callable[[], None], withdraw: Callable[[], None] | None) -> None:
-        self.memory = memory
-        self.check = check
-        self._withdraw = withdraw
-
-    def settle(self) -> None:
-        """Withdraw the offer. Called when all members have come, or when the group is destroyed."""
-        withdraw, self._withdraw = self._withdraw, None
-        if withdraw is not None:
-            withdraw()
-
-
-def connect(job: Job, group: Group, size: int) -> Segment:
+def connect(job: Job, group: Group, size: int) -> tuple[mmap.mmap, Callable[[], None]]:
     """Share memory with the other members of a group. The first member to come makes it, so nothing waits here.
 
-    Args:
-        job: the job.
-        group: the members.
-        size: bytes.
+    Returns:
+        The mapping, ``FIRST_BYTE`` bytes longer than ``size``; and what to call when all members have come, or when the
+        group is destroyed: it withdraws the offer.
 
     Raises:
         ClusterError: there is no memory left, or the hub of the job doesn't answer.
         PeerError: a rank of the group has failed or ended.
     """
     key = f"group/{group.name}/{'-'.join(map(str, group.ranks))}/memory"
-    check = job.health.require_running
     deadline = time.monotonic() + LATEST_ANSWER_SECONDS
     problem: Exception = TimeoutError("its members were still leaving a group of the same name")
     while time.monotonic() < deadline:
         try:
-            segment = _offer(job, group, key, size, check) or _join(job, group, key, size, check)
+            if (offered := _offer(job, group, key, size)) is not None:
+                return offered
+            if (memory := _join(job, group, key, size)) is not None:
+                return memory, lambda: None
         except OSError as error:
-            segment, problem = None, error
+            problem = error
             time.sleep(MEMORY_RETRY_SECONDS)
-        if segment is not None:
-            return segment
-        check()
+        job.health.require_running()
     raise ClusterError(
         f"{job.cluster.name} could not get {size >> 20} MiB of memory for group {group.name!r}: {problem}\n"
         "What to do: free memory, or set NPU_DEVICE_SHARED_MEMORY=off on all ranks."
     ) from problem
 
 
-def _offer(job: Job, group: Group, key: str, size: int, check: Callable[[], None]) -> Segment | None:
+def _offer(job: Job, group: Group, key: str, size: int) -> tuple[mmap.mmap, Callable[[], None]] | None:
     """Make the memory, unless another member has."""
+    withdrawal = contextlib.ExitStack()  # which runs once
     offer = Offer(FIRST_BYTE + size)
-    token = secrets.token_hex(_TOKEN_BYTES // 2)
-    offer.memory[:_TOKEN_BYTES] = token.encode()
+    withdrawal.callback(offer.withdraw)
     offer.memory[_TOKEN_BYTES + group.rank] = 1
     try:
-        job.store.set(key, f"{token} {offer.path}")
+        job.store.set(key, f"{offer.token} {offer.path}")
     except BaseException as error:
-        offer.withdraw()
+        withdrawal.close()
         offer.memory.close()
         if isinstance(error, KeyError):
             return None
         raise
-
-    def withdraw() -> None:
-        with contextlib.suppress(ClusterError):
-            job.store.delete(key)
-        offer.withdraw()
-
-    return Segment(offer.memory, check, withdraw)
+    withdrawal.callback(_forget, job, key)
+    return offer.memory, withdrawal.close
 
 
-def _join(job: Job, group: Group, key: str, size: int, check: Callable[[], None]) -> Segment | None:
+def _forget(job: Job, key: str) -> None:
+    with contextlib.suppress(ClusterError):
+        job.store.delete(key)
+
+
+def _join(job: Job, group: Group, key: str, size: int) -> mmap.mmap | None:
     """Map the memory that another member has made, unless it belongs to an earlier group of this name."""
     try:
         token, path = job.store.get(key, MEMORY_RETRY_SECONDS).split(" ", 1)
-    except TimeoutError:
-        return None
-    try:
         memory = attach(path, FIRST_BYTE + size)
-    except ValueError:
+    except (TimeoutError, ValueError):
         return None
     mine = _TOKEN_BYTES + group.rank
     if memory[:_TOKEN_BYTES] != token.encode() or memory[mine]:
         memory.close()
         return None
     memory[mine] = 1
-    return Segment(memory, check, None)
-
-
-_log = logging.getLogger("npu_device")
+    return memory
 
 
 # Which ranks share memory
@@ -242,10 +218,6 @@ class Hosts:
 def detect_hosts(job: Job, device: Device) -> Hosts:
     """Find out which ranks share memory, and which devices they have. Called once on every rank, when all have met.
 
-    Args:
-        job: the job.
-        device: this rank's device.
-
     Raises:
         ClusterError: ``NPU_DEVICE_SHARED_MEMORY`` is ``required`` while ranks of one host can't share memory.
         TimeoutError: a rank did not come.
@@ -268,13 +240,12 @@ def detect_hosts(job: Job, device: Device) -> Hosts:
         leaders = tuple(range(cluster.world_size))
     else:
         _report(wanted, problems, cluster.hosts, cluster.rank)
-        first = {host: rank for rank, host in reversed(list(enumerate(cluster.hosts)))}
         leaders = tuple(
-            rank if problem else first[host] for rank, (problem, host) in enumerate(zip(problems, cluster.hosts))
+            rank if problem else cluster.hosts.index(host)
+            for rank, (problem, host) in enumerate(zip(problems, cluster.hosts))
         )
     late_ranks = tuple(rank for rank, is_late in enumerate(late) if is_late)
-    devices = tuple(Device(**each) for each in described)
-    return Hosts(leaders, devices, late_ranks, tuple(problems))
+    return Hosts(leaders, tuple(Device(**each) for each in described), late_ranks, tuple(problems))
 
 
 def _wanted(rank: int) -> str:
@@ -302,9 +273,7 @@ def _card(leads: bool) -> tuple[dict[str, Any], Offer | None]:
         offer = Offer(PAGE)
     except OSError as error:
         return {**card, "problem": f"no shared memory: {error}"}, None
-    token = secrets.token_hex(_TOKEN_BYTES // 2)
-    offer.memory[:_TOKEN_BYTES] = token.encode()
-    return {**card, "path": offer.path, "token": token}, offer
+    return {**card, "path": offer.path, "token": offer.token}, offer
 
 
 def _search(mine: dict[str, Any], leader: dict[str, Any]) -> str:

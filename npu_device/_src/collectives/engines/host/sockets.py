@@ -1,8 +1,7 @@
 """The connections of a group's members: two for each pair of them, one in each direction.
 
-A message is its length and its bytes. The thread that waits for a message advances all messages of the mesh: it
-sends what the kernel takes, and receives what has come, so that members that send to each other at the same time never
-wait for each other's buffers.
+The thread that waits for a message advances all messages of the mesh: it sends what the kernel takes, and receives what
+has come, so that members that send to each other at the same time never wait for each other's buffers.
 
 The connections are made in a thread of their own when the group's first operation starts, so that nothing else waits
 for them; operations do not proceed before.
@@ -16,16 +15,26 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from functools import partial
-from typing import Callable
+from typing import Any, Callable, Union
 
 import numpy as np
+import tensorflow as tf
 
 from npu_device._src.cluster.peers import Peers
 from npu_device._src.cluster.time_limits import CHECK_SECONDS, SPIN_SECONDS
 from npu_device._src.collectives.engines.host.exchange import MessageChannel
-from npu_device._src.collectives.engines.host.queue import Program, Wait
+from npu_device._src.collectives.engines.host.programs import Round
+from npu_device._src.collectives.engines.host.queue import (
+    ALIGNMENT,
+    HEAD_WORDS,
+    Head,
+    Program,
+    Wait,
+    compares,
+    require_same,
+)
 from npu_device._src.collectives.group import Group, counts_of
 from npu_device._src.collectives.job import Job
 
@@ -33,16 +42,22 @@ _LENGTH = struct.Struct("<Q")
 
 
 class SocketMessage:
-    """One message on its way."""
+    """One message on its way: its length, and its bytes."""
 
     def __init__(self, wire: Wire, data: np.ndarray) -> None:
         self._wire = wire
-        self.data = data.data
-        self.ended = False
+        self.size = data.nbytes
+        self.length = bytearray(_LENGTH.pack(self.size) if wire.sends else _LENGTH.size)
+        self.left = [memoryview(self.length), data.data]
+
+    @property
+    def ended(self) -> bool:
+        """Return whether it has been sent or received."""
+        return not self.left
 
     def Test(self) -> bool:
         """Advance the messages of its connection; return whether this one has ended."""
-        if not self.ended:
+        if self.left:
             self._wire.advance()
         return self.ended
 
@@ -50,21 +65,14 @@ class SocketMessage:
 class Wire:
     """One direction between two ranks: its connection, and its messages in their order.
 
-    Args:
-        poll: knows the connection while messages are on their way.
-        peers: the ranks' own connections.
-        rank: the other rank.
-
     Attributes:
         connection: set once, before the first message; doesn't block.
         lost: why the connection has ended; None while it hasn't. That is an error only for those who still wait for a
             message: the other member may have destroyed the group after its last one.
     """
 
-    event = 0
-
-    def __init__(self, poll: Busy, peers: Peers, rank: int) -> None:
-        self._busy, self._peers, self._rank = poll, peers, rank
+    def __init__(self, busy: Busy, peers: Peers, rank: int, sends: bool) -> None:
+        self._busy, self._peers, self._rank, self.sends = busy, peers, rank, sends
         self.connection: socket.socket
         self.messages: deque[SocketMessage] = deque()
         self.lost: str | None = None
@@ -73,7 +81,7 @@ class Wire:
         """Start a message; as much as the kernel takes leaves at once."""
         message = SocketMessage(self, data)
         self.messages.append(message)
-        if self.event == select.POLLOUT:
+        if self.sends:
             self.advance()
         if not message.ended and self.lost is None:
             self._busy.add(self)
@@ -83,7 +91,7 @@ class Wire:
         """Send or receive what is possible without waiting."""
         try:
             while self.messages and self.lost is None:
-                self._move(self.connection, self.messages[0])
+                self._move(self.messages[0])
         except BlockingIOError:
             return
         except OSError as error:
@@ -99,57 +107,22 @@ class Wire:
         if self.lost is not None and self.messages:
             self._peers.raise_for(self._rank, self.lost)
 
-    def _move(self, connection: socket.socket, message: SocketMessage) -> None:
-        raise NotImplementedError
-
-
-class _Outgoing(Wire):
-    event = select.POLLOUT
-
-    def __init__(self, poll: Busy, peers: Peers, rank: int) -> None:
-        super().__init__(poll, peers, rank)
-        self._left: list[memoryview] = []
-
-    def _move(self, connection: socket.socket, message: SocketMessage) -> None:
-        self._left = self._left or [memoryview(_LENGTH.pack(message.data.nbytes)), message.data]
-        sent = connection.sendmsg(self._left)
-        while self._left and sent >= self._left[0].nbytes:
-            sent -= self._left.pop(0).nbytes
-        if self._left:
-            self._left[0] = self._left[0][sent:]
+    def _move(self, message: SocketMessage) -> None:
+        left = message.left
+        moved = self.connection.sendmsg(left) if self.sends else self.connection.recvmsg_into(left)[0]
+        if not moved:
+            raise ConnectionError("it has closed its connection")
+        while left and moved >= left[0].nbytes:
+            moved -= left.pop(0).nbytes
+        if len(left) < 2 and (length := _LENGTH.unpack(message.length)[0]) != message.size:
+            raise AssertionError(
+                f"rank {self._rank} has sent {length} bytes where this rank expected {message.size}.\n"
+                "What to do: start the job again, and report this as a bug of npu_device."
+            )
+        if left:
+            left[0] = left[0][moved:]
         else:
-            self.messages.popleft().ended = True
-
-
-class _Incoming(Wire):
-    event = select.POLLIN
-
-    def __init__(self, poll: Busy, peers: Peers, rank: int) -> None:
-        super().__init__(poll, peers, rank)
-        self._length = bytearray(_LENGTH.size)
-        self._left = memoryview(self._length)
-        self._in_data = False
-
-    def _move(self, connection: socket.socket, message: SocketMessage) -> None:
-        if self._left.nbytes:
-            received = connection.recv_into(self._left)
-            if not received:
-                raise ConnectionError("it has closed its connection")
-            self._left = self._left[received:]
-        if self._left.nbytes:
-            return
-        self._in_data = not self._in_data
-        if self._in_data:
-            [length] = _LENGTH.unpack(self._length)
-            if length != message.data.nbytes:
-                raise AssertionError(
-                    f"rank {self._rank} has sent {length} bytes where this rank expected {message.data.nbytes}.\n"
-                    "What to do: start the job again, and report this as a bug of npu_device."
-                )
-            self._left = message.data
-        else:
-            self._left = memoryview(self._length)
-            self.messages.popleft().ended = True
+            self.messages.popleft()
 
 
 class Busy:
@@ -164,7 +137,7 @@ class Busy:
         number = wire.connection.fileno()
         if number not in self._wires:
             self._wires[number] = wire
-            self._poll.register(number, wire.event)
+            self._poll.register(number, select.POLLOUT if wire.sends else select.POLLIN)
 
     def remove(self, wire: Wire) -> None:
         """Remove a wire, if it is there."""
@@ -185,14 +158,8 @@ class Busy:
 
 
 class SocketMesh(MessageChannel):
-    """One member's end.
-
-    Args:
-        job: the job.
-        group: the members.
-        to: the members to which this one sends; all others by default.
-        source: the members from which it receives.
-        purpose: tells the connections of a group's meshes apart.
+    """One member's end. By default it sends to all others, and receives from them; ``purpose`` tells the connections of
+    a group's meshes apart.
     """
 
     def __init__(
@@ -209,23 +176,25 @@ class SocketMesh(MessageChannel):
         self._spins = job.has_own_core
         self._busy = Busy()
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        to, source = others if to is None else to, others if source is None else source
-        self._outgoing = {member: _Outgoing(self._busy, job.peers, group.ranks[member]) for member in to}
-        self._incoming = {member: _Incoming(self._busy, job.peers, group.ranks[member]) for member in source}
+        self._outgoing = {member: self._wire(member, True) for member in (others if to is None else to)}
+        self._incoming = {member: self._wire(member, False) for member in (others if source is None else source)}
+        self._wires = [*self._outgoing.values(), *self._incoming.values()]
         self._connected = threading.Event()
         self._problem: BaseException | None = None
         self._closing = threading.Lock()
         self._closed = False
         threading.Thread(target=self._connect, name="npu_device-connect", daemon=True).start()
 
+    def _wire(self, member: int, sends: bool) -> Wire:
+        return Wire(self._busy, self._peers, self._ranks[member], sends)
+
     def _connect(self) -> None:
         """Connect to the members, and wait until they have connected to this one."""
         try:
-            wire: Wire
             for member, wire in self._outgoing.items():
                 self._hold(wire, partial(self._peers.connect, self._ranks[member], self._number))
             for member, wire in self._incoming.items():
-                self._hold(wire, partial(self._peers.accept, self._ranks[member], self._number, self._is_closed))
+                self._hold(wire, partial(self._peers.accept, self._ranks[member], self._number, lambda: self._closed))
         except BaseException as error:
             self._problem = error
         self._connected.set()
@@ -237,13 +206,6 @@ class SocketMesh(MessageChannel):
                 wire.connection = connection
                 if self._closed:
                     connection.close()
-
-    @property
-    def _wires(self) -> list[Wire]:
-        return [*self._outgoing.values(), *self._incoming.values()]
-
-    def _is_closed(self) -> bool:
-        return self._closed
 
     def send(self, member: int, data: np.ndarray) -> SocketMessage:
         """Start to send bytes to a member; as many as the kernel takes leave at once."""
@@ -304,3 +266,95 @@ class SocketMesh(MessageChannel):
             for wire in self._wires:
                 if hasattr(wire, "connection"):
                     wire.connection.close()
+
+
+# The members' heads, and beside them little data: one round, in which every member gets all of it. The message always
+# has the same form, whatever the operation, so that members whose calls differ find that out.
+
+
+_HEAD = struct.Struct(f"<{HEAD_WORDS}i")
+_PURPOSE = 1
+_ROOM_OF_ALL_BYTES = 64 << 10
+_LEAST_ROOM_BYTES = ALIGNMENT  # a scalar's
+MOST_ROOM_BYTES = 1024
+
+
+def room(members: int) -> int:
+    """Return the largest size in bytes of a member's data that travels beside its head."""
+    return min(MOST_ROOM_BYTES, max(_LEAST_ROOM_BYTES, _ROOM_OF_ALL_BYTES // members))
+
+
+def fits(members: int, tensors: Sequence[Union[tf.Tensor, tf.TensorSpec]]) -> Union[bool, tf.Tensor]:
+    """Return whether tensors fit into a message: a bool tensor if only the running graph knows. Ranks that have traced
+    with different static shapes come to the same answer.
+
+    A call without tensors moves a scalar.
+    """
+    known, unknown = 0 if tensors else ALIGNMENT, []
+    for tensor in tensors:
+        elements = tensor.shape.num_elements()
+        if elements is None:
+            unknown.append(_aligned(tf.size(tensor, tf.int64) * tensor.dtype.size))
+        else:
+            known += _aligned(elements * tensor.dtype.size)
+    if known > room(members) or not unknown:
+        return known <= room(members)
+    return tf.add_n(unknown) + known <= room(members)
+
+
+def _aligned(size: Any) -> Any:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class SmallMessages(SocketMesh):
+    """One member's end; see ``queue.Channel``. In each step of a round a member sends to another one, and then knows of
+    twice as many.
+    """
+
+    reaches_all = True
+
+    def __init__(self, job: Job, group: Group) -> None:
+        steps = [1 << power for power in range((group.size - 1).bit_length())]
+        to, source = ([(group.rank + sign * step) % group.size for step in steps] for sign in (1, -1))
+        super().__init__(job, group, to, source, _PURPOSE)
+        self.slot_bytes = room(group.size)
+
+    def run(self, rounds: Iterator[Round], head: Head | None) -> Program:
+        """Run one round, and compare the heads, if the ranks haven't agreed on the call.
+
+        Raises:
+            Mismatch: the heads differ.
+        """
+        for one in rounds:
+            assert head is not None
+            [(first, last), *others] = one.spans
+            mine = np.zeros(last - first + len(others) * one.stride, one.dtype)
+            if mine.nbytes > self.slot_bytes:
+                raise AssertionError(f"{mine.nbytes} bytes don't fit into a message; operation.route_of is wrong")
+            if one.source is not None:
+                one.fill(mine)
+            row = _HEAD.pack(*head) + mine.tobytes()
+            rows = yield from self._gather(row.ljust(_HEAD.size + self.slot_bytes, b"\0") if compares(head) else row)
+            require_same([_HEAD.unpack_from(row) for row in rows])
+            slots = [np.frombuffer(row, one.dtype, len(mine), _HEAD.size) for row in rows]
+            one.take(np.stack(slots), self.rank)
+
+    def _gather(self, row: bytes) -> Generator[SocketMessage, None, list[bytes]]:
+        """Return all members' rows, by member, given this member's; they have the same length on all."""
+        known = [row]  # of this member, the one before it, and so on
+        sent: list[SocketMessage] = []
+        while len(known) < self.size:
+            distance = len(known)
+            count = min(distance, self.size - distance)
+            found = np.empty(count * len(row), np.uint8)
+            coming = self.receive((self.rank - distance) % self.size, found)
+            following = np.frombuffer(b"".join(known[:count]), np.uint8)
+            sent.append(self.send((self.rank + distance) % self.size, following))
+            while not coming.Test():
+                yield coming
+            rows = found.tobytes()
+            known += [rows[first : first + len(row)] for first in range(0, len(rows), len(row))]
+        for message in sent:
+            while not message.Test():
+                yield message
+        return [known[(self.rank - member) % self.size] for member in range(self.size)]

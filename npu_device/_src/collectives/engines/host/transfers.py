@@ -1,242 +1,44 @@
-"""send and receive: messages between any two ranks, for all groups and tags, whatever the engine.
+"""send and receive: data between any two ranks, for all groups and tags, whatever the engine.
 
-A message is data with its group and tag, or an answer. Data for which there is no receive yet are kept until there is
-one, so that transfers with different tags may be called in any order on either side. A send ends when the other rank
-has found its receive and answers.
-
-Two threads for each other rank write and read its messages. Both only ever wait for the network: a rank always reads,
-whatever its script does, so that in a ring of ranks that all send first none waits for another.
+Each transfer has a connection of its own, whose number says for which group and tag it is: transfers with different
+tags may be called in any order on either side. The data stay with the sender until the other rank has found its receive
+and says what it expects. Those of one tag take turns, in a thread that ends with the last of them.
 """
 
 from __future__ import annotations
 
-import queue
 import socket
 import struct
 import threading
 import time
-from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from collections import deque
+from concurrent.futures import Future
 from functools import partial
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from npu_device._src.cluster.time_limits import CHECK_SECONDS, LAST_TRANSFER_SECONDS
+from npu_device._src.cluster.time_limits import CHECK_SECONDS
 from npu_device._src.collectives.call import Agreement, Terms
 from npu_device._src.collectives.engines.host.host_engine import Action, ArrayEngine, OnArrays
 from npu_device._src.collectives.engines.host.queue import BufferPool, Finish, refusal
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 
-_NUMBER = 2  # of the connections, see ``peers``; no group has it
-_HEADER = struct.Struct("<iqQqiiiq")  # kind, number, group, tag, content (three numbers), bytes that follow
-_DATA, _TAKEN, _REFUSED, _WITHDRAWN = range(4)
-
-_NOTHING = np.empty(0, np.uint8)
-
-_Queue = tuple[int, int]
-"""The group's number and the tag: transfers of a queue are in order."""
-
-_Content = tuple[int, ...]
-"""What both sides must agree on: the call's fingerprint and shapes, in three numbers."""
+_CONTENT = struct.Struct("<iiiq")
+"""What both sides must agree on: the call's fingerprint and shapes, and the bytes."""
 
 
-@dataclass(eq=False)
-class _Transfer:
-    """One send or receive of this rank.
+class _Transfer(NamedTuple):
+    """One send or receive of this rank: flat bytes, to be sent or to be filled; the future is when it ended."""
 
-    Attributes:
-        pair: the group of the two ranks, with the tag.
-        data: flat bytes, to be sent or to be filled.
-        sends: True for a send.
-        content: the same on both sides.
-        number: of a send, among those to the other rank.
-        done: set at its end.
-        ended_at: when, in ns since the epoch.
-        refused: the two sides' contents differ.
-        error: what ended it, if it failed.
-    """
-
-    pair: Group
-    data: np.ndarray
+    number: int
     sends: bool
-    content: _Content
-    number: int = 0
-    done: threading.Event = field(default_factory=threading.Event)
-    ended_at: int = 0
-    refused: bool = False
-    error: Optional[BaseException] = None
-
-    @property
-    def queue(self) -> _Queue:
-        """Return its queue."""
-        return self.pair.number, self.pair.tag or 0
-
-    def end(self, refused: bool = False, error: BaseException | None = None) -> None:
-        """Mark it as ended."""
-        self.refused, self.error, self.ended_at = refused, error, time.time_ns()
-        self.done.set()
-
-
-class _PeerTransfers:
-    """The transfers between this rank and another one.
-
-    Args:
-        job: the job.
-        rank: the other rank.
-    """
-
-    def __init__(self, job: Job, rank: int) -> None:
-        self._peers, self._health, self._rank = job.peers, job.health, rank
-        self._lock = threading.Lock()  # protects the tables
-        self._numbers = 0
-        self._unanswered: dict[int, _Transfer] = {}
-        self._posted: defaultdict[_Queue, deque[_Transfer]] = defaultdict(deque)
-        self._arrived: defaultdict[_Queue, deque[tuple[int, _Content, np.ndarray]]] = defaultdict(deque)
-        self._outbox: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
-        self._problem: BaseException | None = None
-        self._is_connected = self._closing = False
-        job.peers.open(job.store)
-        self._writer = self._thread(self._write)
-        self._thread(self._read)
-
-    def _thread(self, work: Callable[[], None]) -> threading.Thread:
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:
-                self._problem = self._problem or error
-
-        thread = threading.Thread(target=run, name="npu_device-transfers", daemon=True)
-        thread.start()
-        return thread
-
-    def start(self, transfer: _Transfer) -> None:
-        """Start a transfer, without waiting for the other rank."""
-        with self._lock:
-            if transfer.sends:
-                self._numbers += 1
-                transfer.number = self._numbers
-                self._unanswered[transfer.number] = transfer
-                self._put(_DATA, transfer.number, transfer.queue, transfer.content, transfer.data)
-            else:
-                self._posted[transfer.queue].append(transfer)
-                self._match(transfer.queue)
-
-    def wait_for(self, transfer: _Transfer) -> None:
-        """Wait until a transfer has ended.
-
-        Raises:
-            PeerError: a rank of the job has failed or ended, or can't be reached any more.
-            RuntimeError: the group was destroyed on this rank.
-        """
-        while not transfer.done.wait(CHECK_SECONDS):
-            self._health.require_running()
-            if isinstance(self._problem, OSError):
-                self._peers.raise_for(self._rank, str(self._problem))
-            if self._problem is not None:
-                raise self._problem
-        if transfer.error is not None:
-            raise transfer.error
-
-    def withdraw(self, pair: Group) -> None:
-        """End the transfers of a group that is destroyed on this rank."""
-        error = RuntimeError("a send or receive was in progress when its group was destroyed on this rank")
-        with self._lock:
-            sends = [one for one in self._unanswered.values() if one.pair == pair]
-            receives = [one for posted in self._posted.values() for one in posted if one.pair == pair]
-            for transfer in sends:
-                del self._unanswered[transfer.number]
-                self._put(_WITHDRAWN, transfer.number, transfer.queue, transfer.content)
-            for transfer in receives:
-                self._posted.pop(transfer.queue, None)
-        for transfer in (*sends, *receives):
-            transfer.end(error=error)
-
-    def close(self) -> None:
-        """Let the last answers leave."""
-        self._closing = True
-        waits = self._is_connected or not self._outbox.empty()
-        self._outbox.put(None)
-        if waits:
-            self._writer.join(LAST_TRANSFER_SECONDS)
-
-    def _write(self) -> None:
-        connection = self._peers.connect(self._rank, _NUMBER)
-        connection.setblocking(True)
-        self._is_connected = True
-        while (message := self._outbox.get()) is not None:
-            for part in message:
-                connection.sendall(part)
-
-    def _read(self) -> None:
-        connection = self._peers.accept(self._rank, _NUMBER, lambda: self._closing)
-        if connection is None:
-            return
-        connection.setblocking(True)
-        while True:
-            header = _received(connection, _HEADER.size).tobytes()
-            kind, number, group, tag, head, check, shapes, length = _HEADER.unpack(header)
-            data = _received(connection, length)
-            with self._lock:
-                self._handle(kind, number, (group, tag), (head, check, shapes), data)
-
-    def _handle(self, kind: int, number: int, queue: _Queue, content: _Content, data: np.ndarray) -> None:
-        """Handle a message. Needs the lock, like all that follow."""
-        if kind == _DATA:
-            self._arrived[queue].append((number, content, data))
-            self._match(queue)
-        elif kind == _WITHDRAWN:
-            kept = [one for one in self._arrived.pop(queue, ()) if one[0] != number]
-            if kept:
-                self._arrived[queue].extend(kept)
-        else:
-            transfer = self._unanswered.pop(number, None)
-            if transfer is not None:
-                transfer.end(refused=kind == _REFUSED)
-
-    def _match(self, queue: _Queue) -> None:
-        """Hand arrived data to the receives that wait for it."""
-        arrived, posted = self._arrived[queue], self._posted[queue]
-        while arrived and posted:
-            (number, content, data), receive = arrived.popleft(), posted.popleft()
-            same = (content, data.nbytes) == (receive.content, receive.data.nbytes)
-            if same:
-                receive.data[:] = data
-            self._put(_TAKEN if same else _REFUSED, number, queue, content)
-            receive.end(refused=not same)
-        for table in (self._arrived, self._posted):
-            if not table[queue]:
-                del table[queue]
-
-    def _put(self, kind: int, number: int, queue: _Queue, content: _Content, data: np.ndarray = _NOTHING) -> None:
-        self._outbox.put([_HEADER.pack(kind, number, *queue, *content, data.nbytes), data])
-
-
-def _received(connection: socket.socket, size: int) -> np.ndarray:
-    """Return the next bytes of a connection."""
-    data = np.empty(size, np.uint8)
-    left = data.data
-    while left.nbytes:
-        count = connection.recv_into(left)
-        if not count:
-            raise ConnectionError("it has closed its connection")
-        left = left[count:]
-    return data
-
-
-class _Transfers:
-    """The transfers of this rank with all others; a part of the job."""
-
-    def __init__(self) -> None:
-        self.by_rank: dict[int, _PeerTransfers] = {}
-
-    def close(self) -> None:
-        """Let the last answers leave."""
-        for transfers in self.by_rank.values():
-            transfers.close()
+    data: np.ndarray
+    content: bytes
+    refuse: Callable[[], Exception]
+    ended: Future[int]
 
 
 class PairCalls:
@@ -245,12 +47,12 @@ class PairCalls:
     in_order = False
 
     def __init__(self, job: Job, pair: Group) -> None:
-        transfers, rank = job.made(_Transfers).by_rank, pair.ranks[1 - pair.rank]
-        if rank not in transfers:
-            transfers[rank] = _PeerTransfers(job, rank)
-        self._transfers, self._pair = transfers[rank], pair
+        self._job, self._rank = job, pair.ranks[1 - pair.rank]
         self._count = job.stall_watch.calls_of(pair)
-        self._buffers = job.buffers
+        self._lock = threading.Lock()
+        self._queues: dict[tuple[int, bool], deque[_Transfer]] = {}
+        self._closed = False
+        job.peers.open(job.store)
 
     def start(
         self, operation: OnArrays, terms: Terms | None, shapes: int, arrays: list[np.ndarray], overlaps: bool
@@ -258,26 +60,118 @@ class PairCalls:
         """Start a transfer without waiting for the other rank."""
         assert terms is not None
         del overlaps
-        act, results = operation.prepare(arrays, self._buffers)
-        position = self._count.begin(terms)
-        transfer = act(content=(*terms.head, shapes))
-        self._transfers.start(transfer)
-        return partial(self._finish, transfer, results, partial(refusal, terms, position))
+        act, results = operation.prepare(arrays, self._job.buffers)
+        refuse = partial(refusal, terms, self._count.begin(terms))
+        transfer: _Transfer = act(head=(*terms.head, shapes), refuse=refuse)
+        with self._lock:
+            queue = self._queues.setdefault(transfer[:2], deque())
+            queue.append(transfer)
+            if len(queue) == 1:
+                threading.Thread(target=self._run, args=[queue], name="npu_device-transfers", daemon=True).start()
 
-    def _finish(
-        self, transfer: _Transfer, results: list[np.ndarray], refuse: Callable[[], Exception]
-    ) -> tuple[int, list[np.ndarray]]:
-        try:
-            self._transfers.wait_for(transfer)
-            if transfer.refused:
-                raise refuse()
-            return transfer.ended_at, results
-        finally:
-            self._count.end()
+        def finish() -> tuple[int, list[np.ndarray]]:
+            try:
+                return transfer.ended.result(), results
+            finally:
+                self._count.end()
+
+        return finish
 
     def close(self) -> None:
         """End what is in progress: the group is destroyed."""
-        self._transfers.withdraw(self._pair)
+        self._closed = True
+
+    def _run(self, queue: deque[_Transfer]) -> None:
+        while queue:
+            transfer = queue[0]
+            try:
+                self._move(transfer)
+                transfer.ended.set_result(time.time_ns())
+            except BaseException as error:
+                transfer.ended.set_exception(error)
+            with self._lock:
+                queue.popleft()
+                if not queue:
+                    del self._queues[transfer[:2]]
+
+    def _move(self, transfer: _Transfer) -> None:
+        try:
+            agrees = (self._send if transfer.sends else self._receive)(transfer)
+        except OSError as error:
+            self._job.peers.raise_for(self._rank, str(error))
+        if not agrees:
+            raise transfer.refuse()
+
+    def _send(self, transfer: _Transfer) -> bool:
+        """Send; return whether the other rank expected that."""
+        with self._job.peers.connect(self._rank, transfer.number) as connection:
+            self._write(connection, transfer.content)
+            [agrees] = self._read(connection, bytearray(1))
+            self._check()
+            self._write(connection, b"\1")  # not withdrawn meanwhile
+            if agrees:
+                self._write(connection, transfer.data)
+            self._read(connection, bytearray(1))  # the other rank has it
+            return bool(agrees)
+
+    def _receive(self, transfer: _Transfer) -> bool:
+        """Receive; return whether the other rank sends what is expected."""
+        while True:
+            connection = self._job.peers.accept(self._rank, transfer.number, lambda: self._is_over)
+            if connection is None:
+                self._check()
+                continue
+            with connection:
+                try:
+                    agrees = self._read(connection, bytearray(_CONTENT.size)) == transfer.content
+                    self._write(connection, bytes([agrees]))
+                    self._read(connection, bytearray(1))
+                except ConnectionError:  # the sender has destroyed its group
+                    continue
+                if agrees:
+                    self._read(connection, transfer.data)
+                self._write(connection, b"\1")
+                return agrees
+
+    @property
+    def _is_over(self) -> bool:
+        return self._closed or self._job.health.is_over
+
+    def _check(self) -> None:
+        """Check that transfers are still wanted.
+
+        Raises:
+            PeerError: a rank of the job has failed or ended.
+            RuntimeError: the group was destroyed on this rank.
+        """
+        self._job.health.require_running()
+        if self._is_over:
+            raise RuntimeError("a send or receive was in progress when its group was destroyed on this rank")
+
+    def _write(self, connection: socket.socket, data: Any) -> None:
+        """Send bytes, however long the other rank takes to read them."""
+        connection.settimeout(CHECK_SECONDS)
+        left = memoryview(data)
+        while left.nbytes:
+            try:
+                left = left[connection.send(left) :]
+            except socket.timeout:
+                self._check()
+
+    def _read(self, connection: socket.socket, data: Any) -> Any:
+        """Fill an array with what the other rank sends, and return it."""
+        connection.settimeout(CHECK_SECONDS)
+        left = memoryview(data)
+        while left.nbytes:
+            try:
+                count = connection.recv_into(left)
+            except socket.timeout:
+                self._check()
+                continue
+            if not count:
+                raise ConnectionError("it has closed its connection")
+            left = left[count:]
+        return data
 
 
 _engine = ArrayEngine(PairCalls)
@@ -288,8 +182,7 @@ def send(agreement: Agreement, tensor: tf.Tensor, pair: Group) -> tf.Tensor:
 
     def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
         del buffers
-        flat = np.ascontiguousarray(arrays[0]).reshape(-1).view(np.uint8)
-        return partial(_Transfer, pair, flat, True), [np.array(0, np.int32)]
+        return partial(_transfer, pair, True, np.ascontiguousarray(arrays[0])), [np.array(0, np.int32)]
 
     operation = OnArrays([tf.TensorSpec([], tf.int32)], prepare)
     [[sent]] = _engine.run(agreement, pair, [operation], [[tensor]])
@@ -302,7 +195,14 @@ def receive(agreement: Agreement, like: tf.TensorSpec, pair: Group) -> tf.Tensor
     def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
         del arrays
         result = buffers.array(tuple(like.shape.as_list()), np.dtype(like.dtype.as_numpy_dtype))
-        return partial(_Transfer, pair, result.reshape(-1).view(np.uint8), False), [result]
+        return partial(_transfer, pair, False, result), [result]
 
     [[received]] = _engine.run(agreement, pair, [OnArrays([like], prepare)], [[]])
     return received
+
+
+def _transfer(
+    pair: Group, sends: bool, data: np.ndarray, head: tuple[int, ...], refuse: Callable[[], Exception]
+) -> _Transfer:
+    flat = data.reshape(-1).view(np.uint8)
+    return _Transfer(pair.of_one_order().number, sends, flat, _CONTENT.pack(*head, flat.nbytes), refuse, Future())

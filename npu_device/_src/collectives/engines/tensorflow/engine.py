@@ -8,16 +8,28 @@ adds its block in float32, and the blocks are gathered. That moves as many bytes
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Callable
 
+import numpy as np
 import tensorflow as tf
 
 from npu_device._src.collectives.call import Agreement
-from npu_device._src.collectives.dtypes import Tensors, Wire, fold, mean_dtype, sum_dtype, wire_dtype, wire_scales
-from npu_device._src.collectives.engines.tensorflow import kernels, words
+from npu_device._src.collectives.dtypes import (
+    Tensors,
+    Wire,
+    fold,
+    mean_dtype,
+    require_bits,
+    sum_dtype,
+    wire_dtype,
+    wire_scales,
+)
+from npu_device._src.collectives.engines.tensorflow import kernels
 from npu_device._src.collectives.group import Group, counts_of
 from npu_device._src.collectives.job import Job
+from npu_device._src.collectives.shapes import Count
 
 TRANSFER_BYTES = 64 << 20
 """Approximate bytes per transfer of a broadcast: large enough for the full bandwidth, small enough not to double
@@ -64,9 +76,9 @@ def broadcast(agreement: Agreement, tensors: Tensors, root: int, group: Group) -
     results: list[tf.Tensor] = []
     for transfer in _transfers(tensors):
         received = _with_an_element(
-            lambda vector: kernels.broadcast(agreement.job, vector, root, group), words.pack(transfer)
+            lambda vector: kernels.broadcast(agreement.job, vector, root, group), pack_words(transfer)
         )
-        results.extend(words.unpack(received, transfer))
+        results.extend(unpack_words(received, transfer))
     return results
 
 
@@ -169,14 +181,14 @@ def _carried(rows: tf.Tensor, move: _Move, size: int) -> tf.Tensor:
     """Send rows through a move, in a dtype and a number of elements that the kernels support."""
     native = rows.dtype in kernels.MOVE_DTYPES
     columns = rows.shape[1] if rows.shape[1] is not None else tf.shape(rows)[1]
-    carrier = rows if native else words.to_words(rows)
+    carrier = rows if native else to_words(rows)
     length = carrier.shape[1]
     if length:
         moved = move(carrier)
     else:
         length = tf.shape(carrier)[1]
         moved = move(tf.pad(carrier, [[0, 0], [0, tf.cast(length == 0, tf.int32)]]))[:, :length]
-    result = moved if native else words.from_words(moved, rows.dtype, columns)
+    result = moved if native else from_words(moved, rows.dtype, columns)
     result.set_shape([size, rows.shape[1]])
     return result
 
@@ -199,7 +211,7 @@ def _transfers(tensors: Tensors) -> list[list[tf.Tensor]]:
     transfers: list[list[tf.Tensor]] = []
     free = 0
     for tensor in tensors:
-        count = words.count(tensor)
+        count = words_of(tensor)
         size = count * 4 if isinstance(count, int) else TRANSFER_BYTES
         if not transfers or size > free:
             transfers.append([])
@@ -207,3 +219,104 @@ def _transfers(tensors: Tensors) -> list[list[tf.Tensor]]:
         transfers[-1].append(tensor)
         free -= size
     return transfers
+
+
+# Tensors of any dtype as vectors of 32-bit words, bit by bit, for data that is only moved. A narrow dtype takes its own
+# number of bytes on the wire, rounded up to whole words.
+
+
+def words_of(tensor: tf.Tensor) -> Count:
+    """Return how many words a tensor takes; an int if its shape is statically known.
+
+    Raises:
+        TypeError: its dtype has no bits to send.
+    """
+    require_bits(tensor.dtype)
+    elements = tensor.shape.num_elements()
+    return words_for(tf.size(tensor) if elements is None else elements, tensor.dtype)
+
+
+def words_for(elements: Count, dtype: tf.DType) -> Count:
+    """Return how many words a number of elements takes."""
+    return -(-elements // (4 // dtype.size)) if dtype.size < 4 else elements * (dtype.size // 4)
+
+
+def pack_words(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Return all tensors in one int32 vector, each starting at a whole word."""
+    return tf.concat([to_words(tf.reshape(tensor, [1, -1]))[0] for tensor in tensors], axis=0)
+
+
+def unpack_words(vector: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Reverse ``pack_words``; ``like`` gives the shapes and dtypes."""
+    parts = tf.split(vector, [words_of(tensor) for tensor in like], num=len(like))
+    return [from_words_like(part, tensor) for part, tensor in zip(parts, like)]
+
+
+def from_words_like(vector: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """Return one tensor from its words."""
+    known = like.shape.num_elements()
+    flat = from_words(vector[tf.newaxis], like.dtype, tf.size(like) if known is None else known)
+    result = tf.reshape(flat, tf.shape(like) if known is None else like.shape)
+    result.set_shape(like.shape)
+    return result
+
+
+def to_words(rows: tf.Tensor) -> tf.Tensor:
+    """Convert shape [k, n] of any dtype to int32 of shape [k, words for n], each row starting at a whole word."""
+    if rows.dtype == tf.int32:
+        return rows
+    if rows.dtype.is_bool:
+        rows = tf.cast(rows, tf.uint8)
+    if rows.dtype.size == 4:
+        return tf.bitcast(rows, tf.int32)
+    length = tf.shape(rows)[0], rows.shape[1] if rows.shape[1] is not None else tf.shape(rows)[1]
+    if rows.dtype.size > 4:
+        return tf.reshape(tf.bitcast(rows, tf.int32), [length[0], words_for(length[1], rows.dtype)])
+    per_word = 4 // rows.dtype.size
+    padded = tf.pad(rows, [[0, 0], [0, -length[1] % per_word]])
+    return tf.bitcast(tf.reshape(padded, [length[0], words_for(length[1], rows.dtype), per_word]), tf.int32)
+
+
+def from_words(words: tf.Tensor, dtype: tf.DType, columns: Count) -> tf.Tensor:
+    """Reverse ``to_words``: convert int32 of shape [k, words] to ``dtype`` of shape [k, columns]."""
+    if dtype.is_bool:
+        return tf.cast(from_words(words, tf.uint8, columns), tf.bool)
+    if dtype == tf.int32:
+        return words
+    if dtype.size == 4:
+        return tf.bitcast(words, dtype)
+    rows = tf.shape(words)[0]
+    if dtype.size > 4:
+        return tf.bitcast(tf.reshape(words, [rows, columns, dtype.size // 4]), dtype)
+    unpacked = tf.bitcast(words, dtype)
+    return tf.reshape(unpacked, [rows, tf.shape(words)[1] * (4 // dtype.size)])[:, :columns]
+
+
+# Lengths to which rows of different lengths are padded: few, since TensorFlow keeps something for each one forever.
+
+_LARGEST = 1 << 62
+_SHORT = 1 << 12
+"""Elements. The time of a transfer hardly depends on the length of a shorter row."""
+
+
+def _lengths() -> list[int]:
+    """Return the powers of two for short rows. For longer ones, return eight lengths for each power of two: such a row
+    grows by an eighth at most.
+    """
+    found = [0, *(1 << power for power in range(_SHORT.bit_length()))]
+    while found[-1] < _LARGEST:
+        step = found[-1] // 8
+        found.extend(range(found[-1] + step, 2 * found[-1] + 1, step))
+    return found
+
+
+@functools.cache
+def _table(dtype: tf.DType) -> np.ndarray:
+    largest = dtype.max
+    return np.array([*(length for length in _lengths() if length < largest), largest], dtype.as_numpy_dtype)
+
+
+def rounded(length: tf.Tensor) -> tf.Tensor:
+    """Return the next length of the set: int32 or int64, shape [], not below the given one."""
+    table = tf.constant(_table(length.dtype))
+    return table[tf.searchsorted(table, length[tf.newaxis])[0]]
