@@ -6,17 +6,16 @@ pause, then with sleeps in between, so that TensorFlow computes meanwhile.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -71,10 +70,6 @@ class MpiMessages(MessageChannel):
     Args:
         job: the job, whose MPI has been started.
         group: the members; at the first operation they meet, and get a communicator.
-
-    Attributes:
-        check: raises if the job has failed.
-        mpi: mpi4py's module.
     """
 
     ahead = 8
@@ -82,20 +77,18 @@ class MpiMessages(MessageChannel):
     def __init__(self, job: Job, group: Group) -> None:
         assert job.mpi_world is not None
         super().__init__(group.size, group.rank, counts_of(group), job.buffers)
-        self.check = job.health.require_running
-        self._world, self._group, self.mpi = job.mpi_world, group, job.mpi_world.mpi
+        self._check = job.health.require_running
+        self._world, self._group = job.mpi_world, group
         self._comm: Any = None
         self._meeting = self._meet()
 
     def send(self, member: int, data: np.ndarray) -> Any:
         """Start to send bytes to a member."""
-        with self._errors_explained():
-            return _Request(self, self._comm.Isend(data, member, _TAG))
+        return self._comm.Isend(data, member, _TAG)
 
     def receive(self, member: int, data: np.ndarray) -> Any:
         """Start to receive the next message of a member, which has as many bytes."""
-        with self._errors_explained():
-            return _Incoming(self, self._comm.Irecv(data, member, _TAG), member, data.nbytes)
+        return _Incoming(self._world.mpi.Status(), self._comm.Irecv(data, member, _TAG), member, data.nbytes)
 
     def advance(self, program: Program, wait: Wait) -> bool:
         """Run a program to its end, or as far as it goes without blocking; return whether it has ended.
@@ -106,8 +99,10 @@ class MpiMessages(MessageChannel):
             PeerError: a rank of the job has failed or ended.
             ClusterError: MPI reports an error.
         """
-        with self._errors_explained():
+        try:
             return self._advance(self._meeting, wait) and self._advance(program, wait)
+        except self._world.mpi.Exception as error:
+            raise self._cause(error) from error
 
     def _advance(self, program: Program, wait: Wait) -> bool:
         last: Any = None
@@ -122,11 +117,12 @@ class MpiMessages(MessageChannel):
                 last, begun, checked, tests = request, now, now, 0
             if tests > _BURST:
                 tests = 0
-                _pause(now - begun)
+                if now - begun > SPIN_SECONDS:
+                    time.sleep(min(MPI_LONGEST_SLEEP_SECONDS, (now - begun) / 4))
             if now - checked > CHECK_SECONDS:
                 checked = now
                 try:
-                    self.check()
+                    self._check()
                 except PeerError:
                     self._world.abandoned.append(program)
                     raise
@@ -160,20 +156,12 @@ class MpiMessages(MessageChannel):
         members.Free()
         everybody.Free()
 
-    @contextlib.contextmanager
-    def _errors_explained(self) -> Iterator[None]:
-        """Return a context in which MPI's errors become errors that say which rank has ended."""
-        try:
-            yield
-        except self._world.mpi.Exception as error:
-            raise self._cause(error) from error
-
     def _cause(self, error: Exception) -> Exception:
         """Return the error to be raised for one of MPI's: usually a rank has ended, of which the hub tells soon."""
         end = time.monotonic() + NEWS_SECONDS
         while time.monotonic() < end:
             try:
-                self.check()
+                self._check()
             except PeerError as known:
                 return known
             time.sleep(CHECK_SECONDS)
@@ -184,43 +172,24 @@ class MpiMessages(MessageChannel):
         )
 
 
-class _Request:
-    """One of MPI's requests, whose errors say which rank has ended."""
-
-    def __init__(self, channel: MpiMessages, request: Any) -> None:
-        self._channel, self._request = channel, request
-
-    def Test(self) -> bool:
-        """Return whether it has ended."""
-        with self._channel._errors_explained():
-            return bool(self._request.Test())
-
-
-class _Incoming(_Request):
+class _Incoming(NamedTuple):
     """A message that is expected, with its length."""
 
-    def __init__(self, channel: MpiMessages, request: Any, member: int, length: int) -> None:
-        super().__init__(channel, request)
-        self._member, self._length = member, length
-        self._status = channel.mpi.Status()
+    status: Any
+    request: Any
+    member: int
+    length: int
 
     def Test(self) -> bool:
         """Return whether it has ended."""
-        with self._channel._errors_explained():
-            if not self._request.Test(self._status):
-                return False
-            if self._status.count != self._length:
-                raise AssertionError(
-                    f"group rank {self._member} has sent {self._status.count} bytes where this rank expected "
-                    f"{self._length}.\nWhat to do: start the job again, and report this as a bug of npu_device."
-                )
-            return True
-
-
-def _pause(waited: float) -> None:
-    """Sleep between two tests, the longer the more seconds a thread has waited; at first not at all."""
-    if waited > SPIN_SECONDS:
-        time.sleep(min(MPI_LONGEST_SLEEP_SECONDS, waited / 4))
+        if not self.request.Test(self.status):
+            return False
+        if self.status.count != self.length:
+            raise AssertionError(
+                f"group rank {self.member} has sent {self.status.count} bytes where this rank expected {self.length}.\n"
+                "What to do: start the job again, and report this as a bug of npu_device."
+            )
+        return True
 
 
 def _done(request: Any) -> Program:

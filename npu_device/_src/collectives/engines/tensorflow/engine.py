@@ -57,12 +57,12 @@ def all_reduce(
 
 def all_gather(agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
     """Return all ranks' rows on every rank: [n] in, [group.size, n] out; n is the same on all ranks."""
-    return _gather_rows(agreement.job, row, group)
+    return _gather(agreement.job, row, group)
 
 
 def all_to_all(agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor:
     """Send row i to rank i, and return the row from rank i as row i: [group.size, n] in and out."""
-    return _exchange_rows(agreement.job, rows, group)
+    return _exchange(agreement.job, rows, group)
 
 
 def reduce(agreement: Agreement, tensors: Tensors, reduction: str, root: int, group: Group) -> list[tf.Tensor]:
@@ -82,11 +82,11 @@ def broadcast(agreement: Agreement, tensors: Tensors, root: int, group: Group) -
     return results
 
 
-def _gather_rows(job: Job, row: tf.Tensor, group: Group) -> tf.Tensor:
+def _gather(job: Job, row: tf.Tensor, group: Group) -> tf.Tensor:
     return _carried(row[tf.newaxis], lambda carrier: kernels.all_gather(job, carrier, group), group.size)
 
 
-def _exchange_rows(job: Job, rows: tf.Tensor, group: Group) -> tf.Tensor:
+def _exchange(job: Job, rows: tf.Tensor, group: Group) -> tf.Tensor:
     return _carried(rows, lambda carrier: kernels.all_to_all(job, carrier, group), group.size)
 
 
@@ -163,10 +163,10 @@ def _reduce_narrow(job: Job, tensor: tf.Tensor, wire: tf.DType, reduction: str, 
     flat = tf.reshape(tensor, [-1])
     elements = _count(flat)
     mine = tf.pad(narrow(flat, shares[group.rank]), [[0, -elements % size]])
-    received = tf.unstack(_exchange_rows(job, tf.reshape(mine, [size, -1]), group), num=size)
+    received = tf.unstack(_exchange(job, tf.reshape(mine, [size, -1]), group), num=size)
     rows = [widen(row, share) for row, share in zip(received, shares)]
     block = narrow(fold(rows, "prod" if reduction == "prod" else "sum"), divisor)
-    gathered = tf.reshape(_gather_rows(job, block, group), [-1])[:elements]
+    gathered = tf.reshape(_gather(job, block, group), [-1])[:elements]
     return tf.reshape(tf.cast(widen(gathered, scale), tensor.dtype), _shape(tensor))
 
 
@@ -292,31 +292,18 @@ def from_words(words: tf.Tensor, dtype: tf.DType, columns: Count) -> tf.Tensor:
     return tf.reshape(unpacked, [rows, tf.shape(words)[1] * (4 // dtype.size)])[:, :columns]
 
 
-# Lengths to which rows of different lengths are padded: few, since TensorFlow keeps something for each one forever.
-
-_LARGEST = 1 << 62
-_SHORT = 1 << 12
-"""Elements. The time of a transfer hardly depends on the length of a shorter row."""
-
-
-def _lengths() -> list[int]:
-    """Return the powers of two for short rows. For longer ones, return eight lengths for each power of two: such a row
-    grows by an eighth at most.
-    """
-    found = [0, *(1 << power for power in range(_SHORT.bit_length()))]
-    while found[-1] < _LARGEST:
-        step = found[-1] // 8
-        found.extend(range(found[-1] + step, 2 * found[-1] + 1, step))
-    return found
-
-
 @functools.cache
-def _table(dtype: tf.DType) -> np.ndarray:
-    largest = dtype.max
-    return np.array([*(length for length in _lengths() if length < largest), largest], dtype.as_numpy_dtype)
+def _lengths(dtype: tf.DType) -> np.ndarray:
+    """Return the lengths to which rows of different lengths are padded: few, since TensorFlow keeps something for each
+    one forever. They are the powers of two up to 4,096, below which a transfer takes about the same time, and then
+    eight lengths for each power, so that a row grows by an eighth at most.
+    """
+    short = [0, *(1 << power for power in range(13))]
+    lengths = [*short, *((8 + eighths) << power for power in range(9, 59) for eighths in range(1, 9))]
+    return np.array([*(length for length in lengths if length < dtype.max), dtype.max], dtype.as_numpy_dtype)
 
 
 def rounded(length: tf.Tensor) -> tf.Tensor:
-    """Return the next length of the set: int32 or int64, shape [], not below the given one."""
-    table = tf.constant(_table(length.dtype))
+    """Return the next of these lengths: int32 or int64, shape [], not below the given one."""
+    table = tf.constant(_lengths(length.dtype))
     return table[tf.searchsorted(table, length[tf.newaxis])[0]]

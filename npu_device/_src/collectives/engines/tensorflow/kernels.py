@@ -38,11 +38,7 @@ _LANES = 16
 
 
 class Sequence:
-    """The keys of one group on one of its members.
-
-    Args:
-        job: the job.
-    """
+    """The keys of one group on one of its members."""
 
     def __init__(self, job: Job) -> None:
         with tf.init_scope(), tf.device(job.device("CPU")):
@@ -60,8 +56,8 @@ class Sequence:
 
         Args:
             kind: the operation, and whatever else TensorFlow remembers with a key, such as the root.
-            dtype: dtype of the tensor that is sent.
-            shape: shape of the tensor that is sent; a vector if only the running graph knows it.
+            dtype: of the tensor that is sent.
+            shape: of the same; a vector if only the running graph knows it.
         """
         known = shape.as_list() if isinstance(shape, tf.TensorShape) else None
         if tf.executing_eagerly():
@@ -143,12 +139,20 @@ _MERGE_OPS = {"sum": "Add", "prod": "Mul", "min": "Min", "max": "Max"}
 def all_reduce(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
     """Reduce one tensor over the group: sum, prod, min or max."""
     how = {"merge_op": _MERGE_OPS[reduction], "final_op": "Id", "max_subdivs_per_device": _SUBDIVISIONS}
-    return _run(tf.raw_ops.CollectiveReduceV2, job, tensor, group, ("all_reduce", reduction), how)
+
+    def launch(keys: dict[str, Any]) -> tf.Tensor:
+        return tf.raw_ops.CollectiveReduceV2(input=tensor, **how, **keys, **_order(job, group, tensor.dtype))
+
+    return _run(job, tensor, group, ("all_reduce", reduction), launch)
 
 
 def all_gather(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
     """Concatenate the tensors of all ranks of the group along the first dimension."""
-    return _run(tf.raw_ops.CollectiveGatherV2, job, tensor, group, "all_gather", {})
+
+    def launch(keys: dict[str, Any]) -> tf.Tensor:
+        return tf.raw_ops.CollectiveGatherV2(input=tensor, **keys, **_order(job, group, tensor.dtype))
+
+    return _run(job, tensor, group, "all_gather", launch)
 
 
 def all_to_all(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
@@ -160,102 +164,65 @@ def all_to_all(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
     if job.hosts.uses_nccl(tensor.dtype):
         rows = tf.reshape(all_gather(job, tensor, group), tf.concat([[group.size], tf.shape(tensor)], 0))
         return rows[:, group.rank]
-    return _run(tf.raw_ops.CollectiveAllToAllV2, job, tensor, group, "all_to_all", {})
 
+    def launch(keys: dict[str, Any]) -> tf.Tensor:
+        return tf.raw_ops.CollectiveAllToAllV2(input=tensor, **keys, **_order(job, group, tensor.dtype))
 
-def _run(
-    kernel: Callable[..., tf.Tensor],
-    job: Job,
-    tensor: tf.Tensor,
-    group: Group,
-    operation: Hashable,
-    how: dict[str, Any],
-) -> tf.Tensor:
-    device, kind = _device(job, tensor.dtype)
-
-    def transfer() -> tf.Tensor:
-        keys = _keys(job, group, kind, operation, tensor)
-        return kernel(input=tensor, **how, **keys, **_order(job, group, kind))
-
-    with tf.device(device):
-        return _noted(job, group, operation, _watched(job, group, tensor, transfer))
+    return _run(job, tensor, group, "all_to_all", launch)
 
 
 def broadcast(job: Job, tensor: tf.Tensor, root_rank: int, group: Group) -> tf.Tensor:
     """Return the root's tensor on every rank; the others pass one of the same shape and dtype."""
-    device, kind = _device(job, tensor.dtype)
 
-    def spread() -> tf.Tensor:
-        keys = _keys(job, group, kind, ("broadcast", root_rank), tensor)
+    def launch(keys: dict[str, Any]) -> tf.Tensor:
         if group.rank == root_rank:
             return tf.raw_ops.CollectiveBcastSendV2(input=tensor, **keys)
         return tf.raw_ops.CollectiveBcastRecvV2(shape=tf.shape(tensor), T=tensor.dtype, **keys)
 
-    with tf.device(device):
-        result = _watched(job, group, tensor, spread)
-        return _kept(job, group, _noted(job, group, ("broadcast", root_rank), result))
-
-
-def _watched(job: Job, group: Group, tensor: tf.Tensor, transfer: Callable[[], tf.Tensor]) -> tf.Tensor:
-    """Return a transfer's result, and let the stall watch know from when to when it runs: a rank that stops in it would
-    not be missed before the next agreement, which the others never reach. The agreement has a watch of its own.
-    """
-    watch = job.stall_watch.transfers_of(group, job.device("CPU"))
-    watch.begin(tensor)
-    result = transfer()
-    watch.end(result)
-    return result
-
-
-def _noted(job: Job, group: Group, operation: Hashable, result: tf.Tensor) -> tf.Tensor:
-    """Return a collective's result; the group's sequence notes it."""
-    sequence_of(job, group).note(operation, result)
-    return result
-
-
-def _kept(job: Job, group: Group, result: tf.Tensor) -> tf.Tensor:
-    """Keep a broadcast whose result isn't used: of all collectives TensorFlow drops only those (``ASYNC_STATEFUL_OPS``
-    of its automatic control dependencies, TensorFlow 2.20), and the ranks that do use it would wait forever. An
-    operation that writes to a variable is never dropped. Can go when TensorFlow keeps broadcasts, too.
-    """
+    result = _run(job, tensor, group, ("broadcast", root_rank), launch)
+    # Of all collectives TensorFlow drops only broadcasts whose result isn't used (``ASYNC_STATEFUL_OPS`` of its
+    # automatic control dependencies, TensorFlow 2.20), and the ranks that do use it would wait forever. An operation
+    # that writes to a variable is never dropped. Can go when TensorFlow keeps broadcasts, too.
     if not tf.executing_eagerly():
         with tf.control_dependencies([result]):
             sequence_of(job, group).touch()
     return result
 
 
-def _device(job: Job, dtype: tf.DType) -> tuple[str, str]:
-    """Return the device on which tensors of a dtype travel, the same on every rank: from GPU to GPU with NCCL, or
-    between the hosts' memories.
+def _run(
+    job: Job, tensor: tf.Tensor, group: Group, kind: Hashable, launch: Callable[[dict[str, Any]], tf.Tensor]
+) -> tf.Tensor:
+    """Run a kernel from GPU to GPU with NCCL, or between the hosts' memories; the same on every rank.
+
+    The stall watch learns from when to when it runs: a rank that stops in it would not be missed before the next
+    agreement, which the others never reach. The agreement has a watch of its own.
     """
-    kind = "GPU" if job.hosts.uses_nccl(dtype) else "CPU"
-    return job.device(kind), kind
-
-
-def _draw(job: Job, group: Group, operation: Hashable, tensor: tf.Tensor) -> tf.Tensor:
+    gpu, cpu = job.hosts.uses_nccl(tensor.dtype), job.device("CPU")
+    sequence, watch = sequence_of(job, group), job.stall_watch.transfers_of(group, cpu)
+    watch.begin(tensor)
     shape = tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
-    return sequence_of(job, group).draw(operation, tensor.dtype, shape)
-
-
-def _keys(job: Job, group: Group, kind: str, operation: Hashable, tensor: tf.Tensor) -> dict[str, Any]:
-    with tf.device(job.device("CPU")):  # keys are the CPU's work, also for a collective between GPUs
-        instance_key = _draw(job, group, operation, tensor)
+    with tf.device(cpu):  # keys are the CPU's work, also for a collective between GPUs
+        key = sequence.draw(kind, tensor.dtype, shape)
     # TensorFlow's groups consist of devices, so a group has one key for its CPUs and another for its GPUs.
-    return {
+    keys = {
         "group_size": group.size,
-        "group_key": group.key + (kind == "GPU"),
-        "instance_key": instance_key,
-        "communication_hint": "nccl" if kind == "GPU" else "auto",
+        "group_key": group.key + gpu,
+        "instance_key": key,
+        "communication_hint": "nccl" if gpu else "auto",
     }
+    with tf.device(job.device("GPU") if gpu else cpu):
+        result = launch(keys)
+    watch.end(result)
+    sequence.note(kind, result)
+    return result
 
 
-def _order(job: Job, group: Group, kind: str) -> dict[str, Any]:
+def _order(job: Job, group: Group, dtype: tf.DType) -> dict[str, Any]:
     """Return the resource that orders a collective: in a tf.function TensorFlow serializes stateful operations without
     a resource, and those on the same resource. On the CPU neighbouring collectives get different resources, so that
     none waits for another. NCCL needs the same order on every rank, in all groups, so there all get the same one.
     """
     if tf.executing_eagerly():
         return {"ordering_token": []}
-    if kind == "GPU":
-        return {"ordering_token": [order_of_nccl(job)]}
-    return {"ordering_token": [sequence_of(job, group).lane()]}
+    nccl = job.hosts.uses_nccl(dtype)
+    return {"ordering_token": [order_of_nccl(job) if nccl else sequence_of(job, group).lane()]}
