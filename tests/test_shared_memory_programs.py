@@ -67,8 +67,8 @@ def started(engine: HostQueue, program: Callable[[MemoryRing], Any], background:
     def act(channel: MemoryRing, head: Any) -> Any:
         return program(channel)
 
-    terms = Terms((1, 2), dict, False, lambda position: ValueError("heads differ"))
-    return engine.start(OnArrays([], lambda arrays, buffers: (act, [])), terms, 3, [], background)
+    terms = Terms((1, 2), 3, dict, False, lambda position: ValueError("heads differ"))
+    return engine.start(OnArrays([], lambda arrays, buffers: (act, [])), terms, [], background)
 
 
 def summed(channel: MemoryRing, stream: Stream, result: np.ndarray, reduction: str, head: Any) -> Any:

@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, Union
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
 
 import numpy as np
 import tensorflow as tf
@@ -46,7 +46,6 @@ class Call:
     """The description of a rank's next call.
 
     Attributes:
-        operation: name of the collective.
         kinds: one text for each value of a list, by position: its dtype and whether it is sparse, or ``None``.
         shapes: the part of each value's shape that must be the same on every rank, as far as known while tracing; None
             for ``None``. The ranks compare the shapes of the running graph, because a rank may have traced with
@@ -93,7 +92,6 @@ def describe(operation: str, values: Sequence[Any], ragged: bool, details: dict[
     """Return the description of a call.
 
     Args:
-        operation: name of the collective.
         values: dense tensors, their specs, ``tf.IndexedSlices`` and ``None``.
         ragged: the first dimension may differ among the ranks.
         details: what else must be the same on every rank.
@@ -234,6 +232,8 @@ class Terms(NamedTuple):
 
     Attributes:
         head: two 32-bit numbers that are the same on all ranks.
+        shapes: a 32-bit number that is the same on all ranks if the tensors' shapes are; int32 if only the running
+            graph knows it.
         row: returns the call as the stall watch shows it.
         overlaps: whether another thread of this rank is in a call of the group; if so, every rank refuses.
         refuse: makes the error for ranks whose heads differ; takes the position of the call in the group's
@@ -241,15 +241,10 @@ class Terms(NamedTuple):
     """
 
     head: tuple[int, int]
+    shapes: int | tf.Tensor
     row: Callable[[], dict[str, Any]]
     overlaps: bool
     refuse: Callable[[int], Exception]
-
-
-Shapes = Union[int, tf.Tensor]
-"""A 32-bit number that is the same on all ranks if the tensors' shapes are; int32 if only the running graph knows
-it.
-"""
 
 
 class Route(enum.Enum):
@@ -270,23 +265,19 @@ class Agreement:
     """The agreement on one call.
 
     Attributes:
-        job: the job.
         terms: what the call's first collective has to compare; None if nothing is left to be compared.
-        shapes: belongs to the terms.
         route: how the ranks compare the call.
         small: on the route ``BY_SIZE``, whether the data are small: a bool tensor.
     """
 
     job: Job
     terms: Optional[Terms] = None
-    shapes: Shapes = 0
     route: Route = Route.WITH_DATA
     small: Optional[tf.Tensor] = None
 
-    def take(self) -> tuple[Terms | None, Shapes]:
-        """Return terms and shapes for the first collective of the call, and ``(None, 0)`` for those that follow."""
-        taken = self.terms, self.shapes
-        self.terms, self.shapes = None, 0
+    def take(self) -> Terms | None:
+        """Return the terms for the first collective of the call, and None for those that follow."""
+        taken, self.terms = self.terms, None
         return taken
 
 
@@ -301,9 +292,6 @@ def mismatch(job: Job, group: Group, call: Call, position: int, overlaps: bool) 
     """Exchange the calls with the other ranks, through the hub, and return the error.
 
     Args:
-        job: the job.
-        group: the ranks that compared their calls.
-        call: this rank's call.
         position: its number in the group's sequence.
         overlaps: another thread of this rank is in a call of the group.
     """

@@ -91,7 +91,6 @@ def python_call(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtype
     Args:
         function: called with the inputs as numpy arrays; returns a list of arrays, one for each dtype. It must not
             refer to tensors of the graph.
-        inputs: its inputs.
         dtypes: the dtypes of its results, whose shapes are unknown.
 
     Returns:
@@ -107,11 +106,7 @@ def python_call(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtype
 
 
 class Order:
-    """One order of calls: each call runs after all earlier ones of the same order.
-
-    Args:
-        device: the name of this process's CPU.
-    """
+    """One order of calls: each call runs after all earlier ones of the same order."""
 
     def __init__(self, device: str) -> None:
         with tf.init_scope(), tf.device(device):
@@ -124,7 +119,6 @@ class Order:
 
         Args:
             function: called with the inputs as numpy arrays; returns an int64, and one array for each dtype.
-            inputs: its inputs.
             dtypes: the dtypes of its results but for the first one, which is an int64.
 
         To TensorFlow the operation has no state, or it would be ordered with all other stateful operations. It takes

@@ -103,7 +103,6 @@ def find_group(name: str, rank: int, world_size: int, made: Mapping[str, Group])
     """Return the group of a name.
 
     Args:
-        name: name of the group.
         rank: this process's world rank.
         world_size: number of ranks in the job.
         made: the groups that this rank's script has made.

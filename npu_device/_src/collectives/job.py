@@ -45,34 +45,24 @@ class Job:
 
     Args:
         cluster: the ranks, their hosts and addresses.
-        channel: the control channel.
-        serves_others: the others need this process until they have finished, because the hub is its child.
-        secret: the job's secret.
+        channel: the control channel: key-value store, gathers and barrier.
+        serves_others: the others need this process until they have finished, because the hub is its child; it waits for
+            them at its end.
 
     Attributes:
-        cluster: the ranks, their hosts and addresses.
-        store: key-value store, gathers and barrier.
-        health: failures of the ranks, events and questions.
         peers: direct connections to the other ranks; they have to be opened.
         task: TensorFlow's name of this process; changes when TensorFlow's server starts.
         server_addresses: each rank's ``host:port`` of TensorFlow's server; empty if this job has none.
         cores: this rank's share of its host's cores, 1 or more; set when TensorFlow's threads are divided.
         has_own_core: that share is a whole core or more, not less; set at the same time.
-        serves_others: the others need this process until they have finished; it waits for them at its end.
         has_communicated: this rank has called a collective other than a barrier, or built a graph with one.
         before_leaving: called with the job before this process leaves it; not in a forked child.
-        world_group: the group of all ranks.
         groups: the groups that this rank's script has made, by name.
         hosts: which ranks share memory, and all ranks' devices; set by ``detect_hosts``.
-        mpi_world: the job's MPI, or None if it isn't used.
         why_no_mpi: why MPI isn't used although its launcher started the ranks; "" if there is nothing to say.
-        stall_watch: reports ranks that are missing in a collective; set when the job begins.
-        threads: the threads of this rank that are in a collective; set when the job begins.
-        sessions: the collectives in this rank's session graphs; set when the job begins.
         making: held by whoever makes one of the objects below, each at its first use.
         pid: number of the rank's process; a forked child has another one.
-        calls: the operations of each group on a backend, by backend and group.
-        orders: the orders in which graphs run starts and finishes.
+        calls: the operations of each group, by engine and group.
         buffers: memory for results, which is used again.
         sequences: TensorFlow's keys, by group.
         nccl_order: the variable by which TensorFlow orders the collectives that use NCCL.
@@ -182,11 +172,7 @@ def is_closed() -> bool:
 
 
 def require_unclosed() -> None:
-    """Refuse to join a job a second time.
-
-    Raises:
-        ClusterError: the job has been closed in this process.
-    """
+    """Raise ClusterError if the job has been closed in this process."""
     if is_closed():
         raise ClusterError(
             "npu_device has been closed in this process, and a process can join its job only once.\n"
@@ -206,10 +192,8 @@ def start(cluster: Cluster, channel: ControlChannel, serves_others: bool, secret
 
 
 def abandon(error: BaseException) -> PeerError | None:
-    """Leave the job because of an error before the first collective, and tell the others.
-
-    Returns:
-        The error of another rank, if that was the cause.
+    """Leave the job because of an error before the first collective, and tell the others. Return the error of another
+    rank, if that was the cause.
     """
     global _current, _closed_by
     job, _current = _current, None

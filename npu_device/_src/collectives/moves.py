@@ -59,9 +59,7 @@ def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "", c
     """Gather tensors whose first dimension may differ among the ranks.
 
     Args:
-        job: the job.
         tensor: shape [n, …] where n is each rank's own and the rest is the same everywhere; any numeric dtype or bool.
-        group: the group, of which this rank is a member.
         purpose: what the tensors are for; the same on every rank, so that unrelated calls aren't taken for one.
 
     Returns:

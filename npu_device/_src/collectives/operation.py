@@ -43,8 +43,6 @@ class Operation:
     """One call of an operation, with checked arguments.
 
     Attributes:
-        name: name of the operation.
-        group: the ranks that take part.
         values: the values that the ranks compare: dense tensors, their specs, ``tf.IndexedSlices`` and ``None``.
         body: moves the data, once the ranks agree or together with the agreement, which it passes on; returns the
             results.
@@ -74,7 +72,6 @@ class Operation:
         """Run the operation, and return its results. Every rank of the group calls this.
 
         Args:
-            job: the job.
             call: the description; default: that of this call. A session's collective has one of the line that made it.
 
         Raises:
@@ -106,11 +103,11 @@ class Operation:
                     job.health.stop(str(error))  # the rest of the graph may already have started other collectives
                 return error
 
-            terms = Terms(call.fingerprint, call.row, overlaps, refuse)
-            route, small = route_of(job, group, self.values, self.ragged)
-            agreement = Agreement(job, terms, shapes_number(call, self.values, self.ragged), route, small)
+            shapes = shapes_number(call, self.values, self.ragged)
+            terms = Terms(call.fingerprint, shapes, call.row, overlaps, refuse)
+            agreement = Agreement(job, terms, *route_of(job, group, self.values, self.ragged))
             comparing = shared_memory if _number_of_hosts(job, group) == 1 else messages
-            if route is Route.BEFORE_DATA:
+            if agreement.route is Route.BEFORE_DATA:
                 with tf.control_dependencies(comparing.exchange_terms(agreement, group)):
                     return self.body(Agreement(job))
             try:
@@ -149,8 +146,6 @@ def route_of(job: Job, group: Group, values: Sequence[Any], ragged: bool) -> tup
     """Return how the ranks compare a call; and for ``BY_SIZE``, whether its data are small, a bool tensor.
 
     Args:
-        job: the job.
-        group: the ranks that take part.
         values: dense tensors, their specs, ``tf.IndexedSlices`` and ``None``.
         ragged: their size may differ among the ranks.
     """
@@ -173,9 +168,6 @@ def backend_of(agreement: Agreement, group: Group, dtype: tf.DType, divides: boo
     data are small. If only the running graph knows that, both are in it.
 
     Args:
-        agreement: on the call.
-        group: the ranks that take part.
-        dtype: of the tensors.
         divides: a group of several hosts can divide the call between its hosts.
     """
     own = _own_backend_of(agreement.job, group, dtype, divides)
@@ -197,10 +189,10 @@ class _Either:
         job, terms = agreement.job, agreement.take()
 
         def small() -> Any:
-            return getattr(messages, call)(Agreement(job, *terms), *arguments)
+            return getattr(messages, call)(Agreement(job, terms), *arguments)
 
         def large() -> Any:
-            compared = messages.exchange_terms(Agreement(job, *terms), self._group)
+            compared = messages.exchange_terms(Agreement(job, terms), self._group)
             with tf.control_dependencies(compared):
                 return getattr(self._own, call)(Agreement(job), *arguments)
 

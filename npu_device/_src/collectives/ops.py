@@ -33,11 +33,9 @@ def all_reduce(job: Job, tensor: tf.Tensor, reduction: str, group: Group, call: 
     """Reduce one dense tensor over a group.
 
     Args:
-        job: the job.
         tensor: any shape, the same on every rank of the group; float16, bfloat16, float32, float64, int8 to int64,
             uint8 to uint64.
         reduction: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"prod"``.
-        group: the group, of which this rank is a member.
 
     Returns:
         A tensor of the same shape and dtype; the mean of integers is floating-point (float32 for 8 and 16 bits,
@@ -241,10 +239,8 @@ def reduce_segments(
     """Reduce segments of tensors on every rank.
 
     Args:
-        agreement: on this call.
         segments: each of one dtype. Each is reduced as soon as its own tensors are ready.
         reduction: as in ``all_reduce``.
-        group: the group, of which this rank is a member.
         wire: dtype in which float32 and float64 are sent, or None. They are added up in their own dtype.
 
     Returns:

@@ -35,11 +35,7 @@ _NOTHING = -1
 
 
 class Sessions:
-    """The collectives in this rank's session graphs.
-
-    Args:
-        job: the job.
-    """
+    """The collectives in this rank's session graphs."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -49,10 +45,6 @@ class Sessions:
 
     def place(self, operation: Operation, call: Call) -> Any:
         """Add a collective to the session's graph.
-
-        Args:
-            operation: the collective.
-            call: its description.
 
         Returns:
             The results; the operation itself if there are none.
@@ -146,7 +138,6 @@ class SessionOrder:
 
         Args:
             number: number of the collective in the graph; the same on all ranks.
-            call: its description.
             values: the function's arguments.
             function: runs it eagerly.
 

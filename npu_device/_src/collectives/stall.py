@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Union
+from typing import Any, Union, cast
 
 import tensorflow as tf
 
@@ -31,11 +31,8 @@ _TRANSFER = {"operation": "a transfer of data", "line": "TensorFlow's backend"}
 
 
 class TransferWatch:
-    """A watch of TensorFlow's transfers: the ranks have agreed on a call, and one of them may stop before its data have
-    come.
-
-    Args:
-        device: this rank's CPU.
+    """A watch of TensorFlow's transfers on this rank's CPU: the ranks have agreed on a call, and one of them may stop
+    before its data have come.
     """
 
     def __init__(self, device: str) -> None:
@@ -75,11 +72,7 @@ class Held:
 
 
 class StallWatch:
-    """One thread that checks all groups, and answers the other ranks' questions. It ends with the job.
-
-    Args:
-        job: the job, whose hub has been reached.
-    """
+    """One thread that checks all groups, and answers the other ranks' questions. It ends with the job."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -94,22 +87,19 @@ class StallWatch:
     def calls_of(self, group: Group) -> CallCount:
         """Return the count of a group's calls, made at its first use."""
         with self._making:
-            watch = self._watches.get(group)
-            if watch is None:
-                watch = self._watches[group] = CallCount()
-                self._job.health.count_collectives_with(group.name, group.ranks, lambda: watch.begun)
-            assert isinstance(watch, CallCount)
-            return watch
+            count = self._watches.get(group)
+            if count is None:
+                count = self._watches[group] = CallCount()
+                self._job.health.count_collectives_with(group.name, group.ranks, lambda: count.begun)
+            return cast(CallCount, count)
 
     def transfers_of(self, group: Group, device: str) -> TransferWatch:
         """Return the watch of a group's transfers through TensorFlow, made at its first use on this rank's CPU."""
         transfers = replace(group, name=f"{group.name}/transfers", parent=group.parent or group.name)
         with self._making:
-            watch = self._watches.get(transfers)
-            if watch is None:
-                watch = self._watches[transfers] = TransferWatch(device)
-            assert isinstance(watch, TransferWatch)
-            return watch
+            if transfers not in self._watches:
+                self._watches[transfers] = TransferWatch(device)
+            return cast(TransferWatch, self._watches[transfers])
 
     def forget(self, name: str) -> None:
         """Stop watching a group, and the groups made for its operations."""

@@ -29,8 +29,6 @@ class MessageChannel:
     """A channel whose members send messages to each other; see ``queue.Channel``.
 
     Args:
-        size: number of members.
-        rank: this member's number.
         counts: for each member, the number of ranks whose sum it contributes.
         buffers: memory for what comes and goes.
     """

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.collectives.call import Agreement, Shapes, Terms
+from npu_device._src.collectives.call import Agreement, Terms
 from npu_device._src.collectives.dtypes import Tensors, Wire, reduced_dtype
 from npu_device._src.collectives.engines.host import programs
 from npu_device._src.collectives.engines.host.programs import Stream
@@ -75,14 +75,14 @@ class ArrayEngine:
             calls = job.calls.get((self, group))
             if calls is None:
                 calls = job.calls[self, group] = self._make(job, group)
-        terms, shapes = agreement.take()
+        terms = agreement.take()
         if not tf.executing_eagerly():
             with job.making:
                 orders = job.orders = job.orders or Orders(job.device("CPU"))
-            return orders.run(calls, operations, inputs, terms, shapes)
+            return orders.run(calls, operations, inputs, terms)
         found = []
         for operation, tensors in zip(operations, inputs):
-            finish = calls.start(operation, terms, int(shapes), list(map(compat.to_array, tensors)), False)
+            finish = calls.start(operation, terms, list(map(compat.to_array, tensors)), False)
             found.append(list(map(_tensor, finish()[1])))
             terms = None
         return found
@@ -211,49 +211,43 @@ class Orders:
         self._tickets = itertools.count()
 
     def run(
-        self,
-        calls: Calls,
-        operations: Sequence[OnArrays],
-        inputs: Sequence[Tensors],
-        terms: Terms | None,
-        shapes: Shapes,
+        self, calls: Calls, operations: Sequence[OnArrays], inputs: Sequence[Tensors], terms: Terms | None
     ) -> list[list[tf.Tensor]]:
         """Add operations to the graph of a tf.function, and return their results."""
         with tf.device(self._device), tf.control_dependencies(step_data()):
             if len(operations) == 1 and calls.in_order:
-                return [self._call(calls, operations[0], inputs[0], terms, shapes)]
+                return [self._call(calls, operations[0], inputs[0], terms)]
             tickets = []
             for operation, tensors in zip(operations, inputs):
-                tickets.append(self._start(calls, operation, tensors, terms, shapes))
+                tickets.append(self._start(calls, operation, tensors, terms))
                 terms = None
         with tf.device(self._device), tf.control_dependencies(tickets):
             return list(map(self._finish, operations, tickets))
 
-    def _call(
-        self, calls: Calls, operation: OnArrays, inputs: Tensors, terms: Terms | None, shapes: Shapes
-    ) -> list[tf.Tensor]:
+    def _call(self, calls: Calls, operation: OnArrays, inputs: Tensors, terms: Terms | None) -> list[tf.Tensor]:
         """Add one operation that starts and waits: a result needed at once needs no second one.
 
         It runs in the order of the starts: a rank that waits in it delays nothing that the others need first.
         """
 
+        shapes, terms = _apart(terms)
+
         def run(shapes: Any, *arrays: np.ndarray) -> list[Any]:
-            ended_at, results = calls.start(operation, terms, int(shapes), list(arrays), False)()
+            ended_at, results = calls.start(operation, _together(terms, shapes), list(arrays), False)()
             return [np.int64(ended_at), *results]
 
-        return _waited_for(self._starts, run, [tf.convert_to_tensor(shapes), *inputs], operation)
+        return _waited_for(self._starts, run, [shapes, *inputs], operation)
 
-    def _start(
-        self, calls: Calls, operation: OnArrays, inputs: Tensors, terms: Terms | None, shapes: Shapes
-    ) -> tf.Tensor:
+    def _start(self, calls: Calls, operation: OnArrays, inputs: Tensors, terms: Terms | None) -> tf.Tensor:
         """Add the starting operation; return a number by which the graph finishes it, int64, shape []."""
+        shapes, terms = _apart(terms)
 
         def start(shapes: Any, *arrays: np.ndarray) -> list[np.int64]:
             ticket = next(self._tickets)
-            self._pending[ticket] = calls.start(operation, terms, int(shapes), list(arrays), True)
+            self._pending[ticket] = calls.start(operation, _together(terms, shapes), list(arrays), True)
             return [np.int64(ticket)]
 
-        return self._starts.call(start, [tf.convert_to_tensor(shapes), *inputs])[0]
+        return self._starts.call(start, [shapes, *inputs])[0]
 
     def _finish(self, operation: OnArrays, ticket: tf.Tensor) -> list[tf.Tensor]:
         """Add the waiting operation; return the results."""
@@ -263,6 +257,15 @@ class Orders:
             return [np.int64(ended_at), *results]
 
         return _waited_for(self._finishes, finish, [ticket], operation)
+
+
+def _apart(terms: Terms | None) -> tuple[tf.Tensor, Terms | None]:
+    """Return the shapes, an input of the graph's call of Python, and terms that refer to nothing of the graph."""
+    return tf.convert_to_tensor(terms.shapes if terms else 0), terms and terms._replace(shapes=0)
+
+
+def _together(terms: Terms | None, shapes: Any) -> Terms | None:
+    return terms and terms._replace(shapes=int(shapes))
 
 
 _waiting: weakref.WeakSet[tf.Operation] = weakref.WeakSet()

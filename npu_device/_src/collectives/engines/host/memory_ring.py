@@ -121,8 +121,6 @@ class MemoryRing:
 
     Args:
         memory: a mapping with ``Layout(size).bytes`` bytes from ``first`` on, zeros when the first member comes.
-        size: number of members.
-        rank: this member's number.
         while_waiting: called between two slices of a long wait; raises when waiting is pointless.
         first: where in the mapping the channel begins, in bytes.
         settle: called after each operation, when all members have come.

@@ -210,7 +210,6 @@ def open_world(job: Job, wanted: bool) -> Sequence[str]:
     """Start MPI, and return for each rank why that fails; nothing if it works. Every rank calls this.
 
     Args:
-        job: the job.
         wanted: ``NPU_DEVICE_BACKEND`` is ``mpi``; otherwise MPI is started only if an ``mpiexec`` started the ranks.
 
     Raises:
@@ -303,7 +302,7 @@ def _check_sum(job: Job, world: MpiWorld) -> str:
         numbers = np.arange(length, dtype=np.int32)
         stream = Stream([numbers.shape], numbers.dtype, [numbers * (cluster.rank + 1)])
         flat, found = stream.results(job.buffers, numbers.dtype)
-        program = programs.reduce(channel, stream, flat, numbers.dtype, "sum", range(group.size), head_of(None, 0))
+        program = programs.reduce(channel, stream, flat, numbers.dtype, "sum", range(group.size), head_of(None))
         channel.advance(program, Wait.SLEEPING)
         if (found[0] != numbers * (group.size * (group.size + 1) // 2)).any():
             wrong = f"a sum of {length} numbers is wrong in MPI ({world.library})"

@@ -168,7 +168,6 @@ def reduce(
     """Reduce a stream to some members, all or one.
 
     Args:
-        channel: the members.
         stream: this member's values.
         result: as long as the stream, on the readers.
         dtype: dtype of the result.

@@ -45,11 +45,11 @@ class Mismatch(Exception):
     """The members' heads of a call differ. All members detect it in the same step, before any data is read."""
 
 
-def head_of(terms: Terms | None, shapes: int) -> Head:
+def head_of(terms: Terms | None) -> Head:
     """Return the head of a call; without terms, the ranks have agreed on it before."""
     if terms is None:
         return (_AGREED,) * HEAD_WORDS
-    return (*terms.head, shapes, _OVERLAPS if terms.overlaps else _COMPARES)
+    return (*terms.head, int(terms.shapes), _OVERLAPS if terms.overlaps else _COMPARES)
 
 
 def compares(head: Head) -> bool:
@@ -154,8 +154,6 @@ class Channel(Protocol):
     """The connection that carries the members' data. Its contract: a member publishes, and others read a view of that.
 
     Attributes:
-        size: number of members.
-        rank: this member's number.
         counts: for each member, the number of ranks whose sum it contributes.
         reaches_all: what a member publishes reaches all at the cost of one copy; else each reader is sent its part.
         ahead: how many rounds a member publishes before it has to read.
@@ -274,21 +272,16 @@ class HostQueue:
         self._settled = False
         self._closed = False
 
-    def start(
-        self, operation: OnArrays, terms: Terms | None, shapes: int, arrays: list[np.ndarray], overlaps: bool
-    ) -> Finish:
+    def start(self, operation: OnArrays, terms: Terms | None, arrays: list[np.ndarray], overlaps: bool) -> Finish:
         """Start an operation without waiting for others, and return the function that finishes it.
 
         Args:
-            operation: the operation.
             terms: what the ranks have to compare with its first data, if anything.
-            shapes: belongs to the terms.
-            arrays: its inputs.
             overlaps: TensorFlow computes until it is finished.
         """
         act, results = operation.prepare(arrays, self._buffers)
         position = self._count.begin(terms)
-        make = partial(act, head=head_of(terms, shapes))
+        make = partial(act, head=head_of(terms))
         pending = PendingOperation(make, results, partial(refusal, terms, position))
         self._queue.append(pending)
         self._arrivals += 1

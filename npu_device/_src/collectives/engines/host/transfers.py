@@ -54,15 +54,13 @@ class PairCalls:
         self._closed = False
         job.peers.open(job.store)
 
-    def start(
-        self, operation: OnArrays, terms: Terms | None, shapes: int, arrays: list[np.ndarray], overlaps: bool
-    ) -> Finish:
+    def start(self, operation: OnArrays, terms: Terms | None, arrays: list[np.ndarray], overlaps: bool) -> Finish:
         """Start a transfer without waiting for the other rank."""
         assert terms is not None
         del overlaps
         act, results = operation.prepare(arrays, self._job.buffers)
         refuse = partial(refusal, terms, self._count.begin(terms))
-        transfer: _Transfer = act(head=(*terms.head, shapes), refuse=refuse)
+        transfer: _Transfer = act(head=(*terms.head, int(terms.shapes)), refuse=refuse)
         with self._lock:
             queue = self._queues.setdefault(transfer[:2], deque())
             queue.append(transfer)
