@@ -46,14 +46,13 @@ class Call:
     """The description of a rank's next call.
 
     Attributes:
-        kinds: one text for each value of a list, by position: its dtype and whether it is sparse, or ``None``.
-        shapes: the part of each value's shape that must be the same on every rank, as far as known while tracing; None
-            for ``None``. The ranks compare the shapes of the running graph, because a rank may have traced with
-            different static shapes.
-        names: the values' names, for the message only; they may differ among ranks.
+        kinds: of each value, its dtype and whether it is sparse, or ``None``.
+        shapes: of each value, the part that must be the same on every rank, as far as known while tracing. The ranks
+            compare the shapes of the running graph: a rank may have traced with different static shapes.
+        names: of the values, for the message only; they may differ among ranks.
         details: whatever else must be the same on all ranks: reduction, root, tag, …
         line: the line of the script that made the call, for the message only.
-        thread: the thread that made or traced the call: calls from two threads come in a different order on each rank.
+        thread: the one that made or traced the call: calls from two threads come in a different order on each rank.
     """
 
     operation: str
@@ -89,13 +88,7 @@ def _fingerprint(*parts: Any) -> tuple[int, int]:
 
 
 def describe(operation: str, values: Sequence[Any], ragged: bool, details: dict[str, Any]) -> Call:
-    """Return the description of a call.
-
-    Args:
-        values: dense tensors, their specs, ``tf.IndexedSlices`` and ``None``.
-        ragged: the first dimension may differ among the ranks.
-        details: what else must be the same on every rank.
-    """
+    """Return the description of a call. Of ``ragged`` values, the first dimension may differ among the ranks."""
     kinds, shapes, names, eager = [], [], [], tf.executing_eagerly()
     for value in values:
         sparse = isinstance(value, tf.IndexedSlices)
@@ -160,8 +153,6 @@ def user_line() -> str:
 def calling_thread() -> str:
     """Return the name of the calling thread as far as it is the same on all ranks."""
     thread = threading.current_thread()
-    if thread is threading.main_thread():
-        return thread.name
     return "a thread of TensorFlow" if isinstance(thread, threading._DummyThread) else _own_name(thread)
 
 
@@ -198,9 +189,7 @@ class CallingThreads:
                 del self._calling[key]
 
     def _mixed_up(self, group: Group) -> bool:
-        """Return whether another living thread that calls in the group has this thread's name, or had it once: the
-        ranks cannot tell the two apart.
-        """
+        """Return whether another living thread that calls in the group has, or once had, this thread's name."""
         me = threading.current_thread()
         if isinstance(me, threading._DummyThread) or _is_replica_of_a_strategy():
             return False
@@ -235,9 +224,8 @@ class Terms(NamedTuple):
         shapes: a 32-bit number that is the same on all ranks if the tensors' shapes are; int32 if only the running
             graph knows it.
         row: returns the call as the stall watch shows it.
-        overlaps: whether another thread of this rank is in a call of the group; if so, every rank refuses.
-        refuse: makes the error for ranks whose heads differ; takes the position of the call in the group's
-            sequence.
+        overlaps: another thread of this rank is in a call of the group: every rank refuses.
+        refuse: makes the error for ranks whose heads differ, given the position of the call in the group's sequence.
     """
 
     head: tuple[int, int]
@@ -289,12 +277,7 @@ class MismatchError(PeerError):
 
 
 def mismatch(job: Job, group: Group, call: Call, position: int, overlaps: bool) -> MismatchError:
-    """Exchange the calls with the other ranks, through the hub, and return the error.
-
-    Args:
-        position: its number in the group's sequence.
-        overlaps: another thread of this rank is in a call of the group.
-    """
+    """Exchange the calls with the other ranks, through the hub, and return the error."""
     mine = {**call.row(), "overlaps": overlaps}
     found = {job.cluster.rank: mine}  # if the hub is gone, the table has gaps
     with contextlib.suppress(ClusterError):

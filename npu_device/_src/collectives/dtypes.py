@@ -57,20 +57,12 @@ def wire_scales(reduction: str, counts: Sequence[int]) -> tuple[list[int], int]:
     """Return by what each member's values are divided before they are sent in 16 bits, and by what the total is.
 
     Then no sum overflows the 16 bits unless a rank's own values do: a mean's shares are divided by the ranks that they
-    come from, and a sum's by a power of two, which rounds only the smallest numbers.
-
-    Args:
-        reduction: ``mean``, whose total the fold has divided already, or another.
-        counts: how many ranks' values each member brings.
+    come from (the fold divides the total), and a sum's by a power of two, which rounds only the smallest numbers.
     """
     if reduction == "mean":
         return list(counts), 1
-    return [_power_of_two(max(counts))] * len(counts), _power_of_two(sum(counts))
-
-
-def _power_of_two(number: int) -> int:
-    """Return the smallest power of two that is not below a number."""
-    return 1 << (number - 1).bit_length()
+    most, total = (1 << (number - 1).bit_length() for number in (max(counts), sum(counts)))
+    return [most] * len(counts), total
 
 
 def require_bits(dtype: tf.DType) -> None:
@@ -104,16 +96,9 @@ FOLDS: dict[str, Any] = {"sum": np.add, "mean": np.add, "prod": np.multiply, "mi
 
 
 def fold_arrays(rows: Rows, result: np.ndarray, reduction: str, divisor: int, shares: Sequence[int]) -> None:
-    """Reduce rows, in order, into another array.
+    """Reduce rows, in order, each of which has been divided by its share, into ``result``. A mean is then divided.
 
     This works in the result's dtype; 16-bit floats are combined in float32 and rounded once at the end.
-
-    Args:
-        rows: one for each rank.
-        result: gets the values.
-        reduction: how.
-        divisor: what a mean is divided by.
-        shares: what each row has been divided by.
     """
     combine = FOLDS[reduction]
     total = np.empty(result.shape, np.float32) if is_narrow(result.dtype) else result

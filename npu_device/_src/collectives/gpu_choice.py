@@ -61,12 +61,8 @@ def visible_names(cuda: str | None) -> tuple[str, ...] | None:
 def own_instance(cuda: str | None, nvidia: str | None, device_id: int) -> str | None:
     """Return the MIG instance to which ``CUDA_VISIBLE_DEVICES`` has to be set for a rank; None to leave it.
 
-    CUDA shows a process only one MIG instance, the first in the list, so the rank's own has to come first.
-
-    Args:
-        cuda: ``CUDA_VISIBLE_DEVICES``, None if unset.
-        nvidia: ``NVIDIA_VISIBLE_DEVICES``, None if unset; a container has only the instances named there.
-        device_id: number of the rank's device.
+    CUDA shows a process only one MIG instance, the first in the list, so the rank's own has to come first. A container
+    has only the instances in ``NVIDIA_VISIBLE_DEVICES``.
     """
     names = visible_names(nvidia if cuda is None else cuda) or ()
     if len(names) < 2 or not all(name.startswith("MIG-") for name in names):
@@ -104,13 +100,7 @@ def why_none(cuda: str | None, nvidia: str | None) -> str:
 
 
 def sharing(devices: Sequence[Device], hosts: Sequence[str], *, chips: bool = False) -> list[list[int]]:
-    """Return the lists of two or more ranks that use one GPU or MIG instance; with ``chips``, one GPU.
-
-    Args:
-        devices: of all ranks.
-        hosts: host of each rank.
-        chips: also ranks that use different MIG instances of a GPU.
-    """
+    """Return the lists of two or more ranks that use one GPU or MIG instance; with ``chips``, one GPU."""
     users: dict[tuple[str, str], list[int]] = {}
     for rank, (device, host) in enumerate(zip(devices, hosts)):
         if device.is_gpu:
@@ -122,11 +112,6 @@ def why_no_nccl(devices: Sequence[Device], hosts: Sequence[str], backend: str) -
     """Return why floating-point tensors don't go through NCCL; "" if they do. The same on all ranks.
 
     NCCL refuses two ranks on one GPU, also on two MIG instances of it.
-
-    Args:
-        devices: of all ranks.
-        hosts: host of each rank.
-        backend: ``NPU_DEVICE_BACKEND``.
     """
     without = [rank for rank, device in enumerate(devices) if not device.is_gpu]
     if len(without) == len(devices):

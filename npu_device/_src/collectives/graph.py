@@ -33,11 +33,7 @@ def runs_if_fetched() -> bool:
 
 
 def require_order(what: str) -> None:
-    """Raise RuntimeError if the graph being built runs several times at once.
-
-    Args:
-        what: the call, for the message.
-    """
+    """Raise RuntimeError if the graph being built runs several times at once; ``what`` names the call."""
     place = compat.place_without_order()
     if place is not None:
         raise RuntimeError(
@@ -58,13 +54,7 @@ def fetchable(operations: Sequence[Any]) -> tf.Operation | None:
 
 
 def overwriting(value: Any, result: tf.Tensor) -> tf.Tensor:
-    """Return a result. In a session's graph, fetching it also overwrites the variable whose new value it is, as on
-    Ascend.
-
-    Args:
-        value: the value that was passed, a variable or not.
-        result: its new value.
-    """
+    """Return a result. In a session's graph, fetching it also overwrites ``value``, if that is a variable, as on Ascend."""
     if not runs_if_fetched() or not hasattr(value, "assign"):
         return result
     with tf.control_dependencies([tf.compat.v1.assign(value, result)]):

@@ -8,7 +8,6 @@ no TensorFlow, so that a split strategy can be set before anything else.
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -67,7 +66,8 @@ class Group:
     @property
     def number(self) -> int:
         """Return a number of the group, the same on every member: 64 bits."""
-        return int.from_bytes(hashlib.blake2b(self._identity, digest_size=8).digest(), "little")
+        identity = repr((self.name, self.ranks)).encode(errors="surrogatepass")
+        return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little")
 
     @property
     def key(self) -> int:
@@ -76,11 +76,7 @@ class Group:
         """
         if self.name == WORLD_GROUP:
             return _WORLD_KEY
-        return 2 * (zlib.crc32(self._identity) % (1 << 29)) + 2 * _WORLD_KEY
-
-    @property
-    def _identity(self) -> bytes:
-        return repr((self.name, self.ranks)).encode(errors="surrogatepass")
+        return 2 * (self.number % (1 << 29)) + 2 * _WORLD_KEY
 
 
 def counts_of(group: Group) -> tuple[int, ...]:
@@ -89,23 +85,14 @@ def counts_of(group: Group) -> tuple[int, ...]:
 
 
 def group_of(job: Job, name: str) -> Group:
-    """Return the group of a name on a rank of a job.
-
-    Raises:
-        ValueError: this rank knows no group of that name.
-    """
+    """Return the group of a name on a rank of a job; see ``find_group``."""
     if name == WORLD_GROUP:
         return job.world_group
     return find_group(name, job.cluster.rank, job.cluster.world_size, job.groups)
 
 
 def find_group(name: str, rank: int, world_size: int, made: Mapping[str, Group]) -> Group:
-    """Return the group of a name.
-
-    Args:
-        rank: this process's world rank.
-        world_size: number of ranks in the job.
-        made: the groups that this rank's script has made.
+    """Return the group of a name: all ranks, or one of those that this rank's script has made.
 
     Raises:
         ValueError: not a valid name, or this rank has no group of that name.

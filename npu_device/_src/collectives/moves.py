@@ -65,10 +65,6 @@ def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "", c
     Returns:
         Shape [sum of n, …], ordered by group rank, the same on every rank. Its gradient is the sum of all ranks'
         incoming gradients of this rank's part. Each part is sent padded to the longest.
-
-    Raises:
-        ValueError: a scalar.
-        TypeError: a dtype that has no bits to send.
     """
     require_first_dimension("all_gather_v", tensor)
     require_bits(tensor.dtype)
@@ -231,9 +227,6 @@ def receive(
 def _pair_of(group: Group, source: int, destination: int, tag: int) -> Group:
     """Return the group of a send and its receive: the two ranks, whose transfers with different tags can't be mixed up,
     whatever order the two sides call them in. It serves both directions and all tags.
-
-    Raises:
-        ValueError: a rank isn't in the group, or both are the same; the tag doesn't fit into 62 bits.
     """
     require_member("src_rank", source, group)
     require_member("dest_rank", destination, group)

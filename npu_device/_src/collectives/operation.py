@@ -43,18 +43,14 @@ class Operation:
     """One call of an operation, with checked arguments.
 
     Attributes:
-        values: the values that the ranks compare: dense tensors, their specs, ``tf.IndexedSlices`` and ``None``.
-        body: moves the data, once the ranks agree or together with the agreement, which it passes on; returns the
-            results.
-        again: runs the same operation for other inputs: a session's graph calls it with the call's description and with
-            its values.
+        values: what the ranks compare: dense tensors, their specs, ``tf.IndexedSlices`` and ``None``.
+        body: moves the data, once the ranks agree or together with the agreement, which it passes on.
+        again: runs the operation for other inputs, in a session, given the call's description and the inputs.
         inputs: the arguments of ``again``: tensors, numbers, or nested lists of them.
-        results: returns the specs of the results, in the structure that the operation returns; None for an
-            operation that returns nothing.
+        results: returns the specs of the results, in their structure; None for an operation that returns nothing.
         same: whatever else must be the same on every rank.
         ragged: the first dimension of the values may differ among the ranks.
-        gradient: in a session's graph, returns the gradients of the values for those of the results; None for an
-            operation without gradients there.
+        gradient: in a session's graph, returns the gradients of the values for those of the results.
     """
 
     name: str
@@ -120,11 +116,7 @@ class Operation:
 
 
 def _refuse_xla(job: Job, call: Call) -> None:
-    """Refuse a call in a function that XLA compiles: there, the ranks can't agree on it, nor learn of a failure.
-
-    Raises:
-        RuntimeError: XLA compiles the function.
-    """
+    """Refuse a call in a function that XLA compiles: there, the ranks can't agree on it, nor learn of a failure."""
     if compat.compiled_by_xla():
         raise RuntimeError(
             f"rank {job.cluster.rank}: {call.operation} was called at {call.line} in a function that XLA compiles "
@@ -143,12 +135,7 @@ def _number_of_hosts(job: Job, group: Group) -> int:
 
 
 def route_of(job: Job, group: Group, values: Sequence[Any], ragged: bool) -> tuple[Route, tf.Tensor | None]:
-    """Return how the ranks compare a call; and for ``BY_SIZE``, whether its data are small, a bool tensor.
-
-    Args:
-        values: dense tensors, their specs, ``tf.IndexedSlices`` and ``None``.
-        ragged: their size may differ among the ranks.
-    """
+    """Return how the ranks compare a call; and for ``BY_SIZE``, whether its data are small, a bool tensor."""
     if group.tag is not None:  # a send and its receive
         return Route.WITH_DATA, None
     hosts = job.hosts
@@ -165,10 +152,7 @@ def route_of(job: Job, group: Group, values: Sequence[Any], ragged: bool) -> tup
 
 def backend_of(agreement: Agreement, group: Group, dtype: tf.DType, divides: bool = False) -> Any:
     """Return the backend that moves a call's tensors of a dtype, the same on every rank: that of messages if the call's
-    data are small. If only the running graph knows that, both are in it.
-
-    Args:
-        divides: a group of several hosts can divide the call between its hosts.
+    data are small. If only the running graph knows that, both are in it. A call that ``divides`` can be two levels.
     """
     own = _own_backend_of(agreement.job, group, dtype, divides)
     if agreement.route is Route.WITH_DATA:

@@ -236,15 +236,8 @@ def reduce_segments(
     group: Group,
     wire: tf.DType | None = None,
 ) -> list[list[tf.Tensor]]:
-    """Reduce segments of tensors on every rank.
-
-    Args:
-        segments: each of one dtype. Each is reduced as soon as its own tensors are ready.
-        reduction: as in ``all_reduce``.
-        wire: dtype in which float32 and float64 are sent, or None. They are added up in their own dtype.
-
-    Returns:
-        The results in the same lists, as ``all_reduce`` gives them, and differentiable like those.
+    """Reduce segments, each of one dtype, as soon as its own tensors are ready. Return the results in the same lists, as
+    ``all_reduce`` gives them, and differentiable like those. float32 and float64 may be sent in the dtype ``wire``.
     """
 
     def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:

@@ -38,9 +38,6 @@ def count_cores(running: Job) -> None:
     """Set ``running.cores`` and ``running.has_own_core``, together with the other ranks of the host.
 
     The launcher may have bound each rank to cores of its own (Open MPI and Slurm do), so the ranks compare theirs.
-
-    Raises:
-        ClusterError: the hub is gone.
     """
     cluster, mine = running.cluster, sorted(os.sched_getaffinity(0))
     neighbours = [rank for rank, host in enumerate(cluster.hosts) if host == cluster.host]
@@ -50,11 +47,7 @@ def count_cores(running: Job) -> None:
 
 
 def share_of_cores(mine: Sequence[int], ranks: Sequence[Sequence[int]]) -> Fraction:
-    """Return a rank's share of the cores that it may use.
-
-    Args:
-        mine: numbers of the cores that it may use.
-        ranks: the same for each rank of the host, including itself.
+    """Return a rank's share of the cores that it may use, given those of each rank of the host, including itself.
 
     Examples:
         >>> print(share_of_cores(range(8), [range(8)] * 3), share_of_cores(range(8), [range(8), range(8, 16)]))
@@ -179,11 +172,7 @@ class Identity(NamedTuple):
 
 
 def identity(index: int) -> Identity | None:
-    """Return what the driver says about a GPU; None without a driver.
-
-    Args:
-        index: CUDA's number of the GPU in this process, which is TensorFlow's number of the physical device.
-    """
+    """Return what the driver says about a GPU, by CUDA's and TensorFlow's number of it; None without a driver."""
     try:
         driver = ctypes.CDLL(_LIBRARY)
     except OSError:  # no NVIDIA driver

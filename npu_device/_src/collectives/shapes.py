@@ -77,18 +77,14 @@ def packed(counts: tf.Tensor) -> Blocks:
 
 
 def checked(name: str, counts: Any, displacements: Any, number: int, length: Optional[int] = None) -> Blocks:
-    """Check and return the blocks that a caller describes.
+    """Check and return the blocks that a caller describes. TensorFlow refuses what is known only at run time.
 
     Args:
         name: ``"send"`` or ``"recv"``, for messages.
         counts: whole numbers, one per rank.
         displacements: whole numbers, one per rank.
         number: required number of blocks.
-        length: elements of the buffer, if known; None for a buffer that is made to fit.
-
-    Raises:
-        ValueError: a wrong number of blocks, a negative number, a block that ends beyond the buffer, or, in a buffer
-            that is made to fit, blocks that overlap. TensorFlow refuses what is known only at run time.
+        length: elements of the buffer, if known; None for a buffer that is made to fit: there, no blocks may overlap.
     """
     blocks = Blocks(
         whole_numbers(f"{name}_counts", counts, [number]),
@@ -114,11 +110,7 @@ def checked(name: str, counts: Any, displacements: Any, number: int, length: Opt
 
 
 def whole_numbers(name: str, values: Any, shape: list[int]) -> tf.Tensor:
-    """Return counts or displacements as int64.
-
-    Raises:
-        ValueError: a wrong shape, or a negative number.
-    """
+    """Return counts or displacements as int64, none of them negative."""
     tensor = tf.cast(tf.convert_to_tensor(values), tf.int64)
     if not tensor.shape.is_compatible_with(shape):
         raise ValueError(f"{name} has shape {tensor.shape}; expected {tuple(shape)}, one number per rank of the group")

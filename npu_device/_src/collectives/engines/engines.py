@@ -26,24 +26,21 @@ from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 
 
-class ReducingBackend(Protocol):
-    """The calls that take lists of tensors."""
+class Backend(Protocol):
+    """What an engine does for a group. In a graph each call, and each segment, waits only for its own tensors."""
 
     def all_reduce(
         self, agreement: Agreement, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire
     ) -> list[list[tf.Tensor]]:
-        """Reduce segments; in a graph each waits only for its own tensors.
+        """Reduce segments, lists of tensors of one dtype; return the results of each, the same bits on every rank.
 
         Args:
             agreement: on the call. A backend that compares calls with the data takes its terms.
-            segments: lists of tensors of one dtype, of the same shapes on every rank.
+            segments: of the same shapes on every rank.
             reduction: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"prod"``; a mean of integers is floating-point.
             group: the group; a mean is over all ranks that its members stand for (``counts``).
             wire: dtype in which float32 and float64 tensors are sent, or None for their own. Sums are exact to
                 float32 either way, and never infinite if the true sum is finite.
-
-        Returns:
-            The results of each segment, the same bits on every rank.
         """
 
     def reduce(
@@ -53,10 +50,6 @@ class ReducingBackend(Protocol):
 
     def broadcast(self, agreement: Agreement, tensors: Tensors, root: int, group: Group) -> list[tf.Tensor]:
         """Return the root's tensors on every rank; any dtypes, the same shapes and dtypes everywhere."""
-
-
-class Backend(ReducingBackend, Protocol):
-    """A backend that serves a group on its own."""
 
     def all_gather(self, agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
         """Return all ranks' rows on every rank: [n] in, [group.size, n] out; n is the same on all ranks."""
@@ -71,8 +64,7 @@ class Backend(ReducingBackend, Protocol):
 _BACKGROUND_FROM_BYTES = 256 << 10
 
 
-def ring_of(job: Job, group: Group) -> MemoryRing:
-    """Connect to the other members of a group, and return this rank's end of their memory."""
+def _ring_of(job: Job, group: Group) -> MemoryRing:
     memory, settle = connect(job, group, Layout(group.size).bytes)
     check = job.health.require_running
     return MemoryRing(memory, group.size, group.rank, check, FIRST_BYTE, settle, job.has_own_core)
@@ -85,17 +77,13 @@ def _background_from(job: Job) -> int:
     return _BACKGROUND_FROM_BYTES if job.cores > 1 else sys.maxsize
 
 
-def _always(_: Job) -> int:
-    """Send segments in the background, whatever their size: TensorFlow computes meanwhile."""
-    return 0
-
-
-shared_memory = HostEngine(ring_of, _background_from)
+shared_memory = HostEngine(_ring_of, _background_from)
 messages = HostEngine(SmallMessages, lambda _: sys.maxsize)
 """Calls on little data, and the comparison of all others, between hosts."""
 
-mpi = HostEngine(MpiMessages, _always)
-tcp = HostEngine(SocketMesh, _always)
+# These send segments in the background, whatever their size: TensorFlow computes meanwhile.
+mpi = HostEngine(MpiMessages, lambda _: 0)
+tcp = HostEngine(SocketMesh, lambda _: 0)
 BETWEEN_HOSTS: dict[str, Backend] = {"nccl": tensorflow, "mpi": mpi, "tensorflow": tensorflow, "tcp": tcp}
 """The backends by their names in ``NPU_DEVICE_BACKEND``; tensors that NCCL can't reduce take TensorFlow's ring."""
 
@@ -104,11 +92,8 @@ BETWEEN_HOSTS: dict[str, Backend] = {"nccl": tensorflow, "mpi": mpi, "tensorflow
 
 
 class TwoLevelBackend:
-    """The backend for calls of groups that span hosts: each host reduces in shared memory, only one rank per host
+    """The first three calls for groups that span hosts: each host reduces in shared memory, only one rank per host
     communicates with the others, and each host spreads the result. The network carries what one rank per host needs.
-
-    Args:
-        between: the backend of the lowest ranks of all hosts.
     """
 
     def __init__(self, between: Backend) -> None:
@@ -117,7 +102,7 @@ class TwoLevelBackend:
     def all_reduce(
         self, agreement: Agreement, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire
     ) -> list[list[tf.Tensor]]:
-        """Reduce segments, as ``ReducingBackend`` says. The ranks between the hosts take the mean, of whole sums.
+        """Reduce segments, as ``Backend`` says. The ranks between the hosts take the mean, of whole sums.
 
         A segment is spread within the hosts after the next one has started between them: the operations in shared
         memory run in order, and would otherwise keep the next segment waiting for the network.
@@ -150,7 +135,7 @@ class TwoLevelBackend:
     def reduce(
         self, agreement: Agreement, tensors: Tensors, reduction: str, root: int, group: Group
     ) -> list[tf.Tensor]:
-        """Reduce tensors, as ``ReducingBackend`` says, but to all ranks."""
+        """Reduce tensors, as ``Backend`` says, but to all ranks."""
         del root
         [reduced] = self.all_reduce(agreement, [tensors], reduction, group, None)
         return reduced

@@ -40,12 +40,8 @@ between two ranks a transfer.
 
 
 class OnArrays(NamedTuple):
-    """One program, or one transfer, on arrays. It references no part of the graph in which it was made: what a graph
-    calls lives as long as the graph.
-
-    Attributes:
-        outputs: what it returns.
-        prepare: returns the action for the inputs as arrays, with memory for the results.
+    """One program, or one transfer, on arrays: what it returns, and how it is made of the inputs, with memory for the
+    results. It references no part of the graph in which it was made: what a graph calls lives as long as the graph.
     """
 
     outputs: Sequence[tf.TensorSpec]
@@ -57,11 +53,7 @@ Calls = Union[HostQueue, "PairCalls"]
 
 
 class ArrayEngine:
-    """Operations of groups, in eager mode and in graphs.
-
-    Args:
-        make: makes the calls of a group at its first operation.
-    """
+    """Operations of groups, in eager mode and in graphs; ``make`` makes the calls of a group at its first operation."""
 
     def __init__(self, make: Callable[[Job, Group], Calls]) -> None:
         self._make = make
@@ -197,11 +189,7 @@ def _tensor(array: np.ndarray) -> tf.Tensor:
 
 
 class Orders:
-    """The orders in which the starts and the finishes of a rank's graphs run, and what is between them.
-
-    Args:
-        device: this rank's CPU.
-    """
+    """The orders in which the starts and the finishes of a rank's graphs run, on its CPU, and what is between them."""
 
     def __init__(self, device: str) -> None:
         self._device = device

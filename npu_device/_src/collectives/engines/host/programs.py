@@ -55,11 +55,8 @@ class Stream:
         self.length = length
 
     def copy_in(self, first: int, slot: np.ndarray) -> None:
-        """Fill a slot with the stream from element ``first`` on; arrays of another dtype are cast.
-
-        Args:
-            first: element of the stream.
-            slot: of this stream's dtype. Gaps between arrays are left as they are.
+        """Fill a slot with the stream from element ``first`` on. Arrays of another dtype are cast; gaps between arrays
+        are left as they are.
         """
         arrays, end = self.arrays, first + len(slot)
         if len(arrays) == 1 and arrays[0].dtype == slot.dtype:
@@ -165,16 +162,7 @@ def reduce(
     readers: Sequence[int],
     head: Head | None,
 ) -> Program:
-    """Reduce a stream to some members, all or one.
-
-    Args:
-        stream: this member's values.
-        result: as long as the stream, on the readers.
-        dtype: dtype of the result.
-        reduction: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"prod"``.
-        readers: who gets the result.
-        head: what the members compare, if they haven't agreed on the call.
-    """
+    """Reduce a stream to its readers, all members or one, each of which has a ``result`` as long as the stream."""
     shares, scale = [1] * channel.size, 1
     if is_narrow(stream.dtype) and stream.dtype != dtype:
         shares, scale = wire_scales(reduction, channel.counts)

@@ -223,14 +223,7 @@ class CallCount:
 
 @dataclass(eq=False)
 class PendingOperation:
-    """One operation in progress.
-
-    Attributes:
-        make: makes the program once the channel exists.
-        results: what to return when it has ended.
-        refuse: makes the error for members whose heads differ.
-        ended_at: in ns since the epoch.
-    """
+    """One operation in progress; ``make`` makes its program once the channel exists."""
 
     make: Callable[[Any], Program]
     results: list[np.ndarray]
@@ -273,11 +266,8 @@ class HostQueue:
         self._closed = False
 
     def start(self, operation: OnArrays, terms: Terms | None, arrays: list[np.ndarray], overlaps: bool) -> Finish:
-        """Start an operation without waiting for others, and return the function that finishes it.
-
-        Args:
-            terms: what the ranks have to compare with its first data, if anything.
-            overlaps: TensorFlow computes until it is finished.
+        """Start an operation without waiting for others, and return the function that finishes it; ``overlaps``:
+        TensorFlow computes meanwhile.
         """
         act, results = operation.prepare(arrays, self._buffers)
         position = self._count.begin(terms)
