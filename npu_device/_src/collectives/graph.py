@@ -54,7 +54,7 @@ def fetchable(operations: Sequence[Any]) -> tf.Operation | None:
 
 
 def overwriting(value: Any, result: tf.Tensor) -> tf.Tensor:
-    """Return a result. In a session's graph, fetching it also overwrites ``value``, if that is a variable, as on Ascend."""
+    """Return a result. In a session's graph, fetching it overwrites ``value`` if that is a variable, as on Ascend."""
     if not runs_if_fetched() or not hasattr(value, "assign"):
         return result
     with tf.control_dependencies([tf.compat.v1.assign(value, result)]):

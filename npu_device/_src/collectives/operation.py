@@ -240,11 +240,6 @@ def open_ports(job: Job) -> str:
     return f"TensorFlow's servers at {shown}{more} serve whoever reaches them, without the job secret"
 
 
-def packs(job: Job, group: Group, dtype: tf.DType) -> bool:
-    """Return whether a segment's tensors are packed into one buffer before they are sent."""
-    return _own_backend_of(job, group, dtype, True) is tensorflow_backend
-
-
 def row_length(job: Job, group: Group, dtype: tf.DType, longest: tf.Tensor) -> tf.Tensor:
     """Return to how many elements rows of different lengths are padded, given the longest; the same on every rank."""
     return (

@@ -236,8 +236,8 @@ def reduce_segments(
     group: Group,
     wire: tf.DType | None = None,
 ) -> list[list[tf.Tensor]]:
-    """Reduce segments, each of one dtype, as soon as its own tensors are ready. Return the results in the same lists, as
-    ``all_reduce`` gives them, and differentiable like those. float32 and float64 may be sent in the dtype ``wire``.
+    """Reduce segments, each of one dtype, as soon as its own tensors are ready. Return the results in the same lists,
+    as ``all_reduce`` gives them, and differentiable like those. float32 and float64 may be sent in the dtype ``wire``.
     """
 
     def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
