@@ -44,11 +44,7 @@ class Sessions:
         self._made: weakref.WeakKeyDictionary[tf.Graph, Counter[Group]] = weakref.WeakKeyDictionary()
 
     def place(self, operation: Operation, call: Call) -> Any:
-        """Add a collective to the session's graph.
-
-        Returns:
-            The results; the operation itself if there are none.
-        """
+        """Add a collective to the session's graph; return its results, or the operation itself if there are none."""
         inputs = tf.nest.map_structure(tf.convert_to_tensor, list(operation.inputs), expand_composites=True)
         group = operation.group.of_one_order()
         order, number = self._order_of(group), self._next_number(group)
@@ -134,15 +130,8 @@ class SessionOrder:
     def run(
         self, number: int, call: Call, values: Sequence[np.ndarray], function: Callable[..., Sequence[tf.Tensor]]
     ) -> list[np.ndarray]:
-        """Run a collective when its turn comes, in another thread; return its results.
-
-        Args:
-            number: number of the collective in the graph; the same on all ranks.
-            values: the function's arguments.
-            function: runs it eagerly.
-
-        Raises:
-            Exception: raised by the function, or the reason why the ranks found no order.
+        """Run a collective when its turn comes, in another thread, by a function of its values; return its results. Its
+        number in the graph is the same on all ranks.
         """
         queued = _Queued(call, values, function, Future())
         with self._changed:
@@ -217,20 +206,6 @@ class SessionOrder:
 # wait in different operations would never reach the one that the other waits for.
 
 
-class _Functions(list[Callable[..., Any]]):
-    """The Python functions that one graph calls with values of the same dtypes, for results of the same dtypes."""
-
-    results: Sequence[tf.DType] = ()
-
-    def call(self, number: np.ndarray, *values: np.ndarray) -> list[Any]:
-        """Call the function of a number with values, and return a path to read before its results."""
-        try:
-            return [_READABLE, *self[int(number)](*values)]
-        except MismatchError as error:
-            path = f"{_READABLE}/{type(error).__name__}: {error}"[:_LONGEST_PATH] + "\n"
-            return [path.encode(), *(np.zeros(0, dtype.as_numpy_dtype) for dtype in self.results)]
-
-
 # TensorFlow makes any exception of a Python function an UnknownError (2.20, a TODO in ``py_func.cc``), where calls that
 # don't fit each other are a FailedPreconditionError. So is reading a path below a file, whose message has the path
 # (``tracebacks`` takes it out again). Can go when TensorFlow keeps the code of an OpError.
@@ -238,75 +213,52 @@ _READABLE = "/dev/null"
 _LONGEST_PATH = 3000  # characters; above 4096 bytes it is another error
 
 
-_SharedFunction = tuple[str, "weakref.ref[_Functions]"]
-"""The name of a function of a graph's library, and the Python functions that it calls. The graph keeps both alive."""
-
-_shared: weakref.WeakKeyDictionary[tf.Graph, dict[Any, _SharedFunction]] = weakref.WeakKeyDictionary()
-
-
 @tf.autograph.experimental.do_not_convert
 def call_python(
     function: Callable[..., Any], tensors: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec]
 ) -> list[tf.Tensor]:
-    """Add an operation to the graph that calls a Python function outside of the session's threads.
-
-    Args:
-        function: called with the values as numpy arrays; returns a list of arrays, one for each spec. What it raises is
-            an error of ``session.run``.
-        tensors: the values.
-        specs: shapes and dtypes of the results, at least one.
-
-    Returns:
-        The results.
+    """Add an operation to the graph that calls a Python function outside of the session's threads, with the values as
+    numpy arrays. It returns an array for each spec, at least one. What it raises is an error of ``session.run``.
     """
-    dtypes, shapes = [spec.dtype for spec in specs], [spec.shape for spec in specs]
-    name, reference = _shared_function([tensor.dtype for tensor in tensors], dtypes)
-    functions = reference()
-    assert functions is not None  # the graph has them
-    functions.append(function)
-    inputs = [tf.constant(len(functions) - 1, tf.int64), *tensors]
+    graph, dtypes = tf.compat.v1.get_default_graph(), [spec.dtype for spec in specs]
+    inputs = [tf.constant(0), *tensors]  # a data set's element has at least one component
+
+    def call(*values: np.ndarray) -> list[Any]:
+        """Return a path to read before the results, and the results."""
+        try:
+            return [_READABLE, *function(*values)]
+        except MismatchError as error:
+            path = f"{_READABLE}/{type(error).__name__}: {error}"[:_LONGEST_PATH] + "\n"
+            return [path.encode(), *(np.zeros(0, dtype.as_numpy_dtype) for dtype in dtypes)]
+
+    def body(_: tf.Tensor, *values: tf.Tensor) -> Any:
+        path, *results = tf.numpy_function(call, list(values), [tf.string, *dtypes])
+        # Only what is checked is really read.
+        tf.raw_ops.Assert(condition=tf.equal(tf.io.read_file(path), ""), data=[path])
+        return results
+
+    # Enter the graph again, so that TensorFlow finds it around the function. It would find eager mode if anything ran
+    # before that was switched off, and place the function on the device of the job's task, which no session has
+    # (``tf.numpy_function`` names the device of the eager context, TensorFlow 2.20). Can go when it names none in a
+    # graph.
+    with _outermost(graph).as_default():
+        signature = [tf.TensorSpec(None, tensor.dtype) for tensor in inputs]
+        concrete = tf.function(body, autograph=False).get_concrete_function(*signature)
+    concrete.add_to_graph(graph)
     # Reading the only element of a data set is an asynchronous operation with its own thread, which also runs the data
     # set's function.
     one = tf.raw_ops.TensorDataset(components=inputs, output_shapes=[tensor.shape for tensor in inputs])
     mapped = tf.raw_ops.MapDataset(
         input_dataset=one,
         other_arguments=[],
-        f=name,
+        f=tf.compat.as_str(concrete.name),
         output_types=dtypes,
         output_shapes=[None] * len(dtypes),
         use_inter_op_parallelism=False,
         preserve_cardinality=True,
     )
+    shapes = [spec.shape for spec in specs]
     return list(tf.raw_ops.DatasetToSingleElement(dataset=mapped, output_types=dtypes, output_shapes=shapes))
-
-
-def _shared_function(inputs: Sequence[tf.DType], outputs: Sequence[tf.DType]) -> _SharedFunction:
-    """Return the default graph's function for values and results of some dtypes, made at its first use: a separate
-    function for each would cost a graph's first run more than the rest of the operation.
-    """
-    graph = tf.compat.v1.get_default_graph()
-    made = _shared.setdefault(graph, {})
-    key = (*inputs, None, *outputs)
-    if key not in made:
-        functions = _Functions()
-        functions.results = outputs
-
-        def body(*values: tf.Tensor) -> Any:
-            path, *results = tf.numpy_function(functions.call, list(values), [tf.string, *outputs])
-            # Only what is checked is really read.
-            tf.raw_ops.Assert(condition=tf.equal(tf.io.read_file(path), ""), data=[path])
-            return results
-
-        specs = [tf.TensorSpec([], tf.int64), *(tf.TensorSpec(None, dtype) for dtype in inputs)]
-        # Enter it again, so that TensorFlow finds the session's graph around the function. It would find eager mode
-        # if anything ran before that was switched off, and place the function on the device of the job's task,
-        # which no session has (``tf.numpy_function`` names the device of the eager context, TensorFlow 2.20). Can
-        # go when it names none in a graph.
-        with _outermost(graph).as_default():
-            concrete = tf.function(body, autograph=False).get_concrete_function(*specs)
-        concrete.add_to_graph(graph)
-        made[key] = tf.compat.as_str(concrete.name), weakref.ref(functions)
-    return made[key]
 
 
 def _outermost(graph: tf.Graph) -> tf.Graph:
