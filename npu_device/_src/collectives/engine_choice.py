@@ -110,7 +110,6 @@ def choose_engine(job: Job, hosts: Hosts) -> Hosts:
     Raises:
         ClusterError: ``NPU_DEVICE_BACKEND`` names an engine that the job can't use; or its GPUs could use NCCL, but
             TensorFlow has been used before.
-        TimeoutError: a rank did not come.
     """
     wanted = environment.NPU_DEVICE_BACKEND.get()
     named = [engine for engine in ENGINES if engine.name == wanted]

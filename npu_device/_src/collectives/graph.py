@@ -76,15 +76,9 @@ _functions: dict[int, Callable[..., Any]] = {}
 
 
 def python_call(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> Any:
-    """Add an operation to the graph of a ``tf.function`` that calls a Python function.
-
-    Args:
-        function: called with the inputs as numpy arrays; returns a list of arrays, one for each dtype. It must not
-            refer to tensors of the graph.
-        dtypes: the dtypes of its results, whose shapes are unknown.
-
-    Returns:
-        The results as a list; the operation, if there are none.
+    """Add an operation to the graph of a ``tf.function`` that calls a Python function with the inputs as numpy arrays;
+    return the results as a list, or the operation if there are none. The function returns an array for each dtype, and
+    must not refer to tensors of the graph.
     """
     number = next(_numbers)
     with tf.init_scope(), tf.device("CPU:0"):
@@ -105,11 +99,8 @@ class Order:
     def call(
         self, function: Callable[..., Sequence[Any]], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType] = ()
     ) -> list[tf.Tensor]:
-        """Add an operation to the graph that calls a Python function; TensorFlow never prunes it.
-
-        Args:
-            function: called with the inputs as numpy arrays; returns an int64, and one array for each dtype.
-            dtypes: the dtypes of its results but for the first one, which is an int64.
+        """Add an operation to the graph that calls a Python function with the inputs as numpy arrays; TensorFlow never
+        prunes it. The function returns an int64, and one array for each dtype.
 
         To TensorFlow the operation has no state, or it would be ordered with all other stateful operations. It takes
         the number in the order's variable, and its first result is written there: TensorFlow keeps reads and writes of
@@ -247,12 +238,8 @@ _gradients: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionar
 def differentiable(
     results: Sequence[tf.Tensor], backward: Callable[..., Sequence[Any]], tensors: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Return results with a gradient of their own.
-
-    Args:
-        results: made from the tensors.
-        backward: called with the gradients of the results; returns those of the tensors.
-        tensors: the tensors that the results depend on, for gradients.
+    """Return results that were made from tensors, with a gradient of their own: ``backward`` returns the gradients of
+    the tensors for those of the results.
     """
     if tf.executing_eagerly() and not compat.a_tape_records():
         return list(results)

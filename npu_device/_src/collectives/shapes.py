@@ -60,12 +60,7 @@ def require_vector(operation: str, data: tf.Tensor) -> None:
 
 
 class Blocks(NamedTuple):
-    """One block per rank.
-
-    Attributes:
-        counts: elements of each block; int64, shape [number of blocks].
-        displacements: position of each block's first element in the buffer; int64, shape [number of blocks].
-    """
+    """One block per rank: its elements, and the first one's position in the buffer; int64, shape [number of blocks]."""
 
     counts: tf.Tensor
     displacements: tf.Tensor

@@ -26,12 +26,7 @@ class Message(Protocol):
 
 
 class MessageChannel:
-    """A channel whose members send messages to each other; see ``queue.Channel``.
-
-    Args:
-        counts: for each member, the number of ranks whose sum it contributes.
-        buffers: memory for what comes and goes.
-    """
+    """A channel whose members send messages to each other; see ``queue.Channel``."""
 
     reaches_all = False
     ahead = 4

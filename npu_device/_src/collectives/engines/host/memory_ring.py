@@ -55,11 +55,8 @@ def has_counters() -> bool:
 
 
 class Counter:
-    """A number that increases, written by one process and read by others; it wraps around at 2**32.
-
-    Args:
-        memory: the mapping.
-        offset: where in it, in bytes; a multiple of 4, and best of 64.
+    """A number that increases, written by one process and read by others; it wraps around at 2**32. Its offset in the
+    mapping is a multiple of 64.
     """
 
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
@@ -161,9 +158,6 @@ class MemoryRing:
     def run(self, rounds: Iterator[Round], head: Head | None) -> Program:
         """Run rounds: in each, members publish a slot, and all read what they need of it. With a head, no member
         publishes a second slot before all heads agree.
-
-        Raises:
-            Mismatch: the heads differ.
         """
         published: deque[Round] = deque()  # not read yet
         number = 0  # of rounds that have been read
@@ -201,10 +195,7 @@ class MemoryRing:
         self.settle()
 
     def advance(self, program: Program, wait: Wait) -> bool:
-        """Run a program to its end, or as far as it goes without blocking; return whether it has ended.
-
-        A paused program yields the counter and the number to wait for. The next call resumes it.
-        """
+        """Run a program, which yields the counter and the number to wait for; see ``queue.Channel``."""
         looks = (_LOOKS_IN_HURRY if wait is Wait.SPINNING else _LOOKS) if self._spins else 0
         for counter, number in program:
             if wait is Wait.NOT:

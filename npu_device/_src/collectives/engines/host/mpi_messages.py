@@ -65,12 +65,7 @@ class MpiWorld:
 
 
 class MpiMessages(MessageChannel):
-    """One member's end.
-
-    Args:
-        job: the job, whose MPI has been started.
-        group: the members; at the first operation they meet, and get a communicator.
-    """
+    """One member's end. At the first operation the members meet, and get a communicator."""
 
     ahead = 8
 
@@ -91,9 +86,7 @@ class MpiMessages(MessageChannel):
         return _Incoming(self._world.mpi.Status(), self._comm.Irecv(data, member, _TAG), member, data.nbytes)
 
     def advance(self, program: Program, wait: Wait) -> bool:
-        """Run a program to its end, or as far as it goes without blocking; return whether it has ended.
-
-        A paused program yields the MPI request to wait for. The next call resumes it.
+        """Run a program, which yields the MPI request to wait for; see ``queue.Channel``.
 
         Raises:
             PeerError: a rank of the job has failed or ended.
@@ -207,13 +200,8 @@ _CHECKED_LENGTHS = (1, 1 << 18)
 
 
 def open_world(job: Job, wanted: bool) -> Sequence[str]:
-    """Start MPI, and return for each rank why that fails; nothing if it works. Every rank calls this.
-
-    Args:
-        wanted: ``NPU_DEVICE_BACKEND`` is ``mpi``; otherwise MPI is started only if an ``mpiexec`` started the ranks.
-
-    Raises:
-        TimeoutError: a rank did not come.
+    """Start MPI, and return for each rank why that fails; nothing if it works. Every rank calls this. Unless it is
+    ``wanted``, MPI is started only if an ``mpiexec`` started the ranks.
     """
     problems = job.store.gather("mpi/found", _problem(job, wanted), LATEST_ANSWER_SECONDS)
     if not any(problems):

@@ -58,11 +58,7 @@ def compares(head: Head) -> bool:
 
 
 def require_same(heads: list[Head]) -> None:
-    """Compare all members' heads.
-
-    Raises:
-        Mismatch: they differ, or a member is in two calls at once, which all members refuse.
-    """
+    """Raise Mismatch if the members' heads differ, or a member is in two calls at once, which all members refuse."""
     if heads.count(heads[0]) < len(heads) or heads[0][-1] == _OVERLAPS:
         raise Mismatch
 
@@ -170,19 +166,13 @@ class Channel(Protocol):
     slot_bytes: int
 
     def run(self, rounds: Iterator[Round], head: Head | None) -> Program:
-        """Return the program that runs rounds, which pauses where it would have to wait.
-
-        Args:
-            rounds: alike on all members; one is asked for when it can be published.
-            head: what the members compare before anybody reads; None if they don't.
+        """Return the program that runs rounds, alike on all members, and pauses where it would have to wait. A head is
+        compared before anybody reads.
         """
 
     def advance(self, program: Any, wait: Wait) -> bool:
-        """Run a program to its end, or as far as it goes without blocking; return whether it has ended.
-
-        Args:
-            program: it is resumed where the previous call has left it.
-            wait: for the others.
+        """Run a program to its end, or as far as it goes without blocking; return whether it has ended. The next call
+        resumes it.
         """
 
     def settle(self) -> None:
@@ -235,14 +225,8 @@ class PendingOperation:
 
 
 class HostQueue:
-    """The operations of one group on this rank; each begins when the one before it has ended (``in_order``).
-
-    Args:
-        connect: makes the channel when the first operation is started.
-        count: counts the calls of the group.
-        buffers: memory for results.
-        background_from: the size in bytes from which an operation goes to the background thread if TensorFlow computes
-            between its start and its finish.
+    """The operations of one group on this rank; each begins when the one before it has ended (``in_order``). Those of
+    more than ``background_from`` bytes go to the background thread if TensorFlow computes before their finish.
     """
 
     in_order = True

@@ -60,9 +60,6 @@ class Offer:
         memory: the mapping, which begins with the token.
         path: the path that the others open.
         token: a random text, by which they recognize the memory.
-
-    Raises:
-        OSError: the system has no memory left.
     """
 
     def __init__(self, size: int) -> None:
@@ -84,12 +81,7 @@ class Offer:
 
 
 def attach(path: str, size: int) -> mmap.mmap:
-    """Map the memory behind the path of another process.
-
-    Raises:
-        OSError: the process has ended, belongs to another user, or is in another PID namespace.
-        ValueError: the memory is smaller than expected.
-    """
+    """Map the memory behind the path of another process; raise OSError or, if it is too small, ValueError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         return mmap.mmap(descriptor, size)
@@ -98,11 +90,7 @@ def attach(path: str, size: int) -> mmap.mmap:
 
 
 def identity() -> str:
-    """Return what processes that can share memory have in common: the running kernel, the PID namespace, the user.
-
-    Raises:
-        OSError: no /proc.
-    """
+    """Return what processes that can share memory have in common: the running kernel, the PID namespace, the user."""
     kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{kernel} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
 

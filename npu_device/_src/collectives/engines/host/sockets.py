@@ -99,11 +99,7 @@ class Wire:
         self._busy.remove(self)
 
     def check(self) -> None:
-        """Check that messages can still come or go.
-
-        Raises:
-            PeerError: the connection has ended.
-        """
+        """Raise PeerError if the connection has ended and messages can't come or go any more."""
         if self.lost is not None and self.messages:
             self._peers.raise_for(self._rank, self.lost)
 
@@ -216,11 +212,7 @@ class SocketMesh(MessageChannel):
         return self._incoming[member].add(data)
 
     def advance(self, program: Program, wait: Wait) -> bool:
-        """Run a program to its end, or as far as it goes without blocking; return whether it has ended.
-
-        Raises:
-            PeerError: a rank of the job has failed or ended, or can't be reached any more.
-        """
+        """Run a program, which yields the message to wait for; see ``queue.Channel``."""
         while not self._is_connected(0 if wait is Wait.NOT else CHECK_SECONDS):
             if wait is Wait.NOT:
                 return False
@@ -236,11 +228,7 @@ class SocketMesh(MessageChannel):
         return True
 
     def _is_connected(self, seconds: float) -> bool:
-        """Wait until the connections are there; return False if that takes longer.
-
-        Raises:
-            PeerError: a rank of the job has failed or ended, or can't be reached.
-        """
+        """Wait until the connections are there; return False if that takes longer."""
         if not self._connected.is_set():
             self._health.require_running()
             if not self._connected.wait(seconds):
@@ -250,11 +238,7 @@ class SocketMesh(MessageChannel):
         return True
 
     def _check(self) -> None:
-        """Check that the messages can still come or go.
-
-        Raises:
-            PeerError: a rank of the job has failed or ended, or can't be reached any more.
-        """
+        """Check that the messages can still come or go; raise the PeerError if not."""
         self._health.require_running()
         for wire in self._wires:
             wire.check()
@@ -320,11 +304,7 @@ class SmallMessages(SocketMesh):
         self.slot_bytes = room(group.size)
 
     def run(self, rounds: Iterator[Round], head: Head | None) -> Program:
-        """Run one round, and compare the heads, if the ranks haven't agreed on the call.
-
-        Raises:
-            Mismatch: the heads differ.
-        """
+        """Run one round, and compare the heads, if the ranks haven't agreed on the call."""
         for one in rounds:
             assert head is not None
             [(first, last), *others] = one.spans
