@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Callable
 
 from npu_device._src import environment
+from npu_device._src.cluster.time_limits import VERIFY_SECONDS
 from npu_device._src.horovod import modules
 from npu_device._src.verify.file_shadow import COVERED, state_of
 from npu_device._src.verify.plan import PROBLEM, Process
 
-_LIMIT_SECONDS = 1800
 _RANK_BYTES = 2 << 30  # of a rank with TensorFlow and a small model
 _RUNNER = "npu_device._src.verify.runner"
 _FOR_RANKS = {
@@ -93,9 +93,9 @@ def run(start: Process, sizes: Sequence[int], words: Sequence[str], *, horovod: 
         start_new_session=True,
     )
     try:
-        code = process.wait(_LIMIT_SECONDS)
+        code = process.wait(VERIFY_SECONDS)
     except subprocess.TimeoutExpired:
-        return f"the script didn't make its steps in {_LIMIT_SECONDS / 60:.0f} minutes; see its output with --keep DIR"
+        return f"the script didn't make its steps in {VERIFY_SECONDS / 60:.0f} minutes; see its output with --keep DIR"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

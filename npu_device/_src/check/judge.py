@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from npu_device._src.cluster.frames import counted, ranges
 from npu_device._src.cluster.ports import is_loopback
+from npu_device._src.cluster.time_limits import CLOCK_SECONDS
 
 SIZES = {4: "4 B", 64 << 10: "64 KiB", 1 << 20: "1 MiB", 16 << 20: "16 MiB"}
 
-_CLOCK_SECONDS = 1.0
 _LEAST_MEMORY = 1 << 30  # bytes a rank; TensorFlow itself takes about half of that
 _CLOSE = 1.1  # times the shortest time: as fast
 _SLOW_LINK = 0.25  # of the speed that the interface claims; a core may be the limit of fast ones
@@ -159,7 +159,7 @@ def _conditions(found: Findings) -> Iterator[str]:
     """Report clocks, cores and memory."""
     for host, ranks in found.hosts.items():
         facts = found.facts[ranks[0]]
-        if facts.clock is not None and abs(facts.clock) > _CLOCK_SECONDS:
+        if facts.clock is not None and abs(facts.clock) > CLOCK_SECONDS:
             yield (
                 f"the clock of host {host} ({facts.machine}) is {abs(facts.clock):.1f} s "
                 f"{'ahead of' if facts.clock > 0 else 'behind'} that of rank 0: times in logs and files don't match.\n"

@@ -22,7 +22,7 @@ import tensorflow as tf
 from npu_device._src.check import judge
 from npu_device._src.check.judge import SIZES, Facts, Findings
 from npu_device._src.cluster.rendezvous import installed_versions
-from npu_device._src.cluster.time_limits import CHECK_OTHERS_SECONDS, CONNECT_SECONDS
+from npu_device._src.cluster.time_limits import CHECK_OTHERS_SECONDS, CONNECT_SECONDS, MEASURED_SECONDS
 from npu_device._src.collectives.group import WORLD_GROUP, Group, group_of
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.operation import explained, open_ports
@@ -32,7 +32,6 @@ from npu_device._src.trace import clock
 from npu_device._src.training import device
 
 _AT_ONCE = 16  # connections
-_SECONDS = 0.5  # for each size, if that is enough for the fewest repeats
 _FEWEST, _MOST = 3, 50
 
 
@@ -187,5 +186,5 @@ def _median_seconds(job: Job, group: Group, size: int) -> float:
 
     seconds()  # the first call makes connections
     slowest = float(all_reduce(job, tf.constant(seconds(), tf.float64), "max", group))  # the same on all ranks
-    repeats = min(_MOST, max(_FEWEST, int(_SECONDS / slowest)))
+    repeats = min(_MOST, max(_FEWEST, int(MEASURED_SECONDS / slowest)))
     return statistics.median(seconds() for _ in range(repeats))

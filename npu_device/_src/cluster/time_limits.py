@@ -174,3 +174,50 @@ HOSTS_NOTICE_SECONDS = 3.0
 
 HOSTS_END_SECONDS = 15.0
 """For killing ranks, and for reports, after the grace period."""
+
+# Training
+
+PROGRESS_REPORT_SECONDS = 5.0
+"""One report of progress to Kubeflow."""
+
+LEAST_INPUT_WAIT_SECONDS = 0.01
+"""A shorter wait for a batch raises no alarm: the machine may only be busy."""
+
+FIRST_SAVE_CHECK_SECONDS, LONGEST_SAVE_CHECK_SECONDS = 0.5, 5.0
+"""Until a rank asks again whether rank 0 has gone past the place where it writes files; the pause grows."""
+
+SAVE_ANSWER_SECONDS, SAVE_LEFT_SECONDS, SAVE_PAUSE_SECONDS = 10.0, 1.0, 0.05
+"""For the answer; for news of a rank that has left; and between two looks at files."""
+
+LAST_WORD_SECONDS = 0.7
+"""For comparing the variables at the end of a rank; what is left then isn't compared."""
+
+SAME_PREEMPTION_SECONDS, PREEMPTION_JOIN_SECONDS = 1.0, 5.0
+"""A launcher and the cluster manager may both send a preemption signal; and for the thread that waits for the ranks."""
+
+# Tests of users, and the soak
+
+POOL_START_SECONDS, POOL_GRACE_SECONDS, POOL_RELEASE_SECONDS = 120.0, 2.0, 5.0
+"""For ranks to start; after the first error, for ranks that fail by themselves; and for those that wait for one that
+has left, to notice that."""
+
+COLLECTING_SECONDS = 120.0
+"""For the ranks to collect the tests."""
+
+PROXY_DELAY_SECONDS = 0.5
+FAULT_POLL_SECONDS, SETTLING_SECONDS, RECOVERY_SECONDS = 0.05, 3.0, 300.0
+"""Between two looks at a job; until a disturbed connection has ended an attempt; and for a job to recover."""
+
+# Verification and the check
+
+RECORDS_SECONDS = 60.0
+"""How long a rank that records its steps waits for the others to come as far."""
+
+VERIFY_SECONDS = 1800
+"""One run of a script in ``npurun verify``."""
+
+MEASURED_SECONDS = 0.5
+"""For each size, if that is enough for the fewest repeats."""
+
+CLOCK_SECONDS = 1.0
+"""Clocks that differ by more are reported."""

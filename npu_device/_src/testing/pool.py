@@ -19,15 +19,13 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
+from npu_device._src.cluster.time_limits import POOL_GRACE_SECONDS, POOL_RELEASE_SECONDS, POOL_START_SECONDS
 from npu_device._src.membership.rank_environment import clean_environment
 from npu_device._src.testing.answers import Answer, RankError
 from npu_device._src.testing.forked import end_all, start_ranks
 
 _WORKER = str(Path(__file__).parent / "worker.py")
 _TAIL_LINES = 40
-_START_SECONDS = 120.0
-_GRACE_SECONDS = 2.0  # after the first error, for ranks that fail by themselves
-_RELEASE_SECONDS = 5.0  # for ranks that wait for one that has left, to notice that
 _NOT_TOLD = ("/_pytest/", "/pluggy/", f'"{Path(__file__).parent}/')  # files of frames
 _RANK_BYTES = 400 << 20  # that a rank needs to itself, at the least
 
@@ -68,7 +66,7 @@ class Pool:
     def _accept(self, listener: Listener) -> None:
         found: dict[int, tuple[Connection, int]] = {}
         listener._listener._socket.settimeout(1)  # type: ignore[attr-defined]
-        deadline = time.monotonic() + _START_SECONDS
+        deadline = time.monotonic() + POOL_START_SECONDS
         while len(found) < self.size:
             if time.monotonic() > deadline or not self.alive:
                 raise RankError("the ranks did not start\n" + self.tails(), {})
@@ -117,7 +115,7 @@ class Pool:
             for connection in self._connections:
                 with contextlib.suppress(OSError):  # it has ended, as reading shows
                     connection.send_bytes(call)
-            self._receive(answers, limit, _GRACE_SECONDS)
+            self._receive(answers, limit, POOL_GRACE_SECONDS)
             if len(answers) < self.size:
                 self._release(answers, limit)
         except BaseException as error:
@@ -160,7 +158,7 @@ class Pool:
         done = sorted(answers)
         for rank in done:
             self._connections[rank].send_bytes(b"")  # leave
-        self._receive(answers, _RELEASE_SECONDS if done else 0.0, float("inf"))
+        self._receive(answers, POOL_RELEASE_SECONDS if done else 0.0, float("inf"))
         silent = len(answers) < self.size
         stacks = before or (self.stacks() if silent else {})
         if silent:
@@ -211,7 +209,7 @@ class Pool:
     def close(self) -> None:
         """End the ranks; those that don't end by themselves are killed."""
         self.hang_up()
-        end_all(self._processes, _RELEASE_SECONDS)
+        end_all(self._processes, POOL_RELEASE_SECONDS)
         self._directory.cleanup()
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from npu_device._src.cluster.time_limits import COLLECTING_SECONDS
 from npu_device._src.testing import pytest_rank, run
 from npu_device._src.testing.answers import RankError
 from npu_device._src.testing.plugin import size_of
 from npu_device._src.testing.pool import Pool
 
-_COLLECTING_SECONDS = 120.0
 _NOT_SHARED: dict[str, Any] = {
     **{"collectonly": False, "keyword": "", "markexpr": "", "deselect": None, "maxfail": 0, "npu_ranks": None},
     **{"lf": False, "failedfirst": False, "newfirst": False, "stepwise": False},
@@ -52,7 +52,7 @@ class _Sessions(Pool):
         sent = {name: value for name, value in options.items() if _can_be_sent(value)}
         arguments = (str(config.invocation_params.dir), sent, list(files), worker_input)
         try:
-            self.run(pytest_rank.session, *arguments, timeout=_COLLECTING_SECONDS)
+            self.run(pytest_rank.session, *arguments, timeout=COLLECTING_SECONDS)
         except RankError:
             self.close()
             raise

@@ -14,11 +14,11 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import environment
+from npu_device._src.cluster.time_limits import PROGRESS_REPORT_SECONDS
 from npu_device._src.training.ranks import is_main
 
 _log = logging.getLogger("npu_device")
 _INTERVAL = 5.0  # seconds between two reports at the least, as Kubeflow's guide asks
-_TIMEOUT = 5.0  # seconds for one report
 
 
 class KubeflowProgress(tf.keras.callbacks.Callback):
@@ -52,6 +52,6 @@ class KubeflowProgress(tf.keras.callbacks.Callback):
             headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
             request = urllib.request.Request(url, json.dumps({"trainerStatus": status}).encode(), headers)
             context = ssl.create_default_context(cafile=environment.KUBEFLOW_TRAINER_SERVER_CA_CERT.get())
-            urllib.request.urlopen(request, timeout=_TIMEOUT, context=context).close()
+            urllib.request.urlopen(request, timeout=PROGRESS_REPORT_SECONDS, context=context).close()
         except (OSError, ValueError) as error:
             _log.warning("the progress of epoch %d was not reported to Kubeflow: %s", done, error)

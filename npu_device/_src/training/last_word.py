@@ -19,13 +19,13 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.time_limits import LAST_WORD_SECONDS
 from npu_device._src.collectives.job import Job
 from npu_device._src.training.digests import checksum, differences, variable_name
 from npu_device._src.training.schedule import can_compare
 
 _log = logging.getLogger("npu_device")
 
-_SECONDS = 0.7  # of the second that this may take; what is left after that isn't compared
 _PIECE = 1 << 20  # bytes
 _PIECES = 32  # of a large variable, from its beginning to its end
 
@@ -134,7 +134,7 @@ class LastWord:
 
 def _checksums(present: Iterable[tuple[str, Any, str, bool]]) -> Iterator[tuple[str, int]]:
     """Return the keys and checksums of as many variables as there is time for."""
-    until = time.monotonic() + _SECONDS
+    until = time.monotonic() + LAST_WORD_SECONDS
     for key, variable, _, _ in present:
         if time.monotonic() > until:
             return

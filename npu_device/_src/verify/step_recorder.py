@@ -18,6 +18,7 @@ from typing import Any, Callable
 import numpy as np
 import tensorflow as tf
 
+from npu_device._src.cluster.time_limits import RECORDS_SECONDS
 from npu_device._src.collectives import job
 from npu_device._src.collectives.call import user_line
 from npu_device._src.verify.compare import PROJECTIONS, Record, Step, exists, load
@@ -28,7 +29,6 @@ SCOPE = "npu_verify"
 
 _WIDTH = 1024  # of the matrix that a tensor is for its projections
 _FAR_MORE = 10  # times the steps of one optimizer, until an optimizer that rarely steps is no longer waited for
-_END_SECONDS = 60.0  # for the other ranks to come as far
 _MANY = 1 << 18  # bytes of a row that count, at the most
 
 
@@ -130,7 +130,7 @@ class Recorder:
 
     def _wait_for_others(self) -> None:
         """Wait until all ranks have come as far: a rank that ends would be missed by those that are a step behind."""
-        deadline = time.monotonic() + _END_SECONDS
+        deadline = time.monotonic() + RECORDS_SECONDS
         others = [replace(self.process, rank=rank).folder for rank in range(self.process.ranks)]
         while not all(map(exists, others)) and time.monotonic() < deadline:
             time.sleep(0.02)

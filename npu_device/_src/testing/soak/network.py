@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from npu_device._src.cluster.time_limits import PROXY_DELAY_SECONDS
 from npu_device._src.membership.rank_environment import free_port
 from npu_device._src.testing import hosts
 from npu_device._src.testing.soak import connections
@@ -13,7 +14,6 @@ from npu_device._src.testing.soak.running import Rank
 
 KINDS = ("drop", "delay", "reset", "half-close")
 _GBIT = 10.0
-_PROXY_DELAY_SECONDS = 0.5
 
 
 class Here:
@@ -129,7 +129,7 @@ class Proxies(Here):
             if kind == "drop":
                 proxy.drop()
             elif kind == "delay":
-                proxy.delay = _PROXY_DELAY_SECONDS
+                proxy.delay = PROXY_DELAY_SECONDS
             else:
                 (proxy.reset if kind == "reset" else proxy.half_close)()
 

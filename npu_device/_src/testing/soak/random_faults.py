@@ -13,15 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Callable
 
+from npu_device._src.cluster.time_limits import FAULT_POLL_SECONDS, RECOVERY_SECONDS, SETTLING_SECONDS
 from npu_device._src.testing.faults import SIGNALS, strike
 from npu_device._src.testing.leaks import children_of
 from npu_device._src.testing.soak.network import Here
 from npu_device._src.testing.soak.running import Rank, ranks_of
 
 _LASTING = ("stop", "drop", "delay")
-_POLL_SECONDS = 0.05
-_RECOVERY_SECONDS = 300.0
-_SETTLING_SECONDS = 3.0  # until a disturbed connection has ended an attempt, if it does
 
 
 @dataclass
@@ -89,7 +87,7 @@ class RandomFaults:
 
     def run(self, seconds: float, over: threading.Event) -> None:
         """Make faults for some seconds from the start of the ranks; watch the ranks until the job is over."""
-        while not self._ranks() and not over.wait(_POLL_SECONDS):
+        while not self._ranks() and not over.wait(FAULT_POLL_SECONDS):
             pass
         self._began = due = time.monotonic()
         while self._kinds and not over.is_set():
@@ -130,7 +128,7 @@ class RandomFaults:
         self._watch(time.monotonic() + fault.seconds, over)
         if kind not in SIGNALS:
             self._network.end(kind, node)
-            self._settled = time.monotonic() + _SETTLING_SECONDS
+            self._settled = time.monotonic() + SETTLING_SECONDS
 
     def _is_settled(self) -> bool:
         """Return True if the outcome of the last fault is certain."""
@@ -138,13 +136,13 @@ class RandomFaults:
 
     def _all_ranks(self, over: threading.Event) -> list[Rank]:
         """Return the ranks when all run and what came of the last fault is known; if some don't come, the others."""
-        deadline = time.monotonic() + _RECOVERY_SECONDS
+        deadline = time.monotonic() + RECOVERY_SECONDS
         while True:
             ranks = self._look()
             if (
                 (_is_whole(ranks, self._size) and self._is_settled())
                 or time.monotonic() >= deadline
-                or over.wait(_POLL_SECONDS)
+                or over.wait(FAULT_POLL_SECONDS)
             ):
                 return ranks
 
@@ -152,7 +150,7 @@ class RandomFaults:
         """Watch what comes of the last fault."""
         while not over.is_set() and (left := until - time.monotonic()) > 0:
             self._look()
-            over.wait(min(_POLL_SECONDS, left))
+            over.wait(min(FAULT_POLL_SECONDS, left))
 
     def _look(self) -> list[Rank]:
         """Return the ranks that run now, and note what came of the last fault."""

@@ -24,12 +24,11 @@ from typing import Any
 
 from npu_device._src.cluster.errors import RESUMABLE, ClusterError
 from npu_device._src.cluster.health import Health
+from npu_device._src.cluster.time_limits import PREEMPTION_JOIN_SECONDS, SAME_PREEMPTION_SECONDS
 
 _STEP = "preemption step"
 _STOP = "preemption stop"
 _NEVER = -1
-_SAME_SIGNAL_SECONDS = 1.0  # a launcher, and the cluster's manager itself, may both send it
-_JOIN_SECONDS = 5.0  # it may be waiting for the other ranks' answers
 
 _log = logging.getLogger("npu_device")
 _numbers = itertools.count()
@@ -107,7 +106,7 @@ class Preemption:
             signal.signal(self._signal, self._previous or signal.SIG_DFL)
         os.close(self._writer)  # ends the thread
         if os.getpid() == self._pid:
-            self._thread.join(_JOIN_SECONDS)
+            self._thread.join(PREEMPTION_JOIN_SECONDS)
         else:
             os.close(self._reader)  # a forked child has no such thread
 
@@ -159,7 +158,7 @@ class Preemption:
                 asked = time.monotonic()
                 self._deadline = asked + self._limit
                 self._begin()
-            elif time.monotonic() - asked > _SAME_SIGNAL_SECONDS:
+            elif time.monotonic() - asked > SAME_PREEMPTION_SECONDS:
                 self._end("a second signal has come")
 
     def _begin(self) -> None:

@@ -31,6 +31,13 @@ from typing import Any, Callable, Optional
 
 from npu_device._src import environment
 from npu_device._src.cluster.errors import ClusterError, PeerError
+from npu_device._src.cluster.time_limits import (
+    FIRST_SAVE_CHECK_SECONDS,
+    LONGEST_SAVE_CHECK_SECONDS,
+    SAVE_ANSWER_SECONDS,
+    SAVE_LEFT_SECONDS,
+    SAVE_PAUSE_SECONDS,
+)
 from npu_device._src.collectives.group import WORLD_GROUP, group_of
 from npu_device._src.collectives.job import Job
 from npu_device._src.compat import keras_models
@@ -43,10 +50,6 @@ _IS_REPLACED = "_npu_writes_once"
 _OVER = "save is over"
 _SEES = "sees file"
 _REMEMBERED = 1000  # paths
-_FIRST_SECONDS, _LONGEST_SECONDS = 0.5, 5.0  # until a rank asks again whether rank 0 has gone past this place
-_ANSWER_SECONDS = 10.0
-_LEFT_SECONDS = 1.0
-_PAUSE_SECONDS = 0.05
 
 _log = logging.getLogger("npu_device")
 _own = threading.local()
@@ -174,7 +177,7 @@ class Saves:
 
     def _wait_for(self, writer: int, path: str, moment: _Moment) -> _Outcome:
         limit = environment.NPU_DEVICE_STALL_TIMEOUT.get()
-        until, seconds = time.monotonic() + limit, _FIRST_SECONDS
+        until, seconds = time.monotonic() + limit, FIRST_SAVE_CHECK_SECONDS
         while True:
             self._job.health.require_running()
             outcome = self._ask(writer, _OVER, [self._rank, path, *moment], seconds)
@@ -190,8 +193,8 @@ class Saves:
                     "What to do: let all ranks save to one path, or only rank 0 (`if npu.distribute.is_main():`); "
                     "set a larger limit if the file takes longer."
                 )
-            time.sleep(_PAUSE_SECONDS)  # the hub tells that a rank has left a moment after it stops to wait for it
-            seconds = min(2 * seconds, _LONGEST_SECONDS)
+            time.sleep(SAVE_PAUSE_SECONDS)  # the hub tells that a rank has left a moment after it stops to wait for it
+            seconds = min(2 * seconds, LONGEST_SAVE_CHECK_SECONDS)
 
     def _ask(self, rank: int, kind: str, body: list[Any], seconds: float) -> Any:
         return self._job.health.ask(kind, [*body, next(self._numbers)], [rank], seconds).get(rank)
@@ -199,7 +202,7 @@ class Saves:
     def _left_by(self, writer: int) -> dict[str, _Outcome]:
         """Return what a rank that has left the job has written."""
         with contextlib.suppress(TimeoutError):
-            found: dict[str, _Outcome] = json.loads(self._job.store.get(f"{_OVER} {writer}", _LEFT_SECONDS))
+            found: dict[str, _Outcome] = json.loads(self._job.store.get(f"{_OVER} {writer}", SAVE_LEFT_SECONDS))
             return found
         return {}
 
@@ -216,7 +219,7 @@ class Saves:
         except OSError:  # this rank couldn't write here either
             return _exists(path)
         try:
-            sees = self._ask(writer, _SEES, [beside], _ANSWER_SECONDS)
+            sees = self._ask(writer, _SEES, [beside], SAVE_ANSWER_SECONDS)
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(beside)

@@ -9,6 +9,7 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
+from npu_device._src.cluster.time_limits import LEAST_INPUT_WAIT_SECONDS
 from npu_device._src.training.fit.batches import again, pull
 
 _log = logging.getLogger("npu_device")
@@ -16,7 +17,6 @@ _log = logging.getLogger("npu_device")
 _LOOKS = (20, 200, 2000)  # calls of the train function before the waits are timed
 _CALLS = 5  # that are timed in a row: one that fills a buffer doesn't count
 _SHARE = 0.25  # of a step
-_LEAST_SECONDS = 0.01  # below which a busy machine would raise the alarm
 
 _WHOLE = (
     "Each rank prepares the whole batch and keeps its share.\nWhat to do: let each rank prepare its own samples only, "
@@ -65,7 +65,7 @@ class InputWait:
         self._looks.pop(0)
         self._found.clear()
         self.is_over = not self._looks
-        if waited >= _LEAST_SECONDS and share > _SHARE:
+        if waited >= LEAST_INPUT_WAIT_SECONDS and share > _SHARE:
             self.is_over = True
             _log.warning(
                 "input takes %.0f ms of a step of %.0f ms (%.0f %%): rank 0 waits that long for each batch. %s",
