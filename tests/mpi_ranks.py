@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from pool import Pool
-from ranks import LEAN, all_through, clean_environment
+from ranks import DEAD_PROXY, LEAN, all_through, clean_environment
 
 from benchmarks import mpiexecs
 
@@ -78,7 +78,7 @@ class MpiPool(Pool):
 
     def __init__(self, size: int, kind: str) -> None:
         self._command = mpiexec(kind)
-        super().__init__(size, "3", **environment_for(self._command, **all_through("mpi")))
+        super().__init__(size, "3", **environment_for(self._command, **all_through("mpi"), **DEAD_PROXY))
 
     def _start(self, arguments: list[str], environment: dict[str, str]) -> list[Any]:
         command = [*self._command, "-n", str(self.size), sys.executable, *arguments]

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import job
-import launcher
 import pytest
 import test_agreement
 import test_collectives
 import test_segments
 import test_send_receive
-from mpi_ranks import MpiPool, mpiexec, run_under
+from mpi_ranks import MpiPool
 from pool import Pool
-from ranks import DEAD_PROXY, all_through
-
-from benchmarks import mpiexecs
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py"),
@@ -45,27 +40,41 @@ def test_open_mpi(other_ranks: Pool) -> None:
     test_agreement.test_calls_that_do_not_match(other_ranks, "dtype")
 
 
-# Rank 1 stops while rank 0 waits for it. (If it is killed, mpiexec kills rank 0 too, which may be too early to print.)
-STOPPING = """
-import os, signal
-import tensorflow as tf
-import npu_device as npu
-rank = npu.open().worker_id
-big = tf.ones([1_000_000])
-npu.distribute.all_reduce(big, "sum")
-if rank == 1:
-    os.kill(os.getpid(), signal.SIGSTOP)
-tf.function(lambda: npu.distribute.all_reduce(big, "sum"))()
-"""
+def body_stopped() -> str:
+    """Rank 1 stops until rank 0 has given up waiting for it. (If it is killed, mpiexec kills rank 0, too.)"""
+    import os
+    import signal
+
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device._src.collectives.job import current
+
+    running, big = current(), tf.ones([1_000_000])
+    assert running is not None
+    other = npu.distribute.broadcast_object(os.getpid(), root_rank=1)
+    running.stall_watch._warn_after, running.stall_watch._give_up_after = 1.0, 2.0
+    if running.cluster.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        tf.function(lambda: npu.distribute.all_reduce(big, "sum"))()
+    except Exception as error:
+        return str(error)
+    finally:
+        if running.cluster.rank == 0:
+            os.kill(other, signal.SIGCONT)
+    return ""
+
+
+def assert_a_stopped_rank_is_named(pool: Pool) -> None:
+    """Assert it; it ends the job of the pool."""
+    for error in pool.run(body_stopped, timeout=60):
+        assert re.search(r"rank 1 on host \S+: does not answer", error), error
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", mpiexecs.KINDS)
-def test_a_rank_that_stops_is_named_and_ends_the_job(kind: str, tmp_path: Path) -> None:
-    limits = {"NPU_DEVICE_STALL_WARNING": "2", "NPU_DEVICE_STALL_TIMEOUT": "4", **all_through("mpi"), **DEAD_PROXY}
-    result = run_under([*mpiexec(kind), "-n", "2", sys.executable, launcher.script(tmp_path, STOPPING)], **limits)
-    assert result.returncode != 0
-    assert re.search(r"rank 1 on host \S+: does not answer", result.stdout), result.stdout
+def test_a_rank_that_stops_is_named(other_ranks: Pool) -> None:
+    assert_a_stopped_rank_is_named(other_ranks)
 
 
 def test_without_an_mpiexec_every_rank_says_what_to_do(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import test_collective_numbers
 import test_collective_sizes
 import test_collectives
 import test_groups
+import test_mpi
 import test_segments
 import test_send_receive
 import test_sessions_collectives
@@ -102,3 +103,9 @@ def test_sessions(three: Pool) -> None:
 def test_calls_that_do_not_match(three: Pool) -> None:
     for case in ("dtype", "operation", "dense against sparse"):
         test_agreement.test_calls_that_do_not_match(three, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moves", [pytest.param("mpi", marks=_NEEDS_MPI4PY)], indirect=True)
+def test_a_rank_that_stops_is_named(three: Pool) -> None:
+    test_mpi.assert_a_stopped_rank_is_named(three)
