@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from fuzzing import SECRET, VALUES, both_met, changed, ends, hub_of_two, pair, send, streams
 
-from npu_device._src.cluster import handshake
+from npu_device._src.cluster import frames, handshake
 from npu_device._src.cluster.health import Health
 from npu_device._src.cluster.peers import Peers
 from npu_device._src.collectives.engines.host import sockets
@@ -79,6 +79,33 @@ def test_a_process_with_the_secret_says_anything(rank: tuple[Peers, int, bytes],
     with contextlib.suppress(handshake.AttemptFailedError):
         _connect(*rank[1:], **said).close()
     _require_work(*rank)
+
+
+def test_what_a_rank_says_cannot_be_exchanged_on_the_way(rank: tuple[Peers, int, bytes]) -> None:
+    """The proof covers the rank, and the number of the connection."""
+    _, port, secret = rank
+    for said in ({"rank": 1, "number": 8}, {"rank": 0, "number": 7}):
+        with socket.create_connection(("127.0.0.1", port), _SOON) as connection:
+            line = handshake.TimedConnection(connection)
+            line.send({**said, "npu_device": frames.PROTOCOL, "nonce": "mine"})
+            nonce = line.receive(_SOON, silent="silent", closed="closed")["nonce"]
+            line.send({"proof": frames.proof(secret, "client", "mine", nonce, {"rank": 1, "number": 7})})
+            with pytest.raises(handshake.AttemptFailedError, match="closed"):
+                line.receive(_SOON, silent="silent", closed="closed")
+    _require_work(*rank)
+
+
+def test_only_connections_with_messages_on_their_way_are_polled() -> None:
+    with pair() as (theirs, mine):
+        mine.setblocking(False)
+        busy = sockets.Busy()
+        wire, polled = sockets.Wire(busy, None, 1, False), busy._poll  # type: ignore[arg-type]
+        wire.connection = mine
+        message = wire.add(np.zeros(3, np.uint8))
+        assert list(busy._wires) == [mine.fileno()] and not busy.advance(0.01, False)
+        theirs.sendall(struct.pack("<Q", 3) + b"abc")
+        assert busy.advance(_SOON, False) and message.ended
+        assert not busy._wires and busy._poll is polled
 
 
 _MESSAGES = st.lists(st.binary(min_size=1, max_size=20), max_size=3)
