@@ -153,6 +153,8 @@ def user_line() -> str:
 def calling_thread() -> str:
     """Return the name of the calling thread as far as it is the same on all ranks."""
     thread = threading.current_thread()
+    if thread is threading.main_thread():
+        return thread.name
     return "a thread of TensorFlow" if isinstance(thread, threading._DummyThread) else _own_name(thread)
 
 
