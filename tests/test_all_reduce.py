@@ -8,23 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CHOSEN_BACKEND
 from pool import Pool
 
 pytestmark = pytest.mark.both_backends
-
-FLOATS = ("float16", "bfloat16", "float32", "float64")
-INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
-REDUCTIONS = {"sum": np.sum, "mean": np.mean, "min": np.min, "max": np.max, "prod": np.prod}
-
-
-def _mine(rank: int, shape: tuple[int, ...] = (2, 3)) -> np.ndarray:
-    """Small whole numbers, so that every dtype holds every result exactly; different on each rank."""
-    return (np.arange(np.prod(shape)).reshape(shape) % 3 + rank + 1).astype(np.float64)
-
-
-def _all(size: int, shape: tuple[int, ...] = (2, 3)) -> np.ndarray:
-    return np.stack([_mine(rank, shape) for rank in range(size)])
 
 
 def _identity() -> tuple[int, int]:
@@ -32,40 +18,6 @@ def _identity() -> tuple[int, int]:
 
     handle = npu.open()
     return handle.worker_id, handle.workers_num
-
-
-def body_dtypes(mode: str) -> dict[Any, Any]:
-    import tensorflow as tf
-
-    import npu_device as npu
-
-    rank, _ = _identity()
-
-    def reduce(value: tf.Tensor) -> list[tf.Tensor]:
-        return [npu.distribute.all_reduce(value, reduction=reduction) for reduction in REDUCTIONS]
-
-    results = {}
-    for dtype in FLOATS + INTEGERS if mode == "eager" else ("bfloat16", "float32", "int8", "int64"):
-        call = tf.function(reduce) if mode == "graph" else reduce
-        for reduction, result in zip(REDUCTIONS, call(tf.cast(_mine(rank), dtype))):
-            results[dtype, reduction] = (result.dtype.name, tf.cast(result, tf.float64).numpy())
-    return results
-
-
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_every_dtype_and_reduction(ranks: Pool, backend: str, mode: str) -> None:
-    if (ranks.size, backend, mode) == (3, "tensorflow", "graph") and not CHOSEN_BACKEND:
-        pytest.skip("run with two ranks; with three where NPU_DEVICE_BACKEND=tensorflow chooses it for all tests")
-    mean_dtypes = {"int8": "float32", "int16": "float32", "uint8": "float32", "uint16": "float32"}
-    for results in ranks.run(body_dtypes, mode):
-        for (dtype, reduction), (found_dtype, found) in results.items():
-            expected = REDUCTIONS[reduction](_all(ranks.size), axis=0)
-            expected_dtype = dtype
-            if reduction == "mean" and dtype in INTEGERS and ranks.size > 1:
-                expected_dtype = mean_dtypes.get(dtype, "float64")
-            assert found_dtype == expected_dtype, (dtype, reduction)
-            tolerance = {"float16": 2e-3, "bfloat16": 2e-2}.get(dtype, 1e-6)
-            np.testing.assert_allclose(found, expected, rtol=tolerance, err_msg=f"{dtype} {reduction}")
 
 
 def body_bitwise() -> bytes:

@@ -100,32 +100,6 @@ def test_a_session_after_eager_mode(tmp_path: Path, size: int, before: str) -> N
         assert f"RESULT {total} [1.0, 1.0, 2.0]" in ended.output
 
 
-def many_collectives(count: int) -> tuple[list[float], list[int]]:
-    """Collectives of three signatures, on a graph and in a loop in it; the number of functions that the graph has."""
-    import numpy as np
-    import tensorflow as tf
-
-    import npu_device as npu
-
-    functions = []
-    with tf.Graph().as_default() as graph:
-        ones = [npu.distribute.all_reduce(tf.constant(float(i)), "sum") for i in range(count)]
-        functions.append(len(graph.as_graph_def().library.function))
-        pairs = npu.distribute.hccl_ops.broadcast([tf.constant(1.0), tf.constant(2.0)], 0)
-        npu.distribute.hccl_ops.broadcast([tf.constant(1.0), tf.constant(2.0)], 0)
-        functions.append(len(graph.as_graph_def().library.function))
-        with tf.compat.v1.Session() as session:
-            found = [float(value) for value in session.run(ones + pairs)]
-            assert np.isfinite(found).all()
-    return found, functions
-
-
-def test_collectives_share_functions(ranks: Pool) -> None:
-    for found, functions in ranks.run(many_collectives, 60):
-        assert found == [1.0 * ranks.size * i for i in range(60)] + [1.0, 2.0]
-        assert functions == ([0, 0] if ranks.size == 1 else [1, 2])
-
-
 def graphs_that_go() -> list[bool]:
     """Return, for graphs that nobody refers to and for what their collectives refer to, if they are alive."""
     import gc
