@@ -97,13 +97,14 @@ class Peers:
                 self._places[rank] = int(port), token
         return self._places[rank]
 
-    def connect(self, rank: int, number: int) -> socket.socket:
-        """Return a new connection on which only this rank sends, and doesn't block; it belongs to the caller.
+    def connect(self, rank: int, number: int, seconds: float | None = None) -> socket.socket:
+        """Return a new connection, which doesn't block; it belongs to the caller. A rank that is stopped may take
+        ``seconds`` to answer, by default those of ``HCCL_CONNECT_TIMEOUT``.
 
         Raises:
             PeerError: a rank of the job has failed or ended, or can't be reached.
         """
-        return self._owned_by_caller(self._connected(rank, number=number))
+        return self._owned_by_caller(self._connected(rank, seconds, number=number))
 
     def accept(self, rank: int, number: int, gives_up: Callable[[], bool]) -> socket.socket | None:
         """Return the next connection that a rank makes with ``connect`` for a number, as soon as it comes; None if this
@@ -142,14 +143,14 @@ class Peers:
             if one is not None:
                 one.close()
 
-    def _connected(self, rank: int, **said: Any) -> socket.socket:
+    def _connected(self, rank: int, seconds: float | None, **said: Any) -> socket.socket:
         """Return a connection to a rank; its threads may be slow to answer, or stopped for a while."""
         (port, token), host = self._place(rank), self._cluster.addresses[rank]
-        until = time.monotonic() + environment.HCCL_CONNECT_TIMEOUT.get()
+        until = time.monotonic() + (seconds or environment.HCCL_CONNECT_TIMEOUT.get())
         while True:
-            seconds = min(ATTEMPT_SECONDS, max(ATTEMPT_PAUSE_SECONDS, until - time.monotonic()))
+            attempt = min(ATTEMPT_SECONDS, max(ATTEMPT_PAUSE_SECONDS, until - time.monotonic()))
             try:
-                line = reach(host, port, seconds, self._secret + token.encode(), rank=self._cluster.rank, **said)
+                line = reach(host, port, attempt, self._secret + token.encode(), rank=self._cluster.rank, **said)
                 line.connection.settimeout(SEND_SECONDS)
                 return line.connection
             except AttemptFailedError as error:

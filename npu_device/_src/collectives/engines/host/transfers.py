@@ -19,6 +19,7 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from npu_device._src import environment
 from npu_device._src.cluster.time_limits import CHECK_SECONDS
 from npu_device._src.collectives.call import Agreement, Terms
 from npu_device._src.collectives.engines.host.host_engine import Action, ArrayEngine, OnArrays
@@ -102,7 +103,8 @@ class PairCalls:
 
     def _send(self, transfer: _Transfer) -> bool:
         """Send; return whether the other rank expected that."""
-        with self._job.peers.connect(self._rank, transfer.number) as connection:
+        patience = environment.NPU_DEVICE_STALL_TIMEOUT.get()
+        with self._job.peers.connect(self._rank, transfer.number, patience) as connection:
             self._write(connection, transfer.content)
             [agrees] = self._read(connection, bytearray(1))
             self._check()
