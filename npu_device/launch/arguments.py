@@ -150,7 +150,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def _take_from_platform(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """Complete the arguments from a platform's variables; the command line takes precedence."""
+    """Complete the arguments from the variables of a platform; the command line takes precedence."""
     try:
         variable, found = of_platform()
     except ValueError as error:

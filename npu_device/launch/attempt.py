@@ -91,7 +91,7 @@ class Attempt:
         self._started = time.time()
 
     def run(self) -> Outcome:
-        """Start this node's ranks, wait for them, report, and leave no process behind."""
+        """Start the ranks of this node, wait for them, report, and leave no process behind."""
         options = self._options
         try:
             self._start()

@@ -21,7 +21,7 @@ class Guard:
     """The guard as the launcher sees it: a context manager around the whole launch.
 
     Args:
-        directory: the launcher's temporary directory, which the guard removes if the launcher can't.
+        directory: the temporary directory of the launcher, which the guard removes if the launcher can't.
     """
 
     def __init__(self, directory: str) -> None:

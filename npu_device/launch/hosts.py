@@ -2,7 +2,7 @@
 
 Each host runs ``on_node`` with ssh's connection as its standard input: first the order, a line of JSON, then the number
 of each signal that this launcher receives. The end of the input, when this launcher or the connection is gone, stops
-the host's ranks. The secret is part of the order, so it is on no command line.
+the ranks of the host. The secret is part of the order, so it is on no command line.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class _Node:
         self._tell(str(int(number)))
 
     def disconnect(self) -> None:
-        """End the connection; the host's ranks are then stopped there."""
+        """End the connection; the ranks of the host are then stopped there."""
         self._process.kill()
 
     def _tell(self, line: str) -> None:

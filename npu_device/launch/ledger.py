@@ -39,7 +39,7 @@ class Ended:
         return cls(**{**fields, "nodes": tuple(fields["nodes"]), "preempted": tuple(fields["preempted"])})
 
     def line(self, with_nodes: bool) -> str:
-        """Return the attempt's line in the list at the end."""
+        """Return the line of the attempt in the list at the end."""
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.began))
         where = f", {_nodes(self.nodes)}" if with_nodes else ""
         step = f" (newest checkpoint: step {self.step})" if self.step is not None else ""

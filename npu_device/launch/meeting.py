@@ -1,4 +1,4 @@
-"""The rendezvous of an attempt: the job's name, its secret, its ranks, and its hub, which node 0 starts."""
+"""The rendezvous of an attempt: the name of the job, its secret, its ranks, and its hub, which node 0 starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank's process: started in its own session, watched by a thread, signalled together with its children."""
+"""The process of one rank: started in its own session, watched by a thread, signalled together with its children."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Exit:
     """The end of a process: its status and its time.
 
     Attributes:
-        status: exit code; minus the signal's number if a signal killed it.
+        status: exit code; minus the number of the signal if a signal killed it.
         time: seconds since the epoch.
     """
 

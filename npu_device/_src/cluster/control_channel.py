@@ -50,7 +50,7 @@ class ControlChannel:
         os.register_at_fork(after_in_child=lambda: _close_in_fork(myself()))
 
     def listen(self, on_push: Callable[[dict[str, Any]], None], on_lost: Callable[[str], None]) -> None:
-        """Start receiving the hub's messages.
+        """Start receiving the messages of the hub.
 
         Args:
             on_push: called, in a thread of its own, with each message that isn't an answer.

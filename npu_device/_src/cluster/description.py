@@ -11,7 +11,7 @@ from npu_device._src import environment
 
 @dataclass(frozen=True)
 class Membership:
-    """This process's place in the job, as far as the environment says it.
+    """The place of this process in the job, as far as the environment says it.
 
     Attributes:
         host: address at which the other ranks reach this one; None for the local end of its connection to the chief.
@@ -61,11 +61,11 @@ class Cluster:
 
     @property
     def name(self) -> str:
-        """Return this rank's name in messages, see ``name_of``."""
+        """Return the name of this rank in messages, see ``name_of``."""
         return self.name_of(self.rank)
 
     def name_of(self, rank: int) -> str:
-        """Return a rank's name in messages: ``rank 1 on host node0``."""
+        """Return the name of a rank in messages: ``rank 1 on host node0``."""
         return f"rank {rank} on host {self.hosts[rank]}"
 
     def lines(self, texts: Mapping[int, str], most: int = sys.maxsize) -> list[str]:

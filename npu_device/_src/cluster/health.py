@@ -57,7 +57,7 @@ class Health:
         self._previous_hook = sys.excepthook
 
     def start(self) -> None:
-        """Begin to listen to the hub, and to report this rank's uncaught errors."""
+        """Begin to listen to the hub, and to report the uncaught errors of this rank."""
         myself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _stop_in_fork(myself()))
         self._previous_hook = sys.excepthook
@@ -69,11 +69,11 @@ class Health:
     # For the collectives
 
     def count_collectives_with(self, group: str, ranks: Sequence[int], issued: Callable[[], int]) -> None:
-        """Register a group's ranks, and a function that counts the collectives this rank has started in it."""
+        """Register the ranks of a group, and a function that counts the collectives this rank has started in it."""
         self._groups[group, tuple(ranks)] = issued
 
     def forget_group(self, group: str, ranks: Sequence[int]) -> None:
-        """Stop counting a group's collectives; the group is destroyed."""
+        """Stop counting the collectives of a group; the group is destroyed."""
         self._groups.pop((group, tuple(ranks)), None)
 
     def check(self, group: str, ranks: Sequence[int]) -> None:
@@ -112,7 +112,7 @@ class Health:
     # Questions between ranks
 
     def on_question(self, kind: str, answer: Callable[[Any], Any]) -> None:
-        """Answer questions of a kind with a function, called in the channel's thread.
+        """Answer questions of a kind with a function, called in the thread of the channel.
 
         The function may return a ``Future``, whose result is the answer.
         """
@@ -123,7 +123,7 @@ class Health:
         return self._channel.ask(kind, body, ranks, timeout)
 
     def has_left(self, rank: int) -> bool:
-        """Return True if another rank's script has ended without an error."""
+        """Return True if the script of another rank has ended without an error."""
         return rank in self._left
 
     @property
@@ -195,7 +195,7 @@ class Health:
             )
 
     def _abort(self, text: str) -> bool:
-        """Stop this rank's collectives; return False if they had been stopped already."""
+        """Stop the collectives of this rank; return False if they had been stopped already."""
         with self._lock:
             if self._failure is not None:
                 return False

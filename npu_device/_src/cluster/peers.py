@@ -40,7 +40,7 @@ _MOST_UNCLAIMED = 4096  # connections of all ranks that nobody has asked for
 
 
 class Peers:
-    """This rank's connections to the others."""
+    """The connections of this rank to the others."""
 
     def __init__(self, cluster: Cluster, health: Health, secret: bytes) -> None:
         self._cluster, self._health, self._secret = cluster, health, secret

@@ -1,7 +1,7 @@
 """Meet all ranks at the hub, and agree on one description of the job; the same for every scheme.
 
 The hub may start later than this rank, and its name may become resolvable later still. So everything is retried until
-the time is up, and the error then says what happened at each address. The hub's side is in ``hub``.
+the time is up, and the error then says what happened at each address. The side of the hub is in ``hub``.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def meet(membership: Membership) -> tuple[Cluster, ControlChannel]:
     """Wait for all ranks of the job, and agree with them on its description.
 
     Returns:
-        The description of the job, the same on every rank except for the rank's own place, and the control channel.
+        The description of the job, the same on every rank except for the place of the rank, and the control channel.
 
     Raises:
         ChildOfRankError: this process is a child of the rank that its variables describe.
@@ -169,7 +169,7 @@ def _child(parent: Any) -> Exception:
 
 
 class _Search:
-    """A rank's attempts to reach the hub."""
+    """The attempts of a rank to reach the hub."""
 
     def __init__(self, membership: Membership, hello: Hello) -> None:
         self._membership = membership
@@ -185,7 +185,7 @@ class _Search:
         return self._deadline - time.monotonic()
 
     def search(self, hosts: Sequence[str] = ()) -> _Met:
-        """Try the hub's addresses in turn until it answers."""
+        """Try the addresses of the hub in turn until it answers."""
         pause = FIRST_PAUSE_SECONDS
         while True:
             met = self.look_once(hosts or self._membership.chief_hosts)
@@ -198,7 +198,7 @@ class _Search:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def look_once(self, hosts: Iterable[str]) -> _Met | None:
-        """Try each address once; return None if this job's hub is at none of them."""
+        """Try each address once; return None if the hub of this job is at none of them."""
         port = self._membership.chief_port
         for host in hosts:
             try:

@@ -89,7 +89,7 @@ class Hello:
 
     @property
     def name(self) -> str:
-        """Return the rank's name for messages; without a rank table it has no number yet."""
+        """Return the name of the rank for messages; without a rank table it has no number yet."""
         return f"device {self.device_id}" if self.rank is None else f"rank {self.rank}"
 
     @property
@@ -147,7 +147,7 @@ class Roster:
         return self._chief or self._first
 
     def refusal(self, hello: Hello, seen_at: str) -> str | None:
-        """Return the error's text for a rank of another job; None for a rank of this job."""
+        """Return the text of the error for a rank of another job; None for a rank of this job."""
         if hello.job_id == self._job_id:
             return None
         who = f"{hello.process}, from {seen_at}"
@@ -245,7 +245,7 @@ class Roster:
     # The error's text when the rendezvous fails
 
     def complaint(self, timeout: float) -> str:
-        """Return the error's text: what happened, one line per rank, likely cause, what to do."""
+        """Return the text of the error: what happened, one line per rank, likely cause, what to do."""
         kinds = self._kinds()
         size, job = self._size, self._job_id
         if set(kinds) == {"missing"}:
@@ -321,7 +321,7 @@ class Roster:
         return f"rank {rank} on host {self._expected_hosts[rank]}" if known else f"rank {rank}"
 
     def addresses(self, hub_address: str) -> list[str]:
-        """Return each rank's address, by rank."""
+        """Return the address of each rank, by rank."""
         return [arrival.hello.host or arrival.seen_at or hub_address for arrival in self.in_order()]
 
 

@@ -1,4 +1,4 @@
-"""The hub's services for a job after the rendezvous: values, gathers, questions, and news of ranks that have gone.
+"""The services of the hub for a job after the rendezvous: values, gathers, questions, and news of ranks that have gone.
 
 Knows no sockets. A rank's message causes at most a number of messages proportional to the ranks. When all ranks do
 the same thing (leave, fail, ask the same question), that is the cost for all of them together. A message that isn't one
@@ -87,7 +87,7 @@ class Services:
         }
 
     def handle(self, rank: int, message: dict[str, Any]) -> None:
-        """Handle a rank's message.
+        """Handle a message of a rank.
 
         Raises:
             FrameError: it isn't one of those that ranks send.
@@ -98,7 +98,7 @@ class Services:
             raise frames.FrameError(f"{error!r} in {str(message.get('do'))[:100]!r}") from error
 
     def closed(self, rank: int) -> None:
-        """Handle the end of a rank's connection: its process has ended, or its host is lost."""
+        """Handle the end of the connection of a rank: its process has ended, or its host is lost."""
         if rank not in self._left:
             self._unreported_gone.append(rank)
         self._mark_absent(rank)

@@ -5,7 +5,7 @@ It works on text, since the launcher has no more than that of a rank that ended.
 TensorFlow reports a failure inside a graph as ``UnknownError: Graph execution error:`` and the places of the operation
 before the error itself, or as ``UnknownError: {{function_node NAME}}`` and the error; one inside a function that it
 traces as ``ValueError: in user code:``, the places and the error. Keras puts ``Exception encountered when calling …``
-before the text of an error inside a layer, and the layer's arguments after it. One may contain the other.
+before the text of an error inside a layer, and the arguments of the layer after it. One may contain the other.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _without_repeats(lines: list[str]) -> list[str]:
 
 
 def _said(error: str) -> str:
-    """Return an error's text without its type; the whole line if it has no text."""
+    """Return the text of an error without its type; the whole line if it has no text."""
     return error.partition(": ")[2] or error
 
 
@@ -142,6 +142,6 @@ def _in_function(lines: list[str]) -> str:
 
 
 def _in_layer(lines: list[str], end: str) -> str:
-    """Return what comes before the layer's arguments."""
+    """Return what comes before the arguments of the layer."""
     until = next((number for number, line in enumerate(lines) if line.endswith(end)), len(lines))
     return _BOLD.sub("", "\n".join(lines[:until])).strip()

@@ -43,7 +43,7 @@ _COUNTED_NAME = re.compile(r"^(Thread|ThreadPoolExecutor|asyncio)[-_]\d+(?:_\d+)
 
 @dataclass(frozen=True)
 class Call:
-    """The description of a rank's next call.
+    """The description of the next call of a rank.
 
     Attributes:
         kinds: of each value, its dtype and whether it is sparse, or ``None``.
@@ -159,7 +159,7 @@ def calling_thread() -> str:
 
 
 def _own_name(thread: threading.Thread) -> str:
-    """Return a thread's name without the number that Python gives to threads without a name."""
+    """Return the name of a thread without the number that Python gives to threads without a name."""
     return _COUNTED_NAME.sub(r"\1", thread.name)
 
 
@@ -191,7 +191,7 @@ class CallingThreads:
                 del self._calling[key]
 
     def _mixed_up(self, group: Group) -> bool:
-        """Return whether another living thread that calls in the group has, or once had, this thread's name."""
+        """Return whether another living thread that calls in the group has, or once had, the name of this thread."""
         me = threading.current_thread()
         if isinstance(me, threading._DummyThread) or _is_replica_of_a_strategy():
             return False
@@ -243,7 +243,7 @@ class Route(enum.Enum):
     WITH_DATA = enum.auto()
     """The group's engine compares the call with its first data."""
     BEFORE_DATA = enum.auto()
-    """A message compares the call before its data travel on the group's engine."""
+    """A message compares the call before its data travel on the engine of the group."""
     IN_MESSAGE = enum.auto()
     """The data are small, and travel in the message that compares the call."""
     BY_SIZE = enum.auto()
@@ -255,7 +255,7 @@ class Agreement:
     """The agreement on one call.
 
     Attributes:
-        terms: what the call's first collective has to compare; None if nothing is left to be compared.
+        terms: what the first collective of the call has to compare; None if nothing is left to be compared.
         route: how the ranks compare the call.
         small: on the route ``BY_SIZE``, whether the data are small: a bool tensor.
     """
@@ -289,7 +289,7 @@ def mismatch(job: Job, group: Group, call: Call, position: int, overlaps: bool) 
 
 
 def mismatch_text(group: Group, hosts: Sequence[str], rows: Sequence[dict[str, Any] | None], position: int) -> str:
-    """Return the error's text: what differs, one line per rank, what to do."""
+    """Return the text of the error: what differs, one line per rank, what to do."""
     known = [row for row in rows if row is not None]
     threads = any(row.get("overlaps") for row in known) or len({row["thread"] for row in known}) > 1
     lines = [

@@ -39,7 +39,7 @@ def mean_dtype(dtype: tf.DType) -> tf.DType:
 
 
 def reduced_dtype(dtype: tf.DType, reduction: str) -> tf.DType:
-    """Return the dtype of a reduction's result."""
+    """Return the dtype of the result of a reduction."""
     return mean_dtype(dtype) if reduction == "mean" else dtype
 
 
@@ -54,7 +54,7 @@ def wire_dtype(dtype: tf.DType, compressed: tf.DType | None) -> tf.DType:
 
 
 def wire_scales(reduction: str, counts: Sequence[int]) -> tuple[list[int], int]:
-    """Return by what each member's values are divided before they are sent in 16 bits, and by what the total is.
+    """Return by what the values of each member are divided before they are sent in 16 bits, and by what the total is.
 
     Then no sum overflows the 16 bits unless a rank's own values do: a mean's shares are divided by the ranks that they
     come from (the fold divides the total), and a sum's by a power of two, which rounds only the smallest numbers.
@@ -98,7 +98,7 @@ FOLDS: dict[str, Any] = {"sum": np.add, "mean": np.add, "prod": np.multiply, "mi
 def fold_arrays(rows: Rows, result: np.ndarray, reduction: str, divisor: int, shares: Sequence[int]) -> None:
     """Reduce rows, in order, each of which has been divided by its share, into ``result``. A mean is then divided.
 
-    This works in the result's dtype; 16-bit floats are combined in float32 and rounded once at the end.
+    This works in the dtype of the result; 16-bit floats are combined in float32 and rounded once at the end.
     """
     combine = FOLDS[reduction]
     total = np.empty(result.shape, np.float32) if is_narrow(result.dtype) else result

@@ -17,7 +17,7 @@ UNVERIFIED = "unverified between GPUs: it has run only between two ranks on one 
 
 @dataclass(frozen=True)
 class Device:
-    """A rank's device, as it tells the other ranks. Serializable as JSON.
+    """The device of a rank, as it tells the other ranks. Serializable as JSON.
 
     Attributes:
         name: ``"GPU 0"``, or the UUID in ``CUDA_VISIBLE_DEVICES``; ``"CPU"``.

@@ -92,7 +92,7 @@ def group_of(job: Job, name: str) -> Group:
 
 
 def find_group(name: str, rank: int, world_size: int, made: Mapping[str, Group]) -> Group:
-    """Return the group of a name: all ranks, or one of those that this rank's script has made.
+    """Return the group of a name: all ranks, or one of those that the script of this rank has made.
 
     Raises:
         ValueError: not a valid name, or this rank has no group of that name.

@@ -57,11 +57,11 @@ class Job:
         has_own_core: that share is a whole core or more, not less; set at the same time.
         has_communicated: this rank has called a collective other than a barrier, or built a graph with one.
         before_leaving: called with the job before this process leaves it; not in a forked child.
-        groups: the groups that this rank's script has made, by name.
+        groups: the groups that the script of this rank has made, by name.
         hosts: which ranks share memory, and all ranks' devices; set by ``detect_hosts``.
         why_no_mpi: why MPI isn't used although its launcher started the ranks; "" if there is nothing to say.
         making: held by whoever makes one of the objects below, each at its first use.
-        pid: number of the rank's process; a forked child has another one.
+        pid: number of the process of the rank; a forked child has another one.
         calls: the operations of each group, by engine and group.
         buffers: memory for results, which is used again.
         sequences: TensorFlow's keys, by group.

@@ -34,7 +34,7 @@ _TAGS = 1 << 61
 def all_gather(job: Job, tensor: tf.Tensor, group: Group, call: Call | None = None) -> tf.Tensor:
     """Gather tensors of one shape, [n, …], into [n * group.size, …], ordered by group rank and the same on every rank.
 
-    The gradient is the sum of all ranks' incoming gradients of this rank's part. For arguments and errors see
+    The gradient is the sum of all ranks' incoming gradients of the part of this rank. For arguments and errors see
     ``training.hccl_ops.allgather``.
     """
     require_first_dimension("all_gather", tensor)
@@ -64,7 +64,7 @@ def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "", c
 
     Returns:
         Shape [sum of n, …], ordered by group rank, the same on every rank. Its gradient is the sum of all ranks'
-        incoming gradients of this rank's part. Each part is sent padded to the longest.
+        incoming gradients of the part of this rank. Each part is sent padded to the longest.
     """
     require_first_dimension("all_gather_v", tensor)
     require_bits(tensor.dtype)

@@ -50,7 +50,7 @@ class Operation:
         results: returns the specs of the results, in their structure; None for an operation that returns nothing.
         same: whatever else must be the same on every rank.
         ragged: the first dimension of the values may differ among the ranks.
-        gradient: in a session's graph, returns the gradients of the values for those of the results.
+        gradient: in the graph of a session, returns the gradients of the values for those of the results.
     """
 
     name: str
@@ -184,7 +184,7 @@ class _Either:
 
 
 def _own_backend_of(job: Job, group: Group, dtype: tf.DType, divides: bool) -> Any:
-    """Return the backend that moves a group's tensors on which the ranks have agreed."""
+    """Return the backend that moves the tensors of a group on which the ranks have agreed."""
     if job.hosts.uses_nccl(dtype):
         return tensorflow_backend
     hosts = _number_of_hosts(job, group)
@@ -206,7 +206,7 @@ def backend_name(job: Job, group: Group, dtypes: Iterable[tf.DType]) -> str:
 
 
 def explained(job: Job, group: Group) -> str:
-    """Return in words which backend reduces a group's gradients, and why."""
+    """Return in words which backend reduces the gradients of a group, and why."""
     hosts, name = job.hosts, backend_name(job, group, [tf.float32])
     wanted = environment.NPU_DEVICE_BACKEND.get()
     chosen = f"NPU_DEVICE_BACKEND is {wanted}" if wanted == name else ""

@@ -73,7 +73,7 @@ def reduce(
 
     The root gets what ``all_reduce`` gives, the others zeros of the same shape and dtype, so that a value without
     meaning can't be mistaken for a result. Sum and mean of floating-point tensors are differentiable: every rank's
-    gradient is the root's incoming gradient, or its share.
+    gradient is the incoming gradient of the root, or its share.
 
     TensorFlow can't reduce to one rank only: between hosts this moves as many bytes as ``all_reduce``.
     """
@@ -156,7 +156,7 @@ def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group, ca
 def broadcast(
     job: Job, tensors: Sequence[tf.Tensor], root_rank: int, group: Group, call: Call | None = None
 ) -> list[tf.Tensor]:
-    """Send the root's tensors to every rank of the group; return them in the order of ``tensors``.
+    """Send the tensors of the root to every rank of the group; return them in the order of ``tensors``.
 
     Differentiable: the root's gradient is the sum of all ranks' incoming gradients, the others' is zero. For arguments
     and errors see ``training.hccl_ops.broadcast``.
@@ -262,7 +262,7 @@ def reduce_segments(
 
 
 def spread(agreement: Agreement, tensors: Sequence[tf.Tensor], root_rank: int, group: Group) -> list[tf.Tensor]:
-    """Return the root's tensors on every rank."""
+    """Return the tensors of the root on every rank."""
     backend = backend_of(agreement, group, tf.int32, divides=True)
     sent: list[tf.Tensor] = backend.broadcast(agreement, tensors, root_rank, group)
     return sent

@@ -162,7 +162,7 @@ class SessionOrder:
                     self._refuse(error)
 
     def _order(self) -> list[int]:
-        """Return the numbers that wait on the group's first rank."""
+        """Return the numbers that wait on the first rank of the group."""
         with self._changed:
             mine = list(self._queues)[:_SENT_AT_ONCE]
             line = self._queues[mine[0]][0].call.line
@@ -262,7 +262,7 @@ def call_python(
 
 
 def _outermost(graph: tf.Graph) -> tf.Graph:
-    """Return the session's graph, given that graph or the graph of a function, branch or loop in it."""
+    """Return the graph of the session, given that graph or the graph of a function, branch or loop in it."""
     while hasattr(graph, "outer_graph"):
         graph = graph.outer_graph
     return graph

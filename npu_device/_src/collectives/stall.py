@@ -46,7 +46,7 @@ class TransferWatch:
         self._count(self._begun, tensor)
 
     def end(self, result: tf.Tensor) -> None:
-        """Note that a transfer's result is there."""
+        """Note that the result of a transfer is there."""
         self._count(self._ended, result)
 
     def _count(self, variable: Any, after: tf.Tensor) -> None:
@@ -55,7 +55,7 @@ class TransferWatch:
             tf.raw_ops.ResourceCountUpTo(resource=counter, limit=_LARGEST, T=tf.int32)
 
     def position(self) -> dict[str, Any]:
-        """Return this rank's position, as ``CallCount`` does."""
+        """Return the position of this rank, as ``CallCount`` does."""
         with compat.eager_mode():
             ended, begun = int(self._ended), int(self._begun)
         return {"begun": begun, "waiting": begun > ended, "call": _TRANSFER}
@@ -85,7 +85,7 @@ class StallWatch:
         threading.Thread(target=self._run, name="npu_device-stall", daemon=True).start()
 
     def calls_of(self, group: Group) -> CallCount:
-        """Return the count of a group's calls, made at its first use."""
+        """Return the count of the calls of a group, made at its first use."""
         with self._making:
             count = self._watches.get(group)
             if count is None:
@@ -94,7 +94,7 @@ class StallWatch:
             return cast(CallCount, count)
 
     def transfers_of(self, group: Group, device: str) -> TransferWatch:
-        """Return the watch of a group's transfers through TensorFlow, made at its first use on this rank's CPU."""
+        """Return the watch of a group's transfers through TensorFlow, made at its first use on the CPU of this rank."""
         transfers = replace(group, name=f"{group.name}/transfers", parent=group.parent or group.name)
         with self._making:
             if transfers not in self._watches:

@@ -1,1 +1,1 @@
-"""The names of Horovod, as a thin layer over this package's own calls."""
+"""The names of Horovod, as a thin layer over the calls of this package."""

@@ -37,7 +37,7 @@ def allreduce(value: Any, name: str | None = None, average: bool | None = None, 
         average, arguments: as there.
 
     Returns:
-        A tensor; an array while a session's graph is built.
+        A tensor; an array while the graph of a session is built.
 
     Raises:
         tf.errors.FailedPreconditionError: as there.

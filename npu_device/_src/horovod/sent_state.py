@@ -16,7 +16,7 @@ from npu_device._src.training.variables import broadcast
 
 @operation
 def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
-    """Overwrite variables with the root's values.
+    """Overwrite variables with the values of the root.
 
     Args:
         variables: the variables, in the same order on every rank.
@@ -47,7 +47,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 
 class BroadcastGlobalVariablesHook(hooks.NPUBroadcastGlobalVariablesHook):
-    """Gives all ranks the root's global variables when the session has been made or restored.
+    """Gives all ranks the global variables of the root when the session has been made or restored.
 
     Args:
         root_rank: the rank that sends.

@@ -15,7 +15,7 @@ from npu_device._src.training.world import world
 
 @functools.cache
 def layer_class() -> type:
-    """Return the layer's class, of ``tf.keras``."""
+    """Return the class of the layer, of ``tf.keras``."""
     kind: Any = tf.keras.layers.BatchNormalization
     name = compat.moments_method(kind)
     own = getattr(kind, name)

@@ -181,7 +181,7 @@ def _in_dtype_of(value: Any, result: Any) -> Any:
 
 
 def _with_gradient(result: tf.Tensor, backward: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:
-    """Return a result with Horovod's gradient for the tensor that it was made of, also in a session's graph."""
+    """Return a result with Horovod's gradient for the tensor that it was made of, also in the graph of a session."""
     if not tensor.dtype.is_floating:
         return result
     # Scripts give a float32 gradient for float64, too.
@@ -226,7 +226,7 @@ def grouped_allgather(tensors: Sequence[Any], *arguments: Any, **options: Any) -
 
 @operation
 def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> Any:
-    """Return the root's tensor, which has the same shape and dtype on every rank.
+    """Return the tensor of the root, which has the same shape and dtype on every rank.
 
     Args:
         tensor: the tensor.

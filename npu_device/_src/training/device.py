@@ -47,11 +47,11 @@ _log = logging.getLogger("npu_device")
 
 
 class NpuDeviceHandle:
-    """The handle that ``npu.open`` returns: this process's device, and its place among the workers.
+    """The handle that ``npu.open`` returns: the device of this process, and its place among the workers.
 
     Attributes:
         workers_num: number of ranks in the job; 1 on a single device.
-        worker_id: this process's rank, from 0.
+        worker_id: the rank of this process, from 0.
 
     Args:
         device_id, workers_num, worker_id: number of the device, and what the attributes hold.
@@ -63,11 +63,11 @@ class NpuDeviceHandle:
         self.worker_id = worker_id
 
     def name(self) -> str:
-        """Return the device's name in Ascend's spelling: ``/job:localhost/replica:0/task:0/device:NPU:<id>``."""
+        """Return the name of the device in Ascend's spelling: ``/job:localhost/replica:0/task:0/device:NPU:<id>``."""
         return f"/job:localhost/replica:0/task:0/device:NPU:{self._device_id}"
 
     def scope(self) -> Any:
-        """Return a context manager that places operations on this rank's device: its GPU if any, else its CPU."""
+        """Return a context manager that places operations on the device of this rank: its GPU if any, else its CPU."""
         kind = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
         job = jobs.current()
         return tf.device(job.device(kind) if job else f"/device:{kind}:0")
@@ -77,7 +77,7 @@ class NpuDeviceHandle:
         return self.workers_num > 1 and 0 <= self.worker_id < self.workers_num
 
     def as_default(self) -> NpuDeviceHandle:
-        """Make this the process's default device: a process has one device, so opening it has already done so.
+        """Make this the default device of the process: a process has one device, so opening it has already done so.
 
         Returns:
             This handle.

@@ -42,7 +42,7 @@ def checksum(value: Any, before: int = 0) -> int:
 
 
 def variable_name(variable: Any) -> str:
-    """Return a variable's name with that of its model or layer."""
+    """Return the name of a variable with that of its model or layer."""
     return str(getattr(variable, "path", None) or variable.name)
 
 

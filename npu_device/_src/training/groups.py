@@ -24,7 +24,7 @@ _alone: dict[str, Group] = {}
 
 @tf.autograph.experimental.do_not_convert
 def create_group(group: str, rank_num: int, rank_ids: list[int]) -> None:
-    """Create a group from some of the job's ranks; each member makes the same call before it uses the group.
+    """Create a group from some of the ranks of the job; each member makes the same call before it uses the group.
 
     Args:
         group: its name, 1 to 127 bytes. Disjoint sets of ranks may use one name for a group each.
@@ -169,11 +169,11 @@ def get_local_rank_id(group: str = WORLD_GROUP) -> int:
 
 @tf.autograph.experimental.do_not_convert
 def get_world_rank_from_group_rank(group: str, group_rank_id: int) -> int:
-    """Return the world rank of a group's member.
+    """Return the world rank of the member of a group.
 
     Args:
         group: name of the group.
-        group_rank_id: the member's rank in the group.
+        group_rank_id: the rank of the member in the group.
 
     Raises:
         ValueError: no group of that name on this rank; the group has no such rank.
@@ -191,7 +191,7 @@ def get_world_rank_from_group_rank(group: str, group_rank_id: int) -> int:
 
 @tf.autograph.experimental.do_not_convert
 def get_group_rank_from_world_rank(world_rank_id: int, group: str) -> int:
-    """Return the group rank of one of the job's ranks.
+    """Return the group rank of one of the ranks of the job.
 
     Args:
         world_rank_id: a world rank.
@@ -220,7 +220,7 @@ def _rank_and_size() -> tuple[int, int]:
 
 
 def _made() -> dict[str, Group]:
-    """Return the groups that this process's script has made, by name."""
+    """Return the groups that the script of this process has made, by name."""
     job = device.unless_child()
     return _alone if job is None else job.groups
 

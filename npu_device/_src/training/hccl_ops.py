@@ -77,7 +77,7 @@ def allgather(tensor: Any, rank_size: int, group: str = WORLD_GROUP, fusion: int
         Shape [n * rank_size, …], ordered by group rank. On a single device ``tensor`` itself.
 
     Raises:
-        ValueError: a scalar, unknown group, ``fusion`` neither 0 nor 2, or ``rank_size`` is not the group's size.
+        ValueError: a scalar, unknown group, ``fusion`` neither 0 nor 2, or ``rank_size`` is not the size of the group.
         TypeError: a dtype that has no bits to send.
     """
     check_fusion_0_or_2("allgather", fusion, fusion_id)
@@ -103,7 +103,7 @@ def broadcast(
         group: name of the group.
 
     Returns:
-        A list of the root's values. On a single device the list's own members.
+        A list of the values of the root. On a single device the members of the list.
 
     Raises:
         ValueError: the root is not in the group; unknown group; ``fusion`` neither 0 nor 2.

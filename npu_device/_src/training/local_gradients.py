@@ -30,7 +30,7 @@ class LocalGradients:
         self._is_inside = False
 
     def install(self, optimizer: Any) -> None:
-        """Put this before the optimizer's own methods."""
+        """Put this before the methods of the optimizer."""
         apply_pairs: Any = optimizer.apply_gradients
         apply_lists: Any = getattr(optimizer, "apply", None)
 

@@ -32,7 +32,7 @@ def unscaled(gradient: Any, scale: tf.Tensor) -> Any:
 
 
 def all_finite(gradients: Sequence[Any]) -> tf.Tensor:
-    """Return whether this rank's gradients are finite: bool, shape []; ``None`` among them is ignored."""
+    """Return whether the gradients of this rank are finite: bool, shape []; ``None`` among them is ignored."""
     values = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in gradients]
     return tf.reduce_all([True, *(tf.reduce_all(tf.math.is_finite(value)) for value in values if value is not None)])
 

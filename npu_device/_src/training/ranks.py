@@ -1,4 +1,4 @@
-"""This process's rank, and exchanges between the ranks: for custom training loops."""
+"""The rank of this process, and exchanges between the ranks: for custom training loops."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def _audit_of(reference: weakref.ref[Audit]) -> Audit:
 
 
 def _own(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
-    """Return the optimizer's own variables that exist now."""
+    """Return the variables of the optimizer that exist now."""
     if optimizer is None:
         return []
     known = {id(variable) for variable in variables}

@@ -47,7 +47,7 @@ def next_look(count: int, after: int) -> int:
 
 
 class Schedule:
-    """Counts steps, those of graphs apart from eager ones. ``device`` is the name of this process's CPU."""
+    """Counts steps, those of graphs apart from eager ones. ``device`` is the name of the CPU of this process."""
 
     def __init__(self, device: str, first: int) -> None:
         self._count, self._due = 0, first

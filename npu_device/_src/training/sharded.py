@@ -36,7 +36,7 @@ def grouping_gradients_apply(apply_func: Callable[..., Any], grads_and_vars: Any
         RuntimeError: as for ``broadcast``.
 
     The variables are cut into one contiguous share per rank, of about the same number of bytes, and each rank keeps
-    only its share of the optimizer's state. Every rank has to make the call.
+    only its share of the state of the optimizer. Every rank has to make the call.
 
     Source: Ascend TF Adapter 2.x, ``npu.distribute.grouping_gradients_apply``.
     """

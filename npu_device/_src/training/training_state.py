@@ -26,7 +26,7 @@ def training_variables(model: Any) -> list[Any]:
 
 
 def weights(model: Any) -> list[Any]:
-    """Return the model's weights, as far as they exist."""
+    """Return the weights of the model, as far as they exist."""
     try:
         found = model.weights
     except ValueError:  # tf-keras: a part isn't built
@@ -44,12 +44,12 @@ def optimizer_state(model: Any) -> list[Any]:
 
 
 def optimizers(model: Any) -> list[Any]:
-    """Return the optimizers that a model's steps can reach: a GAN has two, and parts of it may have their own."""
+    """Return the optimizers that the steps of a model can reach: a GAN has two, and parts of it may have their own."""
     return [thing for thing in reachable(model) if compat.is_optimizer(thing)]
 
 
 def loose_variables(model: Any) -> list[Any]:
-    """Return the ``tf.Variable`` objects that the model's steps can reach, but that Keras doesn't count among its
+    """Return the ``tf.Variable`` objects that the steps of the model can reach, but that Keras doesn't count among its
     variables: all in Keras 3; in tf-keras those outside of layers.
     """
     metrics = (variable for metric in compat.metrics_of(model) for variable in metric.variables)
@@ -58,7 +58,7 @@ def loose_variables(model: Any) -> list[Any]:
 
 
 def attributes(model: Any) -> Iterable[Any]:
-    """Return the model's attributes, and what lists and dicts among them contain, ordered by name."""
+    """Return the attributes of the model, and what lists and dicts among them contain, ordered by name."""
     return [value for name in sorted(vars(model)) for value in _flat(vars(model)[name])]
 
 

@@ -1,4 +1,4 @@
-"""``npu.distribute.broadcast``: every rank starts from the root's variables."""
+"""``npu.distribute.broadcast``: every rank starts from the variables of the root."""
 
 from __future__ import annotations
 

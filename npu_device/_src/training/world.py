@@ -42,7 +42,7 @@ class World:
         return all_gather_v(self.job, tensor, self.group, purpose)
 
     def from_root(self, tensors: Sequence[tf.Tensor], root_rank: int = 0) -> list[tf.Tensor]:
-        """Return the root's tensors, of the same shapes and dtypes."""
+        """Return the tensors of the root, of the same shapes and dtypes."""
         return broadcast(self.job, list(tensors), root_rank, self.group)
 
     def object_from_root(self, value: Any, root_rank: int = 0) -> Any:
@@ -74,7 +74,7 @@ class World:
         return unpacked(everything, [f"rank {rank}" for rank in self.group.ranks], trusted)
 
     def assign_from_root(self, variables: Sequence[Any], root_rank: int = 0) -> Any:
-        """Set variables to the root's values; return the operation in a graph for a session, else None."""
+        """Set variables to the values of the root; return the operation in a graph for a session, else None."""
         sent = self.from_root([value_of(variable) for variable in variables], root_rank)
         self.note_equal(variables)
         return fetchable([variable.assign(value) for variable, value in zip(variables, sent)])

@@ -88,7 +88,7 @@ class Findings:
         return bool(first.rows) and all(step.rows == first.rows for step in self.steps[0][2:])
 
     def other_samples(self) -> str:
-        """The ranks together don't read one process's samples.
+        """The ranks together don't read the samples of one process.
 
         As many other ones in a step without other gradients are a generator's: the same but for rounding.
         """

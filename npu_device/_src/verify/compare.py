@@ -129,7 +129,7 @@ class Deviation:
         kind: ``GRADIENT``, ``UPDATE``, or ``STATE`` for the value of a variable that no optimizer trains.
         variable: its name.
         ratio: the multiple of one process's that it is; None if it points elsewhere.
-        off: the difference, relative to one process's norm.
+        off: the difference, relative to the norm of one process.
         allowed: what rounding explains.
     """
 

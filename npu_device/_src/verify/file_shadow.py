@@ -40,7 +40,7 @@ class Redirection:
 
     Args:
         own: the directory of all runs, where nothing is redirected.
-        script: the script's path.
+        script: the path of the script.
 
     Temporary files are not redirected, unless the script or the working directory is among them.
     """
@@ -128,7 +128,7 @@ class Redirection:
 
 
 def _wrap(owner: Any, name: str, changes: Sequence[Callable[[Any], Any]]) -> None:
-    """Change the paths among a function's first arguments."""
+    """Change the paths among the first arguments of a function."""
     own = getattr(owner, name)
 
     @functools.wraps(own)

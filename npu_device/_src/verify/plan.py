@@ -21,7 +21,7 @@ class Process:
         directory: of all runs.
         steps: of every optimizer.
         module: the script is the name of a module.
-        replicate: ranks replicate the script's models.
+        replicate: ranks replicate the models of the script.
         run: name of its run.
         ranks: number of ranks of its run; 1 for a process without a job.
         rank: its own.

@@ -69,7 +69,7 @@ def _notes(record: compare.Record) -> list[str]:
     if layers:
         notes.append(
             f"batch normalisation isn't synchronized in {len(layers)} layers ({layers[0]}, …), and was compared with "
-            "its moving statistics. For one process's result: BatchNormalization(synchronized=True)."
+            "its moving statistics. For the result of one process: BatchNormalization(synchronized=True)."
         )
     return notes
 
@@ -96,7 +96,7 @@ def text(verdict: Verdict) -> str:
 
 
 def write_page(verdict: Verdict, path: Path) -> None:
-    """Write the outcome as one self-contained page: each variable's gradient as a multiple of one process's."""
+    """Write the outcome as one self-contained page: the gradient of each variable as a multiple of one process's."""
     bars = []
     for place, (name, ratio) in enumerate(verdict.ratios.items()):
         y, width = 20 * place, 0 if ratio is None else min(400.0, 200 * abs(ratio))

@@ -104,7 +104,7 @@ class Recorder:
         known[len(arrays)] = known.get(len(arrays), 0) + _projected(arrays)
 
     def rows(self, inputs: Any, counted: Any) -> Any:
-        """Keep the digests of a batch's rows.
+        """Keep the digests of the rows of a batch.
 
         Args:
             inputs: nested tensors.

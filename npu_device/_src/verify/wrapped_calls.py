@@ -67,7 +67,7 @@ class Hooks:
             self._note_calls(owner, name, name)
 
     def install(self, module: Any) -> None:
-        """Wrap the classes of a Keras package, or this package's own calls."""
+        """Wrap the classes of a Keras package, or the calls of this package."""
         if module.__name__ == "npu_device.distribute":
             _wrap(module, "all_reduce", self._all_reduce)
         elif module is not tf:

@@ -49,7 +49,7 @@ class Backend(Protocol):
         """Reduce tensors of one dtype to one rank; the other ranks get values of the result's shapes and dtype."""
 
     def broadcast(self, agreement: Agreement, tensors: Tensors, root: int, group: Group) -> list[tf.Tensor]:
-        """Return the root's tensors on every rank; any dtypes, the same shapes and dtypes everywhere."""
+        """Return the tensors of the root on every rank; any dtypes, the same shapes and dtypes everywhere."""
 
     def all_gather(self, agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
         """Return all ranks' rows on every rank: [n] in, [group.size, n] out; n is the same on all ranks."""
@@ -119,7 +119,7 @@ class TwoLevelBackend:
     def _reduce(
         self, agreement: Agreement, segment: Tensors, reduction: str, group: Group, wire: Wire
     ) -> list[tf.Tensor]:
-        """Return a segment's results on the lowest rank of each host, and values of their shapes on the others."""
+        """Return the results of a segment on the lowest rank of each host, and values of their shapes on the others."""
         host, between = _levels(agreement.job, group)
         dtype = reduced_dtype(segment[0].dtype, reduction)
         # A host's sum keeps the precision and range of the dtype it is added in; it is sent as narrow as one rank's

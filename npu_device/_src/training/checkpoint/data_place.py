@@ -14,7 +14,7 @@ from npu_device._src.training.world import World
 class DataPlace:
     """The place of one ``fit`` in its data; ``world`` is None on a single device.
 
-    Some data sets get a new iterator in each epoch, others have one for all. An epoch's place is the number of
+    Some data sets get a new iterator in each epoch, others have one for all. The place of an epoch is the number of
     iterators before its own, the batches that earlier epochs took from it, and the checksum of its first batch, by
     which a resumed ``fit`` sees that it reads the same data in the same order.
     """

@@ -1,4 +1,4 @@
-"""The files of a job's checkpoints in one directory: written beside, synced, renamed, then named as the latest.
+"""The files of the checkpoints of a job in one directory: written beside, synced, renamed, then named as the latest.
 
 Knows files only, neither TensorFlow nor ranks.
 
@@ -43,17 +43,17 @@ class CheckpointError(NpuDeviceError, OSError):
 
 
 def name_of(step: int) -> str:
-    """Return the name of a step's folder."""
+    """Return the name of the folder of a step."""
     return f"step-{step:08d}"
 
 
 def partial_name(step: int, token: str) -> str:
-    """Return the name of the folder in which a job writes a step's files before they are complete."""
+    """Return the name of the folder in which a job writes the files of a step before they are complete."""
     return f".{name_of(step)}-{token}"
 
 
 def own_prefix(rank: int) -> str:
-    """Return the beginning of the names of a rank's own files."""
+    """Return the beginning of the names of the files of a rank."""
     return f"rank-{rank:05d}"
 
 
@@ -94,7 +94,7 @@ def latest(directory: Path) -> int | None:
 
 
 def name_latest(directory: Path, step: int) -> None:
-    """Write that a step's checkpoint is the newest."""
+    """Write that the checkpoint of a step is the newest."""
     _replace_json(directory / _LATEST, {"step": step})
 
 

@@ -194,7 +194,7 @@ class JobCheckpoint:
             Its step, the same on all ranks; 0 if there is no checkpoint.
 
         Raises:
-            CheckpointError: there are checkpoints, but none can be used, or it doesn't fit the script's model.
+            CheckpointError: there are checkpoints, but none can be used, or it doesn't fit the model of the script.
 
         A damaged checkpoint is left out with a warning that names the file. With another number of ranks, what all
         ranks share is restored, and a warning says what could not be kept.

@@ -20,7 +20,7 @@ _PIECE = 1 << 26  # bytes that are sent at a time
 
 @dataclass(frozen=True)
 class Place:
-    """The directory of this rank's files, and the ranks that share it."""
+    """The directory of the files of this rank, and the ranks that share it."""
 
     token: str  # random, the same on all ranks
     keepers: tuple[int, ...]  # for each rank, the lowest rank that sees the same directory
@@ -33,12 +33,12 @@ class Place:
 
 
 def everybody(world: World | None, value: Any) -> list[Any]:
-    """Return every rank's value, by rank."""
+    """Return the value of every rank, by rank."""
     return [value] if world is None else world.objects(value, "checkpoint")
 
 
 def on_all_ranks(world: World | None, part: Callable[[], Any], what: str) -> list[Any]:
-    """Do a part of the work on every rank; return every rank's result, by rank.
+    """Do a part of the work on every rank; return the result of every rank, by rank.
 
     Raises:
         CheckpointError: it failed on some; it names the ranks and their problems.

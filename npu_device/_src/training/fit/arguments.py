@@ -12,7 +12,7 @@ _REST, _KEYWORDS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWO
 
 
 class Arguments:
-    """What a call passes to a model's method.
+    """What a call passes to a method of a model.
 
     A class's own method may pass on what it doesn't name itself: ``def fit(self, *args, **kwargs)``. Such arguments are
     recognised by the signature of Keras's method.

@@ -11,7 +11,7 @@ from npu_device._src.training.world import World, world_unless_child
 
 
 class Divided:
-    """The data set that ``divided`` returns on several ranks: this rank's batches."""
+    """The data set that ``divided`` returns on several ranks: the batches of this rank."""
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
         self.dataset = dataset

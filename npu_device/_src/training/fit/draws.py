@@ -46,8 +46,8 @@ def draws_of(graph: tf.Graph, first: int, samples: Sequence[tf.Tensor], shapes: 
     Args:
         graph: the graph that the step is in. Draws inside its branches, loops and functions are each rank's own.
         first: number of operations that the graph had before the step.
-        samples: tensors of this rank's share, on which everything depends that isn't the same on all ranks.
-        shapes: shapes of the model's variables.
+        samples: tensors of the share of this rank, on which everything depends that isn't the same on all ranks.
+        shapes: shapes of the variables of the model.
     """
     operations = graph.get_operations()[first:]
     found = [operation for operation in operations if _is_draw(operation)]

@@ -16,7 +16,7 @@ from npu_device._src.training.world import World
 _END_OF_EPOCH = "end of an epoch (earlier on ranks with fewer batches, or that set stop_training)"
 
 _WRITE = ("CSVLogger", "TensorBoard", "RemoteMonitor", "BackupAndRestore", "OrbaxCheckpoint")
-"""Keras's callbacks that write by themselves. ``ModelCheckpoint`` writes by the model's methods."""
+"""Keras's callbacks that write by themselves. ``ModelCheckpoint`` writes by the methods of the model."""
 
 _SPEAK = ("ModelCheckpoint", "EarlyStopping", "ReduceLROnPlateau", "LearningRateScheduler")
 """Keras's callbacks that decide on every rank, and print what they do if ``verbose`` is set."""

@@ -44,7 +44,7 @@ from npu_device._src.compat import keras_models
 from npu_device._src.training.world import World
 
 METHODS = ("save", "save_weights", "export")
-"""A model's methods that write."""
+"""The methods of a model that write."""
 
 _IS_REPLACED = "_npu_writes_once"
 _OVER = "save is over"
@@ -256,7 +256,7 @@ def _notice_other_saves(world: World, model: Any) -> None:
 
 
 def saving(world: World, own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return one of a model's methods that write (``METHODS``) as one that every rank may call, or only rank 0."""
+    """Return one of the methods of a model that write (``METHODS``) as one that every rank may call, or only rank 0."""
     if hasattr(own, _IS_REPLACED):
         return own
     own, job = _by_method()(own), world.job

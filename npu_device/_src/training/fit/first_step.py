@@ -44,7 +44,7 @@ def check(function: Function, batch: Any) -> str:
     """Check a model's train step before the first step, on all ranks; return what has been checked, for the statement.
 
     Args:
-        function: the model's train function; the model is built, and has the same variables on all ranks.
+        function: the train function of the model; the model is built, and has the same variables on all ranks.
         batch: the first batch, of this rank if each has its own; without what ``divided`` adds to it.
 
     Raises:

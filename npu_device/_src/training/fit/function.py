@@ -29,7 +29,7 @@ class Function:
     """One of a model's three functions, around the one that Keras makes. Keras keeps it as an attribute of the model.
 
     The first call of a ``fit``, ``evaluate`` or ``predict`` makes the ranks ready (``_start``). Every call goes on to
-    Keras's own function, which takes a batch and calls the model's step: ``step`` has its road.
+    Keras's own function, which takes a batch and calls the step of the model: ``step`` has its road.
     """
 
     def __init__(self, replica: Replica, kind: str) -> None:
@@ -65,7 +65,7 @@ class Function:
         return self._input_wait.call(self._kerass, batches, steps, self.has_own_data)
 
     def make(self, force: bool = False) -> Function:
-        """Make the model's function, unless it is there; Keras calls this at the beginning of each ``fit``."""
+        """Make the function of the model, unless it is there; Keras calls this at the beginning of each ``fit``."""
         self._replica.prepare(self.kind)
         if getattr(self.model, self._name) is not self or force:  # also after compile
             self._begins, self._is_built, self._checked = True, False, ""

@@ -232,7 +232,7 @@ def _part_of(result: Callable[[], Any], key: Any) -> Any:
 
 
 def _name(value: Any) -> str | None:
-    """Return the name of a graph's tensor, behind the identities through which AutoGraph returns values."""
+    """Return the name of the tensor of a graph, behind the identities through which AutoGraph returns values."""
     if not isinstance(value, tf.Tensor) or tf.executing_eagerly():
         return None
     while value.op.type == "Identity":

@@ -90,7 +90,7 @@ def pipeline(
             rank: file names, records, indices. It may shuffle, with a seed, repeat, cache, interleave and prefetch.
         map: the expensive part: gets an element as in ``tf.data.Dataset.map``, and returns a sample.
         batch: samples in a batch over all ranks together; any number.
-        seed: if given, ``map`` gets a further argument: the sample's own seed, int64 of shape [2], for
+        seed: if given, ``map`` gets a further argument: the seed of the sample, int64 of shape [2], for
             ``tf.random.stateless_*`` and ``tf.image.stateless_random_*``. It differs in each epoch.
         drop_remainder: leave a smaller last batch out.
         num_parallel_calls: calls of ``map`` at the same time on this rank.
@@ -157,7 +157,7 @@ def pipeline(
 
 
 def _cut(first: int, last: int) -> Callable[..., tf.data.Dataset]:
-    """Return what makes, of a batch's elements, a data set of one rank's elements with their tags.
+    """Return what makes, of the elements of a batch, a data set of the elements of one rank with their tags.
 
     A tag has 1 for a row that counts, and the checksum of the batch's first element. A rank without rows gets one that
     doesn't count. All batches but the last have the same number of rows on a rank, and so can be batched again.

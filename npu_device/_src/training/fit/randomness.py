@@ -25,7 +25,7 @@ _SHOWN = 4
 
 
 class NumbersOfRank:
-    """Lets a model's training step draw this rank's numbers, eagerly or while it is traced, from ``begin`` to
+    """Lets a model's training step draw the numbers of this rank, eagerly or while it is traced, from ``begin`` to
     ``end``.
     """
 

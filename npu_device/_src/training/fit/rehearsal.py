@@ -30,7 +30,7 @@ _as_it_is = tf.autograph.experimental.do_not_convert
 
 @dataclass(frozen=True)
 class Part:
-    """A run of a batch's units as a rank's share; or all of them, as one process has them."""
+    """A run of a batch's units as the share of a rank; or all of them, as one process has them."""
 
     data: Any
     units: int

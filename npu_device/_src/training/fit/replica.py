@@ -9,7 +9,7 @@ save a model call: a warning says that each rank writes (``files``).
 For good, on each optimizer that a step can reach (``optimizer``, ``optimizer_wrapper``):
 
 - ``apply_gradients``, ``apply``, ``aggregate_gradients``, ``_aggregate_gradients``: they reduce gradients first
-- ``scale_loss``, ``minimize``: a loss that passes through is weighted by the rank's samples, which costs less
+- ``scale_loss``, ``minimize``: a loss that passes through is weighted by the samples of the rank, which costs less
 
 While a step runs (``step.Replaced`` gives everything back):
 

@@ -66,5 +66,5 @@ def _require_same_rows(world: World, whole: Any, mine: Any, first: int, last: in
             f"rank {world.rank}: rows(0, {first}, {last}) isn't data[0][{first}:{last}] (on ranks {wrong}).\n"
             "Likely cause: rows draws random numbers, or counts its samples from the beginning of the data.\nWhat to "
             "do: let rows(index, start, stop) return what data[index] returns, but only the samples from start to "
-            "before stop of that batch; draw random numbers by a seed made of the sample's index."
+            "before stop of that batch; draw random numbers by a seed made of the index of the sample."
         )

@@ -25,7 +25,7 @@ Number = Union[int, tf.Tensor]
 
 @dataclass(frozen=True)
 class Share:
-    """One step's samples on this rank."""
+    """The samples of one step on this rank."""
 
     data: Any  # of the model's step; without units samples that don't count, so that the step has something to work on
     units: Number  # that count, on this rank
@@ -83,7 +83,7 @@ def share_of_batch(data: Any, rank: int, size: int, division: str = "alike") -> 
 
 
 def lengths_of(data: Any) -> list[Number]:
-    """Return the lengths of a batch's tensors."""
+    """Return the lengths of the tensors of a batch."""
     return [length_of(leaf) for leaf in _leaves(data)]
 
 
@@ -166,7 +166,7 @@ def shapes_of(data: Any) -> str:
 
 
 def length_of(leaf: Any) -> Number:
-    """Return a tensor's length; an int if it is known."""
+    """Return the length of a tensor; an int if it is known."""
     if isinstance(leaf, tf.RaggedTensor):
         return tf.cast(leaf.nrows(), tf.int32)
     shape = tf.TensorShape(leaf.shape)  # Keras 3's train_on_batch passes numpy's arrays on, whose shapes are tuples

@@ -54,7 +54,7 @@ def same_everywhere(world: World, source: Any, digest: int, rows: int) -> bool:
         "batch sizes, or creates random data or shuffles without a seed, or with another seed on each rank; or an "
         "earlier fit has read from the same generator.\nWhat to do: for random data, npu.open(seed=1) right after the "
         "imports gives all ranks the same random state. Otherwise give every rank the same batch size and the same "
-        "data in the same order; or pass this rank's part as npu.distribute.divided(dataset)."
+        "data in the same order; or pass the part of this rank as npu.distribute.divided(dataset)."
     )
 
 
@@ -79,7 +79,7 @@ def kinds_that_differ(world: World, checksums: dict[str, int], in_fit: bool, own
     Return the kinds whose batches rank 0 is to send to all ranks from now on, which a warning says.
 
     Args:
-        checksums: those of this rank's batches, for ``"train"``, ``"test"`` and ``"predict"``.
+        checksums: those of the batches of this rank, for ``"train"``, ``"test"`` and ``"predict"``.
         in_fit: an epoch of ``fit`` has ended. Else it was a call of ``evaluate`` or ``predict``.
         own_data: the kinds of which each rank reads its own rows.
 

@@ -36,7 +36,7 @@ def share_random_state(world: World) -> None:
 
 
 def spec_of(model: Any, batches: Any, batch: Any) -> Any:
-    """Return what a model's step is going to be traced with: nested ``tf.TypeSpec``."""
+    """Return what the step of a model is going to be traced with: nested ``tf.TypeSpec``."""
     if isinstance(batches, tf.data.Iterator) and not model.run_eagerly:
         return batches.element_spec
     return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), batch)

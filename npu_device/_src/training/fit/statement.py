@@ -28,7 +28,7 @@ def report(world: World, model: Any, rows: int | None, steps: int | None, checke
 
 
 def lines(world: World, model: Any, rows: int | None, steps: int | None, checked: str) -> list[str]:
-    """Return the block's lines."""
+    """Return the lines of the block."""
     hosts = Counter(world.job.cluster.hosts)
     where = ", ".join(f"{count} on {host}" for host, count in hosts.items())
     if rows is None:
@@ -65,7 +65,7 @@ def _is_schedule(rate: Any) -> bool:
 
 
 def _normalisation(model: Any) -> list[str]:
-    """Return a line about layers that normalise each rank's share by itself; none without such layers."""
+    """Return a line about layers that normalise the share of each rank by itself; none without such layers."""
     kind = compat.keras_of(model).layers.BatchNormalization
     layers = [layer for layer in compat.all_layers(model) if isinstance(layer, kind) and layer.trainable]
     names = [layer.name for layer in layers if not getattr(layer, "synchronized", False)]

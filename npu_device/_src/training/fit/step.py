@@ -149,7 +149,7 @@ def _current(function: Function, share: Share) -> CurrentStep:
 
 
 class Step:
-    """One step while it is running or being traced: a context in which the model works on this rank's share."""
+    """One step while it is running or being traced: a context in which the model works on the share of this rank."""
 
     def __init__(self, function: Function, share: Share) -> None:
         world, parts, training = function.world, function.parts, function.kind == "train"
@@ -206,7 +206,7 @@ def _begin(function: Function, share: Share) -> Step:
 
 
 class Replaced:
-    """Methods of a model's metrics, losses and layers that are replaced while a step runs."""
+    """Methods of the metrics of a model, losses and layers that are replaced while a step runs."""
 
     _ABSENT = object()
 

@@ -84,7 +84,7 @@ class HostEngine(ArrayEngine):
     """An engine whose programs Python runs; see ``engines.Backend``.
 
     Args:
-        connect: makes the channel of a group's members.
+        connect: makes the channel of the members of a group.
         background_from: the size in bytes from which an operation goes to the background thread if TensorFlow computes
             between its start and its finish.
     """
@@ -112,7 +112,7 @@ class HostEngine(ArrayEngine):
         return results or [tf.cast(tensor, reduced_dtype(tensor.dtype, reduction)) for tensor in tensors]
 
     def broadcast(self, agreement: Agreement, tensors: Tensors, root: int, group: Group) -> list[tf.Tensor]:
-        """Return the root's tensors on every rank."""
+        """Return the tensors of the root on every rank."""
         sends = group.rank == root
         known = all(tensor.shape.is_fully_defined() for tensor in tensors)
         inputs = tensors if sends or not known else []  # unknown shapes are those of the rank's own tensors

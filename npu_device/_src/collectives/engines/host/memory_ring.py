@@ -1,4 +1,4 @@
-"""The memory of a group's members: for each member a ring of slots that it writes and all read, and two counters.
+"""The memory of the members of a group: for each member a ring of slots that it writes and all read, and two counters.
 
 All work is done in steps, which every member counts the same way. In a step each member may publish one slot, and
 then reads what it needs of the others'. A slot is rewritten when all members have read it. The size of the mapping
@@ -114,7 +114,7 @@ class Layout:
 
 
 class MemoryRing:
-    """One member's end; see ``queue.Channel``.
+    """The end of one member; see ``queue.Channel``.
 
     Args:
         memory: a mapping with ``Layout(size).bytes`` bytes from ``first`` on, zeros when the first member comes.

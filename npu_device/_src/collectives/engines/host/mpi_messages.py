@@ -1,4 +1,4 @@
-"""The connection of a group's members: a communicator of their own, and waiting that doesn't occupy a core.
+"""The connection of the members of a group: a communicator of their own, and waiting that doesn't occupy a core.
 
 MPI's blocking calls spin until they end. Here every operation is started, and then tested: for a moment without a
 pause, then with sleeps in between, so that TensorFlow computes meanwhile.
@@ -49,7 +49,7 @@ class MpiWorld:
 
     Attributes:
         mpi: mpi4py's module.
-        comm: a communicator of all ranks, in the order of the job's ranks, in which groups meet.
+        comm: a communicator of all ranks, in the order of the ranks of the job, in which groups meet.
         tags: number of tags that MPI has.
         library: name and version of the MPI library.
         ended: set when this rank leaves.
@@ -65,7 +65,7 @@ class MpiWorld:
 
 
 class MpiMessages(MessageChannel):
-    """One member's end. At the first operation the members meet, and get a communicator."""
+    """The end of one member. At the first operation the members meet, and get a communicator."""
 
     ahead = 8
 

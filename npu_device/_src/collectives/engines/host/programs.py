@@ -136,7 +136,7 @@ class Round(NamedTuple):
         return self.spans[member] if len(self.spans) > 1 else self.spans[0]
 
     def fill(self, slot: np.ndarray) -> None:
-        """Copy what this member publishes into a slot, of the round's dtype."""
+        """Copy what this member publishes into a slot, of the dtype of the round."""
         assert self.source is not None
         begin = 0
         for first, last in self.spans:
@@ -252,7 +252,7 @@ def _widen(whole: np.ndarray, result: np.ndarray, scale: int, rows: Any) -> None
 
 
 def broadcast(channel: Channel, stream: Stream, result: np.ndarray | None, root: int, head: Head | None) -> Program:
-    """Send the root's stream into the ``result`` of all other members."""
+    """Send the stream of the root into the ``result`` of all other members."""
     source = stream if channel.rank == root else None
     chunk = channel.slot_bytes // stream.dtype.itemsize
 

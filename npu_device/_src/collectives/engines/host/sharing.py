@@ -250,7 +250,7 @@ def _wanted(rank: int) -> str:
 
 
 def _card(leads: bool) -> tuple[dict[str, Any], Offer | None]:
-    """Return this rank's message to the others of its host, and the memory in which they find its token."""
+    """Return the message of this rank to the others of its host, and the memory in which they find its token."""
     card: dict[str, Any] = {"who": "", "problem": "", "path": ""}
     if not is_supported():
         return {**card, "problem": "needs Linux on x86-64 with memfd_create"}, None

@@ -1,4 +1,4 @@
-"""The connections of a group's members: two for each pair of them, one in each direction.
+"""The connections of the members of a group: two for each pair of them, one in each direction.
 
 The thread that waits for a message advances all messages of the mesh: it sends what the kernel takes, and receives what
 has come, so that members that send to each other at the same time never wait for each other's buffers.
@@ -264,7 +264,7 @@ MOST_ROOM_BYTES = 1024
 
 
 def room(members: int) -> int:
-    """Return the largest size in bytes of a member's data that travels beside its head."""
+    """Return the largest size in bytes of the data of a member that travels beside its head."""
     return min(MOST_ROOM_BYTES, max(_LEAST_ROOM_BYTES, _ROOM_OF_ALL_BYTES // members))
 
 

@@ -94,7 +94,7 @@ class Sequence:
         return compat.through_outer_graphs(self._lanes[1 + self._used % (_LANES - 1)].handle)
 
     def touch(self) -> None:
-        """Add an operation that TensorFlow keeps in a graph, in the group's own order."""
+        """Add an operation that TensorFlow keeps in a graph, in the order of the group."""
         tf.raw_ops.AssignAddVariableOp(resource=compat.through_outer_graphs(self._lanes[0].handle), value=0)
 
 
@@ -172,7 +172,7 @@ def all_to_all(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
 
 
 def broadcast(job: Job, tensor: tf.Tensor, root_rank: int, group: Group) -> tf.Tensor:
-    """Return the root's tensor on every rank; the others pass one of the same shape and dtype."""
+    """Return the tensor of the root on every rank; the others pass one of the same shape and dtype."""
 
     def launch(keys: dict[str, Any]) -> tf.Tensor:
         if group.rank == root_rank:
