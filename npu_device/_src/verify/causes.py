@@ -196,7 +196,7 @@ _OF_HOROVOD: tuple[tuple[str, Callable[[Findings], str | bool]], ...] = (
 
 
 def cause_of(found: Findings) -> tuple[str, str]:
-    """Return name and text of the most specific cause; both "" if N ranks do what one process does."""
+    """Return name and text of the most specific cause; both "" if N ranks give the single-process result."""
     for name, seen in _OF_HOROVOD if found.one.horovod else _CAUSES:
         where = seen(found)
         if where:

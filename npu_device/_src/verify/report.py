@@ -41,7 +41,7 @@ class Verdict:
 def judge(runs: Sequence[Sequence[Process]]) -> Verdict:
     """Compare the records that the runs have left: of one process and its twin, and of each number of ranks."""
     single, moved = (compare.load(process.folder) for process in runs[0])
-    verdict = Verdict(SAME, "", f"N ranks do what one process does, for {len(single.steps)} steps.")
+    verdict = Verdict(SAME, "", f"N ranks give the single-process result, for {len(single.steps)} steps.")
     notes = _notes(single)
     for run in runs[1:]:
         ranks = [compare.load(process.folder) for process in run]
