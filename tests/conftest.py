@@ -157,7 +157,8 @@ _COMBINED = {"size", "keras", "backend", "several_ranks", "several_keras_ranks",
 
 def _alternate(items: list[pytest.Item]) -> list[pytest.Item]:
     """Return the items without those that another kind of the same test stands for: the first kind keeps its first
-    combination of ranks, Keras and backend, the next kind the next one, and so on.
+    combination of ranks, Keras and backend, the next kind the next one, and so on, until each kind and each combination
+    has had a turn.
     """
     kinds_of: dict[str, dict[str, dict[str, list[pytest.Item]]]] = {}
     for item in items:

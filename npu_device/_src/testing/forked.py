@@ -25,6 +25,7 @@ from npu_device._src.membership.rank_environment import table_environment
 _SERVER = Path(__file__).parent / "fork_server.py"
 _READ_BY_IMPORT = ("TF_", "XLA_", "KERAS_")  # a server for each combination of variables with these prefixes,
 _READ_LATER = ("TF_CONFIG", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")  # but these
+_KERAS_3 = ("TF_USE_LEGACY_KERAS", "0")  # as without the variable
 
 _servers: dict[frozenset[tuple[str, str]], subprocess.Popen[str]] = {}
 _numbers = itertools.count()
@@ -127,7 +128,7 @@ def end_all(processes: Sequence[Any], seconds: float) -> list[int]:
 
 def _server(environment: dict[str, str]) -> subprocess.Popen[str]:
     read = {name: value for name, value in environment.items() if name.startswith(_READ_BY_IMPORT)}
-    key = frozenset((name, value) for name, value in read.items() if name not in _READ_LATER)
+    key = frozenset(pair for pair in read.items() if pair[0] not in _READ_LATER and pair != _KERAS_3)
     if key not in _servers or _servers[key].poll() is not None:
         _servers[key] = subprocess.Popen(
             [sys.executable, "-u", str(_SERVER)],
