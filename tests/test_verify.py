@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
 import job
+import numpy as np
 import pytest
 from launcher import npurun, script
 
-from npu_device._src.verify import causes, report
+from npu_device._src.verify import causes, compare, report
 from npu_device._src.verify.plan import PROBLEM, Process
 from npu_device.launch import verify
 
@@ -42,7 +44,7 @@ def step(x, y):
     optimizer.apply_gradients(zip(gradients, model.trainable_variables))
 
 open("result.txt", "w").write("written")
-assert open("result.txt").read() == "written"
+assert open("result.txt").read() == tf.io.read_file("result.txt").numpy().decode() == "written"
 for x, y in dataset:
     step(x, y)
 """
@@ -120,9 +122,14 @@ def verified(directory: Path, source: str, size: int, keras: str, steps: int = 2
     return report.judge(start.runs([size]))
 
 
+def combination(number: int) -> tuple[int, str]:
+    """Return the number of ranks and the Keras of a script; all four combinations occur, two ranks most often."""
+    return 3 if number % 4 == 1 else 2, "32"[number // 4 % 2 if number % 4 == 1 else number % 2]
+
+
 @pytest.mark.parametrize("cause", list(WRONG))
 def test_causes_in_a_loop(cause: str, tmp_path: Path) -> None:
-    size, keras = ((2, "3"), (3, "2"), (2, "2"), (3, "3"))[list(WRONG).index(cause) % 4]
+    size, keras = combination(list(WRONG).index(cause))
     source = LOOP.format(**{**RIGHT, **{key: value.strip("\n") for key, value in WRONG[cause].items()}})
     verdict = verified(tmp_path, source, size, keras)
     assert verdict.cause == cause, report.text(verdict)
@@ -179,9 +186,10 @@ DIVIDED = "x, y = (each[npu.distribute.rank() :: npu.distribute.size()] for each
 MIXED = 'tf.keras.mixed_precision.set_global_policy("mixed_float16")'
 REPLICATED = "npu.distribute.replicate(Model())"
 FITS = {
-    "mixed": ("", MIXED, REPLICATED, "AdamW(0.01, use_ema=True)"),
-    "momentum": ("", "", REPLICATED, "SGD(0.1, momentum=0.9)"),
+    "mixed": ("", MIXED, REPLICATED, "SGD(0.1, momentum=0.9)"),
+    "average": ("", "", REPLICATED, "AdamW(0.01, use_ema=True)"),
     "forgotten": ("same samples", "", "Model()", "Adam(0.01)"),
+    "average, older": ("", "", REPLICATED, "AdamW(0.01, use_ema=True)"),
     "contrastive": ("unknown", CONTRASTIVE, REPLICATED, "SGD(0.1)"),
     "loss per sample": ("sum averaged", PER_SAMPLE, REPLICATED, "SGD(0.1)"),
     "queue": ("state in the step", QUEUE, REPLICATED, "SGD(0.1)"),
@@ -193,7 +201,7 @@ FITS = {
 
 @pytest.mark.parametrize("name", list(FITS))
 def test_fit(name: str, tmp_path: Path) -> None:
-    size, keras = ((3, "3"), (2, "2"), (2, "3"), (3, "2"))[list(FITS).index(name) % 4]
+    size, keras = combination(list(FITS).index(name))
     cause, step, model, optimizer = FITS[name]
     source = FIT.format(step=step.strip("\n"), model=model, optimizer=optimizer, eager=name not in ("mixed", "queue"))
     verdict = verified(tmp_path, source, size, keras)
@@ -233,7 +241,6 @@ SESSION_RIGHT = {
 SESSIONS = {
     "": {},
     "not reduced": {"optimizer": "optimizer"},
-    "different starts": {"start": "weight.assign(weight + float(rank))"},
     "sum averaged": {"loss": SESSION_RIGHT["loss"].replace("reduce_mean", "reduce_sum")},
 }
 
@@ -277,7 +284,7 @@ HOROVODS = {
 
 @pytest.mark.parametrize("name", list(HOROVODS))
 def test_horovod(name: str, tmp_path: Path) -> None:
-    size, keras = ((2, "3"), (3, "2"))[list(HOROVODS).index(name) % 2]
+    size, keras = combination(list(HOROVODS).index(name))
     cause, fit, tape, sent = HOROVODS[name]
     verdict = verified(tmp_path, HOROVOD.format(fit=fit, tape=tape, sent=sent or "pass"), size, keras)
     assert verdict.cause == cause, report.text(verdict)
@@ -285,11 +292,37 @@ def test_horovod(name: str, tmp_path: Path) -> None:
     assert any("compared with each other only" in note for note in verdict.notes)
 
 
+def test_rounding_shows_in_a_few_updates_only() -> None:
+    """Adam's update of a gradient near 0 is all rounding, in other variables when inputs change than on ranks."""
+    numbers = np.random.default_rng(0)
+    gradients, weights = numbers.normal(size=[2, 8, compare.PROJECTIONS])
+
+    def record(moved: list[int], by: float) -> compare.Record:
+        later = 2 * weights
+        later[moved] += by * weights[moved]
+        steps = [compare.Step("o", list("abcdefgh"), gradients, each, Counter([1])) for each in (weights, later)]
+        return compare.Record(steps)
+
+    one, again = record([], 0), record([4, 5, 6, 7], 1e-5)
+    assert not compare.compare(one, again, record([0], 1e-4))
+    assert [each.variable for each in compare.compare(one, again, record([0], 1e-3))] == ["a"]
+
+
 NO_CALL = """
 import numpy as np, tensorflow as tf
-model = tf.keras.Sequential([tf.keras.Input([4]), tf.keras.layers.Dense(1)])
+
+class Model(tf.keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = tf.keras.layers.Dense(1)
+
+    def call(self, given):
+        return self.dense(given["numbers"])
+
+given = {"numbers": np.ones([12, 4]), "word": ["a", "b", "c"] * 4}
+model = Model()
 model.compile("sgd", "mse", run_eagerly=True)
-model.fit(np.ones([12, 4]), np.ones([12, 1]), batch_size=4, verbose=0)
+model.fit(tf.data.Dataset.from_tensor_slices((given, np.ones([12, 1]))).batch(4), verbose=0)
 """
 
 

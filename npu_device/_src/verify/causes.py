@@ -23,17 +23,13 @@ class Findings:
         one: the single process; what stands for it if the script uses Horovod's names.
         again: the same with inputs that differ in the last bit.
         ranks: the ranks' records.
-
-    Attributes:
-        steps: those that all processes have made; the single process's first.
-        deviations: what differs on rank 0, and of variables that no optimizer trains on any rank.
-        begins: the first step in which gradients or updates differ; later ones follow from it. 0 if none do.
     """
 
     def __init__(self, one: Record, again: Record, ranks: Sequence[Record]) -> None:
         self.one, self.again, self.ranks, self.size = one, again, ranks, len(ranks)
         self.steps: list[tuple[Step, ...]] = list(zip(one.steps, *(record.steps for record in ranks)))
         found = [compare.compare(one, again, record) for record in ranks]
+        # Of variables that no optimizer trains, those of any rank. Later steps follow from the first one that differs.
         self.deviations = found[0] + [each for more in found[1:] for each in more if each.kind == STATE]
         self.begins = min((each.step for each in self.deviations if each.kind != STATE), default=0)
 

@@ -23,6 +23,7 @@ _TIMES_ROUNDING = 30.0  # of what the perturbed run moves; sums over ranks are r
 _LEAST = 1e-6  # of a tensor's norm: float32's own rounding in sums of a few hundred terms
 _LEAST_UNPERTURBED = 1e-3  # of sessions, whose inputs aren't changed, and of averages, that may travel in 16 bits
 _ROUNDINGS = 4 * 2.0**-23  # of the norm of the weights: float32 rounds them at each update
+_MOST = 0.75  # of the variables' updates; what moves these may move any
 _PURE = 0.1  # of a tensor's norm: less is left when the other run's is scaled, so it is a multiple
 
 
@@ -32,27 +33,18 @@ def _nothing() -> np.ndarray:
 
 @dataclass
 class Step:
-    """A step of an optimizer in one process.
-
-    Attributes:
-        optimizer: its name.
-        names: of the variables: those that are trained, then those that no optimizer trains.
-        gradients: a row of projections for each variable that is trained.
-        weights: the same of all these variables before the step.
-        rows: the samples that were read since the step before.
-        reduced: line and projections of what was given to each reduction since then.
-        own: the sum of the gradients that tapes gave since then, of scripts on Horovod's names.
-        logs: what the script sees of the step.
-    """
+    """A step of an optimizer in one process."""
 
     optimizer: str = ""
-    names: Sequence[str] = ()
-    gradients: np.ndarray = field(default_factory=_nothing)
-    weights: np.ndarray = field(default_factory=_nothing)
-    rows: Counter[int] = field(default_factory=Counter)
-    reduced: list[tuple[str, np.ndarray]] = field(default_factory=list)
-    own: dict[int, np.ndarray] = field(default_factory=dict)
-    logs: dict[str, float] = field(default_factory=dict)
+    names: Sequence[str] = ()  # of the variables: those that are trained, then those that no optimizer trains
+    gradients: np.ndarray = field(default_factory=_nothing)  # a row of projections for each one that is trained
+    weights: np.ndarray = field(default_factory=_nothing)  # of all before the step
+    rows: Counter[int] = field(default_factory=Counter)  # the samples that were read since the step before
+    reduced: list[tuple[str, np.ndarray]] = field(
+        default_factory=list
+    )  # line and values given to reductions since then
+    own: dict[int, np.ndarray] = field(default_factory=dict)  # sums of what tapes gave since then, with Horovod's names
+    logs: dict[str, float] = field(default_factory=dict)  # what the script sees of the step
 
     @property
     def trained(self) -> int:
@@ -62,21 +54,13 @@ class Step:
 
 @dataclass
 class Record:
-    """What one process leaves.
-
-    Attributes:
-        steps: the steps.
-        calls: calls of the script that may explain a difference: kind, line, and what else is to be known.
-        joined: the process was a rank of a job.
-        horovod: by Horovod's names.
-        last_bit: of the dtype in which its models compute.
-    """
+    """What one process leaves."""
 
     steps: list[Step] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    joined: bool = False
-    horovod: bool = False
-    last_bit: float = 0.0
+    calls: list[dict[str, Any]] = field(default_factory=list)  # that may explain a difference: kind, line, what else
+    joined: bool = False  # it was a rank of a job
+    horovod: bool = False  # by Horovod's names
+    last_bit: float = 0.0  # of the dtype in which its models compute
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         """Return the calls of a kind."""
@@ -122,23 +106,14 @@ def average_of(ranks: Sequence[Record]) -> Record:
 
 @dataclass(frozen=True)
 class Deviation:
-    """A variable whose gradient, update or value isn't that of one process.
+    """A variable whose gradient, update or value isn't that of one process."""
 
-    Attributes:
-        step: number of the step, from 1.
-        kind: ``GRADIENT``, ``UPDATE``, or ``STATE`` for the value of a variable that no optimizer trains.
-        variable: its name.
-        ratio: the multiple of one process's that it is; None if it points elsewhere.
-        off: the difference, relative to the norm of one process.
-        allowed: what rounding explains.
-    """
-
-    step: int
-    kind: str
+    step: int  # from 1
+    kind: str  # GRADIENT, UPDATE, or STATE for the value of a variable that no optimizer trains
     variable: str
-    ratio: float | None
-    off: float
-    allowed: float
+    ratio: float | None  # the multiple of that of one process; None if it points elsewhere
+    off: float  # the difference, relative to the norm of one process
+    allowed: float  # what rounding explains
 
 
 def union(steps: Sequence[Step]) -> Counter[int]:
@@ -147,22 +122,22 @@ def union(steps: Sequence[Step]) -> Counter[int]:
 
 
 def compare(one: Record, again: Record, other: Record) -> list[Deviation]:
-    """Return where a rank differs from one process.
-
-    Args:
-        one: of the single process.
-        again: of the single process with changed inputs.
-        other: of the rank.
-    """
+    """Return where a rank differs from one process, which ran once more with changed inputs."""
     found = []
     for number, steps in enumerate(zip(one.steps, again.steps, other.steps)):
         first = steps[0]
         least = max(_LEAST if first.rows and one is not again else _LEAST_UNPERTURBED, one.last_bit)
-        # An update is what is left when rounded weights are subtracted.
+        updates = [record.update(number) for record in (one, again, other)]
+        # An update is what is left when rounded weights are subtracted. Adam's of a gradient near 0 is all rounding,
+        # which the perturbed run shows in some variables only.
         rounding = _ROUNDINGS * np.linalg.norm(first.weights, axis=1)
+        if len(updates[0]) and updates[0].shape == updates[1].shape:
+            sizes = np.linalg.norm(updates[0], axis=1)
+            moved = np.nan_to_num(np.linalg.norm(updates[1] - updates[0], axis=1) / (sizes + 1e-30))
+            rounding[: len(sizes)] += _TIMES_ROUNDING * np.quantile(moved, _MOST) * sizes
         for kind, names, arrays in (
             (GRADIENT, first.names, [step.gradients for step in steps]),
-            (UPDATE, first.names, [record.update(number) for record in (one, again, other)]),
+            (UPDATE, first.names, updates),
             (STATE, first.names[first.trained :], [step.weights[first.trained :] for step in steps]),
         ):
             if len({array.shape for array in arrays}) == 1:
@@ -181,14 +156,9 @@ def deviation(
     floor: float = 0.0,
     rounding: float = 0.0,
 ) -> list[Deviation]:
-    """Return what differs between one process, the same with changed inputs, and a rank; [] if nothing does.
+    """Return what differs between the values of one process, of the same with changed inputs, and of a rank.
 
-    Args:
-        step, kind, name: of the deviation.
-        values: of the three.
-        least: relative to the norm, what is allowed at least.
-        floor: the norm is taken to be at least this.
-        rounding: what is allowed besides.
+    Allowed are, relative to a norm of at least ``floor``, ``least`` and what the changed inputs do; and ``rounding``.
     """
     one, again, other = values
     if np.isnan(one).all() and np.isnan(other).all():

@@ -23,7 +23,7 @@ COVERED = "files written by Python, Keras, numpy and HDF5, and TensorFlow's summ
 
 _SYSTEM = ("/dev/", "/proc/", "/sys/")
 _REMOVERS = ("remove", "unlink", "rmdir")
-_OF_TENSORFLOW = (  # owner, names, place of the path among the arguments
+_WRITTEN = (  # by TensorFlow: owner, names, place of the path among the arguments
     ("train.Checkpoint", ("save", "write"), 1),
     ("compat.v1.train.Saver", ("save",), 2),
     ("summary", ("create_file_writer",), 0),
@@ -31,6 +31,17 @@ _OF_TENSORFLOW = (  # owner, names, place of the path among the arguments
     ("saved_model", ("save",), 1),
     ("io", ("write_file",), 0),
     ("io.gfile", ("makedirs", "mkdir", "remove", "rmtree", "rename", "copy"), 0),
+)
+_READ = (
+    ("train.Checkpoint", ("restore", "read"), 1),
+    ("train", ("latest_checkpoint", "load_checkpoint", "list_variables"), 0),
+    ("compat.v1.train.Saver", ("restore",), 2),
+    ("saved_model", ("load",), 0),
+    ("io", ("read_file",), 0),
+    ("io.gfile", ("exists", "isdir", "glob", "listdir", "stat"), 0),
+    ("data.experimental", ("make_csv_dataset",), 0),
+    ("data.TextLineDataset", ("__init__",), 1),
+    ("data.TFRecordDataset", ("__init__",), 1),
 )
 _MOST_FILES = 20_000  # whose changes are looked for
 
@@ -67,8 +78,11 @@ class Redirection:
 
     def _to_read(self, path: Any) -> Any:
         """Return the path of what was written before; else the path itself."""
+        if isinstance(path, (list, tuple)):
+            return [self._to_read(each) for each in path]
         inside = self._inside(path)
-        return inside if inside is not None and os.path.lexists(inside) else path
+        is_there = inside is not None and any(map(os.path.lexists, (inside, f"{inside}.index")))  # of a checkpoint
+        return inside if is_there else path
 
     def _to_write(self, path: Any) -> Any:
         """Return the path to write to instead; the path itself where nothing is redirected."""
@@ -112,11 +126,13 @@ class Redirection:
                 _wrap(os, name, paths)
 
     def install_tensorflow(self, tf: Any) -> None:
-        """Redirect what TensorFlow writes by itself, and HDF5."""
-        for path, names, place in _OF_TENSORFLOW:
-            for name in names:
-                as_they_are: list[Callable[[Any], Any]] = [lambda value: value] * place
-                _wrap(functools.reduce(getattr, path.split("."), tf), name, [*as_they_are, self._to_write])
+        """Redirect what TensorFlow writes and reads by itself, and HDF5."""
+        as_it_is: Callable[[Any], Any] = lambda value: value  # noqa: E731
+        for change, table in ((self._to_write, _WRITTEN), (self._to_read, _READ)):
+            for path, names, place in table:
+                owner = functools.reduce(getattr, path.split("."), tf)
+                for name in names:
+                    _wrap(owner, name, [*[as_it_is] * place, change])
         if "h5py" in sys.modules:
             h5py: Any = sys.modules["h5py"]
             own = h5py.File.__init__

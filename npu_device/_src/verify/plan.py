@@ -15,27 +15,16 @@ START = "start"
 
 @dataclass(frozen=True)
 class Process:
-    """One process.
+    """One process."""
 
-    Attributes:
-        directory: of all runs.
-        steps: of every optimizer.
-        module: the script is the name of a module.
-        replicate: ranks replicate the models of the script.
-        run: name of its run.
-        ranks: number of ranks of its run; 1 for a process without a job.
-        rank: its own.
-        perturbed: inputs are changed in their last bit.
-    """
-
-    directory: str
-    steps: int
-    module: bool = False
-    replicate: bool = False
-    run: str = START
-    ranks: int = 1
+    directory: str  # of all runs
+    steps: int  # of every optimizer
+    module: bool = False  # the script is the name of a module
+    replicate: bool = False  # ranks replicate the models of the script
+    run: str = START  # name of its run
+    ranks: int = 1  # of its run; 1 for a process without a job
     rank: int = 0
-    perturbed: bool = False
+    perturbed: bool = False  # inputs are changed in their last bit
 
     @property
     def folder(self) -> Path:

@@ -17,25 +17,15 @@ _HEAD = f"{'ranks':>5} {'step':>5} {'samples':>8} {'':>8}{'gradients':>12}{'upda
 
 @dataclass
 class Verdict:
-    """The outcome.
+    """The outcome."""
 
-    Attributes:
-        code: exit code: 0 the same, 1 it differs, 3 not comparable.
-        cause: name of the cause; "" if it is the same.
-        text: what it means, and what to do.
-        table: a line for each step and number of ranks.
-        notes: what the user should know besides.
-        ranks: on how many ranks it was seen.
-        ratios: by variable, the gradient of the first deviating step as a multiple of one process's; None elsewhere.
-    """
-
-    code: int
-    cause: str
-    text: str
-    table: list[str] = field(default_factory=list)
+    code: int  # exit code
+    cause: str  # its name; "" if it is the same
+    text: str  # what it means, and what to do
+    table: list[str] = field(default_factory=list)  # a line for each step and number of ranks
     notes: list[str] = field(default_factory=list)
-    ranks: int = 0
-    ratios: dict[str, float | None] = field(default_factory=dict)
+    ranks: int = 0  # on how many it was seen
+    ratios: dict[str, float | None] = field(default_factory=dict)  # of the first deviating gradients, as in Deviation
 
 
 def judge(runs: Sequence[Sequence[Process]]) -> Verdict:

@@ -52,10 +52,8 @@ class Recorder:
                 self.record.calls.append(call)
 
     def before(self, tensors: Sequence[Any], keep: Callable[..., None]) -> Any:
-        """Call a function with the arrays of tensors, now or when the graph runs; None stands for no gradient.
-
-        Returns:
-            The context of what is to happen after that.
+        """Call a function with the arrays of tensors, now or when the graph runs; None stands for no gradient. Return
+        the context of what is to happen after that.
         """
 
         def call(*arrays: Any) -> np.bool_:
@@ -72,13 +70,8 @@ class Recorder:
         return tf.control_dependencies([done])
 
     def step(self, optimizer: str, names: Sequence[str], gradients: Any, weights: Any) -> None:
-        """Keep a step of an optimizer; end the process, if it is the last one.
-
-        Args:
-            optimizer: its name.
-            names: of the weights; the first ones are those of the gradients.
-            gradients: arrays, which enter the optimizer.
-            weights: arrays, before the gradients are applied.
+        """Keep a step of an optimizer, before its gradients are applied to the first weights; the last step ends the
+        process.
         """
         self.record.joined = job.current() is not None
         entered, before = _projected(gradients), _projected(weights)
@@ -104,15 +97,7 @@ class Recorder:
         known[len(arrays)] = known.get(len(arrays), 0) + _projected(arrays)
 
     def rows(self, inputs: Any, counted: Any) -> Any:
-        """Keep the digests of the rows of a batch.
-
-        Args:
-            inputs: nested tensors.
-            counted: how many of the rows count; None for all.
-
-        Returns:
-            The context of what is to happen after that.
-        """
+        """Keep the digests of the first rows of nested tensors, or of all; return as ``before`` does."""
         leaves = [leaf.to_tensor() if isinstance(leaf, tf.RaggedTensor) else leaf for leaf in tf.nest.flatten(inputs)]
         leaves = [leaf for leaf in leaves if isinstance(leaf, (tf.Tensor, np.ndarray))]
         count = tf.constant(-1) if counted is None else tf.cast(counted, tf.int32)
@@ -156,6 +141,7 @@ def _digests(count: np.ndarray, *leaves: np.ndarray) -> list[int]:
     found = [0] * (len(arrays[0]) if arrays else 0)
     for array in arrays:
         for place, row in enumerate(array if len(array) == len(found) else ()):
-            data = repr(row.tolist()).encode() if array.dtype == object else np.ascontiguousarray(row).tobytes()[:_MANY]
-            found[place] = zlib.crc32(data, found[place])
+            words = array.dtype == object  # or a single one
+            data = repr(np.array(row, object).tolist()).encode() if words else np.ascontiguousarray(row).tobytes()
+            found[place] = zlib.crc32(data[:_MANY], found[place])
     return found[: None if count < 0 else int(count)]

@@ -245,12 +245,7 @@ def noisy_layers(keras: Any) -> list[Any]:
 
 
 def quiet(call: Callable[..., Any], tell: Callable[[Any], None] = lambda layer: None) -> Callable[..., Any]:
-    """Return the ``call`` of a layer as it is outside training; the same if it is synchronized.
-
-    Args:
-        call: the method.
-        tell: is called with a layer that would otherwise train.
-    """
+    """Return the ``call`` of a layer as it is outside training; ``tell`` is called with a layer that would train."""
 
     @functools.wraps(call)
     @_as_it_is
