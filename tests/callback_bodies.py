@@ -4,13 +4,14 @@ callback run.
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
+from heard import warnings_of_package
+
+import npu_device as npu
 
 ROWS = 12
 STEPS = 3
@@ -27,8 +28,6 @@ def make_model(shape: str) -> Any:
     with a ``train_step`` of its own, ``untraceable`` with one that only runs eagerly, ``sharded`` with a
     share of the optimizer's state on each rank, ``gan`` with two optimizers.
     """
-    import tensorflow as tf
-
     keras = tf.keras
 
     class Inner(keras.layers.Layer):  # type: ignore[misc]
@@ -63,8 +62,6 @@ def make_model(shape: str) -> Any:
 
     class Sharded(Subclass):
         def train_step(self, batch: Any) -> Any:
-            import npu_device as npu
-
             x, y = batch
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
@@ -97,8 +94,6 @@ def make_model(shape: str) -> Any:
 
 def make_optimizer(kind: str) -> Any:
     """Return an optimizer with slots."""
-    import tensorflow as tf
-
     keras = tf.keras
     if kind == "adam":
         return keras.optimizers.Adam(0.05)
@@ -114,7 +109,6 @@ def make_optimizer(kind: str) -> Any:
 
 def compile_model(model: Any, kind: str, wrap: bool, **keywords: Any) -> None:
     """Compile with one wrapped optimizer, or two."""
-    import npu_device as npu
 
     def made() -> Any:
         optimizer = make_optimizer(kind)
@@ -146,9 +140,6 @@ def body_resume(directory: str, shape: str, kind: str, built: str) -> tuple[list
         All values after training; those of one process that goes on (on rank 0, else None); the warnings of the
         package.
     """
-    import tensorflow as tf
-
-    import npu_device as npu
     from npu_device.distribute.npu_callbacks import NPUBroadcastGlobalVariablesCallback
 
     handle = npu.open()
@@ -189,34 +180,14 @@ def body_resume(directory: str, shape: str, kind: str, built: str) -> tuple[list
         model(x)
     if written:
         checkpoint_of(model).restore(written)
-    with warnings_of_the_package() as warnings:
+    with warnings_of_package() as warnings:
         mine = slice(rank * ROWS // size, (rank + 1) * ROWS // size)
         train(model, mine, NPUBroadcastGlobalVariablesCallback(0))
     return values(model), expected, warnings
 
 
-@contextlib.contextmanager
-def warnings_of_the_package() -> Iterator[list[str]]:
-    """Collect what the package logs as a warning or worse."""
-    logger, texts = logging.getLogger("npu_device"), []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            texts.append(record.getMessage())
-
-    handler = Keep(logging.WARNING)
-    logger.addHandler(handler)
-    try:
-        yield texts
-    finally:
-        logger.removeHandler(handler)
-
-
 def body_uncallable() -> str:
     """Fit a model that isn't built, runs eagerly and can't be called: the error."""
-    import tensorflow as tf
-
-    import npu_device as npu
     from npu_device.distribute.npu_callbacks import NPUBroadcastGlobalVariablesCallback
 
     class Uncallable(tf.keras.Model):  # type: ignore[misc]
@@ -246,7 +217,6 @@ def body_uncallable() -> str:
 
 def body_warned(case: str) -> list[str]:
     """Fit a model whose optimizer state can't be sent, or not in time: the warnings of the package."""
-    import npu_device as npu
     from npu_device.distribute.npu_callbacks import NPUBroadcastGlobalVariablesCallback
 
     npu.open()
@@ -254,6 +224,6 @@ def body_warned(case: str) -> list[str]:
     eager = case == "eager_steps"
     model = make_model("untraceable" if eager else "sharded")
     compile_model(model, "adam", wrap=eager, run_eagerly=eager, steps_per_execution=2 if eager else 1)
-    with warnings_of_the_package() as warnings:
+    with warnings_of_package() as warnings:
         model.fit(x, y, batch_size=3, verbose=0, callbacks=[NPUBroadcastGlobalVariablesCallback(0)])
     return warnings

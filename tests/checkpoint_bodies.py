@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import resource
 import signal
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from heard import warnings_of_package
 
 import npu_device as npu
 from npu_device._src import compat
@@ -37,24 +37,6 @@ def random_generators() -> Iterator[None]:
     finally:
         if experimental is not None:
             experimental.disable_tf_random_generator()
-
-
-@contextlib.contextmanager
-def warnings_of_package() -> Iterator[list[str]]:
-    """Collect what the package warns of."""
-    texts: list[str] = []
-
-    class Collect(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.levelno >= logging.WARNING:
-                texts.append(record.getMessage())
-
-    handler = Collect()
-    logging.getLogger("npu_device").addHandler(handler)
-    try:
-        yield texts
-    finally:
-        logging.getLogger("npu_device").removeHandler(handler)
 
 
 class Training:

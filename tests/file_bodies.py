@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
+from heard import warnings_of_package
+
+import npu_device as npu
 
 
 def make(value: float = 0.0) -> Any:
     """Return a replicated model whose weights all have a value, and the paths for which this rank's own methods are
     called; these take a while.
     """
-    import tensorflow as tf
-
-    import npu_device as npu
-
     keras = tf.keras
     part = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, activation="tanh")], name="part")
     model = keras.Sequential([keras.Input((3,)), part])
@@ -52,8 +52,6 @@ def value_in(weights: Any) -> float:
 
 def body_next_line(keras_version: str, directory: str) -> Any:
     """The next line reads each kind of file, on every rank."""
-    import tensorflow as tf
-
     load_model, load = tf.keras.models.load_model, tf.saved_model.load
     found = {}
     for number, (kind, method, name) in enumerate(
@@ -87,11 +85,6 @@ def body_next_line(keras_version: str, directory: str) -> Any:
 
 def body_by_function(directory: str) -> list[str]:
     """Return what is said when a model is saved by its method, and then twice by a function, to a path of each rank."""
-    import tensorflow as tf
-    from checkpoint_bodies import warnings_of_package
-
-    import npu_device as npu
-
     model, _ = make(1)
     with warnings_of_package() as said:
         model.save(f"{directory}/model.keras")
@@ -103,10 +96,6 @@ def body_by_function(directory: str) -> list[str]:
 
 def body_other_numbers_of_saves(directory: str) -> Any:
     """Rank 0 saves alone and more often; each rank reads what its own save stands for."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     main, rank = npu.distribute.is_main(), npu.distribute.rank()
     model, written = make(0)
     path = f"{directory}/model.keras"
@@ -142,8 +131,6 @@ def body_other_numbers_of_saves(directory: str) -> Any:
 
 def body_fails(directory: str) -> Any:
     """Return each rank's error when rank 0 can't write, and the value that is read after another try."""
-    import tensorflow as tf
-
     model, _ = make(4)
     (Path(directory) / "file").touch()
     try:
@@ -158,10 +145,6 @@ def body_fails(directory: str) -> Any:
 
 def body_apart(directory: str) -> Any:
     """Every rank in a directory of its own, as on hosts without a common file system."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     here, mine = os.getcwd(), Path(directory) / str(npu.distribute.rank())
     mine.mkdir()
     os.chdir(mine)
@@ -175,10 +158,6 @@ def body_apart(directory: str) -> Any:
 
 def body_in_fit(keras_version: str, directory: str) -> Any:
     """Callbacks: files in a new directory, read in the same call; what is printed; callbacks that write."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     keras = tf.keras
     model, written = make(0)
     x = np.linspace(0, 1, 24).reshape(8, 3).astype(np.float32)
@@ -222,10 +201,6 @@ def body_in_fit(keras_version: str, directory: str) -> Any:
 
 def body_own_list(directory: str) -> Any:
     """Keras's own list of callbacks, twice."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     keras = tf.keras
     model, _ = make(0)
     x = np.ones((8, 3), np.float32)

@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 from fit_models import samples
+
+import npu_device as npu
 
 SAMPLES = 12
 
 
 def model_and_data(kind: str) -> tuple[Any, dict[str, Any]]:
     """Return a compiled model and the arguments of ``fit``, for one batch."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     keras = tf.keras
     layers = keras.layers
     keras.utils.set_random_seed(3)
@@ -120,8 +119,6 @@ def model_and_data(kind: str) -> tuple[Any, dict[str, Any]]:
 
 def _with_function(data: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A built model that calls a function of its own, which keeps what it has been traced to."""
-    import tensorflow as tf
-
     keras = tf.keras
 
     class Model(keras.Model):  # type: ignore[misc]
@@ -142,8 +139,6 @@ def _with_function(data: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _functional(kind: str, data: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    import tensorflow as tf
-
     keras = tf.keras
     layers = keras.layers
 

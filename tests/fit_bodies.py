@@ -4,15 +4,20 @@ and on each of several ranks.
 
 from __future__ import annotations
 
+import contextlib
+import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 from fit_models import CLASS_WEIGHT, SAMPLES, compile_model, make_model, make_optimizer, outcome, samples
+from heard import warnings_of_package
+
+import npu_device as npu
 
 
 def body_arrays(kind: str, directory: str) -> Any:
-    import npu_device as npu
-
     model = make_model(kind, directory)
     if kind != "loaded":
         compile_model(model, "adam")
@@ -24,13 +29,8 @@ def body_arrays(kind: str, directory: str) -> Any:
     return outcome(model, history, scores={key: float(value) for key, value in scores.items()}, predicted=predicted)
 
 
-def body_data(kind: str, directory: str) -> Any:
+def body_data(kind: str) -> Any:
     """``fit`` on each kind of data that it takes."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
-    del directory
     keras = tf.keras
     model = make_model("functional")
     compile_model(model)
@@ -42,6 +42,8 @@ def body_data(kind: str, directory: str) -> Any:
 
     if kind == "dataset":
         fit.update(x=dataset.shuffle(SAMPLES, seed=3).batch(16), validation_data=dataset.batch(10))
+    elif kind == "empty validation":
+        fit.update(x=dataset.batch(16), validation_data=dataset.take(0).batch(10))
     elif kind == "endless dataset":
         fit.update(
             x=dataset.shuffle(SAMPLES, seed=3).repeat().batch(16),
@@ -83,13 +85,8 @@ def body_data(kind: str, directory: str) -> Any:
     return outcome(model, history, scores={key: float(value) for key, value in scores.items()})
 
 
-def body_compiled(kind: str, directory: str) -> Any:
+def body_compiled(kind: str) -> Any:
     """``compile``'s arguments and the optimizer's, as in one process."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
-    del directory
     keras = tf.keras
     model = make_model("functional")
     x, y = samples()
@@ -157,13 +154,8 @@ def body_compiled(kind: str, directory: str) -> Any:
     return outcome(model, model.fit(x, y, **fit))
 
 
-def body_metrics(kind: str, directory: str) -> Any:
+def body_metrics(kind: str) -> Any:
     """Metrics whose state adds up, some of each kind, and of the user's own, whose state doesn't."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
-    del directory
     keras = tf.keras
 
     class Largest(keras.metrics.Metric):  # type: ignore[misc]
@@ -211,10 +203,6 @@ def body_metrics(kind: str, directory: str) -> Any:
 
 def body_decisions(directory: str) -> Any:
     """Callbacks that decide by the logs."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     keras = tf.keras
     model = make_model("functional")
     compile_model(model)
@@ -239,14 +227,6 @@ def body_decisions(directory: str) -> Any:
 
 def body_files(directory: str) -> Any:
     """Callbacks that write, ``save`` on every rank to one path, and going on from a backup."""
-    import contextlib
-    import io
-    from pathlib import Path
-
-    import tensorflow as tf
-
-    import npu_device as npu
-
     keras = tf.keras
     place = Path(directory) / str(npu.open().workers_num)
     callbacks = keras.callbacks
@@ -296,11 +276,6 @@ def body_files(directory: str) -> Any:
 
 def body_unshuffled(kind: str) -> Any:
     """Data that aren't the same on all ranks; returns the error or the logs."""
-    import tensorflow as tf
-    from checkpoint_bodies import warnings_of_package
-
-    import npu_device as npu
-
     rank = npu.open().worker_id
     model = make_model("functional")
     compile_model(model)
@@ -345,10 +320,6 @@ def body_later_batches(wanted: str, steps: int) -> tuple[str, list[str], Any]:
         wanted: which data: those of ``"train"``, ``"validation"``, ``"evaluate"``, ``"predict"`` or none.
         steps: ``steps_per_execution``.
     """
-    import tensorflow as tf
-    from checkpoint_bodies import warnings_of_package
-
-    import npu_device as npu
 
     def data(kind: str) -> Any:
         def batches() -> Any:
@@ -376,9 +347,6 @@ def body_later_batches(wanted: str, steps: int) -> tuple[str, list[str], Any]:
 
 def body_alone(method: str) -> str:
     """Return the error of a callback that calls a method of the model on rank 0 only."""
-    import tensorflow as tf
-
-    import npu_device as npu
 
     class Alone(tf.keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -396,10 +364,6 @@ def body_alone(method: str) -> str:
 
 def body_callback_of_rank_0(kind: str, directory: str) -> tuple[str, Any]:
     """Return the error of a fit with a callback on rank 0 only, and the weights."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     keras = tf.keras
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
@@ -420,14 +384,8 @@ def body_callback_of_rank_0(kind: str, directory: str) -> tuple[str, Any]:
     return "", [weight.tolist() for weight in model.get_weights()]
 
 
-def body_divided(directory: str) -> Any:
+def body_divided() -> Any:
     """Each rank reads its own part; the parts of a step together are one process's batch."""
-    import tensorflow as tf
-    from checkpoint_bodies import warnings_of_package
-
-    import npu_device as npu
-
-    del directory
     rank, size = npu.distribute.rank(), npu.distribute.size()
     model = make_model("functional")
     compile_model(model)
@@ -455,10 +413,6 @@ def body_divided(directory: str) -> Any:
 
 def body_random_layers() -> Any:
     """Dropout and batch normalisation: not what one process does, but the same on all ranks."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     keras = tf.keras
     rank = npu.distribute.rank()
     keras.utils.set_random_seed(rank)

@@ -7,14 +7,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 from fit_models import SAMPLES, compile_model, make_model, outcome, samples
+
+import npu_device as npu
 
 
 def body_with_the_callback(kind: str, directory: str) -> Any:
     """Ascend's callback in the ``fit`` of a replicated model, and its wrapped optimizer: as on one process."""
-    import tensorflow as tf
-
-    import npu_device as npu
     from npu_device.distribute.hccl import npu_callbacks_append
 
     keras = tf.keras
@@ -29,9 +29,6 @@ def body_with_the_callback(kind: str, directory: str) -> Any:
 
 def body_from_another_rank() -> Any:
     """The last rank's initial weights, as a callback asks for them: returned as they were and after two trainings."""
-    import tensorflow as tf
-
-    import npu_device as npu
     from npu_device.distribute.npu_callbacks import NPUBroadcastGlobalVariablesCallback
 
     model = make_model("functional")
@@ -46,8 +43,6 @@ def body_from_another_rank() -> Any:
 
 def body_batch_by_batch(directory: str) -> Any:
     """``train_on_batch`` and the like, without ``fit``, on numpy's arrays."""
-    import npu_device as npu
-
     model = make_model("functional", directory)
     compile_model(model)
     model = npu.distribute.replicate(model)

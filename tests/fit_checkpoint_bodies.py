@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from checkpoint_bodies import random_generators, warnings_of_package
+from checkpoint_bodies import random_generators
+from heard import warnings_of_package
 
 import npu_device as npu
 from npu_device._src import compat
@@ -189,19 +190,12 @@ def body_compiled(directory: str) -> dict[str, Any]:
     whole = fit(f"{directory}/whole", "dataset", compiled=several, watch=Watch(3, keep), **options)
     other = {**several, "metrics": ["mape", "mae"]}
     parts = fit(f"{directory}/parts", "dataset", compiled=other, **options)
-    ended = fit(f"{directory}/parts", "dataset", compiled=several, **options)
     try:
         fit(f"{directory}/parts", "dataset", **options)
         error = ""
     except npu.train.CheckpointError as found:
         error = str(found)
-    return {
-        "whole": whole,
-        "parts": parts,
-        "ended": ended,
-        "error": error,
-        "there": sorted(os.listdir(place / "whole")),
-    }
+    return {"whole": whole, "parts": parts, "error": error, "there": sorted(os.listdir(place / "whole"))}
 
 
 def body_errors(directory: str) -> list[str]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
+
+import npu_device as npu
 
 SAMPLES = 97
 CLASS_WEIGHT = {0: 2.0, 1: 1.0, 2: 0.5}
@@ -20,10 +23,6 @@ def samples(count: int = SAMPLES) -> tuple[np.ndarray, np.ndarray]:
 
 def make_model(kind: str, directory: str = "") -> Any:
     """A model of each way to make one; with different weights on each rank, but rank 0's are the same always."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     keras = tf.keras
     keras.utils.set_random_seed(7 + npu.open().worker_id)
     layers = keras.layers
@@ -84,8 +83,6 @@ def make_model(kind: str, directory: str = "") -> Any:
 
 def make_optimizer(kind: str) -> Any:
     """An optimizer of each way to make one."""
-    import tensorflow as tf
-
     optimizers = tf.keras.optimizers
     if kind == "adam":
         return optimizers.Adam(0.02)
@@ -96,8 +93,6 @@ def make_optimizer(kind: str) -> Any:
 
 def compile_model(model: Any, optimizer: str = "sgd", **more: Any) -> None:
     """Compile a model of ``make_model``."""
-    import tensorflow as tf
-
     keras = tf.keras
     more.setdefault("metrics", ["accuracy"])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

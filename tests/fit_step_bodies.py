@@ -7,7 +7,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 from fit_models import SAMPLES, make_model, make_optimizer, outcome, samples
+from heard import warnings_of_package
+
+import npu_device as npu
 
 STEPS = 5
 
@@ -24,13 +28,8 @@ def sequences() -> tuple[np.ndarray, np.ndarray]:
     return words.astype(np.int32), np.where(words == 0, 0, words % 3).astype(np.int32)
 
 
-def body_masked(kind: str, directory: str) -> Any:
+def body_masked(kind: str) -> Any:
     """Sequences whose valid steps are counted by the loss of ``compile``, that of a train step, or a layer."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
-    del directory
     keras = tf.keras
     keras.utils.set_random_seed(7 + npu.distribute.rank())
     layers = keras.layers
@@ -67,10 +66,6 @@ def body_masked(kind: str, directory: str) -> Any:
 
 def body_one_optimizer(directory: str) -> Any:
     """Two replicated models that share their layers and one optimizer."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     keras = tf.keras
     model = make_model("functional", directory)
     second = keras.Model(model.inputs, model.outputs)
@@ -84,10 +79,6 @@ def body_one_optimizer(directory: str) -> Any:
 
 def body_eager_logs(kind: str) -> Any:
     """Return the logs of a train step that returns a Python number, its rank; or the error of one that can't be run."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     keras = tf.keras
 
     class Model(keras.Model):  # type: ignore[misc]
@@ -111,11 +102,6 @@ def body_eager_logs(kind: str) -> Any:
 
 def body_computed_logs() -> list[str]:
     """Return the warnings about a step that returns a result, a function of it, and a number."""
-    import tensorflow as tf
-    from checkpoint_bodies import warnings_of_package
-
-    import npu_device as npu
-
     keras = tf.keras
 
     class Model(keras.Model):  # type: ignore[misc]
@@ -134,41 +120,40 @@ def body_computed_logs() -> list[str]:
     return said
 
 
-def body_that_cannot_be_sent(kind: str) -> str:
-    """Return the error of data, ``strings`` or ``sparse`` ones, that each rank shuffles in another order."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
+def body_sent_as_bytes(kind: str) -> Any:
+    """``fit`` on ``strings``, ``sparse`` or ``ragged`` data that each rank shuffles in another order."""
     keras = tf.keras
 
     class Dense(keras.Model):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.last = keras.layers.Dense(1)
+            self.last = keras.layers.Dense(1, kernel_initializer="ones")
 
         def call(self, x: Any) -> Any:
-            numbers = tf.strings.to_number(x) if kind == "strings" else tf.sparse.to_dense(x)
+            numbers = x["data"]
+            if kind == "strings":
+                numbers = tf.strings.to_number(numbers)
+            elif kind == "sparse":
+                numbers = tf.sparse.to_dense(numbers)
+            else:
+                numbers = numbers.to_tensor(shape=[None, 6])
             return self.last(tf.reshape(numbers, [-1, 6]))
 
     keras.utils.set_random_seed(npu.distribute.rank())
     x, y = samples()
-    data = tf.strings.as_string(x) if kind == "strings" else tf.sparse.from_dense(x)
-    dataset = tf.data.Dataset.from_tensor_slices((data, y)).shuffle(SAMPLES).batch(16)
+    make = {"strings": tf.strings.as_string, "sparse": tf.sparse.from_dense, "ragged": _ragged}[kind]
+    dataset = tf.data.Dataset.from_tensor_slices(({"data": make(x)}, y)).shuffle(SAMPLES).batch(16)
     model = Dense()
     model.compile("sgd", "mse")
-    try:
-        npu.distribute.replicate(model).fit(dataset, verbose=0)
-    except ValueError as error:
-        return str(error)
-    return ""
+    return outcome(model, npu.distribute.replicate(model).fit(dataset, verbose=0))
+
+
+def _ragged(x: Any) -> Any:
+    return tf.RaggedTensor.from_row_lengths(x.ravel(), [3, 9] * (len(x) // 2) + [6] * (len(x) % 2))
 
 
 def body_replaced() -> tuple[list[str], str]:
     """Return the methods that are replaced on a model and its parts while a step is traced, and ``replica``'s list."""
-    import tensorflow as tf
-
-    import npu_device as npu
     from npu_device._src import compat
     from npu_device._src.training.fit import replica
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
+
+import npu_device as npu
 
 WORDS = np.array([["a b"], ["b c"], ["c"], ["a"], ["b"], ["d a"]])
 NUMBERS = np.array([[1], [2], [3], [1], [2], [9]])
@@ -12,41 +15,32 @@ NUMBERS = np.array([[1], [2], [3], [1], [2], [9]])
 
 def make_layer(kind: str, words: Any = WORDS, numbers: Any = NUMBERS, **more: Any) -> Any:
     """Return a layer that has adapted, or been given its vocabulary, and data for it."""
-    import tensorflow as tf
-
     layers = tf.keras.layers
     name, _, how = kind.partition(", ")
     mode = {} if name in ("Normalization", "Hashing") else {"output_mode": "multi_hot"}
     data = {"Normalization": numbers.astype("f4"), "Discretization": numbers.astype("f4")}
-    data.update(IntegerLookup=numbers, CategoryEncoding=numbers)
+    data.update(IntegerLookup=numbers)
     if how == "tf_idf":
         mode = {"output_mode": "tf_idf"}
-    sizes = {"Discretization": {"num_bins": 3}, "Hashing": {"num_bins": 3}, "CategoryEncoding": {"num_tokens": 10}}
+    sizes = {"Discretization": {"num_bins": 3}, "Hashing": {"num_bins": 3}}
     given = {"vocabulary": ["a", "b"]} if how == "vocabulary" else {}
     layer = getattr(layers, name)(**mode, **sizes.get(name, {}), **given, **more)
     if how in ("adapted", "tf_idf"):
         layer.adapt(data.get(name, words))
-    elif how == "set_vocabulary":
-        layer.set_vocabulary(["a", "b"])
     return layer
 
 
 KINDS = (
     "StringLookup, adapted",
     "StringLookup, vocabulary",
-    "StringLookup, set_vocabulary",
     "IntegerLookup, adapted",
-    "TextVectorization, adapted",
     "TextVectorization, tf_idf",
     "Normalization, adapted",
     "Discretization, adapted",
-    "CategoryEncoding",
 )
 
 
 def _model(layer: Any, dtype: str) -> Any:
-    import tensorflow as tf
-
     keras = tf.keras
     inputs = keras.Input((1,), dtype=dtype)
     outputs = keras.layers.Dense(1, kernel_initializer="ones")(layer(inputs))
@@ -57,10 +51,6 @@ def _model(layer: Any, dtype: str) -> Any:
 
 def body_preprocessing() -> Any:
     """Fit, evaluate and predict with a layer of each kind, each with an output of its own; return the numbers."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     keras = tf.keras
     data = {"string": WORDS, "int64": NUMBERS, "float32": NUMBERS.astype("f4")}
     inputs = {dtype: keras.Input((1,), dtype=dtype, name=dtype) for dtype in data}
@@ -89,10 +79,6 @@ def body_preprocessing() -> Any:
 
 def body_different(kind: str, how: str) -> str:
     """Adapt to this rank's part of the data, and return the error of ``fit`` or ``broadcast``."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     rank = npu.distribute.rank()
     if kind == "table":
         table = tf.lookup.StaticHashTable(
@@ -140,10 +126,6 @@ def body_different(kind: str, how: str) -> str:
 
 def body_strategy(kind: str) -> str:
     """Train a model made in the scope of a strategy of ``tf.distribute`` with one device."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     devices: Any = ["CPU:0"] if kind == "MirroredStrategy" else "CPU:0"
     with getattr(tf.distribute, kind)(devices).scope():
         model = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(1)], name="of_a_scope")

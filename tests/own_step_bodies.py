@@ -8,15 +8,14 @@ import os
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 from fit_models import outcome, samples
+
+import npu_device as npu
 
 
 def _model(step: Any = None, *more: Any) -> Any:
     """A model of two dense layers with ``more`` in between, and a train step."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     keras = tf.keras
     keras.utils.set_random_seed(3 + npu.distribute.rank())
     inputs = keras.Input([6])
@@ -28,8 +27,6 @@ def _model(step: Any = None, *more: Any) -> Any:
 
 
 def _mean_step(self: Any, data: Any) -> Any:
-    import tensorflow as tf
-
     x, y = data
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
@@ -43,13 +40,8 @@ def _data(count: int = 41) -> tuple[np.ndarray, np.ndarray]:
     return x, y[:, None].astype(np.float32)
 
 
-def body_losses(kind: str, directory: str) -> Any:
+def body_losses(kind: str) -> Any:
     """Losses that have one value per sample, or are sums over samples. A batch has a last one of a single sample."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
-    del directory
     keras = tf.keras
 
     class PerSample(keras.layers.Layer):  # type: ignore[misc]
@@ -77,13 +69,8 @@ def body_losses(kind: str, directory: str) -> Any:
     return outcome(model, history, scores=np.asarray(scores))
 
 
-def body_two_lengths(directory: str) -> Any:
+def body_two_lengths() -> Any:
     """40 unlabelled and 10 labelled samples a batch; then 8 and 2, so that some ranks have none; then 8 and 5."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
-    del directory
 
     def step(self: Any, data: Any) -> Any:
         free, (x, y) = data
@@ -115,13 +102,8 @@ def body_two_lengths(directory: str) -> Any:
     return outcome(model, history)
 
 
-def body_optimizers(kind: str, directory: str) -> Any:
+def body_optimizers(kind: str) -> Any:
     """Optimizers that aren't attributes of the model."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
-    del directory
     keras = tf.keras
     optimizers = [keras.optimizers.SGD(0.05), keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.02, 9))]
     if kind == "legacy":
@@ -169,13 +151,8 @@ def body_optimizers(kind: str, directory: str) -> Any:
     return outcome(model, model.fit(x, batch_size=10, epochs=2, shuffle=False, verbose=0))
 
 
-def body_step(kind: str, directory: str) -> Any:
+def body_step(kind: str) -> Any:
     """Other trainings with a step of the script's own."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
-    del directory
     keras = tf.keras
     more: dict[str, Any] = {}
     x, y = _data()
@@ -231,13 +208,8 @@ def body_step(kind: str, directory: str) -> Any:
     return outcome(model, history, **{key: float(value) for key, value in more.items()})
 
 
-def body_float64(directory: str) -> Any:
+def body_float64() -> Any:
     """A model and data of float64, with weights that no binary number is equal to."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
-    del directory
     keras = tf.keras
     policies = keras.mixed_precision
     before = keras.backend.floatx(), policies.global_policy()
@@ -258,10 +230,6 @@ def body_float64(directory: str) -> Any:
 
 def body_own_fit(names: str) -> list[bool]:
     """Return in which epochs a callback that writes ran, in a model whose class has a ``fit`` that passes all on."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     keras = tf.keras
     ran = []
 
@@ -299,10 +267,6 @@ def body_own_fit(names: str) -> list[bool]:
 
 def body_arguments() -> list[Any]:
     """Return with which arguments Keras's step of an unbuilt model has called the script's own methods."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     keras = tf.keras
     seen = []
 
@@ -333,9 +297,6 @@ def body_arguments() -> list[Any]:
 
 def body_old_division() -> tuple[int, int]:
     """Return this rank's labelled and unlabelled samples of 5 and 10, divided as 0.1 did."""
-    import tensorflow as tf
-
-    import npu_device as npu
 
     def step(self: Any, data: Any) -> Any:
         seen.append((data[0].shape[0], data[1].shape[0]))
@@ -355,10 +316,6 @@ def body_old_division() -> tuple[int, int]:
 
 def body_first_axes(kind: str) -> str:
     """Return the error of a batch whose tensors have no common length."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     model = _model(lambda self, data: {"loss": tf.reduce_sum(data["nodes"])})
     model.compile("sgd")
     model = npu.distribute.replicate(model)
@@ -375,9 +332,6 @@ def body_first_axes(kind: str) -> str:
 
 def body_statement(kind: str) -> list[str]:
     """Return the lines of the statement about learning rates and normalisation."""
-    import tensorflow as tf
-
-    import npu_device as npu
     from npu_device._src.training.fit import statement
     from npu_device._src.training.world import world
 

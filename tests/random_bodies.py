@@ -8,16 +8,15 @@ import os
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
+
+import npu_device as npu
 
 WIDTH, BATCH, STEPS = 64, 48, 12
 
 
 def _model(draw: Any, parts: Any, seed: int = 1, **compiled: Any) -> Any:
     """Return a replicated model whose step's gradient is the mean of a batch's random numbers, for 64 weights."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     keras = tf.keras
     keras.utils.set_random_seed(seed)
 
@@ -46,8 +45,6 @@ def _model(draw: Any, parts: Any, seed: int = 1, **compiled: Any) -> Any:
 
 def _fit(model: Any, shape: Any = (WIDTH,)) -> np.ndarray:
     """Train, and return the gradients, [STEPS, WIDTH]."""
-    import tensorflow as tf
-
     weights = [np.zeros(WIDTH)]
 
     class Weights(tf.keras.callbacks.Callback):  # type: ignore[misc]
@@ -60,8 +57,6 @@ def _fit(model: Any, shape: Any = (WIDTH,)) -> np.ndarray:
 
 
 def _kinds() -> dict[str, tuple[Any, Any]]:
-    import tensorflow as tf
-
     keras = tf.keras
     layers = keras.layers
 
@@ -127,7 +122,6 @@ def states_of(model: Any) -> list[Any]:
 
 def body_shared(kind: str) -> Any:
     """Return the gradients of steps whose random numbers one process draws once for the whole batch."""
-    import tensorflow as tf
 
     def scaled(model: Any, x: Any) -> Any:
         return x * tf.random.normal([])
@@ -165,7 +159,6 @@ def body_switched_off() -> float:
 
 def body_outside() -> Any:
     """Return what is drawn outside of steps, before, between and after them: the same on all ranks."""
-    import tensorflow as tf
 
     def numbers() -> list[float]:
         return [float(tf.random.normal([])), float(tf.random.get_global_generator().normal([]))]
@@ -200,7 +193,6 @@ def body_eager(kind: str) -> Any:
 
 def body_statement() -> str:
     """Return what rank 0 writes about the random numbers of a step."""
-    import tensorflow as tf
 
     def draw(model: Any, x: Any) -> Any:
         x = tf.cond(tf.random.uniform([]) < 0.5, lambda: x, lambda: -x)

@@ -8,24 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from pool import Pool
+
+import npu_device as npu
 
 pytestmark = pytest.mark.both_backends
 
 
 def _identity() -> tuple[int, int]:
-    import npu_device as npu
-
     handle = npu.open()
     return handle.worker_id, handle.workers_num
 
 
 def body_bitwise() -> bytes:
-    import numpy as np
-    import tensorflow as tf
-
-    import npu_device as npu
-
     rank, _ = _identity()
     value = np.random.default_rng(rank).standard_normal(10_001).astype(np.float32)
     result = npu.distribute.all_reduce(tf.constant(value), "mean")
@@ -39,10 +35,6 @@ def test_every_rank_gets_the_same_bits(ranks: Pool) -> None:
 
 
 def body_kinds() -> dict[str, Any]:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     rank, size = _identity()
     own = rank + 1.0
     reduce = npu.distribute.all_reduce
@@ -83,10 +75,6 @@ def test_kinds_of_values(ranks: Pool) -> None:
 
 
 def body_slices(reduction: str) -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     rank, _ = _identity()
     rows = rank + 1  # another number of rows on each rank
     values = tf.fill([rows, 2], float(rank + 1))
@@ -125,10 +113,6 @@ def test_indexed_slices(ranks: Pool, reduction: str) -> None:
 
 def body_rows_of_slices(length: int) -> dict[int, float]:
     """The same gradient of a short table, which travels as a dense sum of 1.2 MB, and of a long one."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     rank, _ = _identity()
     slices = tf.IndexedSlices(tf.ones([3, 50_000]), tf.constant([0, 0, rank + 1]), tf.constant([length, 50_000]))
     summed = npu.distribute.all_reduce(slices, "sum")
@@ -146,9 +130,6 @@ def test_only_rows_that_some_rank_has_are_returned(several_ranks: Pool, length: 
 
 
 def body_bfloat16_scalars() -> list[float]:
-    import tensorflow as tf
-
-    import npu_device as npu
     from npu_device.distribute import hccl_ops
 
     rank, _ = _identity()
@@ -173,10 +154,6 @@ def test_bfloat16_scalars(several_ranks: Pool) -> None:
 
 def body_compressed_slices(length: int) -> list[list[float]]:
     """Values that bfloat16 rounds to 1. Of a short table, the ranks send the dense sum."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     slices = tf.IndexedSlices(tf.fill([2, 1], 1 + 2.0**-12), tf.constant([0, 1]), tf.constant([length, 1]))
     in_graph = tf.function(lambda values: npu.distribute.all_reduce(values, "sum", compression="bf16"))
     found = [npu.distribute.all_reduce(slices, "sum", compression="bf16"), in_graph(slices)]
@@ -195,10 +172,6 @@ def test_compression_of_indexed_slices(several_ranks: Pool, length: int) -> None
 
 
 def body_loop(parallel: int) -> list[Any]:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     rank, _ = _identity()
 
     @tf.function
@@ -233,10 +206,6 @@ def test_inside_a_while_loop(ranks: Pool, parallel: int) -> None:
 
 
 def body_retrace() -> list[float]:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     rank, _ = _identity()
 
     @tf.function
@@ -258,10 +227,6 @@ def test_one_rank_may_retrace(ranks: Pool) -> None:
 
 
 def body_gradient(reduction: str) -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     rank, _ = _identity()
     value = tf.Variable([1.0, 2.0])
     with tf.GradientTape() as outer:
@@ -289,10 +254,6 @@ def test_differentiable(ranks: Pool, reduction: str) -> None:
 
 def body_gradient_through_control_flow(length: int) -> list[list[float]]:
     """Sums and gradients of a sum in a branch, and of three in a loop; the tape is outside of them."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     _identity()
 
     def reduce(value: tf.Tensor) -> tf.Tensor:
@@ -324,10 +285,6 @@ def test_differentiable_through_control_flow(ranks: Pool, length: int) -> None:
 
 
 def body_refusals() -> dict[str, str]:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     def refusal(*arguments: Any, **keywords: Any) -> str:
         try:
             npu.distribute.all_reduce(*arguments, **keywords)
@@ -367,10 +324,6 @@ def test_bad_input_is_refused_with_a_reason(ranks: Pool) -> None:
 
 
 def body_unknown_shapes() -> list[Any]:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     @tf.function(input_signature=[tf.TensorSpec([None, None]), tf.TensorSpec(None)])
     def reduce(first: tf.Tensor, second: tf.Tensor) -> Any:
         return npu.distribute.all_reduce([first, second], "sum")

@@ -6,7 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from pool import Pool
+
+import npu_device as npu
 
 FLOATS = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -14,10 +17,6 @@ DTYPES = (*FLOATS, *INTEGERS, "bool")
 
 
 def body_variables(root: int) -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     rank = npu.open().worker_id
     variables = [
         tf.Variable(tf.cast(tf.fill([5], rank + 1 if dtype != "bool" else rank % 2), dtype)) for dtype in DTYPES
@@ -53,10 +52,6 @@ def test_every_dtype_from_any_root(ranks: Pool, last: bool) -> None:
 
 
 def body_models() -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     rank = npu.open().worker_id
     tf.keras.utils.set_random_seed(rank)
     model = tf.keras.Sequential(
@@ -89,9 +84,6 @@ def test_keras_models(keras_ranks: Pool) -> None:
 
 
 def body_transfers() -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
     from npu_device._src.collectives.engines.tensorflow.engine import TRANSFER_BYTES
 
     rank = npu.open().worker_id
@@ -122,10 +114,6 @@ def test_many_variables_take_few_transfers(ranks: Pool, backend: str) -> None:
 
 
 def body_refusals() -> dict[str, str]:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     def refusal(*arguments: Any, **keywords: Any) -> str:
         try:
             npu.distribute.broadcast(*arguments, **keywords)

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from callback_bodies import body_resume, body_uncallable, body_warned
 from pool import Pool
 
+import npu_device as npu
+
 
 def body_fit(built: bool) -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
     from npu_device.distribute.npu_callbacks import NPUBroadcastGlobalVariablesCallback
 
     handle = npu.open()
@@ -82,9 +82,6 @@ def test_npu_callbacks_append(keras_ranks: Pool) -> None:
 
 
 def body_scope() -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
     from npu_device.distribute.npu_callbacks import npu_broadcast_scope_wrapper
 
     rank = npu.open().worker_id

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import tensorflow as tf
+from heard import hears
 from pool import Pool
+
+import npu_device as npu
 
 
 def body_shard(global_batch: Any) -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     dataset = tf.data.Dataset.range(13)
     sharded, batch = npu.distribute.shard_and_rebatch_dataset(dataset, global_batch)
     return (
@@ -26,8 +27,6 @@ def body_shard(global_batch: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["int", "numpy"])
 def test_every_element_once_and_a_share_of_the_batch(ranks: Pool, kind: str) -> None:
-    import numpy as np
-
     n = ranks.size
     global_batch = 6 if kind == "int" else np.int64(6)
     results = ranks.run(body_shard, global_batch)
@@ -38,22 +37,12 @@ def test_every_element_once_and_a_share_of_the_batch(ranks: Pool, kind: str) -> 
         assert same == (n == 1)
 
 
-def body_uneven(elements: int, global_batch: int) -> tuple[list[str], list[int]]:
+@hears
+def body_uneven(said: list[str], elements: int, global_batch: int) -> tuple[list[str], list[int]]:
     """Return the warnings, and the numbers of batches with and without a smaller one."""
-    import logging
-
-    import tensorflow as tf
-
-    import npu_device as npu
-
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("npu_device").addHandler(handler)
     dataset = tf.data.Dataset.range(elements)
     dataset, batch = npu.distribute.shard_and_rebatch_dataset(dataset, global_batch)
     npu.distribute.shard_and_rebatch_dataset(dataset.repeat(), global_batch)
-    logging.getLogger("npu_device").removeHandler(handler)
     return said, [len(list(dataset.batch(batch, drop_remainder=drops))) for drops in (False, True)]
 
 
@@ -69,10 +58,6 @@ def test_another_number_of_batches_on_some_ranks_is_told(ranks: Pool, elements: 
 
 
 def body_refusals() -> dict[str, str]:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     def refusal(dataset: Any, batch: Any) -> str:
         try:
             npu.distribute.shard_and_rebatch_dataset(dataset, batch)

@@ -5,41 +5,32 @@ from __future__ import annotations
 from typing import Any, Callable
 
 import pytest
+import tensorflow as tf
 
 ROWS = 6
 
 
 def _marked(value: Any) -> Any:
     """A generator's state into which a rank is mixed."""
-    import tensorflow as tf
-
     from npu_device._src.training.fit.draws import MARK
 
     return tf.add(value, 1, name=MARK)
 
 
 def _stateless(x: Any, weight: Any, state: Any) -> Any:
-    import tensorflow as tf
-
     return tf.random.stateless_normal(tf.shape(x), _marked(state))
 
 
 def _crop(x: Any, weight: Any, state: Any) -> Any:
-    import tensorflow as tf
-
     seeds = tf.random.stateless_uniform([1], _marked(state), minval=None, maxval=None, dtype=tf.int32)
     return tf.random.stateless_uniform([ROWS, 1], tf.concat([seeds, [0]], 0))
 
 
 def _branch(x: Any, weight: Any, state: Any) -> Any:
-    import tensorflow as tf
-
     return tf.cond(tf.reduce_sum(tf.random.uniform([4])) < 2, lambda: x, lambda: 2 * x)
 
 
 def _branch_in_loop(x: Any, weight: Any, state: Any) -> Any:
-    import tensorflow as tf
-
     chance = tf.random.uniform([4])
     for row in tf.range(3):
         if chance[row] < 0.5:
@@ -48,8 +39,6 @@ def _branch_in_loop(x: Any, weight: Any, state: Any) -> Any:
 
 
 def _loop(x: Any, weight: Any, state: Any) -> Any:
-    import tensorflow as tf
-
     noise = tf.random.normal(tf.shape(x))
     for _ in tf.range(tf.random.uniform([], 1, 4, tf.int32)):
         noise = noise * 2.0 + tf.random.normal([2])  # the second one is inside, and each rank's own
@@ -57,15 +46,11 @@ def _loop(x: Any, weight: Any, state: Any) -> Any:
 
 
 def _branch_on_samples(x: Any, weight: Any, state: Any) -> Any:
-    import tensorflow as tf
-
     noisy = x + tf.random.normal(tf.shape(x))
     return tf.cond(tf.reduce_sum(noisy) > 0, lambda: noisy, lambda: 2 * noisy)
 
 
 def _function(x: Any, weight: Any, state: Any) -> Any:
-    import tensorflow as tf
-
     @tf.function
     def inside(x: Any) -> Any:
         return tf.cond(tf.random.uniform([]) < 0.5, lambda: x, lambda: x + tf.random.normal(tf.shape(x)))
@@ -74,8 +59,6 @@ def _function(x: Any, weight: Any, state: Any) -> Any:
 
 
 def _gradients(x: Any, weight: Any, state: Any) -> Any:
-    import tensorflow as tf
-
     latent = tf.random.normal([tf.shape(x)[0], 2])
     with tf.GradientTape() as tape:
         tape.watch(weight)
@@ -105,22 +88,16 @@ _kept: Any = None
 
 
 def _uniform(shape: list[int]) -> Any:
-    import tensorflow as tf
-
     return tf.random.uniform(shape)
 
 
 def _normal_like(x: Any) -> Any:
-    import tensorflow as tf
-
     return tf.random.normal(tf.shape(x))
 
 
 @pytest.mark.parametrize("batch", [ROWS, None])
 @pytest.mark.parametrize("kind", STEPS)
 def test_what_is_shared(kind: str, batch: int | None) -> None:
-    import tensorflow as tf
-
     from npu_device._src.training.fit.draws import draws_of
 
     global _kept

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import job
 import numpy as np
 import pytest
+import tensorflow as tf
+from heard import hears
 from pool import Pool
 
+import npu_device as npu
 
-def body_first_step(mode: str, graph: bool, by_hand: bool = False, built: tuple[int, ...] = (0, 1, 2)) -> Any:
+
+@hears
+def body_first_step(
+    said: list[str], mode: str, graph: bool, by_hand: bool = False, built: tuple[int, ...] = (0, 1, 2)
+) -> Any:
     """Return the values before and after two steps, and the warnings. Ranks that aren't ``built`` leave that to the
     first step.
     """
-    import logging
-    import os
-
-    import tensorflow as tf
-
-    import npu_device as npu
-
     os.environ["NPU_DEVICE_UNEQUAL_START"] = mode
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("npu_device").addHandler(handler)
     keras = tf.keras
     keras.utils.set_random_seed(npu.distribute.rank())
     model = keras.Sequential([keras.layers.Dense(600, name="wide"), keras.layers.Dense(1)])
@@ -52,7 +49,6 @@ def body_first_step(mode: str, graph: bool, by_hand: bool = False, built: tuple[
     except RuntimeError as error:
         return str(error), [], said
     finally:
-        logging.getLogger("npu_device").removeHandler(handler)
         del os.environ["NPU_DEVICE_UNEQUAL_START"]
 
 
@@ -98,10 +94,6 @@ def test_a_model_that_is_built_on_some_ranks_only(keras_two_ranks: Pool, by_hand
 
 def body_of_this_rank() -> tuple[list[float], list[float], list[float]]:
     """A variable that belongs to each rank, beside one that all train; and one whose gradients no tape made."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     rank = npu.open().worker_id
     shared, own, other = (tf.Variable(tf.fill([size], float(rank))) for size in (3, 3, 2))
 
@@ -121,17 +113,9 @@ def test_what_may_belong_to_a_rank_is_left_alone(two_ranks: Pool) -> None:
         assert found == ([rank] * 3, [rank] * 3, [rank] * 2)
 
 
-def body_broadcast_of_nothing() -> list[str]:
-    import logging
-
-    import npu_device as npu
-
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("npu_device").addHandler(handler)
+@hears
+def body_broadcast_of_nothing(said: list[str]) -> list[str]:
     npu.distribute.broadcast([])
-    logging.getLogger("npu_device").removeHandler(handler)
     return said
 
 
@@ -158,15 +142,14 @@ main()
 """
 
 
-def test_ranks_that_train_alone_are_told(tmp_path: Path, keras: str) -> None:
-    legacy = "1" if keras == "2" else "0"
-    alone = job.run(tmp_path, 2, FORGOTTEN.format(line="", epoch=0), TF_USE_LEGACY_KERAS=legacy)
+def test_ranks_that_train_alone_are_told(tmp_path: Path) -> None:
+    alone = job.run(tmp_path, 2, FORGOTTEN.format(line="", epoch=0), TF_USE_LEGACY_KERAS="0")
     assert [ended.code for ended in alone] == [0, 0], alone[0].output
     together = "".join(ended.output for ended in alone)
     assert together.count("in this job of 2 ranks: each of them ran by itself") == 1
     assert "npu.distribute.replicate(model)" in together
     line = "model = npu.distribute.replicate(model)"
-    first, second = job.run(tmp_path, 2, FORGOTTEN.format(line=line, epoch=0), TF_USE_LEGACY_KERAS=legacy)
+    first, second = job.run(tmp_path, 2, FORGOTTEN.format(line=line, epoch=0), TF_USE_LEGACY_KERAS="1")
     for ended in (first, second):
         assert ended.code == 0, ended.output
         assert "by itself" not in ended.output
@@ -176,21 +159,11 @@ def test_ranks_that_train_alone_are_told(tmp_path: Path, keras: str) -> None:
     assert "global batch" not in second.output
 
 
-def body_another_order_of_reads() -> tuple[list[float], list[float], list[str]]:
+@hears
+def body_another_order_of_reads(said: list[str]) -> tuple[list[float], list[float], list[str]]:
     """Train two weights of one shape. Rank 0 reads the second one first, and one that isn't trained. The steps are
     audited. Return both, and the warnings.
     """
-    import logging
-    import os
-
-    import tensorflow as tf
-
-    import npu_device as npu
-
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("npu_device").addHandler(handler)
     first, second, average = tf.Variable([1.0, 2.0]), tf.Variable([3.0, 4.0]), tf.Variable([5.0, 6.0])
 
     @tf.function
@@ -221,21 +194,11 @@ def test_weights_that_ranks_read_in_another_order(several_ranks: Pool) -> None:
         assert not any("different" in text or "drift" in text for text in said)
 
 
-def body_another_order_of_creation(teacher: bool) -> tuple[list[list[float]], list[str]]:
+@hears
+def body_another_order_of_creation(said: list[str], teacher: bool) -> tuple[list[list[float]], list[str]]:
     """Train two layers of one shape by hand. Rank 0 makes the second one first, or looks at a third one in its steps.
     Return the weights after audited steps, and the warnings.
     """
-    import logging
-    import os
-
-    import tensorflow as tf
-
-    import npu_device as npu
-
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("npu_device").addHandler(handler)
     x = tf.constant([[1.0, 2.0], [3.0, 4.0]])
     first, second, other = (
         tf.keras.layers.Dense(2, use_bias=False, name=name) for name in ("first", "second", "other")
@@ -262,7 +225,6 @@ def body_another_order_of_creation(teacher: bool) -> tuple[list[list[float]], li
             step(x)
     finally:
         del os.environ["NPU_DEVICE_AUDIT"]
-        logging.getLogger("npu_device").removeHandler(handler)
     return [tf.reshape(weight, [-1]).numpy().tolist() for weight in weights], said
 
 
@@ -276,13 +238,6 @@ def test_layers_that_ranks_make_in_another_order(keras_two_ranks: Pool, teacher:
 
 def body_other_numbers_in_names(fits: bool) -> float:
     """Train a model of which rank 0 has made a throw-away copy before, with an optimizer that has slots."""
-    import os
-
-    import numpy as np
-    import tensorflow as tf
-
-    import npu_device as npu
-
     keras = tf.keras
 
     def model() -> Any:

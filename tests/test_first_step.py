@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+import random
 from typing import Any
 
 import numpy as np
 import pytest
+from heard import warnings_of_package
 from pool import Pool
+
+import npu_device as npu
 
 
 def body_check(kind: str) -> tuple[str, str, list[str]]:
     """Return the error of a ``fit``, what the statement at the start says of the check, and the warnings."""
-    import contextlib
-    import io
-
-    from checkpoint_bodies import warnings_of_package
     from first_step_models import model_and_data
-
-    import npu_device as npu
 
     model, data = model_and_data(kind)
     error, printed = "", io.StringIO()
@@ -123,12 +124,7 @@ def test_what_cannot_be_checked(several_keras_ranks: Pool, kind: str) -> None:
 
 def body_with_and_without(kind: str) -> Any:
     """Return the random states and the weights after trainings with the check, and without."""
-    import os
-    import random
-
     from first_step_models import model_and_data
-
-    import npu_device as npu
 
     found = []
     for setting in ("on", "off"):

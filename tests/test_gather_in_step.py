@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from fit_models import make_optimizer, outcome, samples
 from pool import Pool
 from test_replicate import compare
+
+import npu_device as npu
 
 SAMPLES = 37
 """In batches of 9: uneven shares; the last batch has one sample."""
 
 
-def body_fit(kind: str, directory: str) -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
-
-    del directory
+def body_fit(kind: str) -> Any:
     keras = tf.keras
     keras.utils.set_random_seed(7 + npu.distribute.rank())
     gather, reduce = npu.distribute.all_gather, npu.distribute.all_reduce
@@ -98,15 +95,12 @@ def body_fit(kind: str, directory: str) -> Any:
         *("of all samples", "statistic", "eagerly", "penalty", "accumulation"),
     ],
 )
-def test_in_a_step(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path) -> None:
-    compare(several_keras_ranks, keras_single, body_fit, kind, directory=tmp_path)
+def test_in_a_step(several_keras_ranks: Pool, keras_single: Pool, kind: str) -> None:
+    compare(several_keras_ranks, keras_single, body_fit, kind)
 
 
 def body_reductions() -> Any:
     """Return which gradients of a step count as reduced by itself: clipped ones, its own ones, and a mixture."""
-    import tensorflow as tf
-
-    import npu_device as npu
     from npu_device._src.training.fit.current import reduced_by_step
 
     keras = tf.keras
@@ -137,10 +131,6 @@ def test_nothing_is_reduced_twice(keras_two_ranks: Pool) -> None:
 
 def body_outside() -> Any:
     """Return what a loop of one's own gathers, and the mean over the ranks of its gradient."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     rank, size = npu.distribute.rank(), npu.distribute.size()
     parts = [np.arange(2 * count, dtype=np.float32).reshape(count, 2) + 1 for count in range(size)]
     factor = tf.Variable(2.0)

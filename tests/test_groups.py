@@ -13,8 +13,11 @@ from typing import Any
 
 import job
 import pytest
+import tensorflow as tf
 from pool import Pool
 from ranks import free_port
+
+import npu_device as npu
 
 
 def uneven_table(path: Path) -> None:
@@ -147,9 +150,6 @@ def test_ascends_behaviour_table(four_ranks: Pool) -> None:
 
 def body_disjoint(mode: str, rounds: int) -> Any:
     """Two groups of one name at the same time: the ranks of either half."""
-    import tensorflow as tf
-
-    import npu_device as npu
     from hccl.manage.api import create_group, get_rank_id, get_rank_size
 
     rank, size = get_rank_id(), get_rank_size()
@@ -188,9 +188,6 @@ def test_a_mean_divides_by_the_size_of_the_group(ranks: Pool) -> None:
 
 def body_several() -> Any:
     """Overlapping groups of two out of three, and each rank by itself, all in use at once and in another order."""
-    import tensorflow as tf
-
-    import npu_device as npu
     from hccl.manage.api import create_group, get_rank_id
 
     rank = get_rank_id()
@@ -225,9 +222,6 @@ def test_overlapping_groups_and_groups_of_one(ranks: Pool) -> None:
 
 def body_again() -> Any:
     """A name that is used for one group after the other, and for the first one again."""
-    import tensorflow as tf
-
-    import npu_device as npu
     from hccl.manage.api import create_group, destroy_group, get_rank_id, get_rank_size
 
     rank, size = get_rank_id(), get_rank_size()
@@ -259,9 +253,6 @@ def body_destroyed_while_the_sender_sleeps(length: int) -> tuple[float, float]:
     """Receive, and destroy the group, while the sender is stopped: it finds the answer, and then perhaps the end of a
     connection, at the same time.
     """
-    import tensorflow as tf
-
-    import npu_device as npu
     from hccl.manage.api import create_group, destroy_group
     from npu_device.distribute import hccl_ops
 
@@ -291,8 +282,6 @@ def test_destroyed_while_the_sender_sleeps(several_ranks: Pool) -> None:
 
 
 def body_unknown() -> str:
-    import npu_device as npu
-
     return caught(npu.distribute.all_reduce, 1.0, "sum", 1, -1, "nowhere")
 
 
@@ -329,8 +318,6 @@ def test_a_single_device_checks_and_answers(single: Pool) -> None:
 
 def body_in_function() -> Any:
     """Asked while a function is traced, where AutoGraph would convert what it can."""
-    import tensorflow as tf
-
     from hccl.manage.api import create_group, get_local_rank_id, get_rank_id, get_rank_size
 
     create_group("me", 1, [get_rank_id()])

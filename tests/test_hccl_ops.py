@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from pool import Pool
+
+import npu_device as npu
 
 GROUP = "group='hccl_world_group'"
 SAME = {
@@ -49,10 +52,6 @@ def test_signatures(module: str) -> None:
 
 def body_results(flavour: str, mode: str) -> Any:
     import importlib
-
-    import tensorflow as tf
-
-    import npu_device as npu
 
     ops = importlib.import_module(flavour)
     handle = npu.open()
@@ -104,9 +103,6 @@ def test_results(ranks: Pool, flavour: str, mode: str) -> None:
 
 
 def body_gradient() -> list[float]:
-    import tensorflow as tf
-
-    import npu_device as npu
     from npu_device.distribute import hccl_ops
 
     rank = npu.open().worker_id
@@ -122,9 +118,6 @@ def test_gradient_of_allreduce(ranks: Pool) -> None:
 
 
 def body_refusals() -> dict[str, str]:
-    import tensorflow as tf
-
-    import npu_device as npu
     from npu_bridge.hccl import hccl_ops as old
     from npu_device.distribute import hccl_ops
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import ssl
 import subprocess
@@ -12,8 +13,13 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import tensorflow as tf
+from heard import hears
 from pool import Pool
+
+import npu_device as npu
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
 
@@ -62,20 +68,8 @@ def server(tmp_path: Path) -> Iterator[tuple[_Server, dict[str, str]]]:
         found.server_close()
 
 
-def body(variables: dict[str, str]) -> list[str]:
-    import logging
-    import os
-
-    import numpy as np
-    import tensorflow as tf
-
-    import npu_device as npu
-
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("npu_device")
-    log.addHandler(handler)
+@hears
+def body(texts: list[str], variables: dict[str, str]) -> list[str]:
     os.environ.update(variables)
     try:
         model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
@@ -84,7 +78,6 @@ def body(variables: dict[str, str]) -> list[str]:
         data = np.ones([4, 2], np.float32), np.ones([4, 1], np.float32)
         model.fit(*data, epochs=3, verbose=0, callbacks=[npu.callbacks.KubeflowProgress()])
     finally:
-        log.removeHandler(handler)
         for name in variables:
             del os.environ[name]
     return texts

@@ -6,8 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from pool import Pool
 from versions import needs_keras_3
+
+import npu_device as npu
 
 INFINITE = (False, True, False, False)
 """Tells of each step if its gradients overflow, on the last rank only."""
@@ -23,8 +26,6 @@ def body_steps(kind: str, place: str, dynamic: bool, style: str, graph: bool) ->
 
 
 def body_strategy(name: str) -> Any:
-    import tensorflow as tf
-
     strategy = getattr(tf.distribute, name)(["CPU:0"] if name == "MirroredStrategy" else "CPU:0")
     with strategy.scope():
         return _steps(
@@ -33,10 +34,6 @@ def body_strategy(name: str) -> Any:
 
 
 def _steps(kind: str, place: str, dynamic: bool, style: str, graph: bool, run: Any) -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     handle = npu.open()
     last = handle.worker_id == handle.workers_num - 1
     wrap = npu.distribute.npu_distributed_keras_optimizer_wrapper
@@ -152,10 +149,6 @@ def test_in_a_strategy_of_tensorflow(keras_two_ranks: Pool, strategy: str) -> No
 
 
 def body_fit() -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     handle = npu.open()
     rank, size = handle.worker_id, handle.workers_num
     wrap = npu.distribute.npu_distributed_keras_optimizer_wrapper
@@ -188,10 +181,6 @@ def test_fit_equals_one_process(keras_two_ranks: Pool) -> None:
 
 
 def body_config(directory: str) -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     kind = npu.train.optimizer.NpuLossScaleOptimizer
     fixed = kind(tf.keras.optimizers.Adam(0.25), dynamic=False, initial_scale=1000.0)
     again = kind.from_config(fixed.get_config())

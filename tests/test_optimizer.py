@@ -12,8 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from pool import Pool
 from versions import needs_keras_3
+
+import npu_device as npu
 
 BATCH = 4
 TOLERANCE = 2e-6
@@ -66,10 +69,6 @@ def _train(tf: Any, model: Any, optimizer: Any, batches: list[Any], graph: bool)
 
 
 def body_custom_loop(kind: str, graph: bool) -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     handle = npu.open()
     rank, size = handle.worker_id, handle.workers_num
     whole = [_batch(size, step) for step in range(3)]
@@ -84,8 +83,6 @@ def body_custom_loop(kind: str, graph: bool) -> Any:
 @functools.cache
 def _custom_loop_alone(kind: str, size: int) -> Any:
     """The weights that one process gets, once for the eager loop and the one in a graph."""
-    import tensorflow as tf
-
     model = _model(tf.keras, seed=0)
     _train(tf, model, _optimizer(tf, kind), [_batch(size, step) for step in range(3)], graph=True)
     return model.get_weights()
@@ -105,9 +102,6 @@ def test_custom_loop_equals_one_process(keras_ranks: Pool, kind: str, graph: boo
 
 
 def body_fit(steps_per_execution: int, eagerly: bool) -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
     from npu_device.distribute.hccl import npu_callbacks_append
 
     handle = npu.open()
@@ -125,8 +119,6 @@ def body_fit(steps_per_execution: int, eagerly: bool) -> Any:
 @functools.cache
 def _fit_alone(size: int) -> Any:
     """The weights that one process gets, once for all ways to fit."""
-    import tensorflow as tf
-
     model = _model(tf.keras, seed=0)
     model.compile(optimizer=_optimizer(tf, "adam"), loss="mse")
     x, y = (np.concatenate(parts) for parts in zip(*(_batch(size, step) for step in range(4))))
@@ -143,10 +135,6 @@ def test_fit_equals_one_process(keras_ranks: Pool, steps_per_execution: int, eag
 
 
 def body_none_and_sparse() -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     handle = npu.open()
     rank, size = handle.worker_id, handle.workers_num
 
@@ -176,10 +164,6 @@ def test_none_and_sparse_gradients(keras_ranks: Pool) -> None:
 
 
 def body_accumulation() -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     handle = npu.open()
     rank, size = handle.worker_id, handle.workers_num
     whole = [_batch(size, step) for step in range(6)]
@@ -208,10 +192,6 @@ def _loss_scale(tf: Any, optimizer: Any) -> Any:
 
 
 def body_loss_scale(place: str, kind: str, bad_rank: int, graph: bool) -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     handle = npu.open()
     rank, size = handle.worker_id, handle.workers_num
     wrap = functools.partial(npu.distribute.npu_distributed_keras_optimizer_wrapper, reduce_reduction="sum")
@@ -255,10 +235,6 @@ def test_loss_scale_optimizers_agree_on_finite(keras_ranks: Pool, place: str, ki
 
 
 def body_mixed_precision() -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     rank = npu.open().worker_id
     tf.keras.mixed_precision.set_global_policy("mixed_float16")
     try:
@@ -283,10 +259,6 @@ def test_compile_under_mixed_precision_wraps_the_wrapped(keras_ranks: Pool) -> N
 
 
 def body_save(directory: str) -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     handle = npu.open()
     rank, size = handle.worker_id, handle.workers_num
     wrap = npu.distribute.npu_distributed_keras_optimizer_wrapper
@@ -323,10 +295,6 @@ def test_saving_and_loading(keras_ranks: Pool, tmp_path: Any) -> None:
 
 
 def body_copy_and_refusals() -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     wrap = npu.distribute.npu_distributed_keras_optimizer_wrapper
 
     def refusal(*arguments: Any) -> str:
@@ -377,10 +345,6 @@ def test_refusals_and_copies(keras_ranks: Pool) -> None:
 
 
 def body_inner_wrapped_late() -> list[float]:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     last = npu.distribute.rank() == npu.distribute.size() - 1
     weight = tf.keras.Variable(tf.zeros([2]))
     inner = tf.keras.optimizers.SGD(1.0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import own_step_bodies
 import pytest
 from pool import Pool
@@ -13,12 +11,12 @@ from test_replicate import compare
 @pytest.mark.parametrize(
     "kind", ["added alone", "activity", "not reduced", pytest.param("added", marks=pytest.mark.only_keras("3"))]
 )
-def test_losses_per_sample(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path) -> None:
-    compare(several_keras_ranks, keras_single, own_step_bodies.body_losses, kind, directory=tmp_path)
+def test_losses_per_sample(several_keras_ranks: Pool, keras_single: Pool, kind: str) -> None:
+    compare(several_keras_ranks, keras_single, own_step_bodies.body_losses, kind)
 
 
-def test_tensors_of_different_lengths(several_keras_ranks: Pool, keras_single: Pool, tmp_path: Path) -> None:
-    compare(several_keras_ranks, keras_single, own_step_bodies.body_two_lengths, directory=tmp_path)
+def test_tensors_of_different_lengths(several_keras_ranks: Pool, keras_single: Pool) -> None:
+    compare(several_keras_ranks, keras_single, own_step_bodies.body_two_lengths)
 
 
 @pytest.mark.parametrize(
@@ -31,20 +29,20 @@ def test_tensors_of_different_lengths(several_keras_ranks: Pool, keras_single: P
         "a closure",
     ],
 )
-def test_optimizers_anywhere(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path) -> None:
-    compare(several_keras_ranks, keras_single, own_step_bodies.body_optimizers, kind, directory=tmp_path)
+def test_optimizers_anywhere(several_keras_ranks: Pool, keras_single: Pool, kind: str) -> None:
+    compare(several_keras_ranks, keras_single, own_step_bodies.body_optimizers, kind)
 
 
 @pytest.mark.parametrize(
     "kind", ["synchronised", "variable", "static size", "of another model", "a part for testing only"]
 )
-def test_own_steps(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path) -> None:
-    compare(several_keras_ranks, keras_single, own_step_bodies.body_step, kind, directory=tmp_path)
+def test_own_steps(several_keras_ranks: Pool, keras_single: Pool, kind: str) -> None:
+    compare(several_keras_ranks, keras_single, own_step_bodies.body_step, kind)
 
 
-def test_float64(several_keras_ranks: Pool, keras_single: Pool, tmp_path: Path) -> None:
+def test_float64(several_keras_ranks: Pool, keras_single: Pool) -> None:
     body = own_step_bodies.body_float64
-    compare(several_keras_ranks, keras_single, body, directory=tmp_path, tolerance=1e-13)
+    compare(several_keras_ranks, keras_single, body, tolerance=1e-13)
 
 
 @pytest.mark.parametrize("names", ["none", "some"])

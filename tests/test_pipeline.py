@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from fit_models import compile_model, make_model, outcome, samples
+from heard import warnings_of_package
 from pool import Pool
 from test_replicate import compare, same
+
+import npu_device as npu
 
 SAMPLES = 31
 KINDS = ("shuffled", "repeated", "cached", "records", "seeds", "structures", "odd", "tiny", "full")
@@ -20,10 +25,6 @@ _alone: dict[str, Any] = {}
 
 def _made(kind: str, directory: str) -> Any:
     """Return a pipeline of one kind."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     numbers = tf.data.Dataset.range(11)
 
     def square(number: Any) -> Any:
@@ -54,8 +55,6 @@ def _made(kind: str, directory: str) -> Any:
 
 def body_batches(directory: str) -> dict[str, Any]:
     """Two epochs of each pipeline, by kind, and what it says of itself."""
-    import tensorflow as tf
-
     found: dict[str, Any] = {}
     for kind in KINDS:
         data = _made(kind, directory)
@@ -69,8 +68,6 @@ def body_batches(directory: str) -> dict[str, Any]:
 
 
 def test_batches_are_those_of_one_process(several_ranks: Pool, single: Pool, tmp_path: Path) -> None:
-    import tensorflow as tf
-
     for file in range(3):
         with tf.io.TFRecordWriter(f"{tmp_path}/{file}.records") as writer:
             for record in range(3 + file):
@@ -90,14 +87,8 @@ def test_batches_are_those_of_one_process(several_ranks: Pool, single: Pool, tmp
                     assert max(map(len, parts)) <= -(-len(batches[0]) // several_ranks.size)
 
 
-def body_fit(kind: str, batch: int, directory: str) -> Any:
+def body_fit(kind: str, batch: int) -> Any:
     """``fit`` with validation, and ``evaluate``: on a pipeline, or on a Sequence with ``rows``."""
-    import tensorflow as tf
-    from checkpoint_bodies import warnings_of_package
-
-    import npu_device as npu
-
-    del directory
     x, y = samples(SAMPLES)
     made: list[int] = []
 
@@ -142,18 +133,12 @@ def body_fit(kind: str, batch: int, directory: str) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "batch"), [("pipeline", 9), ("sequence", 9), ("pipeline", 1), ("sequence", 1)])
-def test_fit_is_that_of_one_process(
-    several_keras_ranks: Pool, keras_single: Pool, kind: str, batch: int, tmp_path: Path
-) -> None:
-    compare(several_keras_ranks, keras_single, body_fit, kind, batch, directory=tmp_path)
+def test_fit_is_that_of_one_process(several_keras_ranks: Pool, keras_single: Pool, kind: str, batch: int) -> None:
+    compare(several_keras_ranks, keras_single, body_fit, kind, batch)
 
 
 def body_loop() -> Any:
     """A loop of one's own in a function: sums of the ranks' gradients, over the samples of all."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     x, y = samples(SAMPLES)
     data = npu.distribute.pipeline(
         tf.data.Dataset.from_tensor_slices((x, y)).shuffle(SAMPLES, seed=2), lambda x, y: (2 * x, y), 12
@@ -185,12 +170,6 @@ def test_a_loop_trains_as_one_process(two_ranks: Pool, single: Pool) -> None:
 
 def body_slow_input() -> list[str]:
     """The warnings of a ``fit`` that waits for its data."""
-    import time
-
-    import tensorflow as tf
-    from checkpoint_bodies import warnings_of_package
-
-    import npu_device as npu
 
     def slow(x: Any) -> Any:
         time.sleep(0.3 if x[0, 0] > 18 else 0)  # only where it is timed
@@ -217,10 +196,6 @@ def test_input_that_takes_a_quarter_of_a_step_is_named_once(keras_two_ranks: Poo
 
 def body_refused() -> list[str]:
     """The messages of what can't be divided."""
-    import tensorflow as tf
-
-    import npu_device as npu
-
     rank = npu.distribute.rank()
     numbers = tf.data.Dataset.range(8)
     total = tf.Variable(0, dtype=tf.int64)

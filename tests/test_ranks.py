@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from pool import Pool
+
+import npu_device as npu
 
 
 def body_objects(root: int) -> Any:
-    import npu_device as npu
-
     rank = npu.distribute.rank()
     small = npu.distribute.broadcast_object({"rank": rank}, root)
     large = npu.distribute.broadcast_object(np.full([300_000], rank), root)
@@ -36,8 +37,6 @@ def test_objects(ranks: Pool, size: int) -> None:
 
 
 def body_zero_first(directory: str) -> Any:
-    import npu_device as npu
-
     path = Path(directory) / "prepared"
     with npu.distribute.rank_zero_first() as main:
         if main:
@@ -51,8 +50,6 @@ def test_rank_zero_first(ranks: Pool, size: int, tmp_path: Path) -> None:
 
 
 def body_zero_fails() -> str:
-    import npu_device as npu
-
     try:
         with npu.distribute.rank_zero_first() as main:
             if main:
@@ -71,10 +68,6 @@ def test_rank_zero_fails_first(several_ranks: Pool) -> None:
 
 
 def body_weighted(graph: bool) -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     rank = npu.distribute.rank()
 
     def mean(weight: Any) -> Any:
@@ -99,10 +92,6 @@ def test_weighted_mean(ranks: Pool, size: int, graph: bool) -> None:
 
 
 def body_weighted_numbers() -> list[Any]:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     rank = npu.distribute.rank()
     values = [tf.constant(10 * (rank + 1)), 7, tf.constant(0.1, tf.float64)]
     found = npu.distribute.weighted_mean(values, rank + 1)
@@ -119,10 +108,6 @@ def test_weighted_mean_of_integers_and_doubles(several_ranks: Pool) -> None:
 
 
 def body_metrics() -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     rank, size = npu.distribute.rank(), npu.distribute.size()
     random = np.random.default_rng(1)
     truth, guess = random.integers(0, 2, 97).astype(np.float32), random.random(97).astype(np.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 from pool import Pool
 from test_replicate import TOLERANCE, compare, same
 
+import npu_device as npu
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def body_example(name: str, *arguments: str) -> Any:
     import runpy
-    import sys
 
     before = sys.argv
     sys.argv = [name, *arguments]
@@ -31,8 +33,6 @@ def body_recipe(name: str, directory: str) -> Any:
 
 
 def body_keras_fit(directory: str) -> Any:
-    import npu_device as npu
-
     place = f"{directory}/{npu.distribute.size()}"
     stopped = body_example("keras_fit/train.py", "--directory", place, "--stop_after", "3")
     resumed = body_example("keras_fit/train.py", "--directory", place, "--epochs", "8")

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import job
+import numpy as np
 import pytest
+import tensorflow as tf
+from heard import hears
 from pool import Pool
 
+import npu_device as npu
 
-def body_drift(how: str, settings: dict[str, str], drifts_at: int, steps: int = 8) -> Any:
+
+@hears
+def body_drift(said: list[str], how: str, settings: dict[str, str], drifts_at: int, steps: int = 8) -> Any:
     """Train; after some steps the last rank changes a weight. Return the error and the warnings."""
-    import logging
-    import os
-
-    import numpy as np
-    import tensorflow as tf
-
-    import npu_device as npu
-
     os.environ.update(settings)
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("npu_device").addHandler(handler)
     keras = tf.keras
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input([600]), keras.layers.Dense(600, name="wide"), keras.layers.Dense(1)])
@@ -64,7 +60,6 @@ def body_drift(how: str, settings: dict[str, str], drifts_at: int, steps: int = 
     except Exception as error:
         return f"{type(error).__name__}: {error}", said, int(np.asarray(made))
     finally:
-        logging.getLogger("npu_device").removeHandler(handler)
         for name in settings:
             del os.environ[name]
 
@@ -114,13 +109,6 @@ def body_functions_made_again() -> str:
     """Train with a new function for each step; the last rank changes its weight after the fourth. Rank 0 forgets old
     functions at once, the others never do. Return the error.
     """
-    import gc
-    import os
-
-    import tensorflow as tf
-
-    import npu_device as npu
-
     os.environ["NPU_DEVICE_AUDIT"] = "3"
     weight = tf.Variable([1.0, 2.0])
 
@@ -153,13 +141,6 @@ def test_audits_do_not_depend_on_when_a_rank_forgets_old_functions(two_ranks: Po
 
 def body_not_finite(how: str, value: float, scaled: bool = False) -> Any:
     """Train; the last rank's loss is NaN or infinite at the third step. Return the error and the weights."""
-    import os
-
-    import numpy as np
-    import tensorflow as tf
-
-    import npu_device as npu
-
     os.environ["NPU_DEVICE_CHECK_GRADIENTS"] = "on"
     keras = tf.keras
     keras.utils.set_random_seed(1)
@@ -196,8 +177,6 @@ def body_not_finite(how: str, value: float, scaled: bool = False) -> Any:
 def test_gradients_that_are_not_finite_are_told_with_rank_and_variable(
     keras_ranks: Pool, size: int, how: str, value: str
 ) -> None:
-    import numpy as np
-
     results = keras_ranks.run(body_not_finite, how, float(value))
     if size == 1:
         return
@@ -236,13 +215,12 @@ optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(tf.keras.opti
 optimizer.apply_gradients([(tf.ones([2]), weight), (tf.ones([]), other)])
 if {apart} and rank == 1:
     weight.assign([0.0, 0.0])
-{close}
 """
 
 
-@pytest.mark.parametrize(("apart", "close"), [(True, ""), (True, "npu.close()"), (False, "")])
-def test_ranks_that_end_apart_are_told(tmp_path: Path, apart: bool, close: str) -> None:
-    ended = job.run(tmp_path, 3, ENDED_APART.format(apart=apart, close=close))
+@pytest.mark.parametrize("apart", [True, False])
+def test_ranks_that_end_apart_are_told(tmp_path: Path, apart: bool) -> None:
+    ended = job.run(tmp_path, 3, ENDED_APART.format(apart=apart))
     assert [one.code for one in ended] == [0] * 3, ended[0].output
     together = "".join(one.output for one in ended)
     assert together.count("the ranks ended with different values for ") == apart

@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from pool import Pool
+
+import npu_device as npu
 
 
 def body_apply(graph: bool) -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     def train(sharded: bool) -> Any:
         variables = [tf.Variable(tf.fill(shape, 1.0)) for shape in ([3, 2], [5], [], [4, 4], [2])]
         optimizer = tf.keras.optimizers.Adam(0.1)
@@ -55,10 +54,6 @@ def test_equal_to_the_plain_update(keras_ranks: Pool, graph: bool) -> None:
 
 
 def body_refused() -> list[str]:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     keras = tf.keras
     scaling = getattr(keras.optimizers, "LossScaleOptimizer", None) or keras.mixed_precision.LossScaleOptimizer
     found = []

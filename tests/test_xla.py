@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
+from heard import hears
 from pool import Pool
+
+import npu_device as npu
 
 REMEDY = "jit_compile=False"
 
 
 def body_compiled_functions() -> dict[str, str]:
-    import tensorflow as tf
-
-    import npu_device as npu
     from npu_device.distribute import hccl_ops
 
     handle = npu.open()
@@ -77,20 +78,10 @@ def test_collectives_in_compiled_functions(ranks: Pool) -> None:
             assert text.startswith("RuntimeError") and REMEDY in text and "test_xla.py" in text, (name, text)
 
 
-def body_fit(jit_compile: Any, broadcast: bool, replicate: bool) -> tuple[str, str]:
-    import logging
-
-    import numpy as np
-    import tensorflow as tf
-
-    import npu_device as npu
+@hears
+def body_fit(messages: list[str], jit_compile: Any, broadcast: bool, replicate: bool) -> tuple[str, str]:
     from npu_device.distribute.npu_callbacks import NPUBroadcastGlobalVariablesCallback
 
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("npu_device")
-    log.addHandler(handler)
     model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(3,))])
     if replicate:
         npu.distribute.replicate(model)
@@ -104,7 +95,6 @@ def body_fit(jit_compile: Any, broadcast: bool, replicate: bool) -> tuple[str, s
         result = "trained"
     except Exception as error:
         result = str(error)
-    log.removeHandler(handler)
     return result, " ".join(message for message in messages if "jit_compile" in message)
 
 
@@ -123,20 +113,10 @@ def test_fit(keras_ranks: Pool) -> None:
         assert ["XLA can't compile" in note for _, note in found] == turned_off
 
 
-def body_compiled_call(jit_compile: bool, kind: str) -> tuple[list[Any], int, str]:
+@hears
+def body_compiled_call(messages: list[str], jit_compile: bool, kind: str) -> tuple[list[Any], int, str]:
     """Train a replicated model; return losses and weights, in how many functions XLA was to compile, and messages."""
-    import logging
-
-    import numpy as np
-    import tensorflow as tf
-
-    import npu_device as npu
-
     keras = tf.keras
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("npu_device").addHandler(handler)
     keras.utils.set_random_seed(5)
     inputs = keras.Input((8, 3))
     hidden = keras.layers.Conv1D(4, 3)(inputs)
@@ -151,7 +131,6 @@ def body_compiled_call(jit_compile: bool, kind: str) -> tuple[list[Any], int, st
     x, y = random.normal(size=(20, 8, 3)).astype("float32"), random.integers(0, 2, 20)
     history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, validation_data=(x[:7], y[:7]))
     history = {**history.history, **model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history}
-    logging.getLogger("npu_device").removeHandler(handler)
     step = tf.function(model.train_step, autograph=False)
     definitions = step.get_concrete_function((x[:8], y[:8])).graph.as_graph_def().library.function
     compiled = sum("_XlaMustCompile" in each.attr and each.attr["_XlaMustCompile"].b for each in definitions)

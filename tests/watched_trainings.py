@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any, Callable
+
+import numpy as np
+import tensorflow as tf
+from heard import hears
+
+import npu_device as npu
 
 CASES = ("sgd", "adamw", "lamb", "ema", "clipped weights", "garden")
 """Kinds of training. ``garden`` is the model garden's AdamWeightDecay, for tf-keras."""
@@ -33,7 +38,8 @@ def model_of(variables: int, keras: Any) -> Any:
     return keras.Sequential([keras.Input([16]), *layers, keras.layers.Dense(1)])
 
 
-def train(case: str, variables: int, steps: int, how: str) -> list[str]:
+@hears
+def train(said: list[str], case: str, variables: int, steps: int, how: str) -> list[str]:
     """Train, and return what this rank said.
 
     Args:
@@ -42,16 +48,6 @@ def train(case: str, variables: int, steps: int, how: str) -> list[str]:
         steps: the number of steps, each of them audited.
         how: ``"function"`` or ``"eager"``, with gradients reduced by hand; or ``"wrapped"``, in a function.
     """
-    import numpy as np
-    import tensorflow as tf
-
-    import npu_device as npu
-
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("npu_device")
-    log.addHandler(handler)
     before = os.environ.get("NPU_DEVICE_AUDIT")
     os.environ["NPU_DEVICE_AUDIT"] = "1"
     try:
@@ -78,5 +74,4 @@ def train(case: str, variables: int, steps: int, how: str) -> list[str]:
             call(tf.constant(rng.normal(size=(4, 16)), tf.float32))
         return said
     finally:
-        log.removeHandler(handler)
         os.environ.pop("NPU_DEVICE_AUDIT") if before is None else os.environ.update(NPU_DEVICE_AUDIT=before)

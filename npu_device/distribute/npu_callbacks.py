@@ -5,7 +5,7 @@ from npu_device._src.training.broadcast_callback import (
     broadcast_helper,
     broadcast_keras_model,
 )
-from npu_device._src.training.strategy_scope import npu_broadcast_scope_wrapper
+from npu_device._src.training.variables import npu_broadcast_scope_wrapper
 
 __all__ = [
     "NPUBroadcastGlobalVariablesCallback",

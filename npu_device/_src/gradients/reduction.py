@@ -248,12 +248,13 @@ class ReducedTensors:
     """The results of the reductions of this rank; a part of the job."""
 
     def __init__(self) -> None:
+        self.has_any = False
         self._eager: deque[weakref.ref[Any]] = deque(maxlen=_LATEST)
         self._graphs: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()
 
     def add(self, results: Iterable[Any]) -> None:
         """Remember the results of one reduction: dense tensors, ``tf.IndexedSlices`` and ``None``."""
-        eager = tf.executing_eagerly()
+        eager, self.has_any = tf.executing_eagerly(), True
         for tensor in map(dense_of, results):
             if tensor is not None and eager:
                 self._eager.append(weakref.ref(tensor))

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import tensorflow as tf
 
+from npu_device._src.collectives.job import Job
+from npu_device._src.gradients.reduction import ReducedTensors
 from npu_device._src.tf1.iterations import load_all
-from npu_device._src.training.groups import get_rank_size
+from npu_device._src.training import device
+from npu_device._src.training.digests import named
 from npu_device._src.training.sharded import VARIABLES_OF_ONE_RANK
 from npu_device._src.training.variables import broadcast
+
+_log = logging.getLogger("npu_device")
+_UNREDUCED = (
+    "the graph of this session applies gradients of %s that were not reduced: each of the %d ranks trains a model of "
+    "its own.\nLikely cause: the optimizer isn't wrapped; the result of a reduction isn't used; or only the loss is "
+    "reduced, for printing.\nWhat to do: NPUDistributedOptimizer(optimizer), or apply the result of "
+    "npu.distribute.all_reduce(gradients)."
+)
 
 
 class NpuEmptyHook(tf.compat.v1.train.SessionRunHook):
@@ -53,13 +65,32 @@ class NPUBroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
         self._broadcast: Any = None
 
     def begin(self) -> None:
-        """Add the broadcast to the graph."""
-        self._broadcast = broadcast_global_variables(self._root_rank, self._index) if get_rank_size() > 1 else None
+        """Add the broadcast to the graph; warn if that applies no reduced gradients."""
+        job = device.unless_child()
+        if job is not None and job.cluster.world_size > 1:
+            _warn_if_unreduced(job)
+            self._broadcast = broadcast_global_variables(self._root_rank, self._index)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         """Run the broadcast."""
         if self._broadcast is not None:
             session.run(self._broadcast)
+
+
+def _warn_if_unreduced(job: Job) -> None:
+    """Warn on rank 0 if the graph trains variables by gradients none of which was reduced, and averages none either."""
+    trained: dict[str, Any] = {}
+    assigned = []
+    for operation in tf.compat.v1.get_default_graph().get_operations():
+        inputs = dict(zip((each.name for each in operation.op_def.input_arg), operation.inputs))
+        gradient = inputs.get("grad", inputs.get("delta"))
+        if "var" in inputs and gradient is not None:
+            trained[inputs["var"].op.name] = gradient
+        elif operation.type.startswith("Assign") and "value" in inputs:
+            assigned.append(inputs["value"])  # perhaps a mean of the variable, as in local SGD, or a sum of gradients
+    missing = job.made(ReducedTensors).missing_in([*trained.values(), *assigned])
+    if trained and len(missing) == len(trained) + len(assigned) and job.cluster.rank == 0:
+        _log.warning(_UNREDUCED, named(list(trained)), job.cluster.world_size)
 
 
 def npu_hooks_append(hooks_list: Any = ()) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src.tf1.distributed_optimizer import DelegatingOptimizer, NPUDistributedOptimizer
-from npu_device._src.training.loss_scale_step import all_finite, on_all_ranks, unscaled
+from npu_device._src.training.loss_scale_optimizer import all_finite, on_all_ranks, unscaled
 
 _LARGEST = 3.4e38
 

@@ -145,14 +145,20 @@ class AppliedGradients:
         key = id(compat.inner_variable(variable))
         return any(key in watched.trained and not watched.is_reduced for watched in self._watched.values())
 
+    def skips(self, optimizer: Any) -> bool:
+        """Return True for an eager step in which nothing is to be looked at, which is counted here."""
+        watched = self._watched.get(optimizer)
+        if watched is None or not tf.executing_eagerly() or watched.schedule.is_due():
+            return False
+        if watched.start and watched.is_reduced:
+            return False
+        self._pair, self._reduced_now = None, 0
+        watched.schedule.step(lambda count: NEVER)
+        return True
+
     def look(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Look at what an optimizer is about to apply, if it is time."""
         watched, eager = self._watched.get(optimizer), tf.executing_eagerly()
-        idle = watched is not None and not watched.schedule.is_due() and not (watched.start and watched.is_reduced)
-        if watched is not None and eager and idle:
-            self._pair, self._reduced_now = None, 0
-            watched.schedule.step(lambda count: NEVER)
-            return
         present = [(one, variable) for one, variable in zip(gradients, variables) if tf.is_tensor(dense_of(one))]
         is_inner = hasattr(optimizer, "inner_optimizer") or _has_replicas()
         if not present or is_inner or not can_compare() or compat.compiled_by_xla():
@@ -231,7 +237,8 @@ class AppliedGradients:
         own = _own({rank: [one for step, one in each if step == earlier[0]] for rank, each in posted.items()})
         if len(own) == size and earlier[1] not in own[mine]:
             watched.is_reduced = True
-        elif len(own) == size and all(own.values()):
+        # Local SGD may average for the first time much later; variables that nothing averages are named at the end.
+        elif len(own) == size and all(own.values()) and self._job.made(ReducedTensors).has_any:
             watched.is_reduced = False
             # Some of the variables may be meant for this rank alone, unless they were equal on all ranks.
             if not self._are_equal_otherwise(watched) and all(self._last_word.knows(number) for number, _ in only):
@@ -307,13 +314,14 @@ def _hook(original: Callable[..., Any], parameter: str) -> Callable[..., Any]:
         given, rest = list(args[0] if args else kwargs.pop(parameter)), args[1:]
         job = current()
         watching = None if job is None or job.is_parents else job.part(AppliedGradients)
-        if watching is None:
+        reduction = None if watching is None or parameter != "grads" else _reduction_inside(self)
+        if reduction is not None:
+            variables = compat.variables_to_update(self, *rest, **kwargs)
+            return reduction.apply(self, functools.partial(original, self), given, variables)
+        if watching is None or watching.skips(self):
             return original(self, given, *rest, **kwargs)
         if parameter == "grads":
             gradients, variables = given, compat.variables_to_update(self, *rest, **kwargs)
-            reduction = _reduction_inside(self)
-            if reduction is not None:
-                return reduction.apply(self, functools.partial(original, self), given, variables)
         else:
             gradients, variables = [one for one, _ in given], [variable for _, variable in given]
         try:

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.cluster import rendezvous
+from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ChildOfRankError, ClusterError
 from npu_device._src.collectives import job as jobs
 from npu_device._src.collectives import resources
@@ -287,6 +288,15 @@ def unless_child() -> Job | None:
     to do for calls that begin or prepare training.
     """
     return None if parent_of_this_process() else running_job()
+
+
+def place() -> Cluster | ParentRank | None:
+    """Return what tells the rank of this process, as ``running_job``; in a child of a rank its parent."""
+    parent = parent_of_this_process()
+    if parent is not None:
+        return parent
+    job = running_job()
+    return None if job is None else job.cluster
 
 
 def parent_of_this_process() -> ParentRank | None:

@@ -17,7 +17,7 @@ from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.moves import all_gather
 from npu_device._src.gradients.reduction import Gradient
 from npu_device._src.training.digests import SHOWN_RANKS, SHOWN_VARIABLES, variable_name
-from npu_device._src.training.loss_scale_step import all_finite
+from npu_device._src.training.loss_scale_optimizer import all_finite
 from npu_device._src.training.world import World
 
 

@@ -120,8 +120,7 @@ def get_rank_size(group: str = WORLD_GROUP) -> int:
 
 @tf.autograph.experimental.do_not_convert
 def get_local_rank_size(group: str = WORLD_GROUP) -> int:
-    """Return the number of ranks of the group on the host of the caller; 1 on a single device. Argument and errors are
-    those of ``get_rank_size``.
+    """Return the number of ranks of the group on the host of the caller; 1 on a single device.
 
     Args:
         group: name of the group, default the group of all ranks.
@@ -135,8 +134,7 @@ def get_local_rank_size(group: str = WORLD_GROUP) -> int:
 
 @tf.autograph.experimental.do_not_convert
 def get_rank_id(group: str = WORLD_GROUP) -> int:
-    """Return the calling rank's rank in a group; 0 on a single device. Argument and errors are those of
-    ``get_rank_size``.
+    """Return the calling rank's rank in a group; 0 on a single device.
 
     Args:
         group: name of the group, default the group of all ranks.
@@ -154,8 +152,6 @@ def get_rank_id(group: str = WORLD_GROUP) -> int:
 @tf.autograph.experimental.do_not_convert
 def get_local_rank_id(group: str = WORLD_GROUP) -> int:
     """Return the index of this rank, from 0, among the ranks of the group on its host; 0 on a single device.
-
-    Argument and errors are those of ``get_rank_size``.
 
     Args:
         group: name of the group, default the group of all ranks.
@@ -212,11 +208,8 @@ def get_group_rank_from_world_rank(world_rank_id: int, group: str) -> int:
 
 
 def _rank_and_size() -> tuple[int, int]:
-    parent = device.parent_of_this_process()
-    if parent is not None:
-        return parent.rank, parent.world_size
-    job = device.running_job()
-    return (0, 1) if job is None else (job.cluster.rank, job.cluster.world_size)
+    place = device.place()
+    return (0, 1) if place is None else (place.rank, place.world_size)
 
 
 def _made() -> dict[str, Group]:

@@ -8,10 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.collectives.dtypes import mean_dtype
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
 from npu_device._src.gradients.sparse import weighted, with_values
 from npu_device._src.training import device
+from npu_device._src.training.reduce_values import floating
 from npu_device._src.training.world import world, world_unless_child
 
 
@@ -26,11 +26,8 @@ def rank() -> int:
     >>> npu.distribute.rank(), npu.distribute.size(), npu.distribute.is_main()  # a single device
     (0, 1, True)
     """
-    parent = device.parent_of_this_process()
-    if parent is not None:
-        return parent.rank
-    ranks = world()
-    return 0 if ranks is None else ranks.rank
+    place = device.place()
+    return 0 if place is None else place.rank
 
 
 @tf.autograph.experimental.do_not_convert
@@ -40,11 +37,8 @@ def size() -> int:
     Raises:
         RuntimeError: the environment names several ranks, but the job can't be joined any more.
     """
-    parent = device.parent_of_this_process()
-    if parent is not None:
-        return parent.world_size
-    ranks = world()
-    return 1 if ranks is None else ranks.size
+    place = device.place()
+    return 1 if place is None else place.world_size
 
 
 @tf.autograph.experimental.do_not_convert
@@ -55,11 +49,8 @@ def local_rank() -> int:
     Raises:
         RuntimeError: the environment names several ranks, but the job can't be joined any more.
     """
-    parent = device.parent_of_this_process()
-    if parent is not None:
-        return parent.local_rank
-    ranks = world()
-    return 0 if ranks is None else ranks.job.cluster.local_rank
+    place = device.place()
+    return 0 if place is None else place.local_rank
 
 
 @tf.autograph.experimental.do_not_convert
@@ -69,11 +60,8 @@ def local_size() -> int:
     Raises:
         RuntimeError: the environment names several ranks, but the job can't be joined any more.
     """
-    parent = device.parent_of_this_process()
-    if parent is not None:
-        return parent.local_size
-    ranks = world()
-    return 1 if ranks is None else ranks.job.cluster.local_size
+    place = device.place()
+    return 1 if place is None else place.local_size
 
 
 @tf.autograph.experimental.do_not_convert
@@ -236,12 +224,8 @@ def weighted_mean(values: Any, weight: Any) -> Any:
         )
     part = tf.math.divide_no_nan(mine, ranks.add_up(mine))
 
-    parts = [weighted(with_values(value, _as_mean), part) for value in tf.nest.flatten(values)]
+    parts = [weighted(with_values(value, floating), part) for value in tf.nest.flatten(values)]
     return tf.nest.pack_sequence_as(values, reduce_list(ranks.job, parts, ReductionOptions("sum"), ranks.group))
-
-
-def _as_mean(values: tf.Tensor) -> tf.Tensor:
-    return tf.cast(values, mean_dtype(values.dtype)) if values.dtype.is_integer else values
 
 
 def metric_results(metrics: Any) -> dict[str, Any]:

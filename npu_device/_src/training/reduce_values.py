@@ -111,14 +111,15 @@ def _reduce_in_step(step: CurrentStep, tensors: list[Any], how: ReductionOptions
         return step.reduce(tensors, how)
     weight = step.weight if kind == "mean" else step.counts
     parts = [
-        weighted(step.to_exchange(with_values(each, _floating) if kind == "mean" else each), weight) for each in tensors
+        weighted(step.to_exchange(with_values(each, floating) if kind == "mean" else each), weight) for each in tensors
     ]
     reduced = [step.exchanged(each) for each in step.reduce(parts, replace(how, kind="sum"))]
     step.reduced += reduced
     return reduced
 
 
-def _floating(values: tf.Tensor) -> tf.Tensor:
+def floating(values: tf.Tensor) -> tf.Tensor:
+    """Return values as their mean: integers become floating-point numbers."""
     return tf.cast(values, mean_dtype(values.dtype)) if values.dtype.is_integer else values
 
 

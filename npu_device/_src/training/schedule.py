@@ -21,24 +21,29 @@ from npu_device._src.collectives.graph import runs_if_fetched, step_data
 FIRST_LOOKS = (4, 7, 10, 20)
 NEVER = 1 << 62
 
-_not_yet = threading.local()
+_thread = threading.local()
 
 
 @contextlib.contextmanager
-def not_yet() -> Iterator[None]:
-    """Compare nothing of steps in the block, which are only traced to make variables."""
-    _not_yet.holds = True
+def only_building() -> Iterator[None]:
+    """Compare and reduce nothing of steps in the block, which are only traced to make variables."""
+    _thread.builds = True
     try:
         yield
     finally:
-        _not_yet.holds = False
+        _thread.builds = False
+
+
+def is_only_building() -> bool:
+    """Return whether a step is traced only to make its variables."""
+    return getattr(_thread, "builds", False)
 
 
 def can_compare() -> bool:
     """Return whether the ranks can compare what belongs to a step: not in a session's graph, and not while a step is
     only traced to make variables.
     """
-    return not (getattr(_not_yet, "holds", False) or runs_if_fetched())
+    return not (is_only_building() or runs_if_fetched())
 
 
 def next_look(count: int, after: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from npu_device._src import environment
+from npu_device._src import compat, environment
 from npu_device._src.collectives.job import Job
 
 _LIMIT = 1 << 32  # numpy takes no larger seed
@@ -64,6 +64,20 @@ def set_everywhere(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     tf.random.set_seed(seed)
+
+
+def random_states() -> tuple[Any, Any, Any]:
+    """Return the random states of Python, numpy and TensorFlow."""
+    return random.getstate(), np.random.get_state(), compat.random_state()
+
+
+def set_random_states(states: tuple[Any, Any, Any]) -> None:
+    """Set what ``random_states`` has returned, perhaps on another rank."""
+    python, numpy, tensorflow = states
+    random.setstate(python)
+    np.random.set_state(numpy)
+    if compat.random_state() != tensorflow:
+        compat.set_random_state(tensorflow)
 
 
 def _utils_of_kerases() -> list[Any]:

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.training.reachable import reachable
-from npu_device._src.training.schedule import not_yet
+from npu_device._src.training.schedule import only_building
 
 
 def training_variables(model: Any) -> list[Any]:
@@ -81,7 +81,7 @@ def build_optimizer(model: Any) -> None:
 def trace_step(model: Any, step: Callable[[Any], Any], batch_spec: Any) -> None:
     """Make all variables that a step of a model makes by tracing it with a ``tf.TypeSpec``; nothing is computed."""
     autograph = not compat.is_keras_3(compat.keras_of(model))  # as each Keras traces the step itself
-    with not_yet():
+    with only_building():
         tf.function(step, autograph=autograph).get_concrete_function(batch_spec)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from npu_device._src.training.checkpoint import random_state
+from npu_device._src import compat
 from npu_device._src.training.checkpoint.shared import trackable
 
 
@@ -47,8 +47,8 @@ class Own:
                 tensors=values,
             )
         record = {
-            "random": random_state.of_process(),
-            "generators": {name: random_state.of_generator(thing) for name, thing in self._generators.items()},
+            "random": _state_of_process(),
+            "generators": {name: _state_of_generator(thing) for name, thing in self._generators.items()},
             "differing": list(differing),
         }
         with Path(f"{prefix}.json").open("w", encoding="utf-8") as file:
@@ -67,13 +67,13 @@ class Own:
                 lost.append(f"{', '.join(self._trackables)}: not in the checkpoint")
         for name, thing in self._generators.items():
             if name in record["generators"]:
-                random_state.set_generator(thing, record["generators"][name])
+                _set_generator(thing, record["generators"][name])
             else:
                 lost.append(f"{name}: not in the checkpoint")
         known = [path for path in record["differing"] if path in variables]
         _assign(f"{prefix}.differing", known, variables)
         lost += [f"{path}: it doesn't exist yet" for path in record["differing"] if path not in variables]
-        random_state.set_process(record["random"])
+        _set_process(record["random"])
         return lost
 
 
@@ -87,3 +87,58 @@ def _assign(prefix: str, paths: Sequence[str], variables: Mapping[str, Any]) -> 
         )
         for path, value in zip(paths, values):
             variables[path].assign(value)
+
+
+# Random states as plain values for JSON.
+
+
+def _state_of_process() -> dict[str, Any]:
+    """Return the states of ``random``, ``numpy.random``, TensorFlow's seed and its eager operations."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    seed, position = compat.random_state()
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "tensorflow": [seed, position],
+    }
+
+
+def _set_process(state: dict[str, Any]) -> None:
+    """Set what ``_state_of_process`` has returned, also after it has been JSON."""
+    random.setstate(_tuples(state["python"]))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.asarray(keys, np.uint32), *rest))
+    seed, position = state["tensorflow"]
+    if compat.random_state()[0] is not None or seed is not None:
+        compat.set_random_state((seed, _tuples(position)))
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _state_of_generator(generator: Any) -> Any:
+    """Return the state of a ``random.Random`` or a ``numpy.random.Generator``."""
+    return generator.getstate() if isinstance(generator, random.Random) else _plain(generator.bit_generator.state)
+
+
+def _set_generator(generator: Any, state: Any) -> None:
+    """Set what ``_state_of_generator`` has returned, also after it has been JSON."""
+    if isinstance(generator, random.Random):
+        generator.setstate(_tuples(state))
+    else:
+        generator.bit_generator.state = _arrays(state)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, np.ndarray):
+        return {"array": value.tolist(), "dtype": value.dtype.name}
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _arrays(value: Any) -> Any:
+    if isinstance(value, dict) and set(value) == {"array", "dtype"}:
+        return np.asarray(value["array"], value["dtype"])
+    return {key: _arrays(part) for key, part in value.items()} if isinstance(value, dict) else value

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from npu_device._src.training.fit.rehearsal import Outcome, Part, Rehearsal
+from npu_device._src.training.fit.rehearsal import Outcome, Rehearsal
 from npu_device._src.training.fit.whereabouts import where
 from npu_device._src.training.same_variables import variable_name
 
@@ -34,11 +34,6 @@ class Difference:
     name: str  # of its variable
     size: float  # of the difference, relative to the gradient
     is_sum: bool  # it is the sum over the parts
-
-
-def weights_of(parts: Sequence[Part]) -> list[float]:
-    """Return the parts' fractions of the samples."""
-    return [part.weight for part in parts]
 
 
 def repeats(first: Outcome, second: Outcome) -> bool:

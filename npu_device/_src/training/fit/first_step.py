@@ -18,9 +18,8 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.training import training_state
 from npu_device._src.training.fit import findings, start, whereabouts
-from npu_device._src.training.fit.rehearsal import Part, Rehearsal, random_state_kept
+from npu_device._src.training.fit.rehearsal import NotChecked, Part, Rehearsal, random_state_kept
 from npu_device._src.training.fit.share import run_of, shapes_of, units_of
-from npu_device._src.training.fit.virtual_ranks import NotChecked
 from npu_device._src.training.fit.well_known import needs_no_check
 from npu_device._src.training.world import World
 
@@ -153,7 +152,7 @@ def _examine(function: Function, batch: Any) -> _Verdict:
     precision = _precision(function.model)
     with _moved(rehearsal.variables, precision):
         [moved] = rehearsal.run([whole])
-    runs = findings.Runs(first, [second, moved], divided, findings.weights_of(parts), 100 * precision)
+    runs = findings.Runs(first, [second, moved], divided, [part.weight for part in parts], 100 * precision)
     return _judge(function, spec, rehearsal, runs, before, [whole, *parts])
 
 

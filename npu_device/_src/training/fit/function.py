@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any, Callable
 from npu_device._src import compat, environment
 from npu_device._src.training import training_state
 from npu_device._src.training.fit import first_step, randomness, start
-from npu_device._src.training.fit.batches import again, pull
+from npu_device._src.training.fit.batches import InputWait, again, pull
 from npu_device._src.training.fit.divided import Divided
-from npu_device._src.training.fit.input_wait import InputWait
 from npu_device._src.training.fit.randomness import NumbersOfRank
 from npu_device._src.training.fit.share import Share, content, is_divided, require_units, rows_of, tag_of
-from npu_device._src.training.fit.sources import can_be_sent, require_same_mark, same_everywhere, warn_if_all_the_same
+from npu_device._src.training.fit.sources import require_same_mark, same_everywhere, warn_if_all_the_same
 from npu_device._src.training.fit.step import Replaced, RunningChecksum, divide
 
 if TYPE_CHECKING:
@@ -50,7 +49,6 @@ class Function:
         self._begins = True
         self._is_built = False
         self._checked = ""
-        self._sendable = False
         self._has_drawn = False
         self._input_wait = InputWait() if kind == "train" and self.world.is_main else None
 
@@ -141,7 +139,6 @@ class Function:
         if training or not self._replica.in_fit:
             start.synchronise(world, model, training, self._replica.root_for_once())
         self._parts = start.parts_of(model)
-        self._sendable = bool(pulled) and can_be_sent(batches, pulled[0])
         if own_data and type(self.source) is Divided:
             warn_if_all_the_same(world, start.digest(pulled))
         elif own_data:
@@ -157,11 +154,6 @@ class Function:
 
     def send_from_root(self, sent: bool) -> None:
         """Let rank 0's batches be sent to all ranks from now on, or not any more."""
-        if sent and not self._sendable:
-            raise ValueError(
-                "rank 0's batches can't be sent to all ranks: they have strings, sparse or ragged tensors, or sizes "
-                "that vary.\nWhat to do: give all ranks the same batches, by a seed wherever they are shuffled."
-            )
         if sent != self.from_root:
             self.from_root = sent
             self._make_anew()

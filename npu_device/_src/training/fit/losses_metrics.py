@@ -246,9 +246,9 @@ def _sees_everything(metric: Any) -> bool:
     base = keras.metrics.Metric
     function = compat.function_of_metric(metric)
     if function is not None:
-        return not _is_keras(getattr(function, "__module__", None))
+        return not compat.belongs_to_keras(function)
     updating = next(cls for cls in type(metric).__mro__ if "update_state" in vars(cls))
-    return updating is base or not _is_keras(updating.__module__)
+    return updating is base or not compat.belongs_to_keras(updating)
 
 
 def _is_plain_mean(metric: Any) -> bool:
@@ -256,7 +256,3 @@ def _is_plain_mean(metric: Any) -> bool:
     keras = compat.keras_of(metric)
     own = type(metric).update_state
     return any(own is kind.update_state for kind in (keras.metrics.Mean, keras.metrics.Sum))
-
-
-def _is_keras(module: str | None) -> bool:
-    return (module or "").split(".", 1)[0] in ("keras", "tf_keras")

@@ -14,8 +14,8 @@ from npu_device._src.gradients.reduction import Gradient, ReductionOptions, redu
 from npu_device._src.gradients.sparse import weighted
 from npu_device._src.training.applied_gradients import REDUCTION, reduction_of
 from npu_device._src.training.fit.current import CurrentStep, current_step, reduced_by_step
-from npu_device._src.training.fit.start import is_building
 from npu_device._src.training.optimizer_wrapper import GradientReduction, install, with_rows_for
+from npu_device._src.training.schedule import is_only_building
 from npu_device._src.training.world import World
 
 
@@ -29,14 +29,14 @@ class WeightedReduction(GradientReduction):
 
     def begin(self, optimizer: Any, variables: Iterable[Any]) -> None:
         """Make the ranks begin with the same variables, unless ``fit`` has done so."""
-        if current_step() is None and not is_building():
+        if current_step() is None and not is_only_building():
             super().begin(optimizer, variables)
 
     def reduce(self, gradients: Iterable[Gradient]) -> list[Gradient]:
         """Return the gradient of the whole batch."""
         gradients, step = list(gradients), current_step()
         if step is None:
-            return gradients if is_building() else super().reduce(gradients)
+            return gradients if is_only_building() else super().reduce(gradients)
         if reduced_by_step(gradients):
             return gradients
         gradients = self.part_of(gradients, step)

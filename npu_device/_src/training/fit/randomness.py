@@ -83,7 +83,11 @@ class NumbersOfRank:
         """
         state = own(*args, **kwargs)
         zeros = [0] * (int(state.shape[0]) - 1)
-        offset = [*zeros, self._offset] if _is_of_tensorflow(own) else [self._offset, *zeros]
+        offset = (
+            [*zeros, self._offset]
+            if isinstance(getattr(own, "__self__", None), tf.random.Generator)
+            else [self._offset, *zeros]
+        )
         return tf.add(state, tf.constant(offset, state.dtype), name=MARK)
 
 
@@ -93,10 +97,6 @@ def _replace_output(operation: tf.Operation, tensor: tf.Tensor) -> None:
         for place, each in enumerate(user.inputs):
             if each is before:
                 compat.replace_input(user, place, tensor)
-
-
-def _is_of_tensorflow(own: Callable[..., Any]) -> bool:
-    return isinstance(getattr(own, "__self__", None), tf.random.Generator)
 
 
 def report(model: Any, draws: Sequence[Draw]) -> None:

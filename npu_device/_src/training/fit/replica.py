@@ -33,16 +33,15 @@ from npu_device._src import compat
 from npu_device._src.training import training_state, xla
 from npu_device._src.training.fit import files, start, statement
 from npu_device._src.training.fit.arguments import Arguments
-from npu_device._src.training.fit.divided import Divided, with_equal_length
+from npu_device._src.training.fit.divided import Divided, has_rows, rows_of_rank, with_equal_length
 from npu_device._src.training.fit.epochs import callbacks_of_rank, counters_from_root, silent
 from npu_device._src.training.fit.function import Function
 from npu_device._src.training.fit.optimizer import replicate_optimizer
 from npu_device._src.training.fit.pipeline import Pipeline
-from npu_device._src.training.fit.row_sequence import has_rows, rows_of_rank
 from npu_device._src.training.fit.sources import kinds_that_differ
 from npu_device._src.training.fit.step import predict_step, train_or_test_step
 from npu_device._src.training.same_variables import warn_if_different
-from npu_device._src.training.strategy_scope import require_no_strategy
+from npu_device._src.training.variables import require_no_strategy
 from npu_device._src.training.world import World, world_unless_child
 
 _REPLICA = "_npu_replica"

@@ -58,21 +58,6 @@ def same_everywhere(world: World, source: Any, digest: int, rows: int) -> bool:
     )
 
 
-def can_be_sent(batches: Any, batch: Any) -> bool:
-    """Return True if rank 0 can send all batches of an iterator, given one: numbers, whose number of samples alone
-    varies.
-    """
-    if isinstance(batches, tf.data.Iterator):
-        specs = tf.nest.flatten(batches.element_spec)
-    else:
-        specs = [tf.type_spec_from_value(leaf) for leaf in tf.nest.flatten(batch) if leaf is not None]
-    return all(
-        isinstance(spec, tf.TensorSpec) and spec.dtype != tf.string and spec.shape[1:].is_fully_defined()
-        for spec in specs
-        if type(spec).__name__ != "NoneTensorSpec"
-    )
-
-
 def kinds_that_differ(world: World, checksums: dict[str, int], in_fit: bool, own_data: Sequence[str]) -> list[str]:
     """Compare all batches since the last comparison, after the first batches were the same.
 

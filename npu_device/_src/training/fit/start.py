@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Callable
 
-import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.training import layer_state, training_state
+from npu_device._src.training import layer_state, seed, training_state
 from npu_device._src.training.digests import checksum
 from npu_device._src.training.world import World
 
@@ -26,13 +22,9 @@ def share_random_state(world: World) -> None:
     """
     if world.is_main and compat.random_state()[0] is None:
         tf.random.set_seed(random.SystemRandom().randrange(1 << 31))
-    mine = (random.getstate(), np.random.get_state(), compat.random_state())
-    python, numpy, tensorflow = world.object_from_root(mine)
+    found = world.object_from_root(seed.random_states())
     if not world.is_main:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        if mine[2] != tensorflow:
-            compat.set_random_state(tensorflow)
+        seed.set_random_states(found)
 
 
 def spec_of(model: Any, batches: Any, batch: Any) -> Any:
@@ -67,29 +59,7 @@ def _trace(model: Any, step: Callable[[Any], Any], spec: Any, divide: Callable[[
             tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data)
         )
 
-    with _building():
-        training_state.trace_step(model, lambda data: step(share(data)), spec)
-
-
-class _State(threading.local):
-    building = False
-
-
-_state = _State()
-
-
-@contextlib.contextmanager
-def _building() -> Iterator[None]:
-    _state.building = True
-    try:
-        yield
-    finally:
-        _state.building = False
-
-
-def is_building() -> bool:
-    """Return True while a step is traced only to make its variables."""
-    return _state.building
+    training_state.trace_step(model, lambda data: step(share(data)), spec)
 
 
 def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) -> None:

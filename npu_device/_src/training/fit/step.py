@@ -86,8 +86,29 @@ def _take(function: Function, data: Any) -> Any:
         function.checksum.add(data)
         return data
     leaves = tf.nest.flatten(data)
-    arrived = iter(function.world.from_root([leaf for leaf in leaves if leaf is not None]))
-    return tf.nest.pack_sequence_as(data, [None if leaf is None else next(arrived) for leaf in leaves])
+    arrived = iter(function.world.from_root([leaf for leaf in leaves if _is_sent_as_it_is(leaf)]))
+    as_bytes = functools.partial(_sent_as_bytes, function.world)
+    found = [
+        next(arrived) if _is_sent_as_it_is(leaf) else tf.nest.map_structure(as_bytes, leaf, expand_composites=True)
+        for leaf in leaves
+    ]
+    return tf.nest.pack_sequence_as(data, found)
+
+
+def _is_sent_as_it_is(leaf: Any) -> bool:
+    return isinstance(leaf, tf.Tensor) and leaf.dtype != tf.string and leaf.shape[1:].is_fully_defined()
+
+
+def _sent_as_bytes(world: World, tensor: Any) -> Any:
+    """Return rank 0's tensor: strings, or parts of sparse and ragged ones, whose sizes the other ranks don't know."""
+    if tensor is None:
+        return None
+    mine = tf.io.decode_raw(tf.io.serialize_tensor(tensor), tf.uint8)
+    [length] = world.from_root([tf.size(mine, tf.int64)])
+    [sent] = world.from_root([mine if world.is_main else tf.zeros([length], tf.uint8)])
+    every = tf.constant([bytes([value]) for value in range(256)])
+    found = tf.io.parse_tensor(tf.strings.reduce_join(tf.gather(every, tf.cast(sent, tf.int32))), tensor.dtype)
+    return tf.ensure_shape(found, tensor.shape)
 
 
 class RunningChecksum:

@@ -1,0 +1,33 @@
+"""What the package warns of while a body runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any, Callable
+
+
+@contextlib.contextmanager
+def warnings_of_package() -> Iterator[list[str]]:
+    """Collect what the package warns of."""
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("npu_device").addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logging.getLogger("npu_device").removeHandler(handler)
+
+
+def hears(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a body, as its first argument, the list of what the package warns of while it runs."""
+
+    @functools.wraps(body)
+    def call(*arguments: Any) -> Any:
+        with warnings_of_package() as said:
+            return body(said, *arguments)
+
+    return call
