@@ -197,7 +197,8 @@ def _run(
     The stall watch learns from when to when it runs: a rank that stops in it would not be missed before the next
     agreement, which the others never reach. The agreement has a watch of its own.
     """
-    gpu, cpu = job.hosts.uses_nccl(tensor.dtype), job.device("CPU")
+    cpu, (device, kind_of_device) = job.device("CPU"), _device(job, tensor.dtype)
+    gpu = kind_of_device == "GPU"
     sequence, watch = sequence_of(job, group), job.stall_watch.transfers_of(group, cpu)
     watch.begin(tensor)
     shape = tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
@@ -210,11 +211,17 @@ def _run(
         "instance_key": key,
         "communication_hint": "nccl" if gpu else "auto",
     }
-    with tf.device(job.device("GPU") if gpu else cpu):
+    with tf.device(device):
         result = launch(keys)
     watch.end(result)
     sequence.note(kind, result)
     return result
+
+
+def _device(job: Job, dtype: tf.DType) -> tuple[str, str]:
+    """Return the device on which tensors of a dtype travel, and its kind; the same on every rank."""
+    kind = "GPU" if job.hosts.uses_nccl(dtype) else "CPU"
+    return job.device(kind), kind
 
 
 def _order(job: Job, group: Group, dtype: tf.DType) -> dict[str, Any]:
@@ -224,5 +231,5 @@ def _order(job: Job, group: Group, dtype: tf.DType) -> dict[str, Any]:
     """
     if tf.executing_eagerly():
         return {"ordering_token": []}
-    nccl = job.hosts.uses_nccl(dtype)
-    return {"ordering_token": [order_of_nccl(job) if nccl else sequence_of(job, group).lane()]}
+    _, kind = _device(job, dtype)
+    return {"ordering_token": [order_of_nccl(job) if kind == "GPU" else sequence_of(job, group).lane()]}
