@@ -23,7 +23,7 @@ _TIMES_ROUNDING = 30.0  # of what the perturbed run moves; sums over ranks are r
 _LEAST = 1e-6  # of a tensor's norm: float32's own rounding in sums of a few hundred terms
 _LEAST_UNPERTURBED = 1e-3  # of sessions, whose inputs aren't changed, and of averages, that may travel in 16 bits
 _ROUNDINGS = 4 * 2.0**-23  # of the norm of the weights: float32 rounds them at each update
-_MOST = 0.75  # of the variables' updates; what moves these may move any
+_MOST = 0.75  # of the variables; what moves these may move any
 _PURE = 0.1  # of a tensor's norm: less is left when the other run's is scaled, so it is a multiple
 
 
@@ -127,24 +127,27 @@ def compare(one: Record, again: Record, other: Record) -> list[Deviation]:
     for number, steps in enumerate(zip(one.steps, again.steps, other.steps)):
         first = steps[0]
         least = max(_LEAST if first.rows and one is not again else _LEAST_UNPERTURBED, one.last_bit)
-        updates = [record.update(number) for record in (one, again, other)]
-        # An update is what is left when rounded weights are subtracted. Adam's of a gradient near 0 is all rounding,
-        # which the perturbed run shows in some variables only.
+        # An update is what is left when rounded weights are subtracted.
         rounding = _ROUNDINGS * np.linalg.norm(first.weights, axis=1)
-        if len(updates[0]) and updates[0].shape == updates[1].shape:
-            sizes = np.linalg.norm(updates[0], axis=1)
-            moved = np.nan_to_num(np.linalg.norm(updates[1] - updates[0], axis=1) / (sizes + 1e-30))
-            rounding[: len(sizes)] += _TIMES_ROUNDING * np.quantile(moved, _MOST) * sizes
         for kind, names, arrays in (
             (GRADIENT, first.names, [step.gradients for step in steps]),
-            (UPDATE, first.names, updates),
+            (UPDATE, first.names, [record.update(number) for record in (one, again, other)]),
             (STATE, first.names[first.trained :], [step.weights[first.trained :] for step in steps]),
         ):
             if len({array.shape for array in arrays}) == 1:
                 floor = _LEAST * float(np.nanmax(np.abs(arrays[0]), initial=0))
+                common = 0.0 if kind == STATE else _TIMES_ROUNDING * _moved_by_most(*arrays[:2])
                 for name, more, *values in zip(names, rounding if kind == UPDATE else 0 * rounding, *arrays):
-                    found += deviation(number + 1, kind, name, values, least, floor, more)
+                    found += deviation(number + 1, kind, name, values, least + common, floor, more)
     return found
+
+
+def _moved_by_most(one: np.ndarray, again: np.ndarray) -> float:
+    """Return by which part of their norm most variables have moved: sums of many terms, and Adam's update of a gradient
+    near 0, are rounded in other variables than the perturbed run shows.
+    """
+    moved = np.linalg.norm(again - one, axis=1) / (np.linalg.norm(one, axis=1) + 1e-30)
+    return float(np.quantile(np.nan_to_num(moved), _MOST)) if len(moved) else 0.0
 
 
 def deviation(
