@@ -39,7 +39,7 @@ def batches(kind: str, divides: bool) -> Any:
     def flipped(file: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
         return tf.image.stateless_random_flip_left_right(decoded(file), seed)
 
-    if not divides:  # as with any data set, of which each rank takes its share later
+    if not divides:  # as with any dataset, of which each rank takes its share later
         one = decoded if kind != "augmented" else lambda file: flipped(file, tf.constant([1, 2]))
         return source.map(one, tf.data.AUTOTUNE).batch(_BATCH).prefetch(tf.data.AUTOTUNE)
     if kind == "augmented":

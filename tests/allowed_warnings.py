@@ -21,7 +21,7 @@ ALLOWED: list[tuple[str, type[Warning], str]] = [
     (
         "`shuffle=True` was passed, but will be ignored",
         UserWarning,
-        "Keras 3, at every fit on a data set, for its own default",
+        "Keras 3, at every fit on a dataset, for its own default",
     ),
     (
         "Gradients do not exist for variables",

@@ -286,7 +286,7 @@ def body_unshuffled(kind: str) -> Any:
         with warnings_of_package() as said:
             if kind == "shuffle":
                 tf.keras.utils.set_random_seed(rank)
-                for _ in range(10 * rank):  # the functions in the data set are numbered otherwise on each rank
+                for _ in range(10 * rank):  # the functions in the dataset are numbered otherwise on each rank
                     tf.function(lambda: 1)()
                 noise = tf.keras.layers.GaussianNoise(0.1)  # in Keras 3 with a generator of its own
                 table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([0, 1, 2], [0, 1, 2]), -1)

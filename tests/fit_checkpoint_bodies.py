@@ -148,7 +148,7 @@ def fresh(directory: str) -> str:
 
 
 def body_same_bits(directory: str, kind: str) -> dict[str, Any]:
-    """Train without a break; with one within an epoch, and for a data set another after one; and when all is done.
+    """Train without a break; with one within an epoch, and for a dataset another after one; and when all is done.
 
     After the break the arrays' fit goes on from what an error has left, the others from what the whole one had written
     by then, as if all ranks had been killed.

@@ -143,7 +143,7 @@ def body_kept_memory() -> int:
 
 
 def test_freed_memory_is_kept_for_the_next_transfer(tensorflow_ranks: Pool) -> None:
-    assert min(tensorflow_ranks.run(body_kept_memory)) > 150 << 20
+    assert min(tensorflow_ranks.run(body_kept_memory)) > 100 << 20  # some blocks were free before
 
 
 def body_many_at_once() -> tuple[list[float], int]:

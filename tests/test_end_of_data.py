@@ -1,4 +1,4 @@
-"""A step that ends with its data set: ``next`` in the ``tf.function``, and the end as an error of the step."""
+"""A step that ends with its dataset: ``next`` in the ``tf.function``, and the end as an error of the step."""
 
 from __future__ import annotations
 

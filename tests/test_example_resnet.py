@@ -1,4 +1,4 @@
-"""The example `examples/resnet_ctl`: its data set as the official parser reads it, and three steps on 1 and 2 ranks.
+"""The example `examples/resnet_ctl`: its dataset as the official parser reads it, and three steps on 1 and 2 ranks.
 
 The collectives and the launcher have their own tests. Its processes are forked where TensorFlow is imported already.
 """
@@ -108,7 +108,7 @@ def test_maker_leaves_other_records_alone(tmp_path: Path) -> None:
     (tmp_path / "train-00000-of-01024").write_bytes(b"not ours")
     done = run(tmp_path, MAKER, "--data_dir", tmp_path)
     assert done.code == 1
-    assert "holds 1 records of another data set, train-00000-of-01024 for one; give an empty --data_dir" in done.output
+    assert "holds 1 records of another dataset, train-00000-of-01024 for one; give an empty --data_dir" in done.output
     assert [path.name for path in tmp_path.iterdir()] == ["train-00000-of-01024"]
 
 

@@ -49,7 +49,7 @@ FRAMES = {
     + STEP.replace("step(", "step2(")
     + DATA.replace("32", "batch_size").replace("step(x, y)", "step(x)"),
     "share of an array": f"{HEAD}{OPEN}{VARIABLE}{STEP}{BROADCAST}{{}}",
-    "no data set": f"{HEAD}{VARIABLE}{STEP}{{}}",
+    "no dataset": f"{HEAD}{VARIABLE}{STEP}{{}}",
     "strategy": f"{HEAD}{OPEN}{{}}     model.compile()\n+    model = npu.distribute.replicate(model)\n"
     " model.fit(x, y)\n",
     "horovod": "{}",
@@ -120,9 +120,9 @@ SEEN = {
         f"{FIT} def train(model):\n+    npu.distribute.replicate(model)\n     model.fit(x, y, epochs=2)\n",
         "fit",
     ),
-    "a helper makes two data sets": (
+    "a helper makes two datasets": (
         f"{VARIABLE}{STEP}{MAKER} for x, y in train:\n     step(x, y)\n".replace("+", "#"),
-        "several data sets",
+        "several datasets",
     ),
     "another function takes the tape": (
         " with tf.GradientTape() as tape:\n     loss = 1\n minimize(tape, loss)\n",

@@ -9,7 +9,7 @@ import pytest
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "npu_bridge" / "train.py"
 
-# Data sets first, and no npu.open(): as scripts for TensorFlow 1 have it.
+# Datasets first, and no npu.open(): as scripts for TensorFlow 1 have it.
 HEAD = """
 import sys
 import numpy as np

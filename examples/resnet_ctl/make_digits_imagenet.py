@@ -1,4 +1,4 @@
-"""Makes a small data set in ImageNet's TFRecord format out of real scans of handwritten digits.
+"""Makes a small dataset in ImageNet's TFRecord format out of real scans of handwritten digits.
 
 scikit-learn ships 1797 scans of 8x8 pixels. Each is enlarged, stored as an RGB JPEG and written with the feature
 names that the model garden's ImageNet reader expects. `dataset.json` next to the records tells `records.py` their
@@ -98,7 +98,7 @@ def write_split(directory: Path, split: str, images: int, examples: Iterable[byt
 
 
 def make(directory: Path, size: int) -> bool:
-    """Write the data set into `directory` unless it is there already.
+    """Write the dataset into `directory` unless it is there already.
 
     Args:
         directory: the target; created if missing.
@@ -108,7 +108,7 @@ def make(directory: Path, size: int) -> bool:
         True when it was written, False when it already existed.
 
     Raises:
-        ValueError: `size` is below 8, or `directory` holds records of another data set.
+        ValueError: `size` is below 8, or `directory` holds records of another dataset.
         OSError: the directory cannot be written.
     """
     if size < SMALLEST_SIZE:
@@ -123,7 +123,7 @@ def make(directory: Path, size: int) -> bool:
     present = {path.name for split in FILES for path in directory.glob(f"{split}-*")}
     if present - ours:
         raise ValueError(
-            f"{directory} holds {len(present - ours)} records of another data set, {min(present - ours)} for one; "
+            f"{directory} holds {len(present - ours)} records of another dataset, {min(present - ours)} for one; "
             "give an empty --data_dir"
         )
     if present == ours and note.exists() and json.loads(note.read_text()) == description:
@@ -151,7 +151,7 @@ def main() -> int:
         print(f'{error}. Install what the example needs: pip install ".[examples]"', file=sys.stderr)
         return 1
     except (OSError, ValueError) as error:
-        print(f"No data set was made: {error}", file=sys.stderr)
+        print(f"No dataset was made: {error}", file=sys.stderr)
         return 1
     print(f"{arguments.data_dir}: {'written' if written else 'there already, nothing to do'}")
     return 0

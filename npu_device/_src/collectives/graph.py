@@ -152,7 +152,7 @@ def _registered() -> bytes:
     return token
 
 
-# The step's data. The end of a data set is an error inside the step, which cancels what hasn't run yet. A collective
+# The step's data. The end of a dataset is an error inside the step, which cancels what hasn't run yet. A collective
 # that needs none of the step's data could run on some ranks and not on others, and their counts would differ from then
 # on.
 

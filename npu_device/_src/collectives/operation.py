@@ -71,7 +71,7 @@ class Operation:
             call: the description; default: that of this call. A session's collective has one of the line that made it.
 
         Raises:
-            RuntimeError: the call is in a function that XLA compiles, in one of a data set, or in a vectorized loop.
+            RuntimeError: the call is in a function that XLA compiles, in one of a dataset, or in a vectorized loop.
             MismatchError: the ranks' calls differ; in a tf.function it is raised as an error of the function, with the
                 same text.
             PeerError: a rank has failed or left.

@@ -106,7 +106,7 @@ def choose_device(cluster: Cluster) -> Device:
             f"{cluster.name} can't take its own GPU: TensorFlow has been used before "
             f"npu.open(), and has taken memory on {', '.join(gpu.name for gpu in gpus)}.\n"
             "What to do: call `npu.open().as_default()` right after the imports, before the first tensor, variable, "
-            "model, data set or tf.config.list_logical_devices() of the script; or let CUDA_VISIBLE_DEVICES of each "
+            "model, dataset or tf.config.list_logical_devices() of the script; or let CUDA_VISIBLE_DEVICES of each "
             "rank name its own GPU."
         )
     if len(gpus) > 1:

@@ -221,7 +221,7 @@ def call_python(
     numpy arrays. It returns an array for each spec, at least one. What it raises is an error of ``session.run``.
     """
     graph, dtypes = tf.compat.v1.get_default_graph(), [spec.dtype for spec in specs]
-    inputs = [tf.constant(0), *tensors]  # a data set's element has at least one component
+    inputs = [tf.constant(0), *tensors]  # a dataset's element has at least one component
 
     def call(*values: np.ndarray) -> list[Any]:
         """Return a path to read before the results, and the results."""
@@ -245,7 +245,7 @@ def call_python(
         signature = [tf.TensorSpec(None, tensor.dtype) for tensor in inputs]
         concrete = tf.function(body, autograph=False).get_concrete_function(*signature)
     concrete.add_to_graph(graph)
-    # Reading the only element of a data set is an asynchronous operation with its own thread, which also runs the data
+    # Reading the only element of a dataset is an asynchronous operation with its own thread, which also runs the data
     # set's function.
     one = tf.raw_ops.TensorDataset(components=inputs, output_shapes=[tensor.shape for tensor in inputs])
     mapped = tf.raw_ops.MapDataset(

@@ -1,4 +1,4 @@
-"""The private parts of TensorFlow's graphs that the package uses: functions being traced, variables, data sets.
+"""The private parts of TensorFlow's graphs that the package uses: functions being traced, variables, datasets.
 
 Each function says when it can go; one that doesn't stays as long as TensorFlow has no public counterpart.
 """
@@ -178,7 +178,7 @@ def place_without_order() -> str | None:
     graph: Any = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     while graph is not None:
         if getattr(graph, "name", "").startswith("Dataset_"):
-            return f"the function of a data set ({graph.name})"
+            return f"the function of a dataset ({graph.name})"
         found = re.match(r"(.*/)?loop_body(_\d+)?(?=/|$)", graph.get_name_scope())
         if found and f"{found[0]}/PlaceholderWithDefault" in {operation.name for operation in graph.get_operations()}:
             return "a loop that TensorFlow vectorizes (tf.vectorized_map, tape.jacobian or batch_jacobian)"
@@ -187,7 +187,7 @@ def place_without_order() -> str | None:
 
 
 def dataset_of(iterator: Any) -> Any:
-    """Return the data set of an eager ``tf.data`` iterator; None for another one. It has no public name."""
+    """Return the dataset of an eager ``tf.data`` iterator; None for another one. It has no public name."""
     return getattr(iterator, "_dataset", None)
 
 

@@ -81,7 +81,7 @@ def let_idle_threads_sleep() -> None:
 def renew_context_of_graphs() -> None:
     """Replace TensorFlow's context if eager mode is switched off for the whole process.
 
-    Building a graph with a data set makes a context, only to register functions that the graph holds as well, and
+    Building a graph with a dataset makes a context, only to register functions that the graph holds as well, and
     afterwards the collective runtime can't be configured any more. Nothing else lives in such a context.
     """
     if _context.default_execution_mode == _context.GRAPH_MODE and context_is_initialized():

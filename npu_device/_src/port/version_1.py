@@ -77,7 +77,7 @@ def _feed(port: Port, call: Any) -> None:
     values = [each.value for each in given.elements] if isinstance(given, cst.Dict) else []
     kinds = [_fed(port, value, call) for value in values]
     if _BATCH not in kinds or _UNKNOWN in kinds:
-        port.found(OPEN, "no data set", call)
+        port.found(OPEN, "no dataset", call)
         return
     for value in (each for each, kind in zip(values, kinds) if kind == _BATCH):
         port.replace(value, "{}" + SHARE)

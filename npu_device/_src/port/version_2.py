@@ -171,7 +171,7 @@ def _broadcast(port: Port, call: Any) -> None:
 
 
 def _divide(port: Port, steps: list[Any]) -> None:
-    """Let each rank read its share of the data set, or take its share of the arrays, that lead to the steps."""
+    """Let each rank read its share of the dataset, or take its share of the arrays, that lead to the steps."""
     running = [loop for loop in port.of(cst.For) if port.runs(loop.body, steps)]
     sources = [loop.iter for loop in running]
     sources += [each for loop in running for each in walk(loop.body) if _is_call(each, "next")]
@@ -182,7 +182,7 @@ def _divide(port: Port, steps: list[Any]) -> None:
     if len(chains) == 1 and is_once:
         _shard(port, chains.pop(), running)
     elif chains or not any(are_slices):
-        port.found(OPEN, "several data sets" if chains else "no data set", steps[0])
+        port.found(OPEN, "several datasets" if chains else "no dataset", steps[0])
 
 
 def _chain(port: Port, node: Any, depth: int = 0) -> Any:

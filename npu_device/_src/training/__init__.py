@@ -1,1 +1,1 @@
-"""Opening and closing, Keras optimizers and callbacks, data sets, variables, and Ascend's collective operators."""
+"""Opening and closing, Keras optimizers and callbacks, datasets, variables, and Ascend's collective operators."""

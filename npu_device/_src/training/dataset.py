@@ -1,4 +1,4 @@
-"""``npu.distribute.shard_and_rebatch_dataset``: each rank's share of the data set, and the batch size that goes with
+"""``npu.distribute.shard_and_rebatch_dataset``: each rank's share of the dataset, and the batch size that goes with
 it.
 """
 
@@ -82,7 +82,7 @@ def _warn_if_uneven(dataset: tf.data.Dataset, batch_size: int, world_size: int) 
         _log.warning(
             "shard_and_rebatch_dataset: %d elements on %d ranks leave some ranks one element more, and with batches of "
             "%d per rank one batch more. A rank that makes a step more than the others waits for them, or runs ahead "
-            "by an epoch.\nWhat to do: leave the last ones out, with dataset.take(%d), or repeat the data set.",
+            "by an epoch.\nWhat to do: leave the last ones out, with dataset.take(%d), or repeat the dataset.",
             count,
             world_size,
             batch,

@@ -1,4 +1,4 @@
-"""Ranks of a custom loop that train on the same samples: their gradients are the same, or their data sets are shuffled
+"""Ranks of a custom loop that train on the same samples: their gradients are the same, or their datasets are shuffled
 differently before they are divided. (``fit`` of a replicated model compares the data themselves: ``fit/sources``.)
 
 For gradients nothing is sent: after a mean over the ranks, gradients that were the same everywhere are still what they
@@ -27,7 +27,7 @@ _LOOKS = 3  # in a row with the same gradients before the warning
 _FEWEST_NUMBERS = 8  # of a gradient; fewer could be the same by chance
 _MOST_NUMBERS = 1 << 16
 _ROUNDING = 1e-5  # of a gradient's largest number: the sum of more than two ranks is rounded
-_SEEDS_COMPARED = 100  # data sets
+_SEEDS_COMPARED = 100  # datasets
 
 
 class Pair(NamedTuple):
@@ -83,7 +83,7 @@ class SameSamples:
         much = "" if scale == 1 else f", and their sum makes steps {scale:g} times too large"
         _log.warning(
             "in step %d, and whenever looked at before, all ranks have computed the very same gradients: they read the "
-            "same samples, and train no more than one process would%s.\nLikely cause: the data set isn't divided among "
+            "same samples, and train no more than one process would%s.\nLikely cause: the dataset isn't divided among "
             "the ranks.\nWhat to do: dataset, batch = npu.distribute.shard_and_rebatch_dataset(dataset, global_batch), "
             "or let each rank take its part by npu.distribute.rank().",
             step,
@@ -92,13 +92,13 @@ class SameSamples:
 
 
 class DividedData:
-    """Compares how the ranks shuffle the data sets that they are about to divide; a part of the job."""
+    """Compares how the ranks shuffle the datasets that they are about to divide; a part of the job."""
 
     def __init__(self) -> None:
         self._divided = 0
 
     def compare(self, job: Job, dataset: Any) -> None:
-        """Warn if a data set is shuffled in another order on each rank, with or without a seed.
+        """Warn if a dataset is shuffled in another order on each rank, with or without a seed.
 
         The ranks would then read some samples twice and others never. No rank waits: the last one compares.
         """
@@ -120,7 +120,7 @@ class DividedData:
 
 
 _TEXT = (
-    "shard_and_rebatch_dataset was given a data set that is shuffled in another order on each rank, %s%s\nSome samples "
+    "shard_and_rebatch_dataset was given a dataset that is shuffled in another order on each rank, %s%s\nSome samples "
     "are read by several ranks, others by none.\nWhat to do: call shuffle after shard_and_rebatch_dataset, or give it "
     "a seed, the same on every rank."
 )

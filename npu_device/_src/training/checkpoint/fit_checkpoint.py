@@ -237,7 +237,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
 class _DataPlace:
     """The place of one ``fit`` in its data; ``world`` is None on a single device.
 
-    Some data sets get a new iterator in each epoch, others have one for all. The place of an epoch is the number of
+    Some datasets get a new iterator in each epoch, others have one for all. The place of an epoch is the number of
     iterators before its own, the batches that earlier epochs took from it, and the checksum of its first batch, by
     which a resumed ``fit`` sees that it reads the same data in the same order.
     """
@@ -302,6 +302,6 @@ _UNKNOWN_LENGTH = (
 )
 _OTHER_DATA = (
     "rank(s) {ranks} read a different first batch than before.\nLikely cause: data that are shuffled without a seed or "
-    "in Python; or other data.\nWhat to do: call keras.utils.set_random_seed before the data set is made, and shuffle "
+    "in Python; or other data.\nWhat to do: call keras.utils.set_random_seed before the dataset is made, and shuffle "
     "with tf.data."
 )

@@ -1,4 +1,4 @@
-"""Data of which each rank has its own part, and how each batch says how much: ``npu.distribute.divided``, a data set;
+"""Data of which each rank has its own part, and how each batch says how much: ``npu.distribute.divided``, a dataset;
 a ``keras.utils.PyDataset`` or ``Sequence`` with a method ``rows``, by which each rank makes its own rows of a batch.
 """
 
@@ -18,7 +18,7 @@ _SETTINGS = ("workers", "use_multiprocessing", "max_queue_size")  # of a PyDatas
 
 
 class Divided:
-    """The data set that ``divided`` returns on several ranks: the batches of this rank."""
+    """The dataset that ``divided`` returns on several ranks: the batches of this rank."""
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
         self.dataset = dataset
@@ -55,7 +55,7 @@ def divided(dataset: Any) -> Any:
 
 
 def with_equal_length(world: World, data: Divided) -> tf.data.Dataset:
-    """Return a data set with the same number of batches on every rank; samples of the added batches don't count.
+    """Return a dataset with the same number of batches on every rank; samples of the added batches don't count.
 
     Raises:
         ValueError: a rank has no batch at all.

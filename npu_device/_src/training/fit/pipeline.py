@@ -52,7 +52,7 @@ class Pipeline(Divided):
     """
 
     def __init__(self, tagged: tf.data.Dataset, whole: bool) -> None:
-        """Make it of a data set with the rows' tags and the rows; ``whole`` if all batches are full."""
+        """Make it of a dataset with the rows' tags and the rows; ``whole`` if all batches are full."""
         self._tagged, self._whole = tagged, whole
         super().__init__(tagged.map(_rows if whole else _rows_that_count))
         self.for_keras = tagged.map(_with_tag)
@@ -157,7 +157,7 @@ def pipeline(
 
 
 def _cut(first: int, last: int) -> Callable[..., tf.data.Dataset]:
-    """Return what makes, of the elements of a batch, a data set of the elements of one rank with their tags.
+    """Return what makes, of the elements of a batch, a dataset of the elements of one rank with their tags.
 
     A tag has 1 for a row that counts, and the checksum of the batch's first element. A rank without rows gets one that
     doesn't count. All batches but the last have the same number of rows on a rank, and so can be batched again.

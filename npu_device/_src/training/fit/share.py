@@ -107,7 +107,7 @@ def run_of(data: Any, total: Number, first: Number, last: Number, division: str 
 
 
 def share_of_divided(data: Any, add_up: Callable[[tf.Tensor], tf.Tensor]) -> Share:
-    """Return the share given by a batch of a data set that is already divided, see ``divided``."""
+    """Return the share given by a batch of a dataset that is already divided, see ``divided``."""
     rows = tf.cast(tag_of(data)[0], tf.int32)
     inner = content(data)
     return Share(inner, rows, add_up(rows))
@@ -119,7 +119,7 @@ def tag_of(data: Any) -> Any:
 
 
 def is_divided(data: Any) -> bool:
-    """Return True for a batch of a data set that is already divided."""
+    """Return True for a batch of a dataset that is already divided."""
     x = data[0] if isinstance(data, (tuple, list)) and data else data
     return isinstance(x, dict) and ROWS in x
 

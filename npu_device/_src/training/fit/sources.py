@@ -42,7 +42,7 @@ def same_everywhere(world: World, source: Any, digest: int, rows: int) -> bool:
     if pipelines[0] is not None and len(set(pipelines)) == 1:
         if world.is_main:
             _log.warning(
-                "the ranks shuffle the same data set in different orders:\n%s\nRank 0's batches are sent to all, which "
+                "the ranks shuffle the same dataset in different orders:\n%s\nRank 0's batches are sent to all, which "
                 "is right but costs time.\nWhat to do: give shuffle a seed, or call npu.open(seed=1) right after the "
                 "imports.",
                 lines,
@@ -116,7 +116,7 @@ def warn_if_all_the_same(world: World, digest: int) -> None:
     ranks = [rank for rank, value in enumerate(digests) if digests.count(value) > 1]
     if ranks and world.is_main:
         _log.warning(
-            "ranks %s began with the very same batch, although the data set was passed as divided.\nLikely cause: "
+            "ranks %s began with the very same batch, although the dataset was passed as divided.\nLikely cause: "
             "it isn't divided, or shuffled with the same seed before it is.\nWhat to do: call dataset.shard(size, "
             "rank) before shuffle, or leave npu.distribute.divided out.",
             ", ".join(map(str, ranks)),
@@ -124,7 +124,7 @@ def warn_if_all_the_same(world: World, digest: int) -> None:
 
 
 def _pipeline(source: Any) -> int | None:
-    """Return a checksum of how a data set is made; None if it may depend on the rank."""
+    """Return a checksum of how a dataset is made; None if it may depend on the rank."""
     if not isinstance(source, tf.data.Dataset):
         return None
     try:
@@ -137,7 +137,7 @@ def _pipeline(source: Any) -> int | None:
 
 
 def _without_seeds(graph: Any) -> Any:
-    """Return a data set's graph without parts that only set its elements' order or say when and where it was built."""
+    """Return a dataset's graph without parts that only set its elements' order or say when and where it was built."""
     for nodes in [graph.node, *(function.node_def for function in graph.library.function)]:
         seeded = [node for node in nodes if "Shuffle" in node.op or "Random" in node.op]
         inputs = {name.split(":")[0] for node in seeded for name in node.input}
