@@ -10,12 +10,13 @@ _MOST = 50
 
 
 def start_time(pid: int) -> str:
-    """Return when a process started, in the kernel's ticks, as numbers of processes are used again; "" if unknown."""
+    """Return when a process started, in ticks of the kernel, as numbers of processes are used again; "" if unknown."""
     return _fields(pid)[1]
 
 
 def ancestors() -> list[tuple[int, str]]:
-    """Return number and start time of this process's parent, of its parent, and so on, as far as they are known."""
+    """Return number and start time of the parent of this process, of its parent, and so on, as far as they are
+    known."""
     found: list[tuple[int, str]] = []
     pid = os.getppid()
     while pid > 0 and len(found) < _MOST:

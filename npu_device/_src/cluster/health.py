@@ -34,7 +34,7 @@ _TRACEBACK_LINES = 12
 
 
 class Health:
-    """This rank's view of the others, and its reports to them.
+    """How this rank sees the others, and its reports to them.
 
     Attributes:
         symptoms: whether an error only shows that another rank has failed, by whoever can tell.
@@ -94,7 +94,7 @@ class Health:
             raise PeerError(self._failure)
 
     def stop(self, text: str) -> None:
-        """End this rank's pending and later collectives with an error of this text.
+        """End pending and later collectives of this rank with an error of this text.
 
         If the rank ends because of it, the others are told why.
         """

@@ -58,7 +58,7 @@ class Peers:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Return each rank's ``host:port``, when all have opened theirs; empty before ``open``."""
+        """Return ``host:port`` of each rank, when all have opened theirs; empty before ``open``."""
         if self._listener is None:
             return ()
         return tuple(join_address(host, self._place(rank)[0]) for rank, host in enumerate(self._cluster.addresses))
@@ -89,7 +89,7 @@ class Peers:
             self._listener = listener
 
     def _place(self, rank: int) -> tuple[int, str]:
-        """Return a rank's port and token, as soon as it has opened."""
+        """Return the port and token of a rank, as soon as it has opened."""
         while rank not in self._places:
             self._health.require_running()
             with contextlib.suppress(TimeoutError):
@@ -208,6 +208,6 @@ def _undelivered(connection: socket.socket) -> int:
 
 
 def _close_in_fork(peers: Peers | None) -> None:
-    """Close this forked child's copies, or the others would not see the connections close."""
+    """Close the copies of this forked child, or the others would not see the connections close."""
     if peers is not None:
         peers.close()

@@ -152,7 +152,7 @@ def _number(value: Any, most: float) -> float:
 
 
 def _is_roster(roster: Any, rank: int) -> bool:
-    """Return True if the hub's description of the job has all that a rank needs."""
+    """Return True if the description that the hub has of the job has all that a rank needs."""
     if not isinstance(roster, dict) or "loopback" not in roster:
         return False
     hosts, addresses = roster.get("hosts"), roster.get("addresses")

@@ -24,7 +24,7 @@ _Key = Union[int, tuple[str, int]]
 
 @dataclass(frozen=True)
 class Hello:
-    """A rank's description of itself.
+    """How a rank describes itself.
 
     Attributes:
         settings: environment variables that must be the same on all ranks: the values of those that are set, by name.
@@ -94,7 +94,7 @@ class Hello:
 
     @property
     def process(self) -> str:
-        """Return the rank's machine and process id, for messages."""
+        """Return machine and process id of the rank, for messages."""
         return f"machine {self.machine}, pid {self.pid}"
 
     def is_child_of(self, other: Hello) -> bool:
@@ -126,7 +126,8 @@ class Arrival:
 
 
 class Roster:
-    """The list of a job's ranks. The chief's hello is the reference, or the first one until the chief has come."""
+    """The list of the ranks of a job. The hello of the chief is the reference, or the first one until the chief has
+    come."""
 
     def __init__(self, job_id: str, expected_hosts: Sequence[str], host_key: str) -> None:
         self._job_id = job_id

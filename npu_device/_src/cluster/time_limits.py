@@ -51,7 +51,7 @@ MEMORY_RETRY_SECONDS = 0.2
 # The ranks' connections to each other
 
 ATTEMPT_SECONDS = 10.0
-"""One attempt to reach a rank; then the job's health is checked before the next one."""
+"""One attempt to reach a rank; then the health of the job is checked before the next one."""
 
 ATTEMPT_PAUSE_SECONDS = 0.2
 SEND_SECONDS = 60.0
@@ -163,7 +163,7 @@ NODE_ALIVE_SECONDS = 5.0
 """Between the messages with which node 0 says that it isn't frozen."""
 
 NODE_SILENT_SECONDS = 4 * NODE_ALIVE_SECONDS
-"""After which a node that only waits takes node 0's npurun for frozen."""
+"""After which a node that only waits takes npurun on node 0 for frozen."""
 
 NODE_NOTICE_SECONDS, NODE_LAST_MESSAGE_SECONDS = 5.0, 3.0
 NODE_STOP_SECONDS = 30.0

@@ -59,7 +59,8 @@ def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "", c
     """Gather tensors whose first dimension may differ among the ranks.
 
     Args:
-        tensor: shape [n, …] where n is each rank's own and the rest is the same everywhere; any numeric dtype or bool.
+        tensor: shape [n, …] where n may differ between the ranks and the rest is the same everywhere; any numeric dtype
+            or bool.
         purpose: what the tensors are for; the same on every rank, so that unrelated calls aren't taken for one.
 
     Returns:

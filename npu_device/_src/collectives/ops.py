@@ -158,8 +158,8 @@ def broadcast(
 ) -> list[tf.Tensor]:
     """Send the tensors of the root to every rank of the group; return them in the order of ``tensors``.
 
-    Differentiable: the root's gradient is the sum of all ranks' incoming gradients, the others' is zero. For arguments
-    and errors see ``training.hccl_ops.broadcast``.
+    Differentiable: the gradient on the root is the sum of the incoming gradients of all ranks, and zero on the others.
+    For arguments and errors see ``training.hccl_ops.broadcast``.
     """
     if not tensors:
         return []

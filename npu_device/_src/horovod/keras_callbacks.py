@@ -16,7 +16,7 @@ _Logs = Union[dict[str, Any], None]
 
 
 class BroadcastGlobalVariablesCallback(NPUBroadcastGlobalVariablesCallback):
-    """Gives all ranks the root's weights and optimizer state before the first step of ``fit``.
+    """Gives all ranks the weights and optimizer state of the root before the first step of ``fit``.
 
     Args:
         root_rank: the rank that sends.

@@ -60,7 +60,7 @@ class BroadcastGlobalVariablesHook(hooks.NPUBroadcastGlobalVariablesHook):
 
 @operation
 def broadcast_object(obj: Any, root_rank: int = 0) -> Any:
-    """Return the root's Python object, also while a graph is built.
+    """Return the Python object of the root, also while a graph is built.
 
     Args:
         obj: anything that can be pickled.
@@ -87,7 +87,7 @@ def broadcast_object_fn(root_rank: int = 0, **arguments: Any) -> Callable[[Any],
 
 @operation
 def allgather_object(obj: Any) -> list[Any]:
-    """Return every rank's Python object, by rank, also while a graph is built.
+    """Return the Python objects of all ranks, by rank, also while a graph is built.
 
     Args:
         obj: anything that can be pickled.

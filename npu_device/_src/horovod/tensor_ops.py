@@ -296,8 +296,8 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """Reduce a tensor over all ranks, and return this rank's part of the first dimension; the first ranks get a row
-    more if it can't be divided evenly.
+    """Reduce a tensor over all ranks, and return the part of this rank in the first dimension; the first ranks get
+    a row more if it can't be divided evenly.
 
     Args:
         tensor: the tensor; its first dimension is divided.

@@ -143,17 +143,17 @@ def _scope(
     return described
 
 
-@_scope("Keep the dtype of the block's operations under mixed precision")
+@_scope("Keep the dtype of operations in the block under mixed precision")
 def keep_dtype_scope() -> Iterator[None]:
     yield
 
 
-@_scope("Recompute the block's activations in backward (``tf.recompute_grad`` does, too)")
+@_scope("Recompute the activations of the block in backward (``tf.recompute_grad`` does, too)")
 def npu_recompute_scope() -> Iterator[None]:
     yield
 
 
-@_scope("Mark the block as the optimizer's part of the graph")
+@_scope("Mark the block as the part of the graph that belongs to the optimizer")
 def npu_optimizer_scope() -> Iterator[None]:
     yield
 
@@ -163,12 +163,12 @@ def npu_gradients_scope() -> Iterator[None]:
     yield
 
 
-@_scope("Run the block's operations on the host")
+@_scope("Run the operations of the block on the host")
 def without_npu_compile_scope() -> Iterator[None]:
     yield
 
 
-@_scope("Choose the engine for the block's variables, an ``NpuExecutePlacement``,")
+@_scope("Choose the engine for the variables of the block, an ``NpuExecutePlacement``,")
 def npu_variable_scope(placement: object = None) -> Iterator[None]:
     yield
 
@@ -178,12 +178,12 @@ def npu_stage_scope(stage: int) -> Iterator[None]:
     yield
 
 
-@_scope("Put the block's variables into another kind of memory")
+@_scope("Put the variables of the block into another kind of memory")
 def npu_mem_type_scope() -> Iterator[None]:
     yield
 
 
-@_scope("Prefetch the block's weights into a pool of so many bytes")
+@_scope("Prefetch the weights of the block into a pool of so many bytes")
 def npu_weight_prefetch_scope(buffer_pool_id: int = 0, buffer_pool_size: int = 536870912) -> Iterator[None]:
     yield
 
@@ -208,7 +208,7 @@ def npu_graph_slice_scope(slice_num: int | None = None) -> Iterator[None]:
     yield
 
 
-@_scope("Keep the block's operations from being fused")
+@_scope("Keep the operations of the block from being fused")
 def disable_autofuse() -> Iterator[None]:
     yield
 

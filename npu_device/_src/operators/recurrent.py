@@ -112,8 +112,8 @@ def dynamic_rnn(
         x: inputs, ``[time, batch, input]``, floating point.
         w: weights, ``[input + hidden, 4 * hidden]``, of the gates i (input), j (new value), f (forget), o (output).
         b: bias, ``[4 * hidden]``.
-        seq_length: ``[batch]``, number of steps of each sequence; default all. Behind a sequence's end ``y`` is 0 and
-            the states stay.
+        seq_length: ``[batch]``, number of steps of each sequence; default all. Behind the end of a sequence ``y``
+            is 0 and the states stay.
         init_h, init_c: ``[1, batch, hidden]`` or ``[batch, hidden]``; default 0.
         forget_bias: added to the bias of the forget gate; default 0.
         is_training: without effect, TensorFlow keeps what backward needs.

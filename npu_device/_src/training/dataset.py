@@ -1,5 +1,5 @@
-"""``npu.distribute.shard_and_rebatch_dataset``: each rank's share of the dataset, and the batch size that goes with
-it.
+"""``npu.distribute.shard_and_rebatch_dataset``: the share of each rank in the dataset, and the batch size that goes
+with it.
 """
 
 from __future__ import annotations

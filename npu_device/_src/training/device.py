@@ -117,7 +117,7 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
 
     Every rank waits here until all have arrived, at most ``HCCL_CONNECT_TIMEOUT`` seconds. A process that a rank has
     started, such as a worker of ``multiprocessing``, is no rank: nothing is opened there, and the handle gives the
-    parent's rank.
+    rank of the parent.
 
     Source: Ascend TF Adapter 2.x, ``npu.open``.
     """

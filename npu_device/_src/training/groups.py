@@ -134,7 +134,7 @@ def get_local_rank_size(group: str = WORLD_GROUP) -> int:
 
 @tf.autograph.experimental.do_not_convert
 def get_rank_id(group: str = WORLD_GROUP) -> int:
-    """Return the calling rank's rank in a group; 0 on a single device.
+    """Return the rank of this process in a group; 0 on a single device.
 
     Args:
         group: name of the group, default the group of all ranks.
@@ -223,7 +223,7 @@ def _find(name: str) -> Group:
 
 
 def _neighbours(name: str) -> list[int]:
-    """Return the group ranks of the members on the calling rank's host."""
+    """Return the group ranks of the members on this host."""
     members = _find(name)
     parent = device.parent_of_this_process()
     if parent is not None:

@@ -1,12 +1,12 @@
 """Ascend's collective operators (``npu_device.distribute.hccl_ops``, ``npu_bridge.hccl.hccl_ops``).
 
-They delegate to ``collectives``; this file only checks the arguments, and returns a single device's own data. The
+They delegate to ``collectives``; this file only checks the arguments, and returns the data of a single device. The
 signatures are those of the TensorFlow 1 adapter, which has all arguments of the TensorFlow 2 adapter in the same order.
 
-``group`` is a group's name, default the group of all ranks; ranks are ranks in the group. ``fusion`` and ``fusion_id``
-are checked, and take effect in ``allreduce``; every other call is a transfer of its own. Operations and dtypes are
-those of Ascend; float64 and the unsigned integers are reduced as well, and calls that only move data accept bool and
-complex too.
+``group`` is the name of a group, default the group of all ranks; ranks are ranks in the group. ``fusion`` and
+``fusion_id`` are checked, and take effect in ``allreduce``; every other call is a transfer of its own. Operations and
+dtypes are those of Ascend; float64 and the unsigned integers are reduced as well, and calls that only move data accept
+bool and complex too.
 
 Source: Ascend TF Adapter 2.x and 1.15, HCCL operators.
 """
@@ -92,8 +92,8 @@ def allgather(tensor: Any, rank_size: int, group: str = WORLD_GROUP, fusion: int
 def broadcast(
     tensor: Sequence[Any], root_rank: int, fusion: int = 2, fusion_id: int = 0, group: str = WORLD_GROUP
 ) -> list[Any]:
-    """Send the root's tensors to every rank. Nothing is assigned (``npu.distribute.broadcast`` does that); but in a
-    graph for a session variables are overwritten when the result is fetched, as on Ascend.
+    """Send the tensors of the root to every rank. Nothing is assigned (``npu.distribute.broadcast`` does that); but in
+    a graph for a session variables are overwritten when the result is fetched, as on Ascend.
 
     Args:
         tensor: a list of tensors or variables, with the same shapes and dtypes on every rank.
@@ -166,7 +166,7 @@ def reduce_scatter(
 
     Raises:
         ValueError: unknown reduction or group; a scalar; n is not a multiple of ``rank_size``; ``rank_size`` is not the
-            group's size; ``fusion`` neither 0 nor 2.
+            size of the group; ``fusion`` neither 0 nor 2.
         TypeError: a dtype that can't be reduced.
     """
     check_fusion_0_or_2("reduce_scatter", fusion, fusion_id)
@@ -184,7 +184,7 @@ def send(tensor: Any, sr_tag: int, dest_rank: int, group: str = WORLD_GROUP) -> 
 
     Args:
         tensor: any shape.
-        sr_tag: a whole number that pairs this call with the other side's.
+        sr_tag: a whole number that pairs this call with that of the other side.
         dest_rank: the group rank that receives.
         group: name of the group.
 
@@ -209,7 +209,7 @@ def receive(shape: Any, data_type: Any, sr_tag: int, src_rank: int, group: str =
     Args:
         shape: the shape of the tensor sent, with every dimension known.
         data_type: its dtype.
-        sr_tag: as in the other side's ``send``.
+        sr_tag: as in ``send`` on the other side.
         src_rank: the group rank that sends.
         group: name of the group.
 
@@ -238,7 +238,7 @@ def all_to_all_v(
 
     Args:
         send_data: the buffer to send from, shape [n].
-        send_counts: elements for each rank, shape [group's size].
+        send_counts: elements for each rank, shape [size of the group].
         send_displacements: where each of these blocks begins, in elements.
         recv_counts: elements from each rank.
         recv_displacements: where each of these blocks goes in the result, in elements.

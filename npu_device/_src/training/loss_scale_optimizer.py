@@ -42,8 +42,8 @@ class NpuLossScaleOptimizer:
         TypeError: ``inner_optimizer`` is not a Keras optimizer, or is a loss-scale optimizer itself; ``dynamic`` is not
             a bool.
 
-    Every instance is a ``LossScaleOptimizer`` of the inner optimizer's Keras too, and has in each Keras, besides that
-    one's methods:
+    Every instance is a ``LossScaleOptimizer`` of the Keras of the inner optimizer too, and has in each Keras, besides
+    the methods of that one:
 
     * ``get_scaled_loss(loss)`` and ``get_unscaled_gradients(gradients)``. In Keras 3, where ``apply_gradients`` takes
       scaled gradients after ``scale_loss``, it takes gradients as they are after ``get_unscaled_gradients``.
@@ -79,7 +79,7 @@ class NpuLossScaleOptimizer:
 
 
 def NpuExperimentalLossScaleOptimizer(optimizer: Any, loss_scale: Any) -> Any:
-    """Return a ``NpuLossScaleOptimizer`` with the arguments of TensorFlow 2.3's experimental one.
+    """Return a ``NpuLossScaleOptimizer`` with the arguments of the experimental one of TensorFlow 2.3.
 
     Args:
         optimizer: a Keras optimizer.

@@ -64,8 +64,8 @@ def npu_distributed_keras_optimizer_wrapper(
         RuntimeError: the environment names several ranks but the job can't be joined any more.
 
     Works in custom loops (``apply_gradients``, Keras 3's ``apply``) and in ``fit``. With
-    ``gradient_accumulation_steps`` each step's gradients are reduced. With a loss-scale optimizer, wrap either it or
-    its inner optimizer; the ranks agree on whether the gradients are finite either way. Use either this wrapper or
+    ``gradient_accumulation_steps`` the gradients of each step are reduced. With a loss-scale optimizer, wrap either it
+    or its inner optimizer; the ranks agree on whether the gradients are finite either way. Use either this wrapper or
     ``all_reduce`` by hand, not both.
 
     >>> import tensorflow as tf

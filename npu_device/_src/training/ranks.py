@@ -233,7 +233,7 @@ def metric_results(metrics: Any) -> dict[str, Any]:
 
     Args:
         metrics: Keras metrics whose state counts and adds up, as in all metrics of Keras; the same on every rank, each
-            updated with that rank's samples.
+            updated with the samples of that rank.
 
     Returns:
         Names and results, as numpy values. The metrics keep the state of this rank.

@@ -38,8 +38,9 @@ def all_reduce(
             ``tf.nest``), which may contain ``None`` and ``tf.IndexedSlices``. float16, bfloat16, float32, float64, int8
             to int64, uint8 to uint64; the same number, shapes and dtypes on every rank.
         reduction: ``"mean"`` (default), ``"sum"``, ``"min"``, ``"max"`` or ``"prod"``.
-        fusion: 0 sends each tensor alone; 1 (default) cuts the list by the group's split strategy (``hccl.split.api``)
-            into segments that are reduced while backward still produces the others; 2 sends those of a dtype together.
+        fusion: 0 sends each tensor alone; 1 (default) cuts the list by the split strategy of the group
+            (``hccl.split.api``) into segments that are reduced while backward still produces the others; 2 sends those
+            of a dtype together.
         fusion_id: -1 unless ``fusion`` is 2.
         group: name of the group; the mean divides by its size.
         compression: ``"fp16"`` or ``"bf16"`` sends float32 and float64 in 16 bits (default: as they are). They are
@@ -143,7 +144,7 @@ def _to_tensor(value: Any) -> Any:
     if isinstance(value, (tf.SparseTensor, tf.RaggedTensor)):
         raise TypeError(
             f"all_reduce can't reduce a {type(value).__name__}; expected tensors, numbers or tf.IndexedSlices.\n"
-            "What to do: pass tf.sparse.to_dense of it, or a ragged tensor's flat_values."
+            "What to do: pass tf.sparse.to_dense of it, or flat_values of a ragged tensor."
         )
     return compat.to_tensor(value)
 
@@ -153,7 +154,7 @@ def all_gather(tensor: Any) -> Any:
     """Put the tensors of all ranks one after the other along the first axis; every rank gets the result.
 
     Args:
-        tensor: a tensor or array of shape [n, …], where n is each rank's own number of samples and may be 0. The rest
+        tensor: a tensor or array of shape [n, …], where n is the number of samples of the rank and may be 0. The rest
             of the shape and the dtype are the same on every rank; numbers and bool.
 
     Returns:
@@ -167,10 +168,10 @@ def all_gather(tensor: Any) -> Any:
             any more.
 
     It is differentiable, and scaled so that a loss over the gathered samples, which every rank computes, has the
-    gradient that one process has for the whole batch: in a replicated model's step, where a rank counts by its samples,
-    and elsewhere with gradients that are averaged over the ranks (``all_reduce``, a wrapped optimizer). So has a loss
-    of the rank's own samples compared with those of all ranks. Every rank has to make the call, eagerly or in a
-    tf.function.
+    gradient that one process has for the whole batch: in the step of a replicated model, where a rank counts by its
+    samples, and elsewhere with gradients that are averaged over the ranks (``all_reduce``, a wrapped optimizer). So has
+    a loss that compares the samples of the rank with those of all ranks. Every rank has to make the call, eagerly or in
+    a tf.function.
 
     >>> import npu_device as npu
     >>> npu.distribute.all_gather([1.0, 2.0])  # a single device

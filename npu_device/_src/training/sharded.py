@@ -18,10 +18,11 @@ VARIABLES_OF_ONE_RANK = "npu_device/variables_of_one_rank"
 
 @tf.autograph.experimental.do_not_convert
 def grouping_gradients_apply(apply_func: Callable[..., Any], grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-    """Apply this rank's share of the gradients, then give every rank all variables.
+    """Apply the share of this rank in the gradients, then give every rank all variables.
 
     Args:
-        apply_func: called with this rank's (gradient, variable) pairs; an optimizer's ``apply_gradients`` for instance.
+        apply_func: called with the (gradient, variable) pairs of this rank; ``apply_gradients`` of an optimizer for
+            instance.
         grads_and_vars: all pairs, the same on every rank, with gradients that have been reduced already.
         args: passed on to ``apply_func``.
         kwargs: passed on to ``apply_func``.

@@ -46,7 +46,7 @@ class World:
         return broadcast(self.job, list(tensors), root_rank, self.group)
 
     def object_from_root(self, value: Any, root_rank: int = 0) -> Any:
-        """Return the root's Python object; those of the other ranks are ignored.
+        """Return the Python object of the root; those of the other ranks are ignored.
 
         Raises:
             ClusterError: it can't be sent in this job, see ``sent_objects``; on all ranks.
@@ -62,7 +62,7 @@ class World:
         return value if mine else found
 
     def objects(self, value: Any, purpose: str) -> list[Any]:
-        """Return every rank's Python object, by rank; ``purpose`` is for the error if the ranks exchange unrelated
+        """Return the Python objects of all ranks; ``purpose`` is for the error if the ranks exchange unrelated
         ones.
 
         Raises:
@@ -91,7 +91,7 @@ class World:
 
 
 def value_of(variable: Any) -> tf.Tensor:
-    """Return a variable's value now."""
+    """Return the value of a variable now."""
     # A TensorFlow 1 variable as a tensor is a single read created with the variable, whatever precedes it here.
     return variable.read_value() if hasattr(variable, "read_value") else tf.convert_to_tensor(variable)
 

@@ -1,5 +1,5 @@
 """XLA in the training of several ranks. It can't compile a step that waits for other ranks: ``replicate`` has it
-compile the model's call alone, forward and backward, and the reduction stays outside.
+compile the call of the model alone, forward and backward, and the reduction stays outside.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def compiles_call(model: Any) -> bool:
 
 
 def compile_call(model: Any, replaced: Replaced) -> None:
-    """Have XLA compile a model's call while a step is traced; TensorFlow then compiles the backward pass likewise."""
+    """Have XLA compile the call of a model while a step is traced; TensorFlow then compiles the backward pass
+    likewise."""
 
     def compiled(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return tf.function(own, autograph=False, jit_compile=True)(*args, **kwargs)
@@ -66,8 +67,8 @@ def _is_on(model: Any) -> bool:
 
 
 def _why_not(model: Any) -> str:
-    """Return why a model's call can't be compiled by itself: it might wait for other ranks, or hand out more than its
-    result; "" if it can.
+    """Return why the call of a model can't be compiled by itself: it might wait for other ranks, or hand out more than
+    its result; "" if it can.
     """
     for layer in compat.all_layers(model):
         kind = type(layer)

@@ -253,7 +253,7 @@ class _DataPlace:
         self._first: list[int] = []  # by rank
 
     def notes(self) -> dict[str, Any]:
-        """Return the place of the epoch's beginning, for JSON."""
+        """Return the place of the beginning of the epoch, for JSON."""
         return {"number": self._number, "passed": self._passed, "first": self._first}
 
     def used(self, given: Any) -> Any:

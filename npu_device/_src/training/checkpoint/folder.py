@@ -67,7 +67,7 @@ def sync_files(folder: Path, prefix: str) -> dict[str, list[int]]:
 
 
 def finish(directory: Path, partial: str, step: int, manifest: dict[str, Any]) -> None:
-    """Complete a step's folder and give it its name; one that has it already is replaced."""
+    """Complete the folder of a step and give it its name; one that has it already is replaced."""
     folder = directory / partial
     _write_json(folder / _MANIFEST, {"format": FORMAT, "step": step, **manifest})
     _sync(folder)
@@ -99,7 +99,7 @@ def name_latest(directory: Path, step: int) -> None:
 
 
 def write_progress(path: str, step: int) -> None:
-    """Write a completed checkpoint's step for npurun."""
+    """Write the step of a completed checkpoint for npurun."""
     beside = Path(f"{path}.part")
     beside.write_text(f"{step}\n", encoding="utf-8")
     os.replace(beside, path)
@@ -142,7 +142,8 @@ def manifest_of(directory: Path, step: int) -> dict[str, Any]:
 
 
 def damage(directory: Path, step: int, files: dict[str, Sequence[int]], prefix: str) -> str | None:
-    """Return what is wrong with the files ``{prefix}.*`` of a checkpoint, with the file's path; None if they are whole.
+    """Return what is wrong with the files ``{prefix}.*`` of a checkpoint, with the path of the file; None if they are
+    whole.
 
     ``files`` has size and checksum of all files of the checkpoint by name.
     """

@@ -53,8 +53,8 @@ class JobCheckpoint:
         TypeError: something that can't be in a checkpoint.
 
     The random states of Python, numpy and TensorFlow's eager operations are kept for each rank, and so are variables
-    among the shared ones that differ from rank 0's (seed generators, moving averages). Random operations of a graph
-    that have no generator keep their state inside the operation, where it can't be read.
+    among the shared ones that differ from those of rank 0 (seed generators, moving averages). Random operations of a
+    graph that have no generator keep their state inside the operation, where it can't be read.
 
     Every rank has to make the calls, in the same order. They work on a single device too.
     """
@@ -150,8 +150,8 @@ class JobCheckpoint:
             CheckpointError: a rank could not write its part, or another job writes there; on all ranks. The checkpoint
                 before is still whole and the latest.
             TypeError: JSON has no form for the notes.
-            RuntimeError: the directory holds another run's checkpoints; the ranks save different steps, or variables
-                of different shapes.
+            RuntimeError: the directory holds checkpoints of another run; the ranks save different steps, or
+                variables of different shapes.
         """
         step, notes = int(step), dict(notes or {})
         try:

@@ -91,11 +91,12 @@ class Preemption:
             return self._steps == self._last
 
     def has_saved(self) -> None:
-        """Record that the last step's checkpoint is complete: from now on, the process can only end as resumable."""
+        """Record that the checkpoint of the last step is complete: from now on, the process can only end as
+        resumable."""
         self._code = RESUMABLE
 
     def close(self) -> None:
-        """Restore the signal's handler, which is possible in the main thread only; the limit no longer applies."""
+        """Restore the handler of the signal, which is possible in the main thread only; the limit no longer applies."""
         if self._is_closed:
             return
         global _current

@@ -16,8 +16,8 @@ from npu_device._src.training.checkpoint.shared import trackable
 
 
 class Own:
-    """One rank's own part of a ``JobCheckpoint``: trackables, ``random.Random`` and ``numpy.random.Generator`` objects
-    by name.
+    """The part of a ``JobCheckpoint`` that is of one rank: trackables, ``random.Random`` and ``numpy.random.Generator``
+    objects by name.
     """
 
     def __init__(self, things: Mapping[str, Any]) -> None:

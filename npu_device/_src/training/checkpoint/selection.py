@@ -33,7 +33,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class _RankView:
-    """One rank's view of one checkpoint; problems are None if there are none."""
+    """How one rank sees one checkpoint; problems are None if there are none."""
 
     shared: str | None
     own: str | None

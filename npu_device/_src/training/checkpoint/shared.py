@@ -70,7 +70,7 @@ class Shared:
         """Read all variables, those of ``paths``; return what is in the files only.
 
         Raises:
-            CheckpointError: the checkpoint and the script's variables don't match.
+            CheckpointError: the checkpoint and the variables of the script don't match.
         """
         self.build()
         checkpoint = self.checkpoint()

@@ -103,7 +103,7 @@ def has_rows(model: Any, data: Any) -> bool:
 
 
 def rows_of_rank(world: World, model: Any, data: Any) -> Any:
-    """Return a PyDataset or Sequence of this rank's rows of each batch.
+    """Return a PyDataset or Sequence of the rows of this rank in each batch.
 
     ``data.rows`` returns what ``data[index]`` would return, but only the samples from ``start`` to before ``stop``, as
     a slice does: fewer, or none, at the end of the batch. No batch is larger than the first one.

@@ -27,7 +27,7 @@ def callbacks_of_rank(world: World, model: Any, callbacks: Any, compare_batches:
 
     Callbacks that write run on rank 0. The last callback makes the ranks wait for each other after each epoch, when the
     files are there; stops all ranks when one wants to stop; compares their learning rates and batches; and tells them
-    at which epoch rank 0's backup begins.
+    at which epoch the backup of rank 0 begins.
     """
     keras = compat.keras_of(model)
     given = getattr(callbacks, "callbacks", callbacks)  # of Keras's own list, created by the script
@@ -90,7 +90,8 @@ def _is_one_of(names: Sequence[str], callback: Any, keras: Any) -> bool:
 
 
 def _make_directory(file: str) -> None:
-    """Make the directory of a callback's files, which Keras 3 would try on all ranks at once; one of them fails."""
+    """Make the directory for the files of a callback, which Keras 3 would try on all ranks at once; one of them
+    fails."""
     directory = os.path.dirname(file)
     if directory and "{" not in directory and "://" not in directory:
         os.makedirs(directory, exist_ok=True)

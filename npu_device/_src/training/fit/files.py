@@ -7,8 +7,8 @@ path since a collective is rank 0's n-th one since the same collective, or any l
 gone past that place without it, the call is made on some ranks only, and the rank writes by itself, unless the path is
 one that rank 0 has written before.
 
-Where rank 0's file can't be seen, since the hosts have no common file system, the first rank of the host writes, and
-the others of that host wait for it.
+Where the file of rank 0 can't be seen, since the hosts have no common file system, the first rank of the host writes,
+and the others of that host wait for it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _Outcome = tuple[bool, Optional[tuple[str, str]]]  # whether the rank has writte
 
 @dataclass
 class _Save:
-    """A rank's newest save of a path."""
+    """The newest save of a path by a rank."""
 
     moment: _Moment  # of its beginning
     is_over: bool = False
@@ -167,7 +167,7 @@ class Saves:
         return [rank for rank in sorted({0, hosts.index(hosts[self._rank])}) if rank < self._rank]
 
     def _is_written_by(self, writer: int, path: str, moment: _Moment) -> bool:
-        """Wait for another rank's save; return True if it has written the path where this rank sees it."""
+        """Wait for the save of another rank; return True if it has written the path where this rank sees it."""
         wrote, error = self._wait_for(writer, path, moment)
         if error is not None:
             kind, text = error

@@ -25,7 +25,8 @@ _TRACED = (
 
 
 class Function:
-    """One of a model's three functions, around the one that Keras makes. Keras keeps it as an attribute of the model.
+    """One of the three functions of a model, around the one that Keras makes. Keras keeps it as an attribute of the
+    model.
 
     The first call of a ``fit``, ``evaluate`` or ``predict`` makes the ranks ready (``_start``). Every call goes on to
     Keras's own function, which takes a batch and calls the step of the model: ``step`` has its road.
@@ -153,7 +154,7 @@ class Function:
         return batches if several else again(batches, pulled)
 
     def send_from_root(self, sent: bool) -> None:
-        """Let rank 0's batches be sent to all ranks from now on, or not any more."""
+        """Let the batches of rank 0 be sent to all ranks from now on, or not any more."""
         if sent != self.from_root:
             self.from_root = sent
             self._make_anew()

@@ -1,11 +1,11 @@
 """Losses and metrics while one step of a replicated model runs.
 
-Each rank's loss is reduced so that the ranks' losses, weighted by their samples, are that of the whole batch. A mean
-over samples needs no change. Sums, values per sample, means over the valid steps of masked sequences, and means by
-sample weights have other denominators.
+The loss of each rank is reduced so that the losses of the ranks, weighted by their samples, are that of the whole
+batch. A mean over samples needs no change. Sums, values per sample, means over the valid steps of masked sequences, and
+means by sample weights have other denominators.
 
 The state of Keras's own metrics adds up, see ``step.Increments``. The inputs of any other metric are gathered, so that
-every rank's metric sees the whole batch.
+the metric of every rank sees the whole batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""``npu.distribute.pipeline``: an input pipeline whose map runs for this rank's rows only.
+"""``npu.distribute.pipeline``: an input pipeline whose map runs for the rows of this rank only.
 
-Every rank reads the source, which should be cheap: file names, records, indices. Each batch's rows are cut before the
-map, so that batches, order and numbers are those of one process.
+Every rank reads the source, which should be cheap: file names, records, indices. The rows of each batch are cut before
+the map, so that batches, order and numbers are those of one process.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _REMEDIES = {
 
 
 class Pipeline(Divided):
-    """The batches of ``pipeline`` on several ranks; pass it to a replicated model's ``fit``, or iterate over it.
+    """The batches of ``pipeline`` on several ranks; pass it to ``fit`` of a replicated model, or iterate over it.
 
     ``prefetch``, ``repeat``, ``skip`` and ``take`` act on whole batches, and return a pipeline again. What would act on
     the samples of a batch raises an AttributeError, with the remedy.
 
     Attributes:
-        dataset: this rank's rows of each batch, in the last ones perhaps none.
+        dataset: the rows of this rank in each batch, in the last ones perhaps none.
         for_keras: the same with the number of rows inside; a batch without rows has one that doesn't count.
     """
 
@@ -96,15 +96,15 @@ def pipeline(
         num_parallel_calls: calls of ``map`` at the same time on this rank.
 
     Returns:
-        A ``tf.data.Dataset`` on a single device. On several ranks a ``Pipeline``: an argument of a replicated model's
-        ``fit`` or ``evaluate``, or an iterable of this rank's rows of each batch. Rows of neighbouring ranks are
-        neighbours in the batch. All ranks have the same number of batches; in a smaller last batch, some may have no
-        rows.
+        A ``tf.data.Dataset`` on a single device. On several ranks a ``Pipeline``: an argument of ``fit`` or
+        ``evaluate`` of a replicated model, or an iterable of the rows of this rank in each batch. Rows of neighbouring
+        ranks are neighbours in the batch. All ranks have the same number of batches; in a smaller last batch, some may
+        have no rows.
 
     Raises:
         TypeError: ``source`` isn't a ``tf.data.Dataset``, ``map`` can't be called, or ``batch`` isn't an integer.
-        ValueError: ``batch`` isn't positive. On several ranks also: ``map`` draws random numbers without a seed of the
-            sample's own, calls Python, or changes variables; ``source`` is shuffled without a seed, or differs.
+        ValueError: ``batch`` isn't positive. On several ranks also: ``map`` draws random numbers without a seed for
+            each sample, calls Python, or changes variables; ``source`` is shuffled without a seed, or differs.
 
     >>> import tensorflow as tf, npu_device as npu
     >>> batches = npu.distribute.pipeline(tf.data.Dataset.range(5), lambda number: 10 * number, batch=3)

@@ -38,7 +38,8 @@ class Share:
 
     @property
     def weight(self) -> np.float64 | tf.Tensor:
-        """Return this rank's part of all samples: from 0 to 1, in float64; a tensor of shape [] if not known yet."""
+        """Return the part of this rank in all samples: from 0 to 1, in float64; a tensor of shape [] if not known
+        yet."""
         if isinstance(self.units, int) and isinstance(self.total, int):
             return np.float64(self.units / self.total if self.total else 0.0)
         return tf.math.divide_no_nan(tf.cast(self.units, tf.float64), tf.cast(self.total, tf.float64))
@@ -125,7 +126,7 @@ def is_divided(data: Any) -> bool:
 
 
 def content(data: Any) -> Any:
-    """Return a batch in the form that the model's step gets."""
+    """Return a batch in the form that the step of the model gets."""
     if not is_divided(data):
         return data
     if isinstance(data, dict):

@@ -1,4 +1,4 @@
-"""Before a replicated model's first step of a call: make its variables, and make them equal to rank 0's."""
+"""Before a replicated model's first step of a call: make its variables, and make them equal to those of rank 0."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from npu_device._src.training.world import World
 
 
 def share_random_state(world: World) -> None:
-    """Set every rank's random states to those of rank 0: Python's, numpy's and TensorFlow's.
+    """Set the random states of all ranks to those of rank 0: Python's, numpy's and TensorFlow's.
 
     If TensorFlow has no seed, one is set, so that Keras shuffles in the same order on all ranks.
     """
@@ -63,7 +63,7 @@ def _trace(model: Any, step: Callable[[Any], Any], spec: Any, divide: Callable[[
 
 
 def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) -> None:
-    """Send the root's model variables to every rank, and those of its optimizers if it trains.
+    """Send the model variables of the root to every rank, and those of its optimizers if it trains.
 
     Raises:
         ValueError: what layers hold outside variables isn't the same on all ranks.

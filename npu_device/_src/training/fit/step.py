@@ -155,7 +155,7 @@ def _checksum(tensor: tf.Tensor) -> tf.Tensor | int:
 
 @_as_it_is
 def divide(world: World, batch: Any) -> Share:
-    """Return this rank's share of a batch."""
+    """Return the share of this rank in a batch."""
     if is_divided(batch):
         return share_of_divided(batch, world.add_up)
     return share_of_batch(batch, world.rank, world.size, environment.NPU_DEVICE_DIVISION.get())
