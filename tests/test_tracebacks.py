@@ -109,3 +109,14 @@ def test_frames_of_libraries_are_left_out(text: str, shown: str, left_out: int) 
 )
 def test_the_error_inside_an_error_of_tensorflow_or_keras(error: str, root: str) -> None:
     assert root_error(error) == root
+
+
+def test_a_long_error_of_a_session_keeps_its_ends() -> None:
+    """It passes through a path, which has at most 4096 bytes: rank 0's line and what to do have to be in it."""
+    from npu_device._src.collectives.sessions import _shortened
+
+    lines = [f"  rank {rank} on host é: all_reduce of 'x'" for rank in range(500)]
+    found = _shortened("\n".join(["the ranks differ", *lines, "What to do: call the same operations"]))
+    assert len(found.encode()) < 3600
+    assert "rank 0 on" in found and "rank 499 on" in found and found.endswith("same operations")
+    assert _shortened("short") == "short"

@@ -206,11 +206,20 @@ class SessionOrder:
 # wait in different operations would never reach the one that the other waits for.
 
 
-# TensorFlow makes any exception of a Python function an UnknownError (2.20, a TODO in ``py_func.cc``), where calls that
-# don't fit each other are a FailedPreconditionError. So is reading a path below a file, whose message has the path
+# TensorFlow makes any exception of a Python function an UnknownError (2.20, ``py_func.cc``), where calls that don't
+# fit each other are a FailedPreconditionError. So is reading a path below a file, whose message has the path
 # (``tracebacks`` takes it out again). Can go when TensorFlow keeps the code of an OpError.
 _READABLE = "/dev/null"
-_LONGEST_PATH = 3000  # characters; above 4096 bytes it is another error
+_MOST_BYTES = 3500  # of a text in a path; a path above 4096 bytes is another error
+
+
+def _shortened(text: str) -> str:
+    """Return a text of at most ``_MOST_BYTES``: from the middle of a longer one, ranks are left out."""
+    data = text.encode()
+    if len(data) <= _MOST_BYTES:
+        return text
+    ends = (data[: _MOST_BYTES // 2], data[-_MOST_BYTES // 2 :])
+    return "\n…\n".join(end.decode(errors="ignore") for end in ends)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -228,7 +237,7 @@ def call_python(
         try:
             return [_READABLE, *function(*values)]
         except MismatchError as error:
-            path = f"{_READABLE}/{type(error).__name__}: {error}"[:_LONGEST_PATH] + "\n"
+            path = f"{_READABLE}/{type(error).__name__}: {_shortened(str(error))}\n"
             return [path.encode(), *(np.zeros(0, dtype.as_numpy_dtype) for dtype in dtypes)]
 
     def body(_: tf.Tensor, *values: tf.Tensor) -> Any:
@@ -245,8 +254,8 @@ def call_python(
         signature = [tf.TensorSpec(None, tensor.dtype) for tensor in inputs]
         concrete = tf.function(body, autograph=False).get_concrete_function(*signature)
     concrete.add_to_graph(graph)
-    # Reading the only element of a dataset is an asynchronous operation with its own thread, which also runs the data
-    # set's function.
+    # Reading the only element of a dataset is an asynchronous operation with its own thread, which also runs the
+    # function of the dataset.
     one = tf.raw_ops.TensorDataset(components=inputs, output_shapes=[tensor.shape for tensor in inputs])
     mapped = tf.raw_ops.MapDataset(
         input_dataset=one,

@@ -4,7 +4,7 @@ They delegate to ``collectives``; this file only checks the arguments, and retur
 signatures are those of the TensorFlow 1 adapter, which has all arguments of the TensorFlow 2 adapter in the same order.
 
 ``group`` is the name of a group, default the group of all ranks; ranks are ranks in the group. ``fusion`` and
-``fusion_id`` are checked, and take effect in ``allreduce``; every other call is a transfer of its own. Operations and
+``fusion_id`` are checked, and have no effect: every call is a transfer of its own. Operations and
 dtypes are those of Ascend; float64 and the unsigned integers are reduced as well, and calls that only move data accept
 bool and complex too.
 
