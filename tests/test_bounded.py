@@ -23,6 +23,11 @@ def _held() -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/fd")), threading.active_count(), mappings
 
 
+def _no_more(late: tuple[int, ...], early: tuple[int, ...]) -> bool:
+    """What an earlier test of the pool left may end in between, so fewer of a kind are right, too."""
+    return all(after <= before for after, before in zip(late, early))
+
+
 def _memory() -> int:
     """Resident bytes."""
     with open("/proc/self/statm", encoding="utf-8") as statm:
@@ -332,7 +337,7 @@ def body_tags(tags: int, length: int) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("length", [1, 300_000])
 def test_tags(several_ranks: Pool, length: int) -> None:
     for early, late in several_ranks.run(body_tags, 600 if length == 1 else 40, length):
-        assert late == early
+        assert _no_more(late, early)
 
 
 def body_groups(rounds: int) -> list[tuple[int, int, int]]:
@@ -364,4 +369,4 @@ def body_groups(rounds: int) -> list[tuple[int, int, int]]:
 @pytest.mark.both_backends
 def test_groups_that_are_destroyed(several_ranks: Pool) -> None:
     for early, late in several_ranks.run(body_groups, 40):
-        assert late == early
+        assert _no_more(late, early)
