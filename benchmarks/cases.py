@@ -5,6 +5,7 @@ A rival's step is made by its side (``sides``).
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,15 +194,15 @@ def faster(quick: bool, ranks: int) -> Case:
 
 
 def reading(quick: bool, ranks: int) -> Case:
-    """Return the case of input pipelines of some 5 ms a sample."""
+    """Return the case of ``fit`` with input pipelines of some 5 ms a sample."""
     rounds = []
-    for kind in ("images", "records", "augmented"):
+    for keras, kind in itertools.product(("keras", "tf_keras"), ("images", "records", "augmented")):
         rivals = (
-            Rival(ONE_PROCESS, sides.ONE_PROCESS, "reading", (kind, True)),
-            Rival(WHOLE, sides.SHARED_MEMORY, "reading", (kind, False)),
-            Rival(DIVIDED, sides.SHARED_MEMORY, "reading", (kind, True)),
+            Rival(ONE_PROCESS, sides.ONE_PROCESS, "reading", (kind, True, keras)),
+            Rival(WHOLE, sides.SHARED_MEMORY, "reading", (kind, False, keras)),
+            Rival(DIVIDED, sides.SHARED_MEMORY, "reading", (kind, True, keras)),
         )
-        rounds.append(Round(kind, READ_SAMPLES, 1, rivals))
+        rounds.append(Round(f"{kind}, {keras}", READ_SAMPLES, 1, rivals))
     return Case("reading", f"input, {ranks} ranks", tuple(rounds))
 
 

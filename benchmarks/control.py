@@ -21,9 +21,7 @@ from npu_device._src.cluster.rendezvous import meet
 
 _RANKS_PER_PROCESS = 128
 _SECONDS = 120.0
-_HEADER = (
-    "| ranks | rendezvous | barrier | stall table | failure known to all | messages per rank |\n" + 6 * "|---" + "|"
-)
+_HEADER = "| ranks | meeting | barrier | stall table | failure known | messages per rank |\n" + 6 * "|---" + "|"
 
 
 class _Rank:

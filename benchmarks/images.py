@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import tempfile
 from typing import Any
 
@@ -13,8 +14,17 @@ from benchmarks.cases import READ_SAMPLES
 _PIXELS, _RESULT, _FILES, _BATCH = 1200, 96, 16, 32
 
 
+def model(keras_name: str) -> Any:
+    """Return a compiled model that costs next to nothing, of ``keras`` or ``tf_keras``."""
+    keras = importlib.import_module(keras_name)
+    layers = [keras.layers.Input([_RESULT, _RESULT, 3]), keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(1)]
+    made = keras.Sequential(layers)
+    made.compile(keras.optimizers.SGD(1e-9), "mse")
+    return made
+
+
 def batches(kind: str, divides: bool) -> Any:
-    """Return the batches of a step.
+    """Return the batches of a step: pictures, and a number for each.
 
     Args:
         kind: ``"images"`` in memory; ``"records"`` in a file, shuffled; or ``"augmented"``, with random numbers.
@@ -33,11 +43,12 @@ def batches(kind: str, divides: bool) -> Any:
         source = tf.data.TFRecordDataset(path)
     source = source.repeat(READ_SAMPLES // _FILES).shuffle(READ_SAMPLES, seed=1)
 
-    def decoded(file: tf.Tensor) -> tf.Tensor:
-        return tf.image.resize(tf.io.decode_jpeg(file, channels=3), [_RESULT, _RESULT])
+    def decoded(file: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return tf.image.resize(tf.io.decode_jpeg(file, channels=3), [_RESULT, _RESULT]), tf.constant([1.0])
 
-    def flipped(file: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-        return tf.image.stateless_random_flip_left_right(decoded(file), seed)
+    def flipped(file: tf.Tensor, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        picture, label = decoded(file)
+        return tf.image.stateless_random_flip_left_right(picture, seed), label
 
     if not divides:  # as with any dataset, of which each rank takes its share later
         one = decoded if kind != "augmented" else lambda file: flipped(file, tf.constant([1, 2]))

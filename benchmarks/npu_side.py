@@ -103,16 +103,10 @@ class NpuSide:
             step()
         return step
 
-    def reading(self, kind: str, divides: bool) -> Callable[[], None]:
-        """Return a step that reads some batches, on all ranks together; see ``images``."""
-        data = images.batches(kind, divides)
-
-        def step() -> None:
-            for _ in data:
-                pass
-            npu.distribute.barrier()
-
-        return step
+    def reading(self, kind: str, divides: bool, keras: str = "tf_keras") -> Callable[[], None]:
+        """Return an epoch of a replicated model that waits for its input; see ``images``."""
+        data, model = images.batches(kind, divides), npu.distribute.replicate(images.model(keras))
+        return lambda: model.fit(data, verbose=0) and None
 
     def _trainee(self, model: str, shares: int = 1) -> Trainee:
         if model not in self._trainees:

@@ -22,11 +22,10 @@ from benchmarks.cases import (
 )
 from benchmarks.results import NOT_INSTALLED, CaseResult, Results, RoundResult, Timing
 
-_FAILED = "failed"
-_SMALLEST_BANDWIDTH = 1 << 16
-_ERROR_WIDTH = 300
-_WIDTH = 120
-_NAMES = {"resnet50": "ResNet-50", "bert": "BERT", "mlp": "MLP", "chain": "161 small layers", "images": "JPEG input"}
+_FAILED, _SMALLEST_BANDWIDTH = "failed", 1 << 16
+_WIDTH, _ERROR_WIDTH = 120, 300
+_NAMES = {"resnet50": "ResNet-50", "bert": "BERT", "mlp": "MLP", "chain": "161 small layers"}
+_NAMES |= {"images": "JPEG input", "keras": "Keras 3", "tf_keras": "tf-keras"}
 
 Rows = list[list[str]]
 
@@ -187,7 +186,7 @@ def _by_rival(columns: Sequence[tuple[str, RoundResult]], corner: str, base: str
 
 
 def _samples(case: CaseResult, corner: str, last: Sequence[str] = ()) -> str:
-    rows = [[corner, *(_NAMES.get(each.label, each.label) for each in case.rounds)]]
+    rows = [[corner, *(", ".join(_NAMES.get(word, word) for word in each.label.split(", ")) for each in case.rounds)]]
     for rival in case.rivals():
         cells = []
         for each in case.rounds:
