@@ -8,7 +8,6 @@ from npu_device.launch import arguments, check, hosts, job
 
 
 def main() -> None:
-    """Run the launcher with the command line of this process, and exit with the job's exit code."""
     command, rest = sys.argv[1:2], sys.argv[2:]
     if command == ["trace"]:
         from npu_device._src.report.__main__ import main as report

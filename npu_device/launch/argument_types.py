@@ -18,8 +18,6 @@ _Value = TypeVar("_Value")
 
 
 def _of(form: Form[_Value]) -> Callable[[str], _Value]:
-    """Return the function that parses an argument of a form."""
-
     def parse(text: str) -> _Value:
         try:
             return form.parse(text)

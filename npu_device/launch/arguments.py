@@ -88,7 +88,6 @@ class Options:
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks on all nodes together."""
         return self.nnodes * self.nproc_per_node
 
     @property
@@ -109,7 +108,6 @@ class Options:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Read the command line."""
     parser = _parser()
     given = parser.parse_args(argv)
     slots = _hosts(parser, given)

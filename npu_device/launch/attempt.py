@@ -36,12 +36,9 @@ class Outcome:
     """The end of an attempt on one node.
 
     Attributes:
-        code: 0 if every rank of the node ended with 0; 75 if the ranks were asked to stop and can be resumed; else the
-            exit code of the rank that failed first (128 + number for a signal), 128 + number of the signal that stopped
-            the launcher, or 126 if a rank can't be started.
-        interrupted: the launcher received a signal.
+        code: 0 if every rank ended with 0; 75 if the ranks were asked to stop and can be resumed; else that of the rank
+            that failed first, of the signal that stopped the launcher, or 126 if a rank can't be started.
         preempted: the platform takes this node away: all signals asked for a resumable end.
-        failures: of the ranks of the node, first causes first.
     """
 
     code: int
@@ -61,11 +58,10 @@ class Launch:
     events: queue.SimpleQueue[Any]  # signals, ends of ranks, and messages of node 0
 
     def progress_file(self) -> str | None:
-        """Return the path where rank 0 writes the step of its newest checkpoint; None if it isn't on this node."""
         return os.path.join(self.directory, _PROGRESS) if self.options.node_rank == 0 else None
 
     def step(self) -> str | None:
-        """Return the step of the newest checkpoint; None if rank 0 has reported none, or is on another node."""
+        """Return the step of the newest checkpoint, as far as rank 0, on this node, has reported it."""
         try:
             progress = Path(self.directory, _PROGRESS).read_text(encoding="utf-8", errors="replace")
             return progress.strip()[:40] or None
@@ -91,7 +87,6 @@ class Attempt:
         self._started = time.time()
 
     def run(self) -> Outcome:
-        """Start the ranks of this node, wait for them, report, and leave no process behind."""
         options = self._options
         try:
             self._start()
@@ -125,7 +120,6 @@ class Attempt:
         return self._conclude(supervisor)
 
     def _remedy(self, error: OSError) -> str:
-        """Return what to do if the program itself can't be started; "" for other errors."""
         program = self._options.command[0]
         if error.filename != program:
             return ""
@@ -167,7 +161,6 @@ class Attempt:
             self._stderr.append(Pump(process.stderr, console, 2, rank, log))
 
     def _announce(self, replaced: Sequence[str]) -> None:
-        """Tell the user, once for all attempts, what may be unexpected."""
         log_dir = self._options.log_dir
         if log_dir is not None:
             os.makedirs(log_dir, exist_ok=True)
@@ -238,7 +231,6 @@ class Attempt:
         return Outcome(ordered[0].code, supervisor.interrupted, supervisor.preempted, tuple(ordered))
 
     def _failures(self, asked_at: float | None) -> dict[Failure, list[str]]:
-        """Return the failed ranks, each with its traceback."""
         found = []
         for process, pump in zip(self._processes, self._stderr):
             end = process.exit

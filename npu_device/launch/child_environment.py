@@ -37,7 +37,6 @@ def for_rank(
     progress_file: str | None,
     trace: str | None,
 ) -> dict[str, str]:
-    """Return the whole environment of one rank."""
     foreign = {*_OTHER_SCHEMES, NPU_DEVICE_RANK_PROCESS.name}  # a rank that starts npurun starts another job
     environment = {name: value for name, value in inherited.items() if name not in foreign}
     environment.update(

@@ -14,7 +14,6 @@ _INSTALLED = "share/doc/npu_device/*.md"  # as in pyproject.toml
 
 
 def main(argv: Sequence[str]) -> int:
-    """Show a page, or list all pages, and return the exit code."""
     parser = argparse.ArgumentParser(prog="npurun docs", description="Show a page of the documentation, or list them.")
     parser.add_argument("name", nargs="?", help="name of a page, such as messages; without it, all pages are listed")
     name = parser.parse_args(argv).name
@@ -36,7 +35,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _pages() -> dict[str, Path]:
-    """Return the pages by name."""
     clone = Path(__file__).parents[2] / "docs"
     if (clone / "index.md").is_file():
         paths = [*clone.glob("*.md"), *clone.glob("tutorials/*.md")]
@@ -46,6 +44,5 @@ def _pages() -> dict[str, Path]:
 
 
 def _title(path: Path) -> str:
-    """Return the first heading."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return next((line[2:] for line in lines if line.startswith("# ")), "")

@@ -45,17 +45,7 @@ class Failure:
 def examine(
     rank: int, host: str, ended: Exit, record: str, stopped: bool, stderr: Sequence[str]
 ) -> tuple[Failure, list[str]]:
-    """Return the failure of a rank; and its traceback: of its record, else the last one on its stderr, else the last
-    lines there.
-
-    Args:
-        rank: number of the rank.
-        host: name of this host.
-        ended: how its process ended.
-        record: path of its record, which may be missing.
-        stopped: the launcher had asked it to end.
-        stderr: its last lines.
-    """
+    """Return the failure of a rank, and its traceback: of its record, else the last one on its stderr."""
     try:
         with open(record, encoding="utf-8") as file:
             found = json.load(file)
@@ -84,7 +74,7 @@ def examine(
 
 
 def in_order(failures: Iterable[Failure]) -> list[Failure]:
-    """Return failures in order: first causes, then the errors that follow from them, then ranks that were stopped."""
+    """Return first causes, then the errors that follow from them, then ranks that were stopped."""
 
     def key(failure: Failure) -> tuple[bool, bool, float]:
         return failure.is_consequence, failure.is_consequence and not failure.recorded, failure.time
@@ -121,7 +111,6 @@ def _line(failure: Failure, started: float) -> str:
 
 
 def _last_header(lines: list[str]) -> int:
-    """Return where the last traceback begins; a syntax error in the script itself has no header."""
     headers = [number for number, line in enumerate(lines) if line.startswith("Traceback ")]
     frames = [number for number, line in enumerate(lines) if FRAME.match(line)]
     return (headers or frames or [0])[-1]

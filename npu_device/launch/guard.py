@@ -18,11 +18,7 @@ _DONE = "done"
 
 
 class Guard:
-    """The guard as the launcher sees it: a context manager around the whole launch.
-
-    Args:
-        directory: the temporary directory of the launcher, which the guard removes if the launcher can't.
-    """
+    """The guard, around the whole launch; it also removes ``directory`` if the launcher can't."""
 
     def __init__(self, directory: str) -> None:
         self._process = subprocess.Popen(
@@ -34,7 +30,6 @@ class Guard:
         )
 
     def watch(self, group: int) -> None:
-        """Register a process group to be killed when the launcher dies."""
         self._tell(str(group))
 
     def forget(self, group: int) -> None:

@@ -9,14 +9,10 @@ _HOST = re.compile(r"(?P<host>[^\s:\[\]]+|([^\s:\[\]]+@)?\[[^\s\]]+\])(:(?P<numb
 
 
 def parse(text: str) -> list[tuple[str, int | None]]:
-    """Return each host of a list with its number of ranks, None if it has none.
+    """Return each host of a list with its number of ranks; ValueError if one is malformed or listed twice.
 
-    Raises:
-        ValueError: a host is malformed, or listed twice.
-
-    Examples:
-        >>> parse("a:4,me@b:4,[fd00::1]")
-        [('a', 4), ('me@b', 4), ('fd00::1', None)]
+    >>> parse("a:4,me@b:4,[fd00::1]")
+    [('a', 4), ('me@b', 4), ('fd00::1', None)]
     """
     found: list[tuple[str, int | None]] = []
     for word in text.split(","):
@@ -31,12 +27,7 @@ def parse(text: str) -> list[tuple[str, int | None]]:
 
 
 def read(path: str) -> list[tuple[str, int | None]]:
-    """Return the hosts of a file: a line for each, as ``parse`` takes it or as ``HOST slots=N``; # begins a comment.
-
-    Raises:
-        OSError: the file can't be read.
-        ValueError: as ``parse``; or it lists no host, or isn't text.
-    """
+    """Return the hosts of a file, one a line, as ``parse`` takes it or as ``HOST slots=N``; # begins a comment."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -49,14 +40,10 @@ def read(path: str) -> list[tuple[str, int | None]]:
 
 
 def filled(hosts: list[tuple[str, int | None]], total: int) -> list[tuple[str, int | None]]:
-    """Return the hosts that so many ranks need, which fill one after the other, each with its number of ranks.
+    """Return the hosts that so many ranks need, which fill one after the other; ValueError if they aren't alike.
 
-    Raises:
-        ValueError: there isn't room for all, or a host would get another number than the first one.
-
-    Examples:
-        >>> filled([("a", 2), ("b", 2), ("c", 2)], 4)
-        [('a', 2), ('b', 2)]
+    >>> filled([("a", 2), ("b", 2), ("c", 2)], 4)
+    [('a', 2), ('b', 2)]
     """
     room = [number or max(1, total // len(hosts)) for _, number in hosts]
     used = [max(0, min(number, total - sum(room[:place]))) for place, number in enumerate(room)]
@@ -73,5 +60,4 @@ def filled(hosts: list[tuple[str, int | None]], total: int) -> list[tuple[str, i
 
 
 def name(host: str) -> str:
-    """Return a host without the user."""
     return host.rpartition("@")[2]

@@ -36,11 +36,7 @@ _KEPT_HERE = ("HCCL_IF_IP",)  # differs from host to host
 
 
 def run(options: Options) -> int:
-    """Run the job on all hosts, and wait for its end.
-
-    Returns:
-        0; or 75 if the ranks can be resumed; or the exit code of the first host that failed, 255 if ssh failed.
-    """
+    """Run the job on all hosts; return 0, 75 if the ranks can be resumed, or the code of the first host that failed."""
     console = Console()
     events = job.signals(options, console)
     nodes = []
@@ -100,20 +96,12 @@ def _wait(options: Options, nodes: list[_Node], console: Console, events: queue.
 
 
 def _passed_on() -> dict[str, str]:
-    """Return the variables of this process that the npurun of every host gets."""
     names = {variable.name for variable in environment.ALL}.difference(_KEPT_HERE)
     return {name: value for name, value in os.environ.items() if name in names or name.startswith(_PREFIXES)}
 
 
 class _Node:
-    """A host's npurun.
-
-    Attributes:
-        host: its host, as the user names it.
-        is_here: no connection is needed.
-        command: the program that connects to it.
-        code: its exit code, when it has ended.
-    """
+    """The npurun of a host; ``is_here`` if no connection is needed."""
 
     def __init__(self, host: str, order: str, console: Console, events: queue.SimpleQueue[Any]) -> None:
         self.host = host
@@ -139,11 +127,9 @@ class _Node:
         threading.Thread(target=self._report_end, args=(pumps,), daemon=True).start()
 
     def send(self, number: int) -> None:
-        """Let the host's npurun receive a signal."""
         self._tell(str(int(number)))
 
     def disconnect(self) -> None:
-        """End the connection; the ranks of the host are then stopped there."""
         self._process.kill()
 
     def _tell(self, line: str) -> None:

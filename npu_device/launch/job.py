@@ -22,7 +22,6 @@ from npu_device.launch.output import Console
 
 
 def run(options: Options) -> int:
-    """Start the ranks of this node, again if the command line allows it; leave no process, and return the exit code."""
     console = Console()
     events = signals(options, console)
     with tempfile.TemporaryDirectory(prefix="npurun-") as directory, Guard(directory) as guard:
@@ -35,7 +34,6 @@ def run(options: Options) -> int:
 
 
 def signals(options: Options, console: Console) -> queue.SimpleQueue[Any]:
-    """Return a queue into which the numbers of the signals go that this process receives from now on."""
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def receive(number: int, _: object) -> None:
@@ -50,7 +48,6 @@ def signals(options: Options, console: Console) -> queue.SimpleQueue[Any]:
 
 
 def _together(launch: Launch) -> int:
-    """Run the attempts of a job of several nodes."""
     options, given = launch.options, secret()
     if options.node_rank > 0:
         return Member(launch, given, options.master_addr).run()
@@ -61,7 +58,6 @@ def _together(launch: Launch) -> int:
 
 
 def _alone(launch: Launch) -> int:
-    """Run the attempts of a single node, or the only attempt of one of several."""
     options, say = launch.options, launch.console.say
     attempts = Ledger(options)
     while True:

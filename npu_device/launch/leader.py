@@ -68,7 +68,6 @@ class Leader:
 
     @property
     def address(self) -> str:
-        """Return the address at which this host reaches the leader."""
         host = str(self._listener.getsockname()[0])
         return "127.0.0.1" if host in ("::", "0.0.0.0") else host
 
@@ -146,7 +145,6 @@ class Leader:
             wait = decision.wait
 
     def _gather(self, wait: float) -> tuple[int, ...] | None:
-        """Wait for the nodes of the next attempt; None if too few came in time."""
         began = time.monotonic()
         deadline = began + max(wait, self._options.rejoin_timeout)
         has_notified = False
@@ -215,7 +213,6 @@ class Leader:
         return Decision(code, None, "")
 
     def _stop(self, why: str) -> None:
-        """Have all nodes stop their ranks."""
         if not self._is_stopping:
             self._is_stopping = True
             limit = max(self._options.grace, self._options.preempt_timeout) + NODE_STOP_SECONDS
@@ -223,7 +220,6 @@ class Leader:
             self._send(list(self._running), "stop", why=why)
 
     def _time_out(self) -> None:
-        """Handle nodes that have not ended the attempt in time."""
         if not self._is_stopping:
             self._stop(f"node(s) {ranges(self._running)} did not end although the others were asked to stop")
             return
@@ -234,7 +230,6 @@ class Leader:
     # Messages of the nodes
 
     def _handle(self, until: float | None) -> bool:
-        """Handle the next event; return False if none comes in time."""
         try:
             link, message = self._events.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
         except queue.Empty:
@@ -246,7 +241,6 @@ class Leader:
         return next((node for node, known in self._nodes.items() if known is link), None)
 
     def _take(self, link: Link, message: dict[str, Any] | None) -> None:
-        """Handle a message, or the end of a connection."""
         node = self._node_of(link)
         if message is not None and message["do"] == "hello":
             self._register(link, message)

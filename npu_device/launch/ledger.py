@@ -35,11 +35,9 @@ class Ended:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Ended:
-        """Return an attempt from the fields of a message."""
         return cls(**{**fields, "nodes": tuple(fields["nodes"]), "preempted": tuple(fields["preempted"])})
 
     def line(self, with_nodes: bool) -> str:
-        """Return the line of the attempt in the list at the end."""
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.began))
         where = f", {_nodes(self.nodes)}" if with_nodes else ""
         step = f" (newest checkpoint: step {self.step})" if self.step is not None else ""
@@ -64,7 +62,6 @@ class Ledger:
 
     @property
     def count(self) -> int:
-        """Return the number of the next attempt."""
         return self.attempts[-1].count + 1 if self.attempts else 0
 
     def add(
@@ -76,7 +73,6 @@ class Ledger:
         lost: str | None = None,
         preempted: Sequence[int] = (),
     ) -> Decision:
-        """Add an attempt that has ended."""
         outcomes = list(outcomes)
         cause = next(iter(in_order(failure for outcome in outcomes for failure in outcome.failures)), None)
         codes = [outcome.code for outcome in outcomes]
@@ -115,7 +111,6 @@ class Ledger:
         return self._decide()
 
     def spent(self) -> str | None:
-        """Return which budget the attempts have used up; None if the job may go on."""
         most, failures = self._options.max_restarts, len(self._failures())
         if failures > most:
             return f"no restart: all {most} restart(s) have been used"
@@ -178,7 +173,6 @@ def _fruitless(failures: Sequence[Ended]) -> int:
 
 
 def summary(attempts: Sequence[Ended]) -> str:
-    """Return the list of attempts for the end of the job."""
     left_out = len(attempts) - _KEPT
     lines = [f"  … {left_out} more"] if left_out > 0 else []
     with_nodes = any(attempt.nodes != (0,) for attempt in attempts)

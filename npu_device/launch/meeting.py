@@ -17,11 +17,7 @@ from npu_device.launch.arguments import DEFAULT_PORT, Options
 
 @dataclass(frozen=True)
 class Meeting:
-    """The data that the ranks need for the rendezvous; a context manager that lets the hub end.
-
-    Attributes:
-        made_secret: the job secret if it was made here; None if the user sets it, or there is none.
-    """
+    """The data that the ranks need for the rendezvous; a context manager that lets the hub end."""
 
     job_id: str  # name of the job, another one in each attempt, so that leftovers of an earlier one can't join
     port: int
@@ -44,7 +40,6 @@ class Meeting:
 
 
 def prepare(options: Options, say: Callable[[str], None], count: int = 0, nodes: Sequence[int] = ()) -> Meeting:
-    """Start the hub if this is node 0."""
     nodes = tuple(nodes or range(options.nnodes))
     given = secret()
     made = secrets.token_hex(32) if not given and options.nnodes == 1 else None
@@ -76,6 +71,5 @@ def prepare(options: Options, say: Callable[[str], None], count: int = 0, nodes:
 
 
 def master_port(options: Options) -> int:
-    """Return the port of node 0 that all nodes know."""
     allowed = environment.NPU_DEVICE_PORT_RANGE.get()
     return options.master_port or (allowed or (DEFAULT_PORT,))[0]

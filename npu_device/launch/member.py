@@ -20,8 +20,6 @@ from npu_device.launch.supervisor import Stop
 
 
 class _End(Exception):
-    """This node's part of the job is over."""
-
     def __init__(self, code: int) -> None:
         super().__init__(code)
         self.code = code
@@ -45,7 +43,6 @@ class Member:
         self._is_resumable = False  # the last attempt was stopped on request
 
     def run(self) -> int:
-        """Run attempts until the job is over, and return its exit code."""
         try:
             while True:
                 self._attempt(self._next())
@@ -56,7 +53,6 @@ class Member:
                 self._link.close()
 
     def _next(self) -> Meeting:
-        """Wait for the next attempt."""
         while self._ending is None or not self._launch.events.empty():
             if self._ending is None and (self._link is None or self._link.is_lost):
                 self._connect()
@@ -121,13 +117,11 @@ class Member:
         raise _End(self._code_of(number) if self._code is None else self._code)
 
     def _code_of(self, number: int) -> int:
-        """Return the exit code for a signal between two attempts."""
         return RESUMABLE if self._is_resumable and number == self._options.preempt_signal else 128 + number
 
     # The connection
 
     def _connect(self) -> None:
-        """Connect to the leader, and send it what this node knows."""
         if self._code is not None:
             raise _End(self._code)
         seconds = self._options.rejoin_timeout
@@ -162,7 +156,6 @@ class Member:
         threading.Thread(target=self._receive, args=(self._link,), name="npurun-member", daemon=True).start()
 
     def _take(self, message: dict[str, Any]) -> None:
-        """Pass on a message of node 0."""
         do = message["do"]
         if do == "stop":
             self._launch.events.put(Stop(str(message["why"]), self._running))

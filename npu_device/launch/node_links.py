@@ -32,15 +32,11 @@ class Link:
         self._sending = threading.Lock()
 
     def send(self, do: str, **fields: Any) -> None:
-        """Send a message: what to do, as to the hub. If the connection is lost, ``messages`` ends."""
         with self._sending, contextlib.suppress(OSError):
             self._connection.sendall(frames.encode({"do": do, **fields}))
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Iterate over the messages until the other side has closed the connection, or breaks the protocol.
-
-        Then this side closes it, too: only half of it may be lost.
-        """
+        """Yield messages until the other side closes, or breaks the protocol; then this side, as half may be lost."""
         with contextlib.suppress(OSError, frames.FrameError):
             for message in self._reader.messages(self._connection):
                 self.heard = time.monotonic()
@@ -49,19 +45,16 @@ class Link:
         self.close()
 
     def end(self) -> None:
-        """Announce that no message follows."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close the connection, from any thread."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 
 def connect(host: str, port: int, secret: bytes) -> Link:
-    """Connect to node 0."""
     return Link(handshake.reach(host, port, NODE_CONNECT_SECONDS, secret + _OF_NODES))
 
 

@@ -22,7 +22,6 @@ def order(options: Options, variables: Mapping[str, str]) -> str:
 
 
 def main() -> None:
-    """Read the order, run the job, and exit with its exit code."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)  # nohup is for the npurun that sends the signals
     lines = _lines()

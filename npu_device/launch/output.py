@@ -38,7 +38,6 @@ class Console:
         self._ending_since: float | None = None
 
     def write(self, fd: int, data: bytes) -> None:
-        """Write whole lines."""
         view = memoryview(data)
         with self._lock:
             try:
@@ -74,15 +73,7 @@ class Console:
 class Pump:
     """A thread that forwards one stream until its end. While it doesn't read, the writing rank is blocked.
 
-    Args:
-        pipe: the read end of the stream; the pump closes it.
-        console: None for none.
-        fd: 1 for stdout, 2 for stderr.
-        rank: whose stream it is; None for the npurun of another host.
-        log: file without a buffer, or None.
-
-    Attributes:
-        tail: the last 200 lines of the stream, of each the first 16 KiB.
+    ``tail`` are the last lines, of each the first 16 KiB. A stream without a rank gets no prefix.
     """
 
     def __init__(

@@ -15,19 +15,13 @@ from typing import IO, Callable
 
 @dataclass(frozen=True)
 class Exit:
-    """The end of a process: its status and its time.
-
-    Attributes:
-        status: exit code; minus the number of the signal if a signal killed it.
-        time: seconds since the epoch.
-    """
+    """The end of a process: exit code, or minus the number of the signal that killed it; seconds since the epoch."""
 
     status: int
     time: float
 
     @property
     def code(self) -> int:
-        """Return the exit code as a shell does: 128 + number for a signal."""
         return self.status if self.status >= 0 else 128 - self.status
 
     def __str__(self) -> str:
@@ -70,13 +64,11 @@ class Process:
 
     @property
     def stdout(self) -> IO[bytes]:
-        """Return the read end of its stdout."""
         assert self._popen.stdout is not None
         return self._popen.stdout
 
     @property
     def stderr(self) -> IO[bytes]:
-        """Return the read end of its stderr."""
         assert self._popen.stderr is not None
         return self._popen.stderr
 

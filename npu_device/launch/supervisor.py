@@ -99,7 +99,6 @@ class Supervisor:
         return [process for process in self._processes if process.exit is None]
 
     def _wait(self, limit: float | None) -> None:
-        """Wait for an event, the deadline or the limit, and handle it."""
         until_deadline = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
         try:
             event = self._events.get(timeout=min((t for t in (limit, until_deadline) if t is not None), default=None))

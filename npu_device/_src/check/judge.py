@@ -36,8 +36,6 @@ class Facts:
 
 @dataclass(frozen=True)
 class Findings:
-    """The findings of all ranks together."""
-
     facts: Sequence[Facts]
     engine: str = ""  # how gradients will travel, and why
     ports: str = ""  # where the ranks serve whoever reaches them; "" if nowhere
@@ -50,14 +48,12 @@ class Findings:
 
     @property
     def hosts(self) -> dict[str, list[int]]:
-        """Return the ranks of each host."""
         found: dict[str, list[int]] = {}
         for rank, facts in enumerate(self.facts):
             found.setdefault(facts.host, []).append(rank)
         return found
 
     def name(self, rank: int) -> str:
-        """Return the name of a rank for messages."""
         facts = self.facts[rank]
         return f"rank {rank} on host {facts.host} ({facts.machine})"
 
@@ -156,7 +152,6 @@ def _same_machine(found: Findings) -> Iterator[str]:
 
 
 def _conditions(found: Findings) -> Iterator[str]:
-    """Report clocks, cores and memory."""
     for host, ranks in found.hosts.items():
         facts = found.facts[ranks[0]]
         if facts.clock is not None and abs(facts.clock) > CLOCK_SECONDS:
@@ -191,7 +186,6 @@ def _slow_links(found: Findings) -> Iterator[str]:
 
 
 def text(found: Findings, problems: Sequence[str], warnings: Sequence[str]) -> str:
-    """Return the whole report."""
     ranks, hosts = counted(len(found.facts), "rank"), counted(len(found.hosts), "host")
     parts = [f"{ranks} on {hosts}: {verdict(problems)}", _hosts(found), _settings(found), _speeds(found)]
     for name, texts in ("problem", problems), ("warning", warnings):
@@ -200,7 +194,6 @@ def text(found: Findings, problems: Sequence[str], warnings: Sequence[str]) -> s
 
 
 def verdict(problems: Sequence[str]) -> str:
-    """Return whether training would work, in one line."""
     return "training would " + (f"not work: {counted(len(problems), 'problem')}" if problems else "work")
 
 
@@ -226,7 +219,6 @@ def _settings(found: Findings) -> str:
 
 
 def _speeds(found: Findings) -> str:
-    """Return the table of collectives, which engine is the fastest between the hosts, and what to set."""
     measured = {"within a host": found.within} if found.within else {}
     measured.update((f"between hosts, {name}", seconds) for name, seconds in found.between.items())
     columns = [[title, *(f"{1e3 * each:.3g} ms" for each in seconds)] for title, seconds in measured.items()]

@@ -36,12 +36,7 @@ _FEWEST, _MOST = 3, 50
 
 
 def check() -> dict[str, Any]:
-    """Open the device of this rank, and check. Every rank of the job calls this.
-
-    Returns:
-        ``works``: training would work; ``verdict``: that in a line; both the same on all ranks. ``report``: everything,
-        "" on all ranks but rank 0. ``leads``: the rank is the lowest one of its host.
-    """
+    """Open the device of this rank, and check. Every rank calls this; ``leads``: it is the lowest of its host."""
     device.open()
     job = device.running_job()
     found = Findings([_facts(None)]) if job is None else _found(job)
@@ -52,7 +47,6 @@ def check() -> dict[str, Any]:
 
 
 def _found(job: Job) -> Findings:
-    """Find out everything, the same on all ranks."""
     cluster = job.cluster
 
     def gather(name: str, value: Any) -> list[Any]:
@@ -84,7 +78,6 @@ def _found(job: Job) -> Findings:
 
 
 def _slowest(seconds: Iterable[list[float] | None]) -> list[float]:
-    """Return the most of all ranks for each size; empty if none has measured."""
     return [max(each) for each in zip(*(one for one in seconds if one is not None))]
 
 
@@ -146,7 +139,6 @@ def _connect(server: str) -> str:
 
 
 def _sum_is_right(job: Job) -> bool:
-    """Return whether a sum over all ranks is what it should be. Every rank calls this."""
     rank, size = job.cluster.rank, job.cluster.world_size
     total = all_reduce(job, tf.fill([1 << 18], float(rank + 1)), "sum", group_of(job, WORLD_GROUP))
     return bool(tf.reduce_all(total == size * (size + 1) / 2))

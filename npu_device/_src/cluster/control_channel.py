@@ -27,13 +27,7 @@ _log = logging.getLogger("npu_device")
 
 
 class ControlChannel:
-    """The connection to the hub after the rendezvous.
-
-    Each request raises ``ClusterError`` if the hub is gone, or doesn't answer.
-
-    Attributes:
-        messages: how many messages have been sent and received.
-    """
+    """The connection to the hub after the rendezvous; requests raise ``ClusterError`` if the hub is gone or silent."""
 
     def __init__(self, connection: socket.socket, reader: frames.Reader) -> None:
         self._socket = connection
@@ -50,34 +44,20 @@ class ControlChannel:
         os.register_at_fork(after_in_child=lambda: _close_in_fork(myself()))
 
     def listen(self, on_push: Callable[[dict[str, Any]], None], on_lost: Callable[[str], None]) -> None:
-        """Start receiving the messages of the hub.
-
-        Args:
-            on_push: called, in a thread of its own, with each message that isn't an answer.
-            on_lost: called once, with the reason, when the hub is gone.
-        """
+        """Start receiving; ``on_push`` gets each message that isn't an answer, ``on_lost`` once why the hub is gone."""
         threading.Thread(target=self._read, args=(on_push, on_lost), name="npu_device-channel", daemon=True).start()
 
     # Values
 
     def set(self, key: str, value: str) -> None:
-        """Write a new key, which every rank can read at once.
-
-        Raises:
-            KeyError: the key exists already (keys are written once, so that no rank overwrites what another has read).
-        """
+        """Write a new key, which every rank can read at once; KeyError if it exists: another rank may have read it."""
         self._request("set", SHORT_SECONDS, key=key, value=value)
 
     def get(self, key: str, timeout: float) -> str:
-        """Read a key, waiting until a rank has written it.
-
-        Raises:
-            TimeoutError: no rank wrote the key in time.
-        """
+        """Read a key, waiting until a rank has written it; TimeoutError if none did."""
         return str(self._request("get", timeout, key=key))
 
     def delete(self, key: str) -> None:
-        """Remove a key, if it exists."""
         self._request("delete", SHORT_SECONDS, key=key)
 
     def post(self, name: str, value: Any) -> dict[int, Any]:
@@ -91,12 +71,7 @@ class ControlChannel:
     # Together
 
     def gather(self, name: str, value: Any, timeout: float) -> list[Any]:
-        """Return the values that all ranks of the job pass under a name, by rank.
-
-        Raises:
-            TimeoutError: some ranks did not come in time.
-            ClusterError: a rank has gone.
-        """
+        """Return the values that all ranks pass under a name, by rank; TimeoutError if some don't come."""
         found = _by_rank(self._request("gather", timeout, name=name, value=value, ranks=None, partial=False))
         return [found[rank] for rank in range(len(found))]
 
@@ -106,20 +81,15 @@ class ControlChannel:
         return _by_rank(self._request("gather", timeout, name=name, value=value, ranks=asked, partial=True))
 
     def barrier(self, name: str, timeout: float) -> None:
-        """Wait until every rank of the job has reached the barrier of this name."""
         self.gather(name, None, timeout)
 
     # Questions
 
     def ask(self, kind: str, body: Any, ranks: Iterable[int], timeout: float) -> dict[int, Any]:
-        """Ask some ranks a question, and return the answers that arrived in time, by rank.
-
-        Ranks that ask the same question share the answers, so it costs no more when all of them ask.
-        """
+        """Ask some ranks; return the answers that arrived in time. Ranks that ask the same share the answers."""
         return _by_rank(self._request("ask", timeout, kind=kind, body=body, ranks=frames.ranges(ranks)))
 
     def reply(self, question: int, value: Any) -> None:
-        """Answer a question that the hub has passed on."""
         self.notify("reply", question=question, value=value)
 
     def others(self, timeout: float) -> list[int]:
@@ -133,7 +103,6 @@ class ControlChannel:
         self._send({"do": do, **fields}, SHORT_SECONDS)
 
     def close(self) -> None:
-        """Close the connection."""
         self._is_closed = True
         if os.getpid() == self._pid:
             with contextlib.suppress(OSError):

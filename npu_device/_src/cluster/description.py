@@ -61,7 +61,6 @@ class Cluster:
 
     @property
     def name(self) -> str:
-        """Return the name of this rank in messages, see ``name_of``."""
         return self.name_of(self.rank)
 
     def name_of(self, rank: int) -> str:
@@ -83,7 +82,6 @@ class Cluster:
         job_id: str,
         trusted: bool = False,
     ) -> Cluster:
-        """Return the description for one rank; local ranks and sizes follow from ``hosts``."""
         neighbours = [other for other, host in enumerate(hosts) if host == hosts[rank]]
         return cls(
             rank=rank,

@@ -43,7 +43,6 @@ class FrameError(ValueError):
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """Return a message as a frame."""
     return join(json.dumps(message, separators=(",", ":")).encode())
 
 
@@ -53,22 +52,15 @@ def join(*parts: bytes) -> bytes:
 
 
 class Reader:
-    """Splits received bytes into messages."""
-
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._data = bytearray()
 
     def add(self, data: bytes) -> None:
-        """Add received bytes."""
         self._data += data
 
     def next(self) -> dict[str, Any] | None:
-        """Return the next whole message, or None while it is incomplete.
-
-        Raises:
-            FrameError: the frame is longer than the limit, not JSON, or not an object.
-        """
+        """Return the next whole message, None while it is incomplete; FrameError if it is too long, or no object."""
         if len(self._data) < _HEADER.size:
             return None
         (length,) = _HEADER.unpack_from(self._data)
@@ -118,7 +110,6 @@ def proof(secret: bytes, side: str, client_nonce: str, hub_nonce: str, said: Map
 
 
 def is_proof(given: object, expected: str) -> bool:
-    """Return True if a proof is the expected one; compare in constant time."""
     return isinstance(given, str) and given.isascii() and hmac.compare_digest(given, expected)
 
 
@@ -158,11 +149,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def ranks_of(text: str) -> list[int]:
-    """Return the ranks in a text that ``ranges`` made.
-
-    Raises:
-        ValueError: it didn't.
-    """
+    """Return the ranks in a text that ``ranges`` made; ValueError if it didn't."""
     found: list[int] = []
     for part in text.split(",") if text else ():
         first, _, last = part.partition("-")
@@ -174,7 +161,6 @@ def ranks_of(text: str) -> list[int]:
 
 
 def alike(texts: dict[int, str]) -> dict[str, list[int]]:
-    """Return the ranks of each text."""
     alike: dict[str, list[int]] = {}
     for rank, text in texts.items():
         alike.setdefault(text, []).append(rank)

@@ -34,7 +34,7 @@ _log = logging.getLogger("npu_device")
 
 
 class AttemptFailedError(ConnectionError):
-    """One attempt failed; the text says why."""
+    """One attempt failed; the text says what happened at that address."""
 
 
 class TimedConnection:
@@ -55,7 +55,6 @@ class TimedConnection:
     def receive(
         self, seconds: float, *, silent: str, closed: str, meanwhile: Callable[[], None] | None = None
     ) -> dict[str, Any]:
-        """Return the next message."""
         until = time.monotonic() + seconds
         while True:
             try:
@@ -82,11 +81,7 @@ class TimedConnection:
 
 
 def reach(host: str, port: int, seconds: float, secret: bytes, **said: Any) -> TimedConnection:
-    """Connect to the first address of a host at which someone knows the job secret.
-
-    Raises:
-        AttemptFailedError: there is none; what happened at each address.
-    """
+    """Connect to the first address of a host at which someone knows the job secret; or raise what happened at each."""
     until = time.monotonic() + seconds
     addresses = resolve(host, port, seconds)
     outcomes: list[str] = []
@@ -109,7 +104,6 @@ def reach(host: str, port: int, seconds: float, secret: bytes, **said: Any) -> T
 
 
 def _connect(family: int, address: tuple[Any, ...], seconds: float) -> socket.socket:
-    """Connect to a socket address, in limited time."""
     try:
         connection = socket.socket(family, socket.SOCK_STREAM)
         try:

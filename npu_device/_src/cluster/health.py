@@ -34,11 +34,7 @@ _TRACEBACK_LINES = 12
 
 
 class Health:
-    """How this rank sees the others, and its reports to them.
-
-    Attributes:
-        symptoms: whether an error only shows that another rank has failed, by whoever can tell.
-    """
+    """How this rank sees the others, and its reports to them; ``symptoms`` tell errors that others' failures cause."""
 
     def __init__(self, cluster: Cluster, channel: ControlChannel) -> None:
         self._cluster = cluster
@@ -57,7 +53,6 @@ class Health:
         self._previous_hook = sys.excepthook
 
     def start(self) -> None:
-        """Begin to listen to the hub, and to report the uncaught errors of this rank."""
         myself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _stop_in_fork(myself()))
         self._previous_hook = sys.excepthook
@@ -73,15 +68,10 @@ class Health:
         self._groups[group, tuple(ranks)] = issued
 
     def forget_group(self, group: str, ranks: Sequence[int]) -> None:
-        """Stop counting the collectives of a group; the group is destroyed."""
         self._groups.pop((group, tuple(ranks)), None)
 
     def check(self, group: str, ranks: Sequence[int]) -> None:
-        """Check that this rank can start another collective in a group.
-
-        Raises:
-            PeerError: a rank has failed, or a rank of the group has left and won't take part.
-        """
+        """Raise PeerError if a rank has failed, or one of the group has left, which won't join another collective."""
         if self._failure is None and self._left:
             text = self._missed((group, tuple(ranks)), coming=1)
             if text is not None:
@@ -89,15 +79,12 @@ class Health:
         self.require_running()
 
     def require_running(self) -> None:
-        """Check that the collective in which this rank waits can still end."""
+        """Raise PeerError if the collective in which this rank waits can no longer end."""
         if self._failure is not None:
             raise PeerError(self._failure)
 
     def stop(self, text: str) -> None:
-        """End pending and later collectives of this rank with an error of this text.
-
-        If the rank ends because of it, the others are told why.
-        """
+        """End the collectives of this rank with an error of this text. The others are told it if the rank ends."""
         if self._abort(text):
             self._gave_up = text
 
@@ -112,14 +99,10 @@ class Health:
     # Questions between ranks
 
     def on_question(self, kind: str, answer: Callable[[Any], Any]) -> None:
-        """Answer questions of a kind with a function, called in the thread of the channel.
-
-        The function may return a ``Future``, whose result is the answer.
-        """
+        """Answer questions of a kind with a function, called in the channel's thread; it may return a ``Future``."""
         self._answers[kind] = answer
 
     def ask(self, kind: str, body: Any, ranks: Iterable[int], timeout: float) -> dict[int, Any]:
-        """Ask some ranks a question, and return the answers that arrived in time, by rank."""
         return self._channel.ask(kind, body, ranks, timeout)
 
     def has_left(self, rank: int) -> bool:
@@ -128,17 +111,14 @@ class Health:
 
     @property
     def is_closed(self) -> bool:
-        """Return True when this rank is leaving the job, or has left it."""
         return self._closing
 
     @property
     def is_over(self) -> bool:
-        """Return True when this rank is closing or its collectives have been stopped."""
         return self._closing or self._failure is not None
 
     @property
     def has_failed(self) -> bool:
-        """Return True when this rank or another one has failed."""
         return self._failure is not None
 
     # What happened to the others
@@ -195,7 +175,6 @@ class Health:
             )
 
     def _abort(self, text: str) -> bool:
-        """Stop the collectives of this rank; return False if they had been stopped already."""
         with self._lock:
             if self._failure is not None:
                 return False
@@ -257,11 +236,7 @@ class Health:
         self._previous_hook(kind, error, trace)
 
     def give_up(self, error: BaseException) -> PeerError | None:
-        """Close the channel because of an error, and tell the others about it.
-
-        Returns:
-            The error of another rank, if this rank had already been told of one.
-        """
+        """Close the channel because of an error, and tell the others. Return an earlier error of another rank."""
         cause = None if self._failure is None else PeerError(self._failure)
         self._closing = True
         self._departure.set()
@@ -301,7 +276,6 @@ class Health:
     # The end
 
     def leave(self, serves_others: bool) -> None:
-        """Tell the others that this rank has finished, and close the channel."""
         self._closing = True
         self._departure.set()  # the watching thread ends, too
         if sys.excepthook == self._on_uncaught:
@@ -316,9 +290,7 @@ class Health:
         self._channel.close()
 
     def _wait_for_others(self) -> None:
-        """Wait until all others have left. Stop waiting for a rank that has not answered for as long as a collective
-        would wait for it.
-        """
+        """Wait for the others to leave, but not for one that is silent for as long as a collective would wait."""
         limit = environment.NPU_DEVICE_STALL_TIMEOUT.get()
         answered = time.monotonic()
         noticed = False

@@ -73,7 +73,6 @@ class Hub:
         self._begin()
 
     def _begin(self) -> None:
-        """Prepare for the ranks of a job."""
         settings = self._settings
         self._roster = Roster(settings["job_id"], settings["expected_hosts"], settings["host_key"])
         self._address = "127.0.0.1"
@@ -85,7 +84,6 @@ class Hub:
         self._by_rank: list[_Connection | None] = []
 
     def run(self) -> None:
-        """Serve until the job is over."""
         try:
             while not self._is_done():
                 for key, events in self._selector.select(self._seconds_to_wait()):
@@ -326,7 +324,6 @@ class Hub:
         return [c for c in self._connections.values() if c.parent is not None and not c.is_ending]
 
     def _arrivals(self) -> list[_Connection]:
-        """Return the connections of all ranks that have come to this rendezvous."""
         return [c for c in self._connections.values() if c.arrival is not None and not c.is_ending]
 
     def _end_of_waiting(self) -> float:
@@ -361,7 +358,6 @@ class Hub:
                     self._send(connection, frames.encode({"waits_for": self._roster.missing()}))
 
     def _complete_rendezvous(self) -> None:
-        """Send every rank the same roster."""
         order = self._roster.in_order()
         rank_of = {id(arrival): rank for rank, arrival in enumerate(order)}
         hosts = [arrival.host for arrival in order]

@@ -20,16 +20,7 @@ _CODE = f"import sys; sys.path.append(sys.argv[1]); from {__package__}.hub_main 
 
 
 class HubProcess:
-    """A running hub, as its parent sees it.
-
-    Attributes:
-        host: address it listens on.
-        port: port it listens on.
-
-    Raises:
-        PortTakenError: other programs use the ports.
-        RendezvousError: the hub can't listen there for another reason, or could not be started.
-    """
+    """A running hub, as its parent sees it; PortTakenError or RendezvousError if it can't listen."""
 
     def __init__(
         self,

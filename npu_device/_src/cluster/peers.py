@@ -64,12 +64,7 @@ class Peers:
         return tuple(join_address(host, self._place(rank)[0]) for rank, host in enumerate(self._cluster.addresses))
 
     def open(self, store: ControlChannel) -> None:
-        """Let the other ranks connect; does nothing the second time. A rank that connects to one which hasn't opened
-        waits for it.
-
-        Raises:
-            ClusterError: no port is free, or the hub has gone.
-        """
+        """Let the other ranks connect, once. ClusterError if no port is free, or the hub has gone."""
         with self._opening:
             if self._listener is not None:
                 return
@@ -89,7 +84,6 @@ class Peers:
             self._listener = listener
 
     def _place(self, rank: int) -> tuple[int, str]:
-        """Return the port and token of a rank, as soon as it has opened."""
         while rank not in self._places:
             self._health.require_running()
             with contextlib.suppress(TimeoutError):
@@ -98,21 +92,11 @@ class Peers:
         return self._places[rank]
 
     def connect(self, rank: int, number: int, seconds: float | None = None) -> socket.socket:
-        """Return a new connection, which doesn't block; it belongs to the caller. A rank that is stopped may take
-        ``seconds`` to answer, by default those of ``HCCL_CONNECT_TIMEOUT``.
-
-        Raises:
-            PeerError: a rank of the job has failed or ended, or can't be reached.
-        """
+        """Return a new connection, which doesn't block, and belongs to the caller; or raise PeerError."""
         return self._owned_by_caller(self._connected(rank, seconds, number=number))
 
     def accept(self, rank: int, number: int, gives_up: Callable[[], bool]) -> socket.socket | None:
-        """Return the next connection that a rank makes with ``connect`` for a number, as soon as it comes; None if this
-        rank gives up.
-
-        Raises:
-            PeerError: a rank of the job has failed or ended.
-        """
+        """Return the next connection that a rank makes with ``connect`` for a number; None if this rank gives up."""
         with self._arrival:
             while not gives_up():
                 arrived = self._arrived.pop((rank, number), None)

@@ -16,13 +16,11 @@ _BACKLOG = 1024
 
 
 def allow_many_descriptors() -> None:
-    """Let this process have as many connections as the system allows it."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def is_loopback(host: str) -> bool:
-    """Return True for the addresses and the name of the loopback interface."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -49,18 +47,11 @@ def addresses_of_this_host() -> list[str]:
 
 
 def join_address(host: str, port: int) -> str:
-    """Return ``host:port``, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def listen(hosts: Sequence[str], ports: Sequence[int]) -> socket.socket:
-    """Return the hub's listening socket: on the loopback interface if all ranks are on this host, else on all
-    interfaces.
-
-    Raises:
-        PortTakenError: other programs use the ports (Ascend's EI0019).
-        RendezvousError: this process can't listen there for some other reason.
-    """
+    """Return the listening socket of the hub; PortTakenError (Ascend's EI0019) or RendezvousError if there is none."""
     where = f"{join_address(_interface(hosts), ports[0])} on {socket.gethostname()}"
     try:
         return listen_on_free(ports, hosts)
@@ -79,15 +70,9 @@ def listen(hosts: Sequence[str], ports: Sequence[int]) -> socket.socket:
 
 
 def listen_on_free(ports: Sequence[int] | None = None, hosts: Sequence[str] = ()) -> socket.socket:
-    """Return a socket that listens on a free port; concurrent processes start looking at different ones.
+    """Return a socket on a free port of a range, by default any; on the loopback if all hosts are.
 
-    Args:
-        ports: first and last usable port; any by default, or if both are 0.
-        hosts: addresses or names by which others reach this host. If all are the loopback, so is the interface; by
-            default it listens on all.
-
-    Raises:
-        OSError: all ports are taken, or this process can't listen there.
+    Concurrent processes start looking at different ports. Raises OSError if all are taken.
     """
     first, last = ports or (0, 0)
     count = last - first + 1
@@ -102,15 +87,7 @@ def listen_on_free(ports: Sequence[int] | None = None, hosts: Sequence[str] = ()
 
 
 class ReservedPort:
-    """A port of this host that a server of somebody else is to have. Until ``close`` the system gives it to nobody who
-    doesn't ask for it.
-
-    Args:
-        ports: first and last usable port; default any.
-
-    Raises:
-        OSError: all of them are taken.
-    """
+    """A port for the server of somebody else: until ``close`` the system gives it to nobody who doesn't ask for it."""
 
     def __init__(self, ports: Sequence[int] | None = None) -> None:
         # Other ranks try the ports of a range one by one, so that this one has to listen while they do.

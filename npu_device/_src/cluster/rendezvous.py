@@ -62,15 +62,12 @@ _log = logging.getLogger("npu_device")
 
 
 def meet(membership: Membership) -> tuple[Cluster, ControlChannel]:
-    """Wait for all ranks of the job, and agree with them on its description.
-
-    Returns:
-        The description of the job, the same on every rank except for the place of the rank, and the control channel.
+    """Wait for all ranks of the job; return its description, and the control channel.
 
     Raises:
         ChildOfRankError: this process is a child of the rank that its variables describe.
         RendezvousError: within ``connect_timeout`` not all ranks came, they don't match, or this one did not
-            find the hub; the hub's port is taken. All ranks that came get the same text, with a line for each rank.
+            find the hub. All ranks that came get the same text, with a line for each rank.
     """
     hello = Hello(
         job_id=membership.job_id,
@@ -115,7 +112,6 @@ _Met = tuple[int, dict[str, Any], ControlChannel]  # rank, roster
 
 
 def _start_hub(membership: Membership, search: _Search) -> _Met:
-    """Start the hub, and meet the other ranks there."""
     if membership.secret == b"" and not all(map(is_loopback, membership.chief_hosts)):
         _log.warning("%s", NO_SECRET)
     began = time.monotonic()
@@ -181,7 +177,6 @@ class _Search:
         self.is_busy = False
 
     def remaining(self) -> float:
-        """Return the seconds left."""
         return self._deadline - time.monotonic()
 
     def search(self, hosts: Sequence[str] = ()) -> _Met:
@@ -259,7 +254,6 @@ class _Search:
             self._progress(lambda: f"{self._name()} has reached the chief, which waits for other ranks")
 
     def _progress(self, what: Callable[[], str]) -> None:
-        """Log progress now and then, so that a waiting job doesn't look hung."""
         now = time.monotonic()
         if now >= self._next_progress:
             self._next_progress = now + NEXT_PROGRESS_SECONDS

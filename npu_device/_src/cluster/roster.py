@@ -24,11 +24,7 @@ _Key = Union[int, tuple[str, int]]
 
 @dataclass(frozen=True)
 class Hello:
-    """How a rank describes itself.
-
-    Attributes:
-        settings: environment variables that must be the same on all ranks: the values of those that are set, by name.
-    """
+    """How a rank describes itself; ``settings`` are the environment variables that must be the same on all ranks."""
 
     job_id: str
     scheme: str
@@ -48,11 +44,7 @@ class Hello:
 
     @classmethod
     def read(cls, fields: Any) -> Hello:
-        """Parse the hello in a message.
-
-        Raises:
-            ValueError: it is not a valid hello.
-        """
+        """Parse the hello in a message; ValueError if it is not a valid one."""
         kinds = {
             **dict.fromkeys(("job_id", "scheme", "host_key", "machine"), (str,)),
             **dict.fromkeys(("world_size", "device_id", "pid"), (int,)),
@@ -89,21 +81,17 @@ class Hello:
 
     @property
     def name(self) -> str:
-        """Return the name of the rank for messages; without a rank table it has no number yet."""
         return f"device {self.device_id}" if self.rank is None else f"rank {self.rank}"
 
     @property
     def process(self) -> str:
-        """Return machine and process id of the rank, for messages."""
         return f"machine {self.machine}, pid {self.pid}"
 
     def is_child_of(self, other: Hello) -> bool:
-        """Return True if the other process has started this one, directly or not."""
         return self.machine == other.machine and other.started != "" and (other.pid, other.started) in self.ancestors
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Return the values that must be the same on all ranks."""
         return self.scheme, self.world_size, *(tuple(sorted(each.items())) for each in (self.versions, self.settings))
 
 
@@ -121,7 +109,6 @@ class Arrival:
 
     @property
     def key(self) -> _Key:
-        """Return the key that no other rank of the job may have."""
         return (self.host, self.hello.device_id) if self.hello.rank is None else self.hello.rank
 
 
@@ -162,15 +149,12 @@ class Roster:
         )
 
     def arrival(self, hello: Hello, seen_at: str | None) -> Arrival:
-        """Return a rank that has come, which isn't added yet."""
         return Arrival(hello, hello.host_key or seen_at or self._host_key, seen_at)
 
     def has(self, arrival: Arrival) -> bool:
-        """Return True if some process has come as the same rank."""
         return arrival.key in self._present
 
     def add(self, arrival: Arrival) -> None:
-        """Add a rank of this job."""
         hello = arrival.hello
         if not self._present:
             self._first = self._chief = None
@@ -198,7 +182,6 @@ class Roster:
             self._chief = next((hello for hello in hellos if hello.is_chief), None)
 
     def note_unknown_client(self, address: str, what: str) -> None:
-        """Record a client that connected but isn't a rank."""
         self._unknown_clients.pop(address, None)
         self._unknown_clients[address] = what
         if len(self._unknown_clients) > _UNKNOWN_SHOWN:
@@ -216,7 +199,6 @@ class Roster:
 
     @property
     def complete(self) -> bool:
-        """Return True if all ranks have come and match."""
         return self.reference is not None and self._count == self._size and not self.contradictory
 
     @property
@@ -226,7 +208,6 @@ class Roster:
 
     @property
     def _numbers_ranks(self) -> bool:
-        """Return True if the hub numbers the ranks."""
         return self.reference is not None and self.reference.rank is None
 
     def _arrivals(self) -> list[Arrival]:
@@ -237,7 +218,6 @@ class Roster:
         return sorted((same[0] for same in self._present.values()), key=_order)
 
     def missing(self) -> str:
-        """Return the missing ranks as a short text."""
         if self._numbers_ranks:
             return f"{self._absent()} of {self._size} ranks"
         ranks = [self._rank_name(rank) for rank in range(self._size) if rank not in self._present]
@@ -296,13 +276,11 @@ class Roster:
         return [kind for kind in _REMEDIES if kind in found]
 
     def _absent(self) -> int:
-        """Return the number of ranks that have not come."""
         if self._numbers_ranks:
             return max(0, self._size - len(self._present))
         return sum(rank not in self._present for rank in range(self._size))
 
     def _differences(self, hello: Hello) -> list[tuple[str, str]]:
-        """Return the differences between a rank and the chief: the kind, and the values."""
         chief, found = self.reference, []
         assert chief is not None
         if hello.scheme != chief.scheme:
@@ -322,7 +300,6 @@ class Roster:
         return f"rank {rank} on host {self._expected_hosts[rank]}" if known else f"rank {rank}"
 
     def addresses(self, hub_address: str) -> list[str]:
-        """Return the address of each rank, by rank."""
         return [arrival.hello.host or arrival.seen_at or hub_address for arrival in self.in_order()]
 
 
@@ -353,7 +330,6 @@ def _name(arrival: Arrival) -> str:
 
 
 def _order(arrival: Arrival) -> tuple[int, int, str, int]:
-    """Return the sort key: the rank; without one, the numeric host address and then the device."""
     if arrival.hello.rank is not None:
         return arrival.hello.rank, 0, "", 0
     try:

@@ -87,11 +87,7 @@ class Services:
         }
 
     def handle(self, rank: int, message: dict[str, Any]) -> None:
-        """Handle a message of a rank.
-
-        Raises:
-            FrameError: it isn't one of those that ranks send.
-        """
+        """Handle a message of a rank; FrameError if it isn't one of those that ranks send."""
         try:
             self._actions[message["do"]](rank, message)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -342,7 +338,6 @@ class Services:
         return found
 
     def _expect(self, rank: int, request: int, seconds: float, give_up: Callable[[], None]) -> None:
-        """Call a function if a request isn't answered in time."""
         self._waiting[rank, request] = self._later(seconds, give_up)
 
     def _answered(self, rank: int, request: int) -> None:
@@ -370,7 +365,6 @@ class Services:
 
 
 def _seconds_of(message: dict[str, Any]) -> float:
-    """Return how long a rank wants to wait."""
     seconds = float(message["seconds"])
     if not -1.0 <= seconds <= LONGEST_REQUEST_SECONDS:  # nor NaN
         raise ValueError("no such time")

@@ -32,11 +32,10 @@ class Timers:
 
     @property
     def first(self) -> float | None:
-        """Return when ``run`` is to be called next, on the monotonic clock; None if nothing waits."""
+        """Return when ``run`` is to be called next, on the monotonic clock."""
         return self._times[0][0] if self._times else None
 
     def run(self, now: float) -> None:
-        """Call the functions whose time has come."""
         while self._times and self._times[0][0] <= now:
             act = self._acts.pop(heapq.heappop(self._times)[1], None)
             if act is not None:

@@ -57,7 +57,6 @@ def without_libraries(text: str) -> tuple[str, int]:
 
 
 def _own_frames(lines: list[str]) -> tuple[list[str], int]:
-    """Return the lines without the frames of libraries, and how many of them there are."""
     kept: list[str] = []
     left_out = 0
     indent = None  # of the frame that is being left out; the lines that belong to it are indented further, or empty
@@ -94,7 +93,6 @@ def _without_repeats(lines: list[str]) -> list[str]:
 
 
 def _said(error: str) -> str:
-    """Return the text of an error without its type; the whole line if it has no text."""
     return error.partition(": ")[2] or error
 
 
@@ -110,7 +108,6 @@ def root_error(error: str) -> str:
 
 
 def _inside(error: str) -> str:
-    """Return the error that an error contains; "" if it contains none."""
     first, *lines = error.splitlines() or [""]
     if failed := _IN_A_GRAPH.match(first):
         inner = _in_graph([failed["text"], *lines])
@@ -135,13 +132,11 @@ def _in_graph(lines: list[str]) -> str:
 
 
 def _in_function(lines: list[str]) -> str:
-    """Return what follows the frames; all of it is indented."""
     lines = textwrap.dedent("\n".join(lines)).splitlines()
     begin = next((number for number, line in enumerate(lines) if not _PLACE_IN_CODE.match(line)), len(lines))
     return "\n".join(lines[begin:]).rstrip()
 
 
 def _in_layer(lines: list[str], end: str) -> str:
-    """Return what comes before the arguments of the layer."""
     until = next((number for number, line in enumerate(lines) if line.endswith(end)), len(lines))
     return _BOLD.sub("", "\n".join(lines[:until])).strip()

@@ -18,7 +18,6 @@ from npu_device._src.compat.tf_keras import is_vocabulary
 
 
 def all_layers(model: Any) -> list[Any]:
-    """Return a model and its layers, including nested ones."""
     return list(model._flatten_layers())  # in tf-keras 2.15 to 2.20, and Keras 3.0 to 3.15
 
 
@@ -57,12 +56,10 @@ def operations_of(model: Any) -> list[Any]:
 
 
 def is_layer(thing: Any) -> bool:
-    """Return True for a layer or model of any Keras."""
     return hasattr(type(thing), "_flatten_layers")
 
 
 def is_optimizer(thing: Any) -> bool:
-    """Return True for an optimizer of any Keras."""
     return hasattr(type(thing), "apply_gradients") and hasattr(type(thing), "iterations")
 
 

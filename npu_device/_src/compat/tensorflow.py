@@ -27,7 +27,7 @@ def eager_context() -> Any:
 
 
 def random_state() -> tuple[int | None, Any]:
-    """Return TensorFlow's global seed, None if unset, and the state of eager operations without a seed of their own."""
+    """Return TensorFlow's global seed, and the state of eager operations without a seed of their own."""
     current = _context.context()
     return current._seed, current._rng.getstate() if current._seed is not None else None
 
@@ -66,7 +66,7 @@ def to_array(tensor: tf.Tensor) -> np.ndarray:
 
 
 def context_is_initialized() -> bool:
-    """Return True if TensorFlow has made its devices and thread pools, after which nothing can be configured."""
+    """Return True if TensorFlow has made its devices, after which nothing can be configured."""
     current = _context.context_safe()
     return current is not None and current._context_handle is not None
 
@@ -110,7 +110,6 @@ def has_nccl() -> bool:
 
 
 def tensorflow_version() -> str:
-    """Return TensorFlow's version, for messages."""
     return str(tf.__version__)
 
 

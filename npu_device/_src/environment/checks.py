@@ -20,7 +20,6 @@ _log = logging.getLogger("npu_device")
 
 
 def check_own_variables(warns: bool) -> None:
-    """Check all variables of this package that are set, also those that are read later."""
     known = {value.name: value for value in vars(own).values() if isinstance(value, Variable)}
     for variable in known.values():
         variable.get()

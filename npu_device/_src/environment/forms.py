@@ -12,8 +12,6 @@ from npu_device._src.environment.variable import Form
 
 
 def integer(low: int, high: int | None = None) -> Form[int]:
-    """Return the form of a whole number within limits."""
-
     def parse(text: str) -> int:
         if not re.fullmatch(r"[+-]?[0-9]+", text):
             raise ValueError(text)
@@ -26,8 +24,6 @@ def integer(low: int, high: int | None = None) -> Form[int]:
 
 
 def one_of(*texts: str) -> Form[str]:
-    """Return the form of one of several words."""
-
     def parse(text: str) -> str:
         if text not in texts:
             raise ValueError(text)
@@ -102,13 +98,11 @@ def audit(text: str) -> int | str:
 
 
 def command(text: str) -> str:
-    """Parse a command line, which must be one that a shell can split into words."""
     shlex.split(text)
     return text
 
 
 def log_level(text: str) -> str:
-    """Parse one of the names that Python's logging has for its levels."""
     if text.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"):
         raise ValueError(text)
     return text.upper()
@@ -127,8 +121,6 @@ def signal_of(names: Sequence[str]) -> Callable[[str], str]:
 
 
 def seconds(high: float) -> Form[float]:
-    """Return the form of a time limit."""
-
     def parse(text: str) -> float:
         value = float(text)
         if not 0 < value <= high:  # also refuses nan

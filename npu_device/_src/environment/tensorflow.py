@@ -99,5 +99,4 @@ def reach_without_proxy(hosts: Iterable[str]) -> None:
 
 
 def user_sets_threads() -> bool:
-    """Return True if the environment fixes the size of TensorFlow's thread pools."""
     return TF_NUM_INTRAOP_THREADS.is_set() or TF_NUM_INTEROP_THREADS.is_set()

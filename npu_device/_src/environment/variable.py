@@ -25,8 +25,6 @@ class Form(Generic[Value_co]):
 
 @dataclass(frozen=True)
 class Variable(Generic[Value_co]):
-    """One environment variable."""
-
     name: str
     form: Form[Value_co]  # how its value is written
     default: Value_co  # the value of ``get`` if the variable is unset or empty
@@ -43,19 +41,13 @@ class Variable(Generic[Value_co]):
         return os.environ.get(self.name)
 
     def set(self, text: str) -> None:
-        """Set the variable for this process and those that it starts."""
         os.environ[self.name] = text
 
     def is_set(self) -> bool:
-        """Return True if the variable is set and not empty."""
         return self.raw() is not None
 
     def get(self) -> Value_co:
-        """Return the value, or the default if the variable is unset or empty.
-
-        Raises:
-            ValueError: the text doesn't have the expected form (Ascend's EI0001).
-        """
+        """Return the value, or the default if the variable is unset or empty; ValueError (EI0001) if malformed."""
         text = self.raw()
         if text is None:
             return self.default
@@ -91,5 +83,4 @@ def names_in_environment(prefix: str) -> set[str]:
 def optional(
     name: str, form: Form[Value], meaning: str, unit: str = "", everywhere: bool = False
 ) -> Variable[Value | None]:
-    """Return a variable without a default; see ``Variable``."""
     return Variable(name, form, None, meaning, unit, everywhere)

@@ -52,15 +52,10 @@ class ReductionOptions:
     """The settings of the reduction of a list.
 
     Attributes:
-        kind: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"prod"``.
         fusion: 0 sends each tensor alone, 1 cuts by the split strategy, 2 makes one segment per dtype.
         fusion_id: -1, or with ``fusion=2`` any number from 0.
-        compression: ``"fp16"`` or ``"bf16"`` sends float32 and float64 in 16 bits and adds them up in their own dtype;
-            ``None`` sends them as they are.
+        compression: the 16 bits that are sent of float32 and float64, which are added up in their own dtype; or None.
         adds_rows: add up the rows of ``tf.IndexedSlices`` that have the same index; else keep those of all ranks.
-
-    Raises:
-        ValueError: an unknown kind, combination of fusion and fusion_id, or compression.
     """
 
     kind: str
@@ -80,15 +75,7 @@ class ReductionOptions:
 
 
 def check_fusion(fusion: int, fusion_id: int) -> None:
-    """Check the arguments of Ascend's all-reduce.
-
-    Args:
-        fusion: 0 leaves each tensor alone, 1 fuses by the split strategy, 2 fuses everything with the same id.
-        fusion_id: -1 with fusion 1; 0 to 2**31 - 1 with fusion 2; anything with fusion 0.
-
-    Raises:
-        ValueError: any other combination.
-    """
+    """Check the arguments of Ascend's all-reduce: fusion 1 goes with -1, 2 with 0 to 2**31 - 1, and 0 with anything."""
     if fusion not in (0, 1, 2):
         raise ValueError(
             f"fusion {fusion!r} is unknown; expected 0 (each tensor alone), 1 (by the split strategy) or 2 (together)"
@@ -103,11 +90,6 @@ def check_fusion(fusion: int, fusion_id: int) -> None:
 
 
 def check_fusion_0_or_2(operation: str, fusion: int, fusion_id: int) -> None:
-    """Check the pair for the operations to which no split strategy applies.
-
-    Raises:
-        ValueError: fusion is neither 0 nor 2, or the id doesn't go with it.
-    """
     if fusion not in (0, 2):
         raise ValueError(f"{operation}: fusion {fusion!r} is unknown; expected 0 (alone) or 2 (together)")
     check_fusion(fusion, fusion_id)
@@ -116,16 +98,8 @@ def check_fusion_0_or_2(operation: str, fusion: int, fusion_id: int) -> None:
 def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions, group: Group) -> list[Gradient]:
     """Reduce a list of tensors over a group.
 
-    Args:
-        job: the job.
-        values: dense tensors, ``tf.IndexedSlices`` and ``None``, of the same kinds, shapes and dtypes on every rank;
-            ``tf.IndexedSlices`` may have a different number of rows on each.
-        options: the settings.
-        group: the group, of which this rank is a member.
-
-    Returns:
-        A list of the same length and order. The collective of a segment depends only on its own tensors, so it starts
-        as soon as backward has produced them.
+    ``tf.IndexedSlices`` may have a different number of rows on each rank, and ``None`` stays. The collective of a
+    segment depends only on its own tensors, so it starts as soon as backward has produced them.
 
     Raises:
         ValueError: the split strategy doesn't fit; min, max or prod of ``tf.IndexedSlices``.
@@ -231,9 +205,7 @@ def _of_the_shape_of(value: Any, result: Any) -> tf.IndexedSlices:
 
 
 def _summary(segments: Sequence[Sequence[int]]) -> str:
-    """Return the number and lengths of the segments and a checksum of their content: a short text, equal where they are
-    equal.
-    """
+    """Return the number and lengths of the segments and a checksum of their content, for comparison."""
     if len(segments) <= 1 and sum(map(len, segments)) <= 1:
         return str(len(segments))
     lengths = "+".join(str(len(positions)) for positions in segments[:MAX_SEGMENTS])
@@ -253,7 +225,6 @@ class ReducedTensors:
         self._graphs: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()
 
     def add(self, results: Iterable[Any]) -> None:
-        """Remember the results of one reduction: dense tensors, ``tf.IndexedSlices`` and ``None``."""
         eager, self.has_any = tf.executing_eagerly(), True
         for tensor in map(dense_of, results):
             if tensor is not None and eager:
@@ -262,9 +233,7 @@ class ReducedTensors:
                 self._graphs.setdefault(tensor.graph, set()).add(tensor.name)
 
     def missing_in(self, gradients: Sequence[Any]) -> list[Any]:
-        """Return the gradients that aren't known to be results of a reduction or, in a function, to be computed from
-        such results only, by clipping or scaling.
-        """
+        """Return the gradients that aren't results of a reduction or, in a function, computed from such only."""
         if tf.executing_eagerly():
             results = {id(result) for reference in self._eager if (result := reference()) is not None}
             return [gradient for gradient in gradients if id(dense_of(gradient)) not in results]
@@ -288,7 +257,6 @@ class ReducedTensors:
 
 
 def dense_of(gradient: Any) -> Any:
-    """Return the tensor of a gradient; of ``tf.IndexedSlices`` the rows; None for None."""
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 

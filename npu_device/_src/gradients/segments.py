@@ -23,12 +23,7 @@ from npu_device._src.gradients.split_strategy import firsts_and_lasts, segment_r
 def production_order(tensors: Sequence[Any]) -> list[int]:
     """Return positions in the list, in the order of production.
 
-    Args:
-        tensors: dense tensors or ``tf.IndexedSlices``, all of one graph or all eager.
-
-    Returns:
-        A permutation of the positions. Ties count from the end of the list, since backward runs through the variables
-        from the last to the first.
+    Ties count from the end of the list, since backward runs through the variables from the last to the first.
     """
     dense = [tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor for tensor in tensors]
     last_first = list(reversed(range(len(dense))))
@@ -42,12 +37,10 @@ def production_order(tensors: Sequence[Any]) -> list[int]:
 
 
 def producers(operation: tf.Operation) -> list[tf.Operation]:
-    """Return the operations that an operation depends on directly."""
     return [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
 
 
 def _operations_needed(targets: Sequence[tf.Operation]) -> list[int]:
-    """Count the operations that each target depends on, directly or not, within its graph."""
     # Every operation gets a set of the targets that depend on it, as the bits of an integer.
     resting: defaultdict[tf.Operation, int] = defaultdict(int)
     for position, target in enumerate(targets):
@@ -94,21 +87,11 @@ class FirstOrders:
 
 
 def cut(first: FirstOrders, tensors: Sequence[Any], reduction: str, fusion: int, group: str) -> list[list[int]]:
-    """Cut a list of tensors into segments.
+    """Cut a list of tensors into segments: positions of dense tensors of one dtype each. Anything else is left out.
 
-    Args:
-        first: that of the job.
-        tensors: dense tensors, possibly of several dtypes; anything else is left out.
-        reduction: the split strategy is for sum and mean; the other reductions use one segment per dtype.
-        fusion: 0 gives every tensor a segment of its own, 1 cuts by the split strategy, 2 makes one segment per dtype.
-        group: name of the group whose strategy applies.
-
-    Returns:
-        Positions in the list, one list per segment. A segment has one dtype. A tensor whose size isn't known before the
-        graph runs travels alone; with ``fusion`` 2 the last such one travels with the others.
-
-    Raises:
-        ValueError: the strategy doesn't fit the number of gradients.
+    Fusion 0 gives every tensor a segment of its own, 1 cuts sums and means by the split strategy of the group, 2 makes
+    one segment per dtype. A tensor whose size isn't known before the graph runs travels alone; with 2, the last such
+    one travels with the others. Raises ValueError if the strategy doesn't fit the number of gradients.
     """
     buckets: dict[tf.DType, list[int]] = {}
     alone: list[list[int]] = []

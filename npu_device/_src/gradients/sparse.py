@@ -19,20 +19,11 @@ from npu_device._src.collectives.ops import reduce_segments
 def reduce_slices(
     agreement: Agreement, slices: tf.IndexedSlices, reduction: str, group: Group, wire: tf.DType | None
 ) -> tf.IndexedSlices:
-    """Return the sum or mean of sparse gradients.
+    """Return the sum or mean of sparse gradients, of which each rank may have another number of rows.
 
-    Args:
-        agreement: on the call.
-        slices: values of shape [rows, …], where the number of rows may differ on each rank; the rest of the shape, and
-            ``dense_shape``, are the same everywhere.
-        reduction: ``"sum"`` or ``"mean"``.
-        group: the group, of which this rank is a member.
-        wire: dtype in which float32 and float64 are sent, or None.
-
-    Returns:
-        Rows whose sum by index is the result, the same on every rank. Each rank adds up its own rows of the same index
-        first. When all ranks' rows together would move more bytes than the dense tensor, they are taken from the dense
-        sum.
+    The result is the same on every rank. Each rank adds up its own rows of the same index first. When the rows of all
+    ranks would move more bytes than the dense tensor, they are taken from the dense sum. ``wire`` is the dtype in which
+    float32 and float64 are sent.
     """
     dtype = reduced_dtype(slices.values.dtype, reduction)
     values, indices = _add_up_duplicates(slices.values, slices.indices)
@@ -78,7 +69,6 @@ def gather_slices(
 
 
 def require_sparse_reduction(reduction: str) -> None:
-    """Raise ValueError for a reduction of sparse gradients that is neither sum nor mean."""
     if reduction not in ("sum", "mean"):
         raise ValueError(
             f"reduction {reduction!r} of IndexedSlices is not defined; expected 'sum' or 'mean', or dense tensors "
@@ -87,7 +77,6 @@ def require_sparse_reduction(reduction: str) -> None:
 
 
 def with_values(gradient: Any, change: Callable[[tf.Tensor], tf.Tensor]) -> Any:
-    """Return a gradient (dense, ``tf.IndexedSlices`` or None) with ``change`` applied to its values."""
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
@@ -96,7 +85,6 @@ def with_values(gradient: Any, change: Callable[[tf.Tensor], tf.Tensor]) -> Any:
 
 
 def weighted(gradient: Any, weight: Any) -> Any:
-    """Return a gradient times a weight, a number or a scalar of any dtype."""
     return with_values(gradient, lambda values: values * tf.cast(weight, values.dtype))
 
 

@@ -91,19 +91,11 @@ def set_by_size(dataSizeList: Any, group: str = WORLD_GROUP) -> None:
 
 
 def segments(sizes: Sequence[int], group: str) -> list[int]:
-    """Return the cuts of a group for a list of gradients: by percentages if set, else by numbers if set, else by
+    """Return the last gradient of each segment: by percentages if set, else by numbers if set, else by
     ``NPU_DEVICE_SPLIT``, else 96.54 % and the rest.
 
-    Args:
-        sizes: bytes of each gradient, in the order of production; at least one. A single gradient is one segment,
-            whatever the strategy.
-        group: name of the group.
-
-    Returns:
-        The number of the last gradient of each segment, strictly ascending; the last one is ``len(sizes) - 1``.
-
-    Raises:
-        ValueError: numbers are set, and the last one isn't ``len(sizes) - 1`` (with percentages set as well, too).
+    ``sizes`` are bytes in the order of production. A single gradient is one segment, whatever the strategy. Raises
+    ValueError if numbers are set, and the last one isn't ``len(sizes) - 1`` (with percentages set as well, too).
     """
     last = len(sizes) - 1
     if last == 0:
@@ -154,20 +146,12 @@ def _warn_once(sizes: Sequence[int], text: str) -> None:
 
 
 def firsts_and_lasts(ends: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first and the last gradient of each segment, given the last ones.
-
-    >>> firsts_and_lasts([107, 159])
-    [(0, 107), (108, 159)]
-    """
+    """Return the first and the last gradient of each segment, given the last ones."""
     return list(zip([0, *(end + 1 for end in ends)], ends))
 
 
 def segment_result(ends: Sequence[int]) -> str:
-    """Return the log line from which users learn the number of gradients.
-
-    >>> segment_result([107, 159])
-    'segment result: 2 segments [0,107] [108,159]'
-    """
+    """Return the log line from which users learn the number of gradients."""
     ranges = " ".join(f"[{first},{last}]" for first, last in firsts_and_lasts(ends))
     return f"segment result: {len(ends)} segment{'s' if len(ends) > 1 else ''} {ranges}"
 
@@ -185,11 +169,7 @@ def _share(percentage: float, total: np.float32) -> np.float32:
 
 
 def cut_by_default(sizes: Sequence[int]) -> list[int]:
-    """Cut by Ascend's default (96.54 % of the bytes and the rest); return the last gradient of each segment.
-
-    >>> cut_by_default([4] * 20)
-    [18, 19]
-    """
+    """Cut by Ascend's default (96.54 % of the bytes and the rest); return the last gradient of each segment."""
     running = _running_sums(sizes)
     first, last = _search(running, _share(_DEFAULT_FIRST, running[-1])), len(sizes) - 1
     return [first, last] if first < last else [last]
@@ -225,9 +205,7 @@ def cut_by_size(sizes: Sequence[int], percentages: Sequence[float]) -> list[int]
 
 
 def _search(running: np.ndarray, target: np.float32) -> int:
-    """Search by bisection, then take the better of the last probe and its left neighbour. That is not always the
-    nearest of all, since the last probe may lie below the target.
-    """
+    """Search by bisection, then take the better of the last probe and its left neighbour, as Ascend does."""
     low, high, middle = 0, len(running) - 1, 0
     while low <= high:
         middle = (low + high) // 2

@@ -23,11 +23,7 @@ _log = logging.getLogger("npu_device")
 
 
 def announced_address() -> str | None:
-    """Return the address that this rank is to announce: ``HCCL_IF_IP``, else the first one of an interface that
-    ``HCCL_SOCKET_IFNAME`` allows, IPv4 before IPv6 and the loopback last; None if neither is set.
-
-    Names that this host doesn't have are a warning: scripts bring those of Ascend's machines along.
-    """
+    """Return what this rank announces: ``HCCL_IF_IP``, else an address of ``HCCL_SOCKET_IFNAME``; None if unset."""
     given, names = environment.HCCL_IF_IP.get(), environment.HCCL_SOCKET_IFNAME.get()
     if given is not None or names is None:
         return given
@@ -48,10 +44,7 @@ def announced_address() -> str | None:
 
 
 def _is_allowed(name: str, names: str) -> bool:
-    """Return whether the name of an interface fits ``eth,ib`` (beginnings) or ``=eth0`` (whole names); ``^`` excludes.
-
-    Source: Ascend HCCL user guide, ``HCCL_SOCKET_IFNAME``.
-    """
+    """Return whether a name fits ``eth,ib`` (beginnings) or ``=eth0`` (whole names); ``^`` excludes. As in HCCL."""
     excludes, names = names.startswith("^"), names.removeprefix("^")
     whole, names = names.startswith("="), names.removeprefix("=")
     listed = [each.strip() for each in names.split(",") if each.strip()]
@@ -59,7 +52,6 @@ def _is_allowed(name: str, names: str) -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has an address; None if this host doesn't have the address."""
     try:
         wanted = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

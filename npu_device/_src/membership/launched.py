@@ -22,7 +22,6 @@ class Launched:
     port: int | None = None  # port at which the ranks meet there; None if the launcher names none
 
     def __str__(self) -> str:
-        """Return the place for messages."""
         return f"rank {self.rank} of {self.size} ({self.launcher}: {self.variable}={self.rank})"
 
 

@@ -45,9 +45,7 @@ def read() -> Launched | None:
 
 
 def require_agreement(who: str, size: int, rank: int | None, launched: Launched) -> None:
-    """Check a description of the job against a launcher, which started either the ranks or, on each host, the process
-    that started them.
-    """
+    """Check a description of the job against a launcher, which started the ranks, or on each host their parent."""
     if launched.size > size or (launched.size == size and rank not in (None, launched.rank)):
         mine = f"one of {size} ranks" if rank is None else f"rank {rank} of {size}"
         raise ClusterError(f"this process is {mine} {who}, but {launched}.\n{_REMEDY}")
@@ -70,7 +68,6 @@ def rendezvous_address(launched: Launched) -> RendezvousAddress:
 
 
 def _slurm() -> Launched | None:
-    """Return the place of this process in its job step; None outside of a step."""
     nodes = environment.SLURM_STEP_NODELIST.get()
     # sbatch and salloc set SLURM_PROCID and SLURM_NTASKS too, but the step's own variables only srun.
     size, rank = environment.SLURM_STEP_NUM_TASKS.get(), environment.SLURM_PROCID.get()
@@ -93,9 +90,8 @@ def _slurm() -> Launched | None:
 def first_node(nodes: str) -> str:
     """Return the first name of a list of nodes.
 
-    Examples:
-        >>> first_node("rack[2-3]n[007,9-11]-ib,login1")
-        'rack2n007-ib'
+    >>> first_node("rack[2-3]n[007,9-11]-ib,login1")
+    'rack2n007-ib'
     """
     first = re.match(r"(\[[^\]]*\]|[^,\[])*", nodes)
     assert first is not None
@@ -103,7 +99,6 @@ def first_node(nodes: str) -> str:
 
 
 def _torchrun() -> Launched | None:
-    """Return the place of this process; None unless RANK, WORLD_SIZE and MASTER_ADDR are set."""
     if not (environment.RANK.is_set() and environment.WORLD_SIZE.is_set() and environment.MASTER_ADDR.is_set()):
         return None
     rank, size = environment.RANK.get(), environment.WORLD_SIZE.get()
@@ -126,10 +121,7 @@ def _torchrun() -> Launched | None:
 
 
 def _torchruns_address() -> tuple[str, int | None] | None:
-    """Return MASTER_ADDR and MASTER_PORT; None unless both are set.
-
-    The port is None where torchrun's own store listens.
-    """
+    """Return MASTER_ADDR and MASTER_PORT, None where torchrun's own store listens; None unless both are set."""
     address, port = environment.MASTER_ADDR.get(), environment.MASTER_PORT.get()
     if address is None or port is None:
         return None
@@ -137,7 +129,6 @@ def _torchruns_address() -> tuple[str, int | None] | None:
 
 
 def _jax() -> Launched | None:
-    """Return the place of this process; None unless JAX_NUM_PROCESSES and JAX_PROCESS_ID are set."""
     size, rank = environment.JAX_NUM_PROCESSES.get(), environment.JAX_PROCESS_ID.get()
     if size is None or rank is None:
         return None
@@ -187,12 +178,7 @@ _SAYS: tuple[tuple[Variable[int | None], str, str], ...] = (
 
 
 def require_single() -> None:
-    """Refuse to train alone in one of several processes. Only called where nothing gives this process a rank.
-
-    Raises:
-        ClusterError: names the variable, and npurun.
-        ValueError: a variable is malformed.
-    """
+    """Refuse to train alone in one of several processes, where nothing gives this one a rank."""
     if environment.NPU_DEVICE_LAUNCHER.get() == "off":
         return
     for variable, meaning, remedy in _SAYS:

@@ -64,7 +64,6 @@ _reserved: list[ReservedPort] = []
 
 
 def read() -> Launched | None:
-    """Return the place of this process; None if no ``mpiexec`` started it."""
     for kind in _KINDS:
         if kind.rank.is_set() and kind.size.is_set():
             rank, size, local_size = kind.rank.get(), kind.size.get(), kind.local_size.get()
@@ -82,12 +81,7 @@ def read() -> Launched | None:
 
 
 def _starter(variable: Variable[int | None]) -> str:
-    """Return the process that started the ranks of this host: the nearest ancestor that isn't a rank itself, as a shell
-    between the two would be.
-
-    Returns:
-        Number and start time of the process; "" if it is out of sight, as from a container.
-    """
+    """Return the process that started the ranks of this host: the nearest ancestor that isn't a rank itself."""
     prefix = f"{variable.name}=".encode()
     for pid, started in ancestors():
         try:

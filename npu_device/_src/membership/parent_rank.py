@@ -71,32 +71,26 @@ class ParentRank:
 
     @property
     def local_rank(self) -> int:
-        """Return its index among the ranks of its host."""
         return ranks_of(self.neighbours).index(self.rank)
 
     @property
     def local_size(self) -> int:
-        """Return the number of ranks on its host."""
         return len(ranks_of(self.neighbours))
 
     def __str__(self) -> str:
-        """Return the rank for messages."""
         return f"rank {self.rank} of {self.world_size} (process {self.pid})"
 
     @classmethod
     def of(cls, cluster: Cluster, pid: int) -> ParentRank:
-        """Return the description of a rank as its children see it."""
         neighbours = ranges(rank for rank, host in enumerate(cluster.hosts) if host == cluster.host)
         return cls(pid, cluster.rank, cluster.world_size, neighbours, cluster.device_id)
 
 
 def mark(cluster: Cluster) -> None:
-    """Mark the environment of this process, which is a rank now."""
     _mark(ParentRank.of(cluster, os.getpid()))
 
 
 def mark_as_child(parent: dict[str, Any]) -> None:
-    """Mark the environment of this process, and so of its children, as a child of a rank, which the hub has found."""
     _mark(ParentRank(**parent))
 
 
@@ -106,7 +100,6 @@ def _mark(rank: ParentRank) -> None:
 
 
 def unmark() -> None:
-    """Remove the mark of this process: it has not become a rank."""
     environment.NPU_DEVICE_RANK_PROCESS.set("")
 
 
@@ -126,7 +119,6 @@ def inherited() -> ParentRank | None:
 
 
 def _fingerprint() -> str:
-    """Return a digest of the variables that describe a rank."""
     rank = environment.RANK_ID.raw()
     variables = _OF_A_RANK if rank is not None and rank.strip().isdecimal() else (*_OF_A_RANK, *_DEVICES)
     texts = [(variable.name, variable.raw()) for variable in variables]

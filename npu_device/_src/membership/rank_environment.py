@@ -14,19 +14,13 @@ _KEPT = ("NPU_DEVICE_BACKEND", "NPU_DEVICE_SHARED_MEMORY", "TF_NUM_INTRAOP_THREA
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody uses now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def rank_table(nodes: Sequence[int], nproc_per_node: int, master_addr: str, master_port: int) -> str:
-    """Return the rank table as JSON, in Ascend's version 1.0.
-
-    Equal arguments give equal bytes, so that each node of a job can write its own copy.
-
-    Source: Ascend HCCL user guide, cluster information configuration (rank table, version 1.0).
-    """
+    """Return the rank table as JSON, in Ascend's version 1.0 (HCCL user guide): the same bytes on every node."""
     servers = []
     for index, node in enumerate(nodes):
         ranks = range(index * nproc_per_node, (index + 1) * nproc_per_node)

@@ -22,7 +22,7 @@ from npu_device._src.cluster.time_limits import TABLE_POLL_SECONDS
 
 @dataclass(frozen=True)
 class Entry:
-    """One device of the table, which is one rank."""
+    """One device of the table, which is one rank; ``place`` is its location in the file, for messages."""
 
     rank: int
     server: str  # server_id of its server
@@ -45,16 +45,11 @@ class RankTable:
 
     @property
     def size(self) -> int:
-        """Return the number of ranks."""
         return len(self.entries)
 
 
 def load(path: str, timeout: float) -> RankTable:
-    """Read a table and check it.
-
-    Raises:
-        ClusterError: the file can't be read, breaks a rule, or wasn't completed in time (Ascend's EI0004).
-    """
+    """Read a table and check it; ClusterError (EI0004) if it can't be read, breaks a rule, or isn't completed."""
     deadline = time.monotonic() + timeout
     filling = False
     while True:
@@ -199,12 +194,10 @@ _CORRECT = "correct the table (or have the tool that made it write it again); ev
 
 
 def fault(path: str, what: str, remedy: str = _CORRECT) -> ClusterError:
-    """Return the error for a table that can't be used (Ascend's EI0004)."""
     return ClusterError(f"EI0004: rank table {path}: {what}.\nWhat to do: {remedy}")
 
 
 def load_object(path: str) -> Fields:
-    """Return the outermost object of the table."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             content = json.load(file)
@@ -236,7 +229,6 @@ class Fields:
         return f"{self._where}.{name}" if self._where else name
 
     def wrong(self, name: str, expected: str) -> ClusterError:
-        """Return the error for a field that is missing or has an unexpected value."""
         found = f"is {_shown(self.content[name])}" if name in self.content else "is missing"
         return fault(self.path, f"{self.place(name)} {found}; expected {expected}")
 
@@ -250,24 +242,20 @@ class Fields:
         return value.strip()
 
     def number(self, name: str, expected: str, low: int = 0, high: int | None = None) -> int:
-        """Return a whole number, written as a string or as a number."""
         text = self.text(name, expected)
         if not (text.isascii() and text.isdigit()) or int(text) < low or (high is not None and int(text) > high):
             raise self.wrong(name, expected)
         return int(text)
 
     def optional_text(self, name: str) -> str | None:
-        """Return a text, or None if it is missing or empty."""
         return self.text(name, "text") if self.content.get(name) not in (None, "") else None
 
     def optional_port(self, name: str) -> int | None:
-        """Return a TCP port, or None if it is missing or empty."""
         return (
             self.number(name, "a port from 1 to 65535", 1, 65535) if self.content.get(name) not in (None, "") else None
         )
 
     def optional_address(self, name: str) -> str | None:
-        """Return an IP address, or None if it is missing or empty."""
         text = self.optional_text(name)
         try:
             return None if text is None else str(ipaddress.ip_address(text))
@@ -280,7 +268,6 @@ class Fields:
             raise self.wrong(name, f"{number}, the number of {things}")
 
     def objects(self, name: str) -> list[Fields]:
-        """Return a list of objects that isn't empty."""
         value = self.content.get(name)
         if not isinstance(value, list) or not value:
             raise self.wrong(name, "a list that is not empty")

@@ -28,7 +28,7 @@ _log = logging.getLogger("npu_device")
 
 
 def world_size_from_environment() -> int:
-    """Return the number of ranks in the environment; 1 if it describes no job. Cheap: contacts no other rank.
+    """Return the number of ranks in the environment; 1 if it describes no job. Contacts no other rank.
 
     Raises:
         ClusterError: the variables contradict each other, or one is missing.
@@ -49,7 +49,6 @@ def _size_and_launcher() -> tuple[int, Launched | None]:
 
 
 def _described_size() -> int | None:
-    """Return the number of ranks that Ascend's variables or TF_CONFIG give; None if they describe no job."""
     rank_size, worker_size = environment.RANK_SIZE.get(), environment.CM_WORKER_SIZE.get()
     if rank_size is not None and worker_size is not None:
         raise ValueError(
@@ -74,12 +73,7 @@ def _described_size() -> int | None:
 
 
 def membership_from_environment(device_id: int | None = None) -> Membership | None:
-    """Return what the environment says about this process; None if it runs alone.
-
-    Raises:
-        ClusterError: the variables contradict each other, one is missing, or the rank table is faulty.
-        ValueError: a variable is malformed.
-    """
+    """Return what the environment says about this process; None if it runs alone."""
     size, launched = _size_and_launcher()
     if size == 1:
         return None
@@ -116,11 +110,7 @@ def membership_from_environment(device_id: int | None = None) -> Membership | No
 
 
 def secret() -> bytes:
-    """Return the job secret; empty if none is set.
-
-    Raises:
-        ClusterError: the file can't be read or is empty, or both variables are set.
-    """
+    """Return the job secret; empty if none is set."""
     path, text = environment.NPU_DEVICE_SECRET_FILE.get(), environment.NPU_DEVICE_SECRET.get()
     if path is None:
         return (text or "").encode()
@@ -192,7 +182,6 @@ def _computed_port(checksum: int) -> int:
 
 
 def _find(table: RankTable, device_id: int | None) -> Entry:
-    """Return the entry of this process: by RANK_ID, or by its pod in a table of pods."""
     text = environment.RANK_ID.raw()
     if table.of_pods:
         if environment.POD_NAME.is_set():
@@ -279,7 +268,6 @@ def _without_table(size: int, device_id: int) -> Membership:
 
 
 def _is_local(ip: str) -> bool:
-    """Return True if this host has the address: only those can be bound."""
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -333,7 +321,6 @@ def _from_launcher(launched: Launched, device_id: int | None) -> Membership:
 
 
 def _require_agreement(size: int) -> None:
-    """Check that RANK_SIZE and RANK_ID, if set beside TF_CONFIG, agree with it."""
     config = tf_config.read()
     if config is None:
         return

@@ -21,15 +21,7 @@ _CHIEFS = ("chief", "master")
 
 
 def read(device_id: int | None = None) -> Membership | None:
-    """Return the place of this process in the job of ``TF_CONFIG``, without the tasks that don't train.
-
-    Returns:
-        None if the variable is unset or names no cluster, or if this process is an evaluator.
-
-    Raises:
-        ClusterError: it is not JSON, a part is missing or malformed, the task isn't in the cluster, or it has
-            parameter servers.
-    """
+    """Return the place of this process in the job of ``TF_CONFIG``; None for an evaluator, or without a cluster."""
     text = environment.TF_CONFIG.raw()
     if text is None:
         return None
@@ -68,7 +60,6 @@ def read(device_id: int | None = None) -> Membership | None:
 
 
 def _job(cluster: dict[str, Any], task_type: str, index: int) -> tuple[int, list[tuple[str, int]]]:
-    """Return the rank of a task, and host and port of each rank."""
     if cluster.get("ps"):
         raise ClusterError(
             f"TF_CONFIG has parameter servers ({cluster['ps']}); here every rank holds all variables.\n"

@@ -33,12 +33,7 @@ _FIXED: dict[str, tuple[Any, str]] = {
 
 
 def check_attributes(operation: str, **attributes: Any) -> None:
-    """Refuse values that aren't implemented.
-
-    Raises:
-        TypeError: the operators have no such attribute.
-        NotImplementedError: names the attribute, its value, the one that works and the way out.
-    """
+    """Refuse values that aren't implemented."""
     for attribute, value in attributes.items():
         if attribute not in _FIXED:
             raise TypeError(f"{operation} got an unexpected keyword argument {attribute!r}")
@@ -225,7 +220,6 @@ def dynamic_augru(
 
 
 def _attention(x: tf.Tensor, weight_att: Any) -> tf.Tensor:
-    """Return the attention as ``[time, batch, 1]``; 0 for none."""
     shape = [*tf.unstack(tf.shape(x)[:2]), 1]
     return tf.zeros(shape, x.dtype) if weight_att is None else tf.reshape(weight_att, shape)
 
@@ -273,6 +267,5 @@ def _mask(x: tf.Tensor, seq_length: Any) -> tf.Tensor:
 
 
 def _initial_state(x: tf.Tensor, state: Any, hidden: Any) -> tf.Tensor:
-    """Return ``[batch, hidden]`` from ``[1, batch, hidden]`` or ``[batch, hidden]``; zeros for None."""
     shape = [tf.shape(x)[1], hidden]
     return tf.zeros(shape, x.dtype) if state is None else tf.reshape(state, shape)

@@ -16,8 +16,6 @@ from npu_device._src.operators.recurrent import check_attributes, dynamic_augru,
 
 
 class _Recurrent(tf.Module):
-    """The parts that all three layers share: sizes, attributes, and how weights are made."""
-
     def __init__(self, hidden_size: int, dtype: Any, **attributes: Any) -> None:
         super().__init__()
         check_attributes(type(self).__name__, **attributes)
@@ -86,8 +84,6 @@ class DynamicRNN(_Recurrent):
 
 
 class _Gru(_Recurrent):
-    """The weights of both GRUs."""
-
     def __init__(self, hidden_size: int, dtype: Any, is_training: bool = True, **attributes: Any) -> None:
         del is_training
         super().__init__(hidden_size, dtype, **attributes)

@@ -21,12 +21,7 @@ class Rule:
     deprecated: bool = False  # assigning it logs a warning
 
     def checked(self, path: str, value: Any) -> Any:
-        """Return the value in the form in which it is kept.
-
-        Raises:
-            TypeError: the option has a default of another type.
-            ValueError: the value is not among the allowed ones.
-        """
+        """Return the value in the form in which it is kept; TypeError or ValueError if it isn't allowed."""
         if isinstance(value, np.generic):
             value = value.item()
         if value is None and self.default is None:
@@ -60,7 +55,6 @@ class Section:
     members: tuple[Rule | Section, ...]
 
     def rules(self, prefix: str = "") -> list[tuple[str, Rule]]:
-        """Return every option in this section and below, with its dotted name."""
         found: list[tuple[str, Rule]] = []
         for member in self.members:
             path = prefix + member.name

@@ -23,8 +23,6 @@ _EVEN = 0.02  # a rank within this part of a step of the others is as fast as th
 
 @dataclass(frozen=True)
 class RankFigures:
-    """The parts of a step of a rank."""
-
     rank: int
     host: str
     step: float  # the whole step, from the end of the one before it
@@ -51,11 +49,7 @@ class Slowest:
 
 
 def steady(traces: Sequence[RankTrace]) -> list[RankTrace]:
-    """Return the traces (of at least one rank) with the iterations that every rank has, without the first ones.
-
-    Raises:
-        ValueError: no iteration that all ranks have, or ranks that reduced different segments.
-    """
+    """Return the traces with the iterations that every rank has, without the first ones; ValueError if none."""
     if len({(trace.model, trace.segments) for trace in traces}) > 1:
         lines = "\n".join(f"rank {trace.rank}: model {trace.model}, segments {trace.segments}" for trace in traces)
         raise ValueError(f"the ranks reduced different segments:\n{lines}\nLikely cause: traces of several runs.")
@@ -68,7 +62,6 @@ def steady(traces: Sequence[RankTrace]) -> list[RankTrace]:
 
 
 def figures(trace: RankTrace) -> RankFigures:
-    """Return the medians of a rank."""
     ones = trace.iterations
     hidden = statistics.median(one.hidden for one in ones)
     return RankFigures(
@@ -98,7 +91,6 @@ def slowest(ranks: Sequence[RankFigures]) -> Slowest | None:
 
 
 def median_iteration(traces: Sequence[RankTrace]) -> int:
-    """Return the number of the iteration of median length."""
     times = [[one.time for one in trace.iterations] for trace in traces]
     longest = [max(each) for each in zip(*times)]
     ordered = sorted(range(len(longest)), key=longest.__getitem__)
@@ -126,8 +118,6 @@ slower is bound by the network.
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The diagnosis and the advice."""
-
     good: bool  # there is nothing to gain
     situation: str
     reasons: str  # the figures that say so
@@ -136,7 +126,6 @@ class Diagnosis:
 
 
 def diagnose(traces: Sequence[RankTrace], ranks: Sequence[RankFigures]) -> Diagnosis:
-    """Return what the split does to the step."""
     last = max(ranks, key=lambda rank: rank.busy)
     trace = next(one for one in traces if one.rank == last.rank)
     if last.exposed < _LITTLE * last.step:
@@ -197,8 +186,6 @@ def _send_less(traces: Sequence[RankTrace], last: RankFigures) -> str:
 
 
 def _by_start(trace: RankTrace) -> list[int]:
-    """Return the numbers of the segments in the order in which they usually start."""
-
     def start(segment: int) -> float:
         return _median(trace, lambda one: one.allreduce[segment][0] - one.fp_start)
 
@@ -215,8 +202,6 @@ def _ms(microseconds: float) -> str:
 
 @dataclass(frozen=True)
 class Analysis:
-    """The findings."""
-
     traces: tuple[RankTrace, ...]  # of all ranks, with the iterations that count
     ranks: tuple[RankFigures, ...]  # where the time of each rank goes
     slowest: Slowest | None  # the rank that the others wait for
@@ -225,11 +210,6 @@ class Analysis:
 
 
 def analyse(traces: Sequence[RankTrace]) -> Analysis:
-    """Analyse the traces of a job.
-
-    Raises:
-        ValueError: no iteration that all ranks have, or ranks that reduced different segments.
-    """
     kept = steady(traces)
     ranks = [figures(trace) for trace in kept]
     return Analysis(tuple(kept), tuple(ranks), slowest(ranks), median_iteration(kept), diagnose(kept, ranks))

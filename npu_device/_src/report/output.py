@@ -24,9 +24,7 @@ Event = dict[str, Any]
 
 
 def write_json(traces: Sequence[RankTrace], path: Path) -> None:
-    """Write the trace: one process per rank, with a line for the iterations, one for their parts, and one for each
-    segment, since segments overlap.
-    """
+    """Write the trace: a process per rank, with lines for iterations, for their parts, and for each segment."""
     # The numbers of lines follow those of the ranks. Perfetto takes a thread with its process's number for the main
     # thread, and 0 for the idle thread of all processes.
     events = [{**event, "tid": trace.world_size + event["tid"]} for trace in traces for event in _events(trace)]
@@ -92,12 +90,7 @@ _log = logging.getLogger("npu_device")
 
 
 def write_all(directory: Path) -> Analysis:
-    """Write all files into the directory of a trace, and return what they say.
-
-    Raises:
-        ValueError: there is no trace, or nothing that can be read as one.
-        OSError: the directory can't be written.
-    """
+    """Write all files into the directory of a trace, and return what they say; ValueError if there is none."""
     traces = read(directory)
     if not traces:
         raise ValueError("there is no trace in the directory")

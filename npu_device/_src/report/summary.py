@@ -10,7 +10,6 @@ from npu_device._src.trace.records import RankTrace
 
 
 def summary(found: Analysis) -> str:
-    """Return the whole report, a few dozen lines."""
     lines = [
         _headline(found),
         *_notes(found),
@@ -31,7 +30,6 @@ def summary(found: Analysis) -> str:
 
 
 def _headline(found: Analysis) -> str:
-    """Return model, ranks and backend."""
     first = found.traces[0]
     size = sum(gradient.bytes for gradient in first.gradients)
     segments = f"{len(first.segments)} segment{'s' if len(first.segments) > 1 else ''}"
@@ -76,7 +74,6 @@ def _row(rank: RankFigures) -> str:
 
 
 def _waiting(found: Analysis) -> str:
-    """Return the line that names the slowest rank."""
     last = found.slowest
     if last is None:
         return "no rank is slower than the others"
@@ -85,7 +82,6 @@ def _waiting(found: Analysis) -> str:
 
 
 def _spread(found: Analysis) -> str:
-    """Return the line that says how much the iterations differ."""
     times = sorted(max(each) for each in zip(*([one.time for one in trace.iterations] for trace in found.traces)))
     tenth, ninetieth = times[len(times) // 10], times[-1 - len(times) // 10]
     return (

@@ -41,7 +41,6 @@ def _timeline(traces: Sequence[RankTrace], number: int) -> str:
 
 
 def _legend() -> str:
-    """Return the legend of the colours, as HTML."""
     marks = (f'<span><i style="background:{colour}"></i>{escape(kind)}</span>' for kind, colour in COLOURS.items())
     return f'<p class="legend">{"".join(marks)}</p>'
 
@@ -101,7 +100,6 @@ class _Scale:
 
 
 def _ticks(longest: float, few: int) -> list[float]:
-    """Return round numbers from 0."""
     rough = longest / few
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
@@ -160,7 +158,6 @@ def page(found: Analysis, text: str) -> str:
 
 
 def _to_show(found: Analysis) -> Sequence[RankTrace]:
-    """Return all ranks, or the first ones and the slowest."""
     last = found.slowest.rank if found.slowest is not None else 0
     first = [trace.rank for trace in found.traces if trace.rank != last][: _SHOWN - 1]
     return [trace for trace in found.traces if trace.rank in (*first, last)]

@@ -210,6 +210,5 @@ def set_option(key: str, value: Any) -> None:
 
 
 def _optimizer_of(config: Any) -> Any:
-    """Return the custom optimizer "NpuOptimizer" of a configuration, or None."""
     optimizers = config.graph_options.rewrite_options.custom_optimizers
     return next((optimizer for optimizer in optimizers if optimizer.name == _NAME), None)

@@ -49,7 +49,6 @@ def measure(job: Job) -> Offset:
 
 
 def _ask(job: Job, number: int, timeout: float) -> tuple[float, float]:
-    """Return how long rank 0 took to answer, and by how much its clock is ahead, in seconds."""
     before = time.time()
     there = job.health.ask("clock", [job.cluster.rank, number], [0], timeout).get(0)
     after = time.time()

@@ -21,11 +21,7 @@ _INPUTS = ("Placeholder", "IteratorGetNext", "IteratorGetNextAsOptional", "Optio
 
 
 def when(values: Iterable[Any]) -> Any:
-    """Return the time when values are there, in seconds since the epoch: a float eagerly, a float64 scalar in a graph.
-
-    Args:
-        values: tensors, ``tf.IndexedSlices`` or operations, of the current graph or one around it.
-    """
+    """Return the time when values, of this graph or one around it, are there: a float eagerly, a scalar in a graph."""
     if tf.executing_eagerly():
         return time.time()
     operations = [_operation(value) for value in values]
@@ -33,22 +29,13 @@ def when(values: Iterable[Any]) -> Any:
 
 
 def reduced(value: Any) -> Any:
-    """Return the time when the collective that makes a value was over. In shared memory that may be before the value is
-    there: a background thread makes it, and the graph asks for it later.
-    """
+    """Return the time when the collective that makes a value was over, perhaps before a thread has made the value."""
     ended = None if tf.executing_eagerly() else end_of(_operation(value))
     return when([value]) if ended is None else ended
 
 
 def forward_start(gradients: Sequence[Any]) -> Any:
-    """Return the time when all inputs of a step are there, and forward starts.
-
-    Args:
-        gradients: the results of the step; at least one.
-
-    Returns:
-        None in eager mode, where it can't be observed.
-    """
+    """Return the time when all inputs of a step with these gradients are there; None in eager mode."""
     if tf.executing_eagerly():
         return None
     targets = [_operation(gradient) for gradient in gradients]
@@ -85,7 +72,6 @@ def _operation(value: Any) -> tf.Operation:
 
 
 def _before(targets: Sequence[tf.Operation]) -> Iterator[tf.Operation]:
-    """Return everything that some operations depend on, within their graphs."""
     seen: set[tf.Operation] = set()
     waiting = list(targets)
     while waiting:

@@ -22,12 +22,8 @@ from npu_device._src.trace.settings import Schedule
 
 @dataclass(frozen=True)
 class PointSchema:
-    """The points of an iteration, in this order: fp_start (with ``has_start``), when each gradient was there, the end
-    of each segment, iteration_end (with ``has_end``).
-
-    Attributes:
-        has_start: the start of forward is a point of its own; otherwise it is the end of the iteration before.
-    """
+    """The points of an iteration: fp_start (with ``has_start``, else the end of the iteration before), when each
+    gradient was there, the end of each segment, iteration_end (with ``has_end``)."""
 
     gradients: tuple[GradientRecord, ...]  # segment by segment, in the order of production
     shapes: tuple[str, ...]  # their shapes, as text
@@ -40,19 +36,16 @@ class PointSchema:
 
     @cached_property
     def model(self) -> str:
-        """Return the fingerprint of the gradients."""
         described = [[gradient.dtype, shape] for gradient, shape in zip(self.gradients, self.shapes)]
         return hashlib.blake2b(json.dumps(described).encode(), digest_size=8).hexdigest()
 
     @cached_property
     def bytes(self) -> int:
-        """Return the bytes of all gradients."""
         return sum(gradient.bytes for gradient in self.gradients)
 
     def iteration(
         self, number: int, points: Sequence[float], offset_us: float, previous_end: float | None
     ) -> Iteration:
-        """Return the record of an iteration."""
         # A tenth of a microsecond is finer than the clock.
         times = [round(point * 1e6 + offset_us, 1) for point in points]
         end = times.pop() if self.has_end else None
@@ -93,7 +86,6 @@ class Recorder:
         self._file: TextIO | None = self._path.open("w", encoding="utf-8")
 
     def add(self, schema: PointSchema, points: Sequence[float]) -> None:
-        """Record an iteration."""
         with self._lock:
             if self._file is None or not self._accepts(schema):
                 return
@@ -104,7 +96,6 @@ class Recorder:
                 self._write(iteration.__dict__)
 
     def close(self) -> None:
-        """Write nothing more."""
         with self._lock:
             if self._file is not None:
                 self._file.close()

@@ -28,14 +28,7 @@ class GradientRecord:
 
 @dataclass(frozen=True)
 class Iteration:
-    """One iteration; all times in microseconds since the epoch, on the clock of rank 0.
-
-    Attributes:
-        iteration_end: the variables are updated; equals the end of the last reduction where the script updates them
-            itself.
-        allreduce: start and end of the collective of each segment, in the order of ``RankTrace.segments``. The start is
-            when the last gradient of the segment was there.
-    """
+    """One iteration; all times in microseconds since the epoch, on the clock of rank 0."""
 
     iteration: int  # number of the iteration, from 1
     fp_start: float  # the first operation of the step begins
@@ -52,17 +45,14 @@ class Iteration:
 
     @property
     def begin(self) -> float:
-        """Return the end of the previous iteration; for the first, its own start."""
         return self.fp_start if self.previous_end is None else self.previous_end
 
     @property
     def time(self) -> float:
-        """Return the microseconds from beginning to end."""
         return self.iteration_end - self.begin
 
     @property
     def last_reduced(self) -> float:
-        """Return the time when the last segment was reduced; ``bp_end`` when nothing was."""
         return max((end for _, end in self.allreduce), default=self.bp_end)
 
     @property
@@ -83,12 +73,7 @@ class Iteration:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The trace of one rank.
-
-    Attributes:
-        model: fingerprint of the gradients: shapes, dtypes and order. Names are ignored, since TensorFlow numbers them
-            by what else a process has built.
-    """
+    """The trace of one rank. ``model`` leaves out names: TensorFlow numbers them by what else a process has built."""
 
     rank: int
     world_size: int
@@ -104,12 +89,10 @@ class RankTrace:
     iterations: tuple[Iteration, ...] = field(default=())
 
     def bytes_of(self, segment: int) -> int:
-        """Return the bytes of a segment."""
         first, last = self.segments[segment]
         return sum(gradient.bytes for gradient in self.gradients[first : last + 1])
 
     def header(self) -> dict[str, Any]:
-        """Return the first line of the file."""
         values = asdict(self)
         del values["iterations"]
         return {"version": VERSION, **values}
@@ -123,14 +106,10 @@ def on_all_ranks(traces: Sequence[RankTrace]) -> list[tuple[Iteration, ...]]:
 
 
 def read(directory: str | Path) -> list[RankTrace]:
-    """Read the traces of all ranks in a directory; return them by rank.
-
-    Returns:
-        One trace per rank, iterations in order; an empty list if there are none. A line that was being written when the
-        process died is left out.
+    """Return the traces in a directory, by rank, without a line that a process was writing when it died.
 
     Raises:
-        ValueError: there is no such directory; or a file isn't a trace, or of a version that this package can't read.
+        ValueError: no such directory; a file isn't a trace, or of a version that this package can't read.
     """
     if not Path(directory).is_dir():
         raise ValueError("there is no trace: no such directory")

@@ -24,8 +24,6 @@ from npu_device._src.trace.records import GradientRecord
 
 
 class TracedReduction:
-    """The reduction of the gradients of one iteration."""
-
     def __init__(self, tracer: trace.Tracer, schema: PointSchema, begun: Sequence[Any]) -> None:
         self._tracer, self._schema = tracer, schema
         self._points = [*begun]
@@ -60,8 +58,6 @@ class _OpenIteration:
 
 
 class _Current(threading.local):
-    """The state of this thread."""
-
     iteration: _OpenIteration | None = None
 
 
@@ -70,9 +66,9 @@ _current = _Current()
 
 @contextlib.contextmanager
 def iteration() -> Iterator[None]:
-    """Mark the block as an iteration that reduces gradients and updates the variables, and ends with the block.
+    """Mark the block as an iteration that reduces gradients and updates the variables.
 
-    A reduction without this block around it, or in the graph of a session, is an iteration by itself and ends it.
+    A reduction without this block, or in the graph of a session, is an iteration by itself.
     """
     if trace.running() is None or _current.iteration is not None or runs_if_fetched():
         yield
@@ -97,11 +93,7 @@ def traced_reduction(
     group: Group,
     waits_for_all: bool,
 ) -> Iterator[TracedReduction | None]:
-    """Mark the block as the reduction of the gradients of an iteration.
-
-    Yields:
-        The object to notify when a segment has been reduced; None if there is nothing to reduce.
-    """
+    """Mark the block as the reduction of an iteration; yield what is told of each segment, None if there are none."""
     used = {position for positions in segments for position in positions}
     rest = [[position] for position, value in enumerate(values) if value is not None and position not in used]
     parts = [[values[position] for position in positions] for positions in (*segments, *rest)]

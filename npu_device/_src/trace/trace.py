@@ -59,11 +59,7 @@ class Tracer:
         self._thread.start()
 
     def hand_over(self, schema: PointSchema, points: Sequence[Any]) -> tf.Operation | None:
-        """Record an iteration: now in eager mode; in a graph, whenever it runs.
-
-        Returns:
-            In the graph of a session, the operation that does it; otherwise nothing needs to be run.
-        """
+        """Record an iteration: now, or whenever the graph runs. In a session, return the operation for it."""
         if tf.executing_eagerly():
             self._recorder.add(schema, points)
             return None
@@ -104,7 +100,6 @@ def _remove_others(directory: Path, world_size: int) -> None:
 
 
 def running() -> Tracer | None:
-    """Return the trace that runs in this process, if any."""
     job = current()
     return None if job is None else job.part(Tracer)
 
@@ -115,7 +110,6 @@ def start(job: Job, settings: Settings) -> None:
 
 
 def stop() -> None:
-    """End the trace before the job ends."""
     job = current()
     if job is not None:
         job.end(Tracer)
