@@ -12,12 +12,6 @@ from npu_device._src.operators.adam_lamb import (
     lamb_apply_optimizer_assign,
     lamb_apply_weight_assign,
 )
-from npu_device._src.operators.dropout import (
-    drop_out_do_mask,
-    drop_out_do_mask_v3,
-    drop_out_gen_mask,
-    drop_out_gen_mask_v3,
-)
 from npu_device._src.operators.float_status import (
     npu_alloc_float_status,
     npu_alloc_float_status_v2,
@@ -28,6 +22,10 @@ from npu_device._src.operators.float_status import (
 )
 from npu_device._src.operators.lars import lars, lars_v2
 from npu_device._src.operators.recurrent import basic_lstm_cell, dynamic_augru, dynamic_gru_v2, dynamic_rnn
+from npu_device._src.operators.refused import dropout_mask as drop_out_do_mask
+from npu_device._src.operators.refused import dropout_mask as drop_out_do_mask_v3
+from npu_device._src.operators.refused import dropout_mask as drop_out_gen_mask
+from npu_device._src.operators.refused import dropout_mask as drop_out_gen_mask_v3
 from npu_device._src.operators.refused import embeddingrankid as embedding_rank_id
 from npu_device._src.operators.refused import gather_all_to_all_v as hcom_gather_all_to_all_v
 from npu_device._src.operators.refused import gradient as basic_lstm_cell_c_state_grad

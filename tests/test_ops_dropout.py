@@ -1,4 +1,4 @@
-"""Dropout by the probability to keep, its masks and its checks; the float status."""
+"""Dropout by the probability to keep, its checks; the float status."""
 
 from __future__ import annotations
 
@@ -50,34 +50,6 @@ def body_dropout(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["eager", "function", "session"])
 def test_dropout(single: Pool, mode: str) -> None:
     single.run(body_dropout, mode)
-
-
-def body_masks(mode: str) -> None:
-    from op_modes import check_gradients, evaluate
-
-    from npu_device import gen_npu_ops
-
-    pairs = [
-        (gen_npu_ops.drop_out_gen_mask, gen_npu_ops.drop_out_do_mask, 512),
-        (gen_npu_ops.drop_out_gen_mask_v3, gen_npu_ops.drop_out_do_mask_v3, 4000),
-    ]
-    x = np.arange(1.0, 4001.0).reshape(40, 100)
-    for make, apply, length in pairs:
-        (mask,) = evaluate(mode, lambda make=make: make([40, 100], 0.75, 7, 9))
-        assert mask.dtype == np.uint8 and mask.shape == (length,)
-        (y,) = evaluate(mode, lambda x, m, apply=apply: apply(x, m, 0.75), x, mask)
-        bits = np.unpackbits(mask, bitorder="little") if length < 4000 else mask
-        np.testing.assert_allclose(y, np.where(bits[:4000].reshape(40, 100), x / 0.75, 0))
-        assert abs((y != 0).mean() - 0.75) < 0.04
-        few = x[:2, :3]
-        check_gradients(mode, lambda x, m=mask, apply=apply: apply(x, m[: 16 if len(m) < 4000 else 6], 0.75), few)
-        others = [evaluate(mode, lambda make=make: make([40, 100], 0.75))[0] for _ in range(2)]
-        assert not np.array_equal(*others)
-
-
-@pytest.mark.parametrize("mode", ["eager", "function", "session"])
-def test_masks(single: Pool, mode: str) -> None:
-    single.run(body_masks, mode)
 
 
 def body_checks() -> dict[str, Any]:

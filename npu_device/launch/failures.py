@@ -1,8 +1,8 @@
 """Find the rank that failed first, its error, and its place in the script; report on the failed ranks of a job.
 
-The process that *ends* first need not be the one: a rank that raises takes a while to shut down, and another one may
-die of the consequences meanwhile. Each rank that uses npu_device therefore writes a record at the moment it fails
-(``cluster.health`` writes it). For other programs, the time of their end and the last lines of their stderr count.
+The process that *ends* first need not be the one. Each rank that uses npu_device therefore writes a record at the
+moment it fails (``cluster.health``). For other programs, the time of their end and the last lines of their stderr
+count.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Kill the ranks if the launcher itself is killed and can't do it any more.
 
-The guard is a second process that holds one end of a pipe, which breaks when the launcher dies, whatever the cause. It
-runs this file as a script in a bare interpreter, so the file imports the standard library only. Unlike the parent-death
-signal of Linux, this reaches the ranks' children too, and needs no code between fork and exec.
+A pipe to this second process breaks when the launcher dies. It runs this file in a bare interpreter. Unlike the
+parent-death signal of Linux, this reaches the ranks' children too, and needs no code between fork and exec.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """``npurun --hosts``: start npurun on every host, over ssh, and stop it there.
 
-Each host runs ``on_node`` with ssh's connection as its standard input: first the order, a line of JSON, then the number
-of each signal that this launcher receives. The end of the input, when this launcher or the connection is gone, stops
-the ranks of the host. The secret is part of the order, so it is on no command line.
+The standard input of ``on_node`` there gets the order, a line of JSON with the secret, then the number of each signal
+that this launcher receives. Its end stops the ranks of the host.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Node 0's side of a job on several nodes that may restart: decides when an attempt begins, and with which nodes.
 
-Each node's launcher, node 0's too, is a ``member`` that carries out its orders. The decisions themselves are the
-``ledger``'s.
+The launcher of each node, node 0 too, is a ``member`` that carries out its orders. ``ledger`` decides on restarts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""The messages of a control channel: JSON frames, the proof of the job secret, and compact sets of ranks.
-
-A frame is its length in four bytes and a JSON object. The hub and the ranks share this file; it imports little, because
-the hub has to start quickly.
+"""The messages of a control channel: a length in four bytes and a JSON object; the proof of the job secret; sets of
+ranks. The hub and the ranks share this file; it imports little, because the hub has to start quickly.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""The first exchange with the hub, or with another rank: its address, frames with time limits, and the proof that both
-sides know the job secret. Ranks use it, and the launchers of several nodes.
-
-An attempt that fails raises ``AttemptFailedError``, whose text says what happened at that address.
+"""The first exchange with the hub, or another rank: its address, frames with time limits, and the proof that both
+sides know the job secret.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Tell every rank when another one fails or leaves.
+"""Tell every rank when another one fails or leaves, or is killed, which its closed connection shows.
 
-A rank that ends with an uncaught exception tells the hub. A rank whose script ends reports how many collectives it took
-part in. A killed rank can't report anything: its connection closes, and the hub tells the others. The other ranks
-raise: at once if a collective is pending, or else at the next one.
+The other ranks raise: at once if a collective is pending, or else at the next one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The hub: the process through which the ranks of a job find each other and exchange everything except tensors.
 
-One thread and one loop serve all connections, so that slow, silent or unknown clients don't block the others. The
-process imports neither TensorFlow nor NumPy, and starts quickly. It ends with its job: when no client is connected and
-either its parent has ended or the job is over. ``hub_process`` starts it; ``services`` serves the ranks that have met.
+One thread and one loop serve all connections, so that slow, silent or unknown clients don't block the others. It ends
+with its job: when no client is connected and either its parent has ended or the job is over.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Meet all ranks at the hub, and agree on one description of the job; the same for every scheme.
 
-The hub may start later than this rank, and its name may become resolvable later still. So everything is retried until
-the time is up, and the error then says what happened at each address. The side of the hub is in ``hub``.
+The hub may start later than this rank, and its name may become resolvable later still: everything is retried.
 """
 
 from __future__ import annotations

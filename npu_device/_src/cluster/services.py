@@ -1,8 +1,7 @@
 """The services of the hub for a job after the rendezvous: values, gathers, questions, and news of ranks that have gone.
 
-Knows no sockets. A rank's message causes at most a number of messages proportional to the ranks. When all ranks do
-the same thing (leave, fail, ask the same question), that is the cost for all of them together. A message that isn't one
-of these is refused whole (``FrameError``); values are kept as the JSON text that is sent.
+Knows no sockets. A message causes at most a number of messages proportional to the ranks; so do all ranks together when
+they do the same. One that isn't valid is refused whole (``FrameError``); values are kept as the JSON text that is sent.
 """
 
 from __future__ import annotations

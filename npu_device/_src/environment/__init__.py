@@ -1,10 +1,4 @@
-"""The environment variables that the package reads; nothing else reads them.
-
-Each is a constant with its default, unit, expected form and meaning (``variable``, ``forms``), declared once, in the
-file of its owner. ``docs/environment.md`` lists them. Their combined
-meaning (which scheme describes the job) is left to ``membership.schemes``. Variables that the launcher passes to its
-ranks are left to ``npu_device.launch``.
-"""
+"""The environment variables that the package reads; nothing else reads them. ``docs/environment.md`` lists them."""
 
 from npu_device._src.environment.ascend import *  # noqa: F403
 from npu_device._src.environment.checks import ALL as ALL

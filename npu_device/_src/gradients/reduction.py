@@ -1,9 +1,6 @@
 """The reduction of a list of tensors: cut into segments, one collective each, handed back in order.
 
-In the graph of a session, each segment is an operation of its own.
-
-``None`` stays ``None``; ``tf.IndexedSlices`` are left to ``sparse``. The job remembers which tensors are results:
-whoever applies gradients is asked later whether they were reduced.
+The job remembers which tensors are results: whoever applies gradients is asked later whether they were reduced.
 """
 
 from __future__ import annotations

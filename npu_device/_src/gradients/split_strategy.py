@@ -1,9 +1,6 @@
 """The gradient split strategy: where a list of gradients, in the order of their production, is cut into segments.
 
-The script sets it, or else ``NPU_DEVICE_SPLIT`` does. Imports no TensorFlow, so that a script can set its strategy
-before anything else. The callers determine the order of the gradients, and which of them form a list.
-
-Source: Ascend's ``hccl.split.api``, and the rule by which its compiler applies it.
+Imports no TensorFlow: a script can set its strategy before anything else. Source: Ascend's ``hccl.split.api``.
 """
 
 from __future__ import annotations

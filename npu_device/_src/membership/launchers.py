@@ -1,7 +1,6 @@
 """The launchers of clusters: which of them started this process, whether they contradict each other, where ranks meet.
 
-MPI's are in ``mpiexec``; ``schemes`` makes a job of what they find. Sources: srun(1), output environment variables;
-PyTorch documentation, "torchrun", environment variables, which Kubeflow sets, too; Kubeflow Trainer 2.3, jax plugin.
+Sources: srun(1); PyTorch documentation, "torchrun", which Kubeflow follows, too; Kubeflow Trainer 2.3, jax plugin.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""MPI's launchers: ``mpiexec`` of Open MPI, MPICH, Intel MPI and PALS. They number the ranks, and give no
-address: mpi4py tells it.
+"""``mpiexec`` of Open MPI, MPICH, Intel MPI and PALS, which number the ranks; mpi4py tells where rank 0 is.
 
-Sources: Open MPI FAQ, environment variables of a rank; Intel MPI developer reference; mpiexec(1) of HPE Cray PALS.
+Sources: Open MPI FAQ; Intel MPI developer reference; mpiexec(1) of HPE Cray PALS.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Tell ranks from their children: processes that a rank has started, and that inherit the variables which made it a
 rank.
 
-A rank marks its environment when it has met the others. A process that finds the mark of another process is a child of
-that rank, unless the variables that describe a rank have changed since: then a launcher, or the rank itself, has made
-it a rank of another job. ``npurun`` removes the mark from its ranks' environment.
+A rank marks its environment. A process that finds the mark of another one is a child, unless the variables that
+describe a rank have changed since: then a launcher, or the rank itself, has made it a rank of another job.
 """
 
 from __future__ import annotations

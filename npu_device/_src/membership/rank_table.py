@@ -1,7 +1,5 @@
-"""Ascend's rank tables, in all four forms: the ranks of the job according to the file ``RANK_TABLE_FILE``.
-
-Versions 1.0 and 1.2 (``server_list``), and the older cloud and lab forms (``group_list``); what version 1.2 says of
-super pods concerns the NPUs' links. Which rank this process is, and where the ranks meet, is left to ``schemes``.
+"""Ascend's rank tables, in all four forms: versions 1.0 and 1.2 (``server_list``), older cloud and lab
+(``group_list``).
 
 Source: Ascend HCCL user guide, cluster information configuration (rank table).
 """

@@ -1,7 +1,6 @@
 """Read the description of the job from the environment, before the ranks have met.
 
-Four schemes, in this order: rank table, ``CM_*``, ``TF_CONFIG``, a launcher of clusters (``launchers``). The first one
-present is used; contradictions and missing variables raise. ``rendezvous`` turns it into the agreed description.
+The first of four schemes is used: rank table, ``CM_*``, ``TF_CONFIG``, a launcher of clusters. Contradictions raise.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""TensorFlow's own description of a job, ``TF_CONFIG``, as the training operator of Kubeflow sets it.
-
-Ranks are the chief (or "master") and then the workers, in order. The ranks meet at the address of rank 0. TensorFlow's
-servers get other ports, because the hub uses the one in ``TF_CONFIG``.
+"""TensorFlow's own description of a job, ``TF_CONFIG``. Ranks are the chief (or "master") and then the workers.
 
 Source: TensorFlow guide "Distributed training with TensorFlow", setting up TF_CONFIG.
 """

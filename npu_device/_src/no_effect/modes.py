@@ -81,7 +81,7 @@ def set_device_sat_mode(mode: int) -> None:
 
 
 def set_schedule_aicore_task_early(enable: bool) -> None:
-    """Set whether an NPU schedules the tasks of its AI cores early. CPUs and GPUs don't: the value is recorded only.
+    """Record whether an NPU would schedule the tasks of its AI cores early.
 
     Args:
         enable: True or False.
@@ -95,9 +95,6 @@ def set_schedule_aicore_task_early(enable: bool) -> None:
 def get_schedule_aicore_task_early() -> bool:
     """Return the value of ``set_schedule_aicore_task_early``; False if it wasn't called.
 
-    >>> get_schedule_aicore_task_early()
-    False
-
     Source: Ascend TF Adapter 9.2, ``npu.get_schedule_aicore_task_early``.
     """
     return _schedule_early
@@ -105,9 +102,6 @@ def get_schedule_aicore_task_early() -> bool:
 
 def is_inf_nan_enabled() -> bool:
     """Return True: on CPU and GPU, numbers that overflow become infinite, whatever ``set_device_sat_mode`` set.
-
-    >>> is_inf_nan_enabled()
-    True
 
     Source: Ascend TF Adapter 2.x, ``npu.is_inf_nan_enabled``.
     """
@@ -118,8 +112,7 @@ def stupid_repeat(word: str, times: int) -> None:
     """Log a word a number of times, at level INFO: the self-test that Ascend's adapter exports.
 
     Args:
-        word: the text.
-        times: how often.
+        word, times: the text, and how often.
 
     Source: Ascend TF Adapter 2.x, ``npu_device.npu_device.stupid_repeat``.
     """

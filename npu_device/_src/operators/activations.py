@@ -13,19 +13,16 @@ _SLOPE = 1.702
 
 
 def fast_gelu(x: Any, name: str | None = None) -> tf.Tensor:
-    """Return ``x * sigmoid(1.702 * x)``, with its gradient.
+    """Return ``x * sigmoid(1.702 * x)``.
 
     Args:
         x: floating-point tensor of any shape.
         name: of the operation.
 
-    Returns:
-        A tensor of the shape and dtype of ``x``.
-
-    Other ranks see nothing. Source: Ascend operator FastGelu.
-
     >>> float(fast_gelu([0.0])[0])
     0.0
+
+    Source: Ascend operator FastGelu.
     """
     with tf.name_scope(name or "FastGelu"):
         x = tf.convert_to_tensor(x)
@@ -33,32 +30,28 @@ def fast_gelu(x: Any, name: str | None = None) -> tf.Tensor:
 
 
 def tanh_gelu(x: Any, name: str | None = None) -> tf.Tensor:
-    """Return gelu in its tanh form, ``x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 * x**3)))``, with its gradient.
-    Arguments and result are as for ``fast_gelu``.
+    """Return gelu in its tanh form, ``x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 * x**3)))``.
 
     Args:
         x, name: as in ``fast_gelu``.
 
-    Other ranks see nothing. Source: Ascend TF Adapter 1.15, ``npu_unary_ops.gelu``.
+    Source: Ascend TF Adapter 1.15, ``npu_unary_ops.gelu``.
     """
     return tf.nn.gelu(x, approximate=True, name=name)
 
 
 def prelu(x: Any, weight: Any, name: str | None = None) -> tf.Tensor:
-    """Return ``x`` where it is positive and ``weight * x`` elsewhere, with gradients for both.
+    """Return ``x`` where it is positive and ``weight * x`` elsewhere.
 
     Args:
         x: floating-point tensor, channels last.
         weight: one number, or one for each channel; dtype of ``x``.
         name: of the operation.
 
-    Returns:
-        A tensor of the shape and dtype of ``x``.
-
-    Other ranks see nothing. Source: Ascend TF Adapter 1.15, ``npu_aicore_ops.prelu``.
-
     >>> prelu([-2.0, 2.0], 0.5).numpy().tolist()
     [-1.0, 2.0]
+
+    Source: Ascend TF Adapter 1.15, ``npu_aicore_ops.prelu``.
     """
     with tf.name_scope(name or "PRelu"):
         x = tf.convert_to_tensor(x)
@@ -69,14 +62,10 @@ def gelu(x: Any) -> Any:
     """Return gelu: by erf eagerly, ``x * sigmoid(1.702 * x)`` in graphs, as on Ascend; they differ by at most 0.021.
 
     Args:
-        x: floating-point tensor of any shape, or a symbolic tensor of Keras.
+        x: floating-point tensor of any shape. A symbolic tensor of Keras gives layers of Keras that compute the fast
+            form, the last named ``npu.ops.gelu`` with a number: the model can be loaded without this package.
 
-    Returns:
-        A tensor of the shape and dtype of ``x``; for a symbolic tensor, the result of Keras layers that compute the
-        fast form, the last of them named ``npu.ops.gelu`` with a number. They are Keras's own: the model can be loaded
-        without this package.
-
-    Other ranks see nothing. Source: Ascend TF Adapter 2.x, ``npu.ops.gelu``.
+    Source: Ascend TF Adapter 2.x, ``npu.ops.gelu``.
     """
     if type(x).__name__ == "KerasTensor":
         return _layers(x)
@@ -101,7 +90,7 @@ def layer_norm(
     epsilon: float = 1e-7,
     name: str | None = None,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Return ``gamma * (x - mean) / sqrt(variance + epsilon) + beta``, differentiable by ``x``, ``gamma``, ``beta``.
+    """Return ``gamma * (x - mean) / sqrt(variance + epsilon) + beta``, mean and variance.
 
     Args:
         x: floating-point tensor of known rank.
@@ -115,7 +104,7 @@ def layer_norm(
         The normalised tensor; the mean and the variance, with 1 in the place of the axes averaged over. All have the
         dtype of ``x``; 16-bit tensors are averaged in float32.
 
-    Other ranks see nothing. Source: Ascend operator LayerNorm.
+    Source: Ascend operator LayerNorm.
     """
     with tf.name_scope(name or "LayerNorm"):
         x = tf.convert_to_tensor(x)

@@ -26,7 +26,7 @@ def adam_apply_one_assign(
     add2_y: Any,
     name: str | None = None,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Make a step of Adam without bias correction.
+    """Make a step of Adam without bias correction. Reduce the gradient first.
 
     Args:
         input0: the gradient.
@@ -40,7 +40,7 @@ def adam_apply_one_assign(
     Returns:
         The new second moment, first moment and weights.
 
-    Other ranks see nothing: reduce the gradient first. Source: Ascend operator AdamApplyOneAssign.
+    Source: Ascend operator AdamApplyOneAssign.
     """
     with tf.name_scope(name or "AdamApplyOneAssign"):
         first, second = _moments(input0, input1, input2, mul0_x, mul1_x, mul2_x, mul3_x)
@@ -66,16 +66,14 @@ def adam_apply_one_with_decay_assign(
     """Do the same as ``adam_apply_one_assign`` with decoupled weight decay, whose rate is ``mul4_x``.
 
     Args:
-        input0, input1, input2, input3, input4: gradient, moments, variable and learning rate, as in
-            ``adam_apply_one_assign``.
-        mul0_x, mul1_x, mul2_x, mul3_x, add2_y: as in ``adam_apply_one_assign``.
+        input0, input1, input2, input3, input4: as in ``adam_apply_one_assign``.
+        mul0_x, mul1_x, mul2_x, mul3_x, add2_y, name: as in ``adam_apply_one_assign``.
         mul4_x: the rate of the weight decay.
-        name: of the operation.
 
     Returns:
-        What ``adam_apply_one_assign`` returns.
+        The new second moment, first moment and weights.
 
-    Other ranks see nothing: reduce the gradient first. Source: Ascend operator AdamApplyOneWithDecayAssign.
+    Source: Ascend operator AdamApplyOneWithDecayAssign.
     """
     with tf.name_scope(name or "AdamApplyOneWithDecayAssign"):
         first, second = _moments(input0, input1, input2, mul0_x, mul1_x, mul2_x, mul3_x)
@@ -102,7 +100,7 @@ def lamb_apply_optimizer_assign(
     """Make the first half of a step of LAMB: the moments, and the update before the norms of the layer scale it.
 
     Args:
-        input0: the gradient.
+        input0: the gradient, reduced.
         input1, input2: second moment and first moment; each is assigned if it is a variable.
         input3: the weights; only read.
         mul0_x, mul1_x: beta_1 and 1 - beta_1.
@@ -116,8 +114,7 @@ def lamb_apply_optimizer_assign(
     Returns:
         The update, the new second moment and the new first moment.
 
-    Other ranks see nothing: reduce the gradient first. Source: Ascend operator LambApplyOptimizerAssign; You et al.
-    2019.
+    Source: Ascend operator LambApplyOptimizerAssign; You et al. 2019.
     """
     with tf.name_scope(name or "LambApplyOptimizerAssign"):
         first, second = _moments(input0, input1, input2, mul0_x, mul1_x, mul2_x, mul3_x)
@@ -132,20 +129,16 @@ def lamb_apply_optimizer_assign(
 def lamb_apply_weight_assign(
     input0: Any, input1: Any, input2: Any, input3: Any, input4: Any, name: str | None = None
 ) -> tf.Tensor:
-    """Make the second half of a step of LAMB: the weights less the update, scaled by the norms of both.
+    """Return the weights less the update, scaled by the norms of both: the second half of a step of LAMB.
 
     Args:
-        input0: norm of the weights.
-        input1: norm of the update.
+        input0, input1: norms of the weights and of the update; their ratio counts as 1 where either is 0.
         input2: learning rate.
         input3: the update, from ``lamb_apply_optimizer_assign``.
         input4: the weights; assigned if they are a variable.
         name: of the operation.
 
-    Returns:
-        The new weights. The ratio of the norms counts as 1 where either is 0.
-
-    Other ranks see nothing. Source: Ascend operator LambApplyWeightAssign; You et al. 2019.
+    Source: Ascend operator LambApplyWeightAssign; You et al. 2019.
     """
     with tf.name_scope(name or "LambApplyWeightAssign"):
         update = tf.convert_to_tensor(input3)

@@ -21,7 +21,7 @@ def npu_alloc_float_status(name: str | None = None) -> tf.Tensor:
     Args:
         name: of the operation.
 
-    Other ranks see nothing. Source: Ascend operator NPUAllocFloatStatus.
+    Source: Ascend operator NPUAllocFloatStatus.
     """
     return tf.zeros([_LENGTH], name=name or "NpuAllocFloatStatus")
 
@@ -35,11 +35,10 @@ def npu_get_float_status(input: Any = None, name: str | None = None) -> tf.Tenso
 
     Returns:
         float32 ``[8]``: 1 in front if there is one, zeros otherwise. Eagerly, and in a graph without control
-        dependencies, this can't be determined: zeros, and a warning.
+        dependencies, this can't be determined: zeros, and a warning. All-reduce the result.
 
-    Other ranks see nothing: all-reduce the result. Source: Ascend operator NPUGetFloatStatus.
+    Source: Ascend operator NPUGetFloatStatus.
     """
-    del input
     with tf.name_scope(name or "NpuGetFloatStatus"):
         watched = _tensors_waited_for()
         if not watched:
@@ -56,49 +55,37 @@ def npu_clear_float_status(input: Any = None, name: str | None = None) -> tf.Ten
     """Return the flag, clear: float32 ``[8]`` of zeros.
 
     Args:
-        input: from ``npu_alloc_float_status``; has no part in the answer.
-        name: of the operation.
+        input, name: as in ``npu_get_float_status``.
 
-    Other ranks see nothing. Source: Ascend operator NPUClearFloatStatus.
+    Source: Ascend operator NPUClearFloatStatus.
     """
-    del input
     return tf.zeros([_LENGTH], name=name or "NpuClearFloatStatus")
 
 
 def npu_alloc_float_status_v2(name: str | None = None) -> tf.Tensor:
-    """Do the same as ``npu_alloc_float_status``, with int32.
+    """Return what ``npu_alloc_float_status`` returns, as int32.
 
     Args:
         name: of the operation.
-
-    Returns:
-        A tensor of zeros.
     """
     return tf.zeros([_LENGTH], tf.int32, name=name or "NpuAllocFloatStatusV2")
 
 
 def npu_get_float_status_v2(input: Any = None, name: str | None = None) -> tf.Tensor:
-    """Do the same as ``npu_get_float_status``, with int32.
+    """Return what ``npu_get_float_status`` returns, as int32.
 
     Args:
         input, name: as in ``npu_get_float_status``.
-
-    Returns:
-        What ``npu_get_float_status`` returns, as int32.
     """
     return tf.cast(npu_get_float_status(input, name), tf.int32)
 
 
 def npu_clear_float_status_v2(input: Any = None, name: str | None = None) -> tf.Tensor:
-    """Do the same as ``npu_clear_float_status``, with int32.
+    """Return what ``npu_clear_float_status`` returns, as int32.
 
     Args:
-        input, name: as in ``npu_clear_float_status``.
-
-    Returns:
-        A tensor of zeros.
+        input, name: as in ``npu_get_float_status``.
     """
-    del input
     return tf.zeros([_LENGTH], tf.int32, name=name or "NpuClearFloatStatusV2")
 
 

@@ -27,17 +27,14 @@ def lars_v2(
 
     Args:
         input_weight: weights of the layer, ``w``, floating point.
-        input_grad: their gradient ``g``; shape and dtype of ``w``.
+        input_grad: their gradient ``g``, reduced; shape and dtype of ``w``.
         weight_decay, learning_rate: numbers of the dtype of ``w``; the rate counts with ``use_clip`` only.
         hyperpara: trust in the layer; default 0.001.
         epsilon: keeps the denominator from zero; default 1e-5.
         use_clip: default False.
         name: of the operation.
 
-    Returns:
-        A tensor of the shape and dtype of ``w``.
-
-    Other ranks see nothing: reduce the gradient first. Source: Ascend operator LarsV2; You et al. 2017.
+    Source: Ascend operator LarsV2; You et al. 2017.
     """
     with tf.name_scope(name or "LarsV2"):
         weight, gradient = tf.convert_to_tensor(input_weight), tf.convert_to_tensor(input_grad)
@@ -57,23 +54,16 @@ def lars(
     epsilon: float = 0.00001,
     name: str | None = None,
 ) -> list[tf.Tensor]:
-    """Apply ``lars_v2`` without clipping to each weight and gradient of two lists.
+    """Return ``lars_v2`` without clipping for each weight and gradient of two lists, in the order of the weights.
 
     Args:
-        inputs_w: the layers' weights.
-        inputs_g: their gradients, in the same order.
-        weight_decay: a number.
-        hyperpara: trust in the layers; default 0.001.
-        epsilon: keeps the denominator from zero; default 1e-5.
-        name: of the operations.
-
-    Returns:
-        A list of tensors, in the order of the weights.
+        inputs_w, inputs_g: the layers' weights, and their gradients in the same order.
+        weight_decay, hyperpara, epsilon, name: as in ``lars_v2``.
 
     Raises:
         ValueError: the lists differ in length.
 
-    Other ranks see nothing: reduce the gradients first. Source: Ascend TF Adapter 1.15, ``npu_ops.LARS``.
+    Source: Ascend TF Adapter 1.15, ``npu_ops.LARS``.
     """
     if len(inputs_w) != len(inputs_g):
         raise ValueError(

@@ -125,7 +125,6 @@ def dynamic_rnn(
 
     Other ranks see nothing. Source: Ascend operator DynamicRNN.
     """
-    del is_training
     check_attributes("dynamic_rnn", **attributes)
 
     def cell(x_now: tf.Tensor, h: tf.Tensor, c: tf.Tensor) -> tuple[tf.Tensor, ...]:
@@ -174,7 +173,6 @@ def dynamic_gru_v2(
 
     Other ranks see nothing. Source: Ascend operator DynamicGRUV2.
     """
-    del is_training
     check_attributes("dynamic_gru_v2", **attributes)
     with tf.name_scope(name or "DynamicGRUV2"):
         weights = (weight_input, weight_hidden, bias_input, bias_hidden)
@@ -212,7 +210,6 @@ def dynamic_augru(
 
     Other ranks see nothing. Source: Ascend operator DynamicAUGRU.
     """
-    del is_training
     check_attributes("dynamic_augru", **attributes)
     with tf.name_scope(name or "DynamicAUGRU"):
         weights = (weight_input, weight_hidden, bias_input, bias_hidden)

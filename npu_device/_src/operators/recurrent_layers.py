@@ -1,8 +1,5 @@
-"""``DynamicRNN``, ``DynamicGRUV2`` and ``DynamicAUGRU`` of the TensorFlow 1 adapter, which are recurrent operators with
-weights, and ``npu_dynamic_rnn``, which unrolls a cell of TensorFlow's.
-
-The weights are made at the first call, when the size of the inputs is known, and are trainable variables of the graph
-like any others.
+"""``DynamicRNN``, ``DynamicGRUV2``, ``DynamicAUGRU``: recurrent operators with weights, made at the first call; and
+``npu_dynamic_rnn``, which unrolls a cell of TensorFlow's.
 """
 
 from __future__ import annotations
@@ -69,7 +66,6 @@ class DynamicRNN(_Recurrent):
     def __init__(
         self, hidden_size: int, dtype: Any, forget_bias: float = 0.0, is_training: bool = True, **attributes: Any
     ) -> None:
-        del is_training
         super().__init__(hidden_size, dtype, **attributes)
         self._forget_bias = forget_bias
 
@@ -85,7 +81,6 @@ class DynamicRNN(_Recurrent):
 
 class _Gru(_Recurrent):
     def __init__(self, hidden_size: int, dtype: Any, is_training: bool = True, **attributes: Any) -> None:
-        del is_training
         super().__init__(hidden_size, dtype, **attributes)
 
     def _build(self, input_size: int) -> None:
@@ -152,7 +147,7 @@ def npu_dynamic_rnn(
     Raises:
         ValueError: the inputs are a tensor whose number of steps isn't known, or there is neither a state nor a dtype.
 
-    Other ranks see nothing. Source: Ascend TF Adapter 1.15, ``npu_rnn.npu_dynamic_rnn``.
+    Source: Ascend TF Adapter 1.15, ``npu_rnn.npu_dynamic_rnn``.
     """
     as_list = isinstance(inputs, (list, tuple))
     if not as_list and inputs.shape[1] is None:

@@ -51,6 +51,14 @@ def gradient(*arguments: Any, **keywords: Any) -> NoReturn:
     )
 
 
+@_refused("dropout is one operator here")
+def dropout_mask(*arguments: Any, **keywords: Any) -> NoReturn:
+    raise NotImplementedError(
+        "the masks of dropout in gen_npu_ops, drop_out_gen_mask and drop_out_do_mask, were removed in 0.2.0.\n"
+        "What to do: npu_ops.dropout(x, keep_prob), or tf.nn.dropout(x, rate=1 - keep_prob)."
+    )
+
+
 @_refused("the operation reads from addresses in the memory of the NPU")
 def gather_all_to_all_v(
     addrinfo: Any,

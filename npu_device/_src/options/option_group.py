@@ -113,13 +113,10 @@ _options = GlobalOptions()
 
 
 def global_options() -> GlobalOptions:
-    """Return the options of this process; set them before ``npu.open()``.
+    """Return the options of this process, the same object at every call; set them before ``npu.open()``.
 
-    Returns:
-        The same object at every call. ``global_options().precision_mode = "allow_mix_precision"`` sets an option;
-        ``global_options().precision_mode.value`` reads it, as text.
-
-    Other ranks don't see them: every rank sets its own.
+    ``global_options().precision_mode = "allow_mix_precision"`` sets an option;
+    ``global_options().precision_mode.value`` reads it, as text. Every rank sets its own.
 
     >>> global_options().hcom_parallel.value
     '1'
@@ -140,11 +137,7 @@ class RunContextOptions(OptionGroup):
 
 
 def run_context_options() -> RunContextOptions:
-    """Return options for one ``npu_run_context`` block.
-
-    Returns:
-        A new object with ``experimental.graph_memory_optimize_config``. Its options are checked and recorded; they have
-        no effect here.
+    """Return new options for one ``npu_run_context`` block, which are checked and recorded, without effect.
 
     >>> options = run_context_options()
     >>> options.experimental.graph_memory_optimize_config.recompute = "auto"

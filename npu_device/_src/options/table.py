@@ -1,7 +1,6 @@
-"""The table of options: names, types, defaults, allowed values, and what they do here. What they mean on an NPU is in
-the source.
+"""The options: names, types, defaults, allowed values, and what they do here.
 
-Source: Ascend TF Adapter 2.x API reference, ``npu.global_options``.
+Source: Ascend TF Adapter 2.x API reference, ``npu.global_options``, which says what they mean on an NPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""A trace in figures, which rank the others wait for, and what the split does to the step: one of the three situations
-of Ascend's tuning guide, with a split to try.
+"""A trace in figures, which rank the others wait for, and what the split does to the step. Imports no TensorFlow.
 
-Figures are medians over the iterations, in microseconds. Imports no TensorFlow. Source: Ascend TF Adapter, "Adjusting
-the gradient splitting strategy".
+Figures are medians, in microseconds. Source: Ascend TF Adapter, "Adjusting the gradient splitting strategy".
 """
 
 from __future__ import annotations

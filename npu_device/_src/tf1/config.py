@@ -1,8 +1,6 @@
 """Session configurations that carry Ascend's custom optimizer "NpuOptimizer", and which of its parameters count here.
 
-TensorFlow skips custom optimizers that it doesn't know: a session accepts such a configuration, hand-made or not, and
-its own graph optimizers run as usual. The parameters therefore do no harm, and those of ``_OPTIONS`` are read when a
-configuration passes through this module.
+TensorFlow skips custom optimizers that it doesn't know, and its own graph optimizers run as usual.
 """
 
 from __future__ import annotations
@@ -45,19 +43,14 @@ experimental_options: dict[str, Any] = {
 
 
 def npu_session_config_init(session_config: Any = None) -> Any:
-    """Give a session configuration the custom optimizer "NpuOptimizer", once.
+    """Return a session configuration with the custom optimizer "NpuOptimizer", which is added once.
 
     Args:
-        session_config: a ``tf.compat.v1.ConfigProto``, which is changed; anything else counts as a new one.
-
-    Returns:
-        The configuration. Parameters of the optimizer that have an effect here take it from now on, see
-        ``take_parameters``.
+        session_config: a ``tf.compat.v1.ConfigProto``, which is changed; anything else counts as a new one. Parameters
+            of the optimizer that have an effect here take it from now on.
 
     Raises:
         ValueError, TypeError: a parameter that is read has a value that ``npu.global_options()`` refuses.
-
-    Other ranks see nothing of it.
 
     Source: Ascend TF Adapter 1.x, ``npu_session_config_init``.
     """
@@ -73,13 +66,10 @@ def npu_session_config_init(session_config: Any = None) -> Any:
 
 
 def npu_config_proto(config_proto: Any = None) -> Any:
-    """Apply ``npu_session_config_init``, switch soft placement on, and switch the placement log and XLA off.
+    """Return a configuration as of ``npu_session_config_init``, with soft placement on, placement log and XLA off.
 
     Args:
         config_proto: a ``tf.compat.v1.ConfigProto``, which is changed; anything else counts as a new one.
-
-    Returns:
-        The configuration.
 
     >>> config = npu_config_proto()
     >>> [optimizer.name for optimizer in config.graph_options.rewrite_options.custom_optimizers]
@@ -95,13 +85,10 @@ def npu_config_proto(config_proto: Any = None) -> Any:
 
 
 def npu_optimizer_options(optimizer_options: Any = None) -> Any:
-    """Switch XLA off in ``tf.compat.v1.OptimizerOptions`` and return them; anything else is replaced by new ones.
+    """Return ``tf.compat.v1.OptimizerOptions`` with XLA switched off.
 
     Args:
-        optimizer_options: the options, or None.
-
-    Returns:
-        The options.
+        optimizer_options: the options, which are changed; anything else is replaced by new ones.
 
     Source: Ascend TF Adapter 1.x, ``npu_optimizer_options``.
     """
@@ -112,13 +99,10 @@ def npu_optimizer_options(optimizer_options: Any = None) -> Any:
 
 
 def npu_graph_options(graph_options: Any = None) -> Any:
-    """Switch XLA off in ``tf.compat.v1.GraphOptions`` and return them; anything else is replaced by new ones.
+    """Return ``tf.compat.v1.GraphOptions`` with XLA switched off.
 
     Args:
-        graph_options: the options, or None.
-
-    Returns:
-        The options.
+        graph_options: the options, which are changed; anything else is replaced by new ones.
 
     Source: Ascend TF Adapter 1.x, ``npu_graph_options``.
     """
@@ -153,13 +137,10 @@ class SessionConfigBuilder:
 
 
 def decorator_tf_session(make_session: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function receive its session ``config`` as ``npu_config_proto`` returns it.
+    """Return a function or class that receives its argument ``config`` as ``npu_config_proto`` returns it.
 
     Args:
-        make_session: a function or class with an argument ``config``.
-
-    Returns:
-        The function.
+        make_session: the function or class.
 
     >>> make_session = decorator_tf_session(tf.compat.v1.Session)
 
@@ -177,12 +158,7 @@ def decorator_tf_session(make_session: Callable[..., Any]) -> Callable[..., Any]
 
 
 def take_parameters(config: Any) -> None:
-    """Copy the parameters of "NpuOptimizer" in a configuration that have an effect here to ``npu.global_options()``.
-
-    Args:
-        config: a ``tf.compat.v1.ConfigProto``, with or without the optimizer. Parameters that it doesn't have change
-            nothing.
-    """
+    """Copy the parameters of "NpuOptimizer" that have an effect here, if it has them, to ``npu.global_options()``."""
     optimizer = _optimizer_of(config)
     if optimizer is None:
         return
@@ -194,11 +170,9 @@ def take_parameters(config: Any) -> None:
 
 
 def set_option(key: str, value: Any) -> None:
-    """Assign a parameter to its counterpart in ``npu.global_options()``.
+    """Assign a parameter to its counterpart in ``npu.global_options()``, if it has one.
 
-    Args:
-        key: the parameter; one that has no effect here is ignored.
-        value: its value; None and the empty text, Ascend's way to ask for the default, change nothing.
+    None and the empty text, Ascend's way to ask for the default, change nothing.
     """
     if key not in _OPTIONS or value is None or value == "":
         return

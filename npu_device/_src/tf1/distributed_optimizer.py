@@ -27,23 +27,18 @@ class DelegatingOptimizer(tf.compat.v1.train.Optimizer):
         self._optimizer = optimizer
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Return the gradients of the optimizer inside."""
         return list(self._optimizer.compute_gradients(*args, **kwargs))
 
     def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the update of the optimizer inside."""
         return self._optimizer.apply_gradients(*args, **kwargs)
 
     def get_slot(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a slot of the optimizer inside."""
         return self._optimizer.get_slot(*args, **kwargs)
 
     def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the slot names of the optimizer inside."""
         return self._optimizer.get_slot_names(*args, **kwargs)
 
     def variables(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the variables of the optimizer inside."""
         return self._optimizer.variables(*args, **kwargs)
 
 
@@ -84,13 +79,10 @@ class NPUDistributedOptimizer(DelegatingOptimizer):
 
 
 def npu_distributed_optimizer_wrapper(optimizer: Any) -> Any:
-    """Make an optimizer average its gradients over all ranks.
+    """Return the same optimizer, which averages its gradients over all ranks; untouched on a single device.
 
     Args:
         optimizer: a ``tf.compat.v1.train`` optimizer, a Keras optimizer, or the name of one.
-
-    Returns:
-        The same object; untouched on a single device.
 
     Raises:
         ValueError: it averages its gradients already, and would do so twice.
@@ -130,15 +122,11 @@ def _averaged(pairs: Any) -> list[tuple[Any, Any]]:
 
 
 def KerasDistributeOptimizer(optimizer: Any, name: str = "NpuKerasOptimizer", **kwargs: Any) -> Any:
-    """Make a Keras optimizer average its gradients over all ranks.
+    """Return the same Keras optimizer as ``npu.distribute.npu_distributed_keras_optimizer_wrapper`` does.
 
     Args:
         optimizer: a Keras optimizer.
-        name: without effect: the optimizer keeps its own name.
-        **kwargs: without effect.
-
-    Returns:
-        The same object, not a wrapper: see ``npu.distribute.npu_distributed_keras_optimizer_wrapper``.
+        name, **kwargs: without effect: the optimizer keeps its own name.
 
     Raises:
         ValueError: the optimizer is wrapped already.
@@ -153,14 +141,11 @@ npu_allreduce = all_reduce  # Source: Ascend TF Adapter 1.15, ``npu_allreduce``.
 
 
 def allreduce(tensor: Any, average: bool = True) -> Any:
-    """Reduce one tensor over all ranks.
+    """Return the sum or mean of a tensor over all ranks.
 
     Args:
         tensor: a tensor or ``tf.IndexedSlices``.
         average: the mean (default), or the sum.
-
-    Returns:
-        The result, of the same kind.
 
     Raises:
         RuntimeError: another rank has failed or left.
@@ -171,17 +156,13 @@ def allreduce(tensor: Any, average: bool = True) -> Any:
 
 
 def reduce(tensor: Any, root_rank: int, average: bool = True, fusion: int = 0, fusion_id: int = -1) -> Any:
-    """Reduce one tensor over all ranks to one of them; zeros on the others.
+    """Return the sum or mean of a tensor over all ranks on one of them; zeros on the others.
 
     Args:
         tensor: a tensor of any shape.
         root_rank: the rank that gets the result.
         average: the mean (default), or the sum.
-        fusion: 0 or 2, without effect.
-        fusion_id: 0 or more with ``fusion`` 2.
-
-    Returns:
-        The result, of the same kind.
+        fusion, fusion_id: without effect: 0, or 2 with an id from 0.
 
     Raises:
         RuntimeError: another rank has failed or left.

@@ -1,8 +1,4 @@
-"""``NPUEstimator``: TensorFlow's Estimator that begins with the same variables on all ranks.
-
-TensorFlow dropped Estimators in 2.16. From then on the names can be imported, and a call raises an error that says what
-to do.
-"""
+"""``NPUEstimator``. TensorFlow dropped Estimators in 2.16: then a call raises an error that says what to do."""
 
 from __future__ import annotations
 
@@ -96,16 +92,13 @@ def model_to_npu_estimator(
     config: NPURunConfig | None = None,
     job_start_file: str = "",
 ) -> NPUEstimator:
-    """Make an ``NPUEstimator`` from a compiled Keras model.
+    """Return an ``NPUEstimator`` of a compiled Keras model.
 
     Args:
         keras_model, keras_model_path, custom_objects, model_dir, checkpoint_format: as for
             ``tf.keras.estimator.model_to_estimator``.
         config: as for ``NPUEstimator``.
         job_start_file: without effect.
-
-    Returns:
-        The estimator.
 
     Raises:
         ValueError: ``config`` is no ``NPURunConfig``; what TensorFlow refuses.

@@ -47,16 +47,14 @@ def broadcast_global_variables(root_rank: int = 0, index: Any = None) -> Any:
 
 
 class NPUBroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
-    """Gives all ranks the global variables of the root, with step and optimizer state, when the session has
-    been made or restored.
+    """Gives all ranks the global variables of the root, with step and optimizer state, once the session is made or
+    restored.
 
     Args:
         root_rank: the rank whose values are sent; default 0.
         index: without effect.
 
-    On a single device nothing happens.
-
-    Source: Ascend TF Adapter 1.15, ``NPUBroadcastGlobalVariablesHook``.
+    On a single device nothing happens. Source: Ascend TF Adapter 1.15, ``NPUBroadcastGlobalVariablesHook``.
     """
 
     def __init__(self, root_rank: int | None = None, index: Any = None) -> None:
@@ -72,7 +70,6 @@ class NPUBroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
             self._broadcast = broadcast_global_variables(self._root_rank, self._index)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Run the broadcast."""
         if self._broadcast is not None:
             session.run(self._broadcast)
 
@@ -94,13 +91,10 @@ def _warn_if_unreduced(job: Job) -> None:
 
 
 def npu_hooks_append(hooks_list: Any = ()) -> list[Any]:
-    """Add ``NPUBroadcastGlobalVariablesHook(0)`` to a list of hooks.
+    """Return a list of hooks, to which ``NPUBroadcastGlobalVariablesHook(0)`` is added.
 
     Args:
         hooks_list: the list to append to, in place; anything that isn't a list gives a new one, as on Ascend.
-
-    Returns:
-        The list.
 
     Source: Ascend TF Adapter 1.15, ``npu_hooks_append``.
     """
@@ -130,5 +124,4 @@ class SetIterationsVarHook(tf.compat.v1.train.SessionRunHook):
         self._iterations_per_loop = iterations_per_loop or 1
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Load the number of steps."""
         load_all(session, self._iterations_per_loop)

@@ -67,7 +67,6 @@ _made: weakref.WeakKeyDictionary[tf.Graph, weakref.WeakSet[IterationPerLoop]] = 
 
 
 def load_all(session: Any, iterations_per_loop: int) -> None:
-    """Call ``load_iteration_per_loop_var`` of each one in the graph of the session."""
     for loop in _made.get(session.graph, ()):
         loop.load_iteration_per_loop_var(session, iterations_per_loop)
 

@@ -17,13 +17,10 @@ backend = compat.session_backend()
 
 
 def set_keras_session_npu_config(config: Any = None) -> Any:
-    """Make a session with ``npu_config_proto(config)``, and give it to Keras.
+    """Return a session with ``npu_config_proto(config)``, which Keras uses from now on.
 
     Args:
         config: a ``tf.compat.v1.ConfigProto``, which is changed; anything else counts as a new one.
-
-    Returns:
-        The session.
 
     Source: Ascend TF Adapter 1.x, ``set_keras_session_npu_config``.
     """

@@ -36,13 +36,10 @@ class FixedLossScaleManager:
         return tf.constant(self._loss_scale, tf.float32)
 
     def update_loss_scale(self, finite_grads: tf.Tensor) -> Any:
-        """Change nothing.
+        """Return an operation that does nothing.
 
         Args:
             finite_grads: ignored.
-
-        Returns:
-            An operation that does nothing.
         """
         return tf.no_op()
 
@@ -88,13 +85,10 @@ class ExponentialUpdateLossScaleManager:
         return tf.convert_to_tensor(self._scale)
 
     def update_loss_scale(self, finite_grads: tf.Tensor) -> Any:
-        """Count a step, and change the scale if it is time.
+        """Return the operation that counts a step, and changes the scale if it is time.
 
         Args:
             finite_grads: whether the gradients of the step were finite; bool, shape [].
-
-        Returns:
-            The operation that does it.
         """
         scale = self._scale.read_value()
         good = tf.where(finite_grads, self._good.read_value() + 1, 0)
@@ -136,7 +130,6 @@ class NPULossScaleOptimizer(DelegatingOptimizer):
         self._is_distributed = is_distributed
 
     def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Return the gradients of the loss itself, computed with the scaled loss."""
         scale = self._manager.get_loss_scale()
 
         def scaled() -> tf.Tensor:
@@ -178,7 +171,7 @@ def NPUOptimizer(
     is_tailing_optimization: bool = False,
     name: str | None = None,
 ) -> Any:
-    """Return an optimizer with averaged gradients, loss scaling, or both.
+    """Return an ``NPUDistributedOptimizer``, an ``NPULossScaleOptimizer``, the latter around the former, or ``opt``.
 
     Args:
         opt: a ``tf.compat.v1.train`` optimizer.
@@ -187,9 +180,6 @@ def NPUOptimizer(
         is_loss_scale: scale the loss.
         is_tailing_optimization: without effect: it is about when an NPU looks for overflows.
         name: name of the averaging optimizer.
-
-    Returns:
-        An ``NPUDistributedOptimizer``, an ``NPULossScaleOptimizer``, the latter around the former, or ``opt``.
 
     Raises:
         ValueError: ``is_loss_scale`` without a manager.

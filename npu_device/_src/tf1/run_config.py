@@ -94,8 +94,8 @@ class DumpConfig:
     """Dumping of the operators of the NPU; accepted, without effect.
 
     Args:
-        enable_dump, dump_path, dump_step, dump_mode, dump_data, dump_layer: recorded.
-        enable_dump_debug, dump_debug_mode: recorded.
+        enable_dump, dump_path, dump_step, dump_mode, dump_data, dump_layer, enable_dump_debug, dump_debug_mode:
+        recorded.
 
     Source: Ascend TF Adapter 1.x, ``npu_config.DumpConfig``.
     """
@@ -206,13 +206,10 @@ class NPURunConfig(_RunConfig):
 
 
 def npu_run_config_init(run_config: Any = None) -> Any:
-    """Put the session configuration of a ``RunConfig`` through ``npu_session_config_init``.
+    """Return a changed copy of a ``RunConfig``, whose session configuration is that of ``npu_session_config_init``.
 
     Args:
         run_config: a ``tf.estimator.RunConfig``; anything else counts as a new one.
-
-    Returns:
-        The configuration: a changed copy, since TensorFlow's can't be changed.
 
     Raises:
         NotImplementedError: this TensorFlow has no Estimator.
@@ -227,11 +224,7 @@ def npu_run_config_init(run_config: Any = None) -> Any:
 
 
 def require_estimator(name: str) -> None:
-    """Refuse a call that depends on ``tf.estimator`` where TensorFlow no longer has it.
-
-    Raises:
-        NotImplementedError: it names the TensorFlow version and the ways out.
-    """
+    """Raise NotImplementedError, with the ways out, where TensorFlow no longer has ``tf.estimator``."""
     if _estimator is None:
         raise NotImplementedError(
             f"{name} depends on tf.estimator, which TensorFlow dropped with 2.16; this is TensorFlow "

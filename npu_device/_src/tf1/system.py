@@ -16,9 +16,7 @@ from npu_device._src.training import device, groups
 def enable_v1() -> None:
     """Make TensorFlow behave as TensorFlow 1 does: graphs and sessions instead of eager mode.
 
-    Before or after ``npu.open()``, and before anything of TensorFlow is used.
-
-    Every rank calls it for itself.
+    Every rank calls it, before or after ``npu.open()``, and before anything of TensorFlow is used.
 
     Source: Ascend TF Adapter 2.x, ``npu.compat.enable_v1``.
     """
@@ -26,14 +24,11 @@ def enable_v1() -> None:
 
 
 def initialize_system(name: str | None = None) -> Any:
-    """Join the job that the environment describes.
+    """Return an operation to run in a session, as on Ascend, and join the job that the environment describes.
 
     Args:
-        name: name of the operation.
-
-    Returns:
-        An operation to run in a session, as on Ascend. The job is joined when it is made, since TensorFlow must not
-        have been used much before that; running it does nothing.
+        name: name of the operation. Running it does nothing: TensorFlow must not have been used much before the job is
+            joined.
 
     Raises:
         RuntimeError: eager mode; whatever ``npu.open`` raises.
@@ -46,14 +41,13 @@ def initialize_system(name: str | None = None) -> Any:
 
 
 def shutdown_system(name: str | None = None) -> Any:
-    """Undo ``initialize_system``.
+    """Return an operation to run in a session, as on Ascend, which does nothing.
+
+    Scripts run it and go on training, and a process can join a job only once. Ranks leave when their process ends, or
+    by ``npu.close()``.
 
     Args:
         name: name of the operation.
-
-    Returns:
-        An operation to run in a session, as on Ascend. It does nothing: scripts run it and go on training, and a
-        process can join a job only once. Ranks leave when their process ends, or by ``npu.close()``.
 
     Raises:
         RuntimeError: eager mode.
@@ -73,13 +67,13 @@ def _require_graph(operation: str) -> None:
 
 
 def init_resource(config: Any = None) -> tuple[Any, Any]:
-    """Join the job and make a session.
+    """Join the job. Return a session and the operation for ``shutdown_resource``.
 
     Args:
         config: a ``ConfigProto`` or None.
 
     Returns:
-        The session and the operation for ``shutdown_resource``. ``get_npu_rank_id`` and similar calls work from now on.
+        The two. ``get_npu_rank_id`` and similar calls work from now on.
 
     Raises:
         RuntimeError: the job can't be joined, as in ``npu.open``.
@@ -96,8 +90,7 @@ def shutdown_resource(sess: Any, npu_shutdown: Any) -> None:
     """Run the operation that ``init_resource`` gave.
 
     Args:
-        sess: the session.
-        npu_shutdown: the operation.
+        sess, npu_shutdown: what ``init_resource`` returned.
 
     Source: Ascend TF Adapter 1.15, ``shutdown_resource``.
     """
@@ -123,15 +116,11 @@ get_npu_local_rank_size = groups.get_local_rank_size
 
 
 def set_graph_exec_config(fetch: Any, dynamic_input: bool = False, **settings: Any) -> Any:
-    """Set the options of a fetch for varying shapes. Without effect; returns the fetch.
+    """Return the fetch. On an NPU, it would be compiled for varying shapes.
 
     Args:
         fetch: the fetch.
-        dynamic_input: ignored.
-        **settings: ignored.
-
-    Returns:
-        The fetch.
+        dynamic_input, **settings: ignored.
 
     Source: Ascend TF Adapter 1.x, ``util.set_graph_exec_config``.
     """
@@ -139,22 +128,20 @@ def set_graph_exec_config(fetch: Any, dynamic_input: bool = False, **settings: A
 
 
 def keep_tensors_dtypes(graph: Any, input_tensors: Any) -> None:
-    """Keep the dtypes of tensors under mixed precision. Without effect: tensors keep the dtypes of the script.
+    """Do nothing: tensors keep the dtypes of the script, under mixed precision, too.
 
     Args:
-        graph: ignored.
-        input_tensors: ignored.
+        graph, input_tensors: ignored.
 
     Source: Ascend TF Adapter 1.x, ``util.keep_tensors_dtypes``.
     """
 
 
 def npu_compile(sess: Any, *fetches: Any) -> None:
-    """Compile what fetches need ahead of the first run. Without effect: nothing is compiled.
+    """Do nothing: fetches aren't compiled ahead of the first run.
 
     Args:
-        sess: ignored.
-        *fetches: ignored.
+        sess, *fetches: ignored.
 
     Source: Ascend TF Adapter 1.x, ``util.npu_compile``.
     """
@@ -179,8 +166,7 @@ def npu_resource_init(graph_run_mode: int = 1, **settings: Any) -> None:
     """Start the device by ``npu.open()``. The settings have no effect.
 
     Args:
-        graph_run_mode: ignored.
-        **settings: ignored.
+        graph_run_mode, **settings: ignored.
 
     Raises:
         RuntimeError: the job can't be joined, as in ``npu.open``.
@@ -191,10 +177,7 @@ def npu_resource_init(graph_run_mode: int = 1, **settings: Any) -> None:
 
 
 def npu_resource_shutdown() -> None:
-    """Stop the device by ``npu.close()``.
-
-    Source: Ascend TF Adapter 1.x, ``npu_plugin.npu_resource_shutdown``.
-    """
+    """Stop the device by ``npu.close()``. Source: Ascend TF Adapter 1.x, ``npu_plugin.npu_resource_shutdown``."""
     device.close()
 
 

@@ -1,8 +1,7 @@
 """Points in time, wherever a script runs: a clock that is read when tensors are there.
 
-In a graph, a point is TensorFlow's own ``Timestamp`` operation behind control dependencies, which takes well under a
-microsecond; only the record waits for it. ``tf.function`` runs stateful operations one after the other, in the order of
-their creation, so these are marked as independent.
+In a graph, a point is a ``Timestamp`` behind control dependencies, which takes well under a microsecond. It is marked
+as independent of other stateful operations, which ``tf.function`` runs one after the other.
 """
 
 from __future__ import annotations

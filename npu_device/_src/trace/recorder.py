@@ -1,8 +1,4 @@
-"""How the points of an iteration become a record, and how records come to disk: one line each, flushed, so that a
-crash keeps what was there. Imports no TensorFlow.
-
-The format is defined in ``records``; ``settings.Schedule`` chooses the iterations.
-"""
+"""How the points of an iteration become a record, a line on disk each. Imports no TensorFlow."""
 
 from __future__ import annotations
 

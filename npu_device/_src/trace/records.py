@@ -1,8 +1,7 @@
 """The parts of a trace, and how to read it from disk. Imports no TensorFlow.
 
 ``DIR/rank<rank>/iterations.jsonl``: the first line describes the rank and its model, each further line an iteration.
-When the split changes, a new first line follows, and the reader returns the part with the most iterations. ``recorder``
-writes these files.
+When the split changes, a new first line follows; the part with the most iterations counts.
 """
 
 from __future__ import annotations

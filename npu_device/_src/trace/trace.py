@@ -1,7 +1,5 @@
-"""The running trace of this process: started when the device is opened, ended when it is closed.
-
-A step in a ``tf.function`` puts its points into a TensorFlow queue, which runs no Python in the step; a thread of this
-process takes them out and records them.
+"""The running trace of this process. A step in a ``tf.function`` puts its points into a TensorFlow queue, which runs no
+Python in the step; a thread of this process takes them out and records them.
 """
 
 from __future__ import annotations
