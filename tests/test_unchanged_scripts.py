@@ -80,7 +80,7 @@ def test_unchanged_script(size: int, keras: str, tmp_path: Path) -> None:
 
 LOOP = """
 import tensorflow as tf
-model, optimizer = tf.keras.Sequential([tf.keras.layers.Dense(1)]), tf.keras.optimizers.SGD(0.1)
+model, optimizer = tf.keras.Sequential([tf.keras.layers.Dense(1)]), tf.keras.optimizers.SGD(0.1, 0.9)
 model.build([None, 1])
 
 def step():

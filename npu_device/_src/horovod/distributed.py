@@ -6,55 +6,45 @@ import copy
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.gradients.reduction import ReductionOptions
-from npu_device._src.horovod.tensor_ops import Average, Compression, kind_of, wire_of, with_effect
+from npu_device._src.horovod.shared_arguments import described, with_effect
+from npu_device._src.horovod.tensor_ops import Average, Compression, kind_of
 from npu_device._src.tf1.distributed_optimizer import DelegatingOptimizer
 from npu_device._src.training.applied_gradients import reduction_of
-from npu_device._src.training.local_gradients import LocalGradients, made_dense
+from npu_device._src.training.local_gradients import LocalGradients
 from npu_device._src.training.optimizer_wrapper import npu_distributed_keras_optimizer_wrapper
 from npu_device._src.training.reduce_values import reduce_by_hand
 from npu_device._src.training.world import world_unless_child
 
+_START_LEVEL = logging.INFO  # scripts broadcast after the first step: before, variables may differ
 
-@dataclass(frozen=True)
-class _Settings:
-    """The arguments of Horovod.
 
-    Attributes:
-        compression: ``Compression.none`` or ``Compression.fp16``.
-        sparse_as_dense: make sparse gradients dense first.
-        op: ``Average`` or ``Sum``.
-        backward_passes_per_step: add up the gradients of so many batches on each rank, then reduce and apply the sum.
-        average_aggregated_gradients: divide that sum by the number of batches.
-    """
+def _settings(
+    compression: Any = Compression.none, op: int = Average, **local: Any
+) -> tuple[ReductionOptions, LocalGradients]:
+    """Return how gradients are reduced, and what happens to those of this rank before."""
+    kind = kind_of(op)
+    if kind not in ("mean", "sum"):
+        raise ValueError(f"op is {kind}; gradients are reduced with hvd.Average or hvd.Sum")
+    if compression not in (None, Compression.none, Compression.fp16):
+        raise TypeError(
+            f"compression is {compression!r}; gradients travel with Compression.none or Compression.fp16.\n"
+            "What to do: call hvd.allreduce(gradient, compression=...), which takes any compressor."
+        )
+    wire = "fp16" if compression is Compression.fp16 else None
+    return ReductionOptions(kind, compression=wire), LocalGradients(**local)
 
-    compression: Any = Compression.none
-    sparse_as_dense: bool = False
-    op: int = Average
-    backward_passes_per_step: int = 1
-    average_aggregated_gradients: bool = False
-    start_level: ClassVar = logging.INFO  # scripts broadcast after the first step: before, variables may differ
 
-    def __post_init__(self) -> None:
-        if self.options.kind not in ("mean", "sum"):
-            raise ValueError(f"op is {self.options.kind}; gradients are reduced with hvd.Average or hvd.Sum")
-
-    @property
-    def options(self) -> ReductionOptions:
-        return ReductionOptions(kind_of(self.op), compression=wire_of(self.compression))
-
-    def reduced(self, gradients: Sequence[Any]) -> list[Any]:
-        """Return gradients reduced over the ranks."""
-        ranks, gradients = world_unless_child(), made_dense(gradients) if self.sparse_as_dense else list(gradients)
-        if ranks is None:
-            return gradients
-        return reduce_by_hand(ranks, gradients, gradients, self.options, self.start_level)
+def _reduced(gradients: Sequence[Any], options: ReductionOptions, local: LocalGradients) -> list[Any]:
+    ranks, gradients = world_unless_child(), local.made_dense(gradients)
+    if ranks is None:
+        return gradients
+    return reduce_by_hand(ranks, gradients, gradients, options, _START_LEVEL)
 
 
 def DistributedOptimizer(optimizer: Any, name: str | None = None, **arguments: Any) -> Any:
@@ -64,8 +54,9 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, **arguments: A
         optimizer: of Keras 3, tf-keras or ``tf.compat.v1.train``.
         name: of the TensorFlow 1 optimizer; a Keras optimizer keeps its own.
         **arguments: ``compression`` (``Compression.none`` or ``fp16``), ``op`` (``Average`` or ``Sum``),
-            ``sparse_as_dense``, ``backward_passes_per_step`` and ``average_aggregated_gradients``, as in Horovod. Its
-            other arguments have no effect.
+            ``sparse_as_dense`` (make sparse gradients dense first), ``backward_passes_per_step`` (add up the gradients
+            of so many batches on each rank, then reduce and apply the sum) and ``average_aggregated_gradients`` (divide
+            that sum by the number of batches). Others of Horovod have no effect.
 
     Returns:
         A Keras optimizer itself, which in Keras 3 has ``lr`` and a callable ``variables`` from now on, as older scripts
@@ -75,40 +66,36 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, **arguments: A
         NotImplementedError: ``backward_passes_per_step`` with an optimizer of TensorFlow 1, or Adasum.
         TypeError: a compressor that the script defines, or an unknown argument.
     """
-    settings = _Settings(**with_effect(arguments))
+    options, local = _settings(**with_effect(arguments))
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        if settings.backward_passes_per_step > 1:
+        if local.passes > 1:
             raise NotImplementedError(
                 "backward_passes_per_step above 1 isn't supported with an optimizer of TensorFlow 1.\n"
                 "What to do: multiply the batch size by it, or use a Keras optimizer."
             )
         made = _LegacyOptimizer(optimizer, name or f"Distributed{type(optimizer).__name__}")
-        made._settings = settings
+        made.settings = options, local
         return made
-    options = settings.options
     npu_distributed_keras_optimizer_wrapper(optimizer, options.kind, compression=options.compression)
     if reduction := reduction_of(optimizer):  # with several ranks
-        reduction.start_level = settings.start_level
+        reduction.start_level = _START_LEVEL
     keras = compat.keras_of(optimizer)
     if compat.is_keras_3(keras):
         optimizer.__class__ = _with_old_names(optimizer.__class__)
         if environment.NPU_DEVICE_HOROVOD.is_set():
             _take_old_argument(next(kind for kind in keras.Model.__mro__ if "compile" in vars(kind)))
-    if settings.sparse_as_dense or settings.backward_passes_per_step > 1:
-        averages = settings.average_aggregated_gradients
-        LocalGradients(settings.sparse_as_dense, settings.backward_passes_per_step, averages).install(optimizer)
+    local.install(optimizer)
     return optimizer
 
 
 class _LegacyOptimizer(DelegatingOptimizer):
     """An optimizer of TensorFlow 1 whose ``compute_gradients`` reduces."""
 
-    _settings: _Settings
+    settings: tuple[ReductionOptions, LocalGradients]
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        pairs = super().compute_gradients(*args, **kwargs)
-        reduced = self._settings.reduced([gradient for gradient, _ in pairs])
-        return [(gradient, variable) for gradient, (_, variable) in zip(reduced, pairs)]
+        gradients, variables = zip(*super().compute_gradients(*args, **kwargs))
+        return list(zip(_reduced(gradients, *self.settings), variables))
 
 
 class _CallableList(list):
@@ -139,19 +126,16 @@ def _take_old_argument(owner: Any) -> None:
     owner.compile = compile
 
 
+@described
 def DistributedGradientTape(gradtape: Any, **arguments: Any) -> Any:
     """Return a tape like another one, whose ``gradient`` reduces over all ranks.
 
     Args:
         gradtape: the tape, which stays as it is.
-        **arguments: as in ``DistributedOptimizer``.
-
-    Raises:
-        TypeError: a compressor that the script defines, or an unknown argument.
     """
     tape = copy.copy(gradtape)
     tape.__class__ = _distributed(gradtape.__class__)
-    tape.npu_settings = _Settings(**with_effect(arguments))
+    tape.npu_settings = _settings(**with_effect(arguments))
     return tape
 
 
@@ -163,6 +147,6 @@ def _distributed(kind: Any) -> Any:
     ) -> Any:
         """Return the gradients, reduced over all ranks."""
         mine = kind.gradient(self, target, sources, output_gradients, **more)
-        return tf.nest.pack_sequence_as(mine, self.npu_settings.reduced(tf.nest.flatten(mine)))
+        return tf.nest.pack_sequence_as(mine, _reduced(tf.nest.flatten(mine), *self.npu_settings))
 
     return type(kind.__name__, (kind,), {"gradient": gradient, "__module__": kind.__module__})

@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -65,7 +64,7 @@ def other_horovod() -> str | None:
 
 
 class _Finder:
-    """Finds ``horovod.X``, and says what to do about modules that aren't offered."""
+    """Finds and loads ``horovod.X``, and says what to do about modules that aren't offered."""
 
     replaces = False  # ``horovod`` is this package's
 
@@ -81,25 +80,19 @@ class _Finder:
             instead = "the modules are horovod.tensorflow, horovod.tensorflow.keras and horovod.keras; see " + PAGE
         if instead is not None:
             raise ImportError(f"npu_device has no {_THEIRS}.{rest}.\nWhat to do: {instead}.", name=name)
-        return ModuleSpec(name, _Loader(f"{_OURS}.{rest}")) if is_theirs else None
+        return ModuleSpec(name, cls) if is_theirs else None  # type: ignore[arg-type]
 
-
-class _Loader(Loader):
-    """Gives the module of another name."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._spec: ModuleSpec | None = None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module."""
-        module = importlib.import_module(self._name)
-        self._spec = module.__spec__
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> ModuleType:
+        """Return the module that is meant."""
+        module = importlib.import_module(spec.name.replace(_THEIRS, _OURS, 1))
+        spec.loader_state = module.__spec__
         return module
 
-    def exec_module(self, module: ModuleType) -> None:
+    @staticmethod
+    def exec_module(module: Any) -> None:
         """Give the module its own spec back, which the import has replaced."""
-        module.__spec__ = self._spec
+        module.__spec__ = module.__spec__.loader_state
 
 
 sys.meta_path.insert(0, _Finder)

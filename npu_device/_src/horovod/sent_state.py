@@ -8,6 +8,7 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.horovod.shared_arguments import described
 from npu_device._src.horovod.tensor_ops import operation
 from npu_device._src.tf1 import hooks
 from npu_device._src.training import ranks
@@ -16,43 +17,22 @@ from npu_device._src.training.variables import broadcast
 
 @operation
 def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
-    """Overwrite variables with the values of the root.
-
-    Args:
-        variables: the variables, in the same order on every rank.
-        root_rank: the rank that sends.
-
-    Returns:
-        The operation in a graph for a session, else None.
-
-    Raises:
-        RuntimeError: and other errors, as in ``allreduce``.
-    """
+    """Return the operation that overwrites variables with those of the root; eagerly, do it and return None."""
     variables = list(variables)
     return broadcast(variables, root_rank) if variables else None
 
 
+@described
 def broadcast_global_variables(root_rank: int) -> Any:
-    """Return the operation that overwrites the global variables of the graph with those of the root.
-
-    Args:
-        root_rank: the rank that sends.
-
-    Raises:
-        RuntimeError: eager mode.
-    """
+    """Return the operation that overwrites the global variables of the graph with those of the root."""
     if tf.executing_eagerly():
         raise RuntimeError("eager mode has no global variables.\nWhat to do: hvd.broadcast_variables(variables)")
     return hooks.broadcast_global_variables(root_rank)
 
 
+@described
 class BroadcastGlobalVariablesHook(hooks.NPUBroadcastGlobalVariablesHook):
-    """Gives all ranks the global variables of the root when the session has been made or restored.
-
-    Args:
-        root_rank: the rank that sends.
-        device: ignored.
-    """
+    """Gives all ranks the global variables of the root when the session has been made or restored."""
 
     def __init__(self, root_rank: int, device: str = "") -> None:
         super().__init__(root_rank)
@@ -60,37 +40,19 @@ class BroadcastGlobalVariablesHook(hooks.NPUBroadcastGlobalVariablesHook):
 
 @operation
 def broadcast_object(obj: Any, root_rank: int = 0) -> Any:
-    """Return the Python object of the root, also while a graph is built.
-
-    Args:
-        obj: anything that can be pickled.
-        root_rank: the rank that sends.
-
-    Raises:
-        RuntimeError: and other errors, as in ``allreduce``.
-    """
+    """Return the Python object of the root, also while a graph is built."""
     with compat.eager_mode():
         return ranks.broadcast_object(obj, root_rank)
 
 
+@described
 def broadcast_object_fn(root_rank: int = 0, **arguments: Any) -> Callable[[Any], Any]:
-    """Return ``broadcast_object`` for this root.
-
-    Args:
-        root_rank, arguments: as there.
-
-    Raises:
-        RuntimeError: as there.
-    """
+    """Return ``broadcast_object`` for this root."""
     return lambda obj: broadcast_object(obj, root_rank, **arguments)
 
 
 @operation
 def allgather_object(obj: Any) -> list[Any]:
-    """Return the Python objects of all ranks, by rank, also while a graph is built.
-
-    Args:
-        obj: anything that can be pickled.
-    """
+    """Return the Python objects of all ranks, by rank, also while a graph is built."""
     with compat.eager_mode():
         return ranks.gather_object(obj)

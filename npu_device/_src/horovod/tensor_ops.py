@@ -16,18 +16,14 @@ from npu_device._src.collectives import ops
 from npu_device._src.collectives.call import MismatchError
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.gradients.reduction import ReductionOptions
-from npu_device._src.gradients.sparse import with_values
+from npu_device._src.horovod.shared_arguments import described, with_effect
 from npu_device._src.training import hccl_ops
 from npu_device._src.training.reduce_values import watch_reduction
-from npu_device._src.training.world import World, world
+from npu_device._src.training.world import world
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 _KINDS = {Average: "mean", Sum: "sum", Min: "min", Max: "max", Product: "prod"}
-_NO_EFFECT = {
-    *("name", "device", "device_dense", "device_sparse", "ignore_name_scope", "inplace", "session", "process_set"),
-    # A mean doesn't depend on where it is divided, and the split strategy groups the gradients.
-    *("gradient_predivide_factor", "use_locking", "num_groups", "groups", "scale_local_gradients"),
-}
+_LINEAR, _MEAN = ("mean", "sum"), ReductionOptions("mean")
 
 
 class NoneCompressor:
@@ -56,16 +52,6 @@ class Compression:
     none, fp16 = NoneCompressor, FP16Compressor
 
 
-def wire_of(compression: Any) -> str | None:
-    """Return a compression of gradients in this package's spelling; raise TypeError for one of the script's own."""
-    if compression in (None, NoneCompressor, FP16Compressor):
-        return "fp16" if compression is FP16Compressor else None
-    raise TypeError(
-        f"compression is {compression!r}; gradients travel with Compression.none or Compression.fp16.\n"
-        "What to do: call hvd.allreduce(gradient, compression=...), which takes any compressor."
-    )
-
-
 def kind_of(op: int | None, average: bool | None = None) -> str:
     """Return a reduction in this package's spelling; ``average`` is Horovod's older one."""
     if average is not None and op is not None:
@@ -80,16 +66,6 @@ def kind_of(op: int | None, average: bool | None = None) -> str:
     return _KINDS[op]
 
 
-def with_effect(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that aren't names, devices and the like; raise NotImplementedError for a process set."""
-    if arguments.get("process_set") is not None:
-        raise NotImplementedError(
-            "process sets aren't supported.\nWhat to do: leave process_set out, or make a group with "
-            "hccl.manage.api.create_group and call npu.distribute.all_reduce(..., group=...)."
-        )
-    return {name: value for name, value in arguments.items() if name not in _NO_EFFECT}
-
-
 def operation(call: Any) -> Any:
     """Let an operation take arguments without effect, and raise what Horovod raises when the ranks' calls differ."""
 
@@ -101,24 +77,12 @@ def operation(call: Any) -> Any:
         except MismatchError as error:
             raise tf.errors.FailedPreconditionError(None, None, str(error)) from error
 
-    return run
+    return described(run)
 
 
+@described
 def allreduce(tensor: Any, average: bool | None = None, **arguments: Any) -> Any:
-    """Reduce a tensor, variable, array, number or ``tf.IndexedSlices`` over all ranks; see ``grouped_allreduce``.
-
-    Args:
-        tensor: the tensor; on every rank the same shape and dtype.
-        average, arguments: as in ``grouped_allreduce``.
-
-    Returns:
-        The result, in the dtype of the tensor.
-
-    Raises:
-        tf.errors.FailedPreconditionError: the calls of the ranks don't fit each other.
-        NotImplementedError: a process set, and what ``grouped_allreduce`` doesn't support.
-        RuntimeError: another rank has failed or left, or the job can't be joined any more.
-    """
+    """Return a tensor reduced over all ranks, in its own dtype."""
     return grouped_allreduce([tensor], average, **arguments)[0]
 
 
@@ -127,57 +91,51 @@ def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,
     *,
-    compression: Any = Compression.none,
     op: int | None = None,
+    compression: Any = None,
+    **factors: Any,
+) -> list[Any]:
+    """Return tensors that were reduced together. The rows of ``tf.IndexedSlices`` are gathered."""
+    kind, ranks = kind_of(op, average), world()
+    by_wire = "fp16" if compression is Compression.fp16 and kind in _LINEAR else None
+
+    def reduced(sent: list[Any]) -> list[Any]:
+        if ranks is None or not sent:
+            return sent
+        # A single tensor isn't cut by a split strategy, which is made for a model's gradients.
+        options = ReductionOptions(kind, fusion=int(len(sent) > 1), compression=by_wire, adds_rows=False)
+        found = ranks.reduce(sent, options)
+        watch_reduction(ranks, list(tensors), sent, found, options)
+        return found
+
+    return _exchanged(tensors, kind, reduced, None if by_wire else compression, **factors)
+
+
+def _exchanged(
+    tensors: Sequence[Any],
+    kind: str,
+    exchange: Callable[[list[Any]], list[Any]],
+    compression: Any = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Any]:
-    """Reduce several tensors together.
-
-    Args:
-        tensors: as in ``allreduce``. The rows of ``tf.IndexedSlices`` are gathered.
-        average: older spelling of ``op``.
-        compression: what travels.
-        op: ``Average`` (default), ``Sum``, ``Min``, ``Max`` or ``Product``.
-        prescale_factor, postscale_factor: multiply the tensors before, and the results.
-
-    Returns:
-        The results, in the dtypes of the tensors.
-
-    Raises:
-        NotImplementedError: Adasum; factors, or others than sum and mean, with ``tf.IndexedSlices``.
-    """
-    kind = kind_of(op, average)
-    is_linear, are_sparse = kind in ("mean", "sum"), [isinstance(each, tf.IndexedSlices) for each in tensors]
-    if any(are_sparse) and not (is_linear and prescale_factor == postscale_factor == 1.0):
+    """Return what an exchange makes of tensors, which are scaled, and compressed unless sparse, in their dtypes."""
+    compressor, sent, contexts = compression or Compression.none, list(tensors), [None] * len(tensors)
+    dense = [place for place, each in enumerate(tensors) if not isinstance(each, tf.IndexedSlices)]
+    if len(dense) < len(tensors) and not (kind in _LINEAR and prescale_factor == postscale_factor == 1.0):
         raise NotImplementedError("tf.IndexedSlices: only Sum and Average, without prescale and postscale factors")
-    ranks = world()
-    by_wire = "fp16" if compression is Compression.fp16 and is_linear else None
-    compressor: Any = Compression.none if by_wire else compression
-    sent, contexts = list(tensors), [None] * len(tensors)
-    for place, each in enumerate(tensors):
-        if not are_sparse[place]:
-            sent[place], contexts[place] = compressor.compress(_times(compat.to_tensor(each), prescale_factor))
-    if ranks is not None and sent:
-        # A single tensor isn't cut by a split strategy, which is made for a model's gradients.
-        options = ReductionOptions(kind, fusion=int(len(sent) > 1), compression=by_wire, adds_rows=False)
-        reduced = ranks.reduce(sent, options)
-        watch_reduction(ranks, list(tensors), sent, reduced, options)
-        sent = list(map(_in_dtype_of, sent, reduced))
-    for place, each in enumerate(sent):
-        if not are_sparse[place]:
-            sent[place] = _times(compressor.decompress(each, contexts[place]), postscale_factor)
-    return sent
+    for place in dense:
+        sent[place], contexts[place] = compressor.compress(_times(compat.to_tensor(sent[place]), prescale_factor))
+    found = list(exchange(sent))
+    for place in dense:  # whose mean of integers is an integer in Horovod
+        same = tf.cast(found[place], sent[place].dtype)
+        found[place] = _times(compressor.decompress(same, contexts[place]), postscale_factor)
+    return found
 
 
 def _times(value: tf.Tensor, factor: float) -> tf.Tensor:
     wide = tf.float64 if value.dtype.is_integer else tf.float32 if value.dtype.size < 4 else value.dtype
     return value if factor == 1.0 else tf.cast(tf.cast(value, wide) * tf.cast(factor, wide), value.dtype)
-
-
-def _in_dtype_of(value: Any, result: Any) -> Any:
-    """Return a result in the dtype of what was given: the mean of integers is an integer in Horovod."""
-    return with_values(result, lambda values: tf.cast(values, value.dtype))
 
 
 def _with_gradient(result: tf.Tensor, backward: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:
@@ -188,21 +146,9 @@ def _with_gradient(result: tf.Tensor, backward: Callable[[tf.Tensor], tf.Tensor]
     return differentiable([result], lambda upstream: [backward(tf.cast(upstream, tensor.dtype))], [tensor])[0]
 
 
-def _mean(ranks: World, gradient: tf.Tensor) -> Any:
-    return ranks.reduce([gradient], ReductionOptions("mean"))[0]
-
-
 @operation
 def allgather(tensor: Any, name: str | None = None) -> Any:
-    """Return all ranks' tensors one after the other along the first dimension, which may differ among the ranks.
-
-    Args:
-        tensor: the same shape on every rank but for the first dimension.
-        name: ignored.
-
-    Raises:
-        RuntimeError: and other errors, as in ``allreduce``.
-    """
+    """Return all ranks' tensors one after the other along the first dimension."""
     ranks, tensor = world(), compat.to_tensor(tensor)
     if ranks is None:
         return tensor
@@ -210,71 +156,39 @@ def allgather(tensor: Any, name: str | None = None) -> Any:
     def backward(upstream: tf.Tensor) -> tf.Tensor:
         rows = tf.shape(tensor)[:1]
         first = tf.reduce_sum(allgather(rows)[: ranks.rank])
-        return _mean(ranks, upstream)[first : first + rows[0]]
+        return ranks.reduce([upstream], _MEAN)[0][first : first + rows[0]]
 
     return _with_gradient(ranks.gather(tensor), backward, tensor)
 
 
-def grouped_allgather(tensors: Sequence[Any], *arguments: Any, **options: Any) -> list[Any]:
-    """Return the result of ``allgather`` for each of several tensors.
-
-    Args:
-        tensors, arguments, options: as there.
-    """
-    return [allgather(each, *arguments, **options) for each in tensors]
-
-
 @operation
 def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> Any:
-    """Return the tensor of the root, which has the same shape and dtype on every rank.
-
-    Args:
-        tensor: the tensor.
-        root_rank: the rank that sends.
-        name: ignored.
-
-    Raises:
-        RuntimeError: and other errors, as in ``allreduce``.
-    """
+    """Return the tensor of the root."""
     ranks, tensor = world(), compat.to_tensor(tensor)
     if ranks is None:
         return tensor
-    return _with_gradient(
-        ranks.from_root([tensor], root_rank)[0],
-        lambda upstream: _mean(ranks, upstream) * tf.cast(ranks.rank == root_rank, upstream.dtype),
-        tensor,
-    )
+
+    def backward(upstream: tf.Tensor) -> tf.Tensor:
+        return ranks.reduce([upstream], _MEAN)[0] * tf.cast(ranks.rank == root_rank, upstream.dtype)
+
+    return _with_gradient(ranks.from_root([tensor], root_rank)[0], backward, tensor)
 
 
 @operation
 def alltoall(tensor: Any, splits: Any = None, name: str | None = None) -> Any:
-    """Send a part of the first dimension to each rank: as many rows as ``splits`` says, or the same number. Return the
-    parts from rank 0, 1, … one after the other; with ``splits`` also how many rows came from each rank.
-
-    Args:
-        tensor: the rows to send.
-        splits: number of rows for each rank; default: the same number for each.
-        name: ignored.
-
-    Returns:
-        The received rows; with ``splits`` also how many came from each rank.
-
-    Raises:
-        tf.errors.InvalidArgumentError: rows that can't be divided evenly, or ``splits`` of another shape.
-        ValueError: a scalar.
-    """
+    """Return the rows that all ranks send to this one, by rank; with ``splits`` also how many came from each."""
     ranks, tensor = world(), _with_rows("alltoall", tensor)
-    count = 1 if ranks is None else ranks.size
+    count, problem = 1 if ranks is None else ranks.size, ""
     if splits is None:
-        if tensor.shape[0] is not None and tensor.shape[0] % count:
-            problem = f"alltoall: {tensor.shape[0]} rows can't be divided among {count} ranks; pass splits"
-            raise tf.errors.InvalidArgumentError(None, None, problem)
         mine = tf.fill([count], tf.shape(tensor)[0] // count)
+        if tensor.shape[0] is not None and tensor.shape[0] % count:
+            problem = f"{tensor.shape[0]} rows can't be divided among {count} ranks; pass splits"
     else:
         mine = tf.cast(compat.to_tensor(splits), tf.int32)
         if mine.shape.rank != 1 or mine.shape[0] not in (count, None):
-            problem = f"alltoall: splits has shape {mine.shape}; expected one entry for each of {count} ranks"
-            raise tf.errors.InvalidArgumentError(None, None, problem)
+            problem = f"splits has shape {mine.shape}; expected one entry for each of {count} ranks"
+    if problem:
+        raise tf.errors.InvalidArgumentError(None, None, f"alltoall: {problem}")
     if ranks is None:
         return tensor if splits is None else (tensor, mine)
     # In a graph, nothing else compares the shapes of the rows.
@@ -288,36 +202,17 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None) -> Any:
 
 
 @operation
-def reducescatter(
-    tensor: Any,
-    *,
-    compression: Any = Compression.none,
-    op: int = Average,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Any:
-    """Reduce a tensor over all ranks, and return the part of this rank in the first dimension; the first ranks get
-    a row more if it can't be divided evenly.
-
-    Args:
-        tensor: the tensor; its first dimension is divided.
-        op: ``Average`` (default) or ``Sum``.
-        compression, prescale_factor, postscale_factor: as in ``grouped_allreduce``.
-
-    Returns:
-        The rows of this rank.
-
-    Raises:
-        ValueError: a scalar.
-        NotImplementedError: another reduction.
-    """
+def reducescatter(tensor: Any, *, op: int = Average, **arguments: Any) -> Any:
+    """Return the part of this rank in the first dimension of a reduced tensor; the first ranks may get a row more."""
     kind = kind_of(op)
-    if kind not in ("mean", "sum"):
+    if kind not in _LINEAR:
         raise NotImplementedError("reducescatter knows Sum and Average")
     ranks, tensor = world(), _with_rows("reducescatter", tensor)
-    sent, context = compression.compress(_times(tensor, prescale_factor))
-    if ranks is not None:
-        given = sent
+
+    def scattered(given: list[tf.Tensor]) -> list[tf.Tensor]:
+        if ranks is None:
+            return given
+        [sent] = given
         rows = tf.shape(sent)[0] if sent.shape[0] is None else sent.shape[0]
         if isinstance(rows, int) and rows % ranks.size == 0:
             part = ops.reduce_scatter(ranks.job, sent, kind, ranks.group)
@@ -328,8 +223,9 @@ def reducescatter(
             part = whole[first : first + each + tf.cast(ranks.rank < more, tf.int32)]
         # The mean of the ranks' gradients, as if each rank had the whole result: not the gradient of the sum.
         factor = ranks.size if kind == "sum" else 1
-        sent = _with_gradient(_in_dtype_of(given, part), lambda upstream: allgather(upstream * factor), given)
-    return _times(compression.decompress(sent, context), postscale_factor)
+        return [_with_gradient(part, lambda upstream: allgather(upstream * factor), sent)]
+
+    return _exchanged([tensor], kind, scattered, **arguments)[0]
 
 
 def _with_rows(operation: str, value: Any) -> tf.Tensor:
@@ -339,13 +235,13 @@ def _with_rows(operation: str, value: Any) -> tf.Tensor:
     return tensor
 
 
-def grouped_reducescatter(tensors: Sequence[Any], **arguments: Any) -> list[Any]:
-    """Return the result of ``reducescatter`` for each of several tensors.
+def _of_each(call: Any) -> Callable[..., list[Any]]:
+    def grouped(tensors: Sequence[Any], *rest: Any, **arguments: Any) -> list[Any]:
+        """Return the result of the call without ``grouped_`` for each tensor."""
+        return [call(each, *rest, **arguments) for each in tensors]
 
-    Args:
-        tensors, arguments: as there.
+    grouped.__name__ = f"grouped_{call.__name__}"
+    return described(grouped)
 
-    Raises:
-        ValueError, NotImplementedError: as there.
-    """
-    return [reducescatter(each, **arguments) for each in tensors]
+
+grouped_allgather, grouped_reducescatter = map(_of_each, (allgather, reducescatter))

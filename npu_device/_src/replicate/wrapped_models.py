@@ -35,8 +35,7 @@ class Models:
         self._own: dict[type, dict[str, Callable[..., Any]]] = {}  # Keras's methods, by the Model class
         self._methods: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         self._models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # all, by id
-        self._steps = 0  # that train them outside of fit
-        self._is_open = False
+        self._is_open, self._steps = False, 0  # steps that train them outside of fit
         if seed is not None:
             random.seed(seed)
             np.random.seed(seed % (1 << 32))
@@ -79,8 +78,7 @@ class Models:
     def _method(self, own: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(own)
         def method(model: Any, *args: Any, **kwargs: Any) -> Any:
-            replaced = self._replicated(model).get(own.__name__)
-            return own(model, *args, **kwargs) if replaced is None else replaced(*args, **kwargs)
+            return self._replicated(model).get(own.__name__, functools.partial(own, model))(*args, **kwargs)
 
         return method
 
@@ -106,6 +104,9 @@ class Models:
                 pairs = compat.gradients_and_variables(optimizer, given, *args[:1] or [rest.get("trainable_variables")])
                 known = {id(weight) for model in list(self._models.values()) for weight in compat.variables_of(model)}
                 if any(id(variable) in known for _, variable in pairs):
+                    if compat.is_keras_3(compat.keras_of(optimizer)):
+                        with tf.init_scope():  # or its variables would depend on the count
+                            compat.build_optimizer(optimizer, [variable for _, variable in pairs])
                     count = functools.partial(self._count, type(optimizer).__name__)
                     more = _STEPS if compat.compiled_by_xla() else 1
                     with tf.control_dependencies(call_now(count, [more], [tf.TensorSpec([], tf.int64)])):

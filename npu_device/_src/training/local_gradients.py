@@ -12,25 +12,36 @@ from npu_device._src import compat
 _as_it_is = tf.autograph.experimental.do_not_convert
 
 
-def made_dense(gradients: Sequence[Any]) -> list[Any]:
-    """Return gradients with sparse ones made dense."""
-    return [tf.convert_to_tensor(one) if isinstance(one, tf.IndexedSlices) else one for one in gradients]
-
-
 class LocalGradients:
     """What happens to the gradients of a Keras optimizer on this rank.
 
-    With ``passes``, those of so many batches are added up, and their sum, or mean, is reduced and applied.
+    Args:
+        sparse_as_dense: sparse ones are made dense.
+        backward_passes_per_step: those of so many batches are added up, and their sum is reduced and applied.
+        average_aggregated_gradients: their mean instead.
     """
 
-    def __init__(self, dense: bool, passes: int, averages: bool) -> None:
-        self._dense, self._passes, self._averages = dense, passes, averages
+    def __init__(
+        self,
+        sparse_as_dense: bool = False,
+        backward_passes_per_step: int = 1,
+        average_aggregated_gradients: bool = False,
+    ) -> None:
+        self._dense, self.passes = sparse_as_dense, backward_passes_per_step
+        self._scale = backward_passes_per_step if average_aggregated_gradients else 1
         self._sums: list[Any] | None = None
         self._count: Any = None
         self._is_inside = False
 
+    def made_dense(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return gradients, with sparse ones made dense if that is asked for."""
+        is_to_be = [self._dense and isinstance(one, tf.IndexedSlices) for one in gradients]
+        return [tf.convert_to_tensor(one) if change else one for one, change in zip(gradients, is_to_be)]
+
     def install(self, optimizer: Any) -> None:
-        """Put this before the methods of the optimizer."""
+        """Put this before the methods of the optimizer, if anything is asked for."""
+        if not self._dense and self.passes == 1:
+            return
         apply_pairs: Any = optimizer.apply_gradients
         apply_lists: Any = getattr(optimizer, "apply", None)
 
@@ -55,8 +66,8 @@ class LocalGradients:
             return apply(gradients)
         self._is_inside = True
         try:
-            gradients = made_dense(gradients) if self._dense else list(gradients)
-            if self._passes == 1:
+            gradients = self.made_dense(gradients)
+            if self.passes == 1:
                 return apply(gradients)
             return self._add_up(optimizer, gradients, variables, apply)
         finally:
@@ -73,14 +84,13 @@ class LocalGradients:
                     None if one is None else tf.Variable(tf.zeros(variable.shape, one.dtype), trainable=False)
                     for one, variable in zip(gradients, variables)
                 ]
-        sums, passes = self._sums, self._passes
+        sums = self._sums
         for total, one in zip(sums, gradients):
             if total is not None:
                 total.assign_add(one)
 
         def last() -> tf.Tensor:
-            scale = passes if self._averages else 1
-            apply([None if total is None else total.read_value() / scale for total in sums])
+            apply([None if total is None else total.read_value() / self._scale for total in sums])
             for total in sums:
                 if total is not None:
                     total.assign(tf.zeros_like(total))
@@ -90,4 +100,4 @@ class LocalGradients:
             optimizer.iterations.assign_add(1)
             return tf.constant(False)
 
-        return tf.cond(self._count.assign_add(1) % passes == 0, last, other)
+        return tf.cond(self._count.assign_add(1) % self.passes == 0, last, other)

@@ -3,7 +3,7 @@
 from npu_device._src.horovod.distributed import (
     DistributedOptimizer,
 )
-from npu_device._src.horovod.keras_calls import (
+from npu_device._src.horovod.keras_names import (
     allgather,
     allreduce,
     broadcast,
@@ -11,7 +11,7 @@ from npu_device._src.horovod.keras_calls import (
     load_model,
     reducescatter,
 )
-from npu_device._src.horovod.not_offered import (
+from npu_device._src.horovod.other_names import (
     __getattr__,
 )
 from npu_device._src.horovod.process import (

@@ -1,12 +1,12 @@
 """``horovod.keras.callbacks``."""
 
-from npu_device._src.horovod.keras_callbacks import (
+from npu_device._src.horovod.keras_names import (
     BroadcastGlobalVariablesCallback,
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
     MetricAverageCallback,
 )
-from npu_device._src.horovod.not_offered import (
+from npu_device._src.horovod.other_names import (
     __getattr__,
 )
 

@@ -4,7 +4,7 @@ from npu_device._src.horovod.distributed import (
     DistributedGradientTape,
     DistributedOptimizer,
 )
-from npu_device._src.horovod.not_offered import (
+from npu_device._src.horovod.other_names import (
     __getattr__,
 )
 from npu_device._src.horovod.process import (

@@ -1,13 +1,17 @@
-"""Horovod's callbacks for ``fit``, under either Keras."""
+"""The calls and callbacks of ``horovod.keras``, under either Keras. Calls have values, also while a graph is built."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Union
 
 import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.horovod import sent_state, tensor_ops
+from npu_device._src.horovod.distributed import DistributedOptimizer
+from npu_device._src.horovod.shared_arguments import described
 from npu_device._src.training import ranks
 from npu_device._src.training.broadcast_callback import NPUBroadcastGlobalVariablesCallback
 from npu_device._src.training.reduce_values import all_reduce
@@ -15,16 +19,58 @@ from npu_device._src.training.reduce_values import all_reduce
 _Logs = Union[dict[str, Any], None]
 
 
+def _now(operation: Any) -> Any:
+    """Return an operation that runs at once, also while graphs are built, when its result is an array."""
+
+    @functools.wraps(operation)
+    def run(*arguments: Any, **options: Any) -> Any:
+        if tf.executing_eagerly():
+            return operation(*arguments, **options)
+        with compat.eager_mode():
+            return operation(*arguments, **options).numpy()
+
+    return run
+
+
+allgather, broadcast, reducescatter = map(_now, (tensor_ops.allgather, tensor_ops.broadcast, tensor_ops.reducescatter))
+
+
+@described
+def allreduce(value: Any, name: str | None = None, average: bool | None = None, **arguments: Any) -> Any:
+    """Return a value reduced over all ranks."""
+    return _now(tensor_ops.allreduce)(value, average, **arguments)
+
+
+@described
+def broadcast_global_variables(root_rank: int) -> None:
+    """Overwrite the variables of the Keras session with those of the root."""
+    compat.session_backend().get_session().run(sent_state.broadcast_global_variables(root_rank))
+
+
+@described
+def load_model(
+    filepath: Any, custom_optimizers: Any = None, custom_objects: Any = None, compression: Any = None, **arguments: Any
+) -> Any:
+    """Return a model of ``tf.keras`` from a file, whose optimizer is a ``DistributedOptimizer``.
+
+    Args:
+        filepath: file of the model.
+        custom_optimizers: optimizer classes that the file names.
+        custom_objects: other classes and functions, by name.
+    """
+    known = {**{kind.__name__: kind for kind in custom_optimizers or ()}, **(custom_objects or {})}
+    model = tf.keras.models.load_model(filepath, custom_objects=known)
+    if getattr(model, "optimizer", None) is not None:
+        DistributedOptimizer(model.optimizer, compression=compression)
+    return model
+
+
+@described
 class BroadcastGlobalVariablesCallback(NPUBroadcastGlobalVariablesCallback):
     """Gives all ranks the weights and optimizer state of the root before the first step of ``fit``.
 
     Args:
-        root_rank: the rank that sends.
-        device: ignored.
         local_variables: not supported.
-
-    Raises:
-        NotImplementedError: there are local variables.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -33,12 +79,9 @@ class BroadcastGlobalVariablesCallback(NPUBroadcastGlobalVariablesCallback):
         super().__init__(root_rank)
 
 
+@described
 class MetricAverageCallback(tf.keras.callbacks.Callback):
-    """Averages the logs of an epoch over the ranks, without weights, before later callbacks see them.
-
-    Args:
-        device: ignored.
-    """
+    """Averages the logs of an epoch over the ranks, without weights, before later callbacks see them."""
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
@@ -87,7 +130,7 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
 
     def on_train_begin(self, logs: _Logs = None) -> None:
         if self.initial_lr is None:
-            self.initial_lr = self._get("learning_rate")
+            self.initial_lr = self._number("learning_rate")
         steps, samples, batch = map(self.params.get, ("steps", "samples", "batch_size"))  # TensorFlow 1: no steps
         self.steps_per_epoch = self.steps_per_epoch or steps or (samples or 0) // (batch or 1)
         if not self.staircase and not self.steps_per_epoch:
@@ -101,42 +144,35 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
         is_over = self.end_epoch is not None and epoch >= self.end_epoch
         if epoch < self.start_epoch or is_over or (self.staircase and batch):
             return
-        old = self._get("learning_rate")
+        old = self._number("learning_rate")
         new = self.initial_lr * self.multiplier(epoch if self.staircase else epoch + batch / self.steps_per_epoch)
-        self._set("learning_rate", new)
-        if self.momentum_correction and old and hasattr(getattr(self._optimizer(), "momentum", None), "assign"):
-            self._momentum = self._get("momentum")
-            self._set("momentum", self._momentum * new / old)
+        self._number("learning_rate", new)
+        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        if self.momentum_correction and old and hasattr(getattr(optimizer, "momentum", None), "assign"):
+            self._momentum = self._number("momentum")
+            self._number("momentum", self._momentum * new / old)
 
     def on_train_batch_end(self, batch: int, logs: _Logs = None) -> None:
         if self._momentum is not None:
-            self._set("momentum", self._momentum)
+            self._number("momentum", self._momentum)
             self._momentum = None
 
     def on_epoch_end(self, epoch: int, logs: _Logs = None) -> None:
         if logs is not None:
-            logs["lr"] = self._get("learning_rate")
+            logs["lr"] = self._number("learning_rate")
 
-    def _optimizer(self) -> Any:
-        return getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
-
-    def _variable(self, name: str) -> Any:
-        variable = getattr(self._optimizer(), name)
-        if not isinstance(self._optimizer().get_config()[name], (int, float, np.number)):
-            what = f"the {name} of this {type(self._optimizer()).__name__}: it is a schedule"
+    def _number(self, name: str, new: float | None = None) -> float:
+        """Return a number of the optimizer, after it was set to a new one."""
+        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        if not isinstance(optimizer.get_config()[name], (int, float, np.number)):
+            what = f"the {name} of this {type(optimizer).__name__}: it is a schedule"
             raise ValueError(f"{type(self).__name__} can't set {what}.\nWhat to do: give the optimizer a number.")
-        return variable
-
-    def _get(self, name: str) -> float:
-        variable = self._variable(name)
-        return float(variable.numpy() if tf.executing_eagerly() else compat.session_backend().get_value(variable))
-
-    def _set(self, name: str, value: float) -> None:
-        variable = self._variable(name)
-        if tf.executing_eagerly():
-            variable.assign(value)
-        else:
-            compat.session_backend().set_value(variable, value)
+        variable, backend = getattr(optimizer, name), compat.session_backend()
+        if new is not None and tf.executing_eagerly():
+            variable.assign(new)
+        elif new is not None:
+            backend.set_value(variable, new)
+        return float(variable.numpy() if tf.executing_eagerly() else backend.get_value(variable))
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
@@ -160,4 +196,4 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     def on_epoch_end(self, epoch: int, logs: _Logs = None) -> None:
         super().on_epoch_end(epoch, logs)
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and ranks.rank() == 0:
-            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._get('learning_rate'):g}.")
+            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._number('learning_rate'):g}.")
