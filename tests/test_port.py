@@ -141,6 +141,13 @@ SEEN = {
         + FIT,
         "noise",
     ),
+    "a layer normalizes": (" layer = tf.keras.layers.BatchNormalization()\n" + FIT, "batch normalization"),
+    "gradients are clipped into a tuple": (
+        VARIABLE
+        + STEP.replace("     optimizer.", "     gradients, _ = tf.clip_by_global_norm(gradients, 1.0)\n     optimizer.")
+        + DATA,
+        "reduce",
+    ),
     "the loop itself draws": (
         f" batch_size = 32\n{VARIABLE}{STEP}"
         + (MAKE_DATA + BROADCAST).replace("32", "batch_size")

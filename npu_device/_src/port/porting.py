@@ -143,6 +143,9 @@ def _open(port: Port, is_entry: bool) -> None:
     place = port.module.body[0] if last is None else last
     for line in ["import npu_device as npu", *port.imports]:
         port.insert(place, line, after=last is not None)
+    for call in (each for each in port.calls if port.name(each.func) in WORDS["generators"] and not each.args):
+        port.replace(call, f"{port.text(call.func)}(1)")
+        port.found(DONE, "generator", call)
     if is_entry:
         is_seeded = any(port.name(call.func).endswith("utils.set_random_seed") for call in port.calls)
         port.insert(place, f"npu.open({'' if is_seeded else 'seed=1'}).as_default()", after=last is not None)

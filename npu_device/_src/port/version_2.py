@@ -100,6 +100,9 @@ def loops(port: Port) -> None:
     if applies:
         _divide(port, applies)
         noise(port, applies[0])
+    for call in (each for each in port.calls if port.last(each) == "BatchNormalization"):
+        if applies or (port.replicated and keyword(call, "synchronized") is None):
+            port.found(NOTE, "batch normalization", call)
 
 
 def noise(port: Port, node: Any) -> None:
@@ -137,6 +140,9 @@ def _gradient(port: Port, node: Any, depth: int = 0) -> Any:
     """Return the call of ``tape.gradient`` behind gradients, which may have been changed since; None if unknown."""
     if method(node) == "gradient":
         return node
+    made = port.assigned(node) if isinstance(node, cst.Name) else None
+    if made is not None and made.place == 0 and method(made.value) == "clip_by_global_norm":
+        return _gradient(port, made.value.args[0].value, depth + 1)
     below = [node.args[0].value] if _is_call(node, "zip") else [*port.origins(node), *node.children]
     return next(filter(None, (_gradient(port, each, depth + 1) for each in below if depth < 20)), None)
 

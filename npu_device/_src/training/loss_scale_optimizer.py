@@ -228,7 +228,10 @@ class _Keras3Family(_KerasFamily):
         if not isinstance(dynamic, bool):
             raise TypeError(f"dynamic must be a bool; found {dynamic!r}")
         if hasattr(inner_optimizer, "inner_optimizer"):
-            raise TypeError("the inner optimizer of a loss-scale optimizer is a loss-scale optimizer itself")
+            raise TypeError(
+                "the inner optimizer of a loss-scale optimizer is a loss-scale optimizer itself\n"
+                "What to do: pass the plain optimizer."
+            )
         if not dynamic and initial_scale is None:
             raise ValueError("dynamic=False needs an initial_scale, which the scale then keeps; found None")
         if not dynamic and dynamic_growth_steps is not None:

@@ -58,8 +58,9 @@ def _notes(record: compare.Record) -> list[str]:
     layers = [call["layer"] for call in record.of("batch_norm")]
     if layers:
         notes.append(
-            f"batch normalisation isn't synchronized in {len(layers)} layers ({layers[0]}, …), and was compared with "
-            "its moving statistics. For the result of one process: BatchNormalization(synchronized=True)."
+            f"not compared: batch normalization with the samples of each rank, in {len(layers)} layers that aren't "
+            f"synchronized ({', '.join(layers[:3])}{', …' if layers[3:] else ''}); they used their moving statistics. "
+            "For the single-process result: BatchNormalization(synchronized=True)."
         )
     return notes
 

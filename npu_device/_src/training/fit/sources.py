@@ -53,7 +53,8 @@ def same_everywhere(world: World, source: Any, digest: int, rows: int) -> bool:
         "divides each batch itself.\nLikely cause: the script divides the data already, gives the ranks different "
         "batch sizes, or creates random data or shuffles without a seed, or with another seed on each rank; or an "
         "earlier fit has read from the same generator.\nWhat to do: for random data, npu.open(seed=1) right after the "
-        "imports gives all ranks the same random state. Otherwise give every rank the same batch size and the same "
+        "imports gives all ranks the same random state; seed generators with a state of their own, too "
+        "(np.random.default_rng(1)). Otherwise give every rank the same batch size and the same "
         "data in the same order; or pass the part of this rank as npu.distribute.divided(dataset)."
     )
 
