@@ -196,6 +196,7 @@ def test_session(ranks: Pool) -> None:
 def body_callbacks(graph: bool) -> Any:
     import tensorflow as tf
 
+    import npu_device.distribute
     import npu_device.horovod.tensorflow.keras as hvd
 
     hvd.init()
@@ -213,7 +214,11 @@ def body_callbacks(graph: bool) -> Any:
         ]
         x = np.random.default_rng(rank).normal(size=(16, 3)).astype(np.float32)
         found = model.fit(x, x[:, :1] + rank, 8, epochs=3, verbose=0, callbacks=callbacks).history
-        return found, [value.tolist() for value in model.get_weights()]
+        weights = [value.tolist() for value in model.get_weights()]
+        if size > 1 and not graph:
+            with pytest.raises(ValueError, match="take out the hvd calls"):
+                npu_device.distribute.replicate(model).fit(x, x[:, :1], 8, verbose=0)
+        return found, weights
 
 
 @pytest.mark.parametrize("graph", [False, pytest.param(True, marks=pytest.mark.only_keras("2"))])
@@ -307,6 +312,11 @@ def test_under_mpiexec(tmp_path: Path) -> None:
     command = [*mpiexec("MPICH"), "-n", "2", sys.executable, "-m", "npu_device.horovod", script(tmp_path, text)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
     assert sorted(done.stdout.splitlines()) == ["0 [0, 1]", "1 [0, 1]"], done.stderr
+
+
+def test_a_script_without_the_option(tmp_path: Path) -> None:
+    done = npurun("-n", "1", script(tmp_path, "import horovod.tensorflow as hvd"), cwd=tmp_path)
+    assert done.returncode == 1 and "What to do: npurun --horovod" in done.stderr.decode()
 
 
 def test_horovods_launcher_is_refused() -> None:

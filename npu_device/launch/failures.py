@@ -94,6 +94,8 @@ def summary(failures: Sequence[Failure], world_size: int, nnodes: int, started: 
     if first.is_consequence and nnodes > 1:
         lines.append("a failure on another node has caused this: look at the output of npurun on the other nodes.")
     lines.append(f"the first failure on host {first.host}: {_line(first, started)}")
+    if "No module named 'horovod" in first.error:
+        lines.append("What to do: npurun --horovod, with which this package takes the place of Horovod.")
     return "\n".join(lines)
 
 

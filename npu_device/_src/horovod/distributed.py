@@ -78,7 +78,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, **arguments: A
         return made
     npu_distributed_keras_optimizer_wrapper(optimizer, options.kind, compression=options.compression)
     if reduction := reduction_of(optimizer):  # with several ranks
-        reduction.start_level = _START_LEVEL
+        reduction.own_batches = True
     keras = compat.keras_of(optimizer)
     if compat.is_keras_3(keras):
         optimizer.__class__ = _with_old_names(optimizer.__class__)

@@ -111,7 +111,7 @@ class GradientReduction:
 
     def __init__(self, world: World, options: ReductionOptions) -> None:
         self.options = options
-        self.start_level = logging.WARNING  # if the ranks' variables differ before the first step
+        self.own_batches = False  # as in Horovod, whose scripts may broadcast after the first step
         self._world = world
         self._reduced: list[weakref.ref[Any]] = []
         self._applying = False
@@ -119,6 +119,9 @@ class GradientReduction:
         self._compared = True
         self._audit: Audit | None = None
         self._pair: Pair | None = None  # of the gradients that were reduced last
+
+    def _start_level(self) -> int:
+        return logging.INFO if self.own_batches else logging.WARNING
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReduction:
         return GradientReduction(self._world, self.options)
@@ -132,8 +135,8 @@ class GradientReduction:
                 with keras.name_scope(optimizer.name, caller=optimizer):
                     optimizer.build(variables)
             own = unique(compat.optimizer_variables(optimizer, variables))  # names may have other numbers on each rank
-            self._compared = make_equal(self._world, variables, level=self.start_level)
-            self._begun = self._compared and make_equal(self._world, own, level=self.start_level)
+            self._compared = make_equal(self._world, variables, level=self._start_level())
+            self._begun = self._compared and make_equal(self._world, own, level=self._start_level())
 
     def reduce(self, gradients: Iterable[Gradient]) -> list[Gradient]:
         """Return the gradients reduced over the ranks, ``None`` where ``None`` was."""

@@ -61,9 +61,19 @@ class WeightedReduction(GradientReduction):
 
 
 def replicate_optimizer(optimizer: Any, world: World) -> None:
-    """Make an optimizer weight its gradients by their samples when it reduces them; it may be wrapped already."""
+    """Make an optimizer weight its gradients by their samples when it reduces them; it may be wrapped already.
+
+    Raises:
+        ValueError: it is a ``DistributedOptimizer`` of Horovod, with which each rank has a batch of its own.
+    """
     carrier = _carrier(optimizer)
     before = reduction_of(carrier)
+    if before is not None and before.own_batches:
+        raise ValueError(
+            f"{type(optimizer).__name__} is a DistributedOptimizer of Horovod, with which each rank trains on a batch "
+            "of its own, and replicate divides each batch among the ranks.\nWhat to do: use one of them. With "
+            "replicate, take out the hvd calls, and let learning rate and steps be those of one process."
+        )
     if isinstance(before, WeightedReduction):
         return
     keras = compat.keras_of(optimizer)
