@@ -26,7 +26,7 @@ class _End(Exception):
 
 
 class Member:
-    """A node's launcher, led by node 0's."""
+    """The launcher of a node, led by the one of node 0."""
 
     def __init__(self, launch: Launch, secret: bytes, leader: str) -> None:
         self._launch = launch

@@ -56,8 +56,8 @@ def wire_dtype(dtype: tf.DType, compressed: tf.DType | None) -> tf.DType:
 def wire_scales(reduction: str, counts: Sequence[int]) -> tuple[list[int], int]:
     """Return by what the values of each member are divided before they are sent in 16 bits, and by what the total is.
 
-    Then no sum overflows the 16 bits unless a rank's own values do: a mean's shares are divided by the ranks that they
-    come from (the fold divides the total), and a sum's by a power of two, which rounds only the smallest numbers.
+    Then no sum overflows the 16 bits unless a rank's own values do: shares of a mean are divided by the ranks that they
+    come from (the fold divides the total), and shares of a sum by a power of two, which rounds only tiny numbers.
     """
     if reduction == "mean":
         return list(counts), 1

@@ -53,7 +53,7 @@ class Job:
         peers: direct connections to the other ranks; they have to be opened.
         task: TensorFlow's name of this process; changes when TensorFlow's server starts.
         server_addresses: each rank's ``host:port`` of TensorFlow's server; empty if this job has none.
-        cores: this rank's share of its host's cores, 1 or more; set when TensorFlow's threads are divided.
+        cores: this rank's share of the cores of its host, 1 or more; set when TensorFlow's threads are divided.
         has_own_core: that share is a whole core or more, not less; set at the same time.
         has_communicated: this rank has called a collective other than a barrier, or built a graph with one.
         before_leaving: called with the job before this process leaves it; not in a forked child.

@@ -16,7 +16,7 @@ While a step runs (``step.Replaced`` gives everything back):
 - ``call`` of losses, and ``compute_loss`` of a Keras 3 model: another denominator than the number of samples is that of
   all ranks (``losses_metrics``)
 - ``add_loss`` of the script's layers, ``activity_regularizer`` of layers whose Keras adds it up: sums over samples
-- ``update_state`` of metrics: a number counts by the rank's samples; a metric of the script's gets those of all ranks
+- ``update_state`` of metrics: a number counts by the samples of the rank; a metric of the script gets all samples
 - ``result`` and ``reset_state`` of metrics: the logs show the results of all ranks; a reset in a step is refused
 - ``_moments``, ``_sync_calculate_mean_and_var`` of synchronized batch normalisation: of all ranks (``batch_norm``)
 - ``next`` and ``skip`` of random generators: each rank draws its own numbers (``randomness``)
@@ -51,8 +51,8 @@ _log = logging.getLogger("npu_device")
 class Replica:
     """One model on this rank.
 
-    A call of ``fit``, ``evaluate`` or ``predict`` goes to Keras's own method, which calls the model's train, test or
-    predict function with each batch (``function``); these call the model's step (``step``).
+    A call of ``fit``, ``evaluate`` or ``predict`` goes to the method of Keras, which calls the train, test or predict
+    function of the model with each batch (``function``); these call the step of the model (``step``).
     """
 
     def __init__(self, world: World, model: Any) -> None:

@@ -4,8 +4,8 @@ Operations run in the order in which they were started, which is the same on all
 others. A short operation's data is published at once, and the thread that asks for its result does the rest. A long
 one goes to a background thread, so that it proceeds while TensorFlow computes.
 
-With an operation's first data the members send its head, so that they compare their calls before they read each other's
-data.
+The members send the head of an operation with its first data, so that they compare their calls before they read each
+other's data.
 """
 
 from __future__ import annotations
