@@ -19,13 +19,14 @@ class Checked(NamedTuple):
     value: Any
     warnings: list[str]  # those that are not allowed
     left: list[str]  # what the process holds more than before
+    seconds: float  # of CPU time
 
 
 def call(body: Callable[..., Any], arguments: tuple[Any, ...]) -> Checked:
-    before = leaks.held()
+    before, began = leaks.held(), time.process_time()
     with allowed_warnings.collected() as warnings:
         value = body(*arguments)
-    return Checked(value, warnings, leaks.held().beyond(before))
+    return Checked(value, warnings, leaks.held().beyond(before), time.process_time() - began)
 
 
 def prepare() -> None:

@@ -76,7 +76,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device", choices=("gpu", "cpu"), help="run tests/gpu on GPUs, or on CPUs to check the tests themselves"
     )
-    parser.addoption("--full", action="store_true", help="every number of ranks with each Keras and each backend")
+    parser.addoption(
+        "--full", action="store_true", help="every number of ranks with each Keras and each backend, and all tests"
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -94,6 +96,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _is_quick if config.getoption("--quick") else _is_no_repetition if config.getoption("--full") else _is_pair
     )
     chosen = [item for item in items if is_chosen(item) and _has_its_keras(item)]
+    if not config.getoption("--full"):
+        chosen = [item for item in chosen if item.get_closest_marker("full") is None]
     if config.getoption("--quick"):
         chosen = _first_of_each(chosen)
         if len({item.path for item in chosen}) > _MANY_FILES:

@@ -49,7 +49,7 @@ def three(moves: str, mpi_ranks: Optional[Pool], pool_with: Callable[..., Pool])
 
 @pytest.mark.slow
 def test_moves(three: Pool, moves: str) -> None:
-    test_collectives.test_moves(three, moves, "world", "eager", test_collectives.EVERY_DTYPE)
+    test_collectives.test_moves(three, moves, "world", "eager", test_collectives.FEW_DTYPES)
     test_collectives.test_moved_bits_stay_as_they_are(three)
     test_collectives.test_in_a_loop(three)
     test_collectives.test_barrier(three)
@@ -58,7 +58,7 @@ def test_moves(three: Pool, moves: str) -> None:
 @pytest.mark.slow
 def test_reductions(three: Pool, moves: str) -> None:
     test_collectives.test_reductions(three, moves, "world", "eager", test_collectives.EVERY_DTYPE)
-    test_collectives.test_reductions(three, moves, "sub", "graph", test_collectives.FEW_DTYPES)
+    test_collectives.test_reductions(three, moves, "sub", "graph", ("float32", "int8"))
     test_all_reduce.test_every_rank_gets_the_same_bits(three)
     test_collective_numbers.test_no_sum_is_infinite_that_has_a_number(three)
     test_collective_numbers.test_the_mean_of_equal_values_is_that_value(three)
@@ -66,9 +66,10 @@ def test_reductions(three: Pool, moves: str) -> None:
 
 
 @pytest.mark.slow
-def test_sizes(three: Pool) -> None:
+def test_sizes(three: Pool, moves: str) -> None:
     test_collective_sizes.test_without_elements(three, "eager")
-    test_collective_sizes.test_unknown_static_shapes(three)
+    if moves == "tcp":  # what TensorFlow's graph says of shapes is the same with all backends
+        test_collective_sizes.test_unknown_static_shapes(three)
     test_collective_sizes.test_one_byte_and_scalars(three)
 
 
@@ -94,8 +95,9 @@ def test_groups_come_and_go(three: Pool) -> None:
 
 
 @pytest.mark.slow
-def test_sessions(three: Pool) -> None:
-    test_sessions_collectives.test_operators(three)
+def test_sessions(three: Pool, moves: str) -> None:
+    if moves == "tcp":  # the operators are the same with all backends
+        test_sessions_collectives.test_operators(three)
     test_sessions_collectives.test_opposite_orders_with_one_thread(three)
     test_sessions_collectives.test_a_mismatch_is_an_error_of_run_and_the_session_goes_on(three)
 

@@ -108,7 +108,7 @@ for backend in ("auto", "tcp"):
 """
 
 
-def test_hosts_send_what_one_rank_each_needs(tmp_path: Path, count: int = 4) -> None:
+def test_hosts_send_what_one_rank_each_needs(tmp_path: Path, count: int = 3) -> None:
     """Through TensorFlow's collectives, which ``auto`` takes, and TCP."""
     script, ranks = tmp_path / "script.py", tmp_path / "ranks.py"
     script.write_text(SCRIPT)
@@ -127,7 +127,7 @@ def test_hosts_send_what_one_rank_each_needs(tmp_path: Path, count: int = 4) -> 
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py")
-def test_mpi_between_hosts(tmp_path: Path, count: int = 4) -> None:
+def test_mpi_between_hosts(tmp_path: Path, count: int = 2) -> None:
     script = launcher.script(tmp_path, SCRIPT.replace("BACKEND", "mpi"))
     names = [name(rank // 2) for rank in range(2 * count)]
     remote = ["-launcher", "ssh", "-launcher-exec", str(SSH), "-localhost", address(0), "-hosts", ",".join(names)]

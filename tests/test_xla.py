@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from heard import hears
 from pool import Pool
@@ -130,25 +131,21 @@ def body_compiled_call(messages: list[str], jit_compile: bool, kind: str) -> tup
     random = np.random.default_rng(0)
     x, y = random.normal(size=(20, 8, 3)).astype("float32"), random.integers(0, 2, 20)
     history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, validation_data=(x[:7], y[:7]))
-    history = {**history.history, **model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history}
     step = tf.function(model.train_step, autograph=False)
     definitions = step.get_concrete_function((x[:8], y[:8])).graph.as_graph_def().library.function
     compiled = sum("_XlaMustCompile" in each.attr and each.attr["_XlaMustCompile"].b for each in definitions)
-    found = [value for values in history.values() for value in values]
+    found = [value for values in history.history.values() for value in values]
     return found + [float(np.sum(weights)) for weights in model.get_weights()], compiled, "\n".join(messages)
 
 
-def test_compiled_call(several_keras_ranks: Pool, keras_single: Pool) -> None:
-    """XLA compiles the call of a replicated model, forward and backward, with the results of one process."""
-    [(right, _, _)] = keras_single.run(body_compiled_call, False, "plain")
-    for found, compiled, messages in several_keras_ranks.run(body_compiled_call, True, "plain"):
+@pytest.mark.parametrize("kind", ["plain", "normalised"])
+def test_compiled_call(several_keras_ranks: Pool, keras_single: Pool, kind: str) -> None:
+    """XLA compiles the call of a replicated model, forward and backward, unless its layers communicate; with the
+    results of one process.
+    """
+    [(right, _, _)] = keras_single.run(body_compiled_call, False, kind)
+    for rank, (found, compiled, messages) in enumerate(several_keras_ranks.run(body_compiled_call, True, kind)):
         np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-6)
-        assert compiled >= 2 and "jit_compile" not in messages
-
-
-def test_calls_that_xla_cannot_compile(keras_two_ranks: Pool, keras_single: Pool) -> None:
-    [(right, _, _)] = keras_single.run(body_compiled_call, False, "normalised")
-    for rank, (found, compiled, messages) in enumerate(keras_two_ranks.run(body_compiled_call, True, "normalised")):
-        np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-6)
-        assert not compiled
-        assert ("normalises over all ranks" in messages) == (rank == 0)
+        assert compiled >= 2 if kind == "plain" else not compiled
+        assert "jit_compile" not in messages or kind == "normalised"
+        assert ("normalises over all ranks" in messages) == (kind == "normalised" and rank == 0)
