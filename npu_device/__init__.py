@@ -9,10 +9,12 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from npu_device._src.membership.parent_rank import mark_as_candidate
 from npu_device._src.neighbours import require_own_folders
 from npu_device._src.version import __version__ as __version__
 
 require_own_folders(os.path.dirname(os.path.dirname(__file__)))
+mark_as_candidate()
 
 if TYPE_CHECKING:
     from npu_device import callbacks, compat, configs, distribute, errors, gen_npu_ops, npu_device, ops, train, utils

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,11 @@ import job
 import pytest
 from launcher import environment, npurun, script
 from ranks import table_environment
-from rendezvous_ranks import WORKER
+from rendezvous_ranks import WORKER, without_table
 
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.membership import parent_rank
+from npu_device._src.membership.rank_environment import free_port
 
 pytestmark = pytest.mark.xdist_group("waiting")
 
@@ -195,37 +197,93 @@ def test_who_is_a_child(
 
 
 _STARTS_CHILDREN = """
-import json, subprocess, sys
+import json, os, subprocess, sys, time
 from npu_device._src.cluster.rendezvous import meet
 from npu_device._src.membership.schemes import membership_from_environment
 
-def child():
-    command = ["sh", "-c", 'sleep 0.3; exec "$0" "$1"', sys.executable, sys.argv[1]]
-    return subprocess.Popen(command, stdout=subprocess.PIPE)
+def child(**environment):
+    return subprocess.Popen([sys.executable, sys.argv[1]], stdout=subprocess.PIPE, env={**os.environ, **environment})
+
+def is_at_the_hub(process):
+    sockets = [os.readlink(f"/proc/{process.pid}/fd/{each}") for each in os.listdir(f"/proc/{process.pid}/fd")]
+    return any(each.startswith("socket:") for each in sockets)
 
 children = [child()]
+while not is_at_the_hub(children[0]):
+    time.sleep(0.01)
+time.sleep(1)
 _, channel = meet(membership_from_environment())
-children.append(child())
+children.append(child(NPU_DEVICE_RANK_PROCESS=""))
 print(*(json.loads(each.communicate()[0])["error"] for each in children), sep="\\n")
 channel.close()
 """
 
 
-def test_the_hub_finds_children_without_a_mark(tmp_path: Path) -> None:
-    """One of them is started before its parent meets the others, and one when the ranks have met."""
+@pytest.mark.parametrize("scheme", ["rank table", "CM_*"])
+def test_children_that_come_before_their_parents(tmp_path: Path, scheme: str) -> None:
+    """One of them waits at the hub before its parent comes. The other comes when the ranks have met, without a mark."""
     (tmp_path / "script.py").write_text(_STARTS_CHILDREN)
+    port = free_port()
     ranks = [
         subprocess.Popen(
             [sys.executable, str(tmp_path / "script.py"), str(WORKER)],
-            env={**environment(), **table_environment(tmp_path, 2, rank), "HCCL_CONNECT_TIMEOUT": "20"},
+            env={
+                **environment(),
+                **(table_environment(tmp_path, 2, rank) if scheme == "rank table" else without_table(port, 2, rank)),
+                "HCCL_CONNECT_TIMEOUT": "20",
+            },
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.PIPE,
             text=True,
         )
         for rank in (0, 1)
     ]
     for rank, process in enumerate(ranks):
-        assert process.communicate(timeout=60)[0] == f"this process is a child of rank {rank}\n" * 2
+        output, errors = process.communicate(timeout=60)
+        assert output == f"this process is a child of rank {rank}\n" * 2, errors
+        assert f"was started by process {process.pid}, which has the same variables" in errors
+
+
+_COMES_LATE = """
+import os, subprocess, sys
+from npu_device._src.cluster.errors import RendezvousError
+from npu_device._src.cluster.rendezvous import meet
+from npu_device._src.membership.schemes import membership_from_environment
+
+child = None
+if sys.argv[1:] == ["parent"]:
+    environment = {**os.environ, "NPU_DEVICE_RANK_PROCESS": ""}
+    child = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    child.stdout.readline()
+try:
+    _, channel = meet(membership_from_environment())
+    print("met", flush=True)
+    sys.stdin.readline()
+    channel.close()
+except RendezvousError as error:
+    print(error)
+if child is not None:
+    child.communicate()
+"""
+
+
+def test_a_parent_whose_child_has_become_the_rank(tmp_path: Path) -> None:
+    """Nobody waits for the parent of a process without a mark, and the parent is told at once."""
+    (tmp_path / "script.py").write_text(_COMES_LATE)
+    rank, parent = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "script.py"), *arguments],
+            env={**environment(), **table_environment(tmp_path, 2, rank), "HCCL_CONNECT_TIMEOUT": "20"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, arguments in enumerate(([], ["parent"]))
+    ]
+    said = parent.communicate(timeout=15)[0]
+    assert f"rank 1: a process that this one (machine {socket.gethostname()}, pid {parent.pid}) has started" in said
+    assert "call npu.open() before starting processes that import the same script" in said
+    assert rank.communicate(timeout=15)[0] == "met\n"
 
 
 def test_npurun_makes_ranks_of_a_ranks_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,6 +254,8 @@ class Leader:
         wrong = [f"{name} {hello.get(name)} (node 0: {value})" for name, value in ours.items() if hello[name] != value]
         if not wrong and not 0 <= node < self._options.nnodes:
             wrong = [f"it is not one of nodes 0 to {self._options.nnodes - 1}"]
+        if not wrong and node == 0 and 0 in self._nodes:
+            wrong = ["node 0 has one already"]
         if wrong:
             link.send("refused", text=f"node {node} doesn't match node 0: {', '.join(wrong)}")
             link.end()

@@ -15,7 +15,34 @@ from typing import Any, Callable
 from npu_device._src.cluster import frames, handshake
 from npu_device._src.cluster.handshake import TimedConnection
 from npu_device._src.cluster.time_limits import NODE_CONNECT_SECONDS
+from npu_device.launch.failures import Failure
+from npu_device.launch.ledger import Ended
 
+_MOST = 1e10  # numbers, and times in seconds since the epoch
+_FORMS: dict[str, Any] = {
+    **{"int": int, "float": float, "str": str, "bool": bool, "str | None": (str, type(None))},
+    "tuple[int, ...]": [int],
+}
+_ATTEMPT, _FAILURE = ({name: _FORMS[kind] for name, kind in each.__annotations__.items()} for each in (Ended, Failure))
+_LAST = {"count": int, "began": float, "nodes": [int], "preempted": [int]}
+_FIELDS: dict[str, dict[str, Any]] = {
+    "hello": {
+        **{"node": int, "nproc": int, "most": int, "version": str},
+        **{"attempts": [_ATTEMPT], "last": (_LAST, type(None))},
+    },
+    "outcome": {"code": int, "interrupted": bool, "preempted": bool, "failures": [_FAILURE]},
+    "plan": {"count": int, "nodes": [int], "job_id": str, "port": int, "attempts": [_ATTEMPT]},
+    "over": {"code": int, "text": str, "attempts": [_ATTEMPT]},
+    "failed": {"what": str},
+    "interrupted": {"signal": int},
+    "preempted": {},
+    "refused": {"text": str},
+    "say": {"text": str},
+    "stop": {"why": str},
+    "alive": {},
+}
+"""The fields that a message of each kind must have, and their forms."""
+_OPTIONAL: dict[str, Any] = {"attempts": [_ATTEMPT], "nodes": [int]}
 _OF_NODES = b" nodes"  # part of what both prove, so that ranks and nodes don't take each other for their own kind
 
 
@@ -40,6 +67,7 @@ class Link:
         with contextlib.suppress(OSError, frames.FrameError):
             for message in self._reader.messages(self._connection):
                 self.heard = time.monotonic()
+                _check(message)
                 yield message
         self.is_lost = True
         self.close()
@@ -52,6 +80,27 @@ class Link:
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
+
+
+def _check(message: dict[str, Any]) -> None:
+    """Raise an error if a message isn't one of a node: what it holds is used unchecked."""
+    fields = _FIELDS.get(str(message.get("do")))
+    optional = {name: form for name, form in _OPTIONAL.items() if name in message}
+    if fields is None or not all(_fits(message.get(name), form) for name, form in {**optional, **fields}.items()):
+        raise frames.FrameError("no message of a node")
+
+
+def _fits(value: Any, form: Any) -> bool:
+    """Return whether a value is of a type, of one of several forms, a list of one, or has exactly some fields."""
+    if isinstance(form, tuple):
+        return any(_fits(value, each) for each in form)
+    if isinstance(form, list):
+        return isinstance(value, list) and all(_fits(each, form[0]) for each in value)
+    if isinstance(form, dict):
+        return isinstance(value, dict) and value.keys() == form.keys() and all(_fits(value[k], form[k]) for k in form)
+    if form in (int, float) and type(value) in (int, form):
+        return abs(value) < _MOST  # nor NaN
+    return type(value) is form
 
 
 def connect(host: str, port: int, secret: bytes) -> Link:

@@ -31,6 +31,7 @@ class Membership:
     expected_hosts: tuple[str, ...] = ()  # host of each rank if the scheme says it, else empty; for messages
     secret: bytes = field(default=b"", repr=False)
     under_mpiexec: bool = False  # an ``mpiexec`` started the ranks. It kills all of them when one is killed
+    candidate: int | None = None  # a process that has started this one, and may come as the rank itself
 
     @property
     def starts_hub(self) -> bool:

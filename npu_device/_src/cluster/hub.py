@@ -21,6 +21,7 @@ from npu_device._src.cluster import frames, ports
 from npu_device._src.cluster.roster import Arrival, Hello, Roster
 from npu_device._src.cluster.services import Services
 from npu_device._src.cluster.time_limits import (
+    CANDIDATE_SECONDS,
     CONTRADICTION_SECONDS,
     FIRST_PROGRESS_SECONDS,
     LAST_MESSAGE_SECONDS,
@@ -33,6 +34,7 @@ _FEWEST_UNPROVED = 256  # limit on simultaneous unproved connections, if larger 
 _LONGEST_OUTBOX = 1 << 28  # bytes; a rank that reads nothing while this much is waiting for it is dropped
 _SILENT = "sent nothing that a rank would send"
 _ANOTHER_PROTOCOL = "talks another protocol"
+_MET = "the ranks of this job have met already"
 _NO_PROOF = "could not prove that it knows the job secret"
 
 
@@ -78,6 +80,7 @@ class Hub:
         self._began: float | None = None
         self._contradictory_since: float | None = None
         self._next_progress = 0.0
+        self._candidates_until: float | None = None
         self._services: Services | None = None
         self._timers_of_job = Timers()  # those of an earlier job go with it
         self._by_rank: list[_Connection | None] = []
@@ -91,15 +94,14 @@ class Hub:
                     elif key.fileobj in self._connections:  # else it has just been closed
                         self._serve(self._connections[key.fileobj], events)
                 self._run_timers()
-                if self._services is None:
-                    self._check_rendezvous()
-                else:
+                if self._services is not None:
                     self._services.report_losses()
+                elif self._began is not None:
+                    self._check_rendezvous()
         except BaseException:
             text = f"the hub of the job (pid {os.getpid()}) failed:\n{traceback.format_exc()}"
-            for connection in list(self._connections.values()):
-                if connection.arrival is not None:
-                    self._send(connection, frames.encode({"push": "end", "text": text}))
+            for connection in self._arrivals():
+                self._send(connection, frames.encode({"push": "end", "text": text}))
             raise
 
     def _is_done(self) -> bool:
@@ -120,7 +122,7 @@ class Hub:
         if self._unproved:
             dues.append(next(iter(self._unproved)).until)
         if self._services is None and self._began is not None:
-            dues += [self._deadline(), self._next_progress]
+            dues += [self._candidates_until or self._deadline(), self._next_progress]
         return max(0.0, min(dues) - time.monotonic()) if dues else None
 
     def _run_timers(self) -> None:
@@ -213,10 +215,10 @@ class Hub:
             self._flush(connection)
 
     def _say(self, text: str) -> None:
-        if not self._settings["speaks"] or sys.stderr is None:
-            return
         with contextlib.suppress(OSError):
-            if select.select([], [sys.stderr], [], 0)[1]:  # else printing could block
+            if (
+                self._settings["speaks"] and sys.stderr and select.select([], [sys.stderr], [], 0)[1]
+            ):  # else it may block
                 print(f"npu_device: {text}", file=sys.stderr, flush=True)
 
     def _send_to_rank(self, rank: int, frame: bytes) -> None:
@@ -276,16 +278,16 @@ class Hub:
         if refusal is not None:
             self._send_last(connection, {"refused": refusal})
             return
-        on_this_host = ports.is_loopback(connection.address)
-        arrival = self._roster.arrival(hello, None if on_this_host else connection.address)
+        arrival = self._roster.arrival(hello, None if ports.is_loopback(connection.address) else connection.address)
         others = self._connections.values() if self._roster.has(arrival) else ()
-        same = [c for c in others if c.arrival is not None and c.arrival.key == arrival.key]
-        connection.parent = next((c for c in same if c.arrival and hello.is_child_of(c.arrival.hello)), None)
+        same = [(c, c.arrival) for c in others if c.arrival is not None and c.arrival.key == arrival.key]
+        connection.parent = next((c for c, other in same if hello.is_child_of(other.hello)), None)
         if connection.parent is not None:
             self._tell_child(connection)
             return
+        children = [(c, other) for c, other in same if other.hello.is_child_of(hello)]  # that have come before it
         if self._services is not None:
-            self._send_last(connection, {"busy": "the ranks of this job have met already"})
+            self._send_last(connection, {"refused": hello.too_late} if children else {"busy": _MET})
             return
         if self._roster.is_crowded:
             self._send_last(connection, {"busy": "too many processes have come as ranks of this job"})
@@ -296,28 +298,27 @@ class Hub:
         before = self._roster.reference
         connection.arrival = arrival
         self._roster.add(arrival)
-        for other in same:  # a child that has come before its parent
-            if other.arrival is not None and other.arrival.hello.is_child_of(hello):
-                self._roster.remove(other.arrival)
-                other.arrival, other.parent = None, connection
+        for child, earlier in children:
+            self._roster.remove(earlier)
+            child.arrival, child.parent = None, connection
         if self._began is None:
             self._began = time.monotonic()
             self._next_progress = self._began + FIRST_PROGRESS_SECONDS
-        changed = before is not self._roster.reference
-        for other in self._arrivals() if changed else [connection]:
+        for other in [connection] if before is self._roster.reference else self._arrivals():
             self._send(other, frames.encode({"wait": max(0.0, self._end_of_waiting() - time.monotonic())}))
 
     def _tell_child(self, connection: _Connection) -> None:
         """Tell a client whose child it is, once the ranks have met; it waits with them until then."""
-        parent = connection.parent
-        assert parent is not None and parent.arrival is not None
-        if self._services is None or parent.rank is None:
+        parent = connection
+        while parent.parent is not None:  # which may be a child, too
+            parent = parent.parent
+        if self._services is None or parent.rank is None or parent.arrival is None:
             self._send(connection, frames.encode({"wait": max(0.0, self._end_of_waiting() - time.monotonic())}))
             return
-        hosts, pid = self._services.hosts, parent.arrival.hello.pid
+        hosts, hello = self._services.hosts, parent.arrival.hello
         neighbours = frames.ranges(rank for rank, host in enumerate(hosts) if host == hosts[parent.rank])
-        place = {"rank": parent.rank, "world_size": len(hosts), "neighbours": neighbours}
-        self._send_last(connection, {"child_of": {"pid": pid, "device_id": parent.arrival.hello.device_id, **place}})
+        place = {"rank": parent.rank, "world_size": len(hosts), "neighbours": neighbours, "device_id": hello.device_id}
+        self._send_last(connection, {"child_of": {"pid": hello.pid, **place}})
 
     def _children(self) -> list[_Connection]:
         return [c for c in self._connections.values() if c.parent is not None and not c.is_ending]
@@ -336,25 +337,33 @@ class Hub:
 
     def _check_rendezvous(self) -> None:
         """End the rendezvous when all ranks have come, the time is up, or they contradict each other."""
-        if self._began is None:
-            return
-        if self._roster.complete:
-            self._complete_rendezvous()
-            return
         now = time.monotonic()
+        if self._roster.complete:
+            if not self._awaits_candidates(now):
+                self._complete_rendezvous()
+            return
+        self._candidates_until = None
         if not self._roster.contradictory:
             self._contradictory_since = None
         elif self._contradictory_since is None:
             self._contradictory_since = now
-        reference = self._roster.reference
-        assert reference is not None
         if now >= self._deadline():
-            self._refuse_all(self._roster.complaint(reference.seconds))
+            self._refuse_all(self._roster.complaint())
         elif now >= self._next_progress:
             self._next_progress = now + NEXT_PROGRESS_SECONDS
             for connection in self._arrivals():
                 if connection.arrival is not None and connection.arrival.hello.is_chief:
                     self._send(connection, frames.encode({"waits_for": self._roster.missing()}))
+
+    def _awaits_candidates(self, now: float) -> bool:
+        """Return True while all have come, but a process that has started one of them may still take its place."""
+        if self._roster.has_candidates and self._candidates_until is None:
+            self._candidates_until = now + CANDIDATE_SECONDS
+            for one in self._arrivals():
+                self._send(
+                    one, frames.encode({"wait": CANDIDATE_SECONDS, "for": one.arrival and one.arrival.candidate})
+                )
+        return self._roster.has_candidates and now < (self._candidates_until or 0)
 
     def _complete_rendezvous(self) -> None:
         order = self._roster.in_order()

@@ -57,6 +57,13 @@ _TENSORFLOWS = (
 )
 _COMPARED = {"rank table": "the rank table", "TF_CONFIG": "TF_CONFIG"}
 
+_CANDIDATE = (
+    "this process (%d) was started by process %s, which has the same variables, and hasn't called npu.open(). If it "
+    "does so within %.0f s, it is the rank, and this process is its child. Otherwise this process is the rank.\n"
+    "What to do if only this process is to be a rank: start it without NPU_DEVICE_RANK_PROCESS in its environment, so "
+    "that the other ranks don't wait."
+)
+
 _log = logging.getLogger("npu_device")
 
 
@@ -84,6 +91,7 @@ def meet(membership: Membership) -> tuple[Cluster, ControlChannel]:
         pid=os.getpid(),
         started=start_time(os.getpid()),
         ancestors=tuple(ancestors()),
+        candidate=membership.candidate,
     )
     search = _Search(membership, hello)
     rank, roster, channel = _start_hub(membership, search) if membership.starts_hub else search.search()
@@ -229,6 +237,8 @@ class _Search:
                 seconds = _number(answer["wait"], LONGEST_WAIT_SECONDS) + VERDICT_MARGIN_SECONDS
                 doing = "the chief accepted this rank, and then sent nothing more"
                 gone = "the chief accepted this rank, and then was gone"
+                if answer.get("for") is not None:
+                    _log.warning(_CANDIDATE, os.getpid(), self._hello.candidate, _number(answer["wait"], 1e9))
             elif "waits_for" in answer:
                 waited = time.monotonic() - self._began
                 _log.warning(

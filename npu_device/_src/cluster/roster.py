@@ -41,6 +41,7 @@ class Hello:
     pid: int
     started: str = ""  # when that process started, for its children
     ancestors: tuple[tuple[int, str], ...] = ()  # number and start time of the processes that have started it
+    candidate: int | None = None  # one of them, which may come as the rank itself
 
     @classmethod
     def read(cls, fields: Any) -> Hello:
@@ -75,9 +76,13 @@ class Hello:
             raise ValueError("no such time")
         # Other versions may send more fields, or fewer of the following; the versions show the difference.
         started, ancestors = str(fields.get("started", "")), fields.get("ancestors", ())
+        candidate = fields.get("candidate")
         if not isinstance(ancestors, (list, tuple)) or not all(map(_is_process, ancestors)):
             raise ValueError("unexpected ancestors")
-        return cls(**{name: fields[name] for name in kinds}, started=started, ancestors=tuple(map(tuple, ancestors)))
+        if not isinstance(candidate, (int, type(None))):
+            raise ValueError("unexpected candidate")
+        known = {name: fields[name] for name in kinds}
+        return cls(**known, started=started, ancestors=tuple(map(tuple, ancestors)), candidate=candidate)
 
     @property
     def name(self) -> str:
@@ -89,6 +94,15 @@ class Hello:
 
     def is_child_of(self, other: Hello) -> bool:
         return self.machine == other.machine and other.started != "" and (other.pid, other.started) in self.ancestors
+
+    @property
+    def too_late(self) -> str:
+        """Return the text of the error for a process one of whose children has become the rank."""
+        return (
+            f"{self.name}: a process that this one ({self.process}) has started called npu.open() long before it, and "
+            "has become the rank.\nWhat to do: call npu.open() before starting processes that import the same script, "
+            "or start them without the variables of the job."
+        )
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -110,6 +124,11 @@ class Arrival:
     @property
     def key(self) -> _Key:
         return (self.host, self.hello.device_id) if self.hello.rank is None else self.hello.rank
+
+    @property
+    def candidate(self) -> int | None:
+        """Return the number of a process that may come as the same rank: it has started this one."""
+        return self.hello.candidate
 
 
 class Roster:
@@ -202,6 +221,11 @@ class Roster:
         return self.reference is not None and self._count == self._size and not self.contradictory
 
     @property
+    def has_candidates(self) -> bool:
+        """Return True if a process that has started one of the ranks may yet come, and be the rank instead."""
+        return any(arrival.candidate is not None for arrival in self._arrivals())
+
+    @property
     def _size(self) -> int:
         assert self.reference is not None
         return self.reference.world_size
@@ -225,9 +249,10 @@ class Roster:
 
     # The error's text when the rendezvous fails
 
-    def complaint(self, timeout: float) -> str:
+    def complaint(self) -> str:
         """Return the text of the error: what happened, one line per rank, likely cause, what to do."""
-        kinds = self._kinds()
+        assert self.reference is not None
+        kinds, timeout = self._kinds(), self.reference.seconds
         size, job = self._size, self._job_id
         if set(kinds) == {"missing"}:
             head = (

@@ -53,6 +53,7 @@ ALIVE_SECONDS = 10.0  # for those to say that they are alive
 # The hub
 PROOF_SECONDS = 5.0  # a client that hasn't proved the secret and sent its hello by then is not a rank
 CONTRADICTION_SECONDS = 1.5  # after a contradiction: ranks that are just connecting get the error, too
+CANDIDATE_SECONDS = 30.0  # once all have come: for a process that has started one of them, and may be the rank
 LAST_MESSAGE_SECONDS = 5.0  # for a client that is turned away to read why
 LEFT_TOGETHER_SECONDS = 0.1  # ranks that leave within this time are reported in one message
 ANSWERS_KEPT_SECONDS = 5.0  # a rank that asks the same within this time gets the same answers

@@ -171,8 +171,8 @@ NPU_DEVICE_RESTART_COUNT = Variable(
 NPU_DEVICE_RANK_PROCESS = optional(
     "NPU_DEVICE_RANK_PROCESS",
     forms.TEXT,
-    "the rank whose process, or whose child, this is: `npu.open()` sets it, so that processes which a rank starts know "
-    "that they aren't ranks. Unset it for a child that is to be a rank.",
+    "the rank whose process, or whose child, this is: the import of `npu_device` and `npu.open()` set it, so that "
+    "processes which a rank starts know that they aren't ranks. Unset it for a child that is to be a rank.",
 )
 NPU_DEVICE_PROGRESS_FILE = optional(
     "NPU_DEVICE_PROGRESS_FILE",

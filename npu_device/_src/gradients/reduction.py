@@ -217,12 +217,12 @@ class ReducedTensors:
     """The results of the reductions of this rank; a part of the job."""
 
     def __init__(self) -> None:
-        self.has_any = False
+        self.calls = 0
         self._eager: deque[weakref.ref[Any]] = deque(maxlen=_LATEST)
         self._graphs: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()
 
     def add(self, results: Iterable[Any]) -> None:
-        eager, self.has_any = tf.executing_eagerly(), True
+        eager, self.calls = tf.executing_eagerly(), self.calls + 1
         for tensor in map(dense_of, results):
             if tensor is not None and eager:
                 self._eager.append(weakref.ref(tensor))

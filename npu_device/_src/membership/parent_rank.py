@@ -3,6 +3,10 @@ rank.
 
 A rank marks its environment. A process that finds the mark of another one is a child, unless the variables that
 describe a rank have changed since: then a launcher, or the rank itself, has made it a rank of another job.
+
+Before that, whoever imports the package with the variables of a rank marks itself as a candidate. A process that finds
+the mark of a candidate may be its child, or a rank that the candidate only starts; so at the rendezvous it waits for a
+while, whether the candidate comes, too.
 """
 
 from __future__ import annotations
@@ -86,15 +90,24 @@ class ParentRank:
 
 
 def mark(cluster: Cluster) -> None:
-    _mark(ParentRank.of(cluster, os.getpid()))
+    _mark(**asdict(ParentRank.of(cluster, os.getpid())))
+
+
+def mark_as_candidate() -> None:
+    """Mark the environment of this process, which may become a rank, unless its parent is a rank or a candidate."""
+    if not any(variable.is_set() for variable in _OF_A_RANK):
+        return
+    found = _of_another_process()
+    if found is None or ("rank" not in found and start_time(found["pid"]) != found["since"]):
+        _mark(pid=os.getpid())
 
 
 def mark_as_child(parent: dict[str, Any]) -> None:
-    _mark(ParentRank(**parent))
+    _mark(**asdict(ParentRank(**parent)))
 
 
-def _mark(rank: ParentRank) -> None:
-    fields = {"since": start_time(rank.pid), "variables": _fingerprint(), **asdict(rank)}
+def _mark(pid: int, **fields: Any) -> None:
+    fields = {"since": start_time(pid), "variables": _fingerprint(), "pid": pid, **fields}
     environment.NPU_DEVICE_RANK_PROCESS.set(json.dumps(fields, separators=(",", ":")))
 
 
@@ -104,17 +117,32 @@ def unmark() -> None:
 
 def inherited() -> ParentRank | None:
     """Return the rank whose child this process is, by its environment; None if it isn't a child."""
-    text = environment.NPU_DEVICE_RANK_PROCESS.raw()
-    if text is None:
+    found = _of_another_process()
+    if found is None or "rank" not in found:
         return None
     try:
-        found = json.loads(text)
-        since, variables = found.pop("since"), found.pop("variables")
-        parent = ParentRank(**found)
+        return ParentRank(**{name: value for name, value in found.items() if name != "since"})
+    except TypeError:  # not written by this version of the package
+        return None
+
+
+def candidate() -> int | None:
+    """Return the number of the running process that has started this one, and may become the rank itself."""
+    found = _of_another_process()
+    if found is None or "rank" in found or start_time(found["pid"]) != found["since"]:
+        return None
+    return int(found["pid"])
+
+
+def _of_another_process() -> dict[str, Any] | None:
+    """Return what the mark of another process holds, if it has the same variables."""
+    try:
+        found = json.loads(environment.NPU_DEVICE_RANK_PROCESS.raw() or "")
+        process, variables = (int(found["pid"]), found["since"]), found.pop("variables")
     except (ValueError, TypeError, KeyError, AttributeError):  # not written by this version of the package
         return None
-    is_this_process = (parent.pid, since) == (os.getpid(), start_time(os.getpid()))
-    return None if is_this_process or variables != _fingerprint() else parent
+    is_this_process = process == (os.getpid(), start_time(os.getpid()))
+    return None if is_this_process or variables != _fingerprint() else dict(found)
 
 
 def _fingerprint() -> str:

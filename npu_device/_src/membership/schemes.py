@@ -15,7 +15,7 @@ from pathlib import Path
 from npu_device._src import environment
 from npu_device._src.cluster.description import Membership
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.membership import launchers, mpiexec, rank_table, tf_config
+from npu_device._src.membership import launchers, mpiexec, parent_rank, rank_table, tf_config
 from npu_device._src.membership.interfaces import announced_address
 from npu_device._src.membership.launched import Launched
 from npu_device._src.membership.rank_table import Entry, RankTable
@@ -82,6 +82,7 @@ def membership_from_environment(device_id: int | None = None) -> Membership | No
             f"both CM_CHIEF_IP ({chief.raw()}) and RANK_TABLE_FILE ({table.raw()}) are set, and they are two different "
             "ways to describe a job.\nWhat to do: unset the one you don't use."
         )
+    chosen = device_id is not None and not environment.RANK_ID.is_set()  # by the script: the device may be the rank
     if device_id is None:
         device_id = environment.ASCEND_DEVICE_ID.get()
     if device_id is None:
@@ -105,6 +106,7 @@ def membership_from_environment(device_id: int | None = None) -> Membership | No
         host=announced_address() or found.host,
         secret=secret() or found.secret,
         under_mpiexec=under_mpiexec,
+        candidate=None if chosen else parent_rank.candidate(),
     )
 
 

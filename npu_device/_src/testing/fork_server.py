@@ -46,6 +46,7 @@ import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 import npu_device._api  # noqa: E402, F401
+from npu_device._src.membership.parent_rank import mark_as_candidate  # noqa: E402
 
 tf.keras.Sequential  # noqa: B018 - loads Keras 2, too
 
@@ -102,6 +103,7 @@ def become(order: dict[str, Any]) -> types.ModuleType:
     os.close(output)
     os.environ.clear()
     os.environ.update(order["environment"])
+    mark_as_candidate()  # as the import of the package would
     os.chdir(order["directory"])
     script = order["arguments"][0]
     sys.argv = order["arguments"]

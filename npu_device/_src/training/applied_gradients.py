@@ -1,5 +1,4 @@
-"""Were the gradients that an optimizer applies reduced? While a job is open, a wrapper on the methods through which
-every Keras optimizer applies gradients asks that.
+"""While a job is open, a wrapper on the methods through which Keras optimizers apply gradients asks: were they reduced?
 
 In a function, the graph tells. In eager mode a gradient may be the very result of a reduction. Where clipping or
 scaling hides that, or a function got the gradients as arguments, the ranks post a few sums of their gradients in the
@@ -25,17 +24,11 @@ from npu_device._src import compat, environment
 from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.job import Job, current
 from npu_device._src.gradients.reduction import ReducedTensors, dense_of
-from npu_device._src.training.digests import (
-    BROADCAST,
-    DIFFERENT_START,
-    checksum,
-    named,
-    posted_differences,
-    variable_name,
-)
+from npu_device._src.training.digests import BROADCAST, checksum, different_start, named, variable_name
 from npu_device._src.training.last_word import LastWord
 from npu_device._src.training.same_samples import Pair, SameSamples
 from npu_device._src.training.schedule import FIRST_LOOKS, NEVER, Schedule, can_compare, next_look
+from npu_device._src.training.wrapped import reduction_inside, reduction_of
 
 _log = logging.getLogger("npu_device")
 
@@ -51,25 +44,10 @@ _NOT_REDUCED = (
     "trained, such as one loaded or cloned later; or only the loss is reduced, for printing.\nWhat to do: call model = "
     "npu.distribute.replicate(model) before fit, for each model; or in the training loop gradients = "
     "npu.distribute.all_reduce(gradients) before they are applied. If the variables are averaged at longer intervals "
-    "(local SGD), average them once before the first step, too: then this isn't said."
+    "(local SGD), average or broadcast them before the first step, too: then this isn't said."
 )
 
-REDUCTION = "_npu_gradient_reduction"
-"""The attribute of a wrapped optimizer that holds its ``GradientReduction``."""
-
 _Sums = list[list[float]]  # for each gradient its sum, and that of its absolute values
-_Posted = list[Any]  # a step, and sums of its gradients
-
-
-def is_wrapped(optimizer: Any) -> bool:
-    """Return True when the optimizer, or the one inside a loss-scale optimizer, already reduces its gradients."""
-    inner = getattr(optimizer, "inner_optimizer", None)
-    return reduction_of(optimizer) is not None or (inner is not None and reduction_of(inner) is not None)
-
-
-def reduction_of(optimizer: Any) -> Any:
-    """Return the ``GradientReduction`` of a wrapped optimizer; None for another one."""
-    return vars(optimizer).get(REDUCTION)
 
 
 class _Watched:
@@ -84,7 +62,7 @@ class _Watched:
         self.schedule = Schedule(job.device("CPU"), FIRST_LOOKS[0])
         self.samples = SameSamples(job)
         self.is_reduced: bool | None = None  # what it applies; None as long as that isn't known
-        self.posted: _Posted | None = None
+        self.posted: list[Any] | None = None  # a step, and sums of its gradients
         self.start: tuple[str, list[int]] | None = None  # an eager loop's checksums, until they have been compared
 
 
@@ -94,7 +72,7 @@ class AppliedGradients:
     def __init__(self, job: Job, last_word: LastWord) -> None:
         self._job = job
         self._last_word = last_word
-        self._posts: dict[str, deque[_Posted]] = {}  # by signature
+        self._posts: dict[str, deque[list[Any]]] = {}  # steps and sums, by signature
         self._watched: weakref.WeakKeyDictionary[Any, _Watched] = weakref.WeakKeyDictionary()
         self._replaced: list[tuple[type, str, Any, Any]] = []
         self._pair: Pair | None = None
@@ -108,13 +86,11 @@ class AppliedGradients:
         """Wrap the methods of each Keras that has been imported since the last call."""
         if sys.modules.keys().isdisjoint(self._missing):  # at each call: there are thousands of modules
             return
-        done = {(kind, name) for kind, name, _, _ in self._replaced}
-        for kind, name in compat.optimizer_methods():
-            if (kind, name) not in done:
-                original = vars(kind)[name]
-                hook = _hook(original, "grads" if name == "apply" else "grads_and_vars")
-                setattr(kind, name, hook)
-                self._replaced.append((kind, name, original, hook))
+        for kind, name in set(compat.optimizer_methods()).difference(each[:2] for each in self._replaced):
+            original = vars(kind)[name]
+            hook = _hook(original, "grads" if name == "apply" else "grads_and_vars")
+            setattr(kind, name, hook)
+            self._replaced.append((kind, name, original, hook))
         self._missing -= {kind.__module__.split(".", 1)[0] for kind, _, _, _ in self._replaced}
 
     def close(self) -> None:
@@ -131,9 +107,7 @@ class AppliedGradients:
             self._reduced_now += len(values)
             if any(watched.schedule.is_due() for watched in self._watched.values()):
                 self._pair = pair() or self._pair
-        for value in values:
-            if hasattr(value, "assign"):
-                self._averaged.add(id(compat.inner_variable(value)))
+        self._averaged.update(id(compat.inner_variable(value)) for value in values if hasattr(value, "assign"))
         for watched in self._watched.values():
             if watched.is_reduced is None and (watched.posted or not tf.executing_eagerly()):
                 known = [variable for reference in watched.variables if (variable := reference()) is not None]
@@ -148,22 +122,24 @@ class AppliedGradients:
     def skips(self, optimizer: Any) -> bool:
         """Return True for an eager step in which nothing is to be looked at, which is counted here."""
         watched = self._watched.get(optimizer)
-        if watched is None or not tf.executing_eagerly() or watched.schedule.is_due():
-            return False
-        if watched.start and watched.is_reduced:
+        has_start = watched is not None and watched.start is not None and watched.is_reduced
+        if watched is None or not tf.executing_eagerly() or watched.schedule.is_due() or has_start:
             return False
         self._pair, self._reduced_now = None, 0
         watched.schedule.step(lambda count: NEVER)
         return True
 
-    def look(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        """Look at what an optimizer is about to apply, if it is time."""
+    def look(self, optimizer: Any, pairs: Sequence[tuple[Any, Any]]) -> None:
+        """Look at the gradients that an optimizer is about to apply to variables, if it is time."""
         watched, eager = self._watched.get(optimizer), tf.executing_eagerly()
-        present = [(one, variable) for one, variable in zip(gradients, variables) if tf.is_tensor(dense_of(one))]
-        is_inner = hasattr(optimizer, "inner_optimizer") or _has_replicas()
-        if not present or is_inner or not can_compare() or compat.compiled_by_xla():
+        present = [(one, variable) for one, variable in pairs if tf.is_tensor(dense_of(one))]
+        can_look = can_compare() and tf.distribute.get_strategy().num_replicas_in_sync == 1
+        if not present or not can_look or hasattr(optimizer, "inner_optimizer"):
             return
         is_new, is_wrapped = watched is None, reduction_of(optimizer) is not None
+        variables = [variable for _, variable in pairs]
+        if compat.compiled_by_xla():  # and so can't call what compares gradients
+            return self._last_word.add_if_equal(variables)
         if watched is None:
             watched = self._watched[optimizer] = _Watched(self._job, type(optimizer).__name__, variables)
         applied = [one for one, _ in present]
@@ -175,50 +151,43 @@ class AppliedGradients:
             return
         pair, self._pair = self._pair if eager else None, None
         are_all, self._reduced_now = self._reduced_now >= len(present), 0
-        only: list[tuple[int, str]] = []
-        if len(missing) < len(present):
-            missed = set(map(id, missing))
-            only = [(id(compat.inner_variable(one)), variable_name(one)) for each, one in present if id(each) in missed]
+        some = set(map(id, missing if len(missing) < len(present) else ()))
+        only = [(id(compat.inner_variable(one)), variable_name(one)) for each, one in present if id(each) in some]
 
         def look_now(count: Any) -> Any:
             if pair is not None and any(dense_of(one).shape == pair.mine.shape for one in applied):
                 watched.samples.compare(count, compat.to_array(pair.mine), compat.to_array(pair.reduced), pair.scale)
             return call_now(post, [count, *_smallest(missing)], [tf.TensorSpec([], tf.int64)])[0]
 
+        def checksums(variables: Sequence[Any]) -> list[int]:
+            return [checksum(tf.convert_to_tensor(variable)) for variable in variables]
+
         def post(count: Any, *arrays: np.ndarray) -> list[Any]:
             due = NEVER
             with contextlib.suppress(Exception):  # whoever watches never ends a training; another rank may have told
-                due = self._post(watched, int(count), list(map(_sums_of, arrays)), only)
+                values = [array.astype(np.float64) for array in arrays]
+                sums = [[float(each.sum()), float(np.abs(each).sum())] for each in values]
+                due = self._post(watched, int(count), sums, only)
             return [np.int64(min(due, next_look(int(count), NEVER)) if eager else due)]
 
-        if is_new and eager:
-            self._begin(watched, variables)
+        # In functions ``same_variables`` compares the start, while they are traced.
+        if is_new and eager and environment.NPU_DEVICE_UNEQUAL_START.get() != "ignore":
+            self._starts[watched.signature] += 1
+            name = f"start {self._starts[watched.signature]} of {watched.signature}"
+            watched.start = (name, checksums(variables)) if sum(self._starts.values()) <= _KEPT else None
         watched.schedule.step(look_now)
         if watched.start is not None and watched.is_reduced and are_all and not is_new:
-            start, watched.start = watched.start, None
-            self._compare_start(*start, variables)
-
-    def _begin(self, watched: _Watched, variables: Sequence[Any]) -> None:
-        """Note what an eager loop begins with; in functions ``same_variables`` compares it while they are traced."""
-        self._starts[watched.signature] += 1
-        if environment.NPU_DEVICE_UNEQUAL_START.get() != "ignore" and sum(self._starts.values()) <= _KEPT:
-            watched.start = f"start {self._starts[watched.signature]} of {watched.signature}", _checksums(variables)
-
-    def _compare_start(self, name: str, start: list[int], variables: Sequence[Any]) -> None:
-        """Compare what an eager loop began with. What is equal by now was broadcast after the first step, as Horovod's
-        scripts do.
-        """
-        names = list(map(variable_name, variables))
-        found = posted_differences(self._job, name, names, start, _checksums(variables))
-        if found is not None:
-            _log.warning("%s%s%s", DIFFERENT_START, found, BROADCAST)
+            (name, start), watched.start = watched.start, None
+            # What is equal by now was broadcast after the first step, as Horovod's scripts do.
+            names = list(map(variable_name, variables))
+            text = different_start(self._job, name, names, BROADCAST, start, checksums(variables))
+            if text is not None:
+                _log.warning("%s", text)
 
     def _post(self, watched: _Watched, count: int, sums: _Sums, only: list[tuple[int, str]]) -> int:
-        """Post sums of the gradients that aren't known to be reduced, and look at what all ranks posted in an earlier
-        step; return the step of the next look. ``only`` has ids and names of their variables if other gradients were
-        reduced.
-
-        What earlier optimizers of the signature have posted is posted again: another rank may be behind by one.
+        """Post sums of the gradients that aren't known to be reduced, with those of earlier optimizers like this one:
+        another rank may be behind by one. Look at what all ranks posted in an earlier step; return the step of the next
+        look. ``only`` has ids and names of their variables if other gradients were reduced.
         """
         if watched.is_reduced is not None or self._job.health.is_over or not sums:
             return NEVER
@@ -237,16 +206,23 @@ class AppliedGradients:
         own = _own({rank: [one for step, one in each if step == earlier[0]] for rank, each in posted.items()})
         if len(own) == size and earlier[1] not in own[mine]:
             watched.is_reduced = True
-        # Local SGD may average for the first time much later; variables that nothing averages are named at the end.
-        elif len(own) == size and all(own.values()) and self._job.made(ReducedTensors).has_any:
+        elif len(own) == size and all(own.values()) and not self._may_be_averaged_later(watched):
             watched.is_reduced = False
             # Some of the variables may be meant for this rank alone, unless they were equal on all ranks.
-            if not self._are_equal_otherwise(watched) and all(self._last_word.knows(number) for number, _ in only):
+            known = [self._last_word.calls_before(number) for number, _ in only]
+            if None not in known and not self._are_equal_otherwise(watched):
                 models = min(map(len, own.values()))
                 self._job.store.set(f"told about {models} models of {signature}", "")
                 of_those = f" for {named([name for _, name in only])}" if only else ""
                 _log.warning(_NOT_REDUCED, of_those, watched.kind, count, size)
         return next_look(count, count) if watched.is_reduced is None and count < _LAST_LOOK else NEVER
+
+    def _may_be_averaged_later(self, watched: _Watched) -> bool:
+        """Return whether what an optimizer trains may be averaged for the first time much later, as in local SGD: since
+        it has been made equal, nothing was reduced. If it never is, ``last_word`` names it.
+        """
+        calls = self._job.made(ReducedTensors).calls
+        return calls == 0 or all(self._last_word.calls_before(number) == calls for number in watched.trained)
 
     def _are_equal_otherwise(self, watched: _Watched) -> bool:
         """Return whether what an optimizer trains is reduced itself, or by another optimizer, as in local SGD."""
@@ -256,37 +232,22 @@ class AppliedGradients:
 
 def _own(rows: dict[int, list[_Sums]]) -> dict[int, list[_Sums]]:
     """Return, for each rank, the sums that no other rank has."""
+    others = {rank: [each for other, sums in rows.items() if other != rank for each in sums] for rank in rows}
     return {
-        rank: [
-            one
-            for one in mine
-            if not any(_are_alike(one, each) for other, others in rows.items() if other != rank for each in others)
-        ]
+        rank: [one for one in mine if not any(_are_alike(np.array(one), np.array(each)) for each in others[rank])]
         for rank, mine in rows.items()
     }
 
 
-def _are_alike(one: _Sums, other: _Sums) -> bool:
-    first, second = np.array(one), np.array(other)
-    if first.shape != second.shape:
+def _are_alike(one: np.ndarray, other: np.ndarray) -> bool:
+    if one.shape != other.shape:
         return False
-    largest = np.maximum(first[:, 1:], second[:, 1:])
-    return bool(np.all(np.abs(first - second) <= _ROUNDING * largest))
-
-
-def _checksums(variables: Sequence[Any]) -> list[int]:
-    return [checksum(tf.convert_to_tensor(variable)) for variable in variables]
-
-
-def _sums_of(array: np.ndarray) -> list[float]:
-    values = array.astype(np.float64)
-    return [float(values.sum()), float(np.abs(values).sum())]
+    return bool(np.all(np.abs(one - other) <= _ROUNDING * np.maximum(one, other)[:, 1:]))
 
 
 def _smallest(gradients: Sequence[Any]) -> list[Any]:
     """Return the tensors of the smallest gradients with floating-point numbers."""
-    tensors = [dense_of(gradient) for gradient in gradients]
-    known = [tensor for tensor in tensors if tensor.dtype.is_floating]
+    known = [tensor for tensor in map(dense_of, gradients) if tensor.dtype.is_floating]
     return sorted(known, key=lambda tensor: tensor.shape.num_elements() or sys.maxsize)[:_SUMMED]
 
 
@@ -301,10 +262,6 @@ def _is_value_of(variable: Any, values: Sequence[Any]) -> bool:
     return any(read.type == "ReadVariableOp" and read.inputs[0].name in handles for read in reads)
 
 
-def _has_replicas() -> bool:
-    return bool(tf.distribute.get_strategy().num_replicas_in_sync > 1)
-
-
 def _hook(original: Callable[..., Any], parameter: str) -> Callable[..., Any]:
     """Return a method that looks at its gradients before the original applies them."""
 
@@ -314,32 +271,17 @@ def _hook(original: Callable[..., Any], parameter: str) -> Callable[..., Any]:
         given, rest = list(args[0] if args else kwargs.pop(parameter)), args[1:]
         job = current()
         watching = None if job is None or job.is_parents else job.part(AppliedGradients)
-        reduction = None if watching is None or parameter != "grads" else _reduction_inside(self)
+        reduction = None if watching is None or parameter != "grads" else reduction_inside(self)
         if reduction is not None:
             variables = compat.variables_to_update(self, *rest, **kwargs)
             return reduction.apply(self, functools.partial(original, self), given, variables)
         if watching is None or watching.skips(self):
             return original(self, given, *rest, **kwargs)
-        if parameter == "grads":
-            gradients, variables = given, compat.variables_to_update(self, *rest, **kwargs)
-        else:
-            gradients, variables = [one for one, _ in given], [variable for _, variable in given]
         try:
-            watching.look(self, gradients, variables)
+            updated = compat.variables_to_update(self, *rest, **kwargs) if parameter == "grads" else None
+            watching.look(self, given if updated is None else list(zip(given, updated)))
         except Exception:  # whoever watches never ends a training
             _log.debug("could not look at the gradients of a %s", type(self).__name__, exc_info=True)
         return original(self, given, *rest, **kwargs)
 
     return apply
-
-
-def _reduction_inside(optimizer: Any) -> Any:
-    """Return the reduction of the optimizer inside a loss-scale optimizer of Keras 3 that isn't wrapped itself; else
-    None.
-
-    It calls the one inside only if the gradients are finite, on which all ranks must agree, or some wait forever. Keras
-    makes it itself (compile under mixed_float16) without telling the inner one. So its gradients are reduced before it
-    looks at them.
-    """
-    inner = getattr(optimizer, "inner_optimizer", None)
-    return None if inner is None or reduction_of(optimizer) is not None else reduction_of(inner)

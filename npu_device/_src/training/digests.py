@@ -1,4 +1,4 @@
-"""Checksums of values, and how a text tells which ranks' values differ."""
+"""Checksums of values, and a text about those that differ between ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from npu_device._src.collectives.job import Job
 SHOWN_VARIABLES = 4
 SHOWN_RANKS = 16
 
-DIFFERENT_START = "the ranks begin training with different values of "
+DIFFERENT_START = "the ranks begin training with different values of %s%s"
 BROADCAST = (
     "\nLikely cause: no broadcast, a layer that was built after it, or another seed on each rank.\nWhat to do: build "
     "the whole model, and call npu.distribute.broadcast(model.variables) before the first step."
 )
 
-Digest = tuple[tuple[int, ...], str, int]
-"""Shape, dtype and checksum of a value."""
+Digest = tuple[tuple[int, ...], str, int]  # shape, dtype and checksum of a value
 
 
 def digest_of(value: Any) -> Digest:
@@ -68,7 +67,7 @@ def differences(
     return places, "\n".join([f"{len(places)} of {len(names)} variables ({named(different)}):", *lines])
 
 
-def posted_differences(job: Job, name: str, names: Sequence[str], *checksums: Sequence[int]) -> str | None:
+def different_start(job: Job, name: str, names: Sequence[str], remedy: str, *checksums: Sequence[int]) -> str | None:
     """Post checksums of variables under a name; on the last rank to come, return a text about those that differ. No
     rank waits. The checksums are of one or several times: variables that were equal at one of them don't count.
     """
@@ -83,4 +82,4 @@ def posted_differences(job: Job, name: str, names: Sequence[str], *checksums: Se
     apart = [all(len(set(each)) > 1 for each in zip(*found)) for found in zip(*rows)]
     first = [[each[0] if differs else 0 for each, differs in zip(row, apart)] for row in rows]
     found = differences(cluster, range(cluster.world_size), names, first)
-    return None if found is None else found[1]
+    return None if found is None else DIFFERENT_START % (found[1], remedy)

@@ -8,11 +8,13 @@ loops of one's own, are listed as information.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 import weakref
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -21,6 +23,7 @@ from npu_device._src import compat
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.time_limits import LAST_WORD_SECONDS
 from npu_device._src.collectives.job import Job
+from npu_device._src.gradients.reduction import ReducedTensors
 from npu_device._src.training.digests import checksum, differences, variable_name
 from npu_device._src.training.schedule import can_compare
 
@@ -43,12 +46,7 @@ ENDED_APART = (
 )
 
 
-class _Noted(NamedTuple):
-    """A variable, what the ranks call it, and its name."""
-
-    key: str
-    reference: weakref.ref[Any]
-    name: str
+_Present = tuple[str, Any, str, bool]  # what the ranks call a variable, itself, its name, whether it must be equal
 
 
 class LastWord:
@@ -56,32 +54,39 @@ class LastWord:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._noted: dict[int, _Noted] = {}  # by the variable's id
+        self._noted: dict[int, tuple[str, weakref.ref[Any], str]] = {}  # by id: what the ranks call it, itself, name
         self._optimizers: dict[str, list[weakref.ref[Any]]] = {}  # each with what it trains, by the key of the first
+        self._calls_before: dict[int, int] = {}  # by id
         self._calls = 0
 
-    def add(self, variables: Sequence[Any]) -> None:
-        """Note variables that are equal on all ranks of the job from now on. Every rank does it, in the same order."""
-        inner = list(map(compat.inner_variable, variables))  # a function knows Keras's variables by those inside
-        new = [place for place, variable in enumerate(inner) if id(variable) not in self._noted]
-        if not new or not can_compare():
+    def add(self, variables: Sequence[Any], label: str = "") -> None:
+        """Note what is equal on all ranks from now on. Every rank does it, in the same order, or has the same label."""
+        if not can_compare():
             return
-        self._calls += 1
-        noted = self._noted
-        for place in new:
-            number = id(inner[place])
-            reference = weakref.ref(inner[place], lambda _, number=number: noted.pop(number, None))  # type: ignore[misc]
-            noted[number] = _Noted(f"{self._calls}/{place}", reference, variable_name(variables[place]))
+        self._calls, noted = self._calls + (not label), self._noted
+        for place, variable in enumerate(variables):
+            inner = compat.inner_variable(variable)  # by which a function knows one of Keras
+            self._calls_before[id(inner)] = self._job.made(ReducedTensors).calls
+            if id(inner) not in noted:
+                forget = functools.partial(noted.pop, id(inner))
+                reference = weakref.ref(inner, lambda _, forget=forget: forget(None))  # type: ignore[misc]
+                noted[id(inner)] = f"{label or self._calls}/{place}", reference, variable_name(variable)
 
-    def knows(self, number: int) -> bool:
-        """Return whether the variable of an id was equal on all ranks."""
-        return number in self._noted
+    def add_if_equal(self, variables: Sequence[Any]) -> None:
+        """Note variables that may be equal on all ranks now, while a function is traced."""
+        with tf.init_scope():
+            starts = [_checksum(compat.to_array(tf.convert_to_tensor(each))) for each in variables]
+            self.add(variables, f"start {zlib.crc32(repr(starts).encode())}")
+
+    def calls_before(self, number: int) -> int | None:
+        """Return how many reductions came before the variable of an id was made equal; None if it never was."""
+        return self._calls_before[number] if number in self._noted else None
 
     def add_optimizer(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Note that an optimizer trains variables with reduced gradients: its state is equal on all ranks, too."""
         first = self._noted.get(id(compat.inner_variable(variables[0]))) if variables else None
         if first is not None:
-            self._optimizers.setdefault(first.key, [weakref.ref(one) for one in (optimizer, *variables)])
+            self._optimizers.setdefault(first[0], [weakref.ref(one) for one in (optimizer, *variables)])
 
     def close(self) -> None:
         """Compare; after a failure nothing is compared."""
@@ -90,24 +95,24 @@ class LastWord:
             return
         with compat.eager_mode(), contextlib.suppress(ClusterError, tf.errors.OpError):
             present = self._present()
-            mine = dict(_checksums(present))
-            said = {"alone": not job.has_communicated, "checksums": mine}
-            everybody = job.store.post("the last word", said)
+            mine = {"alone": not job.has_communicated, "checksums": dict(_checksums(present))}
+            everybody = job.store.post("the last word", mine)
             if len(everybody) == job.cluster.world_size:
                 self._say(present, [everybody[rank] for rank in range(job.cluster.world_size)])
 
-    def _present(self) -> list[tuple[str, Any, str, bool]]:
-        """Return the variables that exist, each with its key, its name and whether it must be equal; those first."""
+    def _present(self) -> list[_Present]:
+        """Return the variables that exist, those that must be equal first."""
         noted = list(self._noted.values())
-        found = {one.key: (variable, one.name) for one in noted if (variable := one.reference()) is not None}
-        state: dict[str, tuple[Any, str]] = {}
+        found = {key: (variable, name) for key, reference, name in noted if (variable := reference()) is not None}
+        of_optimizers: set[int] = set()
         for key, references in self._optimizers.items():
             optimizer, *trained = [reference() for reference in references]
-            if optimizer is not None and all(variable is not None for variable in trained):
-                own = map(compat.inner_variable, compat.optimizer_variables(optimizer, trained))
-                state.update({f"{key}/{place}": (one, variable_name(one)) for place, one in enumerate(own)})
-        of_optimizers = {id(variable) for variable, _ in state.values()}
-        found.update({key: one for key, one in state.items() if id(one[0]) not in self._noted})
+            if optimizer is None or any(variable is None for variable in trained):
+                continue
+            for place, own in enumerate(map(compat.inner_variable, compat.optimizer_variables(optimizer, trained))):
+                of_optimizers.add(id(own))
+                if id(own) not in self._noted:
+                    found[f"{key}/{place}"] = own, variable_name(own)
         present = [
             (key, variable, name, bool(variable.trainable) or id(variable) in of_optimizers)
             for key, (variable, name) in found.items()
@@ -115,24 +120,22 @@ class LastWord:
         ]
         return sorted(present, key=lambda one: not one[3])
 
-    def _say(self, present: list[tuple[str, Any, str, bool]], everybody: list[dict[str, Any]]) -> None:
-        cluster = self._job.cluster
+    def _say(self, present: list[_Present], everybody: list[dict[str, Any]]) -> None:
+        cluster, checksums = self._job.cluster, [one["checksums"] for one in everybody]
         if all(one["alone"] for one in everybody):
             _log.warning(_ALONE, cluster.world_size)
             return
-        checksums = [one["checksums"] for one in everybody]
+        # What nobody refers to any more may be gone on some ranks only.
+        common = [one for one in present if all(one[0] in mine for mine in checksums)]
         for level, wanted in ((logging.WARNING, True), (logging.INFO, False)):
-            # What nobody refers to any more may be gone on some ranks only.
-            names = {
-                key: name for key, _, name, must in present if must is wanted and all(key in mine for mine in checksums)
-            }
+            names = {key: name for key, _, name, must in common if must is wanted}
             rows = [[mine[key] for key in names] for mine in checksums]
             found = differences(cluster, range(cluster.world_size), list(names.values()), rows)
             if found is not None:
                 _log.log(level, ENDED_APART, found[1])
 
 
-def _checksums(present: Iterable[tuple[str, Any, str, bool]]) -> Iterator[tuple[str, int]]:
+def _checksums(present: Iterable[_Present]) -> Iterator[tuple[str, int]]:
     """Return the keys and checksums of as many variables as there is time for."""
     until = time.monotonic() + LAST_WORD_SECONDS
     for key, variable, _, _ in present:
@@ -146,8 +149,7 @@ def _checksum(array: np.ndarray) -> int:
     """Return the checksum of an array; of a large one, of some pieces."""
     if array.nbytes <= _PIECE * _PIECES or array.dtype == object:
         return checksum(array)
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    found = 0
+    data, found = np.ascontiguousarray(array).reshape(-1).view(np.uint8), 0
     for begin in np.linspace(0, len(data) - _PIECE, _PIECES).astype(int):
         found = checksum(data[begin : begin + _PIECE], found)
     return found

@@ -21,7 +21,6 @@ from npu_device._src import compat
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.gradients.reduction import Gradient, ReductionOptions, dense_of, origin_of, reduce_list
 from npu_device._src.trace.steps import iteration
-from npu_device._src.training.applied_gradients import REDUCTION, is_wrapped
 from npu_device._src.training.finite_gradients import checked, is_wanted
 from npu_device._src.training.replica_audit import Audit
 from npu_device._src.training.same_samples import Pair, pair_of
@@ -29,6 +28,7 @@ from npu_device._src.training.same_variables import make_equal
 from npu_device._src.training.schedule import can_compare
 from npu_device._src.training.training_state import unique
 from npu_device._src.training.world import World, world_unless_child
+from npu_device._src.training.wrapped import REDUCTION, is_wrapped
 
 # Otherwise AutoGraph would rewrite the methods below when an optimizer is called in a tf.function.
 _as_it_is = tf.autograph.experimental.do_not_convert

@@ -27,7 +27,7 @@ from npu_device._src.collectives.ops import all_reduce
 from npu_device._src.training.applied_gradients import AppliedGradients
 from npu_device._src.training.digests import Digest, differences, digest_of, variable_name
 from npu_device._src.training.same_samples import Pair, SameSamples
-from npu_device._src.training.same_variables import compared
+from npu_device._src.training.same_variables import not_compared
 from npu_device._src.training.schedule import FIRST_LOOKS, NEVER, Schedule, can_compare, next_look
 from npu_device._src.training.training_state import unique
 from npu_device._src.training.world import World, value_of
@@ -75,10 +75,8 @@ class Audit:
     def step(self, variables: Sequence[Any], optimizer: Any = None, pair: Pair | None = None) -> None:
         """Count a step, and audit it if it is time. Later updates of the variables come after that.
 
-        Args:
-            variables: those that the step updates, in the same order on every rank.
-            optimizer: what updates them; None if it isn't known, and the order of the variables may then differ.
-            pair: a gradient of the step before and after its reduction.
+        If the optimizer that updates the variables isn't known, the ranks may have them in different orders. ``pair``
+        is a gradient of the step before and after its reduction.
         """
         myself = weakref.ref(self)  # a graph must not keep the job
         self._schedule.step(lambda count: _audit_of(myself)._look(count, variables, optimizer, pair))
@@ -86,7 +84,8 @@ class Audit:
     def _look(self, count: Any, variables: Sequence[Any], optimizer: Any, pair: Pair | None) -> Any:
         """Compare; return the step of the next audit."""
         myself, ordered = weakref.ref(self), optimizer is not None
-        audited = [] if self._is_off else [*variables, *_own(optimizer, variables)]
+        own = compat.optimizer_variables(optimizer, variables) if ordered else []
+        audited = [] if self._is_off else unique([*variables, *own])
         names, by_hand = [variable_name(one) for one in audited], [] if ordered else list(map(weakref.ref, variables))
         made = tf.cast(value_of(optimizer.iterations), tf.int64) if ordered else count - 1
         gradients = [] if pair is None or self._samples.is_over else [pair.mine, pair.reduced]
@@ -110,9 +109,7 @@ class Audit:
 
     def _message(self, count: int, digests: list[Digest], by_hand: Sequence[Any]) -> Any:
         """Return this rank's digest, negated too, whether it is silent, and minus its times: the ranks take the maxima.
-
-        A rank is silent while it isn't known to apply the gradients that it has reduced by hand: ``applied_gradients``
-        tells.
+        A rank is silent while it isn't known to apply the gradients that it has reduced by hand.
         """
         now = time.perf_counter()
         if self._last is not None:
@@ -145,11 +142,12 @@ class Audit:
 
     def _tell(self, seen: _Seen, key: str) -> int:
         """Raise an error or warn, on every rank alike: which variables differ, and how far."""
-        cluster = self._world.job.cluster
-        mine = [f"norm {_norm(array)}, digest {one[2]:08x}" for one, array in zip(seen.digests, seen.arrays)]
+        cluster, store = self._world.job.cluster, self._world.job.store
+        norms = [np.linalg.norm(np.abs(array).astype(np.float64)) for array in seen.arrays]
+        mine = [f"norm {norm:.9g}, digest {number:08x}" for norm, (_, _, number) in zip(norms, seen.digests)]
         found = {cluster.rank: mine}
         with contextlib.suppress(ClusterError):
-            found = self._world.job.store.gather_from(key, mine, self._world.group.ranks, DETAILS_SECONDS)
+            found = store.gather_from(key, mine, self._world.group.ranks, DETAILS_SECONDS)
         ranks = sorted(found)
         _, which = differences(cluster, ranks, seen.names, [found[rank] for rank in ranks]) or ([], "some variables")
         before = "" if self._equal_after is None else f" (after step {self._equal_after} they were equal)"
@@ -161,41 +159,30 @@ class Audit:
         return NEVER
 
 
-def _norm(array: np.ndarray) -> str:
-    return f"{np.linalg.norm(np.abs(array).astype(np.float64)):.9g}"
-
-
-class _AuditsByHand:
+class _AuditsByHand(dict[tuple[int, ...], Audit]):
     """The audits of variables whose gradients functions reduce themselves, by the variables' ids; a part of the job.
 
     Functions that are made again go on with the same count. So an audit lives as long as the first of its variables: a
     function that nobody refers to is gone when Python's garbage collector has run, on each rank at another time.
     """
 
-    def __init__(self) -> None:
-        self.audits: dict[tuple[int, ...], Audit] = {}
-
 
 def audit_by_hand(world: World, variables: Sequence[Any], pair: Callable[[], Pair | None] | None) -> None:
-    """Audit the variables whose gradients a ``tf.function`` has reduced, see ``same_variables.make_equal_behind``, if
-    it is time; ``pair`` returns one of the gradients before and after its reduction.
+    """Audit the variables whose gradients a ``tf.function`` has reduced, if it is time; ``pair`` returns one of the
+    gradients before and after its reduction.
     """
     if world.size == 1 or not can_compare():
         return
-    audits, key = world.job.made(_AuditsByHand).audits, tuple(map(id, variables))
+    audits, key = world.job.made(_AuditsByHand), tuple(map(id, variables))
     if key not in audits:
-        audits[key] = Audit(world, not compared(variables))
+        audits[key] = Audit(world, bool(not_compared(variables)))
         if variables:
             weakref.finalize(variables[0], audits.pop, key, None)
     audits[key].step(variables, None, None if pair is None else pair())
 
 
 def _audit_of(reference: weakref.ref[Audit]) -> Audit:
-    """Return the audit of a graph.
-
-    Raises:
-        RuntimeError: its optimizer no longer exists.
-    """
+    """Return the audit of a graph; raise an error if its optimizer no longer exists."""
     audit = reference()
     if audit is None:
         raise RuntimeError(
@@ -203,12 +190,3 @@ def _audit_of(reference: weakref.ref[Audit]) -> Audit:
             "optimizer."
         )
     return audit
-
-
-def _own(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
-    """Return the variables of the optimizer that exist now."""
-    if optimizer is None:
-        return []
-    known = {id(variable) for variable in variables}
-    own = unique(compat.optimizer_variables(optimizer, variables))
-    return [variable for variable in own if id(variable) not in known]

@@ -8,7 +8,6 @@ were, and a sum is as many times as large as there are ranks.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -39,28 +38,20 @@ class Pair(NamedTuple):
 
 
 def pair_of(mine: Sequence[Gradient], reduced: Sequence[Gradient], kind: str, size: int) -> Pair | None:
-    """Return one of some gradients to compare with its reduction, small and soon there: among those of a moderate size
-    the last one, which backward produces first.
+    """Return one of some gradients to compare with its reduction: among those of a moderate size the last one, which
+    backward produces first; else the smallest.
     """
-    if kind not in ("mean", "sum"):
+    numbers = [int(one.shape.num_elements() or 0) if isinstance(one, tf.Tensor) else 0 for one in mine]
+    excess = [
+        (max(0, count - _MOST_NUMBERS), -place)
+        for place, (count, one) in enumerate(zip(numbers, mine))
+        if count >= _FEWEST_NUMBERS and one is not None and one.dtype in (tf.float32, tf.float64)
+    ]
+    if kind not in ("mean", "sum") or not excess:
         return None
-    effort = list(map(_effort, mine))
-    least = min(effort, default=math.inf)
-    if least == math.inf:
-        return None
-    place = len(mine) - 1 - effort[::-1].index(least)
-    one, other = mine[place], reduced[place]
-    return Pair(tf.convert_to_tensor(one), tf.convert_to_tensor(other), 1.0 if kind == "mean" else float(size))
-
-
-def _effort(gradient: Gradient) -> float:
-    """Return what it costs to compare a gradient: 0 for a moderate size, the size if it is larger; infinity if it can't
-    be compared.
-    """
-    if not isinstance(gradient, tf.Tensor) or gradient.dtype not in (tf.float32, tf.float64):
-        return math.inf
-    numbers = int(gradient.shape.num_elements() or 0)
-    return math.inf if numbers < _FEWEST_NUMBERS else 0 if numbers <= _MOST_NUMBERS else numbers
+    place = -min(excess)[1]
+    scale = 1.0 if kind == "mean" else float(size)
+    return Pair(tf.convert_to_tensor(mine[place]), tf.convert_to_tensor(reduced[place]), scale)
 
 
 class SameSamples:
@@ -75,11 +66,11 @@ class SameSamples:
         largest = np.abs(mine).max()
         if self.is_over or not largest > 0 or not np.isfinite(largest):
             return
-        self.is_over = not bool(np.all(np.abs(scale * mine - reduced) <= _ROUNDING * scale * largest))
+        differ = bool(np.any(np.abs(scale * mine - reduced) > _ROUNDING * scale * largest))
         self._alike += 1
-        if self.is_over or self._alike < _LOOKS:
+        self.is_over = differ or self._alike >= _LOOKS
+        if differ or not self.is_over:
             return
-        self.is_over = True
         much = "" if scale == 1 else f", and their sum makes steps {scale:g} times too large"
         _log.warning(
             "in step %d, and whenever looked at before, all ranks have computed the very same gradients: they read the "
@@ -94,13 +85,11 @@ class SameSamples:
 class DividedData:
     """Compares how the ranks shuffle the datasets that they are about to divide; a part of the job."""
 
-    def __init__(self) -> None:
-        self._divided = 0
+    _divided = 0
 
     def compare(self, job: Job, dataset: Any) -> None:
-        """Warn if a dataset is shuffled in another order on each rank, with or without a seed.
-
-        The ranks would then read some samples twice and others never. No rank waits: the last one compares.
+        """Warn if a dataset is shuffled in another order on each rank, so that some samples are read twice and others
+        never. No rank waits: the last one compares.
         """
         seeds = compat.shuffle_seeds(dataset)
         self._divided += 1

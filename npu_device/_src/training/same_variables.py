@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import logging
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,13 +18,14 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.collectives.graph import runs_if_fetched
 from npu_device._src.collectives.sessions import call_python
+from npu_device._src.gradients.reduction import dense_of
 from npu_device._src.training.digests import (
     BROADCAST,
     DIFFERENT_START,
     checksum,
     differences,
+    different_start,
     digest_of,
-    posted_differences,
     variable_name,
 )
 from npu_device._src.training.last_word import ENDED_APART
@@ -44,20 +44,13 @@ _TAPE = "gradient_tape/"  # before the name of the operation that the gradient i
 
 def make_equal(world: World, variables: Sequence[Any], ordered: bool = True, level: int = logging.WARNING) -> bool:
     """Compare variables before the first step; where they differ, overwrite them with those of the group's first rank.
+    While a function is traced, this happens at once.
 
     Return False while they have no values: they were made in the trace that goes on. Usually TensorFlow then gives them
-    values and traces again, when the caller can compare them.
-
-    Args:
-        variables: those that an optimizer updates, and its own; the same on every rank.
-        ordered: they come in the same order on every rank; else those of one name belong together.
-        level: how to log that they differ.
+    values and traces again, when the caller can compare them. Unless ``ordered``, those of one name belong together.
 
     Raises:
         RuntimeError: they differ, and ``NPU_DEVICE_UNEQUAL_START`` is ``error``; or only some ranks have values.
-
-    The log names the variables that differ. With ``NPU_DEVICE_UNEQUAL_START=ignore`` nothing is compared. While a
-    function is traced, this happens at once.
     """
     mode = environment.NPU_DEVICE_UNEQUAL_START.get()
     if mode == "ignore" or not can_compare():
@@ -77,20 +70,23 @@ def make_equal(world: World, variables: Sequence[Any], ordered: bool = True, lev
             )
         variables = variables if ordered else _in_common_order(world, variables)
         found = _differences(world, variables)
-        if found is None:
-            world.note_equal(variables)
-            return True
-        places, named = found
-        text = f"{DIFFERENT_START}{named}{BROADCAST}"
-        if mode == "error":
-            raise RuntimeError(f"rank {world.job.cluster.rank}: {text}")
-        world.assign_from_root([variables[place] for place in places])
-        if world.rank == 0:
-            _log.log(level, "%s\nThey are those of rank %d now.", text, world.group.ranks[0])
+        if found is not None:
+            text = DIFFERENT_START % (found[1], BROADCAST)
+            if mode == "error":
+                raise RuntimeError(f"rank {world.job.cluster.rank}: {text}")
+            world.assign_from_root([variables[place] for place in found[0]])
+            if world.rank == 0:
+                _log.log(level, "%s\nThey are those of rank %d now.", text, world.group.ranks[0])
+        world.note_equal(variables)
         return True
 
 
 _compared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
+
+
+def not_compared(variables: Sequence[Any]) -> list[Any]:
+    """Return those of the variables that ``make_equal_behind`` hasn't compared."""
+    return [variable for variable in variables if _compared.get(id(variable)) is not variable]
 
 
 def make_equal_behind(world: World, gradients: Sequence[Any], level: int = logging.WARNING) -> list[Any] | None:
@@ -100,11 +96,10 @@ def make_equal_behind(world: World, gradients: Sequence[Any], level: int = loggi
     graph knows which trainable variables it has read. Those of one shape and dtype are compared, once, if there are as
     many of them as gradients; otherwise some may belong to this rank alone.
     """
-    present = [gradient for gradient in gradients if gradient is not None]
-    if not any(operation.name.startswith(_TAPE) for operation in _operations_of(present)):
+    if not any(operation.name.startswith(_TAPE) for operation in _operations_of(gradients)):
         return None
-    behind = _variables_of(present)
-    new = [variable for variable in behind if _compared.get(id(variable)) is not variable]
+    behind = _variables_of([gradient for gradient in gradients if gradient is not None])
+    new = not_compared(behind)
     if new and make_equal(world, new, ordered=False, level=level):
         _compared.update({id(variable): variable for variable in new})
     return behind
@@ -116,18 +111,21 @@ def _variables_of(gradients: Sequence[Any]) -> list[Any]:
     What has nothing to do with the gradients is left out: one rank may read it alone, to look at it.
     """
     needed = _needed(gradients)
-    read = [
-        variable
-        for variable, handle in compat.variables_read()
-        if variable.trainable and any(user.name in needed for reader in handle.consumers() for user in _users(reader))
-    ]
+
+    def is_needed(handle: Any) -> bool:
+        readers = handle.consumers()
+        users = [user for reader in readers for value in reader.outputs for user in value.consumers()]
+        return any(operation.name in needed for operation in (*readers, *users))
+
+    read = [one for one, handle in compat.variables_read() if one.trainable and is_needed(handle)]
     return _of_the_kinds(gradients, read)
 
 
 def _of_the_kinds(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """Return the variables of each shape and dtype of which there are as many variables as gradients."""
-    wanted, there = (Counter(map(_shape_and_dtype, values)) for values in (gradients, variables))
-    return [one for one in variables if there[_shape_and_dtype(one)] == wanted[_shape_and_dtype(one)]]
+    both = gradients, variables
+    wanted, there = ([(str(one.shape), tf.as_dtype(one.dtype).base_dtype) for one in each] for each in both)
+    return [one for one, kind in zip(variables, there) if there.count(kind) == wanted.count(kind)]
 
 
 def _in_common_order(world: World, variables: Sequence[Any]) -> Sequence[Any]:
@@ -141,10 +139,7 @@ def _in_common_order(world: World, variables: Sequence[Any]) -> Sequence[Any]:
 
 def _operations_of(values: Sequence[Any]) -> list[tf.Operation]:
     """Return the operations of the graph that make values; eager values have none."""
-    if tf.executing_eagerly():
-        return []
-    tensors = [getattr(value, "values", value) for value in values]  # the rows of a sparse one
-    return [tensor.op for tensor in tensors if tf.is_symbolic_tensor(tensor)]
+    return [tensor.op for tensor in map(dense_of, values) if tf.is_symbolic_tensor(tensor)]
 
 
 def _needed(values: Sequence[Any]) -> set[str]:
@@ -158,19 +153,6 @@ def _needed(values: Sequence[Any]) -> set[str]:
                 waiting.append(tensor.op)
     of_tape = [name[len(_TAPE) :] for name in seen if name.startswith(_TAPE)]
     return seen | {name.rpartition("/")[0] for name in of_tape}
-
-
-def _users(operation: tf.Operation) -> list[tf.Operation]:
-    return [operation, *(consumer for tensor in operation.outputs for consumer in tensor.consumers())]
-
-
-def compared(variables: Sequence[Any]) -> bool:
-    """Return whether ``make_equal_behind`` has compared all of the variables."""
-    return all(_compared.get(id(variable)) is variable for variable in variables)
-
-
-def _shape_and_dtype(value: Any) -> tuple[str, tf.DType]:
-    return str(value.shape), tf.as_dtype(value.dtype).base_dtype
 
 
 def warn_if_different(world: World, variables: Sequence[Any]) -> None:
@@ -202,14 +184,8 @@ def _has_value(variable: Any) -> bool:
         return False
 
 
-# In a session's graph: the first run of each session compares.
-
-
-class _Sessions:
-    """Counts the graphs that compare their variables; a part of the job."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
+class _Graphs(list[str]):
+    """The comparisons in graphs for sessions; a part of the job."""
 
 
 @contextlib.contextmanager
@@ -218,21 +194,20 @@ def compared_in_session(world: World, gradients: Sequence[Any]) -> Iterator[None
 
     Those are the trainable variables of the gradients' shapes, if there are as many of them.
     """
-    mode, sessions = environment.NPU_DEVICE_UNEQUAL_START.get(), world.job.made(_Sessions)
+    mode, graphs = environment.NPU_DEVICE_UNEQUAL_START.get(), world.job.made(_Graphs)
     variables: list[Any] = []
-    if runs_if_fetched() and mode != "ignore" and world.size == world.job.cluster.world_size:
+    if runs_if_fetched() and mode != "ignore" and world.size == world.job.cluster.world_size and len(graphs) < _GRAPHS:
         present = [gradient for gradient in gradients if gradient is not None]
         variables = _of_the_kinds(present, tf.compat.v1.trainable_variables())
-    if not variables or sessions.graphs >= _GRAPHS:
+    if not variables:
         yield
         return
-    sessions.graphs += 1
-    name, runs = f"session {sessions.graphs}", itertools.count(1)
+    name, runs = f"session {len(graphs) + 1}", itertools.count(1)
+    graphs.append(name)
     names = list(map(variable_name, variables))
 
     def compare(*arrays: np.ndarray) -> list[Any]:
-        found = posted_differences(world.job, f"{name}, start {next(runs)}", names, list(map(checksum, arrays)))
-        text = None if found is None else f"{DIFFERENT_START}{found}{_HOOK}"
+        text = different_start(world.job, f"{name}, start {next(runs)}", names, _HOOK, list(map(checksum, arrays)))
         if text is not None and mode == "error":
             raise RuntimeError(f"rank {world.job.cluster.rank}: {text}")
         if text is not None:

@@ -40,9 +40,7 @@ def is_only_building() -> bool:
 
 
 def can_compare() -> bool:
-    """Return whether the ranks can compare what belongs to a step: not in a session's graph, and not while a step is
-    only traced to make variables.
-    """
+    """Return whether the ranks can compare what belongs to the step that is built: not in a session's graph."""
     return not (is_only_building() or runs_if_fetched())
 
 
@@ -56,8 +54,7 @@ class Schedule:
 
     def __init__(self, device: str, first: int) -> None:
         self._count, self._due = 0, first
-        self._device = device
-        self._first = first
+        self._device, self._first = device, first
         self._in_graphs: tuple[Any, Any] | None = None
 
     def is_due(self) -> bool:
@@ -67,9 +64,8 @@ class Schedule:
     def step(self, look: Callable[[Any], Any]) -> None:
         """Count a step, now or when the graph that is built runs, and look if it is time.
 
-        Args:
-            look: called with the number of the step, an integer or a tensor (int64, shape []); returns that of the step
-                in which it is to be called next. In a graph it builds a branch.
+        ``look`` takes the number of the step, an integer or a tensor (int64, shape []), and returns that of the step in
+        which to look next. In a graph it builds a branch.
         """
         if tf.executing_eagerly():
             is_due = self.is_due()

@@ -33,7 +33,6 @@ class Arguments:
         self._in_order = _keras_names(model, own.__name__)[before:]
 
     def get(self, name: str) -> Any:
-        """Return an argument; None if it isn't passed."""
         arguments = self._bound.arguments
         if name in self._named:
             return arguments.get(name)
@@ -55,7 +54,6 @@ class Arguments:
             arguments[self._keywords] = {**arguments.get(self._keywords, {}), name: value}
 
     def call(self) -> Any:
-        """Call the method."""
         return self._own(*self._bound.args, **self._bound.kwargs)
 
 

@@ -30,7 +30,6 @@ _OWN = (
 
 
 def pull(batches: Any, count: int) -> list[Any]:
-    """Return the next batches, fewer than ``count`` if the data end."""
     pulled = []
     for _ in range(count):
         try:

@@ -83,7 +83,6 @@ def current_step() -> CurrentStep | None:
 
 @contextlib.contextmanager
 def running(step: CurrentStep | None) -> Iterator[None]:
-    """Let calls in the block see a step."""
     before = current_step()
     _running.step = step
     try:

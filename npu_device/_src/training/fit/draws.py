@@ -31,8 +31,6 @@ _ASSIGNMENTS = ("Assign", "Resource")  # AssignVariableOp, AssignAddVariableOp, 
 
 @dataclass(frozen=True)
 class Draw:
-    """A draw of a step."""
-
     name: str  # of what draws, for messages
     stateful: bool  # an operation with a state of its own draws, not a generator
     shared: str  # why all ranks share it; "" if each rank draws its own
@@ -182,7 +180,6 @@ class _Flow:
         return found
 
     def draws_inside(self) -> Iterator[tf.Operation]:
-        """Yield the draws inside branches, loops and functions."""
         for operation in self._graph.get_operations():
             for flow in _all(self._flows(operation)):
                 yield from filter(_is_draw, flow._graph.get_operations())

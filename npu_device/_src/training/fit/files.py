@@ -74,7 +74,6 @@ class _Save:
 
     @property
     def outcome(self) -> _Outcome:
-        """Return what other ranks need to know of it when it is over."""
         return self.wrote, self.error
 
 
@@ -200,7 +199,6 @@ class Saves:
         return self._job.health.ask(kind, [*body, next(self._numbers)], [rank], seconds).get(rank)
 
     def _left_by(self, writer: int) -> dict[str, _Outcome]:
-        """Return what a rank that has left the job has written."""
         with contextlib.suppress(TimeoutError):
             found: dict[str, _Outcome] = json.loads(self._job.store.get(f"{_OVER} {writer}", SAVE_LEFT_SECONDS))
             return found
@@ -288,7 +286,6 @@ def _by_method() -> Iterator[None]:
 
 
 def _exists(path: str) -> bool:
-    """Return True if there is a file or directory, or files with endings of their own."""
     return os.path.exists(path) or bool(glob.glob(f"{glob.escape(path)}.*"))
 
 

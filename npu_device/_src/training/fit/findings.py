@@ -18,8 +18,6 @@ _SAFETY = 20  # times what rounding has been seen to change
 
 @dataclass(frozen=True)
 class Runs:
-    """The outcomes to compare."""
-
     whole: Outcome  # of all samples
     again: Sequence[Outcome]  # of all samples once more, and with weights that differ by rounding
     parts: Sequence[Outcome]
@@ -37,7 +35,6 @@ class Difference:
 
 
 def repeats(first: Outcome, second: Outcome) -> bool:
-    """Return True if a step gives the same gradients for the same samples."""
     pairs = [_dense([one, other]) for one, other in zip(first.gradients, second.gradients)]
     if all(np.array_equal(one, other) for one, other in pairs):
         return True
@@ -46,7 +43,6 @@ def repeats(first: Outcome, second: Outcome) -> bool:
 
 
 def is_finite(outcome: Outcome) -> bool:
-    """Return True if all gradients are finite, and not all of them 0."""
     dense = [_dense([gradient])[0] for gradient in outcome.gradients]
     is_known = all(bool(np.all(np.isfinite(each))) for each in dense)
     return is_known and (not dense or any(_norm(each) > 0 for each in dense))

@@ -85,12 +85,10 @@ class Function:
         return self._parts
 
     def begin(self) -> None:
-        """Let the next call make the ranks ready."""
         self._begins = True
 
     @property
     def has_begun(self) -> bool:
-        """Return True if a call has come since ``begin``."""
         return not self._begins
 
     def build(self, batches: Any, batch: Any) -> None:

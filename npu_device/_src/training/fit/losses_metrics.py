@@ -149,7 +149,6 @@ class Metrics:
             replaced.replace(metric, "reset_state", partial(_refuse_reset, metric.name))
 
     def added_up(self) -> list[Any]:
-        """Return the variables whose increments on the ranks are to be added up."""
         counted = [metric for metric in self._metrics if not _sees_everything(metric)]
         return list({id(variable): variable for metric in counted for variable in metric.variables}.values())
 

@@ -12,11 +12,11 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import Gradient, ReductionOptions, reduce_list
 from npu_device._src.gradients.sparse import weighted
-from npu_device._src.training.applied_gradients import REDUCTION, reduction_of
 from npu_device._src.training.fit.current import CurrentStep, current_step, reduced_by_step
 from npu_device._src.training.optimizer_wrapper import GradientReduction, install, with_rows_for
 from npu_device._src.training.schedule import is_only_building
 from npu_device._src.training.world import World
+from npu_device._src.training.wrapped import REDUCTION, reduction_of
 
 
 class WeightedReduction(GradientReduction):
@@ -33,7 +33,6 @@ class WeightedReduction(GradientReduction):
             super().begin(optimizer, variables)
 
     def reduce(self, gradients: Iterable[Gradient]) -> list[Gradient]:
-        """Return the gradient of the whole batch."""
         gradients, step = list(gradients), current_step()
         if step is None:
             return gradients if is_only_building() else super().reduce(gradients)
@@ -46,13 +45,11 @@ class WeightedReduction(GradientReduction):
         return reduced
 
     def part_of(self, gradients: Sequence[Gradient], step: CurrentStep) -> list[Gradient]:
-        """Return gradients as they count in the gradient of the whole batch."""
         is_weighted = self in step.weighing
         step.weighing.discard(self)
         return list(gradients) if is_weighted else [weighted(gradient, step.weight) for gradient in gradients]
 
     def weighted_loss(self, loss: Any) -> Any:
-        """Return the loss as it counts in the loss of the whole batch."""
         step = current_step()
         if step is None:
             return loss

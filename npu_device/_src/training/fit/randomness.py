@@ -55,7 +55,6 @@ class NumbersOfRank:
                 graph.seed = self._seed + self._offset
 
     def end(self) -> None:
-        """Give the graph its seed back."""
         if self._graph is not None:
             self._graph.seed = self._seed
 
@@ -106,7 +105,6 @@ def report(model: Any, draws: Sequence[Draw]) -> None:
 
 
 def lines(model: Any, draws: Sequence[Draw]) -> list[str]:
-    """Return the lines of ``report``."""
     text = [f"npu_device: random numbers in the step of {type(model).__name__} {model.name!r}"]
     if any(not draw.shared for draw in draws):
         text.append(f"  each rank its own    {_names(draw for draw in draws if not draw.shared)}")

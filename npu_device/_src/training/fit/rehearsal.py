@@ -15,12 +15,12 @@ from npu_device._src import compat
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.gradients.reduction import ReductionOptions
 from npu_device._src.training import seed, training_state
-from npu_device._src.training.applied_gradients import reduction_of
 from npu_device._src.training.fit.current import CurrentStep, current_step
 from npu_device._src.training.fit.optimizer import WeightedReduction
 from npu_device._src.training.fit.share import Share
 from npu_device._src.training.fit.step import Replaced, Step
 from npu_device._src.training.fit.whereabouts import where
+from npu_device._src.training.wrapped import reduction_of
 
 if TYPE_CHECKING:
     from npu_device._src.training.fit.function import Function
@@ -43,14 +43,11 @@ class Part:
 
     @property
     def weight(self) -> float:
-        """Return the part's fraction of the samples."""
         return self.units / self.total
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a step."""
-
     gradients: list[Any]  # that reached the optimizers, weighted; None, or values and indices for rows of a table
     losses: list[Any]  # that layers have added
     state: list[np.ndarray]  # of the variables that the step has changed
@@ -270,14 +267,12 @@ class _VirtualRanks:
         self._exchanges: list[_Exchange] = []
 
     def add_up(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return the sum of the parts' tensors, with a gradient as ``World.add_up``."""
         total = self._exchange(tensor, joins=False)
         if not tensor.dtype.is_floating:
             return total
         return differentiable([total], lambda upstream: [self.add_up(upstream)], [tensor])[0]
 
     def gather(self, tensor: tf.Tensor, purpose: str = "") -> tf.Tensor:
-        """Return the parts' tensors one after the other, with a gradient as ``World.gather``."""
         del purpose
         everything = self._exchange(tensor, joins=True)
         if not tensor.dtype.is_floating:
@@ -291,7 +286,6 @@ class _VirtualRanks:
         return differentiable([everything], backward, [tensor])[0]
 
     def reduce(self, tensors: Sequence[Any], options: ReductionOptions) -> list[Any]:
-        """Return the sums of the parts' tensors; ``None`` stays, and rows become dense."""
         if options.kind != "sum":
             raise NotChecked(f"the step reduces by {options.kind!r} itself")
         return [None if each is None else self.add_up(tf.convert_to_tensor(each)) for each in tensors]
@@ -310,7 +304,6 @@ class _VirtualRanks:
 
     @property
     def sent(self) -> list[tf.Tensor]:
-        """Return what the step has sent, to be returned by the traced function."""
         return [exchange.sent for exchange in self._exchanges]
 
     def forget(self) -> None:

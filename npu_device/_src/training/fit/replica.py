@@ -96,7 +96,6 @@ class Replica:
 
     @property
     def in_fit(self) -> bool:
-        """Return True while ``fit`` runs."""
         return self._depth > 0
 
     def start_from(self, root_rank: int) -> None:
@@ -200,13 +199,11 @@ class Replica:
 
 
 def _steps(callbacks: Any) -> int | None:
-    """Return the number of steps per epoch that Keras has told the callbacks."""
     last = callbacks[-1] if isinstance(callbacks, list) else callbacks
     return (getattr(last, "params", None) or {}).get("steps")
 
 
 def replica_of(model: Any) -> Replica | None:
-    """Return the ``Replica`` behind a replicated model; None for another one."""
     return vars(model).get(_REPLICA)
 
 

@@ -25,8 +25,6 @@ Number = Union[int, tf.Tensor]
 
 @dataclass(frozen=True)
 class Share:
-    """The samples of one step on this rank."""
-
     data: Any  # of the model's step; without units samples that don't count, so that the step has something to work on
     units: Number  # that count, on this rank
     total: Number  # on all ranks together
@@ -84,12 +82,10 @@ def share_of_batch(data: Any, rank: int, size: int, division: str = "alike") -> 
 
 
 def lengths_of(data: Any) -> list[Number]:
-    """Return the lengths of the tensors of a batch."""
     return [length_of(leaf) for leaf in _leaves(data)]
 
 
 def units_of(data: Any) -> Number:
-    """Return the number of units in a batch."""
     return _common_divisor(lengths_of(data))
 
 
@@ -120,7 +116,6 @@ def tag_of(data: Any) -> Any:
 
 
 def is_divided(data: Any) -> bool:
-    """Return True for a batch of a dataset that is already divided."""
     x = data[0] if isinstance(data, (tuple, list)) and data else data
     return isinstance(x, dict) and ROWS in x
 
@@ -167,7 +162,6 @@ def shapes_of(data: Any) -> str:
 
 
 def length_of(leaf: Any) -> Number:
-    """Return the length of a tensor; an int if it is known."""
     if isinstance(leaf, tf.RaggedTensor):
         return tf.cast(leaf.nrows(), tf.int32)
     shape = tf.TensorShape(leaf.shape)  # Keras 3's train_on_batch passes numpy's arrays on, whose shapes are tuples
@@ -199,7 +193,6 @@ def _named(name: str, data: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _common_divisor(lengths: Sequence[Number]) -> Number:
-    """Return the greatest common divisor; of a single length the length."""
     if all(isinstance(length, int) for length in lengths):
         return math.gcd(*lengths)
     if len(lengths) == 1:

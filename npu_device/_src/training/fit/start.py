@@ -103,7 +103,6 @@ def generators_of(model: Any) -> list[Any]:
 
 
 def parts_of(model: Any) -> Parts:
-    """Return the parts of a model that is built."""
     base = compat.keras_of(model).losses.Loss
     own = [value for value in training_state.attributes(model) if isinstance(value, base)]
     # Without a reduction, the script reduces what an attribute gives; most take means, which need no change.
@@ -121,7 +120,6 @@ def parts_of(model: Any) -> Parts:
 
 
 def digest(batch: Any) -> int:
-    """Return a checksum of a batch."""
     found = 0
     for leaf in tf.nest.flatten(batch, expand_composites=True):
         if leaf is not None and getattr(leaf, "dtype", None) not in (tf.variant, tf.resource):

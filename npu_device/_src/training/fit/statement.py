@@ -28,7 +28,6 @@ def report(world: World, model: Any, rows: int | None, steps: int | None, checke
 
 
 def lines(world: World, model: Any, rows: int | None, steps: int | None, checked: str) -> list[str]:
-    """Return the lines of the block."""
     hosts = Counter(world.job.cluster.hosts)
     where = ", ".join(f"{count} on {host}" for host, count in hosts.items())
     if rows is None:

@@ -59,8 +59,6 @@ def train_or_test_step(function: Function, own: Callable[[Any], Any]) -> Callabl
 
 
 def predict_step(function: Function, own: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a model's ``predict_step``, given its own one."""
-
     @functools.wraps(own)
     def step(data: Any) -> Any:
         batch = _take(function, data)
@@ -155,7 +153,6 @@ def _checksum(tensor: tf.Tensor) -> tf.Tensor | int:
 
 @_as_it_is
 def divide(world: World, batch: Any) -> Share:
-    """Return the share of this rank in a batch."""
     if is_divided(batch):
         return share_of_divided(batch, world.add_up)
     return share_of_batch(batch, world.rank, world.size, environment.NPU_DEVICE_DIVISION.get())
@@ -245,7 +242,6 @@ class Replaced:
         self._before.append((thing, name, vars(thing).get(name, self._ABSENT)))
 
     def restore(self) -> None:
-        """Give the objects their own methods and attributes back."""
         while self._before:
             thing, name, before = self._before.pop()
             if before is self._ABSENT:
