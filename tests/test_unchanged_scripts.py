@@ -91,6 +91,9 @@ for number in range(10):
     print("step", number)
 """
 GRAPH = LOOP.replace("def step", "@tf.function\ndef step")
+WITHOUT_MODEL = LOOP.replace("for variable in model.trainable_variables", "for variable in [variable]").replace(
+    "\n\ndef", "\nvariable = tf.Variable([1.0])\n\ndef"
+)
 
 
 @pytest.mark.parametrize(
@@ -98,12 +101,13 @@ GRAPH = LOOP.replace("def step", "@tf.function\ndef step")
     [
         (LOOP, "3", "SGD is used in a custom training loop"),
         (GRAPH, "3", "SGD is used in a custom training loop"),
+        (WITHOUT_MODEL, "3", "SGD is used in a custom training loop"),
         (LOOP, "2", "npurun port shows what to add"),
         (GRAPH, "2", "npurun port shows what to add"),
         ("import tensorflow, npu_device as npu\nnpu.open()", "3", "the script uses npu_device, and so reduces"),
         ("import tensorflow\nimport horovod.tensorflow as hvd", "3", "start it with npurun --horovod"),
     ],
-    ids=["loop", "function", "loop, tf-keras", "function, tf-keras", "npu_device", "horovod"],
+    ids=["loop", "function", "without model", "loop, tf-keras", "function, tf-keras", "npu_device", "horovod"],
 )
 def test_refused(text: str, keras: str, expected: str, tmp_path: Path) -> None:
     ended = run(tmp_path / "ranks", 2, keras, text)

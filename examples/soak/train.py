@@ -41,13 +41,14 @@ def main():
     parser.add_argument("--every", type=int, default=10)
     given = parser.parse_args()
     keras.utils.set_random_seed(1)
-    model, batch = make_model(given.model, given.image), 4
+    model = make_model(given.model, given.image)
     optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(keras.optimizers.SGD(0.01, momentum=0.9))
     optimizer.build(model.trainable_variables)
-    random = np.random.default_rng(npu.distribute.rank())
+    random = np.random.default_rng(0)
     images, labels = random.random([256, given.image, given.image, 3], np.float32), random.integers(0, 10, 256)
-    dataset = tf.data.Dataset.from_tensor_slices((images, labels)).shuffle(64, seed=3).repeat().batch(batch)
-    iterator = iter(dataset)
+    dataset = tf.data.Dataset.from_tensor_slices((images, labels))
+    dataset, batch = npu.distribute.shard_and_rebatch_dataset(dataset, 12)
+    iterator = iter(dataset.shuffle(64, seed=3).repeat().batch(batch))
     npu.distribute.broadcast(model.variables)
     loss_of = keras.losses.SparseCategoricalCrossentropy()
 

@@ -13,13 +13,13 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Callable
 
 from npu_device._src import environment
 from npu_device._src.cluster.time_limits import VERIFY_SECONDS
 from npu_device._src.horovod import modules
 from npu_device._src.verify.file_shadow import COVERED, state_of
 from npu_device._src.verify.plan import PROBLEM, Process
+from npu_device.launch.argument_types import positive
 
 _RANK_BYTES = 2 << 30  # of a rank with TensorFlow and a small model
 _RUNNER = "npu_device._src.verify.runner"
@@ -36,6 +36,10 @@ def main(arguments: Sequence[str]) -> int:
     """Run with these arguments; return the exit code."""
     parser = _parser()
     given = parser.parse_args(list(arguments))
+    if given.hosts:
+        parser.error("--hosts: verify runs on this host only: its ranks are compared through files")
+    if given.n == 1:
+        parser.error("-n 1: must be 2 or more, to be compared with one process")
     words = given.script[1:] if given.script[:1] == ["--"] else given.script
     if not words:
         parser.error("the script is missing")
@@ -111,30 +115,17 @@ def _parser() -> argparse.ArgumentParser:
         "Exit code 0: the same; 1: it differs; 2: usage; 3: not comparable.",
         allow_abbrev=False,
     )
-    parser.add_argument("-n", type=_from(2), metavar="N", help="ranks (default 2, and 3 if there is memory)")
-    parser.add_argument("--steps", type=_from(1), default=5, metavar="K", help="steps of every optimizer (default 5)")
+    parser.add_argument("-n", type=positive, metavar="N", help="ranks (default 2, and 3 if there is memory)")
+    parser.add_argument("--steps", type=positive, default=5, metavar="K", help="steps of every optimizer (default 5)")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
     parser.add_argument("--html", metavar="FILE", help="write a page with a picture of the ratios, too")
     parser.add_argument("--keep", metavar="DIR", help="keep records, output and written files in DIR")
     parser.add_argument("--replicate", action="store_true", help="verify npurun --replicate, of an unchanged script")
     parser.add_argument("--horovod", action="store_true", help="verify npurun --horovod, of a script that imports it")
-    parser.add_argument("--hosts", help=argparse.SUPPRESS, type=_refused)
+    parser.add_argument("--hosts", help=argparse.SUPPRESS)
     parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script", nargs=argparse.REMAINDER, help="a .py file, or with -m a module, and its arguments")
     return parser
-
-
-def _refused(text: str) -> str:
-    raise argparse.ArgumentTypeError("verify runs on this host only: its ranks are compared through files")
-
-
-def _from(least: int) -> Callable[[str], int]:
-    def count(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"must be {least} or more; found {text!r}")
-        return int(text)
-
-    return count
 
 
 def _say(text: str) -> None:

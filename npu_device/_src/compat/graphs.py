@@ -6,6 +6,7 @@ Each function says when it can go; one that doesn't stays as long as TensorFlow 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -67,15 +68,23 @@ def is_default_strategy(strategy: Any) -> bool:
     return type(strategy).__name__ == "_DefaultDistributionStrategy"
 
 
+def datasets_of(dataset: Any) -> Iterator[Any]:
+    """Yield a ``tf.data.Dataset`` and those that it is made of."""
+    yield dataset
+    for other in getattr(dataset, "_inputs", list)():
+        yield from datasets_of(other)
+
+
 def shuffle_seeds(dataset: Any) -> list[tuple[int | None, ...]]:
     """Return the seeds of each shuffle that a ``tf.data.Dataset`` is made of; None for one that isn't known yet.
 
     They are both 0 where neither shuffle nor tf.random.set_seed was given a seed (TensorFlow 2.15 to 2.21).
     """
-    found = [seeds for other in getattr(dataset, "_inputs", list)() for seeds in shuffle_seeds(other)]
-    if "Shuffle" in type(dataset).__name__ and hasattr(dataset, "_seed2"):
-        values = [tf.get_static_value(tf.convert_to_tensor(seed)) for seed in (dataset._seed, dataset._seed2)]
-        found.append(tuple(None if value is None else int(value) for value in values))
+    found = []
+    for each in reversed(list(datasets_of(dataset))):
+        if "Shuffle" in type(each).__name__ and hasattr(each, "_seed2"):
+            values = [tf.get_static_value(tf.convert_to_tensor(seed)) for seed in (each._seed, each._seed2)]
+            found.append(tuple(None if value is None else int(value) for value in values))
     return found
 
 

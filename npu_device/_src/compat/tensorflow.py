@@ -13,12 +13,22 @@ import tensorflow as tf
 
 # Scripts take config_pb2, rewriter_config_pb2, session and session_run_hook from the adapter's star import.
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2  # noqa: F401
-from tensorflow.python.client import session  # noqa: F401
+from tensorflow.python.client import (
+    _pywrap_events_writer,
+    session,  # noqa: F401
+)
 
 # The eager context has no public counterpart for collective ops over several processes and for idle threads.
 from tensorflow.python.eager import context as _context
 from tensorflow.python.eager import record as _record
+from tensorflow.python.lib.io import _pywrap_file_io
+from tensorflow.python.ops import summary_ops_v2 as _summary_ops_v2
 from tensorflow.python.training import session_run_hook  # noqa: F401
+
+
+def file_functions() -> dict[str, Any]:
+    """Return the modules below ``tf.io.gfile`` and the summaries, of which Keras and hooks use other public forms."""
+    return {"gfile": _pywrap_file_io, "summary": _summary_ops_v2, "events": _pywrap_events_writer}
 
 
 def eager_context() -> Any:
@@ -136,6 +146,11 @@ def warm_start_of(estimator: Any) -> Any:
 def a_tape_records() -> bool:
     """Return True if a gradient tape of the calling thread records, in eager mode or while a function is traced."""
     return bool(_record.could_possibly_record())
+
+
+def are_recorded(tensors: Any) -> bool:
+    """Return True if a gradient tape follows one of the tensors, because it depends on variables or is watched."""
+    return bool(_record.should_record_backprop(tensors))
 
 
 def lines_of_stack(frame: Any) -> Iterator[tuple[str, int, str]]:

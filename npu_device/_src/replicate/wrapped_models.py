@@ -88,7 +88,7 @@ class Models:
         return model
 
     def _by_hand(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an optimizer method that refuses to train a model for long outside the step of a replicated one."""
+        """Return an optimizer method that refuses many steps outside of fit: of models, or before one is replicated."""
         import tensorflow as tf
 
         from npu_device._src import compat
@@ -103,7 +103,7 @@ class Models:
                 given = list(given)
                 pairs = compat.gradients_and_variables(optimizer, given, *args[:1] or [rest.get("trainable_variables")])
                 known = {id(weight) for model in list(self._models.values()) for weight in compat.variables_of(model)}
-                if any(id(variable) in known for _, variable in pairs):
+                if not self._methods or any(id(variable) in known for _, variable in pairs):
                     if compat.is_keras_3(compat.keras_of(optimizer)):
                         with tf.init_scope():  # or its variables would depend on the count
                             compat.build_optimizer(optimizer, [variable for _, variable in pairs])

@@ -67,7 +67,11 @@ class Findings:
         return ""
 
     def other_seed(self) -> str:
-        """A shuffle has another seed on each rank."""
+        """A shuffle before the division has no seed, or another one on each rank."""
+        for call in self.ranks[0].of("unseeded"):
+            return f"without a seed in {call['line']}"
+        if not self.other_samples():
+            return ""
         by_rank = [{call["number"]: call for call in record.of("shuffle")} for record in self.ranks]
         for number, call in by_rank[0].items():
             if any(other.get(number, call)["seed"] != call["seed"] for other in by_rank[1:]):
@@ -83,15 +87,20 @@ class Findings:
         first = self.steps[0][1]
         return bool(first.rows) and all(step.rows == first.rows for step in self.steps[0][2:])
 
-    def other_samples(self) -> str:
-        """The ranks together don't read the samples of one process.
+    def has_other_samples(self, number: int) -> bool:
+        """Return True if the ranks together don't read the samples of one process in a step.
 
         As many other ones in a step without other gradients are a generator's: the same but for rounding.
         """
+        mine, theirs = self.steps[number - 1][0].rows, compare.union(self.steps[number - 1][1:])
+        return theirs != mine and (number <= self.begins or sum(mine.values()) != sum(theirs.values()))
+
+    def other_samples(self) -> str:
+        """The ranks together don't read the samples of one process."""
         for number, (mine, *ranks) in enumerate(self.steps, start=1):
-            theirs = compare.union(ranks)
-            counts = sum(mine.rows.values()), sum(theirs.values())
-            if theirs != mine.rows and (number <= self.begins or counts[0] != counts[1]):
+            if self.has_other_samples(number):
+                theirs = compare.union(ranks)
+                counts = sum(mine.rows.values()), sum(theirs.values())
                 missing, others = sum((mine.rows - theirs).values()), sum((theirs - mine.rows).values())
                 return (
                     f"in step {number}, one process reads {counts[0]} samples, and the ranks together {counts[1]}; "
@@ -118,6 +127,11 @@ class Findings:
         """Each rank clips gradients, which then point elsewhere."""
         is_so = bool(self.first()) and not self.ratio() and not self.not_reduced()
         return (self.line("clip_by_global_norm") or self.line("clip_by_norm")) if is_so else ""
+
+    def clipped_first(self) -> str:
+        """Gradients are clipped before anything is reduced, even if nothing was above the limit."""
+        kinds = [call["kind"] for call in self.ranks[0].calls if call["kind"].startswith(("all_reduce", "clip_by"))]
+        return self.line(kinds[0]) if kinds and kinds[0] != "all_reduce" else ""
 
     def state(self) -> str:
         """Variables that no optimizer trains differ when gradients begin to.
@@ -163,7 +177,7 @@ RANDOM, NO_CALL = "random numbers", "no call"
 _CAUSES: tuple[tuple[str, Callable[[Findings], str | bool]], ...] = (
     (NO_CALL, lambda found: not all(record.joined for record in found.ranks)),
     ("adapted to a part", Findings.adapted),
-    ("seed of each rank's own", lambda found: found.other_samples() and found.other_seed()),
+    ("seed of each rank's own", Findings.other_seed),
     ("different starts", lambda found: found.differ("weights", 0)),
     ("discarded result", Findings.thrown_away),
     ("only the loss is reduced", Findings.only_scalars),

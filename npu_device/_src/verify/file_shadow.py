@@ -9,39 +9,56 @@ programs, and libraries that write by themselves.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import io
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Callable
 
-COVERED = "files written by Python, Keras, numpy and HDF5, and TensorFlow's summaries, checkpoints and SavedModels"
+COVERED = (
+    "files written by Python, Keras, numpy and HDF5, and TensorFlow's summaries, checkpoints, SavedModels and tf.io"
+)
 
 _SYSTEM = ("/dev/", "/proc/", "/sys/")
-_REMOVERS = ("remove", "unlink", "rmdir")
-_WRITTEN = (  # by TensorFlow: owner, names, place of the path among the arguments
-    ("train.Checkpoint", ("save", "write"), 1),
-    ("compat.v1.train.Saver", ("save",), 2),
-    ("summary", ("create_file_writer",), 0),
-    ("compat.v1.summary", ("FileWriter",), 0),
-    ("saved_model", ("save",), 1),
-    ("io", ("write_file",), 0),
-    ("io.gfile", ("makedirs", "mkdir", "remove", "rmtree", "rename", "copy"), 0),
-)
-_READ = (
-    ("train.Checkpoint", ("restore", "read"), 1),
-    ("train", ("latest_checkpoint", "load_checkpoint", "list_variables"), 0),
-    ("compat.v1.train.Saver", ("restore",), 2),
-    ("saved_model", ("load",), 0),
-    ("io", ("read_file",), 0),
-    ("io.gfile", ("exists", "isdir", "glob", "listdir", "stat"), 0),
-    ("data.experimental", ("make_csv_dataset",), 0),
-    ("data.TextLineDataset", ("__init__",), 1),
-    ("data.TFRecordDataset", ("__init__",), 1),
+_REMOVERS = ("remove", "unlink", "rmdir", "DeleteFile", "DeleteRecursively")
+_CALLS = (  # owner, functions, place and keyword of a path, what happens to it
+    ("os", "stat lstat access readlink", 0, "path", "read"),
+    ("os", "truncate chmod utime", 0, "path", "change"),
+    ("os", "mkdir remove unlink rmdir", 0, "path", "write"),
+    ("os", "rename replace", 0, "src", "change"),
+    ("os", "link symlink", 0, "src", "read"),
+    ("os", "rename replace link symlink", 1, "dst", "write"),
+    ("gfile", "BufferedInputStream FileExists IsDirectory Stat CopyFile", 0, "", "read"),
+    ("gfile", "WritableFile RenameFile", 0, "", "change"),
+    ("gfile", "CreateDir RecursivelyCreateDir DeleteFile DeleteRecursively", 0, "", "write"),
+    ("gfile", "RenameFile CopyFile", 1, "", "write"),
+    ("tf.train.Checkpoint", "save write", 1, "file_prefix", "write"),
+    ("tf.train.CheckpointManager", "__init__", 2, "directory", "change"),
+    ("tf.train.Checkpoint", "restore read", 1, "save_path", "read"),
+    ("tf.train", "latest_checkpoint", 0, "checkpoint_dir", "read"),
+    ("tf.train", "load_checkpoint list_variables", 0, "ckpt_dir_or_file", "read"),
+    ("tf.compat.v1.train.Saver", "save", 2, "save_path", "write"),
+    ("tf.compat.v1.train.Saver", "restore", 2, "save_path", "read"),
+    ("tf.summary", "create_file_writer", 0, "logdir", "write"),
+    ("summary", "create_file_writer_v2", 0, "logdir", "write"),
+    ("tf.compat.v2.summary", "create_file_writer", 0, "logdir", "write"),
+    ("events", "EventsWriter", 0, "", "write"),
+    ("tf.saved_model", "save", 1, "export_dir", "write"),
+    ("tf.saved_model", "load", 0, "export_dir", "read"),
+    ("tf.io", "write_file", 0, "filename", "write"),
+    ("tf.io", "read_file", 0, "filename", "read"),
+    ("tf.io.TFRecordWriter", "__init__", 1, "path", "write"),
+    ("tf.data.Dataset", "save", 1, "path", "write"),
+    ("tf.data.Dataset", "cache", 1, "filename", "write"),
+    ("tf.data.Dataset", "load", 0, "path", "read"),
+    ("tf.data.experimental", "make_csv_dataset", 0, "file_pattern", "read"),
+    ("tf.data.TextLineDataset", "__init__", 1, "filenames", "read"),
+    ("tf.data.TFRecordDataset", "__init__", 1, "filenames", "read"),
 )
 _MOST_FILES = 20_000  # whose changes are looked for
 
@@ -68,7 +85,7 @@ class Redirection:
         self._folder = str(folder)
 
     def _inside(self, path: Any) -> str | None:
-        if not isinstance(path, (str, bytes, os.PathLike)):
+        if not isinstance(path, (str, bytes, os.PathLike)) or not path:
             return None
         given = os.fsdecode(os.fspath(path))
         text = os.path.abspath(given)
@@ -93,11 +110,34 @@ class Redirection:
         return inside
 
     def _to_change(self, path: Any) -> Any:
-        """Return the path to write to instead, where a copy of the user's file is."""
+        """Return the path to write to instead, where a copy of the user's file or directory is."""
         target = self._to_write(path)
-        if target is not path and os.path.isfile(path) and not os.path.lexists(target):
-            shutil.copyfile(path, target)
+        if target is not path and not os.path.lexists(target) and os.path.exists(path):
+            (shutil.copytree if os.path.isdir(path) else shutil.copyfile)(path, target)
         return target
+
+    def _listed(self, own: Callable[[Any], Any], path: Any = ".") -> list[Any]:
+        """Return what a directory holds and what was written there."""
+        inside = None if isinstance(path, bytes) else self._inside(path)
+        if inside is None or not os.path.lexists(inside):
+            return list(own(path))
+        found: dict[str, Any] = {}
+        with contextlib.suppress(Exception):  # the user has none; TensorFlow raises an error of its own
+            found.update((getattr(each, "name", each), each) for each in own(path))
+        return list({**found, **{getattr(each, "name", each): each for each in own(inside)}}.values())
+
+    def _matching(self, own: Callable[[Any], Any], pattern: Any) -> list[str]:
+        """Return the files that match a pattern of TensorFlow, and those that were written."""
+        found = [self._as_given(path) for path in own(self._inside(pattern) or "")]
+        start = os.path.dirname(os.fsdecode(pattern))
+        dot = "./" if start.split(os.sep)[0] in ("", ".") else ""  # as TensorFlow gives them
+        relative = [dot + os.path.relpath(path) for path in found]
+        return sorted({*own(pattern), *(found if os.path.isabs(start) else relative)})
+
+    def _as_given(self, result: Any) -> Any:
+        """Return a result, which is a path of the user again if it is one to which something was written."""
+        is_inside = isinstance(result, str) and result.startswith(self._folder + os.sep)
+        return result[len(self._folder) :] if is_inside else result
 
     def install(self) -> None:
         """Redirect Python's own calls."""
@@ -114,25 +154,43 @@ class Redirection:
 
         builtins.open = io.open = redirected_open
         os.open = redirected_os_open
-        read, write, change = self._to_read, self._to_write, self._to_change
-        for names, paths in (
-            (("stat", "lstat", "listdir", "scandir", "access", "readlink"), [read]),
-            (("truncate", "chmod", "utime"), [change]),
-            (("mkdir", *_REMOVERS), [write]),
-            (("rename", "replace"), [change, write]),
-            (("link", "symlink"), [read, write]),
-        ):
-            for name in names:
-                _wrap(os, name, paths)
+        os.listdir, scandir = functools.partial(self._listed, os.listdir), os.scandir
+        os.scandir = lambda path=".": _Entries(self._listed(scandir, path))  # type: ignore[assignment]
+        self._wrap_calls(os=os)
+
+    def _wrap_calls(self, **owners: Any) -> None:
+        for path, names, place, keyword, kind in _CALLS:
+            first, *rest = path.split(".")
+            for name in names.split() if first in owners else ():
+                owner = functools.reduce(getattr, rest, owners[first])
+                self._wrap(owner, name, place, keyword, getattr(self, f"_to_{kind}"))
+
+    def _wrap(self, owner: Any, name: str, place: int, keyword: str, change: Callable[[Any], Any]) -> None:
+        """Change a path among the arguments of a function."""
+        own = getattr(owner, name)
+
+        @functools.wraps(own)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            given: Any = {**dict(enumerate(args)), **kwargs}
+            key = place if place < len(args) else keyword
+            if key in given:
+                before = _whole(given[key], given)
+                given[key] = change(before)
+                if name in _REMOVERS and not os.path.lexists(given[key]) and os.path.lexists(before):
+                    return None  # the user's own stays
+            return self._as_given(own(*[given.pop(number) for number in range(len(args))], **given))
+
+        setattr(owner, name, wrapped)
 
     def install_tensorflow(self, tf: Any) -> None:
         """Redirect what TensorFlow writes and reads by itself, and HDF5."""
-        as_it_is: Callable[[Any], Any] = lambda value: value  # noqa: E731
-        for change, table in ((self._to_write, _WRITTEN), (self._to_read, _READ)):
-            for path, names, place in table:
-                owner = functools.reduce(getattr, path.split("."), tf)
-                for name in names:
-                    _wrap(owner, name, [*[as_it_is] * place, change])
+        from npu_device._src import compat
+
+        functions = compat.file_functions()
+        self._wrap_calls(tf=tf, **functions)
+        gfile = functions["gfile"]
+        children, gfile.GetMatchingFiles = gfile.GetChildren, functools.partial(self._matching, gfile.GetMatchingFiles)
+        gfile.GetChildren = lambda path: self._listed(children, os.fsdecode(path))
         if "h5py" in sys.modules:
             h5py: Any = sys.modules["h5py"]
             own = h5py.File.__init__
@@ -143,19 +201,18 @@ class Redirection:
             h5py.File.__init__ = init
 
 
-def _wrap(owner: Any, name: str, changes: Sequence[Callable[[Any], Any]]) -> None:
-    """Change the paths among the first arguments of a function."""
-    own = getattr(owner, name)
+class _Entries(contextlib.ExitStack):
+    """Entries of a directory as ``os.scandir`` gives them."""
 
-    @functools.wraps(own)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        first = [_whole(args[0], kwargs), *args[1:]] if args else []
-        changed = [change(value) for change, value in zip(changes, first)]
-        if name in _REMOVERS and changed and not os.path.lexists(changed[0]) and os.path.lexists(first[0]):
-            return None  # the user's own stays
-        return own(*changed, *first[len(changed) :], **kwargs)
+    def __init__(self, entries: list[Any]) -> None:
+        super().__init__()
+        self._left = iter(entries)
 
-    setattr(owner, name, wrapped)
+    def __iter__(self) -> Iterator[Any]:
+        return self._left
+
+    def __next__(self) -> Any:
+        return next(self._left)
 
 
 def _whole(path: Any, keywords: dict[str, Any]) -> Any:

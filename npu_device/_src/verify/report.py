@@ -12,6 +12,7 @@ from npu_device._src.verify.causes import Findings
 from npu_device._src.verify.plan import Process
 
 SAME, DIFFERS, NOT_COMPARABLE = 0, 1, 3
+_IN_A_LOOP = "In a custom loop, each rank normalizes by its own samples; GroupNormalization doesn't mix samples."
 _HEAD = f"{'ranks':>5} {'step':>5} {'samples':>8} {'':>8}{'gradients':>12}{'updates':>12}"
 
 
@@ -34,13 +35,19 @@ def judge(runs: Sequence[Sequence[Process]]) -> Verdict:
     verdict = Verdict(SAME, "", f"N ranks give the single-process result, for {len(single.steps)} steps.")
     notes = _notes(single)
     for run in runs[1:]:
-        ranks = [compare.load(process.folder) for process in run]
+        ranks = [compare.load(process.folder) for process in run if compare.exists(process.folder)]
+        if sum(bool(rank.steps) for rank in ranks) < len(run):
+            notes.append(f"{len(run)} ranks were left out: the global batch size can't be divided by {len(run)}.")
+            continue
         if ranks[0].horovod:
             single = moved = compare.average_of(ranks)
             verdict.text = f"all ranks apply the average of their gradients, for {len(single.steps)} steps."
             notes = ["with Horovod's names, N ranks aren't one process: they were compared with each other only."]
         found = Findings(single, moved, ranks)
         cause, text = causes.cause_of(found)
+        notes += [f"rank 0 warned: {call['what']}" for call in ranks[0].of("warning")]
+        if not cause and (line := found.clipped_first()):
+            notes.append(f"each rank clips its own gradients before they are reduced, {line}. Reduce them first.")
         verdict.table += _table(found)
         if cause and not verdict.cause:
             not_comparable = cause in (causes.NO_CALL, causes.RANDOM)
@@ -57,18 +64,19 @@ def _notes(record: compare.Record) -> list[str]:
         notes.append("the script sets no seed; verify has set one. Call npu.open(seed=…) so that all ranks draw alike.")
     layers = [call["layer"] for call in record.of("batch_norm")]
     if layers:
+        in_fit = any(step.logs for step in record.steps)
         notes.append(
             f"not compared: batch normalization with the samples of each rank, in {len(layers)} layers that aren't "
             f"synchronized ({', '.join(layers[:3])}{', …' if layers[3:] else ''}); they used their moving statistics. "
-            "For the single-process result: BatchNormalization(synchronized=True)."
+            + ("For the single-process result: BatchNormalization(synchronized=True)." if in_fit else _IN_A_LOOP)
         )
     return notes
 
 
 def _table(found: Findings) -> list[str]:
     lines = []
-    for number, (mine, *ranks) in enumerate(found.steps, start=1):
-        same = "same" if compare.union(ranks) == mine.rows else "other"
+    for number, (mine, *_) in enumerate(found.steps, start=1):
+        same = "other" if found.has_other_samples(number) else "same"
         off = [
             max((each.off for each in found.deviations if each.step == number and each.kind == kind), default=0.0)
             for kind in (compare.GRADIENT, compare.UPDATE)

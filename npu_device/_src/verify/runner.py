@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -28,6 +30,8 @@ from npu_device._src.verify.plan import LOG, PROBLEM, START, Process
 
 _SEED = 20201
 _TAIL_LINES = 25
+_FIRST_RANKS = 1  # place of the first run with ranks; the number of a later one is a choice of this command
+_INDIVISIBLE = "the global batch size must be divisible by the number of ranks"
 
 
 class _Processes:
@@ -62,7 +66,7 @@ class _Processes:
         sys.stdout.flush()
         sys.stderr.flush()
         drawn = random.getstate()  # which Python sets anew in every fork
-        for run in self._runs:
+        for place, run in enumerate(self._runs):
             waiting = {}
             for process in run:
                 pid = os.fork()
@@ -74,6 +78,10 @@ class _Processes:
             while waiting:
                 pid, status = os.wait()
                 ended = waiting.pop(pid, None)
+                if ended and status and place > _FIRST_RANKS and _INDIVISIBLE in _output(ended):
+                    for other in waiting:
+                        os.kill(other, signal.SIGKILL)
+                    break  # nobody has asked for this number of ranks
                 if ended and status:
                     report_problem(ended, f"failed with exit code {os.waitstatus_to_exitcode(status)}")
                 if ended and not (compare.exists(ended.folder) and compare.load(ended.folder).steps):
@@ -104,9 +112,20 @@ class _Processes:
             self._hooks.install(module)
 
 
+def _output(process: Process) -> str:
+    """Return what a process has printed, without the frames that lead to the script."""
+    output = (process.folder / LOG).read_text(errors="replace")
+    return re.sub(
+        r'^  File "(<frozen runpy>|[^"]+/_src/(verify/runner|replicate/main_program).py)".*\n(    .*\n)*',
+        "",
+        output,
+        flags=re.M,
+    )
+
+
 def report_problem(process: Process, what: str) -> None:
     """Leave what is wrong with a process, and end."""
-    end = "\n".join((process.folder / LOG).read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+    end = "\n".join(_output(process).splitlines()[-_TAIL_LINES:])
     name = f"{process.ranks} ranks" if process.ranks > 1 else "one process"
     Path(process.directory, PROBLEM).write_text(f"as {name}, the script {what}. The end of its output:\n{end}")
     os._exit(1)

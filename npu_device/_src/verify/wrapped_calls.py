@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import sys
 import weakref
 import zlib
@@ -47,6 +48,10 @@ class Hooks:
         self._models: list[Any] = []
         self._states: dict[str, list[Any]] = {}
         self._shuffles = 0
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = self._warned  # type: ignore[method-assign]
+        logging.getLogger("npu_device").addHandler(handler)
+        self._unseeded: list[tuple[Any, str]] = []  # datasets that were to be shuffled without a seed, and the line
         self._inside = 0  # depth of models that call models
         tf.random.set_seed(seed)
         tf.compat.v1.get_default_graph().seed = self._seed = seed
@@ -70,6 +75,7 @@ class Hooks:
         """Wrap the classes of a Keras package, or the calls of this package."""
         if module.__name__ == "npu_device.distribute":
             _wrap(module, "all_reduce", self._all_reduce)
+            _wrap(module, "shard_and_rebatch_dataset", self._divide)
         elif module is not tf:
             self._install_keras(module)
 
@@ -146,7 +152,10 @@ class Hooks:
             self._models.append(model)
         step, process = current_step(), self._recorder.process
         inputs = args[0] if args else next(iter(kwargs.values()), None)
-        with self._recorder.rows(inputs, step and step.share.rows * tf.cast(step.share.counts, tf.int32)):
+        tensors = [each for each in tf.nest.flatten(inputs, expand_composites=True) if isinstance(each, tf.Tensor)]
+        # What another model has made isn't a sample.
+        count = 0 if compat.are_recorded(tensors) else step and step.share.rows * tf.cast(step.share.counts, tf.int32)
+        with self._recorder.rows(inputs, count):
             if args and not tf.executing_eagerly():  # else a function may count the rows in the next step
                 args = (tf.nest.map_structure(_identity, args[0]), *args[1:])
         last_bit, record = _LAST_BITS.get(model.compute_dtype, _LAST_BIT), self._recorder.record
@@ -203,7 +212,17 @@ class Hooks:
         self._recorder.note("shuffle", number=number, seed=seed)
         if seed is not None and self._recorder.process.ranks > 1 and seed != self._recorder.other_seed(number):
             return own(dataset, buffer_size, seed, *args, **kwargs)  # another seed than that of the single process
+        if seed is None and not self._recorder.record.of("seed"):
+            dataset = dataset.take(-1)
+            self._unseeded.append((dataset, user_line()))
         return dataset
+
+    def _divide(self, own: Any, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        parts = list(compat.datasets_of(dataset))
+        for unseeded, line in self._unseeded:
+            if any(part is unseeded for part in parts):
+                self._recorder.note("unseeded", line)
+        return own(dataset, *args, **kwargs)
 
     def _drawn(self, name: str, own: Any, *args: Any, **kwargs: Any) -> Any:
         if tf.executing_eagerly() and compat.a_tape_records():
@@ -218,6 +237,9 @@ class Hooks:
         _wrap(owner, name, noted)
 
     # This package
+
+    def _warned(self, record: logging.LogRecord) -> None:
+        self._recorder.note("warning", "", what=" ".join(record.getMessage().split()))
 
     def _all_reduce(self, own: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [value for value in tf.nest.flatten(values) if value is not None]
