@@ -219,7 +219,7 @@ def test_fit(name: str, tmp_path: Path) -> None:
     source = FIT.format(step=step.strip("\n"), model=model, optimizer=optimizer, eager=name not in ("mixed", "queue"))
     verdict = verified(tmp_path, source, size, keras)
     assert verdict.cause == cause, report.text(verdict)
-    assert any("batch normalisation isn't synchronized in 1 layers" in note for note in verdict.notes)
+    assert any("in 1 layers that aren't synchronized" in note for note in verdict.notes)
 
 
 SESSION = """
