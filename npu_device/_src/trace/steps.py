@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from npu_device._src.collectives.dtypes import wire_dtype
 from npu_device._src.collectives.graph import runs_if_fetched
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
@@ -92,6 +93,7 @@ def traced_reduction(
     job: Job,
     group: Group,
     waits_for_all: bool,
+    wire: tf.DType | None,
 ) -> Iterator[TracedReduction | None]:
     """Mark the block as the reduction of an iteration; yield what is told of each segment, None if there are none."""
     used = {position for positions in segments for position in positions}
@@ -103,7 +105,7 @@ def traced_reduction(
         return
     start = points.forward_start(flat)
     schema = PointSchema(
-        gradients=tuple(map(_gradient, flat)),
+        gradients=tuple(_gradient(value, wire) for value in flat),
         shapes=tuple(str(value.shape) for value in flat),
         segments=_ranges(parts),
         group=group.name,
@@ -137,10 +139,11 @@ def _ranges(parts: Sequence[Sequence[Any]]) -> tuple[tuple[int, int], ...]:
     return tuple((end - len(part), end - 1) for end, part in zip(ends, parts))
 
 
-def _gradient(value: Any) -> GradientRecord:
+def _gradient(value: Any, wire: tf.DType | None) -> GradientRecord:
     sparse = isinstance(value, tf.IndexedSlices)
     dense = value.values if sparse else value
     # TensorFlow prefixes what a tape makes; the rest of the name is the forward operation's.
     name = "" if tf.executing_eagerly() else dense.name.removeprefix("gradient_tape/").partition(":")[0]
     count = dense.shape.num_elements() or 0
-    return GradientRecord(name, f"sparse {dense.dtype.name}" if sparse else dense.dtype.name, count * dense.dtype.size)
+    dtype = wire_dtype(dense.dtype, wire)
+    return GradientRecord(name, f"sparse {dtype.name}" if sparse else dtype.name, count * dtype.size)

@@ -174,9 +174,10 @@ class GradientReduction:
     def apply(self, optimizer: Any, apply: Callable[..., Any], gradients: list[Any], variables: list[Any]) -> Any:
         """Apply gradients after their reduction."""
         self.begin(optimizer, variables)
-        reduced = self._reduce_to_apply(optimizer, gradients, variables)
-        with iteration(), self._applied():
-            return apply(reduced, variables)
+        with iteration():
+            reduced = self._reduce_to_apply(optimizer, gradients, variables)
+            with self._applied():
+                return apply(reduced, variables)
 
     def _reduce_to_apply(
         self, optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]
