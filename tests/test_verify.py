@@ -399,5 +399,5 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     text = done.stdout.decode()
     assert "3 ranks were left out: the global batch size can't be divided by 3" in text
-    assert "differs on 2 ranks: Gradients are 0.50 of one process's" in text
+    assert "differs on 2 ranks: Gradients are 0.50 times the single-process ones" in text
     assert page.exists() and not (tmp_path / "result.txt").exists()
