@@ -21,6 +21,7 @@ from npu_device._src.cluster import frames, ports
 from npu_device._src.cluster.roster import Arrival, Hello, Roster
 from npu_device._src.cluster.services import Services
 from npu_device._src.cluster.time_limits import (
+    ACCEPT_PAUSE_SECONDS,
     CANDIDATE_SECONDS,
     CONTRADICTION_SECONDS,
     FIRST_PROGRESS_SECONDS,
@@ -139,7 +140,7 @@ class Hub:
             accepted, peer = self._listener.accept()
         except OSError as error:  # the client has gone, or no file descriptor is free; both are temporary
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                time.sleep(0.05)  # the listener stays ready, and the hub would spin
+                time.sleep(ACCEPT_PAUSE_SECONDS)  # the listener stays ready, and the hub would spin
             return
         accepted.setblocking(False)
         frames.keep_alive(accepted)

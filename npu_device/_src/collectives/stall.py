@@ -1,4 +1,4 @@
-"""Report missing ranks: a rank that waits too long in an agreement asks all others where they are, reports it, and
+"""Report missing ranks: a rank that waits too long in a collective asks all others where they are, reports it, and
 finally gives up.
 """
 

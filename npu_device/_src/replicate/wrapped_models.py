@@ -1,6 +1,6 @@
 """Replicates each Keras model of a script at its first ``fit``, ``evaluate``, ``predict`` or ``train_on_batch``.
 
-Only here the package wraps methods of Keras's classes: in a process whose user has asked for it.
+It wraps methods of the Keras classes, in a process whose user has asked for it.
 """
 
 from __future__ import annotations
