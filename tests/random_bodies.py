@@ -15,8 +15,8 @@ import npu_device as npu
 WIDTH, BATCH, STEPS = 64, 48, 12
 
 
-def _model(draw: Any, parts: Any, seed: int = 1, **compiled: Any) -> Any:
-    """Return a replicated model whose step's gradient is the mean of a batch's random numbers, for 64 weights."""
+def _model(draws: Any, parts: Any, seed: int = 1, **compiled: Any) -> Any:
+    """Return a replicated model whose step's gradients are the means of a batch's random numbers: 64 for each draw."""
     keras = tf.keras
     keras.utils.set_random_seed(seed)
 
@@ -25,15 +25,16 @@ def _model(draw: Any, parts: Any, seed: int = 1, **compiled: Any) -> Any:
             super().__init__()
             for name, part in parts().items():
                 setattr(self, name, part)
-            self.dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+            self.denses = [keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros") for _ in draws]
 
         def call(self, x: Any) -> Any:
-            return self.dense(x)
+            return [dense(x) for dense in self.denses]
 
         def train_step(self, data: Any) -> Any:
             x, _ = data
             with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(self(tf.reshape(draw(self, x), [-1, WIDTH])))
+                drawn = [tf.reshape(draw(self, x), [-1, WIDTH]) for draw in draws]
+                loss = tf.add_n([tf.reduce_mean(dense(each)) for dense, each in zip(self.denses, drawn)])
             gradients = tape.gradient(loss, self.trainable_variables)
             self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
             return {"loss": loss}
@@ -44,16 +45,16 @@ def _model(draw: Any, parts: Any, seed: int = 1, **compiled: Any) -> Any:
 
 
 def _fit(model: Any, shape: Any = (WIDTH,)) -> np.ndarray:
-    """Train, and return the gradients, [STEPS, WIDTH]."""
-    weights = [np.zeros(WIDTH)]
+    """Train, and return the gradients, [draws, STEPS, WIDTH]."""
+    weights = [np.zeros((len(model.denses), WIDTH))]
 
     class Weights(tf.keras.callbacks.Callback):  # type: ignore[misc]
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            weights.append(np.ravel(model.dense.get_weights()[0]))
+            weights.append(np.stack([np.ravel(dense.get_weights()[0]) for dense in model.denses]))
 
     ones = np.ones((BATCH * STEPS, *shape), np.float32)
     model.fit(ones, ones[:, :1], batch_size=BATCH, verbose=0, callbacks=[Weights()])
-    return -np.diff(weights, axis=0)
+    return np.moveaxis(-np.diff(weights, axis=0), 1, 0)
 
 
 def _kinds() -> dict[str, tuple[Any, Any]]:
@@ -88,8 +89,8 @@ def _kinds() -> dict[str, tuple[Any, Any]]:
             lambda: {"noise": layers.GaussianNoise(1.0)},
         ),
         "seeded noise": (
-            lambda model, x: model.noise(tf.zeros_like(x), training=True),
-            lambda: {"noise": layers.GaussianNoise(1.0, seed=3)},
+            lambda model, x: model.seeded(tf.zeros_like(x), training=True),
+            lambda: {"seeded": layers.GaussianNoise(1.0, seed=3)},
         ),
         "flip": (flip, lambda: {"flip": layers.RandomFlip("horizontal")}),
         "generator": (
@@ -102,57 +103,55 @@ def _kinds() -> dict[str, tuple[Any, Any]]:
     }
 
 
-def body_noise(kind: str) -> Any:
-    """Return the standard deviation of the gradients, and the states of generators afterwards."""
-    draw, parts = _kinds()[kind]
-    model = _model(draw, parts)
-    gradients = _fit(model)
-    return float(np.std(gradients)), states_of(model)
+def body_noise(*kinds: str) -> tuple[dict[str, float], list[Any]]:
+    """Return the standard deviations of the gradients of a step that draws numbers of all kinds, by default of those
+    that this Keras has; and the states of generators afterwards.
+    """
+    made = _kinds()
+    if not hasattr(tf.keras, "random"):
+        del made["keras.random"]
+    kinds = kinds or tuple(made)
+
+    def parts() -> dict[str, Any]:
+        return {name: part for kind in kinds for name, part in made[kind][1]().items()}
+
+    model = _model([made[kind][0] for kind in kinds], parts)
+    return {kind: float(np.std(each)) for kind, each in zip(kinds, _fit(model))}, states_of(model)
 
 
 def states_of(model: Any) -> list[Any]:
     """Return the states of a model's generators."""
     found = [getattr(model, name, None) for name in ("generator",)]
-    for name in ("drop", "noise", "flip"):
+    for name in ("drop", "noise", "seeded", "flip"):
         layer = getattr(model, name, None)
         found += [getattr(layer, "seed_generator", None), getattr(layer, "generator", None)]
         found.append(getattr(getattr(layer, "_random_generator", None), "_generator", None))
     return [np.asarray(each.state).tolist() for each in found if each is not None]
 
 
-def body_shared(kind: str) -> Any:
-    """Return the gradients of steps whose random numbers one process draws once for the whole batch."""
-
-    def scaled(model: Any, x: Any) -> Any:
-        return x * tf.random.normal([])
-
-    def decided(model: Any, x: Any) -> Any:
-        return tf.cond(tf.reduce_sum(tf.random.uniform([5])) < 2.5, lambda: x, lambda: -x)
-
-    def drop_path(model: Any, x: Any) -> Any:
-        return model.drop(x, training=True)
-
-    def weight_noise(model: Any, x: Any) -> Any:
-        return x + tf.reshape(tf.random.normal([WIDTH, 1]), [1, -1])
-
-    def masked_columns(model: Any, x: Any) -> Any:
-        return model.drop(x, training=True)
-
+def body_shared() -> dict[str, Any]:
+    """Return the gradients of a step whose random numbers one process draws once for the whole batch, by kind."""
     layers = tf.keras.layers
+    draws: dict[str, Any] = {
+        "branch": lambda model, x: tf.cond(tf.reduce_sum(tf.random.uniform([5])) < 2.5, lambda: x, lambda: -x),
+        "number": lambda model, x: x * tf.random.normal([]),
+        "drop path": lambda model, x: model.drop_path(x, training=True),
+        "columns": lambda model, x: model.columns(x, training=True),
+        "weights": lambda model, x: x + tf.reshape(tf.random.normal([WIDTH, 1]), [1, -1]),
+    }
     parts = {
-        "drop path": lambda: {"drop": layers.Dropout(0.5, noise_shape=(1, 1))},
-        "columns": lambda: {"drop": layers.Dropout(0.5, noise_shape=(1, WIDTH))},
-    }.get(kind, dict)
-    draw = {"number": scaled, "branch": decided, "drop path": drop_path, "columns": masked_columns}
-    model = _model(draw.get(kind, weight_noise), parts)
-    return _fit(model)
+        "drop_path": lambda: layers.Dropout(0.5, noise_shape=(1, 1)),
+        "columns": lambda: layers.Dropout(0.5, noise_shape=(1, WIDTH)),
+    }
+
+    return dict(zip(draws, _fit(_model(draws.values(), lambda: {name: part() for name, part in parts.items()}))))
 
 
 def body_switched_off() -> float:
     """Return what ``body_noise`` returns for ``tf.random``, with ``NPU_DEVICE_STEP_RANDOM=same``."""
     os.environ["NPU_DEVICE_STEP_RANDOM"] = "same"
     try:
-        return body_noise("dropout")[0]
+        return body_noise("dropout")[0]["dropout"]
     finally:
         del os.environ["NPU_DEVICE_STEP_RANDOM"]
 
@@ -169,7 +168,7 @@ def body_outside() -> Any:
 
     tf.random.set_global_generator(tf.random.Generator.from_seed(8))
     draw, parts = _kinds()["tf.random"]
-    model = _model(draw, parts)
+    model = _model([draw], parts)
     found = numbers()
 
     class Between(tf.keras.callbacks.Callback):  # type: ignore[misc]
@@ -187,7 +186,7 @@ def body_eager(kind: str) -> Any:
     draw, parts = _kinds()[kind]
     written = io.StringIO()
     with contextlib.redirect_stderr(written):
-        deviation = float(np.std(_fit(_model(draw, parts, run_eagerly=True))))
+        deviation = float(np.std(_fit(_model([draw], parts, run_eagerly=True))))
     return deviation, written.getvalue()
 
 
@@ -201,5 +200,5 @@ def body_statement() -> str:
     os.environ.pop("NPU_DEVICE_STATEMENT", None)
     written = io.StringIO()
     with contextlib.redirect_stderr(written):
-        _fit(_model(draw, lambda: {"drop": tf.keras.layers.Dropout(0.5, name="some_dropout")}))
+        _fit(_model([draw], lambda: {"drop": tf.keras.layers.Dropout(0.5, name="some_dropout")}))
     return written.getvalue()

@@ -55,6 +55,7 @@ def body_kinds() -> dict[str, Any]:
         "deep": reduce([{"a": (own, None)}], "sum")[0]["a"][1],
         "mixed": [None if value is None else np.asarray(value).tolist() for value in mixed],
         "nothing": reduce([], "sum"),
+        "one id": [float(reduce(value, "sum", fusion=2, fusion_id=1)) for value in (own, own + 1)],
         "empty": [tuple(value.shape) for value in empty],
     }
 
@@ -71,6 +72,7 @@ def test_kinds_of_values(ranks: Pool) -> None:
         mean = total / n
         assert result["mixed"] == [[[mean, mean], [mean, mean]], None, [(n - 1) / 2, 1]]
         assert result["nothing"] == []
+        assert result["one id"] == [total, total + n]
         assert result["empty"] == [(0, 3), (0,)]
 
 
@@ -157,7 +159,9 @@ def body_compressed_slices(length: int) -> list[list[float]]:
     slices = tf.IndexedSlices(tf.fill([2, 1], 1 + 2.0**-12), tf.constant([0, 1]), tf.constant([length, 1]))
     in_graph = tf.function(lambda values: npu.distribute.all_reduce(values, "sum", compression="bf16"))
     found = [npu.distribute.all_reduce(slices, "sum", compression="bf16"), in_graph(slices)]
-    optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(tf.keras.optimizers.SGD(1.0), compression="bf16")
+    optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(
+        tf.keras.optimizers.SGD(1.0), fusion=2, fusion_id=5, compression="bf16"
+    )
     table = tf.Variable(tf.zeros([length, 1]))
     optimizer.apply_gradients([(slices, table)])
     return [[float(row) for row in tf.convert_to_tensor(each)[:2, 0]] for each in (*found, -table)]

@@ -60,21 +60,17 @@ def test_arrays(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "kind",
+    "kinds",
     [
-        "dataset",
-        "endless dataset",
-        "weighted dataset",
-        "tensors",
-        "sample weights",
-        "class weights",
-        "generator",
-        "sequence",
-        pytest.param("empty validation", marks=pytest.mark.only_keras("3")),
+        ("dataset", "endless dataset", "tensors", "class weights", "generator"),
+        ("sample weights", "weighted dataset", "sequence"),
+        # Keras 2 refuses it on one process, too.
+        pytest.param(("empty validation",), marks=pytest.mark.only_keras("3")),
     ],
+    ids=["datasets", "sequences", "nothing"],
 )
-def test_kinds_of_data(several_keras_ranks: Pool, keras_single: Pool, kind: str) -> None:
-    compare(several_keras_ranks, keras_single, fit_bodies.body_data, kind)
+def test_kinds_of_data(several_keras_ranks: Pool, keras_single: Pool, kinds: tuple[str, ...]) -> None:
+    compare(several_keras_ranks, keras_single, fit_bodies.body_data, *kinds)
 
 
 @pytest.mark.parametrize(
@@ -114,13 +110,10 @@ def test_metrics(several_keras_ranks: Pool, keras_single: Pool, kind: str) -> No
 
 
 @pytest.mark.slow
-def test_callbacks_decide_alike(several_keras_ranks: Pool, keras_single: Pool, tmp_path: Path) -> None:
-    compare(several_keras_ranks, keras_single, fit_bodies.body_decisions, directory=tmp_path)
-
-
-@pytest.mark.slow
-def test_files_are_written_once(several_keras_ranks: Pool, keras_single: Pool, tmp_path: Path) -> None:
-    compare(several_keras_ranks, keras_single, fit_bodies.body_files, directory=tmp_path)
+@pytest.mark.parametrize("body", [fit_bodies.body_decisions, fit_bodies.body_files], ids=["that decide", "that write"])
+def test_callbacks(several_keras_ranks: Pool, keras_single: Pool, tmp_path: Path, body: Any) -> None:
+    """Which decide alike, and write files once. ``test_recipe`` and ``test_files.py`` have them, too."""
+    compare(several_keras_ranks, keras_single, body, directory=tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["functional", "unbuilt", "subclassed"])

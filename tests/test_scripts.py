@@ -74,7 +74,9 @@ CHECKS: dict[str, Callable[[Any, list[Any]], None]] = {
 }
 
 
-@pytest.mark.parametrize("command", CHECKS)
+@pytest.mark.parametrize(
+    "command", [pytest.param(each, marks=[pytest.mark.full] * each.endswith("128")) for each in CHECKS]
+)
 def test_two_ranks_train_what_one_process_does(keras_single: Pool, keras_two_ranks: Pool, command: str) -> None:
     [alone] = keras_single.run(body_script, *command.split())
     ranks = keras_two_ranks.run(body_script, *command.split())

@@ -321,3 +321,19 @@ def test_broadcast_overwrites_variables(ranks: Pool) -> None:
         mine = [1.0 * (rank + 1), 2.0 * (rank + 1)]
         for kind in ("resource", "reference"):
             assert found[kind] == (mine, last, last, [1.0, 2.0]), kind
+
+
+def body_many() -> list[float]:
+    import tensorflow as tf
+
+    import npu_device as npu
+    from npu_device.distribute import hccl_ops
+
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        values = [tf.fill([3], float(npu.open().worker_id + i)) for i in range(66)]  # more than one order holds
+        sums = [hccl_ops.allreduce(value, "sum", fusion=2, fusion_id=3) for value in values]
+        return [float(value[0]) for value in session.run(sums)]
+
+
+def test_many_calls_with_one_id(two_ranks: Pool) -> None:
+    assert two_ranks.run(body_many) == [[2.0 * i + 1 for i in range(66)]] * 2
