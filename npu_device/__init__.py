@@ -17,23 +17,9 @@ require_own_folders(os.path.dirname(os.path.dirname(__file__)))
 mark_as_candidate()
 
 if TYPE_CHECKING:
-    from npu_device import callbacks, compat, configs, distribute, errors, gen_npu_ops, npu_device, ops, train, utils
-    from npu_device._api import (
-        NpuDeviceHandle,
-        close,
-        get_schedule_aicore_task_early,
-        global_options,
-        is_inf_nan_enabled,
-        keep_dtype_scope,
-        npu_compat_function,
-        npu_recompute_scope,
-        npu_run_context,
-        open,
-        set_device_sat_mode,
-        set_npu_loop_size,
-        set_schedule_aicore_task_early,
-    )
+    from npu_device._api import *  # noqa: F403
 
+# ruff: noqa: F405
 __all__ = [
     "NpuDeviceHandle",
     "callbacks",

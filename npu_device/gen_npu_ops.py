@@ -11,6 +11,8 @@ from npu_device._src.operators.adam_lamb import (
     adam_apply_one_with_decay_assign,
     lamb_apply_optimizer_assign,
     lamb_apply_weight_assign,
+    lars,
+    lars_v2,
 )
 from npu_device._src.operators.float_status import (
     npu_alloc_float_status,
@@ -20,7 +22,6 @@ from npu_device._src.operators.float_status import (
     npu_get_float_status,
     npu_get_float_status_v2,
 )
-from npu_device._src.operators.lars import lars, lars_v2
 from npu_device._src.operators.recurrent import basic_lstm_cell, dynamic_augru, dynamic_gru_v2, dynamic_rnn
 from npu_device._src.operators.refused import dropout_mask as drop_out_do_mask
 from npu_device._src.operators.refused import dropout_mask as drop_out_do_mask_v3

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from npu_device._src.environment import ALL, ascend, launchers, own, tensorflow
 from npu_device._src.environment.variable import Variable
-from npu_device._src.options.option import Rule
-from npu_device._src.options.table import GLOBAL_OPTIONS
+from npu_device._src.options.table import GLOBAL_OPTIONS, Rule
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 

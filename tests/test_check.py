@@ -239,5 +239,5 @@ def test_the_interface_of_an_address() -> None:
 
 
 def test_the_launcher_needs_no_tensorflow() -> None:
-    code = "import sys, npu_device.launch.check; sys.exit('tensorflow' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, npu_device.launch.checking; sys.exit('tensorflow' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=environment(), check=False).returncode == 0

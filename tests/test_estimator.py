@@ -15,8 +15,13 @@ from pool import Pool
 from ranks import free_port
 
 from npu_device._src import compat
-from npu_device._src.tf1.estimator import NPUEstimator, NPUEstimatorSpec, model_to_npu_estimator
-from npu_device._src.tf1.run_config import NPURunConfig, npu_run_config_init
+from npu_device._src.tf1.run_config import (
+    NPUEstimator,
+    NPUEstimatorSpec,
+    NPURunConfig,
+    model_to_npu_estimator,
+    npu_run_config_init,
+)
 from npu_device._src.tf1.system import NPUStrategy, Profiler
 from npu_device._src.training.groups import get_rank_id
 

@@ -252,7 +252,7 @@ for rank in "01":
 
 def test_the_process_that_started_the_ranks_names_the_job(tmp_path: Path) -> None:
     job = tmp_path / "job.py"
-    job.write_text("from npu_device._src.membership import mpiexec\nprint(mpiexec.read().job)\n")
+    job.write_text("from npu_device._src.membership import launchers\nprint(launchers.read_mpi().job)\n")
     jobs = [_printed([sys.executable, "-c", STARTS_TWO_RANKS, str(job)]).split() for _ in range(2)]
     assert [len(set(names)) for names in jobs] == [1, 1], jobs
     assert jobs[0] != jobs[1]

@@ -168,13 +168,13 @@ def test_overflow_on_one_rank_leaves_the_step_out_on_all(ranks: Pool) -> None:
 def checks() -> list[str]:
     import tensorflow as tf
 
-    from npu_device._src.tf1 import iterations, loss_scale, system
+    from npu_device._src.tf1 import hooks, loss_scale, system
 
     messages = []
     for call in (
         lambda: loss_scale.FixedLossScaleManager(0.5),
         lambda: loss_scale.NPUOptimizer(None, is_loss_scale=True),
-        lambda: iterations.set_iteration_per_loop(None, tf.constant(1), 2),
+        lambda: hooks.set_iteration_per_loop(None, tf.constant(1), 2),
         system.initialize_system,
     ):
         try:
@@ -195,7 +195,7 @@ def several_steps(hook: bool) -> tuple[int, int, float]:
     """Runs of an operation that makes three steps each; data comes from an iterator."""
     import tensorflow as tf
 
-    from npu_device._src.tf1 import iterations
+    from npu_device._src.tf1 import hooks
     from npu_device._src.tf1.distributed_optimizer import NPUDistributedOptimizer
     from npu_device._src.tf1.hooks import SetIterationsVarHook
 
@@ -208,15 +208,15 @@ def several_steps(hook: bool) -> tuple[int, int, float]:
         update = opt.minimize(-weight * tf.cast(numbers, tf.float32), global_step=step)
         config = v1.ConfigProto(inter_op_parallelism_threads=1)
         if hook:
-            loop = iterations.IterationPerLoop().create_iteration_per_loop_var(update)
+            loop = hooks.IterationPerLoop().create_iteration_per_loop_var(update)
             with v1.train.MonitoredTrainingSession(hooks=[SetIterationsVarHook(3)], config=config) as session:
                 session.run(loop)
                 session.run(loop)
                 return (*session.run([step, numbers]), float(session.run(weight)))
         with v1.Session(config=config) as session:
             session.run(v1.global_variables_initializer())
-            assert iterations.set_iteration_per_loop(session, update, 1) is update
-            loop = iterations.set_iteration_per_loop(session, update, 3)
+            assert hooks.set_iteration_per_loop(session, update, 1) is update
+            loop = hooks.set_iteration_per_loop(session, update, 3)
             assert loop.name.endswith("IterationOp")
             session.run(loop)
             session.run(loop)

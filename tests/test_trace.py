@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from npu_device._src.trace.recorder import PointSchema, Recorder
+from npu_device._src.trace.recorder import PointSchema, Recorder, Schedule, read_options, settings
 from npu_device._src.trace.records import FILE, GradientRecord, RankTrace, read
-from npu_device._src.trace.settings import Schedule, read_options, settings
 
 # How it is turned on
 

@@ -24,7 +24,7 @@ TOLERANCE_US = 20_000  # between a point and what it stands for, on a machine wi
 def _start(directory: str) -> Any:
     from npu_device._src.collectives.job import current
     from npu_device._src.trace import trace
-    from npu_device._src.trace.settings import Settings
+    from npu_device._src.trace.recorder import Settings
 
     running = current()
     if running is not None:
@@ -172,12 +172,12 @@ def test_without_a_trace_nothing_is_added(two_ranks: Pool) -> None:
 
 def _clock() -> tuple[float, float | None]:
     from npu_device._src.collectives.job import current
-    from npu_device._src.trace import clock
+    from npu_device._src.trace.trace import measure_clock
 
     running = current()
     assert running is not None
     apart = replace(running.cluster, hosts=("here", "there"), host=("here", "there")[running.cluster.rank])
-    found = clock.measure(SimpleNamespace(cluster=apart, store=running.store, health=running.health))  # type: ignore[arg-type]
+    found = measure_clock(SimpleNamespace(cluster=apart, store=running.store, health=running.health))  # type: ignore[arg-type]
     return found.offset_us, found.error_us
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from npu_device.launch import arguments, check, hosts, job
+from npu_device.launch import arguments, checking, hosts, job
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def _run(options: arguments.Options) -> None:
     if options.hosts:
         sys.exit(hosts.run(options))
     if options.check:
-        sys.exit(check.run(options))
+        sys.exit(checking.run(options))
     sys.exit(job.run(options))
 
 

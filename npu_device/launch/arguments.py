@@ -12,20 +12,23 @@ from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.cluster.frames import counted
-from npu_device.launch import host_list
 from npu_device.launch.argument_types import (
     AUTO,
     count,
+    filled_hosts,
     job_id,
     nodes,
     of_platform,
+    parse_hosts,
     port,
     positive,
     preempt_seconds,
     preempt_signal,
     ranks,
     ranks_per_node,
+    read_hosts,
     seconds,
+    without_user,
 )
 
 DEFAULT_PORT = 29688  # the port that Ascend's own launch scripts use for the chief
@@ -182,8 +185,8 @@ def _hosts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[t
     if given.node_rank is not None:
         parser.error("--node-rank belongs to an npurun that is started on each node: leave --hosts out")
     try:
-        found = host_list.parse(given.hosts) if given.hostfile is None else host_list.read(given.hostfile)
-        found = found if total is None else host_list.filled(found, total)
+        found = parse_hosts(given.hosts) if given.hostfile is None else read_hosts(given.hostfile)
+        found = found if total is None else filled_hosts(found, total)
     except (OSError, ValueError) as error:
         parser.error(f"{'--hosts' if given.hostfile is None else '--hostfile'}: {error}")
     numbers = {number for _, number in found if number is not None}
@@ -195,7 +198,7 @@ def _hosts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[t
     fewest, most = given.nnodes or (1, 1)
     if most not in (1, len(found)):
         parser.error(f"--nnodes {most}: the list has {counted(len(found), 'host')}")
-    first, *others = (host_list.name(host) for host, _ in found)
+    first, *others = (without_user(host) for host, _ in found)
     remote = [host for host in others if host not in LOOPBACK]
     if given.master_addr is None and first in LOOPBACK and remote:
         parser.error(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import signal
 import socket
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,10 @@ from npu_device._src import environment
 from npu_device._src.cluster.errors import RESUMABLE
 from npu_device._src.cluster.frames import ranges
 from npu_device._src.cluster.tracebacks import without_libraries
+from npu_device._src.environment import NPU_DEVICE_RANK_PROCESS
+from npu_device._src.horovod import modules
 from npu_device._src.membership.rank_environment import rank_table
-from npu_device.launch import child_environment, failures
+from npu_device.launch import failures
 from npu_device.launch.arguments import Options
 from npu_device.launch.failures import Failure
 from npu_device.launch.guard import Guard
@@ -28,7 +30,9 @@ from npu_device.launch.processes import Process
 from npu_device.launch.supervisor import Report, Supervisor
 
 FAILED, USAGE, CANNOT_START = 1, 2, 126  # exit codes of npurun
-_PROGRESS = "progress"
+_PROGRESS, _TABLE = "progress", "rank_table.json"
+# The other two ways to describe a job. They contradict a rank table, and the ranks would refuse both.
+_OTHER_SCHEMES = ("CM_CHIEF_IP", "CM_CHIEF_PORT", "CM_CHIEF_DEVICE", "CM_WORKER_SIZE", "CM_WORKER_IP", "TF_CONFIG")
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,6 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Launch:
-    """The parts of the launcher that last for all attempts."""
-
     options: Options
     console: Console
     guard: Guard
@@ -70,8 +72,6 @@ class Launch:
 
 
 class Attempt:
-    """One attempt of the ranks of this node."""
-
     def __init__(self, launch: Launch, meeting: Meeting, report: Report) -> None:
         self._launch = launch
         self._options = launch.options
@@ -131,41 +131,62 @@ class Attempt:
     def _start(self) -> None:
         options, meeting = self._options, self._meeting
         os.mkdir(self._directory, mode=0o700)
-        table = os.path.join(self._directory, "rank_table.json")
         described = meeting.nodes, options.nproc_per_node, options.master_addr, meeting.port
-        Path(table).write_text(rank_table(*described), encoding="utf-8")
-        inherited = dict(os.environ)
-        self._announce(child_environment.replaced(inherited))
+        Path(self._directory, _TABLE).write_text(rank_table(*described), encoding="utf-8")
+        self._announce()
         for local_rank in range(options.nproc_per_node):
             rank = meeting.nodes.index(options.node_rank) * options.nproc_per_node + local_rank
-            environment = child_environment.for_rank(
-                inherited,
-                options,
-                meeting,
-                rank=rank,
-                local_rank=local_rank,
-                table=table,
-                error_file=self._error_file(rank),
-                progress_file=self._launch.progress_file(),
-                trace=self._trace(),
-            )
             log = None
             if options.log_dir is not None:
                 log = open(self._log_file(options.log_dir, rank), "wb", buffering=0)  # noqa: SIM115
                 self._logs.append(log)
-            process = Process(rank, options.command, environment, lambda: self._launch.events.put(None))
+            process = Process(
+                rank, options.command, self._environment(rank, local_rank), lambda: self._launch.events.put(None)
+            )
             self._launch.guard.watch(process.pid)
             self._processes.append(process)
             console = self._console if log is None or options.tee else None
             self._stdout.append(Pump(process.stdout, console, 1, rank, log))
             self._stderr.append(Pump(process.stderr, console, 2, rank, log))
 
-    def _announce(self, replaced: Sequence[str]) -> None:
+    def _environment(self, rank: int, local_rank: int) -> dict[str, str]:
+        """Return the whole environment of a rank, in which the launcher sets what Ascend's launch scripts do."""
+        options, meeting, trace = self._options, self._meeting, self._trace()
+        foreign = {*_OTHER_SCHEMES, NPU_DEVICE_RANK_PROCESS.name}  # a rank that starts npurun starts another job
+        variables = {name: value for name, value in os.environ.items() if name not in foreign}
+        variables.update(
+            RANK_TABLE_FILE=os.path.join(self._directory, _TABLE),
+            RANK_ID=str(rank),
+            RANK_SIZE=str(self._world_size),
+            ASCEND_DEVICE_ID=str(local_rank),
+            DEVICE_ID=str(local_rank),
+            JOB_ID=meeting.job_id,
+            NPU_DEVICE_LAUNCHER="off",  # npurun may itself be a task of Slurm's or MPI's
+            NPU_DEVICE_ERROR_FILE=self._error_file(rank),
+            NPU_DEVICE_HUB=str(meeting.port),
+            NPU_DEVICE_RESTART_COUNT=str(meeting.count),
+            NPU_DEVICE_PROGRESS_FILE=self._launch.progress_file() or "",
+            NPU_DEVICE_PREEMPT_SIGNAL=signal.Signals(options.preempt_signal).name,
+            NPU_DEVICE_PREEMPT_TIMEOUT=f"{options.preempt_timeout:g}",
+            PYTHONUNBUFFERED="1",  # else a rank's output would come in blocks, and a killed rank's last block never
+        )
+        if options.replicate:
+            variables.setdefault("PYTHONHASHSEED", str(options.seed))
+        if meeting.made_secret is not None:
+            variables.update(NPU_DEVICE_SECRET=meeting.made_secret)
+        if options.horovod:
+            variables.update(modules.variables(variables))
+        if trace is not None:
+            variables.update(PROFILING_MODE="true", PROFILING_OPTIONS=json.dumps({"output": os.path.abspath(trace)}))
+        return variables
+
+    def _announce(self) -> None:
         log_dir = self._options.log_dir
         if log_dir is not None:
             os.makedirs(log_dir, exist_ok=True)
         if self._meeting.count > 0:
             return
+        replaced = [name for name in ("RANK_TABLE_FILE", *_OTHER_SCHEMES) if os.environ.get(name)]
         if replaced:
             self._console.say(
                 f"removed from the environment of the ranks: {', '.join(replaced)}. npurun describes the job itself"

@@ -1,10 +1,22 @@
-"""One rank of a check, for ``npurun check`` and other launchers. With the path of a FILE, the lowest rank of each host
-leaves its outcome there instead of printing it.
+"""``npurun check``: runs this file on the ranks instead of a script, with a FILE for the outcome, and prints it.
+
+Under other launchers, without FILE, rank 0 prints it itself.
 """
 
+from __future__ import annotations
+
 import json
+import os
 import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
+
+from npu_device._src.cluster.frames import counted
+from npu_device.launch import job
+from npu_device.launch.arguments import Options
+from npu_device.launch.attempt import FAILED
+from npu_device.launch.output import Console
 
 
 def main() -> None:
@@ -18,6 +30,30 @@ def main() -> None:
         return
     print(outcome["report"], end="\n" if outcome["report"] else "", flush=True)
     sys.exit(0 if outcome["works"] else 1)
+
+
+# A check shouldn't wait as long as a training does. What the user sets is left alone.
+_SHORTER = {"HCCL_CONNECT_TIMEOUT": "60", "NPU_DEVICE_STALL_TIMEOUT": "60", "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+def run(options: Options) -> int:
+    """Check this node, together with the others; return 0 if training would work."""
+    console = Console()
+    for name, value in _SHORTER.items():
+        os.environ.setdefault(name, value)
+    os.environ.pop("PROFILING_MODE", None)  # it would trace the check
+    with tempfile.TemporaryDirectory(prefix="npurun-check-") as directory:
+        file = Path(directory, "outcome.json")
+        command = (sys.executable, "-u", "-m", "npu_device.launch.checking", str(file))
+        ranks, nodes = counted(options.world_size, "rank"), counted(options.nnodes, "node")
+        console.say(f"checking {ranks} on {nodes}: about half a minute")
+        code = job.run(replace(options, command=command))
+        if code != 0 or not file.exists():
+            console.say("the check could not be completed, and a training would not start; the reason is above")
+            return code or FAILED
+        outcome = json.loads(file.read_text(encoding="utf-8"))
+    print(outcome["report"] or f"{outcome['verdict']}; node 0 prints the report")
+    return 0 if outcome["works"] else FAILED
 
 
 if __name__ == "__main__":

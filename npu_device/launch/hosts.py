@@ -1,6 +1,6 @@
 """``npurun --hosts``: start npurun on every host, over ssh, and stop it there.
 
-The standard input of ``on_node`` there gets the order, a line of JSON with the secret, then the number of each signal
+The standard input of ``main`` there gets the order, a line of JSON with the secret, then the number of each signal
 that this launcher receives. Its end stops the ranks of the host.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import queue
 import secrets
@@ -18,13 +19,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.cluster.errors import RESUMABLE, ClusterError
 from npu_device._src.cluster.time_limits import HOSTS_END_SECONDS, HOSTS_NOTICE_SECONDS
 from npu_device._src.membership.schemes import secret
-from npu_device.launch import job, on_node
+from npu_device.launch import argument_types, checking, job
 from npu_device.launch.arguments import LOOPBACK, Options
 from npu_device.launch.attempt import USAGE
 from npu_device.launch.output import Console, Pump
@@ -44,7 +46,7 @@ def run(options: Options) -> int:
         variables = {**_passed_on(), "NPU_DEVICE_SECRET": given, "NPU_DEVICE_SECRET_FILE": ""}
         for rank, host in enumerate(options.hosts):
             ours = dataclasses.replace(options, hosts=(), node_rank=rank)
-            nodes.append(_Node(host, on_node.order(ours, variables), console, events))
+            nodes.append(_Node(host, _order(ours, variables), console, events))
     except UnicodeDecodeError:
         console.say(
             "the secret is not UTF-8 text, and can't be passed on to the hosts.\n"
@@ -105,7 +107,7 @@ class _Node:
     def __init__(self, host: str, order: str, console: Console, events: queue.SimpleQueue[Any]) -> None:
         self.host = host
         self.code = 0
-        remote = f"{shlex.quote(sys.executable)} -m npu_device.launch.on_node"
+        remote = f"{shlex.quote(sys.executable)} -m npu_device.launch.hosts"
         if os.environ.get("PYTHONPATH"):
             remote = f"env PYTHONPATH={shlex.quote(os.environ['PYTHONPATH'])} {remote}"
         remote = f"cd {shlex.quote(os.getcwd())} && exec {remote}"
@@ -143,3 +145,39 @@ class _Node:
             pump.finish()
         self.code = code if code >= 0 else 128 - code
         self._events.put(self)
+
+
+def _order(options: Options, variables: Mapping[str, str]) -> str:
+    """Return the first line of the standard input: the command line, and variables for the environment."""
+    return json.dumps({"options": dataclasses.asdict(options), "variables": dict(variables)})
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)  # nohup is for the npurun that sends the signals
+    lines = _lines()
+    given = json.loads(next(lines))
+    os.environ.update(given["variables"])
+    options = Options(**{**given["options"], "command": tuple(given["options"]["command"]), "hosts": ()})
+    if options.nproc_per_node == 0:
+        options = dataclasses.replace(options, nproc_per_node=argument_types.ranks_per_node())
+    threading.Thread(target=_forward, args=(lines,), daemon=True).start()
+    sys.exit(checking.run(options) if options.check else job.run(options))
+
+
+def _lines() -> Iterator[bytes]:
+    """Yield the lines of standard input, without Python's buffer: a thread that waits in it would hold up the exit."""
+    rest = b""
+    while data := os.read(0, 1 << 16):
+        *lines, rest = (rest + data).split(b"\n")
+        yield from lines
+
+
+def _forward(lines: Iterator[bytes]) -> None:
+    for line in lines:
+        os.kill(os.getpid(), int(line))
+    os.kill(os.getpid(), signal.SIGHUP)  # nobody listens any more, as when a terminal is closed
+
+
+if __name__ == "__main__":
+    main()

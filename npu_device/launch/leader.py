@@ -16,14 +16,9 @@ from dataclasses import asdict
 from typing import Any, Callable
 
 from npu_device._src.cluster import ports
+from npu_device._src.cluster import time_limits as limits
 from npu_device._src.cluster.errors import RESUMABLE, ClusterError
 from npu_device._src.cluster.frames import ranges
-from npu_device._src.cluster.time_limits import (
-    NODE_ALIVE_SECONDS,
-    NODE_LAST_MESSAGE_SECONDS,
-    NODE_NOTICE_SECONDS,
-    NODE_STOP_SECONDS,
-)
 from npu_device._src.version import __version__
 from npu_device.launch import meeting, node_links
 from npu_device.launch.attempt import FAILED, USAGE, Launch, Outcome
@@ -77,7 +72,7 @@ class Leader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.join(2 * NODE_LAST_MESSAGE_SECONDS)
+        self._thread.join(2 * limits.NODE_LAST_MESSAGE_SECONDS)
 
     # The connections
 
@@ -90,7 +85,7 @@ class Leader:
         while self._thread.is_alive():
             for link in list(self._nodes.values()):
                 link.send("alive")
-            time.sleep(NODE_ALIVE_SECONDS)
+            time.sleep(limits.NODE_ALIVE_SECONDS)
 
     def _send(self, to: Iterable[int], do: str, **fields: Any) -> None:
         for node in to:
@@ -106,7 +101,7 @@ class Leader:
         self._send(list(self._nodes), "over", code=decision.code, text=decision.text, attempts=self._history())
         for link in self._nodes.values():
             link.end()
-        deadline = time.monotonic() + NODE_LAST_MESSAGE_SECONDS
+        deadline = time.monotonic() + limits.NODE_LAST_MESSAGE_SECONDS
         while not all(link.is_lost for link in self._nodes.values()) and time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
                 self._events.get(timeout=0.05)
@@ -152,7 +147,7 @@ class Leader:
             is_there = self._expected <= self._idle
             if (is_there and now >= began + wait) or now >= deadline:
                 break
-            if not is_there and not has_notified and now >= began + NODE_NOTICE_SECONDS:
+            if not is_there and not has_notified and now >= began + limits.NODE_NOTICE_SECONDS:
                 has_notified = True
                 missing = ranges(self._expected - self._idle)
                 text = f"waiting for node {missing}, for {deadline - now:.0f} s at most"
@@ -161,7 +156,7 @@ class Leader:
             if now < began + wait:
                 ends.append(began + wait)
             if not is_there and not has_notified:
-                ends.append(began + NODE_NOTICE_SECONDS)
+                ends.append(began + limits.NODE_NOTICE_SECONDS)
             self._handle(min(ends))
         return tuple(sorted(self._idle)) if len(self._idle) >= self._options.fewest_nodes else None
 
@@ -214,7 +209,7 @@ class Leader:
     def _stop(self, why: str) -> None:
         if not self._is_stopping:
             self._is_stopping = True
-            limit = max(self._options.grace, self._options.preempt_timeout) + NODE_STOP_SECONDS
+            limit = max(self._options.grace, self._options.preempt_timeout) + limits.NODE_STOP_SECONDS
             self._deadline = time.monotonic() + limit
             self._send(list(self._running), "stop", why=why)
 

@@ -46,16 +46,12 @@ class Ended:
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision after an attempt."""
-
     code: int  # the job's exit code, if it is over
     wait: float | None  # seconds until the next attempt; None if the job is over
     text: str  # what the user is told; may be empty
 
 
 class Ledger:
-    """The attempts of a job."""
-
     def __init__(self, options: Options) -> None:
         self._options = options
         self.attempts: list[Ended] = []

@@ -34,7 +34,7 @@ class Meeting:
             self.hub.close()
 
     def end(self) -> None:
-        """End the hub at once, so that no rank of this attempt goes on."""
+        """End the hub at once, so that no rank of this attempt continues."""
         if self.hub is not None:
             self.hub.end()
 

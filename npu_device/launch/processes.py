@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Callable
+from typing import Callable
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,11 @@ class Process:
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C of the terminal goes to the launcher alone, which passes it on once
         )
+        assert self._popen.stdout is not None and self._popen.stderr is not None
+        self.stdout, self.stderr = self._popen.stdout, self._popen.stderr
         self.pid = self._popen.pid
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
-
-    @property
-    def stdout(self) -> IO[bytes]:
-        assert self._popen.stdout is not None
-        return self._popen.stdout
-
-    @property
-    def stderr(self) -> IO[bytes]:
-        assert self._popen.stderr is not None
-        return self._popen.stderr
 
     def send(self, number: int, spares_children: bool = False) -> None:
         """Send a signal to the process and, unless ``spares_children``, to its children in the same process group."""

@@ -173,7 +173,7 @@ def traced_loop(directory: str) -> None:
     from npu_device._src.collectives.job import current
     from npu_device._src.gradients import split_strategy
     from npu_device._src.trace import trace
-    from npu_device._src.trace.settings import Settings
+    from npu_device._src.trace.recorder import Settings
 
     running = current()
     assert running is not None

@@ -1,6 +1,5 @@
 """Ascend's Estimator. Scripts take ``NPURunConfig`` from here by the star import."""
 
-from npu_device._src.tf1.estimator import NPUEstimator, NPUEstimatorSpec
-from npu_device._src.tf1.run_config import NPURunConfig
+from npu_device._src.tf1.run_config import NPUEstimator, NPUEstimatorSpec, NPURunConfig
 
 __all__ = ["NPUEstimator", "NPUEstimatorSpec", "NPURunConfig"]

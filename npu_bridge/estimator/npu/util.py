@@ -1,7 +1,7 @@
 """Iterations per loop, and settings of a script for the NPU compiler."""
 
 from npu_device._src.membership.schemes import world_size_from_environment as get_ranksize
-from npu_device._src.tf1.iterations import IterationPerLoop, set_iteration_per_loop
+from npu_device._src.tf1.hooks import IterationPerLoop, set_iteration_per_loop
 from npu_device._src.tf1.system import check_aoe_mode, keep_tensors_dtypes, npu_compile, set_graph_exec_config
 
 __all__ = [

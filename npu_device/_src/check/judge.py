@@ -72,7 +72,6 @@ class Findings:
 
 
 def problems(found: Findings) -> list[str]:
-    """Return what would make training fail, each with its remedy."""
     wrong_sum = (
         "an all_reduce over all ranks gave a wrong sum.\n"
         f"What to do: set NPU_DEVICE_BACKEND={'tcp' if found.in_use == 'tensorflow' else 'tensorflow'} or "
@@ -83,13 +82,11 @@ def problems(found: Findings) -> list[str]:
 
 
 def warnings(found: Findings) -> list[str]:
-    """Return what training works with, but worse than it could; each with its remedy."""
     parts = _versions(found, ("Python", "NumPy")), _not_shared(found), _same_machine(found), _conditions(found)
     return [text for part in (*parts, _slow_links(found)) for text in part]
 
 
 def _blocked(found: Findings) -> Iterator[str]:
-    """Report failed connections, one text for each pair of hosts."""
     told: set[tuple[str, str]] = set()
     for rank, failed in enumerate(found.unreachable):
         for other, what in failed.items():

@@ -28,7 +28,7 @@ from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.operation import explained, open_ports
 from npu_device._src.collectives.ops import all_reduce
 from npu_device._src.membership.interfaces import interface_of, speed_of
-from npu_device._src.trace import clock
+from npu_device._src.trace.trace import measure_clock
 from npu_device._src.training import device
 
 _AT_ONCE = 16  # connections
@@ -87,7 +87,7 @@ def _facts(job: Job | None) -> Facts:
     ahead: float | None = 0.0
     if job is not None:
         host, address = job.cluster.host, job.cluster.addresses[job.cluster.rank]
-        measured = clock.measure(job)
+        measured = measure_clock(job)
         ahead = None if measured.error_us is None else -measured.offset_us / 1e6
     interface, cores = interface_of(address), os.sched_getaffinity(0)
     memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())

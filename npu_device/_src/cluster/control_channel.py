@@ -99,7 +99,7 @@ class ControlChannel:
     # Messages
 
     def notify(self, do: str, **fields: Any) -> None:
-        """Send a message that needs no answer; if the hub is gone, it is dropped."""
+        """Send a message that needs no answer."""
         self._send({"do": do, **fields}, SHORT_SECONDS)
 
     def close(self) -> None:

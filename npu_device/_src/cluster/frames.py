@@ -115,19 +115,14 @@ def keep_alive(connection: socket.socket) -> None:
     """Let the kernel detect a lost host, and send small messages at once."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", KEEPALIVE_AFTER_SECONDS),
-        ("TCP_KEEPINTVL", KEEPALIVE_AFTER_SECONDS),
-        ("TCP_USER_TIMEOUT", UNACKNOWLEDGED_MILLISECONDS),
-    ):
-        if hasattr(socket, name):  # Linux has them all
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_AFTER_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_AFTER_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MILLISECONDS)
 
 
 def wait_for_ever(connection: socket.socket) -> None:
     """Let a connection outlive a receiver that is stopped. The hub detects a lost host."""
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
 
 
 def ranges(ranks: Iterable[int]) -> str:

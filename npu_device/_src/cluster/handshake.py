@@ -4,15 +4,16 @@ sides know the job secret.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import errno
 import ipaddress
 import logging
-import queue
 import socket
 import struct
 import threading
 import time
+from concurrent.futures import Future
 from typing import Any, Callable
 
 from npu_device._src.cluster import frames
@@ -220,22 +221,19 @@ def resolve(host: str, port: int, seconds: float) -> list[tuple[int, tuple[Any, 
         pass
     else:
         return _addresses(host, port)
-    answers: queue.SimpleQueue[list[tuple[int, tuple[Any, ...]]] | AttemptFailedError] = queue.SimpleQueue()
+    answer: Future[list[tuple[int, tuple[Any, ...]]]] = Future()
 
     def look_up() -> None:
         try:
-            answers.put(_addresses(host, port))
+            answer.set_result(_addresses(host, port))
         except AttemptFailedError as failure:
-            answers.put(failure)
+            answer.set_exception(failure)
 
     threading.Thread(target=look_up, name="npu_device-resolve", daemon=True).start()
     try:
-        answer = answers.get(timeout=max(0.1, seconds))
-    except queue.Empty:
+        return answer.result(max(0.1, seconds))
+    except concurrent.futures.TimeoutError:
         raise AttemptFailedError("the name could not be resolved in time") from None
-    if isinstance(answer, AttemptFailedError):
-        raise answer
-    return answer
 
 
 def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:

@@ -18,17 +18,9 @@ import traceback
 from typing import Any
 
 from npu_device._src.cluster import frames, ports
+from npu_device._src.cluster import time_limits as limits
 from npu_device._src.cluster.roster import Arrival, Hello, Roster
 from npu_device._src.cluster.services import Services
-from npu_device._src.cluster.time_limits import (
-    ACCEPT_PAUSE_SECONDS,
-    CANDIDATE_SECONDS,
-    CONTRADICTION_SECONDS,
-    FIRST_PROGRESS_SECONDS,
-    LAST_MESSAGE_SECONDS,
-    NEXT_PROGRESS_SECONDS,
-    PROOF_SECONDS,
-)
 from npu_device._src.cluster.timers import Timers
 
 _FEWEST_UNPROVED = 256  # limit on simultaneous unproved connections, if larger than two per rank
@@ -45,7 +37,7 @@ class _Connection:
     def __init__(self, connection: socket.socket, address: str) -> None:
         self.socket = connection
         self.address = address
-        self.until = time.monotonic() + PROOF_SECONDS
+        self.until = time.monotonic() + limits.PROOF_SECONDS
         self.reader = frames.Reader(frames.LIMIT_BEFORE_PROOF)
         self.outbox = bytearray()
         self.client_nonce: str | None = None
@@ -140,7 +132,7 @@ class Hub:
             accepted, peer = self._listener.accept()
         except OSError as error:  # the client has gone, or no file descriptor is free; both are temporary
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                time.sleep(ACCEPT_PAUSE_SECONDS)  # the listener stays ready, and the hub would spin
+                time.sleep(limits.ACCEPT_PAUSE_SECONDS)  # the listener stays ready, and the hub would spin
             return
         accepted.setblocking(False)
         frames.keep_alive(accepted)
@@ -304,7 +296,7 @@ class Hub:
             child.arrival, child.parent = None, connection
         if self._began is None:
             self._began = time.monotonic()
-            self._next_progress = self._began + FIRST_PROGRESS_SECONDS
+            self._next_progress = self._began + limits.FIRST_PROGRESS_SECONDS
         for other in [connection] if before is self._roster.reference else self._arrivals():
             self._send(other, frames.encode({"wait": max(0.0, self._end_of_waiting() - time.monotonic())}))
 
@@ -334,7 +326,7 @@ class Hub:
     def _deadline(self) -> float:
         if self._contradictory_since is None:
             return self._end_of_waiting()
-        return min(self._end_of_waiting(), self._contradictory_since + CONTRADICTION_SECONDS)
+        return min(self._end_of_waiting(), self._contradictory_since + limits.CONTRADICTION_SECONDS)
 
     def _check_rendezvous(self) -> None:
         """End the rendezvous when all ranks have come, the time is up, or they contradict each other."""
@@ -351,7 +343,7 @@ class Hub:
         if now >= self._deadline():
             self._refuse_all(self._roster.complaint())
         elif now >= self._next_progress:
-            self._next_progress = now + NEXT_PROGRESS_SECONDS
+            self._next_progress = now + limits.NEXT_PROGRESS_SECONDS
             for connection in self._arrivals():
                 if connection.arrival is not None and connection.arrival.hello.is_chief:
                     self._send(connection, frames.encode({"waits_for": self._roster.missing()}))
@@ -359,10 +351,10 @@ class Hub:
     def _awaits_candidates(self, now: float) -> bool:
         """Return True while all have come, but a process that has started one of them may still take its place."""
         if self._roster.has_candidates and self._candidates_until is None:
-            self._candidates_until = now + CANDIDATE_SECONDS
+            self._candidates_until = now + limits.CANDIDATE_SECONDS
             for one in self._arrivals():
                 self._send(
-                    one, frames.encode({"wait": CANDIDATE_SECONDS, "for": one.arrival and one.arrival.candidate})
+                    one, frames.encode({"wait": limits.CANDIDATE_SECONDS, "for": one.arrival and one.arrival.candidate})
                 )
         return self._roster.has_candidates and now < (self._candidates_until or 0)
 
@@ -392,5 +384,5 @@ class Hub:
     def _send_last(self, connection: _Connection, message: dict[str, Any]) -> None:
         """Send a last message and close. A client that doesn't read it in time misses it."""
         connection.is_ending = True
-        self._timers.later(LAST_MESSAGE_SECONDS, lambda: self._close(connection, None))
+        self._timers.later(limits.LAST_MESSAGE_SECONDS, lambda: self._close(connection, None))
         self._send(connection, frames.encode(message))

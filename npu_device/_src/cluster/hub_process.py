@@ -10,8 +10,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from npu_device._src.cluster.errors import PortTakenError, RendezvousError
 
@@ -20,21 +20,12 @@ _CODE = f"import sys; sys.path.append(sys.argv[1]); from {__package__}.hub_main 
 
 
 class HubProcess:
-    """A running hub, as its parent sees it; PortTakenError or RendezvousError if it can't listen."""
+    """A running hub, as its parent sees it; PortTakenError or RendezvousError if it can't listen.
 
-    def __init__(
-        self,
-        *,
-        secret: bytes,
-        listen: Sequence[str],
-        ports: Sequence[int],
-        job_id: str,
-        world_size: int,
-        expected_hosts: Sequence[str],
-        host_key: str,
-        stays: bool,
-        speaks: bool = False,
-    ) -> None:
+    The settings are those that ``Hub`` reads, and the addresses (``listen``) and first and last port (``ports``).
+    """
+
+    def __init__(self, *, secret: bytes, speaks: bool = False, **settings: Any) -> None:
         self._pid = os.getpid()
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _CODE, str(_ROOT)],
@@ -43,17 +34,7 @@ class HubProcess:
             stderr=None if speaks else subprocess.DEVNULL,
             start_new_session=True,  # neither Ctrl-C nor the end of the starter's process group ends it
         )
-        settings = {
-            "secret": secret.hex(),
-            "listen": list(listen),
-            "ports": list(ports),
-            "job_id": job_id,
-            "world_size": world_size,
-            "expected_hosts": list(expected_hosts),
-            "host_key": host_key,
-            "stays": stays,
-            "speaks": speaks,
-        }
+        settings.update(secret=secret.hex(), speaks=speaks)
         assert self._process.stdin is not None and self._process.stdout is not None
         with self._process.stdout as stdout:
             with contextlib.suppress(BrokenPipeError):

@@ -19,21 +19,13 @@ from typing import Any, Callable, NoReturn
 
 from npu_device._src import environment
 from npu_device._src.cluster import frames
+from npu_device._src.cluster import time_limits as limits
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.handshake import AttemptFailedError, TimedConnection, reach, serve
 from npu_device._src.cluster.health import Health
 from npu_device._src.cluster.ports import allow_many_descriptors, join_address, listen_on_free
-from npu_device._src.cluster.time_limits import (
-    ATTEMPT_PAUSE_SECONDS,
-    ATTEMPT_SECONDS,
-    CHECK_SECONDS,
-    DELIVER_SECONDS,
-    DELIVER_TICK_SECONDS,
-    NEWS_SECONDS,
-    SEND_SECONDS,
-)
 
 _TOKEN_BYTES = 16
 _MOST_UNCLAIMED = 4096  # connections of all ranks that nobody has asked for
@@ -87,7 +79,7 @@ class Peers:
         while rank not in self._places:
             self._health.require_running()
             with contextlib.suppress(TimeoutError):
-                port, token = self._store.get(f"peers/{rank}", ATTEMPT_SECONDS).split()
+                port, token = self._store.get(f"peers/{rank}", limits.ATTEMPT_SECONDS).split()
                 self._places[rank] = int(port), token
         return self._places[rank]
 
@@ -108,17 +100,16 @@ class Peers:
                         return connection
                     connection.close()
                 self._health.require_running()
-                self._arrival.wait(CHECK_SECONDS)
+                self._arrival.wait(limits.CHECK_SECONDS)
             return None
 
     def deliver(self) -> None:
         """Wait until the hosts of the others have what this rank has sent: its own host may go away with it."""
-        until = time.monotonic() + DELIVER_SECONDS
+        until = time.monotonic() + limits.DELIVER_SECONDS
         while any(map(_undelivered, self._owned)) and not self._health.has_failed and time.monotonic() < until:
-            time.sleep(DELIVER_TICK_SECONDS)
+            time.sleep(limits.DELIVER_TICK_SECONDS)
 
     def close(self) -> None:
-        """Close all connections; in a forked child only its copies."""
         mine = os.getpid() == self._pid
         for one in [self._listener, *self._owned]:
             if one is not None and mine:
@@ -128,20 +119,19 @@ class Peers:
                 one.close()
 
     def _connected(self, rank: int, seconds: float | None, **said: Any) -> socket.socket:
-        """Return a connection to a rank; its threads may be slow to answer, or stopped for a while."""
         (port, token), host = self._place(rank), self._cluster.addresses[rank]
         until = time.monotonic() + (seconds or environment.HCCL_CONNECT_TIMEOUT.get())
         while True:
-            attempt = min(ATTEMPT_SECONDS, max(ATTEMPT_PAUSE_SECONDS, until - time.monotonic()))
+            attempt = min(limits.ATTEMPT_SECONDS, max(limits.ATTEMPT_PAUSE_SECONDS, until - time.monotonic()))
             try:
                 line = reach(host, port, attempt, self._secret + token.encode(), rank=self._cluster.rank, **said)
-                line.connection.settimeout(SEND_SECONDS)
+                line.connection.settimeout(limits.SEND_SECONDS)
                 return line.connection
             except AttemptFailedError as error:
                 self._health.require_running()
                 if time.monotonic() > until:
                     self.raise_for(rank, f"no connection to {join_address(host, port)}: {error}")
-                time.sleep(ATTEMPT_PAUSE_SECONDS)
+                time.sleep(limits.ATTEMPT_PAUSE_SECONDS)
 
     def _admitted(self, line: TimedConnection, said: dict[str, Any]) -> None:
         rank, number = int(said["rank"]), int(said["number"])
@@ -163,10 +153,10 @@ class Peers:
 
     def raise_for(self, rank: int, reason: str) -> NoReturn:
         """Raise the error for a rank that can't be reached. Usually it has ended, and the hub tells so soon."""
-        end = time.monotonic() + NEWS_SECONDS
+        end = time.monotonic() + limits.NEWS_SECONDS
         while time.monotonic() < end:
             self._health.require_running()
-            time.sleep(CHECK_SECONDS)
+            time.sleep(limits.CHECK_SECONDS)
         raise PeerError(
             f"{self._cluster.name} has lost its connection to {self._cluster.name_of(rank)}: {reason}.\n"
             "Likely cause: the network between the two, or a rank that has just ended.\n"

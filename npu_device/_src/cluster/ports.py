@@ -28,7 +28,6 @@ def is_loopback(host: str) -> bool:
 
 
 def plain(address: str) -> str:
-    """Return an address without its zone, and an IPv4-mapped IPv6 address as IPv4."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     mapped = getattr(ip, "ipv4_mapped", None)
     return str(mapped or ip)
@@ -100,7 +99,6 @@ class ReservedPort:
             self._socket.shutdown(socket.SHUT_RDWR)  # it stays bound
 
     def close(self) -> None:
-        """Free the port; a server that has it by now keeps it."""
         self._socket.close()
 
 

@@ -5,6 +5,7 @@ The hub may start later than this rank, and its name may become resolvable later
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
 import os
@@ -16,6 +17,7 @@ from typing import Any, Callable
 
 from npu_device._src import environment
 from npu_device._src.cluster import frames
+from npu_device._src.cluster import time_limits as limits
 from npu_device._src.cluster.ancestors import ancestors, start_time
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster, Membership
@@ -30,31 +32,12 @@ from npu_device._src.cluster.handshake import (
 from npu_device._src.cluster.hub_process import HubProcess
 from npu_device._src.cluster.ports import is_loopback, join_address
 from npu_device._src.cluster.roster import Hello
-from npu_device._src.cluster.time_limits import (
-    ANSWER_SECONDS,
-    FIRST_PAUSE_SECONDS,
-    FIRST_PROGRESS_SECONDS,
-    LONGEST_PAUSE_SECONDS,
-    LONGEST_WAIT_SECONDS,
-    NEXT_PROGRESS_SECONDS,
-    OLD_HUB_PAUSE_SECONDS,
-    OLD_HUB_SECONDS,
-    VERDICT_MARGIN_SECONDS,
-)
 from npu_device._src.version import __version__
 
-# The names of TensorFlow's distributions.
-_TENSORFLOWS = (
-    "tensorflow",
-    "tensorflow-cpu",
-    "tf-nightly",
-    "tf-nightly-cpu",
-    "tensorflow-intel",
-    "tensorflow-macos",
-    "tensorflow-rocm",
-    "tensorflow-aarch64",
-    "tensorflow-cpu-aws",
-)
+_TENSORFLOWS = """
+tensorflow tensorflow-cpu tf-nightly tf-nightly-cpu tensorflow-intel tensorflow-macos tensorflow-rocm tensorflow-aarch64
+tensorflow-cpu-aws
+"""  # distributions
 _COMPARED = {"rank table": "the rank table", "TF_CONFIG": "TF_CONFIG"}
 
 _CANDIDATE = (
@@ -105,14 +88,10 @@ def meet(membership: Membership) -> tuple[Cluster, ControlChannel]:
 
 def installed_versions() -> dict[str, str]:
     """Return the versions of npu_device and TensorFlow, without importing TensorFlow."""
-    tensorflow = "unknown"
-    for name in _TENSORFLOWS:
-        try:
-            tensorflow = importlib.metadata.version(name)
-            break
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {"npu_device": __version__, "tensorflow": tensorflow}
+    for name in _TENSORFLOWS.split():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return {"npu_device": __version__, "tensorflow": importlib.metadata.version(name)}
+    return {"npu_device": __version__, "tensorflow": "unknown"}
 
 
 _Met = tuple[int, dict[str, Any], ControlChannel]  # rank, roster
@@ -141,9 +120,9 @@ def _start_hub(membership: Membership, search: _Search) -> _Met:
             met = search.look_once(membership.chief_hosts)
             if met is not None:
                 return met
-            if search.remaining() <= 0 or (not search.is_busy and time.monotonic() > began + OLD_HUB_SECONDS):
+            if search.remaining() <= 0 or (not search.is_busy and time.monotonic() > began + limits.OLD_HUB_SECONDS):
                 raise
-            time.sleep(OLD_HUB_PAUSE_SECONDS)
+            time.sleep(limits.OLD_HUB_PAUSE_SECONDS)
             continue
         return search.search(("127.0.0.1",) if hub.host in ("::", "0.0.0.0") else (hub.host,))
 
@@ -179,7 +158,7 @@ class _Search:
         self._hello = hello
         self._began = time.monotonic()
         self._deadline = self._began + membership.connect_timeout
-        self._next_progress = self._began + FIRST_PROGRESS_SECONDS
+        self._next_progress = self._began + limits.FIRST_PROGRESS_SECONDS
         self._outcomes: dict[str, str] = {}
         self.is_busy = False
 
@@ -188,7 +167,7 @@ class _Search:
 
     def search(self, hosts: Sequence[str] = ()) -> _Met:
         """Try the addresses of the hub in turn until it answers."""
-        pause = FIRST_PAUSE_SECONDS
+        pause = limits.FIRST_PAUSE_SECONDS
         while True:
             met = self.look_once(hosts or self._membership.chief_hosts)
             if met is not None:
@@ -197,7 +176,7 @@ class _Search:
                 raise RendezvousError(self._complaint())
             self._progress(lambda: f"{self._name()} is looking for the chief: " + "; ".join(self._lines()))
             time.sleep(max(0.0, min(pause, self.remaining())))
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            pause = min(2 * pause, limits.LONGEST_PAUSE_SECONDS)
 
     def look_once(self, hosts: Iterable[str]) -> _Met | None:
         """Try each address once; return None if the hub of this job is at none of them."""
@@ -223,7 +202,7 @@ class _Search:
             raise
 
     def _await_roster(self, line: TimedConnection) -> _Met:
-        seconds, doing, rank = ANSWER_SECONDS, "no answer", None
+        seconds, doing, rank = limits.ANSWER_SECONDS, "no answer", None
         gone = "the connection was closed without an answer: a hub that is ending"
         self.is_busy = False
         while True:
@@ -233,28 +212,28 @@ class _Search:
                 closed=gone,
                 meanwhile=self._report_waiting,
             )
-            if "wait" in answer:
-                seconds = _number(answer["wait"], LONGEST_WAIT_SECONDS) + VERDICT_MARGIN_SECONDS
+            said: Any
+            kind, said = next(iter(answer.items()), ("", None))  # the first key tells what it is
+            if kind == "wait":
+                seconds = _number(said, limits.LONGEST_WAIT_SECONDS) + limits.VERDICT_MARGIN_SECONDS
                 doing = "the chief accepted this rank, and then sent nothing more"
                 gone = "the chief accepted this rank, and then was gone"
                 if answer.get("for") is not None:
-                    _log.warning(_CANDIDATE, os.getpid(), self._hello.candidate, _number(answer["wait"], 1e9))
-            elif "waits_for" in answer:
+                    _log.warning(_CANDIDATE, os.getpid(), self._hello.candidate, _number(said, 1e9))
+            elif kind == "waits_for":
                 waited = time.monotonic() - self._began
-                _log.warning(
-                    "after %.0f s: the chief waits for %s of job %r", waited, answer["waits_for"], self._hello.job_id
-                )
-            elif "refused" in answer:
-                raise RendezvousError(str(answer["refused"]))
-            elif "busy" in answer:
+                _log.warning("after %.0f s: the chief waits for %s of job %r", waited, said, self._hello.job_id)
+            elif kind == "refused":
+                raise RendezvousError(str(said))
+            elif kind == "busy":
                 self.is_busy = True
-                raise AttemptFailedError(str(answer["busy"]))
-            elif "child_of" in answer:
-                raise _child(answer["child_of"])
-            elif "rank" in answer:
-                rank = int(_number(answer["rank"], frames.MOST_RANKS))
-            elif "roster" in answer and rank is not None and _is_roster(answer["roster"], rank):
-                return rank, answer["roster"], ControlChannel(line.connection, line.reader)
+                raise AttemptFailedError(str(said))
+            elif kind == "child_of":
+                raise _child(said)
+            elif kind == "rank":
+                rank = int(_number(said, frames.MOST_RANKS))
+            elif kind == "roster" and rank is not None and _is_roster(said, rank):
+                return rank, said, ControlChannel(line.connection, line.reader)
             else:
                 raise AttemptFailedError(ANOTHER_PROGRAM)
 
@@ -265,7 +244,7 @@ class _Search:
     def _progress(self, what: Callable[[], str]) -> None:
         now = time.monotonic()
         if now >= self._next_progress:
-            self._next_progress = now + NEXT_PROGRESS_SECONDS
+            self._next_progress = now + limits.NEXT_PROGRESS_SECONDS
             _log.warning("after %.0f s: %s", now - self._began, what())
 
     def _name(self) -> str:

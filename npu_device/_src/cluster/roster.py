@@ -213,7 +213,7 @@ class Roster:
 
     @property
     def contradictory(self) -> bool:
-        """Return True if the ranks that have come can't form one job, whichever are still missing."""
+        """Return True if the ranks that have come can't form one job."""
         return len(self._signatures) > 1 or self._count > len(self._present)
 
     @property
@@ -292,7 +292,6 @@ class Roster:
         return lines
 
     def _kinds(self) -> list[str]:
-        """Return the kinds of errors, most important first."""
         found = {kind for arrival in self._arrivals() for kind, _ in self._differences(arrival.hello)}
         if self._count > len(self._present):
             found.add("doubled rank")

@@ -93,7 +93,6 @@ class Services:
             raise frames.FrameError(f"{error!r} in {str(message.get('do'))[:100]!r}") from error
 
     def closed(self, rank: int) -> None:
-        """Handle the end of the connection of a rank: its process has ended, or its host is lost."""
         if rank not in self._left:
             self._unreported_gone.append(rank)
         self._mark_absent(rank)
@@ -200,7 +199,6 @@ class Services:
             self._end_if_hopeless(name, gather)
 
     def _end_if_hopeless(self, name: str, gather: _Gather) -> None:
-        """End a gather that a rank can no longer join."""
         absent = gather.ranks & self._absent.difference(gather.values)
         if not absent or (gather.partial and len(absent) + len(gather.values) < len(gather.ranks)):
             return

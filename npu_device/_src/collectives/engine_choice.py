@@ -17,7 +17,7 @@ from npu_device._src.collectives.engines.host.mpi_messages import open_world
 from npu_device._src.collectives.engines.host.sharing import Hosts
 from npu_device._src.collectives.gpu_choice import why_no_nccl
 from npu_device._src.collectives.job import Job
-from npu_device._src.membership import mpiexec
+from npu_device._src.membership import launchers
 
 _log = logging.getLogger("npu_device")
 
@@ -135,6 +135,6 @@ def choose_engine(job: Job, hosts: Hosts) -> Hosts:
             _IN_TIME,
         )
     no_nccl = "" if engine.name == "nccl" else why_no_nccl(hosts.devices, job.cluster.hosts, wanted)
-    if "mpi" in against and mpiexec.read() is not None:
+    if "mpi" in against and launchers.read_mpi() is not None:
         job.why_no_mpi = against["mpi"][0].strip()
     return replace(hosts, engine=engine.name, no_nccl=no_nccl)

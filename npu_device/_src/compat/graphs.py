@@ -171,12 +171,10 @@ def random_generator_of_process() -> Any:
 
 
 def record_operation(name: str, outputs: Any, inputs: Any, backward: Any) -> None:
-    """Tell the gradient tapes that watch how the gradients of the inputs come from those of the outputs."""
     _record.record_operation(name, outputs, inputs, backward)
 
 
 def compiled_by_xla() -> bool:
-    """Return True while tracing a function that XLA will compile (``jit_compile=True``)."""
     if tf.executing_eagerly():
         return False
     return bool(_control_flow_util.GraphOrParentsInXlaContext(_ops.get_default_graph()))

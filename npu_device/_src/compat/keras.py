@@ -10,8 +10,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.compat.tf_keras import slots
-
 
 def keras_of(thing: object) -> Any:
     """Return the Keras package that an optimizer, a model or a layer belongs to; tf.keras if it can't be determined."""
@@ -59,7 +57,6 @@ def session_backend() -> Any:
 
 
 def belongs_to_keras(thing: Any) -> bool:
-    """Return True for a function or class of Keras itself, not the user's."""
     return str(thing.__module__).split(".", 1)[0] in ("keras", "tf_keras")
 
 
@@ -182,3 +179,55 @@ def gradients_and_variables(optimizer: Any, given: Any, variables: Any = None) -
     if not is_keras_3(keras_of(optimizer)):
         return list(given)
     return list(zip(given, optimizer._trainable_variables if variables is None else variables))
+
+
+def loss_scale_class_of_tf_keras(keras: Any, optimizer: object) -> Any:
+    """Return the class of tf-keras's ``LossScaleOptimizer(optimizer)``: one for legacy optimizers, one for others.
+
+    The exported name chooses between the two, and a subclass of it can't add methods. Can go when tf-keras has no
+    legacy optimizers.
+    """
+    module = sys.modules[keras.mixed_precision.LossScaleOptimizer.__module__]
+    legacy = isinstance(optimizer, keras.optimizers.legacy.Optimizer)
+    return module.LossScaleOptimizer if legacy else module.LossScaleOptimizerV3
+
+
+def is_vocabulary(weight: Any) -> bool:
+    return hasattr(weight, "get_tensors") and hasattr(weight, "set_weights") and not hasattr(weight, "assign")
+
+
+def layer_of_vocabulary(weight: Any) -> Any:
+    return getattr(weight, "_layer", None)
+
+
+def generator_of_layer(layer: Any) -> Any:
+    """Return the ``tf.random.Generator`` from which a layer of tf-keras draws; None if there is none, or not yet."""
+    return getattr(getattr(layer, "_random_generator", None), "_generator", None)
+
+
+def slots(optimizer: Any, weights: Any) -> list[Any]:
+    found = []
+    for weight in weights:
+        for name in sorted(optimizer.get_slot_names()):
+            try:
+                found.append(optimizer.get_slot(weight, name))
+            except KeyError:  # a weight that it doesn't train
+                continue
+    return found
+
+
+def layers_that_draw(model: Any) -> list[tuple[Any, Any]]:
+    """Return the layers of a tf-keras model that draw random numbers, each with what it draws them from."""
+    if not hasattr(model, "_flatten_layers"):
+        return []
+    pairs = [(layer, getattr(layer, "_random_generator", None)) for layer in model._flatten_layers()]
+    return [(layer, generator) for layer, generator in pairs if generator is not None]
+
+
+def hides_its_state(generator: Any) -> bool:
+    """Return True if the random state of what a layer draws from is inside an operation, where nothing can read it."""
+    return getattr(generator, "_rng_type", "") == "legacy_stateful"
+
+
+COUNTERS_METHOD = "_maybe_load_initial_counters_from_ckpt"
+"""The method by which a tf-keras model takes the epoch to begin with from a backup."""

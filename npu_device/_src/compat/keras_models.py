@@ -13,8 +13,7 @@ from typing import Any, Callable, cast
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 
-from npu_device._src.compat.keras import belongs_to_keras, is_keras_3, keras_of
-from npu_device._src.compat.tf_keras import is_vocabulary
+from npu_device._src.compat.keras import belongs_to_keras, is_keras_3, is_vocabulary, keras_of
 
 
 def all_layers(model: Any) -> list[Any]:
@@ -70,7 +69,6 @@ def counters_of(model: Any) -> list[Any]:
 
 
 def metrics_of(model: Any) -> list[Any]:
-    """Return the metrics of a model that have variables of their own, each once."""
     compiled = [getattr(model, name, None) for name in ("_loss_tracker", "_compile_metrics", "compiled_metrics")]
     losses = [getattr(model, name, None) for name in ("_compile_loss", "compiled_loss")]
     return _unique(part for metric in [*model.metrics, *compiled, *losses] for part in _flat(metric))
@@ -103,7 +101,6 @@ def compiled_losses(model: Any) -> list[Any]:
 
 
 def is_loss_container(loss: Any) -> bool:
-    """Return True for Keras 3's own container of the compiled losses."""
     return type(loss).__name__ == "CompileLoss"
 
 
@@ -189,12 +186,10 @@ def _unique(things: Iterable[Any]) -> list[Any]:
 
 
 def moments_method(layer: Any) -> str:
-    """Return the name of the method by which a synchronised batch normalisation computes mean and variance."""
     return "_sync_calculate_mean_and_var" if hasattr(layer, "_sync_calculate_mean_and_var") else "_moments"
 
 
 def reduction_axes(layer: Any) -> Any:
-    """Return the axes over which a batch normalisation of Keras 3 takes its mean."""
     return layer._reduction_axes
 
 

@@ -43,7 +43,6 @@ def random_state() -> tuple[int | None, Any]:
 
 
 def set_random_state(state: tuple[int | None, Any]) -> None:
-    """Set TensorFlow's random state to that of another process; see ``random_state``."""
     seed, position = state
     tf.random.set_seed(seed)
     if position is not None:

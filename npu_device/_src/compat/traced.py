@@ -89,7 +89,6 @@ def _is_known(kind: str) -> bool:
 
 
 def _inside(graph: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the types of operations in the functions that a graph calls, each with the call."""
     functions = {function.signature.name: function for function in graph.as_graph_def().library.function}
     for operation in graph.get_operations():
         if _CALLS.match(operation.type):
@@ -140,13 +139,11 @@ def _sets(operation: Any, handle: Any) -> bool:
 
 
 def handle_of(variable: Any) -> Any:
-    """Return the resource handle of a variable, of TensorFlow or of Keras; None if it has none."""
     inner = variable if hasattr(variable, "handle") else getattr(variable, "_value", None)  # Keras 3.0 to 3.15
     return getattr(inner, "handle", None)
 
 
 def value_of_handle(handle: Any) -> Any:
-    """Return the value of a variable, given its eager handle."""
     return tf.raw_ops.ReadVariableOp(resource=handle, dtype=_kind_of_variable(handle))
 
 
@@ -159,7 +156,6 @@ def _kind_of_variable(handle: Any) -> Any:
 
 
 def set_handle(handle: Any, value: Any) -> None:
-    """Set a variable, given its eager handle."""
     tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
 

@@ -41,5 +41,4 @@ def settings_everywhere() -> dict[str, str]:
 
 
 def horovod_variables_without_effect() -> list[str]:
-    """Return the names of Horovod's variables that are set and mean nothing here."""
     return sorted(names_in_environment("HOROVOD_") - {variable.name for variable in ALL})

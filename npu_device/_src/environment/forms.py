@@ -48,15 +48,15 @@ def split(text: str) -> str | tuple[int, ...] | tuple[float, ...]:
     return numbers
 
 
+def _span(text: str, most: float) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= most):
+        raise ValueError(text)
+    return int(first), int(last)
+
+
 def windows(text: str) -> tuple[tuple[int, int], ...]:
-    """Parse ``1-25,100-120``: first and last of each window."""
-    found = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-            raise ValueError(text)
-        found.append((int(first), int(last)))
-    return tuple(found)
+    return tuple(_span(part, float("inf")) for part in text.split(","))
 
 
 def most_nodes(text: str) -> int:
@@ -69,7 +69,6 @@ def most_nodes(text: str) -> int:
 
 
 def address_and_port(text: str) -> tuple[str, int]:
-    """Parse ``host:2222`` or ``[::1]:2222``."""
     host, _, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -81,11 +80,7 @@ def address_and_port(text: str) -> tuple[str, int]:
 
 
 def ports(text: str) -> tuple[int, int]:
-    """Parse ``61000-61031``: first and last port."""
-    first, _, last = text.partition("-")
-    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= 65535):
-        raise ValueError(text)
-    return int(first), int(last)
+    return _span(text, 65535)
 
 
 def audit(text: str) -> int | str:

@@ -5,6 +5,12 @@ from __future__ import annotations
 from npu_device._src.environment import forms
 from npu_device._src.environment.variable import Form, Variable, optional
 
+
+def _choice(name: str, words: tuple[str, ...], meaning: str, everywhere: bool = False) -> Variable[str]:
+    """Return a variable with one of these values, of which the first is the default."""
+    return Variable(name, forms.one_of(*words), words[0], meaning, everywhere=everywhere)
+
+
 NPU_DEVICE_SECRET = optional(
     "NPU_DEVICE_SECRET",
     forms.TEXT,
@@ -14,10 +20,9 @@ NPU_DEVICE_SECRET = optional(
 NPU_DEVICE_SECRET_FILE = optional(
     "NPU_DEVICE_SECRET_FILE", forms.PATH, "file with the secret of the job. Use it instead of `NPU_DEVICE_SECRET`."
 )
-NPU_DEVICE_LAUNCHER = Variable(
+NPU_DEVICE_LAUNCHER = _choice(
     "NPU_DEVICE_LAUNCHER",
-    forms.one_of("auto", "slurm", "mpi", "torchrun", "jax", "off"),
-    "auto",
+    ("auto", "slurm", "mpi", "torchrun", "jax", "off"),
     "the launcher whose variables describe the job if Ascend's and TF_CONFIG don't: `slurm`, `mpi` (MPI's `mpiexec`), "
     "`torchrun` or `jax`; `auto` uses those that are set, `off` none of them, so that a single process may train. "
     "`npurun` sets `off` for its ranks.",
@@ -35,10 +40,9 @@ NPU_DEVICE_SSH = Variable(
     "the command with which `npurun --hosts` reaches a host; the host and a shell command are added to it.",
 )
 NPU_DEVICE_HUB = optional("NPU_DEVICE_HUB", forms.PORT, "port of a hub that is already running; `npurun` sets this.")
-NPU_DEVICE_BACKEND = Variable(
+NPU_DEVICE_BACKEND = _choice(
     "NPU_DEVICE_BACKEND",
-    forms.one_of("auto", "nccl", "tensorflow", "mpi", "tcp", "shared_memory"),
-    "auto",
+    ("auto", "nccl", "tensorflow", "mpi", "tcp", "shared_memory"),
     "the engine that sends tensors between hosts: `nccl` is NCCL through TensorFlow, also within a host, and needs a "
     "GPU for each rank; `tensorflow` is TensorFlow over gRPC; `mpi` is MPI through mpi4py, and "
     "needs ranks that one `mpiexec` started; `tcp` is TCP connections of this package. `auto` is `nccl` where each "
@@ -46,10 +50,9 @@ NPU_DEVICE_BACKEND = Variable(
     "`tensorflow`. In this release, `shared_memory` still stands for `NPU_DEVICE_SHARED_MEMORY=required`.",
     everywhere=True,
 )
-NPU_DEVICE_SHARED_MEMORY = Variable(
+NPU_DEVICE_SHARED_MEMORY = _choice(
     "NPU_DEVICE_SHARED_MEMORY",
-    forms.one_of("on", "off", "required"),
-    "on",
+    ("on", "off", "required"),
     "whether the ranks of a host share memory for their tensors: `on`, where they can; `off` sends tensors through the "
     "engine of `NPU_DEVICE_BACKEND` within a host too; with `required`, ranks that can't share memory are an error.",
     everywhere=True,
@@ -86,10 +89,9 @@ NPU_DEVICE_SPLIT = optional(
     "for lists that they fit; percentages those of `set_split_strategy_by_size`.",
     everywhere=True,
 )
-NPU_DEVICE_UNEQUAL_START = Variable(
+NPU_DEVICE_UNEQUAL_START = _choice(
     "NPU_DEVICE_UNEQUAL_START",
-    forms.one_of("repair", "error", "ignore"),
-    "repair",
+    ("repair", "error", "ignore"),
     "what happens if variables differ between the ranks at the first step of a wrapped optimizer, or when a "
     "`tf.function` that reduces gradients itself is traced: `repair` gives them the values of rank 0, with a warning; "
     "`error` raises an error; `ignore` doesn't check. A replicated model always begins with the values of rank 0.",
@@ -104,33 +106,29 @@ NPU_DEVICE_AUDIT = Variable(
     "steps",
     everywhere=True,
 )
-NPU_DEVICE_DRIFT = Variable(
+NPU_DEVICE_DRIFT = _choice(
     "NPU_DEVICE_DRIFT",
-    forms.one_of("error", "warning"),
-    "error",
+    ("error", "warning"),
     "what happens when the audit finds ranks with different variables: an error on all ranks, or one warning.",
     everywhere=True,
 )
-NPU_DEVICE_CHECK_GRADIENTS = Variable(
+NPU_DEVICE_CHECK_GRADIENTS = _choice(
     "NPU_DEVICE_CHECK_GRADIENTS",
-    forms.one_of("on", "off"),
-    "off",
+    ("off", "on"),
     "`on` makes a wrapped optimizer check the gradients of each step: NaN or infinity raises an error on all ranks "
     "that names the ranks and variables.",
     everywhere=True,
 )
-NPU_DEVICE_FIRST_STEP_CHECK = Variable(
+NPU_DEVICE_FIRST_STEP_CHECK = _choice(
     "NPU_DEVICE_FIRST_STEP_CHECK",
-    forms.one_of("on", "off"),
-    "on",
+    ("on", "off"),
     "`on` checks the train step of a replicated model before its first step: is the gradient of a few samples the mean "
     "of the gradients of parts of them? If not, the step raises an error or prints a warning.",
     everywhere=True,
 )
-NPU_DEVICE_STATEMENT = Variable(
+NPU_DEVICE_STATEMENT = _choice(
     "NPU_DEVICE_STATEMENT",
-    forms.one_of("on", "off"),
-    "on",
+    ("on", "off"),
     "`on` makes rank 0 report the ranks, batch size and learning rate on stderr when a replicated model starts "
     "training, and which rank has which GPU when the job begins.",
 )
@@ -139,18 +137,16 @@ NPU_DEVICE_LOG_LEVEL = optional(
     Form(forms.log_level, "one of DEBUG, INFO, WARNING, ERROR, CRITICAL"),
     "the level of the logger `npu_device`, from `npu.open()` on; default: Python's, which shows warnings and errors.",
 )
-NPU_DEVICE_STEP_RANDOM = Variable(
+NPU_DEVICE_STEP_RANDOM = _choice(
     "NPU_DEVICE_STEP_RANDOM",
-    forms.one_of("own", "same"),
-    "own",
+    ("own", "same"),
     "random numbers in the training step of a replicated model: `own` lets each rank draw its own for its samples; "
     "`same` lets all ranks draw the same, so that gradients are noisier than on one process. `same` ends with 0.3.",
     everywhere=True,
 )
-NPU_DEVICE_DIVISION = Variable(
+NPU_DEVICE_DIVISION = _choice(
     "NPU_DEVICE_DIVISION",
-    forms.one_of("alike", "first"),
-    "alike",
+    ("alike", "first"),
     "how a replicated model divides a batch whose tensors have different lengths: `alike` cuts all at the same "
     "fractions; `first` cuts all by the length of the first one, as before. `first` ends with 0.3.",
     everywhere=True,

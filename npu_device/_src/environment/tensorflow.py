@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 
 from npu_device._src.environment import forms
@@ -15,24 +14,16 @@ TF_CONFIG = optional(
 )
 TF_NUM_INTRAOP_THREADS = optional("TF_NUM_INTRAOP_THREADS", forms.TEXT, _THREADS, "threads")
 TF_NUM_INTEROP_THREADS = optional("TF_NUM_INTEROP_THREADS", forms.TEXT, _THREADS, "threads")
-_A_DAY = "86400s"
-_SERVICE_CONFIG = json.dumps(
-    {
-        "methodConfig": [
-            {
-                "name": [{"service": "tensorflow.WorkerService", "method": "MarkRecvFinished"}],
-                "retryPolicy": {
-                    "maxAttempts": 2,
-                    "initialBackoff": _A_DAY,
-                    "maxBackoff": _A_DAY,
-                    "backoffMultiplier": 1,
-                    "retryableStatusCodes": ["UNAVAILABLE"],
-                },
-            }
-        ]
-    },
-    separators=(r"\054", ":"),  # a comma, which would end the option
-).replace('"', r"\"")
+# A comma would end the option.
+_SERVICE_CONFIG = (
+    (
+        '{"methodConfig":[{"name":[{"service":"tensorflow.WorkerService","method":"MarkRecvFinished"}],"retryPolicy":'
+        '{"maxAttempts":2,"initialBackoff":"86400s","maxBackoff":"86400s","backoffMultiplier":1,'
+        '"retryableStatusCodes":["UNAVAILABLE"]}}]}'
+    )
+    .replace(",", r"\054")
+    .replace('"', r"\"")
+)
 GRPC_MAX_RETRIES = Variable(
     "GRPC_MAX_RETRIES",
     forms.integer(0),

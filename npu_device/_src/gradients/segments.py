@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.gradients.split_strategy import firsts_and_lasts, segment_result, segments
+from npu_device._src.gradients.split_strategy import firsts_and_lasts, log_once, segment_result, segments
 
 
 def production_order(tensors: Sequence[Any]) -> list[int]:
@@ -75,7 +75,6 @@ def _consumers_first(targets: Sequence[tf.Operation]) -> list[tf.Operation]:
 
 
 _log = logging.getLogger("npu_device")
-_logged: set[str] = set()
 _MAX_REMEMBERED = 1000
 
 
@@ -118,7 +117,7 @@ def cut(first: FirstOrders, tensors: Sequence[Any], reduction: str, fusion: int,
         sizes = [tensors[position].shape.num_elements() * dtype.size for position in order]
         ends = segments(sizes, group)
         if _log.isEnabledFor(logging.INFO):
-            _log_once(f"{segment_result(ends)} of {len(order)} {dtype.name} gradients in group {group!r}")
+            log_once(logging.INFO, f"{segment_result(ends)} of {len(order)} {dtype.name} gradients in group {group!r}")
         found.extend(order[first : last + 1] for first, last in firsts_and_lasts(ends))
     return found + alone
 
@@ -139,9 +138,3 @@ def _order(first: FirstOrders, tensors: Sequence[tf.Tensor], group: str) -> list
             first.orders.clear()
         first.orders[key] = production_order(tensors)
     return first.orders[key]
-
-
-def _log_once(text: str) -> None:
-    if text not in _logged:
-        _logged.add(text)
-        _log.info("%s", text)

@@ -137,9 +137,14 @@ def _cut_by_environment(sizes: Sequence[int], group: str) -> list[int] | None:
 
 
 def _warn_once(sizes: Sequence[int], text: str) -> None:
-    if len(sizes) >= _FEWEST_GRADIENTS and text not in _said:
+    if len(sizes) >= _FEWEST_GRADIENTS:
+        log_once(logging.WARNING, text)
+
+
+def log_once(level: int, text: str) -> None:
+    if text not in _said:
         _said.add(text)
-        _log.warning("%s", text)
+        _log.log(level, "%s", text)
 
 
 def firsts_and_lasts(ends: Sequence[int]) -> list[tuple[int, int]]:

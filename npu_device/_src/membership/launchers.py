@@ -1,17 +1,53 @@
 """The launchers of clusters: which of them started this process, whether they contradict each other, where ranks meet.
 
-Sources: srun(1); PyTorch documentation, "torchrun", which Kubeflow follows, too; Kubeflow Trainer 2.3, jax plugin.
+Sources: srun(1); PyTorch documentation, "torchrun", which Kubeflow follows, too; Kubeflow Trainer 2.3, jax plugin; Open
+MPI FAQ; Intel MPI developer reference; mpiexec(1) of HPE Cray PALS.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
+import secrets
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
 
 from npu_device._src import environment
+from npu_device._src.cluster.ancestors import ancestors
 from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.ports import ReservedPort, addresses_of_this_host
 from npu_device._src.environment import Variable
-from npu_device._src.membership import mpiexec
-from npu_device._src.membership.launched import Launched, RendezvousAddress
+from npu_device._src.membership.interfaces import announced_address
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The place of this process in the job, as the variables of the launcher give it."""
+
+    launcher: str
+    variable: str  # name of the variable that holds the rank, for messages
+    size: int  # number of ranks, 1 or more
+    rank: int
+    local_rank: int | None  # its number among the ranks of its host; None if unknown
+    on_one_host: bool  # True if all ranks are known to be on this host
+    node: str = ""  # name that the launcher gives this host; "" if it has none
+    job: str = ""  # text that only the ranks of this job share; "" if there is none
+    address: str = ""  # address or name of the host of rank 0; "" if unknown
+    port: int | None = None  # port at which the ranks meet there; None if the launcher names none
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.size} ({self.launcher}: {self.variable}={self.rank})"
+
+
+class RendezvousAddress(NamedTuple):
+    """The address at which the ranks meet."""
+
+    hosts: tuple[str, ...]  # addresses and names of the host of rank 0, in the order in which they are tried
+    port: Optional[int]  # a port there; None if the ranks compute it
+    secret: bytes = b""  # a secret for a job that has none
+
 
 _REMEDY = (
     "What to do: unset the variables that don't belong to this job, or set NPU_DEVICE_LAUNCHER to the launcher that "
@@ -23,7 +59,7 @@ def read() -> Launched | None:
     """Return the place of this process among those that a launcher started; None without a launcher."""
     wanted = environment.NPU_DEVICE_LAUNCHER.get()
     torch = _torchrun() if wanted in ("auto", "torchrun") else None
-    mpi = mpiexec.read() if wanted in ("auto", "mpi") else None
+    mpi = read_mpi() if wanted in ("auto", "mpi") else None
     step = _slurm() if wanted in ("auto", "slurm") else None
     # mpiexec may start its daemons with srun, whose variables the ranks inherit. Ranks that srun itself starts may have
     # PMI_RANK and PMI_SIZE (--mpi=pmi2), but no local rank of MPI's; srun's own variables then say more.
@@ -63,7 +99,7 @@ def rendezvous_address(launched: Launched) -> RendezvousAddress:
                 "What to do: set MASTER_ADDR=127.0.0.1 and MASTER_PORT to a free port, the same for every rank."
             )
         return RendezvousAddress(("127.0.0.1",), port)
-    return RendezvousAddress((address,), port) if address else mpiexec.agree(launched)
+    return RendezvousAddress((address,), port) if address else _ask_mpi(launched)
 
 
 def _slurm() -> Launched | None:
@@ -187,3 +223,107 @@ def require_single() -> None:
                 f"{variable.name} is {size}: {meaning}, but nothing gives this one a rank. It would train a model of "
                 f"its own.\nWhat to do: {remedy}. For a training on this process alone, set NPU_DEVICE_LAUNCHER=off."
             )
+
+
+# MPI
+
+
+class _Kind(NamedTuple):
+    launcher: str
+    rank: Variable[Optional[int]]
+    size: Variable[Optional[int]]
+    local_rank: Variable[Optional[int]]
+    local_size: Variable[Optional[int]]
+    job: Variable[Optional[str]] | None
+
+
+_KINDS = (
+    _Kind(
+        "Open MPI",
+        environment.OMPI_COMM_WORLD_RANK,
+        environment.OMPI_COMM_WORLD_SIZE,
+        environment.OMPI_COMM_WORLD_LOCAL_RANK,
+        environment.OMPI_COMM_WORLD_LOCAL_SIZE,
+        environment.PMIX_NAMESPACE,
+    ),
+    # PALS sets PMI_RANK too, and so comes first.
+    _Kind(
+        "PALS",
+        environment.PALS_RANKID,
+        environment.PMI_SIZE,
+        environment.PALS_LOCAL_RANKID,
+        environment.PMI_LOCAL_SIZE,
+        environment.PALS_APID,
+    ),
+    _Kind(
+        "MPICH",
+        environment.PMI_RANK,
+        environment.PMI_SIZE,
+        environment.MPI_LOCALRANKID,
+        environment.MPI_LOCALNRANKS,
+        None,
+    ),
+)
+
+MPI_LAUNCHERS = tuple(kind.launcher for kind in _KINDS)
+
+_reserved: list[ReservedPort] = []
+
+
+def read_mpi() -> Launched | None:
+    for kind in _KINDS:
+        if kind.rank.is_set() and kind.size.is_set():
+            rank, size, local_size = kind.rank.get(), kind.size.get(), kind.local_size.get()
+            assert rank is not None and size is not None
+            return Launched(
+                launcher=kind.launcher,
+                variable=kind.rank.name,
+                size=size,
+                rank=rank,
+                local_rank=kind.local_rank.get(),
+                on_one_host=local_size == size,
+                job=(kind.job and kind.job.get()) or (_starter(kind.local_rank) if local_size == size > 1 else ""),
+            )
+    return None
+
+
+def _starter(variable: Variable[int | None]) -> str:
+    """Return the process that started the ranks of this host: the nearest ancestor that isn't a rank itself."""
+    prefix = f"{variable.name}=".encode()
+    for pid, started in ancestors():
+        try:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:  # another user's process, and so no rank
+            variables = []
+        if not any(text.startswith(prefix) for text in variables):
+            return f"{pid}-{started}"
+    return ""
+
+
+def _ask_mpi(launched: Launched) -> RendezvousAddress:
+    """Return the choice of rank 0. Every rank waits here for all the others."""
+    remedy = (
+        "What to do: install mpi4py for this MPI on every host (pip install mpi4py), or set MASTER_ADDR to the address "
+        "of the host of rank 0 and MASTER_PORT to a free port there, the same for every rank."
+    )
+    what = f"{launched.launcher} started the {launched.size} ranks on several hosts, and tells no rank where rank 0 is"
+    try:
+        mpi: Any = importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:  # RuntimeError: it finds no library of MPI
+        raise ClusterError(f"{what}. mpi4py could ask MPI, but can't be imported: {error}.\n{remedy}") from error
+    world = mpi.COMM_WORLD
+    if (world.Get_size(), world.Get_rank()) != (launched.size, launched.rank):
+        raise ClusterError(
+            f"{what}. mpi4py and the launcher use different MPI libraries: in mpi4py, {launched} is rank "
+            f"{world.Get_rank()} of {world.Get_size()}.\n{remedy}"
+        )
+    return RendezvousAddress(*world.bcast(tuple(_offer()) if launched.rank == 0 else None))
+
+
+def _offer() -> RendezvousAddress:
+    port = ReservedPort(environment.NPU_DEVICE_PORT_RANGE.get())
+    port.leave_to_server()
+    _reserved.append(port)  # until the hub, which this rank starts, has it, and longer
+    given = announced_address()
+    hosts = [given] if given else [socket.gethostname(), *addresses_of_this_host()]
+    return RendezvousAddress(tuple(hosts), port.number, secrets.token_hex(32).encode())

@@ -22,42 +22,14 @@ from npu_device._src.cluster.ancestors import start_time
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.frames import ranges, ranks_of
 
-_OF_A_RANK = (
-    environment.RANK_TABLE_FILE,
-    environment.RANK_ID,
-    environment.RANK_SIZE,
-    environment.POD_NAME,
-    environment.CM_CHIEF_IP,
-    environment.CM_CHIEF_PORT,
-    environment.CM_CHIEF_DEVICE,
-    environment.CM_WORKER_SIZE,
-    environment.CM_WORKER_IP,
-    environment.JOB_ID,
-    environment.HCCL_IF_BASE_PORT,
-    environment.TF_CONFIG,
-    environment.RANK,
-    environment.WORLD_SIZE,
-    environment.MASTER_ADDR,
-    environment.MASTER_PORT,
-    environment.JAX_NUM_PROCESSES,
-    environment.JAX_PROCESS_ID,
-    environment.JAX_COORDINATOR_ADDRESS,
-    environment.SLURM_STEP_NUM_TASKS,
-    environment.SLURM_PROCID,
-    environment.SLURM_JOB_ID,
-    environment.SLURM_STEP_ID,
-    environment.OMPI_COMM_WORLD_SIZE,
-    environment.OMPI_COMM_WORLD_RANK,
-    environment.PMIX_NAMESPACE,
-    environment.PMI_SIZE,
-    environment.PMI_RANK,
-    environment.MPI_LOCALRANKID,
-    environment.MPI_LOCALNRANKS,
-    environment.PALS_RANKID,
-    environment.PALS_APID,
-    environment.NPU_DEVICE_LAUNCHER,
-    environment.NPU_DEVICE_HUB,
-)
+_NAMES = """
+RANK_TABLE_FILE RANK_ID RANK_SIZE POD_NAME CM_CHIEF_IP CM_CHIEF_PORT CM_CHIEF_DEVICE CM_WORKER_SIZE CM_WORKER_IP
+JOB_ID HCCL_IF_BASE_PORT TF_CONFIG RANK WORLD_SIZE MASTER_ADDR MASTER_PORT JAX_NUM_PROCESSES JAX_PROCESS_ID
+JAX_COORDINATOR_ADDRESS SLURM_STEP_NUM_TASKS SLURM_PROCID SLURM_JOB_ID SLURM_STEP_ID OMPI_COMM_WORLD_SIZE
+OMPI_COMM_WORLD_RANK PMIX_NAMESPACE PMI_SIZE PMI_RANK MPI_LOCALRANKID MPI_LOCALNRANKS PALS_RANKID PALS_APID
+NPU_DEVICE_LAUNCHER NPU_DEVICE_HUB
+"""
+_OF_A_RANK = tuple(variable for variable in environment.ALL if variable.name in _NAMES.split())
 # They tell ranks apart only where nothing numbers these. Elsewhere a rank may give a child another device.
 _DEVICES = (environment.ASCEND_DEVICE_ID, environment.DEVICE_ID)
 

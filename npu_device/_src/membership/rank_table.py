@@ -212,8 +212,6 @@ def load_object(path: str) -> Fields:
 
 
 class Fields:
-    """One object of the table."""
-
     def __init__(self, path: str, where: str, content: dict[str, Any]) -> None:
         self.path = path
         self.content = content
@@ -231,7 +229,7 @@ class Fields:
         return fault(self.path, f"{self.place(name)} {found}; expected {expected}")
 
     def text(self, name: str, expected: str, limit: int | None = None) -> str:
-        """Return a text that isn't empty. Numbers become text: Ascend wants strings, but many tables have numbers."""
+        """Return a text that isn't empty. Numbers become text: many tables have numbers."""
         value = self.content.get(name)
         if isinstance(value, int) and not isinstance(value, bool):
             value = str(value)

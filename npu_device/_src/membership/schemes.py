@@ -15,9 +15,9 @@ from pathlib import Path
 from npu_device._src import environment
 from npu_device._src.cluster.description import Membership
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.membership import launchers, mpiexec, parent_rank, rank_table, tf_config
+from npu_device._src.membership import launchers, parent_rank, rank_table, tf_config
 from npu_device._src.membership.interfaces import announced_address
-from npu_device._src.membership.launched import Launched
+from npu_device._src.membership.launchers import Launched
 from npu_device._src.membership.rank_table import Entry, RankTable
 
 # Above the range of ports that Linux uses for outgoing connections (32768 to 60999).
@@ -100,7 +100,7 @@ def membership_from_environment(device_id: int | None = None) -> Membership | No
     if launched is not None:
         rank = environment.RANK_ID.get() if found.scheme == launched.launcher else found.rank
         launchers.require_agreement(f"by {found.scheme} and RANK_ID", size, rank, launched)
-    under_mpiexec = launched is not None and launched.launcher in mpiexec.LAUNCHERS
+    under_mpiexec = launched is not None and launched.launcher in launchers.MPI_LAUNCHERS
     return replace(
         found,
         host=announced_address() or found.host,

@@ -11,10 +11,41 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from npu_device._src.options.option import Option, Rule, Section
-from npu_device._src.options.table import GLOBAL_OPTIONS, GRAPH_MEMORY_OPTIMIZE_CONFIG
+from npu_device._src.options.table import GLOBAL_OPTIONS, GRAPH_MEMORY_OPTIMIZE_CONFIG, Rule, Section
 
 _log = logging.getLogger("npu_device")
+
+
+class Option:
+    """The result of reading an option; it follows later assignments."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self._value = rule.default
+
+    @property
+    def value(self) -> str | None:
+        """Return the value as Ascend's adapter does: a text, ``"1"`` or ``"0"`` for booleans, None if unset."""
+        if isinstance(self._value, bool):
+            return "1" if self._value else "0"
+        return None if self._value is None else str(self._value)
+
+    @property
+    def typed(self) -> Any:
+        """Return the value with the type it was assigned with; None if unset."""
+        return self._value
+
+    @property
+    def deprecated(self) -> bool:
+        """Return True if Ascend advises against the option."""
+        return self._rule.deprecated
+
+    def assign(self, path: str, value: Any) -> None:
+        """Check a value and keep it. Raises like ``checked`` of ``Rule``."""
+        self._value = self._rule.checked(path, value)
+
+    def __repr__(self) -> str:
+        return f"<option {self._rule.name}: {self._value!r}>"
 
 
 class OptionGroup:

@@ -5,7 +5,65 @@ Source: Ascend TF Adapter 2.x API reference, ``npu.global_options``, which says 
 
 from __future__ import annotations
 
-from npu_device._src.options.option import Rule, Section
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The declaration of an option."""
+
+    name: str
+    effect: str  # what it does here, for the documentation page
+    default: Any = None  # value if nothing was assigned; None means unset, and then any type may be assigned
+    allowed: tuple[Any, ...] = ()  # the values that may be assigned; empty means any
+    between: tuple[int, int] | None = None  # smallest and largest number that may be assigned
+    bool_words: bool = False  # a bool may be assigned too and becomes the text ``"true"`` or ``"false"``
+    deprecated: bool = False  # assigning it logs a warning
+
+    def checked(self, path: str, value: Any) -> Any:
+        """Return the value in the form in which it is kept; TypeError or ValueError if it isn't allowed."""
+        if isinstance(value, np.generic):
+            value = value.item()
+        if value is None and self.default is None:
+            return None
+        if self.bool_words and isinstance(value, bool):
+            value = "true" if value else "false"
+        if self.default is not None and not isinstance(value, type(self.default)):
+            raise TypeError(
+                f"option {path!r} takes a value of type {type(self.default).__name__} "
+                f"(default {self.default!r}); found {value!r} of type {type(value).__name__}"
+            )
+        # True is accepted where 1 is, as on Ascend; the integer is kept.
+        if self.allowed:
+            if value not in self.allowed:
+                raise self._not_allowed(path, value, f"one of {', '.join(map(repr, self.allowed))}")
+            return self.allowed[self.allowed.index(value)]
+        if self.between and not self.between[0] <= value <= self.between[1]:
+            raise self._not_allowed(path, value, f"{self.between[0]} to {self.between[1]}")
+        return int(value) if type(self.default) is int else value
+
+    @staticmethod
+    def _not_allowed(path: str, value: Any, expected: str) -> ValueError:
+        return ValueError(f"option {path!r} can't be {value!r} (of type {type(value).__name__}); expected {expected}")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A named group of options and of further groups."""
+
+    name: str
+    members: tuple[Rule | Section, ...]
+
+    def rules(self, prefix: str = "") -> list[tuple[str, Rule]]:
+        found: list[tuple[str, Rule]] = []
+        for member in self.members:
+            path = prefix + member.name
+            found += member.rules(path + ".") if isinstance(member, Section) else [(path, member)]
+        return found
+
 
 # The reasons why options have no effect, one for each kind of option.
 _COMPILER = "No effect: there is no NPU compiler."
@@ -18,39 +76,45 @@ _DUMP = "No effect: use `tf.debugging`."
 _DEPLOY = "No effect: the model is not split across devices."
 _DEBUG = "No effect: there is no NPU compiler or device to debug."
 
+_DETERMINISM = "No effect: call `tf.config.experimental.enable_op_determinism()` in the script."
+_OVERFLOW = "No effect: numbers overflow to infinity, which `tf.math.is_finite` detects."
+_AOE = "No effect: 4 logs a warning. [Compare splits](tuning.md) instead."
+
 _PROFILING_OPTIONS = (
     '{"output":"./","training_trace":"on","task_time":"on","hccl":"on","aicpu":"on",'
     '"aic_metrics":"PipeUtilization","msproftx":"off"}'
 )
 
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+def _rules(effect: str, names: str) -> tuple[Rule, ...]:
+    """Return the declarations of options that take any value."""
+    return tuple(Rule(name, effect) for name in _words(names))
+
+
+_PRECISIONS = _words(
+    "force_fp32 allow_fp32_to_fp16 force_fp16 must_keep_origin_dtype allow_mix_precision cube_fp16in_fp32out "
+    "allow_mix_precision_fp16 allow_mix_precision_bf16 allow_fp32_to_bf16"
+)
+_PRECISIONS_2 = _words("fp16 origin cube_fp16in_fp32out mixed_float16 mixed_bfloat16 cube_hif8 mixed_hif8")
 GRAPH_MEMORY_OPTIMIZE_CONFIG = Section(
     "graph_memory_optimize_config",
     (Rule("recompute", _MEMORY, allowed=("auto", "manual")), Rule("graph_slice", _MEMORY, allowed=("auto",))),
 )
 
+_SHAPE, _DIMS = _rules(_COMPILER, "input_shape dynamic_dims")
+_CLUSTER = Rule("logical_device_cluster_deploy_mode", _DEPLOY, allowed=("LB", "SINGLE"))
 _EXPERIMENTAL = Section(
     "experimental",
     (
-        Section(
-            "multi_branches_config",
-            (
-                Rule("input_shape", _COMPILER),
-                Rule("dynamic_node_type", _COMPILER, default="0"),
-                Rule("dynamic_dims", _COMPILER),
-            ),
-        ),
-        Section(
-            "logical_device_deploy_config",
-            (
-                Rule("logical_device_cluster_deploy_mode", _DEPLOY, allowed=("LB", "SINGLE")),
-                Rule("logical_device_id", _DEPLOY),
-            ),
-        ),
-        Section("model_deploy_config", (Rule("model_deploy_mode", _DEPLOY), Rule("model_deploy_devicelist", _DEPLOY))),
+        Section("multi_branches_config", (_SHAPE, Rule("dynamic_node_type", _COMPILER, default="0"), _DIMS)),
+        Section("logical_device_deploy_config", (_CLUSTER, Rule("logical_device_id", _DEPLOY))),
+        Section("model_deploy_config", _rules(_DEPLOY, "model_deploy_mode model_deploy_devicelist")),
         GRAPH_MEMORY_OPTIMIZE_CONFIG,
-        Rule("resource_config_path", _DEPLOY),
-        Rule("graph_parallel_option_path", _DEPLOY),
-        Rule("enable_graph_parallel", _DEPLOY),
+        *_rules(_DEPLOY, "resource_config_path graph_parallel_option_path enable_graph_parallel"),
     ),
 )
 
@@ -58,51 +122,12 @@ GLOBAL_OPTIONS = Section(
     "global_options",
     (
         Rule("graph_run_mode", _COMPILER, default=1, allowed=(0, 1)),
-        Rule("graph_memory_max_size", _MEMORY),
-        Rule("variable_memory_max_size", _MEMORY),
-        Rule(
-            "precision_mode",
-            _PRECISION,
-            allowed=(
-                "force_fp32",
-                "allow_fp32_to_fp16",
-                "force_fp16",
-                "must_keep_origin_dtype",
-                "allow_mix_precision",
-                "cube_fp16in_fp32out",
-                "allow_mix_precision_fp16",
-                "allow_mix_precision_bf16",
-                "allow_fp32_to_bf16",
-            ),
-        ),
-        Rule(
-            "precision_mode_v2",
-            _PRECISION,
-            allowed=(
-                "fp16",
-                "origin",
-                "cube_fp16in_fp32out",
-                "mixed_float16",
-                "mixed_bfloat16",
-                "cube_hif8",
-                "mixed_hif8",
-            ),
-        ),
-        Rule("modify_mixlist", _PRECISION),
-        Rule("customize_dtypes", _PRECISION),
-        Rule("op_precision_mode", _PRECISION),
-        Rule(
-            "deterministic",
-            "No effect: call `tf.config.experimental.enable_op_determinism()` in the script.",
-            default=0,
-            allowed=(0, 1),
-        ),
-        Rule(
-            "overflow_flag",
-            "No effect: numbers overflow to infinity, which `tf.math.is_finite` detects.",
-            default=1,
-            allowed=(0, 1),
-        ),
+        *_rules(_MEMORY, "graph_memory_max_size variable_memory_max_size"),
+        Rule("precision_mode", _PRECISION, allowed=_PRECISIONS),
+        Rule("precision_mode_v2", _PRECISION, allowed=_PRECISIONS_2),
+        *_rules(_PRECISION, "modify_mixlist customize_dtypes op_precision_mode"),
+        Rule("deterministic", _DETERMINISM, default=0, allowed=(0, 1)),
+        Rule("overflow_flag", _OVERFLOW, default=1, allowed=(0, 1)),
         Rule(
             "hcom_parallel",
             "Works: with `False`, no gradient is sent before all are ready. Set it before a function is traced, and "
@@ -124,11 +149,7 @@ GLOBAL_OPTIONS = Section(
         Section(
             "aoe_config",
             (
-                Rule(
-                    "aoe_mode",
-                    "No effect: 4 logs a warning. [Compare splits](tuning.md) instead.",
-                    allowed=("1", "2", "4"),
-                ),
+                Rule("aoe_mode", _AOE, allowed=("1", "2", "4")),
                 Rule("work_path", _TUNING, default="./"),
                 Rule("aoe_config_file", _TUNING),
             ),
@@ -137,8 +158,7 @@ GLOBAL_OPTIONS = Section(
             "dump_config",
             (
                 Rule("enable_dump", _DUMP, default=False),
-                Rule("dump_path", _DUMP),
-                Rule("dump_step", _DUMP),
+                *_rules(_DUMP, "dump_path dump_step"),
                 Rule("dump_mode", _DUMP, default="output", allowed=("input", "output", "all")),
                 Rule("enable_dump_debug", _DUMP, default=False),
                 Rule("dump_debug_mode", _DUMP, default="all", allowed=("aicore_overflow", "atomic_overflow", "all")),
@@ -149,8 +169,7 @@ GLOBAL_OPTIONS = Section(
         Rule("fusion_switch_file", _COMPILER),
         Rule("op_compiler_cache_mode", _COMPILER, default="enable", allowed=("enable", "disable", "force")),
         Rule("op_compiler_cache_dir", _COMPILER),
-        Rule("op_debug_config", _DEBUG),
-        Rule("debug_dir", _DEBUG),
+        *_rules(_DEBUG, "op_debug_config debug_dir"),
         Rule("enable_exception_dump", _DEBUG, default=2, allowed=(0, 1, 2)),
         Rule("enable_small_channel", _COMPILER, default=False),
         Rule(
@@ -182,10 +201,7 @@ GLOBAL_OPTIONS = Section(
         Rule("input_batch_cpy", _MEMORY, default=False),
         Rule("all_tensor_not_empty", _COMPILER, default=False),
         Rule("execute_times", _COMPILER, default=-1),
-        Rule("stream_max_parallel_num", _COMPILER),
-        Rule("aicore_num", _COMPILER),
-        Rule("graph_compiler_cache_dir", _COMPILER),
-        Rule("enable_scope_fusion_passes", _COMPILER),
+        *_rules(_COMPILER, "stream_max_parallel_num aicore_num graph_compiler_cache_dir enable_scope_fusion_passes"),
         Rule("auto_multistream_parallel_mode", _COMPILER),
         _EXPERIMENTAL,
         Rule("variable_format_optimize", _COMPILER, deprecated=True),

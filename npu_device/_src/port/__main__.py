@@ -15,7 +15,6 @@ refused; 2: usage."""
 
 
 def main(arguments: Sequence[str] | None = None, name: str = "npu-port") -> int:
-    """Run with these arguments and this name; return the exit code."""
     parser = argparse.ArgumentParser(name, f"{name} [options] SCRIPT_OR_FOLDER", _ABOUT, allow_abbrev=False)
     add, kinds = parser.add_argument, ("tf_strategy", "horovod")
     add("path", nargs="?", type=Path, metavar="SCRIPT_OR_FOLDER")

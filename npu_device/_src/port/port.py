@@ -99,15 +99,12 @@ class Port:
                 self._assign(node.target, node, node, _UNKNOWN)
 
     def of(self, kind: Any) -> list[Any]:
-        """Return the nodes of a kind, in their order."""
         return [node for node in self._nodes if isinstance(node, kind)]
 
     def text(self, node: Any) -> str:
-        """Return the source of a node; "" for None."""
         return self.module.code_for_node(node).strip() if node is not None else ""
 
     def line(self, node: Any) -> int:
-        """Return the number of the first line of a node."""
         return int(self._places[node].start.line)
 
     def up(self, node: Any) -> Iterator[Any]:
@@ -116,7 +113,6 @@ class Port:
             yield node
 
     def scope(self, node: Any) -> Any:
-        """Return the function, class or module around a node."""
         return next(each for each in self.up(node) if isinstance(each, _SCOPES))
 
     def statement(self, node: Any) -> Any:
@@ -268,7 +264,6 @@ class Port:
         return bool(self._lines or self._replaced or self._guarded)
 
     def apply(self) -> str:
-        """Return the changed source."""
         return self.module.visit(_Changer(self._lines, self._replaced, self._guarded)).code
 
 
@@ -334,7 +329,6 @@ def dotted(node: Any) -> str:
 
 
 def _parameters(function: Any) -> list[str]:
-    """Return the names of the parameters of a function."""
     given = function.params
     return [each.name.value for each in (*given.posonly_params, *given.params, *given.kwonly_params)]
 

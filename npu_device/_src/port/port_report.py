@@ -36,12 +36,10 @@ class Result:
 
     @property
     def code(self) -> int:
-        """Return the exit code of this file."""
         return 0 if self.verdict in ("ported", "nothing to do") else 1
 
 
 def text(results: Sequence[Result]) -> str:
-    """Return the report for a terminal."""
     lines = []
     for result in results:
         lines.append(f"{result.path}: {result.verdict}")
@@ -59,12 +57,10 @@ def text(results: Sequence[Result]) -> str:
 
 
 def as_json(results: Sequence[Result]) -> str:
-    """Return the report for a program."""
     return json.dumps([{**asdict(each), "verdict": each.verdict} for each in results], indent=1)
 
 
 def page(results: Sequence[Result]) -> str:
-    """Return the report as one self-contained page."""
     body, tags = "", {"+": "ins", "-": "del"}
     for result in results:
         rows = "".join(
@@ -82,6 +78,5 @@ def page(results: Sequence[Result]) -> str:
 
 
 def diff(old: str, new: str, name: str) -> str:
-    """Return the unified diff of two versions."""
     lines = difflib.unified_diff(old.splitlines(True), new.splitlines(True), f"a/{name}", f"b/{name}")
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)

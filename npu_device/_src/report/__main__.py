@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from npu_device._src.report.output import PAGE, PERFETTO, write_all
-from npu_device._src.report.summary import compared, summary
+from npu_device._src.report.output import PAGE, PERFETTO, compared, summary, write_all
 
 
 def main(arguments: Sequence[str] | None = None, name: str | None = None) -> None:

@@ -75,7 +75,6 @@ def figures(trace: RankTrace) -> RankFigures:
 
 
 def slowest(ranks: Sequence[RankFigures]) -> Slowest | None:
-    """Return the rank that the others wait for; None when they are alike. Needs no common clock."""
     last = max(ranks, key=lambda rank: rank.busy)
     others = [rank for rank in ranks if rank is not last]
     if not others:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from npu_device._src.report.analysis import Analysis, analyse
-from npu_device._src.report.summary import summary
+from npu_device._src.report.analysis import Analysis, RankFigures, amount, analyse
 from npu_device._src.report.trace_page import page
 from npu_device._src.trace.records import Iteration, RankTrace, read
 
@@ -37,13 +37,13 @@ def write_json(traces: Sequence[RankTrace], path: Path) -> None:
 
 
 def _events(trace: RankTrace) -> Iterator[Event]:
-    yield _named("process_name", trace.rank, _STEP, f"rank {trace.rank} ({trace.host}, process {trace.pid})")
-    yield _sorted("process_sort_index", trace.rank, _STEP, trace.rank)
+    yield _about("process_name", trace.rank, _STEP, name=f"rank {trace.rank} ({trace.host}, process {trace.pid})")
+    yield _about("process_sort_index", trace.rank, _STEP, sort_index=trace.rank)
     lines = ["Step Trace(Model ID:1)", "FP, BP and refresh"]
     lines += [f"Reduce {number}: gradients {first} to {last}" for number, (first, last) in enumerate(trace.segments)]
     for line, name in enumerate(lines):
-        yield _named("thread_name", trace.rank, line, name)
-        yield _sorted("thread_sort_index", trace.rank, line, line)
+        yield _about("thread_name", trace.rank, line, name=name)
+        yield _about("thread_sort_index", trace.rank, line, sort_index=line)
     for one in trace.iterations:
         yield from _iteration(trace.rank, one)
 
@@ -76,12 +76,8 @@ def _span(name: str, category: str, rank: int, line: int, start: int, end: int, 
     return {**event, "ts": start, "dur": end - start, "args": arguments}
 
 
-def _named(kind: str, rank: int, line: int, name: str) -> Event:
-    return {"name": kind, "ph": "M", "pid": rank, "tid": line, "args": {"name": name}}
-
-
-def _sorted(kind: str, rank: int, line: int, index: int) -> Event:
-    return {"name": kind, "ph": "M", "pid": rank, "tid": line, "args": {"sort_index": index}}
+def _about(kind: str, rank: int, line: int, **arguments: Any) -> Event:
+    return {"name": kind, "ph": "M", "pid": rank, "tid": line, "args": arguments}
 
 
 PERFETTO, TEXT, PAGE = "trace.json", "report.txt", "report.html"
@@ -109,3 +105,95 @@ def write_report(directory: Path) -> None:
         _log.info("the report of the trace is %s", directory / PAGE)
     except (OSError, ValueError) as error:
         _log.warning("the trace in %s has no report: %s", directory, error)
+
+
+def summary(found: Analysis) -> str:
+    lines = [
+        _headline(found),
+        *_notes(found),
+        "",
+        _HEAD,
+        *map(_row, found.ranks),
+        "",
+        _waiting(found),
+        _spread(found),
+        "",
+    ]
+    diagnosis = found.diagnosis
+    lines += [diagnosis.situation, diagnosis.reasons]
+    if diagnosis.call is not None:
+        lines += ["", "Paste before the first step:", f"    {diagnosis.call}"]
+    lines.append(diagnosis.expectation)
+    return "\n".join(lines)
+
+
+def _headline(found: Analysis) -> str:
+    first = found.traces[0]
+    size = sum(gradient.bytes for gradient in first.gradients)
+    segments = f"{len(first.segments)} segment{'s' if len(first.segments) > 1 else ''}"
+    hosts = len({trace.host for trace in found.traces})
+    return (
+        f"{len(first.gradients)} gradients, {amount(size)}, in {segments}; {first.world_size} ranks on {hosts} "
+        f"host{'s' if hosts > 1 else ''}, group {first.group!r}, backend {first.backend}"
+    )
+
+
+def _notes(found: Analysis) -> list[str]:
+    """Return notes on reading the figures: iterations, clocks, ranks without a trace."""
+    numbers = [one.iteration for one in found.traces[0].iterations]
+    lines = [f"medians of {len(numbers)} iterations, from number {numbers[0]} to {numbers[-1]}"]
+    lines.append(_clocks(found.traces))
+    missing = sorted(set(range(found.traces[0].world_size)) - {trace.rank for trace in found.traces})
+    if missing:
+        lines.append(
+            f"no trace of rank(s) {', '.join(map(str, missing))}. What to do: bring the directories rank<N> of all "
+            "hosts together"
+        )
+    return lines
+
+
+def _clocks(traces: Sequence[RankTrace]) -> str:
+    if len({trace.host for trace in traces}) == 1:
+        return "all ranks read the clock of the same host"
+    if any(trace.clock_error_us is None for trace in traces):
+        return "the clocks of the hosts could not be compared: times of different hosts don't fit together"
+    error = max(trace.clock_error_us or 0.0 for trace in traces)
+    return f"the clocks of the hosts were compared at the start, to ±{error / 1e3:.2f} ms"
+
+
+# Hidden and exposed are the reduction during and after compute.
+_HEAD = "ms".ljust(10) + "".join(f"{name:>9}" for name in ("step", "input", "compute", "hidden", "exposed", "update"))
+_HEAD += "  host"
+
+
+def _row(rank: RankFigures) -> str:
+    parts = rank.step, rank.input_wait, rank.alone + rank.hidden, rank.hidden, rank.exposed, rank.update
+    return f"rank {rank.rank:<5}" + "".join(f"{part / 1e3:9.1f}" for part in parts) + f"  {rank.host}"
+
+
+def _waiting(found: Analysis) -> str:
+    last = found.slowest
+    if last is None:
+        return "no rank is slower than the others"
+    others = "the others wait" if len(found.ranks) > 2 else "the other rank waits"
+    return f"{others} for rank {last.rank} on host {last.host}: it is {last.late / 1e3:.1f} ms later, in {last.cause}"
+
+
+def _spread(found: Analysis) -> str:
+    times = sorted(max(each) for each in zip(*([one.time for one in trace.iterations] for trace in found.traces)))
+    tenth, ninetieth = times[len(times) // 10], times[-1 - len(times) // 10]
+    return (
+        f"on its slowest rank, a step takes {statistics.median(times) / 1e3:.1f} ms; 10 % take less than "
+        f"{tenth / 1e3:.1f} ms, 10 % more than {ninetieth / 1e3:.1f} ms, the longest {times[-1] / 1e3:.1f} ms"
+    )
+
+
+def compared(found: Mapping[str, Analysis]) -> str:
+    """Return a table of several traces, by name, with the medians on the rank that the others wait for."""
+    width = max(map(len, found))
+    lines = [f"{'trace':{width}}{'segments':>10}{'exposed, ms':>13}{'ms per step':>13}"]
+    for name, each in found.items():
+        last = max(each.ranks, key=lambda rank: rank.busy)
+        segments = len(each.traces[0].segments)
+        lines.append(f"{name:{width}}{segments:>10}{last.exposed / 1e3:>13.1f}{last.step / 1e3:>13.1f}")
+    return "\n".join(lines)

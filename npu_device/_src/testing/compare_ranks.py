@@ -72,8 +72,6 @@ def _short(value: Any) -> str:
 
 @dataclass
 class _Training:
-    """What a training has come to, epoch by epoch."""
-
     weights: list[dict[str, Any]] = field(default_factory=list)
     logs: list[dict[str, Any]] = field(default_factory=list)
     decisions: dict[str, Any] = field(default_factory=dict)

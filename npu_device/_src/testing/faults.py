@@ -30,7 +30,6 @@ class Fault:
         return f"faults.{self.kind}(rank={self.rank}, step={self.step})"
 
     def happen(self) -> None:
-        """Let it happen to this process."""
         if self.kind in SIGNALS:
             strike(self.kind, os.getpid(), self.detail)
         elif self.kind == "leave":
@@ -40,16 +39,7 @@ class Fault:
 
 
 def strike(kind: str, pid: int, seconds: float | None = None) -> None:
-    """Make one of ``SIGNALS`` happen to a process.
-
-    Args:
-        kind: which.
-        pid: the process.
-        seconds: until a stopped process continues; None for never.
-
-    Raises:
-        ProcessLookupError: it has ended.
-    """
+    """Make one of ``SIGNALS`` happen to a process; one that is stopped continues after some seconds, or never."""
     if kind == "stop" and seconds is not None:  # from outside: this process may be the one that stops
         subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {pid} 2> /dev/null"])
     os.kill(pid, SIGNALS[kind])
@@ -93,7 +83,6 @@ class Armed:
         self._directory = directory
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call the function on a rank."""
         global _armed
         _armed = self
         try:
@@ -102,7 +91,6 @@ class Armed:
             _armed = None
 
     def reached(self, rank: int, step: int) -> None:
-        """Let what is due happen."""
         (self._directory / f"rank{rank}").write_text(str(step))
         for number, fault in enumerate(self._faults):
             mark = self._directory / f"fault{number}"
@@ -111,7 +99,6 @@ class Armed:
                 fault.happen()
 
     def require_all(self) -> None:
-        """Raise AssertionError unless all have happened."""
         missing = []
         for number, fault in enumerate(self._faults):
             if not (self._directory / f"fault{number}").exists():

@@ -57,7 +57,7 @@ _libc = ctypes.CDLL(None)
 
 
 def serve() -> dict[str, Any] | None:
-    """Fork for every order; the order itself in the child, None in the server when no more orders can come."""
+    """Fork for every order; return the order in the child, None in the server when no more can come."""
     _left_whole.update((name, module) for name, module in sys.modules.items() if name.partition(".")[0] not in _OWN)
     _left_whole["itself"] = _left_whole  # type: ignore[assignment]  # a cycle: what is frozen as well is never freed
     gc.enable()

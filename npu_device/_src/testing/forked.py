@@ -41,12 +41,7 @@ def _directory() -> tempfile.TemporaryDirectory[str]:
 
 
 class Process:
-    """One script in a process of its own, with the part of ``subprocess.Popen`` that tests need.
-
-    Args:
-        arguments: file of the script, and its arguments.
-        environment: all variables.
-    """
+    """One script in a process of its own, with the part of ``subprocess.Popen`` that tests need."""
 
     def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
         number = next(_numbers)
@@ -79,7 +74,6 @@ class Process:
         return self._output.read_text(errors="replace") if self._output.exists() else ""
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while the process runs."""
         if self.returncode is None and self._status.exists():
             code, ended_at = self._status.read_text().split()
             self.returncode, self.ended_at = int(code), float(ended_at)
@@ -87,7 +81,6 @@ class Process:
         return self.returncode
 
     def wait(self, timeout: float = 60) -> int:
-        """The exit code. Raises TimeoutExpired when the process runs longer."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -96,13 +89,11 @@ class Process:
         return code
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process, unless it has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):  # it has just ended, and its server knows already
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End the process at once."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -143,17 +134,14 @@ def _server(environment: dict[str, str]) -> subprocess.Popen[str]:
 
 
 def running() -> list[Process]:
-    """Return the processes that run now."""
     return [process for process in list(_running.values()) if process.poll() is None]
 
 
 def servers() -> list[subprocess.Popen[str]]:
-    """Return the processes that fork."""
     return list(_servers.values())
 
 
 def close() -> None:
-    """End the servers, and with them all processes that still run."""
     atexit.unregister(close)
     for server in _servers.values():
         server.communicate()

@@ -16,7 +16,6 @@ _MOST = 8
 
 
 def can_be_made() -> bool:
-    """Return True when this process may create them."""
     return os.geteuid() == 0 and all(shutil.which(tool) for tool in ("ip", "tc"))
 
 
@@ -52,7 +51,6 @@ def _made(count: int, gbit: float) -> Iterator[None]:
 
 
 def address(host: int) -> str:
-    """Return the IP address of a host."""
     return f"10.77.0.{host + 1}"
 
 
@@ -62,12 +60,10 @@ def on_host(host: int, command: list[str]) -> list[str]:
 
 
 def cut_off(host: int) -> None:
-    """Disconnect a host from the switch: all its traffic is lost from now on."""
     _do("ip", "-n", _SWITCH, "link", "set", f"port{host}", "nomaster")
 
 
 def connect_again(host: int) -> None:
-    """Connect a host to the switch that was cut off."""
     _do("ip", "-n", _SWITCH, "link", "set", f"port{host}", "master", "switch")
 
 
@@ -88,7 +84,6 @@ def set_speed(host: int, gbit: float) -> None:
 
 
 def name(host: int) -> str:
-    """Return the name of the network namespace of a host."""
     return f"npu_host{host}"
 
 

@@ -39,7 +39,6 @@ class Held:
 
 
 def held() -> Held:
-    """Return what this process holds now."""
     # A thread that isn't Python's own is TensorFlow's: it shows up here when it has once called Python.
     threads = {id(one): one.name for one in threading.enumerate() if not isinstance(one, threading._DummyThread)}
     children = {pid: command or "ended, and nobody has waited for it" for pid, command in children_of("self").items()}
@@ -47,12 +46,7 @@ def held() -> Held:
 
 
 def left_since(before: Held, kept: Callable[[], tuple[Container[int], Container[int]]]) -> list[str]:
-    """Return what this process holds beyond what it held before, when that has had time to go.
-
-    Args:
-        before: what it held.
-        kept: returns the descriptors and the children that are held on purpose.
-    """
+    """Return what this process holds beyond what it held before, and keeps on purpose, when that has had time to go."""
     deadline = time.monotonic() + _SETTLING
     while (left := held().beyond(before, *kept())) and time.monotonic() < deadline:
         gc.collect()

@@ -82,20 +82,14 @@ class Pool:
 
     @property
     def alive(self) -> bool:
-        """Return True if all ranks run."""
         return bool(self._processes) and all(process.poll() is None for process in self._processes)
 
     @property
     def processes(self) -> list[Any]:
-        """The ranks' processes."""
         return list(self._processes)
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> list[Any]:
-        """Call ``function(*arguments)`` on every rank; the results by rank.
-
-        Raises:
-            RankError: it failed on a rank, did not return in time, or can't be sent.
-        """
+        """Call ``function(*arguments)`` on every rank; return the results by rank, or raise RankError."""
         answers = self.ask(function, arguments, timeout)
         wrong = {rank: answer.value for rank, answer in answers.items() if not answer.succeeded}
         if wrong:
@@ -185,11 +179,9 @@ class Pool:
         return {rank: _told(file.read_text()[length:]) for rank, (file, length) in enumerate(zip(files, before))}
 
     def descriptors(self) -> list[int]:
-        """Return the descriptors that this process holds for the pool."""
         return [connection.fileno() for connection in self._connections if not connection.closed]
 
     def tails(self) -> str:
-        """Return the end of the output of each rank."""
         parts = []
         for rank, process in enumerate(self._processes):
             lines = process.output.splitlines()[-_TAIL_LINES:]
@@ -197,12 +189,10 @@ class Pool:
         return "\n".join(parts)
 
     def hang_up(self) -> None:
-        """Let the ranks end, without waiting for them."""
         for connection in self._connections:
             connection.close()
 
     def kill(self) -> None:
-        """End the ranks at once."""
         for process in self._processes:
             process.kill()
 
@@ -265,7 +255,6 @@ def packed(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
 
 
 def _require_memory(size: int) -> None:
-    """Raise MemoryError if this machine has too little memory for the ranks."""
     found = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(found["MemAvailable"].split()[0]) << 10
     if size * _RANK_BYTES > available:

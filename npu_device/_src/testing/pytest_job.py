@@ -32,7 +32,6 @@ class _Sessions(Pool):
     has_begun = False
 
     def begin(self, session: pytest.Session) -> None:
-        """Begin the sessions, unless they have."""
         if self.has_begun:
             return
         self.has_begun = True
@@ -66,7 +65,6 @@ def _can_be_sent(value: Any) -> bool:
 
 
 def _temporary(config: pytest.Config, name: str) -> Any:
-    """Return a new directory among those of ``tmp_path``."""
     return config._tmp_path_factory.mktemp(name)  # type: ignore[attr-defined]
 
 
@@ -198,5 +196,4 @@ def _warn(config: pytest.Config, recorded: Sequence[Any]) -> None:
 
 
 def close() -> None:
-    """End the ranks with pytest sessions."""
     run.close_pools(_Sessions)

@@ -16,8 +16,6 @@ from npu_device._src.testing.plugin import RANK
 
 
 class _Rank:
-    """The session of this rank; a plugin of it."""
-
     def __init__(self) -> None:
         self.directory = Path()
         self.session: Any = None
@@ -94,6 +92,5 @@ def session(directory: str, options: dict[str, Any], files: list[str], worker_in
 
 
 def test(name: str, following: str | None, directory: str) -> Answer:
-    """Run a test; the answer has its reports, in a form that can be sent."""
     assert _session is not None
     return _session.run(name, following, directory)

@@ -79,11 +79,7 @@ def run(
 
 
 def kind_of(ranks: int, keras: object, environment: Mapping[str, str]) -> _Kind:
-    """Return what tells pools apart.
-
-    Raises:
-        ValueError: the number of ranks or the Keras is impossible.
-    """
+    """Return what tells pools apart; ValueError if the number of ranks or the Keras is impossible."""
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks={ranks!r}: expected a whole number from 1")
     if str(keras) not in ("2", "3", "None"):
@@ -108,12 +104,10 @@ def pool_of(kind: _Kind, of: type[Pool] = Pool) -> Any:
 
 
 def pools() -> list[Pool]:
-    """Return the pools that are alive."""
     return list(_pools.values())
 
 
 def close_pools(of: type[Pool] = Pool) -> None:
-    """End the ranks of a class of pools."""
     ending = {kind: pool for kind, pool in _pools.items() if isinstance(pool, of)}
     for pool in ending.values():
         pool.hang_up()
@@ -123,6 +117,5 @@ def close_pools(of: type[Pool] = Pool) -> None:
 
 
 def close() -> None:
-    """End all ranks, and the processes that fork them."""
     close_pools()
     forked.close()

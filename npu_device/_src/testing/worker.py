@@ -34,7 +34,6 @@ class Start:
         self._keras = [_settings_of(keras) for keras in loaded]
 
     def restore(self) -> None:
-        """Restore it."""
         if os.environ != self._environment:
             os.environ.clear()
             os.environ.update(self._environment)
@@ -75,7 +74,6 @@ def answer_to(call: bytes) -> tuple[Answer, BaseException | None]:
 
 
 def _traceback(error: BaseException) -> str:
-    """Return it without the frames of this file."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__ and frames.tb_next is not None:
         frames = frames.tb_next
@@ -105,11 +103,7 @@ def is_rank() -> bool:
 
 
 def answer_calls(restore: Callable[[], None] = lambda: None) -> None:
-    """Answer until there are no more calls.
-
-    Args:
-        restore: called before each of them.
-    """
+    """Answer until there are no more calls; ``restore`` is called before each."""
     global _over, _error
     with contextlib.suppress(EOFError, OSError):
         while call := _calls.recv_bytes():
@@ -129,7 +123,6 @@ def answer_this_and_more(answer: Answer) -> None:
 
 
 def main() -> None:
-    """Be a rank."""
     global _calls
     address, stacks = sys.argv[1:]
     with Client(address, family="AF_UNIX") as _calls:

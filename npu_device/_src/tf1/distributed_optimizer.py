@@ -67,11 +67,9 @@ class NPUDistributedOptimizer(DelegatingOptimizer):
         self._sharded = is_weight_update_sharding
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Return the averages over all ranks of the gradients that the optimizer computes."""
         return _averaged(super().compute_gradients(*args, **kwargs))
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the operation that updates the variables."""
         if not self._sharded:
             return super().apply_gradients(grads_and_vars, *args, **kwargs)
         pairs = [(gradient, variable) for gradient, variable in grads_and_vars if gradient is not None]

@@ -140,7 +140,6 @@ class NPULossScaleOptimizer(DelegatingOptimizer):
         return [(unscaled(gradient, scale), variable) for gradient, variable in pairs]
 
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
-        """Return the operation that updates the variables, if the gradients are finite, and the loss scale."""
         pairs = list(grads_and_vars)
         finite = self._finite([gradient for gradient, _ in pairs])
 

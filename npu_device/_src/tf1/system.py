@@ -1,6 +1,5 @@
 """Starting and stopping in TensorFlow 1 style, the rank of this process, and what scripts set before the NPU compiler
-runs a graph. There is no such compiler here: those calls check what they can, and change nothing. Iterations per loop
-have an effect, and are in ``iterations``.
+runs a graph. There is no such compiler here: those calls check what they can, and change nothing.
 """
 
 from __future__ import annotations

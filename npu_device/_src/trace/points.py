@@ -55,7 +55,7 @@ def _read(operations: Sequence[tf.Operation], graph: tf.Graph) -> tf.Tensor:
 
 
 def _operation(value: Any) -> tf.Operation:
-    """Return the operation that makes a value, in the graph where it is made; not the input of a branch or loop."""
+    """Return the operation that makes a value, in its own graph; not the input of a branch or loop."""
     if isinstance(value, tf.Operation):
         return value
     tensor = value.values if isinstance(value, tf.IndexedSlices) else value

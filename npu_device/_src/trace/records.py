@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +80,12 @@ class RankTrace:
     pid: int
     clock_offset_us: float  # the correction added to its own clock, in microseconds
     clock_error_us: float | None  # the uncertainty of that; 0 on the host of rank 0, None when it could not be measured
-    model: str
-    backend: str
-    group: str
-    gradients: tuple[GradientRecord, ...]  # in the order of production; those of one segment stand together
-    segments: tuple[tuple[int, int], ...]  # first and last gradient of each segment
-    iterations: tuple[Iteration, ...] = field(default=())
+    model: str = ""
+    backend: str = ""
+    group: str = ""
+    gradients: tuple[GradientRecord, ...] = ()  # in the order of production; those of one segment stand together
+    segments: tuple[tuple[int, int], ...] = ()  # first and last gradient of each segment
+    iterations: tuple[Iteration, ...] = ()
 
     def bytes_of(self, segment: int) -> int:
         first, last = self.segments[segment]

@@ -7,19 +7,19 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Optional
 
 import tensorflow as tf
 
-from npu_device._src import compat
+from npu_device._src import compat, environment
+from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.collectives.graph import runs_if_fetched
 from npu_device._src.collectives.job import Job, current
-from npu_device._src.trace import clock
-from npu_device._src.trace.recorder import PointSchema, Recorder
+from npu_device._src.trace.recorder import PointSchema, Recorder, Settings
 from npu_device._src.trace.records import FILE, RankTrace
-from npu_device._src.trace.settings import Settings
 
 _WAITING = 10_000  # iterations that the queue holds; a step would wait when it is full
 
@@ -31,7 +31,7 @@ class Tracer:
 
     def __init__(self, job: Job, settings: Settings) -> None:
         cluster = job.cluster
-        offset = clock.measure(job)
+        offset = measure_clock(job)
         head = RankTrace(
             rank=cluster.rank,
             world_size=cluster.world_size,
@@ -39,11 +39,6 @@ class Tracer:
             pid=os.getpid(),
             clock_offset_us=offset.offset_us,
             clock_error_us=offset.error_us,
-            model="",
-            backend="",
-            group="",
-            gradients=(),
-            segments=(),
         )
         self.rank = cluster.rank
         self.settings = settings
@@ -111,3 +106,48 @@ def stop() -> None:
     job = current()
     if job is not None:
         job.end(Tracer)
+
+
+_ROUNDS = 20
+
+_log = logging.getLogger("npu_device")
+
+
+class Offset(NamedTuple):
+    """The correction of the clock of this rank, and its uncertainty, in microseconds; None when unknown."""
+
+    offset_us: float
+    error_us: Optional[float]
+
+
+def measure_clock(job: Job) -> Offset:
+    """Compare clocks, and return the offset, the same on all ranks of a host. Every rank calls this."""
+    cluster, timeout = job.cluster, environment.HCCL_CONNECT_TIMEOUT.get()
+    neighbours = [rank for rank, host in enumerate(cluster.hosts) if host == cluster.host]
+    first = neighbours[0]
+    if first == 0:
+        return Offset(0.0, 0.0)
+    try:
+        mine = min(_ask(job, number, timeout) for number in range(_ROUNDS)) if cluster.rank == first else None
+        found = job.store.gather_from(f"clock of {cluster.host}", mine, neighbours, timeout).get(first)
+        if found is None:
+            raise TimeoutError(f"rank {first} hasn't compared them")
+    except (ClusterError, TimeoutError) as error:
+        _log.warning(
+            "rank %d: the clocks of the hosts could not be compared (%s); times of different hosts don't belong "
+            "together in the trace. What to do: turn the trace on for all ranks.",
+            cluster.rank,
+            error,
+        )
+        return Offset(0.0, None)
+    took, offset = found
+    return Offset(offset * 1e6, took / 2 * 1e6)
+
+
+def _ask(job: Job, number: int, timeout: float) -> tuple[float, float]:
+    before = time.time()
+    there = job.health.ask("clock", [job.cluster.rank, number], [0], timeout).get(0)
+    after = time.time()
+    if there is None:
+        raise TimeoutError("rank 0 doesn't answer")
+    return after - before, there - (before + after) / 2

@@ -21,20 +21,12 @@ _LOOPBACK = re.compile(r"(0{16}FFFF0{4})?.{6}7F|0{24}01000000")
 
 
 def reset(pids: Iterable[int]) -> int:
-    """Reset the processes' connections to other hosts, on both sides; return how many.
-
-    Raises:
-        OSError: the system doesn't allow it.
-    """
+    """Reset the connections of processes to other hosts, on both sides; return how many."""
     return sum(_disconnect(connection) for connection in _to_other_hosts(pids))
 
 
 def half_close(pids: Iterable[int]) -> int:
-    """Announce to other hosts, on each connection of the processes, that nothing more will come; return how many.
-
-    Raises:
-        OSError: the system doesn't allow it.
-    """
+    """Announce to other hosts, on each connection of processes, that nothing more will come; return how many."""
     count = 0
     for connection in _to_other_hosts(pids):
         with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -76,7 +68,6 @@ def _remote_inodes(pid: int) -> set[str]:
 
 
 def _copy(pid: int, descriptor: int) -> socket.socket:
-    """Return a socket of this process for a connection of another process."""
     libc = ctypes.CDLL(None, use_errno=True)
     process = os.pidfd_open(pid)
     try:

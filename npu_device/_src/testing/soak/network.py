@@ -17,15 +17,7 @@ _GBIT = 10.0
 
 
 class Here:
-    """This host as a node of a cluster: connections of its processes to other hosts can be reset and half-closed.
-
-    Args:
-        count: number of nodes on this host.
-
-    Attributes:
-        kinds: the faults that ``begin`` can make.
-        nodes: the nodes that they can be made on.
-    """
+    """This host as a node of a cluster: connections of its processes to other hosts can be reset and half-closed."""
 
     kinds: Sequence[str] = ("reset", "half-close")
 
@@ -39,21 +31,10 @@ class Here:
         return None
 
     def command(self, node: int, npurun: Sequence[str], arguments: Sequence[str]) -> list[str]:
-        """Return the command line of npurun on a node."""
         return [*npurun, *arguments]
 
     def begin(self, kind: str, node: int, pids: Iterable[int]) -> None:
-        """Begin a fault of the network.
-
-        Args:
-            kind: one of ``kinds``.
-            node: one of ``nodes``.
-            pids: processes of the node.
-
-        Raises:
-            ProcessLookupError: the processes have no connections to other hosts.
-            OSError: the system doesn't allow it.
-        """
+        """Begin a fault; ProcessLookupError if the processes have no connections to other hosts."""
         if not (connections.reset if kind == "reset" else connections.half_close)(pids):
             raise ProcessLookupError
 

@@ -17,17 +17,7 @@ _RESET = struct.pack("ii", 1, 0)  # linger for 0 s: closing sends RST
 
 
 class Proxy:
-    """Forwards connections to another address.
-
-    Args:
-        host: host to forward to.
-        port: port to forward to.
-        listen: address and port to listen on; a free port by default.
-
-    Attributes:
-        port: the port that it listens on.
-        delay: seconds by which data that arrive from now on are delayed, in both directions.
-    """
+    """Forwards connections to another address; what arrives from now on is delayed by ``delay`` seconds."""
 
     def __init__(self, host: str, port: int, listen: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         self._target = host, port
@@ -48,7 +38,6 @@ class Proxy:
         self._open.set()
 
     def reset(self) -> None:
-        """Reset all connections."""
         for pair in self._pairs:
             for end in pair:
                 with contextlib.suppress(OSError):
@@ -66,7 +55,6 @@ class Proxy:
                 target.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close everything."""
         self._open.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)

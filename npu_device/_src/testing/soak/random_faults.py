@@ -48,15 +48,6 @@ class Disturbance:
 class RandomFaults:
     """Faults at random times; the intervals, kinds and places follow from the seed.
 
-    Args:
-        launchers: process of the launcher of each node; a node of the network has the same index.
-        network: what is between the nodes.
-        mtbf: mean time between faults, in seconds.
-        seed: of the random numbers.
-        kinds: which faults.
-        longest: seconds after which a fault is taken back at the latest.
-        say: prints a line.
-
     Attributes:
         done: the faults so far.
         attempt: how often the job has been started again, as far as seen.
@@ -131,7 +122,6 @@ class RandomFaults:
             self._settled = time.monotonic() + SETTLING_SECONDS
 
     def _is_settled(self) -> bool:
-        """Return True if the outcome of the last fault is certain."""
         return time.monotonic() >= self._settled or self.done[-1].recovered is not None
 
     def _all_ranks(self, over: threading.Event) -> list[Rank]:
@@ -147,7 +137,6 @@ class RandomFaults:
                 return ranks
 
     def _watch(self, until: float, over: threading.Event) -> None:
-        """Watch what comes of the last fault."""
         while not over.is_set() and (left := until - time.monotonic()) > 0:
             self._look()
             over.wait(min(FAULT_POLL_SECONDS, left))

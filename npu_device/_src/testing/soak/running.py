@@ -11,14 +11,7 @@ from npu_device._src.testing.leaks import children_of
 
 @dataclass(frozen=True)
 class Rank:
-    """A running rank.
-
-    Attributes:
-        pid: its process.
-        rank: its number.
-        attempt: how often the job has been started again.
-        hub: port of the hub of the attempt.
-    """
+    """A running rank; ``hub`` is the port of the hub of the attempt."""
 
     pid: int
     rank: int
@@ -27,7 +20,6 @@ class Rank:
 
 
 def ranks_of(launcher: int) -> list[Rank]:
-    """Return the running ranks of a launcher, by rank."""
     found = []
     for pid in children_of(launcher):
         with contextlib.suppress(OSError, KeyError, ValueError):

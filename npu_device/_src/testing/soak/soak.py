@@ -161,7 +161,6 @@ def _say(text: str) -> None:
 
 
 def _result(options: argparse.Namespace, directory: Path) -> bytes | None:
-    """Return what is compared; None if the run has left none."""
     if options.result is None:
         lines = (directory / "output").read_bytes().splitlines()
         return next((line for line in reversed(lines) if line.startswith(b"[0] ")), None)
@@ -176,7 +175,6 @@ def _shown(result: bytes | None) -> str:
 
 
 def _table(faults: Sequence[Disturbance]) -> str:
-    """Return one line for each fault."""
     rows = ["soak:   after  fault       where     for  attempt  outcome"]
     for fault in faults:
         lasted = f"{fault.seconds:4.1f} s" if fault.seconds else "     –"
@@ -186,7 +184,6 @@ def _table(faults: Sequence[Disturbance]) -> str:
 
 
 def _by_kind(faults: Sequence[Disturbance]) -> str:
-    """Return one line for each kind of fault."""
     rows = ["soak: fault       ended an attempt    ridden out"]
     for kind in dict.fromkeys(fault.kind for fault in faults):
         these = [fault for fault in faults if fault.kind == kind]

@@ -36,7 +36,7 @@ from npu_device._src.collectives.engines.host.programs import Stream
 from npu_device._src.collectives.engines.host.queue import Program, Wait, head_of
 from npu_device._src.collectives.group import Group, counts_of
 from npu_device._src.collectives.job import Job
-from npu_device._src.membership import mpiexec
+from npu_device._src.membership import launchers
 
 _BURST = 8  # tests between two sleeps: each moves only part of what has arrived
 
@@ -218,7 +218,7 @@ def open_world(job: Job, wanted: bool) -> Sequence[str]:
 
 def _problem(job: Job, wanted: bool) -> str:
     """Return why MPI can't be started on this rank; "" if it can."""
-    launched = mpiexec.read()
+    launched = launchers.read_mpi()
     if launched is None and not wanted:
         return "not started by an mpiexec"
     if launched is not None and launched.size != job.cluster.world_size:
