@@ -39,8 +39,14 @@ def npurun(
 
 
 def shared_files() -> set[str]:
-    """Return what is in /dev/shm, but for files of MPI jobs: other tests run those at the same time."""
-    return {path.name for path in Path("/dev/shm").glob("*") if not path.name.startswith(("mpich_", "vader_", "sm_"))}
+    """Return what is in /dev/shm, but for files of MPI jobs and OpenMP: other tests run those at the same time."""
+    foreign = ("mpich_", "vader_", "sm_", "__KMP")
+    return {path.name for path in Path("/dev/shm").glob("*") if not path.name.startswith(foreign)}
+
+
+def assert_no_shared_files_since(before: set[str]) -> None:
+    """Fail if there are new files in /dev/shm, and stay: those of tests that run at the same time go."""
+    wait_until(lambda: shared_files() <= before)
 
 
 def without_hint(stderr: bytes) -> bytes:

@@ -21,6 +21,7 @@ from npu_device._src.membership.interfaces import interface_of
 from npu_device._src.testing.hosts import address, can_be_made, hosts, on_host
 
 LIMIT = 100.0
+CHECKING = "from npu_device.launch import checking; checking.main()"
 SIZES = ("4 B", "64 KiB", "1 MiB", "16 MiB")
 ELSEWHERE = "203.0.113.7"  # RFC 5737: an address that no host has
 
@@ -70,12 +71,11 @@ def test_one_rank() -> None:
     assert "all_reduce" not in report
 
 
-@pytest.mark.slow
-def test_two_ranks_of_one_host() -> None:
-    done = npurun("check", "-n", "2", limit=LIMIT)
-    assert done.returncode == 0, done.stderr
-    report = done.stdout.decode()
-    assert report.startswith("2 ranks on 1 host: training would work\n")
+def test_two_ranks_of_one_host(tmp_path: Path) -> None:
+    first, second = job.run(tmp_path, 2, CHECKING, LIMIT)
+    assert (first.code, second.code) == (0, 0), first.output + second.output
+    report = first.output
+    assert "2 ranks on 1 host: training would work\n" in report
     assert re.search(rf"^node0 +{re.escape(socket.gethostname())} +0-1 +127\.0\.0\.1 +lo +", report, re.MULTILINE)
     assert "gradients travel through shared memory: all ranks share that of one host" in report
     found = rows(report)
@@ -85,8 +85,7 @@ def test_two_ranks_of_one_host() -> None:
 
 
 def test_another_launcher(tmp_path: Path) -> None:
-    script = "from npu_device.launch import checking; checking.main()"
-    first, second = job.run(tmp_path, 2, script, LIMIT, **all_through("tensorflow"))
+    first, second = job.run(tmp_path, 2, CHECKING, LIMIT, **all_through("tensorflow"))
     assert (first.code, second.code) == (0, 0), first.output + second.output
     assert (
         "TensorFlow's ring over gRPC: NPU_DEVICE_BACKEND is tensorflow, and NPU_DEVICE_SHARED_MEMORY is off"

@@ -65,8 +65,8 @@ ERRORS = {
         "size in a layer",
     ],
 )
-def test_errors(several_keras_ranks: Pool, kind: str) -> None:
-    for rank, (error, _, said) in enumerate(several_keras_ranks.run(body_check, kind)):
+def test_errors(keras_two_ranks: Pool, kind: str) -> None:
+    for rank, (error, _, said) in enumerate(keras_two_ranks.run(body_check, kind)):
         assert error.startswith(f"rank {rank}: ")
         for part in ERRORS[kind.replace(" of any number", "").replace("fixed size, ", "")]:
             assert part in error
@@ -94,12 +94,12 @@ WARNINGS = {
         pytest.param("ragged", marks=pytest.mark.only_keras("2")),
     ],
 )
-def test_warnings(several_keras_ranks: Pool, kind: str) -> None:
-    found = several_keras_ranks.run(body_check, kind)
+def test_warnings(keras_two_ranks: Pool, kind: str) -> None:
+    found = keras_two_ranks.run(body_check, kind)
     assert [(error, statement) for error, statement, _ in found] == [("", "checked, with a warning")] + [("", "")] * (
-        several_keras_ranks.size - 1
+        keras_two_ranks.size - 1
     )
-    assert [len(said) for _, _, said in found] == [1] + [0] * (several_keras_ranks.size - 1)
+    assert [len(said) for _, _, said in found] == [1] + [0] * (keras_two_ranks.size - 1)
     for part in WARNINGS[kind]:
         assert part in found[0][2][0]
 
@@ -116,8 +116,8 @@ STATEMENTS = {
 
 
 @pytest.mark.parametrize("kind", list(STATEMENTS))
-def test_what_cannot_be_checked(several_keras_ranks: Pool, kind: str) -> None:
-    error, statement, said = several_keras_ranks.run(body_check, kind)[0]
+def test_what_cannot_be_checked(keras_two_ranks: Pool, kind: str) -> None:
+    error, statement, said = keras_two_ranks.run(body_check, kind)[0]
     assert (error, said) == ("", [])
     assert statement.startswith(STATEMENTS[kind])
 

@@ -71,6 +71,7 @@ def test_another_order_is_told(two_ranks: Pool, kind: str, seed: int | None, say
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("keras", [pytest.param("2", marks=pytest.mark.full), "3"], indirect=True)
 def test_steps_per_execution_and_metrics(keras_two_ranks: Pool, tmp_path: Path) -> None:
     for result in keras_two_ranks.run(bodies.body_compiled, str(tmp_path / "fit")):
         whole, parts = result["whole"], result["parts"]

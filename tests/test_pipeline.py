@@ -67,6 +67,7 @@ def body_batches(directory: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize("several_ranks", [pytest.param(2, marks=pytest.mark.full), 3], indirect=True)
 def test_batches_are_those_of_one_process(several_ranks: Pool, single: Pool, tmp_path: Path) -> None:
     for file in range(3):
         with tf.io.TFRecordWriter(f"{tmp_path}/{file}.records") as writer:

@@ -54,16 +54,13 @@ def test_recipe(several_keras_ranks: Pool, keras_single: Pool, name: str, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["resuming", "resuming_fit"])
-def test_resuming(several_keras_ranks: Pool, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "figure"), [("resuming", "equal"), ("resuming_fit", "equal"), ("batch_norm", "accuracy")]
+)
+def test_recipe_that_says_how_good_it_is(several_keras_ranks: Pool, name: str, figure: str) -> None:
+    """Resumed trainings end with equal bits; batch normalisation isn't what one process does."""
     pytest.importorskip("sklearn")
     results = several_keras_ranks.run(body_recipe, name, "")
-    assert [rank["equal"] for rank in results] == [1] * several_keras_ranks.size
-
-
-def test_batch_normalisation(keras_ranks: Pool) -> None:
-    pytest.importorskip("sklearn")
-    results = keras_ranks.run(body_recipe, "batch_norm", "")
     for rank in results:
         same(rank, results[0])
-        assert rank["accuracy"] > 0.9
+        assert rank[figure] > 0.9

@@ -32,7 +32,7 @@ OUTCOMES = """
     def test_without_ranks(npu_ranks, job_tmp_path, tmp_path):
         assert (npu_ranks, job_tmp_path) == (1, tmp_path)
 
-    @pytest.mark.ranks(1, 2, 3)
+    @pytest.mark.ranks(1, 2)
     @pytest.mark.parametrize("word", ["a", "b"])
     def test_passes(npu_ranks, word, made, tmp_path, job_tmp_path, capsys):
         rank = npu.distribute.rank()
@@ -113,7 +113,7 @@ def run(directory: Path, *arguments: str, **files: str) -> str:
 def assert_nothing_is_left(directory: Path, shared: set[str]) -> None:
     """No processes, shared memory, sockets and directories of a project's run."""
     launcher.wait_until(lambda: not of_run(directory))
-    assert launcher.shared_files() <= shared
+    launcher.assert_no_shared_files_since(shared)
     assert {path.name.partition("-")[0] for path in (directory / "temporary").iterdir()} <= {"pytest"}
     assert not [path for path in directory.rglob("*") if path.is_socket()]
 
@@ -121,7 +121,7 @@ def assert_nothing_is_left(directory: Path, shared: set[str]) -> None:
 def test_each_outcome(tmp_path: Path) -> None:
     output = run(tmp_path, "-v", test_outcomes=OUTCOMES)
     seen = dict(re.findall(r"^\S+py::(\S+) (\w+)", output, re.MULTILINE))
-    passing = [f"test_passes[{ranks}-{word}]" for ranks in ("1rank", "2ranks", "3ranks") for word in "ab"]
+    passing = [f"test_passes[{ranks}-{word}]" for ranks in ("1rank", "2ranks") for word in "ab"]
     ends = {"fails_on_one": "FAILED", "skips_alone": "FAILED", "skips": "SKIPPED", "hangs": "FAILED"}
     ends["fails_as_expected"] = "XFAIL"
     assert seen == {
@@ -206,7 +206,7 @@ def test_nothing_is_left_of_a_run_that_is_ended(tmp_path: Path, number: signal.S
         assert "KeyboardInterrupt" in output, output
         assert_nothing_is_left(tmp_path, shared)
     launcher.wait_until(lambda: not of_run(tmp_path))
-    assert launcher.shared_files() <= shared
+    launcher.assert_no_shared_files_since(shared)
 
 
 def of_run(directory: Path) -> list[int]:
