@@ -246,6 +246,10 @@ for _ in range(3):
     optimizer.apply_gradients(zip(gradients, model.trainable_variables))
 if {apart} and rank == 1:
     optimizer.learning_rate.assign(0.5)
+kind, method = keras.optimizers.Optimizer, "apply" if hasattr(keras, "ops") else "apply_gradients"
+watching = getattr(kind, method)
+npu.close()
+assert getattr(kind, method) is not watching and "keras" in getattr(kind, method).__code__.co_filename
 """
 
 
