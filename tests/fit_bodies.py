@@ -186,7 +186,6 @@ def body_metrics(kind: str) -> Any:
     metrics = keras.metrics
     if kind == "of scores":
         adding = [metrics.AUC(multi_label=False), metrics.Precision(), metrics.F1Score(), metrics.OneHotMeanIoU(3)]
-        adding.append(metrics.SensitivityAtSpecificity(0.5))
     else:
         adding = [metrics.RootMeanSquaredError(), metrics.R2Score(), metrics.CosineSimilarity()]
     model.compile(

@@ -96,7 +96,7 @@ def test_calls_that_do_not_match(ranks: Pool, case: str) -> None:
     assert len({text for *_, text, _ in results}) == 1, "every rank says the same"
     for _, ended, kind, text, after in results:
         assert kind == "MismatchError"
-        assert ended - last_arrival < 2
+        assert ended - last_arrival < 10
         for rank in range(ranks.size):
             line = rf"rank {rank} on host \w+: .* called at .*test_agreement\.py:\d+ "
             assert re.search(line, text), text

@@ -306,7 +306,7 @@ if npu.distribute.rank() == 1:
     if os.fork() == 0:
         while os.getppid() == rank:
             time.sleep(0.01)
-        time.sleep(5)
+        time.sleep(12)
         os._exit(0)
     os.kill(rank, signal.SIGKILL)
 began = time.monotonic()
@@ -323,4 +323,4 @@ def test_a_killed_rank_is_noticed_although_its_forked_child_lives(tmp_path: Path
     survivor, killed = job.run(tmp_path, 2, _KILLED, **environment)
     assert killed.code == -9
     assert "rank 1 on host node0 is gone" in survivor.output
-    assert float(survivor.output.rpartition("after ")[2]) < 4
+    assert float(survivor.output.rpartition("after ")[2]) < 10

@@ -116,7 +116,7 @@ def test_a_long_progress_bar_shows_signs_of_life(tmp_path: Path) -> None:
     assert launch.stdout is not None
     began = time.monotonic()
     assert launch.stdout.readline().startswith(b"[0] step ")
-    assert 4 < time.monotonic() - began < 10
+    assert 4 < time.monotonic() - began < 16
     launch.terminate()
     launch.communicate(timeout=10)
 

