@@ -39,7 +39,7 @@ _Part = tuple[Sequence[int], Sequence[Sequence[int]]]
 """Positions in a list, and the segments among the values there."""
 
 _LARGEST_FUSION_ID = 0x7FFFFFFF
-_WIRE_DTYPES = {"fp16": tf.float16, "bf16": tf.bfloat16, None: None}
+WIRE_DTYPES = {"fp16": tf.float16, "bf16": tf.bfloat16, None: None}
 _LATEST = 4096  # eager results that are remembered
 _TAPE = "gradient_tape/"  # before the name of an operation that computes a gradient
 
@@ -65,7 +65,7 @@ class ReductionOptions:
         if self.kind not in REDUCTIONS:
             raise ValueError(f"reduction {self.kind!r} is unknown; expected one of {', '.join(map(repr, REDUCTIONS))}")
         check_fusion(self.fusion, self.fusion_id)
-        if self.compression is not None and self.compression not in _WIRE_DTYPES:
+        if self.compression is not None and self.compression not in WIRE_DTYPES:
             raise ValueError(f"compression {self.compression!r} is unknown; expected 'fp16', 'bf16' or None")
         if self.compression is not None and self.kind not in ("sum", "mean"):
             raise ValueError(f"compression works with sum and mean only; found reduction {self.kind!r}")
@@ -148,7 +148,7 @@ def _reduce_at_once(
         if value is not None:
             require_reduction("all_reduce", value.dtype, options.kind)
 
-    wire = _WIRE_DTYPES[options.compression]
+    wire = WIRE_DTYPES[options.compression]
 
     def body(agreement: Agreement) -> list[Gradient]:
         results: list[Gradient] = [None] * len(values)

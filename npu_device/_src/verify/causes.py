@@ -87,6 +87,11 @@ class Findings:
         first = self.steps[0][1]
         return bool(first.rows) and all(step.rows == first.rows for step in self.steps[0][2:])
 
+    def shuffles_unseeded(self) -> bool:
+        """Return True if the ranks may really shuffle differently: no seed is set, not in fit either."""
+        calls, first = self.ranks[0].of("shuffle"), self.ranks[0].steps[0]
+        return not self.ranks[0].of("seed") and (bool(first.logs) or any(call["seed"] is None for call in calls))
+
     def has_other_samples(self, number: int) -> bool:
         """Return True if the ranks together don't read the samples of one process in a step.
 

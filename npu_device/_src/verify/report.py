@@ -44,6 +44,8 @@ def judge(runs: Sequence[Sequence[Process]]) -> Verdict:
             verdict.text = f"all ranks apply the average of their gradients, for {len(single.steps)} steps."
             notes = ["with Horovod's names, N ranks aren't one process: they were compared with each other only."]
         found = Findings(single, moved, ranks)
+        if ranks[0].horovod and found.same_samples() and not found.shuffles_unseeded():
+            notes.append("all ranks read the same samples: dataset.shard(hvd.size(), hvd.rank()) gives each its own.")
         cause, text = causes.cause_of(found)
         notes += [f"rank 0 warned: {call['what']}" for call in ranks[0].of("warning")]
         if not cause and (line := found.clipped_first()):

@@ -23,6 +23,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.cluster.tracebacks import is_users
 from npu_device._src.collectives.call import user_line
+from npu_device._src.gradients.reduction import WIRE_DTYPES
 from npu_device._src.training import training_state
 from npu_device._src.training.fit.current import current_step
 from npu_device._src.verify.step_recorder import SCOPE, Recorder
@@ -53,6 +54,7 @@ class Hooks:
         logging.getLogger("npu_device").addHandler(handler)
         self._unseeded: list[tuple[Any, str]] = []  # datasets that were to be shuffled without a seed, and the line
         self._inside = 0  # depth of models that call models
+        WIRE_DTYPES.update(dict.fromkeys(WIRE_DTYPES))  # no compression, which rounds
         tf.random.set_seed(seed)
         tf.compat.v1.get_default_graph().seed = self._seed = seed
         session = next(kind for kind in tf.compat.v1.Session.__mro__ if "run" in vars(kind))
