@@ -114,7 +114,7 @@ def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions,
     # Without hcom_parallel nothing is sent before everything is there.
     waits_for_all = not tf.executing_eagerly() and not global_options().hcom_parallel.typed
     first = tf.control_dependencies([each for each in values if isinstance(each, tf.Tensor)]) if waits_for_all else None
-    wire = _WIRE_DTYPES[options.compression]
+    wire = WIRE_DTYPES[options.compression]
     tracer = job.part(Tracer) if options.kind in ("mean", "sum") else None
     traced = traced_reduction(tracer, values, segments, job, group, waits_for_all, wire) if tracer else None
     with traced or contextlib.nullcontext() as trace, first or contextlib.nullcontext():
