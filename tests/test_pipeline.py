@@ -88,8 +88,18 @@ def test_batches_are_those_of_one_process(several_ranks: Pool, single: Pool, tmp
                     assert max(map(len, parts)) <= -(-len(batches[0]) // several_ranks.size)
 
 
-def body_fit(kind: str, batch: int) -> Any:
-    """``fit`` with validation, and ``evaluate``: on a pipeline, or on a Sequence with ``rows``."""
+def body_fit(kind: str, *batches: int) -> Any:
+    """One model's ``fit`` with validation, and ``evaluate``, for each size of a batch: on a pipeline, or on a Sequence
+    with ``rows``.
+    """
+    model = make_model("functional")
+    compile_model(model)
+    model = npu.distribute.replicate(model)
+    found = {str(batch): _fit_in_batches(model, kind, batch) for batch in batches}
+    return {"weights": [np.asarray(value) for value in model.get_weights()], **found}
+
+
+def _fit_in_batches(model: Any, kind: str, batch: int) -> Any:
     x, y = samples(SAMPLES)
     made: list[int] = []
 
@@ -119,9 +129,6 @@ def body_fit(kind: str, batch: int) -> Any:
         indices = tf.data.Dataset.range(SAMPLES).shuffle(SAMPLES, seed=3)
         return npu.distribute.pipeline(indices, lambda index: (tf.gather(x, index), tf.gather(y, index)), batch)
 
-    model = make_model("functional")
-    compile_model(model)
-    model = npu.distribute.replicate(model)
     tf.keras.utils.set_random_seed(4)
     with warnings_of_package() as said:
         train, valid = data(), data()
@@ -133,9 +140,9 @@ def body_fit(kind: str, batch: int) -> Any:
     return outcome(model, history, scores={key: float(value) for key, value in scores.items()})
 
 
-@pytest.mark.parametrize(("kind", "batch"), [("pipeline", 9), ("sequence", 9), ("pipeline", 1), ("sequence", 1)])
-def test_fit_is_that_of_one_process(several_keras_ranks: Pool, keras_single: Pool, kind: str, batch: int) -> None:
-    compare(several_keras_ranks, keras_single, body_fit, kind, batch)
+@pytest.mark.parametrize("kind", ["pipeline", "sequence"])
+def test_fit_is_that_of_one_process(several_keras_ranks: Pool, keras_single: Pool, kind: str) -> None:
+    compare(several_keras_ranks, keras_single, body_fit, kind, 1, 9)  # small ones first, which let rounding grow
 
 
 def body_loop() -> Any:
