@@ -26,7 +26,17 @@ def call(body: Callable[..., Any], arguments: tuple[Any, ...]) -> Checked:
     before, began = leaks.held(), time.process_time()
     with allowed_warnings.collected() as warnings:
         value = body(*arguments)
-    return Checked(value, warnings, leaks.held().beyond(before), time.process_time() - began)
+    return Checked(value, warnings, leaks.held().beyond(before, _idle_connections()), time.process_time() - began)
+
+
+def _idle_connections() -> set[int]:
+    """Return the descriptors of the few connections that sends and receives keep, each for its last tags."""
+    from npu_device._src.collectives.engines.host.transfers import PairCalls
+    from npu_device._src.collectives.job import current
+
+    job = current()
+    pairs = [calls for calls in job.calls.values() if isinstance(calls, PairCalls)] if job is not None else []
+    return {connection.fileno() for calls in pairs for connection in calls.kept.values()}
 
 
 def prepare() -> None:

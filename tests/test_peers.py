@@ -164,6 +164,26 @@ def test_a_rank_waits_until_the_others_hosts_have_what_it_sent(pool_with: Callab
     assert 0.8 < seconds < 10
 
 
+def body_waiting() -> int:
+    """Return how often a rank that waits half a second for a connection looks for it."""
+    from npu_device._src.collectives.job import current
+
+    running, looks, until = current(), [0], time.monotonic() + 0.5
+    assert running is not None
+
+    def gives_up() -> bool:
+        looks[0] += 1
+        return time.monotonic() > until
+
+    assert running.peers.accept(1 - running.cluster.rank, 79, gives_up) is None
+    return looks[0]
+
+
+def test_a_rank_that_waits_for_a_connection_sleeps(pool_with: Callable[..., Pool]) -> None:
+    for looks in pool_with(2, "3", **all_through("tcp")).run(body_waiting):
+        assert 2 <= looks < 20  # not one each millisecond
+
+
 def body_late() -> tuple[float, str]:
     """Let rank 0 start to send to rank 1, which is stopped and so can't answer its connection; then rank 1 expects more
     than comes. Return how long the start took, and the error.

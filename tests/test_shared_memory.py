@@ -172,7 +172,7 @@ def test_only_the_same_user_can_open_the_memory() -> None:
     path = offer.path
     with offer.memory as memory:
         assert os.stat(path).st_mode & 0o077 == 0
-        with sharing.attach(path, sharing.PAGE) as other:
+        with sharing.attach(path, sharing.PAGE, offer.token) as other:
             other[:4] = b"same"
             assert memory[:4] == b"same"
         if os.geteuid() == 0:

@@ -104,7 +104,7 @@ class Leader:
         deadline = time.monotonic() + limits.NODE_LAST_MESSAGE_SECONDS
         while not all(link.is_lost for link in self._nodes.values()) and time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
-                self._events.get(timeout=0.05)
+                self._events.get(timeout=limits.SWEEP_SECONDS)
         with self._listener:
             self._listener.shutdown(socket.SHUT_RDWR)
 

@@ -111,12 +111,11 @@ class Peers:
 
     def close(self) -> None:
         mine = os.getpid() == self._pid
-        for one in [self._listener, *self._owned]:
-            if one is not None and mine:
+        for one in filter(None, [self._listener, *self._owned]):
+            if mine:
                 with contextlib.suppress(OSError):  # wakes the thread that reads from it
                     one.shutdown(socket.SHUT_RDWR)
-            if one is not None:
-                one.close()
+            one.close()
 
     def _connected(self, rank: int, seconds: float | None, **said: Any) -> socket.socket:
         (port, token), host = self._place(rank), self._cluster.addresses[rank]

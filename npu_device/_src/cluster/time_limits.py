@@ -64,7 +64,7 @@ TABLE_POLL_SECONDS = 0.5
 CHECK_OTHERS_SECONDS = 120.0  # for another rank of ``npurun check``, which measures meanwhile
 
 # npurun and its ranks
-SWEEP_SECONDS = 0.02  # between two looks at the ranks' processes
+SWEEP_SECONDS = 0.02  # between two looks at processes, or at files that they write
 RANKS_NOTICE_SECONDS = 2.0  # after a failure: for the other ranks to raise errors that say what they were doing
 KILL_SECONDS = 10.0  # a process that outlives SIGKILL so long is stuck in the kernel (network file system, driver)
 SAME_SIGNAL_SECONDS = 0.5  # Ctrl-C can come twice: from the terminal, and from what started npurun (uv run)
@@ -83,6 +83,7 @@ HOSTS_END_SECONDS = 15.0  # for killing ranks, and for reports, after the grace 
 
 # Training
 PROGRESS_REPORT_SECONDS = 5.0  # one report of progress to Kubeflow
+PROGRESS_PAUSE_SECONDS = 5.0  # between two of them at the least, as its guide asks
 LEAST_INPUT_WAIT_SECONDS = 0.01  # a shorter wait for a batch raises no alarm: the machine may only be busy
 FIRST_SAVE_CHECK_SECONDS, LONGEST_SAVE_CHECK_SECONDS = 0.5, 5.0  # until a rank asks again how far rank 0 is
 SAVE_ANSWER_SECONDS, SAVE_LEFT_SECONDS = 10.0, 1.0  # for the answer; for news of a rank that has left
@@ -95,7 +96,10 @@ PREEMPTION_JOIN_SECONDS = 5.0  # for the thread that waits for the ranks
 POOL_START_SECONDS = 120.0  # for ranks to start
 POOL_GRACE_SECONDS = 2.0  # after the first error: for ranks that fail by themselves
 POOL_RELEASE_SECONDS = 5.0  # for ranks that wait for one that has left, to notice that
+POOL_LOOK_SECONDS = 1.0  # between two looks at whether ranks that are to connect have ended; for one that has
+STACKS_SECONDS = 0.5  # for ranks to write where they are
 COLLECTING_SECONDS = 120.0  # for the ranks to collect the tests
+SETTLED_SECONDS = 2.0  # for what a test has closed to be gone
 PROXY_DELAY_SECONDS = 0.5
 FAULT_POLL_SECONDS = 0.05  # between two looks at a job
 SETTLING_SECONDS, RECOVERY_SECONDS = 3.0, 300.0  # until a disturbed connection has ended an attempt; until recovery

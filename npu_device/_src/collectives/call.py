@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 _UNKNOWN_LINE = "an unknown line"
 _MAX_DIMENSIONS = 16
 _SHOWN_TENSORS = 3
+# Names that Python gives to threads: with numbers of a process, which differ among the ranks.
 _COUNTED_NAME = re.compile(r"^(Thread|ThreadPoolExecutor|asyncio)[-_]\d+(?:_\d+)?")
-"""The names that Python gives to threads: numbers of a process, which differ among the ranks."""
 
 
 @dataclass(frozen=True)
@@ -46,21 +46,17 @@ class Call:
     """The description of the next call of a rank.
 
     Attributes:
-        kinds: of each value, its dtype and whether it is sparse, or ``None``.
         shapes: of each value, the part that must be the same on every rank, as far as known while tracing. The ranks
             compare the shapes of the running graph: a rank may have traced with different static shapes.
-        names: of the values, for the message only; they may differ among ranks.
-        details: whatever else must be the same on all ranks: reduction, root, tag, …
-        line: the line of the script that made the call, for the message only.
         thread: the one that made or traced the call: calls from two threads come in a different order on each rank.
     """
 
     operation: str
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...]  # of each value, its dtype and whether it is sparse, or ``None``
     shapes: tuple[Optional[tf.TensorShape], ...]
-    names: tuple[str, ...]
-    details: tuple[tuple[str, str], ...]
-    line: str
+    names: tuple[str, ...]  # of the values, for the message only; they may differ among ranks
+    details: tuple[tuple[str, str], ...]  # whatever else must be the same on all ranks: reduction, root, tag, …
+    line: str  # of the script, for the message only
     thread: str
 
     @property
@@ -126,11 +122,9 @@ def _weights(position: int) -> tuple[int, ...]:
 
 
 def _text(shape: tf.TensorShape | None) -> str:
-    if shape is None:
-        return ""
-    if shape.rank is None:
-        return "[…]"
-    return "[" + ", ".join("?" if size is None else str(size) for size in shape) + "]"
+    if shape is None or shape.rank is None:
+        return "" if shape is None else "[…]"
+    return str(shape.as_list()).replace("None", "?")
 
 
 # The line of the script
@@ -159,7 +153,6 @@ def calling_thread() -> str:
 
 
 def _own_name(thread: threading.Thread) -> str:
-    """Return the name of a thread without the number that Python gives to threads without a name."""
     return _COUNTED_NAME.sub(r"\1", thread.name)
 
 
@@ -193,7 +186,9 @@ class CallingThreads:
     def _mixed_up(self, group: Group) -> bool:
         """Return whether another living thread that calls in the group has, or once had, the name of this thread."""
         me = threading.current_thread()
-        if isinstance(me, threading._DummyThread) or _is_replica_of_a_strategy():
+        # A ``tf.distribute.Strategy`` lets its replicas take turns.
+        is_replica = tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None
+        if is_replica or isinstance(me, threading._DummyThread):
             return False
         key = group.key
         with self._lock:
@@ -209,32 +204,18 @@ class CallingThreads:
             return self._alike[me][key]
 
 
-def _is_replica_of_a_strategy() -> bool:
-    """Return whether the thread belongs to a ``tf.distribute.Strategy``, which lets them take turns."""
-    return tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None
-
-
 # The agreement, which an operation passes on to its backend. The ranks may agree before the call, or with the first
 # data that the call sends: then the first transfer takes the terms and carries them.
 
 
 class Terms(NamedTuple):
-    """The part of an agreement that the ranks compare before they read each other's data.
+    """The part of an agreement that the ranks compare before they read each other's data."""
 
-    Attributes:
-        head: two 32-bit numbers that are the same on all ranks.
-        shapes: a 32-bit number that is the same on all ranks if the tensors' shapes are; int32 if only the running
-            graph knows it.
-        row: returns the call as the stall watch shows it.
-        overlaps: another thread of this rank is in a call of the group: every rank refuses.
-        refuse: makes the error for ranks whose heads differ, given the position of the call in the group's sequence.
-    """
-
-    head: tuple[int, int]
-    shapes: int | tf.Tensor
-    row: Callable[[], dict[str, Any]]
-    overlaps: bool
-    refuse: Callable[[int], Exception]
+    head: tuple[int, int]  # two 32-bit numbers that are the same on all ranks
+    shapes: int | tf.Tensor  # 32 bits, the same if the tensors' shapes are; a tensor if only the graph knows it
+    row: Callable[[], dict[str, Any]]  # the call as the stall watch shows it
+    overlaps: bool  # another thread of this rank is in a call of the group: every rank refuses
+    refuse: Callable[[int], Exception]  # the error for heads that differ, given the position of the call in the group
 
 
 class Route(enum.Enum):
@@ -252,18 +233,12 @@ class Route(enum.Enum):
 
 @dataclass
 class Agreement:
-    """The agreement on one call.
-
-    Attributes:
-        terms: what the first collective of the call has to compare; None if nothing is left to be compared.
-        route: how the ranks compare the call.
-        small: on the route ``BY_SIZE``, whether the data are small: a bool tensor.
-    """
+    """The agreement on one call."""
 
     job: Job
-    terms: Optional[Terms] = None
+    terms: Optional[Terms] = None  # what the first collective of the call has to compare; None if nothing is left
     route: Route = Route.WITH_DATA
-    small: Optional[tf.Tensor] = None
+    small: Optional[tf.Tensor] = None  # on the route ``BY_SIZE``, whether the data are small: a bool tensor
 
     def take(self) -> Terms | None:
         """Return the terms for the first collective of the call, and None for those that follow."""
@@ -307,13 +282,13 @@ def mismatch_text(group: Group, hosts: Sequence[str], rows: Sequence[dict[str, A
             "What to do: give each thread a group of its own (hccl.manage.api.create_group), or make all calls from "
             "one thread."
         )
-        return "\n".join(lines)
-    lines.append(
-        "Likely cause: on some ranks the script takes another branch (for example a call inside `if rank == 0`), "
-        "builds another model, or calls in a different order.\n"
-        "What to do: make every rank call the same operations with the same dtypes and shapes in the same order; the "
-        "lines above say where each rank is."
-    )
+    else:
+        lines.append(
+            "Likely cause: on some ranks the script takes another branch (for example a call inside `if rank == 0`), "
+            "builds another model, or calls in a different order.\n"
+            "What to do: make every rank call the same operations with the same dtypes and shapes in the same order; "
+            "the lines above say where each rank is."
+        )
     return "\n".join(lines)
 
 

@@ -15,20 +15,8 @@ Tensors = Sequence[tf.Tensor]
 Wire = Optional[tf.DType]
 """The dtype in which float32 and float64 tensors are sent; None for their own."""
 
-REDUCED = (
-    tf.float16,
-    tf.bfloat16,
-    tf.float32,
-    tf.float64,
-    tf.int8,
-    tf.int16,
-    tf.int32,
-    tf.int64,
-    tf.uint8,
-    tf.uint16,
-    tf.uint32,
-    tf.uint64,
-)
+_REDUCED = "float16 bfloat16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64"
+REDUCED = tuple(map(tf.as_dtype, _REDUCED.split()))
 
 
 def mean_dtype(dtype: tf.DType) -> tf.DType:

@@ -28,11 +28,9 @@ _IN_TIME = (
 
 
 class Engine(NamedTuple):
-    """One engine between hosts.
+    """One engine between hosts: its name in ``NPU_DEVICE_BACKEND``, and the one in messages.
 
     Attributes:
-        name: its name in ``NPU_DEVICE_BACKEND``.
-        title: its name in messages.
         problems: called on every rank; prepares the engine, and returns why the job can't use it, in one or more lines,
             the same on all ranks. Empty if it can.
         remedy: what to do if it has been named and can't be used.
@@ -52,14 +50,9 @@ def _problems_of_nccl(job: Job, hosts: Hosts) -> Sequence[str]:
     return [f"  {problem}"] if problem else []
 
 
-def _problems_of_mpi(job: Job, hosts: Hosts) -> Sequence[str]:
-    del hosts
+def _problems_of_mpi(job: Job, _: Hosts) -> Sequence[str]:
     problems = open_world(job, environment.NPU_DEVICE_BACKEND.get() == "mpi")
     return job.cluster.lines({rank: problem for rank, problem in enumerate(problems) if problem})
-
-
-def _problems_of_tensorflow(job: Job, hosts: Hosts) -> Sequence[str]:
-    return [] if hosts.share_memory else _late(job, hosts)
 
 
 def _late(job: Job, hosts: Hosts) -> Sequence[str]:
@@ -90,7 +83,7 @@ ENGINES = (
     Engine(
         "tensorflow",
         "TensorFlow's server",
-        _problems_of_tensorflow,
+        lambda job, hosts: [] if hosts.share_memory else _late(job, hosts),
         f"What to do: {_IN_TIME}; or set NPU_DEVICE_BACKEND=tcp, which can be opened at any time.",
     ),
     Engine("tcp", "TCP", lambda job, hosts: [], ""),

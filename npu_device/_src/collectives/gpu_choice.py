@@ -1,5 +1,5 @@
 """Choose the GPU of a rank, and decide whether all GPUs can use NCCL. Calls neither TensorFlow nor CUDA: environment
-and devices come in, decisions come out. ``gpus`` applies them.
+and devices come in, decisions come out. ``resources`` applies them.
 """
 
 from __future__ import annotations
@@ -71,10 +71,7 @@ def own_instance(cuda: str | None, nvidia: str | None, device_id: int) -> str | 
 
 
 def own_index(visible: int, device_id: int) -> int | None:
-    """Return which of the GPUs that TensorFlow sees is a rank's; None if there is none.
-
-    Ranks with more devices than GPUs take them in turn.
-    """
+    """Return which of the visible GPUs is a rank's, in turn if there are fewer than devices; None without GPUs."""
     return device_id % visible if visible else None
 
 

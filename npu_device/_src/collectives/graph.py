@@ -67,11 +67,9 @@ def overwriting(value: Any, result: tf.Tensor) -> tf.Tensor:
 # on the outermost graph, which for a ``tf.function`` is the process's default graph (TensorFlow 2.20,
 # ``script_ops._internal_py_func``). A script that retraces would grow forever. Here all calls share one such function,
 # which finds the one to run by a number, and the number is an eager tensor that the graph captures: whatever can run
-# the graph holds the tensor, and when the tensor goes, so does the function. Can go when ``tf.numpy_function`` releases
-# the function with the graph that calls it.
-_CAPTURED_FROM = 129
-"""Elements. TensorFlow copies a smaller eager tensor into the graph as a constant, and doesn't hold the tensor."""
-
+# the graph holds the tensor, and when the tensor goes, so does the function. A weak reference to the graph would go too
+# early: another graph may have inlined it. Can go when ``tf.numpy_function`` releases the function with the graph.
+_CAPTURED_FROM = 129  # elements: TensorFlow copies smaller tensors (``capture_container._EAGER_CONST_THRESHOLD``)
 _functions: dict[int, Callable[..., Any]] = {}
 
 
@@ -86,7 +84,7 @@ def python_call(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtype
     _functions[number] = function
     weakref.finalize(captured, _functions.pop, number, None)
     inputs = [compat.through_outer_graphs(captured), *inputs]
-    return tf.raw_ops.PyFuncStateless(input=inputs, token=_registered(), Tout=list(dtypes))
+    return tf.raw_ops.PyFuncStateless(input=inputs, token=_registered()[0], Tout=list(dtypes))
 
 
 class Order:
@@ -140,16 +138,11 @@ def _call(captured: Any, *arrays: Any) -> Any:
 
 
 @functools.cache
-def _graph() -> tf.Graph:
-    """Return a graph with a call of ``_call``: TensorFlow keeps a function registered while its graph lives."""
+def _registered() -> tuple[bytes, tf.Graph]:
+    """Return TensorFlow's name of ``_call``, and the graph with which it would forget that."""
     with tf.Graph().as_default() as graph:
-        tf.numpy_function(_call, [tf.constant([0])], [], name="call")
-    return graph
-
-
-def _registered() -> bytes:
-    token: bytes = _graph().get_operation_by_name("call").get_attr("token")
-    return token
+        called = tf.numpy_function(_call, [tf.constant([0])], [], name="call")
+    return called.get_attr("token"), graph
 
 
 # The step's data. The end of a dataset is an error inside the step, which cancels what hasn't run yet. A collective
@@ -157,17 +150,9 @@ def _registered() -> bytes:
 # on.
 
 # Operations that can end a step: reads of data, and the script's own checks and functions.
-_MAY_END = (
-    "IteratorGetNext",
-    "IteratorGetNextSync",
-    "MultiDeviceIteratorGetNextFromShard",
-    "OptionalGetValue",
-    "QueueDequeueV2",
-    "QueueDequeueManyV2",
-    "QueueDequeueUpToV2",
-    "Assert",
-    "EagerPyFunc",
-    "PyFunc",
+_MAY_END = re.compile(
+    r"IteratorGetNext(Sync)?|MultiDeviceIteratorGetNextFromShard|OptionalGetValue|QueueDequeue(Many|UpTo)?V2|"
+    r"Assert|(Eager)?PyFunc"
 )
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
@@ -176,9 +161,7 @@ _seen: weakref.WeakKeyDictionary[tf.Graph, tuple[int, list[str]]] = weakref.Weak
 
 def step_data() -> Sequence[tf.Operation]:
     """Return what the next collective of the graph being built must come after: the reads of data before it, and the
-    inputs of a nested function, branch or loop.
-
-    Empty in eager mode, where earlier operations have ended.
+    inputs of a nested function, branch or loop. In eager mode, earlier operations have ended.
     """
     if tf.executing_eagerly():
         return []
@@ -191,15 +174,12 @@ def step_data() -> Sequence[tf.Operation]:
 
 
 def _may_end(graph: tf.Graph, operation: tf.Operation) -> bool:
-    if operation.type in _CALLS:
-        return any(kind in _MAY_END for kind in compat.operations_of_call(graph, operation))
-    return operation.type in _MAY_END
+    kinds = compat.operations_of_call(graph, operation) if operation.type in _CALLS else [operation.type]
+    return any(map(_MAY_END.fullmatch, kinds))
 
 
 def _inputs(graph: tf.Graph) -> list[tf.Operation]:
-    """Return the data passed to a nested graph. TensorFlow may inline the call, and then runs operations without inputs
-    before the inputs are there.
-    """
+    # Of a nested graph: TensorFlow may inline the call, and then runs operations without inputs before those are there.
     if not isinstance(getattr(graph, "outer_graph", None), compat.FuncGraph):
         return []
     inputs = [tensor for tensor in graph.inputs if tensor.dtype not in (tf.resource, tf.variant)]

@@ -37,14 +37,11 @@ class Group:
     """Some ranks of the job, in ascending order.
 
     Attributes:
-        name: as the script calls it.
         ranks: world ranks of the members; a member's group rank is its position here.
-        rank: this process's group rank.
+        rank: the group rank of this process.
         parent: name of the script's group, if this group was made for one of its operations.
-        tag: in a group of two for send and receive, the queue of an operation; groups that differ in
-            nothing else are equal. None if all operations are in one order.
-        counts: for each member, the number of ranks whose sum it contributes, where members stand for their hosts; None
-            where each stands for itself.
+        tag: in a group of two for send and receive, the queue of an operation; None if all are in one order.
+        counts: for each member, the number of ranks whose sum it contributes; None where each stands for itself.
     """
 
     name: str
@@ -92,11 +89,7 @@ def group_of(job: Job, name: str) -> Group:
 
 
 def find_group(name: str, rank: int, world_size: int, made: Mapping[str, Group]) -> Group:
-    """Return the group of a name: all ranks, or one of those that the script of this rank has made.
-
-    Raises:
-        ValueError: not a valid name, or this rank has no group of that name.
-    """
+    """Return the group of a name; raise ValueError if it isn't valid, or this rank has no group of that name."""
     check_group_name(name)
     if name == WORLD_GROUP:
         return Group(name, tuple(range(world_size)), rank)

@@ -43,28 +43,22 @@ _log = logging.getLogger("npu_device")
 class Job:
     """All state of a job on one of its ranks.
 
-    Args:
-        cluster: the ranks, their hosts and addresses.
-        channel: the control channel: key-value store, gathers and barrier.
+    Attributes:
+        store: the control channel: key-value store, gathers and barrier.
+        peers: direct connections to the other ranks; they have to be opened.
         serves_others: the others need this process until they have finished, because the hub is its child; it waits for
             them at its end.
-
-    Attributes:
-        peers: direct connections to the other ranks; they have to be opened.
         task: TensorFlow's name of this process; changes when TensorFlow's server starts.
         server_addresses: each rank's ``host:port`` of TensorFlow's server; empty if this job has none.
         cores: this rank's share of the cores of its host, 1 or more; set when TensorFlow's threads are divided.
         has_own_core: that share is a whole core or more, not less; set at the same time.
         has_communicated: this rank has called a collective other than a barrier, or built a graph with one.
         before_leaving: called with the job before this process leaves it; not in a forked child.
-        groups: the groups that the script of this rank has made, by name.
+        groups: those that the script of this rank has made, by name.
         hosts: which ranks share memory, and all ranks' devices; set by ``detect_hosts``.
         why_no_mpi: why MPI isn't used although its launcher started the ranks; "" if there is nothing to say.
         making: held by whoever makes one of the objects below, each at its first use.
-        pid: number of the process of the rank; a forked child has another one.
         calls: the operations of each group, by engine and group.
-        buffers: memory for results, which is used again.
-        sequences: TensorFlow's keys, by group.
         nccl_order: the variable by which TensorFlow orders the collectives that use NCCL.
     """
 
@@ -80,8 +74,7 @@ class Job:
         self.peers = Peers(cluster, self.health, secret)
         self.task = _LOCAL
         self.server_addresses: tuple[str, ...] = ()
-        self.cores = 1
-        self.has_own_core = False
+        self.cores, self.has_own_core = 1, False
         self.serves_others = serves_others
         self.has_communicated = False
         self.before_leaving: list[Callable[[Job], None]] = []
@@ -182,7 +175,7 @@ def require_unclosed() -> None:
 
 
 def start(cluster: Cluster, channel: ControlChannel, serves_others: bool, secret: bytes = b"") -> Job:
-    """Make the job of this process; see ``Job`` for the arguments."""
+    """Make the job of this process."""
     global _current
     _current = Job(cluster, channel, serves_others, secret)
     _current.health.start()

@@ -20,13 +20,6 @@ from npu_device._src.collectives.graph import differentiable
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.operation import Operation, backend_of, row_length
-from npu_device._src.collectives.shapes import (
-    require_first_dimension,
-    require_member,
-    require_vector,
-    spec_with_first_dimension,
-    with_first_dimension,
-)
 
 _TAGS = 1 << 61
 
@@ -37,12 +30,12 @@ def all_gather(job: Job, tensor: tf.Tensor, group: Group, call: Call | None = No
     The gradient is the sum of all ranks' incoming gradients of the part of this rank. For arguments and errors see
     ``training.hccl_ops.allgather``.
     """
-    require_first_dimension("all_gather", tensor)
+    shapes.require_first_dimension("all_gather", tensor)
     require_bits(tensor.dtype)
 
     def body(agreement: Agreement) -> tf.Tensor:
         gathered = gather(agreement, tf.reshape(tensor, [1, -1]), group)
-        return with_first_dimension(gathered, tensor, lambda rows: rows * group.size)
+        return shapes.with_first_dimension(gathered, tensor, lambda rows: rows * group.size)
 
     return Operation(
         "all_gather",
@@ -51,23 +44,17 @@ def all_gather(job: Job, tensor: tf.Tensor, group: Group, call: Call | None = No
         body=body,
         again=lambda call, tensor: all_gather(job, tensor, group, call),
         inputs=[tensor],
-        results=lambda: spec_with_first_dimension(tensor, lambda rows: rows * group.size),
+        results=lambda: shapes.spec_with_first_dimension(tensor, lambda rows: rows * group.size),
     ).run(job, call)
 
 
 def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "", call: Call | None = None) -> tf.Tensor:
-    """Gather tensors whose first dimension may differ among the ranks.
+    """Gather tensors, [n, …] into [sum of n, …], whose first dimension may differ among the ranks; see ``all_gather``.
 
-    Args:
-        tensor: shape [n, …] where n may differ between the ranks and the rest is the same everywhere; any numeric dtype
-            or bool.
-        purpose: what the tensors are for; the same on every rank, so that unrelated calls aren't taken for one.
-
-    Returns:
-        Shape [sum of n, …], ordered by group rank, the same on every rank. Its gradient is the sum of all ranks'
-        incoming gradients of the part of this rank. Each part is sent padded to the longest.
+    Each part is sent padded to the longest. ``purpose`` is what the tensors are for, so that unrelated calls aren't
+    taken for one.
     """
-    require_first_dimension("all_gather_v", tensor)
+    shapes.require_first_dimension("all_gather_v", tensor)
     require_bits(tensor.dtype)
     return Operation(
         "all_gather_v",
@@ -76,7 +63,7 @@ def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "", c
         body=lambda agreement: gather_ragged(agreement, tensor, group),
         again=lambda call, tensor: all_gather_v(job, tensor, group, purpose, call),
         inputs=[tensor],
-        results=lambda: spec_with_first_dimension(tensor, lambda _: None),
+        results=lambda: shapes.spec_with_first_dimension(tensor, lambda _: None),
         same={"purpose": purpose} if purpose else {},
         ragged=True,
     ).run(job, call)
@@ -94,12 +81,11 @@ def all_to_all_v(
 ) -> tf.Tensor:
     """Exchange blocks of different lengths among all ranks; its gradient is sent the other way.
 
-    Each rank sends each other rank a block of its own length from a buffer, and chooses where the blocks that it
-    receives go. The ranks exchange their counts first, and each block is sent padded to the longest of all. In a
-    ``tf.function``, counts that don't fit each other are an InvalidArgumentError. For arguments, result and errors see
+    The ranks exchange their counts first, and each block is sent padded to the longest of all. In a ``tf.function``,
+    counts that don't fit each other are an InvalidArgumentError. For arguments, result and errors see
     ``training.hccl_ops.all_to_all_v``.
     """
-    require_vector("all_to_all_v", data)
+    shapes.require_vector("all_to_all_v", data)
     require_bits(data.dtype)
     size = group.size
 
@@ -127,7 +113,7 @@ def all_to_all_v(
 
 
 def _require_equal(sent: tf.Tensor, expected: tf.Tensor) -> list[Any]:
-    """Check that each rank is sent what it expects: row i, column j holds the elements from rank i to rank j."""
+    # Row i, column j: the elements from rank i to rank j.
     text = "all_to_all_v: what a rank sends to another (send_counts) is not what the other expects (recv_counts)"
     if not tf.executing_eagerly():
         same = tf.reduce_all(sent == expected)
@@ -148,7 +134,7 @@ def all_to_all_vc(
     The ranks compare their matrices, and each block is sent padded to the longest of all. For arguments, result and
     errors see ``training.hccl_ops.all_to_all_v_c``.
     """
-    require_vector("all_to_all_vc", data)
+    shapes.require_vector("all_to_all_vc", data)
     require_bits(data.dtype)
     matrix = shapes.whole_numbers("send_count_matrix", send_count_matrix, [group.size, group.size])
     outgoing = shapes.packed(matrix[group.rank])
@@ -201,10 +187,7 @@ def send(job: Job, tensor: tf.Tensor, tag: int, destination: int, group: Group, 
 def receive(
     job: Job, shape: Any, dtype: tf.DType, tag: int, source: int, group: Group, call: Call | None = None
 ) -> tf.Tensor:
-    """Receive the tensor that one other rank sends with the same tag.
-
-    For arguments and errors see ``training.hccl_ops.receive``.
-    """
+    """Receive the tensor that one other rank sends with the same tag; see ``training.hccl_ops.receive``."""
     like = tf.TensorSpec(shape, dtype)
     require_bits(like.dtype)
     if not like.shape.is_fully_defined():
@@ -226,11 +209,9 @@ def receive(
 
 
 def _pair_of(group: Group, source: int, destination: int, tag: int) -> Group:
-    """Return the group of a send and its receive: the two ranks, whose transfers with different tags can't be mixed up,
-    whatever order the two sides call them in. It serves both directions and all tags.
-    """
-    require_member("src_rank", source, group)
-    require_member("dest_rank", destination, group)
+    """Return the group of a send and its receive: the two ranks, with a queue for each tag and direction."""
+    shapes.require_member("src_rank", source, group)
+    shapes.require_member("dest_rank", destination, group)
     if source == destination:
         raise ValueError(
             f"group rank {source} of {group.name!r} can't exchange data with itself; expected another rank of 0 to "

@@ -6,8 +6,7 @@ that graph (``sessions``), which does the same eagerly when the graph runs.
 
 The ranks compare a fingerprint of the call: in shared memory with the first data, between hosts in a message before it.
 Only if the fingerprints differ do they exchange the details. A list of gradients takes one agreement; the one in a
-message depends on no gradient and ends long before backward produces the first one. Detecting a rank that waits for one
-that never comes is left to ``stall``.
+message depends on no gradient and ends long before backward produces the first one.
 
 A group whose ranks share memory uses that. All other groups use the engine between hosts (``engine_choice``), among all
 of their ranks. But if hosts have several of a group's ranks, each host reduces and spreads in shared memory, and only
@@ -67,8 +66,7 @@ class Operation:
     def run(self, job: Job, call: Call | None = None) -> Any:
         """Run the operation, and return its results. Every rank of the group calls this.
 
-        Args:
-            call: the description; default: that of this call. A session's collective has one of the line that made it.
+        A session's collective has a description of the line that made it, ``call``.
 
         Raises:
             RuntimeError: the call is in a function that XLA compiles, in one of a dataset, or in a vectorized loop.
@@ -116,7 +114,6 @@ class Operation:
 
 
 def _refuse_xla(job: Job, call: Call) -> None:
-    """Refuse a call in a function that XLA compiles: there, the ranks can't agree on it, nor learn of a failure."""
     if compat.compiled_by_xla():
         raise RuntimeError(
             f"rank {job.cluster.rank}: {call.operation} was called at {call.line} in a function that XLA compiles "
@@ -161,7 +158,7 @@ def backend_of(agreement: Agreement, group: Group, dtype: tf.DType, divides: boo
 
 
 class _Either:
-    """A backend that decides in the running graph: small data travel in messages, others on the group's own backend."""
+    """The backend of messages or the group's own, as the running graph decides."""
 
     def __init__(self, own: Any, group: Group) -> None:
         self._own, self._group = own, group
@@ -184,7 +181,6 @@ class _Either:
 
 
 def _own_backend_of(job: Job, group: Group, dtype: tf.DType, divides: bool) -> Any:
-    """Return the backend that moves the tensors of a group on which the ranks have agreed."""
     if job.hosts.uses_nccl(dtype):
         return tensorflow_backend
     hosts = _number_of_hosts(job, group)
@@ -194,9 +190,7 @@ def _own_backend_of(job: Job, group: Group, dtype: tf.DType, divides: bool) -> A
 
 
 def backend_name(job: Job, group: Group, dtypes: Iterable[tf.DType]) -> str:
-    """Return the name of what serves a group's call between its hosts: ``"shared_memory"`` on one host, or else the
-    engine's, as in ``NPU_DEVICE_BACKEND``.
-    """
+    """Return the name of the engine that serves a group's call between its hosts; on one host, "shared_memory"."""
     hosts = job.hosts
     if any(map(hosts.uses_nccl, dtypes)):
         return "nccl"
@@ -235,15 +229,12 @@ def open_ports(job: Job) -> str:
     addresses = job.server_addresses
     if not addresses:
         return ""
-    shown = ", ".join(addresses[:_SHOWN_PORTS])
-    more = f" and {len(addresses) - _SHOWN_PORTS} more" if len(addresses) > _SHOWN_PORTS else ""
-    return f"TensorFlow's servers at {shown}{more} serve whoever reaches them, without the job secret"
+    shown, more = ", ".join(addresses[:_SHOWN_PORTS]), len(addresses) - _SHOWN_PORTS
+    shown += f" and {more} more" if more > 0 else ""
+    return f"TensorFlow's servers at {shown} serve whoever reaches them, without the job secret"
 
 
 def row_length(job: Job, group: Group, dtype: tf.DType, longest: tf.Tensor) -> tf.Tensor:
     """Return to how many elements rows of different lengths are padded, given the longest; the same on every rank."""
-    return (
-        tensorflow_backend.rounded(longest)
-        if _own_backend_of(job, group, dtype, False) is tensorflow_backend
-        else longest
-    )
+    rounds = _own_backend_of(job, group, dtype, False) is tensorflow_backend
+    return tensorflow_backend.rounded(longest) if rounds else longest

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from npu_device._src.collectives import shapes
 from npu_device._src.collectives.call import Agreement, Call
 from npu_device._src.collectives.dtypes import REDUCED, fold, reduced_dtype, require_bits, wire_dtype
 from npu_device._src.collectives.graph import differentiable
@@ -19,12 +20,6 @@ from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.moves import differentiable_move, exchange
 from npu_device._src.collectives.operation import Operation, backend_of
-from npu_device._src.collectives.shapes import (
-    require_first_dimension,
-    require_member,
-    spec_with_first_dimension,
-    with_first_dimension,
-)
 
 REDUCTIONS = ("sum", "mean", "min", "max", "prod")
 
@@ -42,10 +37,6 @@ def all_reduce(job: Job, tensor: tf.Tensor, reduction: str, group: Group, call: 
         float64 otherwise), as with ``tf.divide``. 16-bit floats are combined in float32 and rounded once. Sum and
         mean of floating-point tensors are differentiable: the gradient is the sum, or the mean, of all ranks' incoming
         gradient.
-
-    Raises:
-        ValueError: an unknown reduction.
-        TypeError: a dtype that can't be reduced.
     """
     require_reduction("all_reduce", tensor.dtype, reduction)
 
@@ -78,7 +69,7 @@ def reduce(
     TensorFlow can't reduce to one rank only: between hosts this moves as many bytes as ``all_reduce``.
     """
     require_reduction("reduce", tensor.dtype, reduction)
-    require_member("root_rank", root_rank, group)
+    shapes.require_member("root_rank", root_rank, group)
 
     def body(agreement: Agreement) -> tf.Tensor:
         backend = backend_of(agreement, group, tensor.dtype, divides=True)
@@ -116,7 +107,7 @@ def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group, ca
     the bytes of an all_reduce.
     """
     require_reduction("reduce_scatter", tensor.dtype, reduction)
-    require_first_dimension("reduce_scatter", tensor)
+    shapes.require_first_dimension("reduce_scatter", tensor)
     rows = tensor.shape[0] if tensor.shape.rank is not None else None
     text = (
         f"reduce_scatter: the first dimension (dim0) must be a multiple of rank_size, the {group.size} ranks of "
@@ -135,10 +126,10 @@ def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group, ca
         with tf.control_dependencies(checks):
             blocks = exchange(agreement, tf.reshape(tensor, [group.size, -1]), group)
         reduced = fold(tf.unstack(blocks, num=group.size), reduction)
-        return with_first_dimension(reduced, tensor, lambda rows: rows // group.size)
+        return shapes.with_first_dimension(reduced, tensor, lambda rows: rows // group.size)
 
     def results() -> tf.TensorSpec:
-        block = spec_with_first_dimension(tensor, lambda rows: rows // group.size)
+        block = shapes.spec_with_first_dimension(tensor, lambda rows: rows // group.size)
         return tf.TensorSpec(block.shape, reduced_dtype(tensor.dtype, reduction))
 
     return Operation(
@@ -163,7 +154,7 @@ def broadcast(
     """
     if not tensors:
         return []
-    require_member("root_rank", root_rank, group)
+    shapes.require_member("root_rank", root_rank, group)
     for tensor in tensors:
         require_bits(tensor.dtype)
 
@@ -192,10 +183,8 @@ def broadcast(
 def barrier(job: Job, group: Group, call: Call | None = None) -> tf.Tensor:
     """Wait until every rank of the group has made this call.
 
-    Returns:
-        The number of ranks that came, int32 of shape []. In eager mode the wait is over when the call returns; in a
-        ``tf.function`` it is over when this tensor exists, so make later operations depend on it
-        (``tf.control_dependencies``).
+    Returns the number of ranks that came, int32 of shape []. In a ``tf.function`` the wait is over when this tensor
+    exists, so make later operations depend on it (``tf.control_dependencies``).
     """
     return Operation(
         "barrier",

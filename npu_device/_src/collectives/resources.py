@@ -12,7 +12,6 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -27,11 +26,10 @@ from npu_device._src.collectives.job import Job
 
 _log = logging.getLogger("npu_device")
 
+# A single thread runs first what became ready last: in a backward pass it delays every other gradient to the end, and
+# nothing can be sent meanwhile. A second one takes what became ready first. It is also needed if one is busy in the
+# input pipeline while the other runs the step.
 LEAST_INTER_OP_THREADS = 2
-"""A single thread runs first what became ready last: in a backward pass it delays every other gradient to the end, and
-nothing can be sent meanwhile. A second one takes what became ready first. It is also needed if one is busy in the
-input pipeline while the other runs the step.
-"""
 
 
 def count_cores(running: Job) -> None:
@@ -113,10 +111,8 @@ def choose_device(cluster: Cluster) -> Device:
         tf.config.set_visible_devices([gpus[index]], "GPU")
     number = int(gpus[index].name.rsplit(":", 1)[1])
     name = gpu_choice.name_of(cuda, number)
-    found = identity(number)
-    if found is None:  # AMD's GPUs have another driver
-        return Device(name, "", name, name, compat.has_nccl())
-    return Device(name, found.model, found.uuid, found.bus, compat.has_nccl())
+    model, unit, chip = identity(number) or ("", name, name)  # AMD's GPUs have another driver
+    return Device(name, model, unit, chip, compat.has_nccl())
 
 
 def prepare_gpu(job: Job, hosts: Hosts) -> None:
@@ -140,7 +136,6 @@ def prepare_gpu(job: Job, hosts: Hosts) -> None:
 
 
 def _let_memory_grow(rank: int) -> None:
-    """Take GPU memory when it is needed. By default, TensorFlow takes nearly all of it at the start."""
     [gpu] = tf.config.get_visible_devices("GPU")
     if environment.TF_FORCE_GPU_ALLOW_GROWTH.is_set() or tf.config.get_logical_device_configuration(gpu):
         return  # the user's own setting
@@ -158,21 +153,14 @@ def _let_memory_grow(rank: int) -> None:
 # NVIDIA's driver: which GPU is behind one of CUDA's numbers. This makes no CUDA context and takes no GPU memory.
 
 _LIBRARY = "libcuda.so.1"
-_NAME_BYTES = 256
-_BUS_BYTES = 32
-_UUID_BYTES = 16
+_NAME_BYTES, _BUS_BYTES, _UUID_BYTES = 256, 32, 16
 
 
-class Identity(NamedTuple):
-    """A GPU or MIG instance: its model, its UUID in hexadecimal, and the PCI bus id of the GPU."""
+def identity(index: int) -> tuple[str, str, str] | None:
+    """Return what the driver says about a GPU, by CUDA's and TensorFlow's number of it; None without a driver.
 
-    model: str
-    uuid: str
-    bus: str
-
-
-def identity(index: int) -> Identity | None:
-    """Return what the driver says about a GPU, by CUDA's and TensorFlow's number of it; None without a driver."""
+    Its model; the UUID of the GPU or MIG instance, in hexadecimal; and the PCI bus id of the GPU.
+    """
     try:
         driver = ctypes.CDLL(_LIBRARY)
     except OSError:  # no NVIDIA driver
@@ -190,4 +178,4 @@ def identity(index: int) -> Identity | None:
         or get_uuid(uuid, device)
         or driver.cuDeviceGetPCIBusId(bus, _BUS_BYTES, device)
     )
-    return None if failed else Identity(model.value.decode(), bytes(uuid).hex(), bus.value.decode())
+    return None if failed else (model.value.decode(), bytes(uuid).hex(), bus.value.decode())

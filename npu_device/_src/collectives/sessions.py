@@ -81,14 +81,13 @@ class Sessions:
             order.close()
 
     def _order_of(self, group: Group) -> SessionOrder:
-        """Return the order of a group, with its thread, made at the first use."""
         with self._lock:
             if group not in self._orders:
                 self._orders[group] = SessionOrder(self._job, group)
             return self._orders[group]
 
     def _next_number(self, group: Group) -> int:
-        """Return how many collectives of the group the graph has so far; scripts build the same graph on each rank."""
+        # Scripts build the same graph on each rank.
         with tf.init_scope():  # outside functions, branches and loops
             graph = tf.compat.v1.get_default_graph()
         counter = self._made.setdefault(graph, Counter())
@@ -100,7 +99,7 @@ class Sessions:
 
 
 class _Queued(NamedTuple):
-    """One queued execution of a collective: its call, its inputs, and the function that runs it eagerly."""
+    """One execution of a collective that waits for its turn."""
 
     call: Call
     values: Sequence[np.ndarray]
@@ -108,7 +107,6 @@ class _Queued(NamedTuple):
     result: Future[list[np.ndarray]]
 
     def run(self) -> None:
-        """Run it."""
         try:
             results = self.function(*map(tf.convert_to_tensor, self.values))
             self.result.set_result([tensor.numpy() for tensor in results])
@@ -130,8 +128,8 @@ class SessionOrder:
     def run(
         self, number: int, call: Call, values: Sequence[np.ndarray], function: Callable[..., Sequence[tf.Tensor]]
     ) -> list[np.ndarray]:
-        """Run a collective when its turn comes, in another thread, by a function of its values; return its results. Its
-        number in the graph is the same on all ranks.
+        """Run a collective when its turn comes, in another thread, and return its results. Its number in the graph is
+        the same on all ranks.
         """
         queued = _Queued(call, values, function, Future())
         with self._changed:
@@ -192,7 +190,6 @@ class SessionOrder:
             return first
 
     def _refuse(self, error: Exception) -> None:
-        """Fail everything that waits with an error."""
         with self._changed:
             queues = list(self._queues.values())
             self._queues.clear()
@@ -271,7 +268,6 @@ def call_python(
 
 
 def _outermost(graph: tf.Graph) -> tf.Graph:
-    """Return the graph of the session, given that graph or the graph of a function, branch or loop in it."""
     while hasattr(graph, "outer_graph"):
         graph = graph.outer_graph
     return graph

@@ -22,7 +22,7 @@ def require_member(what: str, rank: int, group: Group) -> None:
 
 
 def require_first_dimension(operation: str, tensor: tf.Tensor) -> None:
-    """Raise ValueError for a scalar, which has no first dimension to cut or join along."""
+    """Raise ValueError for a scalar."""
     if tensor.shape.rank == 0:
         raise ValueError(
             f"{operation} works along the first dimension and was given a scalar; give it shape [1]: tensor[tf.newaxis]"
@@ -72,19 +72,11 @@ def packed(counts: tf.Tensor) -> Blocks:
 
 
 def checked(name: str, counts: Any, displacements: Any, number: int, length: Optional[int] = None) -> Blocks:
-    """Check and return the blocks that a caller describes. TensorFlow refuses what is known only at run time.
-
-    Args:
-        name: ``"send"`` or ``"recv"``, for messages.
-        counts: whole numbers, one per rank.
-        displacements: whole numbers, one per rank.
-        number: required number of blocks.
-        length: elements of the buffer, if known; None for a buffer that is made to fit: there, no blocks may overlap.
+    """Check and return the blocks that a caller describes, one per rank. TensorFlow refuses what is known only at run
+    time. ``length`` is that of the buffer, if known; None for one that is made to fit: there, no blocks may overlap.
     """
-    blocks = Blocks(
-        whole_numbers(f"{name}_counts", counts, [number]),
-        whole_numbers(f"{name}_displacements", displacements, [number]),
-    )
+    where, text = f"{name}_displacements", f"{name}_counts and {name}_displacements"
+    blocks = Blocks(whole_numbers(f"{name}_counts", counts, [number]), whole_numbers(where, displacements, [number]))
     known = [tf.get_static_value(value) for value in blocks]
     if known[0] is None or known[1] is None:
         return blocks
@@ -92,14 +84,10 @@ def checked(name: str, counts: Any, displacements: Any, number: int, length: Opt
     for start, count, rank in sorted((int(d), int(c), rank) for rank, (c, d) in enumerate(zip(*known)) if c):
         if length is not None and start + count > length:
             raise ValueError(
-                f"{name}_counts and {name}_displacements: the block of rank {rank} ends at element {start + count}, "
-                f"and there are {length}"
+                f"{text}: the block of rank {rank} ends at element {start + count}, and there are {length}"
             )
         if length is None and start < end:
-            raise ValueError(
-                f"{name}_counts and {name}_displacements: the blocks of rank {last} and rank {rank} overlap at element "
-                f"{start}"
-            )
+            raise ValueError(f"{text}: the blocks of rank {last} and rank {rank} overlap at element {start}")
         end, last = start + count, rank
     return blocks
 

@@ -31,15 +31,12 @@ _TRANSFER = {"operation": "a transfer of data", "line": "TensorFlow's backend"}
 
 
 class TransferWatch:
-    """A watch of TensorFlow's transfers on this rank's CPU: the ranks have agreed on a call, and one of them may stop
-    before its data have come.
-    """
+    """A watch of TensorFlow's transfers: the ranks have agreed on a call, and one of them may stop amid its data."""
 
     def __init__(self, device: str) -> None:
         self._device = device
         with tf.init_scope(), tf.device(self._device):
-            self._begun = compat.plain_variable(tf.constant(0, tf.int32))
-            self._ended = compat.plain_variable(tf.constant(0, tf.int32))
+            self._begun, self._ended = (compat.plain_variable(tf.constant(0, tf.int32)) for _ in range(2))
 
     def begin(self, tensor: tf.Tensor) -> None:
         """Note that a tensor which is to be sent is ready. Nothing waits for the note."""
@@ -109,9 +106,7 @@ class StallWatch:
 
     @contextlib.contextmanager
     def hold(self, group: Group) -> Iterator[Held]:
-        """Note that a call of this rank may have to wait before it begins; the block says which. After the call has
-        begun, the group's own watch shows it.
-        """
+        """Note that a call of this rank may have to wait before it begins; the block says which."""
         held = self._held[group] = Held()
         try:
             yield held
@@ -173,7 +168,7 @@ class StallWatch:
         return "\n".join(lines)
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Return where this rank is; ranks at the same place give the same answer."""
+        # Ranks at the same place give the same answer.
         for group in list(self._watches):
             if group.name == question["group"] and ranges(group.ranks) == question["ranks"]:
                 position = self._position(group)

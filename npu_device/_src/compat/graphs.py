@@ -186,6 +186,7 @@ def place_without_order() -> str | None:
     while graph is not None:
         if getattr(graph, "name", "").startswith("Dataset_"):
             return f"the function of a dataset ({graph.name})"
+        # While tracing, only the name shows it (``pfor``, TensorFlow 2.20); when it runs, it is a loop like any other.
         found = re.match(r"(.*/)?loop_body(_\d+)?(?=/|$)", graph.get_name_scope())
         if found and f"{found[0]}/PlaceholderWithDefault" in {operation.name for operation in graph.get_operations()}:
             return "a loop that TensorFlow vectorizes (tf.vectorized_map, tape.jacobian or batch_jacobian)"

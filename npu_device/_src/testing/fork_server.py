@@ -46,12 +46,12 @@ import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 import npu_device._api  # noqa: E402, F401
+from npu_device._src.cluster.time_limits import SWEEP_SECONDS  # noqa: E402
 from npu_device._src.membership.parent_rank import mark_as_candidate  # noqa: E402
 
 tf.keras.Sequential  # noqa: B018 - loads Keras 2, too
 
 _OWN = {"__main__", "sys", "builtins", "npu_device", "npu_bridge", "hccl"}
-_TICK = 0.01  # seconds between two looks at who has ended
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _libc = ctypes.CDLL(None)
 
@@ -66,7 +66,7 @@ def serve() -> dict[str, Any] | None:
     status_of: dict[int, str] = {}
     unread = b""
     while True:
-        if select.select([0], [], [], _TICK)[0]:
+        if select.select([0], [], [], SWEEP_SECONDS)[0]:
             data = os.read(0, 1 << 16)
             if not data:
                 return None

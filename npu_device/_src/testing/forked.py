@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from npu_device._src.cluster.time_limits import SWEEP_SECONDS
 from npu_device._src.membership.rank_environment import table_environment
 
 _SERVER = Path(__file__).parent / "fork_server.py"
@@ -85,7 +86,7 @@ class Process:
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
-            time.sleep(0.01)
+            time.sleep(SWEEP_SECONDS)
         return code
 
     def send_signal(self, number: signal.Signals) -> None:

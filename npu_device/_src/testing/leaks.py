@@ -11,7 +11,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
 
-_SETTLING = 2.0  # seconds that what has just been closed may take to go
+from npu_device._src.cluster.time_limits import SETTLED_SECONDS, SWEEP_SECONDS
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ def held() -> Held:
 
 def left_since(before: Held, kept: Callable[[], tuple[Container[int], Container[int]]]) -> list[str]:
     """Return what this process holds beyond what it held before, and keeps on purpose, when that has had time to go."""
-    deadline = time.monotonic() + _SETTLING
+    deadline = time.monotonic() + SETTLED_SECONDS
     while (left := held().beyond(before, *kept())) and time.monotonic() < deadline:
         gc.collect()
-        time.sleep(0.02)
+        time.sleep(SWEEP_SECONDS)
     return left
 
 

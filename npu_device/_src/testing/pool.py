@@ -19,7 +19,13 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-from npu_device._src.cluster.time_limits import POOL_GRACE_SECONDS, POOL_RELEASE_SECONDS, POOL_START_SECONDS
+from npu_device._src.cluster.time_limits import (
+    POOL_GRACE_SECONDS,
+    POOL_LOOK_SECONDS,
+    POOL_RELEASE_SECONDS,
+    POOL_START_SECONDS,
+    STACKS_SECONDS,
+)
 from npu_device._src.membership.rank_environment import clean_environment
 from npu_device._src.testing.answers import Answer, RankError
 from npu_device._src.testing.forked import end_all, start_ranks
@@ -65,7 +71,7 @@ class Pool:
 
     def _accept(self, listener: Listener) -> None:
         found: dict[int, tuple[Connection, int]] = {}
-        listener._listener._socket.settimeout(1)  # type: ignore[attr-defined]
+        listener._listener._socket.settimeout(POOL_LOOK_SECONDS)  # type: ignore[attr-defined]
         deadline = time.monotonic() + POOL_START_SECONDS
         while len(found) < self.size:
             if time.monotonic() > deadline or not self.alive:
@@ -138,7 +144,7 @@ class Pool:
             return answer
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = self._processes[rank].wait(1)
+                code = self._processes[rank].wait(POOL_LOOK_SECONDS)
                 how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
                 return Answer(False, f"its process was {how}" if code < 0 else f"its process {how}", False)
             return Answer(False, "its process has closed the connection", False)
@@ -175,7 +181,7 @@ class Pool:
         for pid in self._pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.5)
+        time.sleep(STACKS_SECONDS)
         return {rank: _told(file.read_text()[length:]) for rank, (file, length) in enumerate(zip(files, before))}
 
     def descriptors(self) -> list[int]:

@@ -72,12 +72,10 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         if not tf.executing_eagerly():
             broadcast_keras_model(self.model, self._root_rank)
             return
-        if not training_state.has_all_layers_built(self.model):
-            self._send_at_the_first_batch()
-        elif training_state.takes_kerass_own_step(self.model):
-            training_state.build_optimizer(self.model)
-            self._send()
-        elif self.model.run_eagerly:
+        own_step = training_state.takes_kerass_own_step(self.model)
+        if training_state.has_all_layers_built(self.model) and (own_step or self.model.run_eagerly):
+            if own_step:
+                training_state.build_optimizer(self.model)
             self._send()
         else:
             self._send_at_the_first_batch()
@@ -172,7 +170,7 @@ def broadcast_helper(variables: Sequence[Any], root_rank: int = 0) -> None:
 
 
 def _fingerprint(variables: Sequence[Any]) -> int:
-    """Return a number above 0 for the shapes and dtypes of variables."""
+    # Above 0, for the shapes and dtypes.
     text = repr([(tuple(variable.shape), tf.as_dtype(variable.dtype).name) for variable in variables])
     return zlib.crc32(text.encode()) % (2**31 - 1) + 1
 

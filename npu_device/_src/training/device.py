@@ -53,15 +53,11 @@ class NpuDeviceHandle:
     Attributes:
         workers_num: number of ranks in the job; 1 on a single device.
         worker_id: the rank of this process, from 0.
-
-    Args:
-        device_id, workers_num, worker_id: number of the device, and what the attributes hold.
+        device_id: of the constructor, the number of the device.
     """
 
     def __init__(self, device_id: int, workers_num: int, worker_id: int) -> None:
-        self._device_id = device_id
-        self.workers_num = workers_num
-        self.worker_id = worker_id
+        self._device_id, self.workers_num, self.worker_id = device_id, workers_num, worker_id
 
     def name(self) -> str:
         """Return the name of the device in Ascend's spelling: ``/job:localhost/replica:0/task:0/device:NPU:<id>``."""
@@ -87,12 +83,9 @@ class NpuDeviceHandle:
 
 
 _handle: NpuDeviceHandle | None = None
-_told_as: int | None = None
-"""Number of the process that has been told that it is a child of a rank."""
-_tf_config: str | None = None
-"""``TF_CONFIG`` when the device was opened."""
-_seed: int | None = None
-"""What was passed as ``seed``."""
+_told_as: int | None = None  # number of the process that has been told that it is a child of a rank
+_tf_config: str | None = None  # ``TF_CONFIG`` when the device was opened
+_seed: int | None = None  # what was passed as ``seed``
 
 
 def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHandle:
@@ -181,7 +174,6 @@ def _set_seed(seed: int | None) -> None:
 
 
 def _set_log_level() -> None:
-    """Give the package's logger the level of ``NPU_DEVICE_LOG_LEVEL``, and a handler if the script has none."""
     level = environment.NPU_DEVICE_LOG_LEVEL.get()
     if level is None:
         return
@@ -262,14 +254,13 @@ def running_job() -> Job | None:
         RuntimeError: the environment names several workers, but the cluster can't be joined any more.
         ValueError: a malformed environment variable.
     """
-    job = jobs.current()
     parent = parent_of_this_process()
     if parent is not None:
         raise ClusterError(
             f"this process ({os.getpid()}) is a child of {parent}, and no rank: it takes part in no collective "
             f"operation.\nWhat to do: make the call in the process of the rank, outside of workers. {_TO_BE_A_RANK}"
         )
-    if job is not None:
+    if (job := jobs.current()) is not None:
         watching = job.part(AppliedGradients)
         if watching is not None:
             watching.find_keras()
@@ -284,19 +275,15 @@ def running_job() -> Job | None:
 
 
 def unless_child() -> Job | None:
-    """Return the job as ``running_job``; None also in a child process of a rank, where there is nothing
-    to do for calls that begin or prepare training.
-    """
+    """Return the job as ``running_job``; None also in a child of a rank, where what prepares training does nothing."""
     return None if parent_of_this_process() else running_job()
 
 
 def place() -> Cluster | ParentRank | None:
     """Return what tells the rank of this process, as ``running_job``; in a child of a rank its parent."""
     parent = parent_of_this_process()
-    if parent is not None:
-        return parent
-    job = running_job()
-    return None if job is None else job.cluster
+    job = None if parent else running_job()
+    return parent if job is None else job.cluster
 
 
 def parent_of_this_process() -> ParentRank | None:
@@ -313,9 +300,7 @@ def _tell_once(parent: ParentRank) -> None:
         _told_as = os.getpid()
         _log.warning(
             "npu.open() does nothing in this process (%d): it is a child of %s, and no rank.\n%s",
-            os.getpid(),
-            parent,
-            _TO_BE_A_RANK,
+            *(os.getpid(), parent, _TO_BE_A_RANK),
         )
 
 
@@ -339,10 +324,5 @@ def _notify_launcher() -> None:
 
 
 def _single_device_id(device_id: int | None) -> int:
-    if device_id is not None:
-        return device_id
-    for variable in (environment.ASCEND_DEVICE_ID, environment.DEVICE_ID):
-        value = variable.get()
-        if value is not None:
-            return int(value)
-    return 0
+    found = [device_id, environment.ASCEND_DEVICE_ID.get(), environment.DEVICE_ID.get(), 0]
+    return next(int(number) for number in found if number is not None)

@@ -15,7 +15,7 @@ import tensorflow as tf
 from npu_device._src import environment
 from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.moves import all_gather
-from npu_device._src.gradients.reduction import Gradient
+from npu_device._src.gradients.reduction import Gradient, dense_of
 from npu_device._src.training.digests import SHOWN_RANKS, SHOWN_VARIABLES, variable_name
 from npu_device._src.training.loss_scale_optimizer import all_finite
 from npu_device._src.training.world import World
@@ -29,10 +29,8 @@ def is_wanted(optimizer: Any) -> bool:
 def checked(
     world: World, steps: Any, mine: Sequence[Gradient], reduced: Sequence[Gradient], variables: Sequence[Any]
 ) -> list[Gradient]:
-    """Return the reduced gradients if they are finite; ``mine`` are this rank's.
-
-    Raises:
-        RuntimeError: they aren't, on every rank; it says whose gradients and of which variables were the cause.
+    """Return the reduced gradients, or raise RuntimeError on every rank if they aren't finite: it says whose gradients,
+    and of which variables, were the cause. ``mine`` are those of this rank.
     """
     present = [place for place, gradient in enumerate(mine) if gradient is not None]
     names = [variable_name(variables[place]) for place in present]
@@ -55,7 +53,7 @@ def checked(
 
 def _kind(gradient: Any) -> tf.Tensor:
     """Return 0 if a gradient is finite, 1 if it is infinite, 2 if it has NaN: int32, shape []."""
-    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    values = dense_of(gradient)
     nan = tf.reduce_any(tf.math.is_nan(values))
     return tf.where(nan, 2, tf.where(tf.reduce_all(tf.math.is_finite(values)), 0, 1))
 
@@ -64,20 +62,14 @@ def _text(world: World, steps: int, names: Sequence[str], kinds: np.ndarray) -> 
     ranks, cluster = world.group.ranks, world.job.cluster
     bad = [place for place in range(world.size) if kinds[place].any()]
     lines = cluster.lines({ranks[place]: _row(names, kinds[place]) for place in bad}, SHOWN_RANKS)
-    head = (
-        f"rank {cluster.rank}: the gradients of step {steps + 1} are not finite, and no variable was changed by them."
-    )
-    if not bad:
-        lines = ["  those of each rank are; their sum is not"]
-    return "\n".join(
-        [
-            head,
-            *lines,
-            "Likely cause: a bad sample in the data of that rank, a division by zero or log of zero in the loss, or "
-            "a learning rate that is too high.\n"
-            "What to do: look at the batch of that rank in this step; clip the gradients. With 16-bit floats use a "
-            "loss-scale optimizer, which skips such steps.",
-        ]
+    found = "\n".join(lines) if bad else "  those of each rank are; their sum is not"
+    return (
+        f"rank {cluster.rank}: the gradients of step {steps + 1} are not finite, and no variable was changed by them.\n"
+        f"{found}\n"
+        "Likely cause: a bad sample in the data of that rank, a division by zero or log of zero in the loss, or a "
+        "learning rate that is too high.\n"
+        "What to do: look at the batch of that rank in this step; clip the gradients. With 16-bit floats use a "
+        "loss-scale optimizer, which skips such steps."
     )
 
 

@@ -1,11 +1,9 @@
 """Groups of ranks for scripts: create and destroy them, query sizes and ranks (Ascend's ``hccl.manage.api``).
 
-Groups are those of ``collectives.group``. The functions here act for the calling process: a rank of the running
-cluster, which is opened now if the script hasn't done so, as by every call of ``npu.distribute``; or a single device,
-which behaves as a cluster of one rank.
+The functions act for the calling process: a rank of the running job, which is opened now if the script hasn't done so;
+or a single device, which behaves as a job of one rank. Nothing is sent, and no rank waits.
 
-Source: Ascend HCCL, Python API for group and rank management. Every call is local to the calling rank: nothing is sent,
-and no rank waits.
+Source: Ascend HCCL, Python API for group and rank management.
 """
 
 from __future__ import annotations
@@ -34,25 +32,20 @@ def create_group(group: str, rank_num: int, rank_ids: list[int]) -> None:
     Raises:
         ValueError: an argument of another type or out of range; ``rank_num`` isn't the number of ``rank_ids``; a rank
             twice; the calling rank is not among them; the name is in use.
-        RuntimeError: the environment names several ranks but the job can't be joined any more.
+        RuntimeError: the environment names several ranks but the job can't be joined any more; so does each call here.
     """
     check_group_name(group)
     rank, world_size = _rank_and_size()
     where = f"rank {rank}, create_group({group!r}): "
     if group == WORLD_GROUP:
-        raise ValueError(
-            f"{where}this is the group of all {world_size} ranks, which exists already; expected another name"
-        )
+        raise ValueError(f"{where}this is the group of all {world_size} ranks, which exists; expected another name")
     if not isinstance(rank_num, int) or rank_num < 1:
         raise ValueError(f"{where}rank_num is {rank_num!r}; expected a whole number from 1")
     if not isinstance(rank_ids, list):
-        raise ValueError(
-            f"{where}rank_ids is {rank_ids!r}, a {type(rank_ids).__name__}; expected a list of world ranks"
-        )
+        kind = type(rank_ids).__name__
+        raise ValueError(f"{where}rank_ids is {rank_ids!r}, a {kind}; expected a list of world ranks")
     if len(rank_ids) != rank_num:
-        raise ValueError(
-            f"{where}rank_ids {rank_ids} has {len(rank_ids)} entries; expected {rank_num}, which is rank_num"
-        )
+        raise ValueError(f"{where}rank_ids {rank_ids} has {len(rank_ids)} entries; expected {rank_num} (rank_num)")
     for position, member in enumerate(rank_ids):
         if not isinstance(member, int) or not 0 <= member < world_size:
             raise ValueError(
@@ -89,7 +82,6 @@ def destroy_group(group: str) -> None:
 
     Raises:
         ValueError: the group of all ranks, or no group of that name.
-        RuntimeError: as in ``create_group``.
     """
     if _find(group).name == WORLD_GROUP:
         rank, _ = _rank_and_size()
@@ -110,7 +102,6 @@ def get_rank_size(group: str = WORLD_GROUP) -> int:
 
     Raises:
         ValueError: no group of that name on this rank.
-        RuntimeError: as in ``create_group``.
 
     >>> get_rank_size()  # a single device
     1
@@ -127,7 +118,6 @@ def get_local_rank_size(group: str = WORLD_GROUP) -> int:
 
     Raises:
         ValueError: no group of that name on this rank.
-        RuntimeError: as in ``create_group``.
     """
     return len(_neighbours(group))
 
@@ -141,7 +131,6 @@ def get_rank_id(group: str = WORLD_GROUP) -> int:
 
     Raises:
         ValueError: no group of that name on this rank.
-        RuntimeError: as in ``create_group``.
 
     >>> get_rank_id()  # a single device
     0
@@ -158,7 +147,6 @@ def get_local_rank_id(group: str = WORLD_GROUP) -> int:
 
     Raises:
         ValueError: no group of that name on this rank.
-        RuntimeError: as in ``create_group``.
     """
     return _neighbours(group).index(_find(group).rank)
 
@@ -173,7 +161,6 @@ def get_world_rank_from_group_rank(group: str, group_rank_id: int) -> int:
 
     Raises:
         ValueError: no group of that name on this rank; the group has no such rank.
-        RuntimeError: as in ``create_group``.
     """
     members = _find(group)
     _check_rank("group_rank_id", group_rank_id)
@@ -195,7 +182,6 @@ def get_group_rank_from_world_rank(world_rank_id: int, group: str) -> int:
 
     Raises:
         ValueError: no group of that name on this rank; the rank is not a member.
-        RuntimeError: as in ``create_group``.
     """
     members = _find(group)
     _check_rank("world_rank_id", world_rank_id)
@@ -213,7 +199,6 @@ def _rank_and_size() -> tuple[int, int]:
 
 
 def _made() -> dict[str, Group]:
-    """Return the groups that the script of this process has made, by name."""
     job = device.unless_child()
     return _alone if job is None else job.groups
 
@@ -224,15 +209,13 @@ def _find(name: str) -> Group:
 
 def _neighbours(name: str) -> list[int]:
     """Return the group ranks of the members on this host."""
-    members = _find(name)
-    parent = device.parent_of_this_process()
+    members, parent = _find(name), device.parent_of_this_process()
+    job = None if parent else device.running_job()
     if parent is not None:
-        return [rank for rank, world_rank in enumerate(members.ranks) if world_rank in ranks_of(parent.neighbours)]
-    job = device.running_job()
-    if job is None:
-        return [members.rank]
-    hosts = [job.cluster.hosts[world_rank] for world_rank in members.ranks]
-    return [rank for rank, host in enumerate(hosts) if host == job.cluster.host]
+        near: Any = ranks_of(parent.neighbours)
+    else:
+        near = [rank for rank, host in enumerate(job.cluster.hosts) if host == job.cluster.host] if job else [0]
+    return [rank for rank, world_rank in enumerate(members.ranks) if world_rank in near]
 
 
 def _check_rank(argument: str, rank: Any) -> None:

@@ -24,11 +24,7 @@ from npu_device._src.collectives import ops as _ops
 from npu_device._src.collectives import shapes as _shapes
 from npu_device._src.collectives.graph import overwriting
 from npu_device._src.collectives.group import WORLD_GROUP
-from npu_device._src.gradients.reduction import (
-    ReducedTensors,
-    check_fusion,
-    check_fusion_0_or_2,
-)
+from npu_device._src.gradients.reduction import ReducedTensors, check_fusion, check_fusion_0_or_2
 from npu_device._src.training.world import World, world
 
 _REDUCTIONS = ("sum", "max", "min", "prod")

@@ -14,11 +14,10 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import environment
-from npu_device._src.cluster.time_limits import PROGRESS_REPORT_SECONDS
+from npu_device._src.cluster.time_limits import PROGRESS_PAUSE_SECONDS, PROGRESS_REPORT_SECONDS
 from npu_device._src.training.ranks import is_main
 
 _log = logging.getLogger("npu_device")
-_INTERVAL = 5.0  # seconds between two reports at the least, as Kubeflow's guide asks
 
 
 class KubeflowProgress(tf.keras.callbacks.Callback):
@@ -32,13 +31,13 @@ class KubeflowProgress(tf.keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Remember the time."""
-        self._began, self._reported = time.monotonic(), -_INTERVAL
+        self._began, self._reported = time.monotonic(), -PROGRESS_PAUSE_SECONDS
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Report, unless the last report is less than 5 s old and more epochs follow."""
         url, done, now = environment.KUBEFLOW_TRAINER_SERVER_URL.get(), epoch + 1, time.monotonic()
         epochs = int(self.params["epochs"])
-        if url is None or not is_main() or (done < epochs and now - self._reported < _INTERVAL):
+        if url is None or not is_main() or (done < epochs and now - self._reported < PROGRESS_PAUSE_SECONDS):
             return
         self._reported = now
         status = {

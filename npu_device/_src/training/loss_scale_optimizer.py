@@ -13,14 +13,13 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.gradients.reduction import dense_of
 from npu_device._src.gradients.sparse import with_values
 from npu_device._src.training.reduce_values import all_reduce
 from npu_device._src.training.wrapped import is_wrapped, reduction_of
 
-_INITIAL_SCALE = 2.0**15
-_GROWTH_STEPS = 2000
-_FACTOR = 2.0
-_LARGEST = 3.4e38
+_INITIAL_SCALE, _GROWTH_STEPS = 2.0**15, 2000
+_FACTOR, _LARGEST = 2.0, 3.4e38
 
 _as_it_is = tf.autograph.experimental.do_not_convert
 _Keras: Any = object  # the Keras class that follows a family in the method resolution order
@@ -128,7 +127,7 @@ def unscaled(gradient: Any, scale: tf.Tensor) -> Any:
 
 def all_finite(gradients: Sequence[Any]) -> tf.Tensor:
     """Return whether the gradients of this rank are finite: bool, shape []; ``None`` among them is ignored."""
-    values = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in gradients]
+    values = map(dense_of, gradients)
     return tf.reduce_all([True, *(tf.reduce_all(tf.math.is_finite(value)) for value in values if value is not None)])
 
 
@@ -156,11 +155,7 @@ def _apply_if_finite(
     leave_out: Callable[[], Any],
     settle: Callable[[tf.Tensor], Any],
 ) -> None:
-    """Apply the gradients if they are finite, else call ``leave_out``; then call ``settle(finite)``.
-
-    Raises:
-        ValueError: in the cross-replica context of a ``tf.distribute`` strategy.
-    """
+    """Apply the gradients if they are finite, else call ``leave_out``; then call ``settle(finite)``."""
     if not tf.distribute.has_strategy():
         tf.cond(finite, lambda: _nothing(apply(gradients)), lambda: _nothing(leave_out()))
         settle(finite)
@@ -330,12 +325,7 @@ class _TfKerasFamily(_KerasFamily):
 
 
 def _class_for(public_class: type, optimizer: Any) -> Any:
-    """Return the class of a loss-scale optimizer around a Keras optimizer; ``public_class`` is
-    ``NpuLossScaleOptimizer`` or a subclass of it.
-
-    Raises:
-        TypeError: it isn't a Keras optimizer.
-    """
+    """Return the class of a loss-scale optimizer around a Keras optimizer; see ``NpuLossScaleOptimizer.__new__``."""
     keras = compat.keras_of(optimizer)
     if compat.is_keras_3(keras) and isinstance(optimizer, keras.optimizers.Optimizer):
         return _made(public_class, _Keras3Family, keras.optimizers.LossScaleOptimizer)
@@ -349,8 +339,5 @@ def _class_for(public_class: type, optimizer: Any) -> Any:
 
 @functools.cache
 def _made(public_class: type, family: type, base: type) -> type:
-    return type(
-        public_class.__name__,
-        (public_class, family, base),
-        {"__module__": public_class.__module__, "__doc__": public_class.__doc__},
-    )
+    kept = {"__module__": public_class.__module__, "__doc__": public_class.__doc__}
+    return type(public_class.__name__, (public_class, family, base), kept)

@@ -7,10 +7,9 @@ optimizer has its own.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import MethodType
 from typing import Any, Callable
@@ -151,15 +150,6 @@ class GradientReduction:
         """Take gradients for reduced, however often they come."""
         self._reduced = [weakref.ref(dense_of(gradient)) for gradient in reduced if gradient is not None]
 
-    @contextlib.contextmanager
-    def _applied(self) -> Iterator[None]:
-        """Treat gradients that come in the block as already reduced."""
-        before, self._applying = self._applying, True
-        try:
-            yield
-        finally:
-            self._applying = before
-
     def reduce_once(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Reduce gradients, but pass through those that ``reduce`` has just returned or that are being applied.
 
@@ -176,15 +166,16 @@ class GradientReduction:
         self.begin(optimizer, variables)
         with iteration():
             reduced = self._reduce_to_apply(optimizer, gradients, variables)
-            with self._applied():
+            before, self._applying = self._applying, True  # gradients that come from now on are reduced already
+            try:
                 return apply(reduced, variables)
+            finally:
+                self._applying = before
 
     def _reduce_to_apply(
         self, optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]
     ) -> list[Gradient]:
-        """Reduce gradients that the optimizer applies next, as ``reduce_once`` does. Audit the variables if it is time,
-        and check the gradients on request.
-        """
+        # Audit the variables if it is time, and check the gradients on request.
         reduced = self.reduce_once(gradients)
         if self._applying or not can_compare():
             return reduced
@@ -199,28 +190,20 @@ class GradientReduction:
 
 
 def install(optimizer: Any, keras: Any, reduction: Any) -> None:
-    """Make an optimizer reduce its gradients by a ``GradientReduction``.
-
-    Raises:
-        TypeError: it isn't an optimizer of any known family.
-    """
+    """Make an optimizer reduce its gradients by a ``GradientReduction``; raise TypeError for an unknown kind."""
+    hooks: dict[str, Callable[..., Any]] = {"apply_gradients": _apply_gradients}
     if compat.is_keras_3(keras) and isinstance(optimizer, keras.optimizers.Optimizer):
-        hooks: dict[str, Callable[..., Any]] = {
-            "apply_gradients": _apply_gradients,
-            "apply": _apply_keras_3,
-        }
+        hooks["apply"] = _apply_keras_3
     elif not hasattr(optimizer, "apply_gradients"):
         raise TypeError(
             f"expected a Keras optimizer; found a {type(optimizer).__module__}.{type(optimizer).__name__}, which has "
             "no apply_gradients"
         )
-    elif hasattr(optimizer, "inner_optimizer"):
-        hooks = {"apply_gradients": _apply_gradients}
-    elif hasattr(optimizer, "aggregate_gradients"):
-        hooks = {"apply_gradients": _apply_gradients, "aggregate_gradients": _aggregate_gradients}
-    elif hasattr(optimizer, "_aggregate_gradients"):
-        hooks = {"apply_gradients": _apply_gradients, "_aggregate_gradients": _aggregate_gradients_legacy}
-    else:
+    elif hasattr(optimizer, "aggregate_gradients") and not hasattr(optimizer, "inner_optimizer"):
+        hooks["aggregate_gradients"] = _aggregate_gradients
+    elif hasattr(optimizer, "_aggregate_gradients") and not hasattr(optimizer, "inner_optimizer"):
+        hooks["_aggregate_gradients"] = _aggregate_gradients
+    elif not hasattr(optimizer, "inner_optimizer"):
         raise TypeError(
             f"a {type(optimizer).__module__}.{type(optimizer).__name__} is not a Keras optimizer of a known kind "
             "(Keras 3, tf-keras, legacy)"
@@ -263,24 +246,16 @@ def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> An
 
 @_as_it_is
 def _aggregate_gradients(self: Any, grads_and_vars: Any) -> Any:
-    return _aggregated(self, type(self).aggregate_gradients, grads_and_vars)
-
-
-@_as_it_is
-def _aggregate_gradients_legacy(self: Any, grads_and_vars: Any) -> Any:
-    return _aggregated(self, type(self)._aggregate_gradients, grads_and_vars)
-
-
-def _aggregated(optimizer: Any, aggregate: Callable[..., Any], grads_and_vars: Any) -> Any:
+    kind: Any = type(self)
+    aggregate = getattr(kind, "aggregate_gradients", None) or kind._aggregate_gradients  # the latter: legacy
     gradients, variables = _lists(grads_and_vars)
-    reduction = getattr(optimizer, REDUCTION)
-    reduction.begin(optimizer, variables)
-    pairs = list(aggregate(optimizer, list(zip(reduction.reduce_once(gradients), variables))))
+    reduction = getattr(self, REDUCTION)
+    reduction.begin(self, variables)
+    pairs = list(aggregate(self, list(zip(reduction.reduce_once(gradients), variables))))
     reduction.remember(gradient for gradient, _ in pairs)  # in eager steps TensorFlow's strategy has copied them
     return pairs
 
 
 def _lists(pairs: Any) -> tuple[list[Any], list[Any]]:
-    """Return the gradients and the variables."""
     pairs = list(pairs)
     return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]

@@ -93,8 +93,7 @@ def reduce_by_hand(
 ) -> list[Any]:
     """Reduce what may be the gradients of a step of the script's own; compare the ranks' variables before the first.
 
-    ``values`` are as the script gave them, and ``tensors`` the same as tensors; ``level`` is that of the message that
-    the variables differed.
+    ``values`` are as the script gave them, as ``tensors`` without conversion; ``level`` is that of the message.
     """
     behind = same_variables.make_equal_behind(ranks, tensors, level)
     with same_variables.compared_in_session(ranks, tensors):
@@ -186,8 +185,6 @@ def all_gather(tensor: Any) -> Any:
             f"rank {ranks.rank}: all_gather was given a scalar; expected a tensor whose first axis counts samples.\n"
             "What to do: give it an axis, tensor[tf.newaxis]."
         )
-    return ranks.gather(tensor) if step is None else _gather_in_step(step, tensor)
-
-
-def _gather_in_step(step: CurrentStep, tensor: tf.Tensor) -> tf.Tensor:
+    if step is None:
+        return ranks.gather(tensor)
     return step.exchanged(step.gather(step.to_exchange(step.share.counted(tensor))))

@@ -27,20 +27,20 @@ _REMEDY = (
 
 
 class _CannotBeSentError(TypeError):
-    """The object isn't plain."""
+    pass
 
 
 def packed(value: Any, trusted: bool) -> bytes:
     """Return an object as bytes. If it can't be sent, these raise on all ranks, see ``unpacked``.
 
-    If the job isn't trusted (not only its ranks can send), the object is one of those that ``_REMEDY`` lists.
+    ``trusted``: only ranks of the job can send, so that any object can be pickled.
     """
     kind, data = _PICKLED, b""
     try:
         if trusted:
             data = pickle.dumps(value)
         else:
-            kind, data = _PLAIN, json.dumps(_plain(value), separators=(",", ":")).encode()
+            kind, data = _PLAIN, to_json(value).encode()
     except _CannotBeSentError as error:
         kind, data = _REFUSED, str(error).encode(errors="replace")
     except RecursionError:
@@ -84,17 +84,23 @@ def _unreadable(rank: str) -> ClusterError:
 
 def _read(part: bytes, rank: str) -> Any:
     try:
-        return _value(json.loads(part))
+        return from_json(part)
     except Exception as error:  # whatever is wrong with it
         raise _unreadable(rank) from error
 
 
-def _plain(value: Any) -> Any:
-    """Return a value for JSON: single values as they are, others as a list of their kind and contents.
+def to_json(value: Any) -> str:
+    """Return an object of those that ``_REMEDY`` lists as text; raise TypeError for others."""
+    return json.dumps(_plain(value), separators=(",", ":"))
 
-    Raises:
-        _CannotBeSentError: of another type. Subclasses count as such, since they would arrive as something else.
-    """
+
+def from_json(text: str | bytes) -> Any:
+    """Return the object of which ``to_json`` has made a text."""
+    return _value(json.loads(text))
+
+
+def _plain(value: Any) -> Any:
+    # Single values as they are, others as a list of their kind and contents. Subclasses would arrive as something else.
     if value is None or type(value) in (bool, float, str):
         return value
     if type(value) is int:
@@ -127,10 +133,9 @@ def _dtype_name(dtype: np.dtype) -> str:
 
 
 def _value(plain: Any) -> Any:
-    """Return the object for which ``_plain`` has returned a value; raise if it isn't of its form."""
+    if isinstance(plain, dict):
+        raise ValueError("no kind")
     if not isinstance(plain, list):
-        if isinstance(plain, dict):
-            raise ValueError("no kind")
         return plain
     kind, contents = plain[0], plain[1:]
     if kind == "array":
@@ -143,16 +148,11 @@ def _value(plain: Any) -> Any:
     if kind == "dict":
         return {_value(key): _value(part) for key, part in content}
     if kind in ("bytes", "bytearray"):
-        data = base64.b64decode(content, validate=True)
-        return data if kind == "bytes" else bytearray(data)
+        return {"bytes": bytes, "bytearray": bytearray}[kind](base64.b64decode(content, validate=True))
     array = _value(content)
-    if not isinstance(array, np.ndarray):
-        raise ValueError("no array")
-    if kind == "tensor":
-        return tf.constant(array)
-    if kind == "number" and not array.shape:
-        return array[()]
-    raise ValueError("no such kind")
+    if not isinstance(array, np.ndarray) or kind not in ("tensor", "number") or (kind == "number" and array.shape):
+        raise ValueError("no such kind")
+    return tf.constant(array) if kind == "tensor" else array[()]
 
 
 def _array(name: str, shape: list[int], text: str) -> np.ndarray:

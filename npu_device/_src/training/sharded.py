@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Callable
 
+import numpy as np
 import tensorflow as tf
 
 from npu_device._src.collectives.graph import after, fetchable
@@ -57,18 +58,15 @@ def grouping_gradients_apply(apply_func: Callable[..., Any], grads_and_vars: Any
 
 
 def _refuse_what_needs_all_gradients(optimizer: Any, rank: int) -> None:
-    clips = getattr(optimizer, "global_clipnorm", None) is not None
+    found, remedy = "scales the loss", "use the optimizer inside it, or apply the gradients on every rank"
+    if clips := getattr(optimizer, "global_clipnorm", None) is not None:
+        found = "clips by global_clipnorm"
+        remedy = "clip the reduced gradients by tf.clip_by_global_norm first, with an optimizer that doesn't clip"
     if clips or hasattr(optimizer, "inner_optimizer"):
-        found = "clips by global_clipnorm" if clips else "scales the loss"
         raise ValueError(
             f"rank {rank}: this {type(optimizer).__name__} {found}, for which it needs all gradients; "
             "grouping_gradients_apply gives each rank's only those of its share, so that the ranks would differ.\n"
-            "What to do: "
-            + (
-                "clip the reduced gradients by tf.clip_by_global_norm first, with an optimizer that doesn't clip."
-                if clips
-                else "use the optimizer inside it, or apply the gradients on every rank."
-            )
+            f"What to do: {remedy}."
         )
 
 
@@ -101,11 +99,7 @@ def grouping_broadcast(variables: Any) -> Any:
 
 
 def shares(variables: Sequence[Any], count: int) -> list[range]:
-    """Cut a list of variables into ``count`` runs of neighbours of about the same number of bytes, none of them empty.
-
-    Raises:
-        ValueError: there are fewer variables than runs.
-    """
+    """Cut a list of variables into ``count`` runs of neighbours of about the same number of bytes, none empty."""
     if len(variables) < count:
         raise ValueError(
             f"the update of {len(variables)} variable(s) can't be divided among {count} ranks; expected at least one "
@@ -113,7 +107,7 @@ def shares(variables: Sequence[Any], count: int) -> list[range]:
             "What to do: apply the gradients on every rank with the optimizer itself."
         )
     # Scalars weigh nothing, as on Ascend.
-    weights = [tf.as_dtype(v.dtype).size * _elements(v) if len(v.shape) else 0 for v in variables]
+    weights = [tf.as_dtype(v.dtype).size * int(np.prod(v.shape)) if len(v.shape) else 0 for v in variables]
     total, before, start = sum(weights), 0, 0
     runs = []
     for run in range(count):
@@ -125,7 +119,3 @@ def shares(variables: Sequence[Any], count: int) -> list[range]:
         runs.append(range(start, end))
         start = end
     return runs
-
-
-def _elements(variable: Any) -> int:
-    return int(tf.TensorShape(variable.shape).num_elements())

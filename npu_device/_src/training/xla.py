@@ -19,17 +19,12 @@ _log = logging.getLogger("npu_device")
 _LAYERS_OF_SCRIPTS = ("Lambda", "TFOpLambda", "SlicingOpLambda", "ClassMethod", "InstanceMethod", "InstanceProperty")
 
 
-class _False(int):
+class _CallOnly(int):
     """False for Keras, in a model whose calls the steps compile themselves."""
 
 
-_CALL_ONLY = _False(0)
-
-
 def turn_off(model: Any) -> None:
-    """Set a Keras model's ``jit_compile`` to False before its step is traced; rank 0 logs it. Does nothing on a single
-    device.
-    """
+    """Set ``jit_compile`` of a Keras model to False before its step is traced; not on a single device."""
     if _is_on(model):
         model.jit_compile = False
         _warn(model, "")
@@ -42,19 +37,18 @@ def leave_call(model: Any) -> None:
     if not _is_on(model):
         return
     reason = _why_not(model)
-    model.jit_compile = False if reason else _CALL_ONLY
+    model.jit_compile = False if reason else _CallOnly(0)
     if reason:
         _warn(model, f", nor the call of this model alone, because {reason}")
 
 
 def compiles_call(model: Any) -> bool:
     """Return True if the steps of a model compile its call."""
-    return getattr(model, "jit_compile", False) is _CALL_ONLY and not model.run_eagerly
+    return isinstance(getattr(model, "jit_compile", False), _CallOnly) and not model.run_eagerly
 
 
 def compile_call(model: Any, replaced: Replaced) -> None:
-    """Have XLA compile the call of a model while a step is traced; TensorFlow then compiles the backward pass
-    likewise."""
+    """Have XLA compile the call of a model while a step is traced, and so the backward pass."""
 
     def compiled(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return tf.function(own, autograph=False, jit_compile=True)(*args, **kwargs)
@@ -67,9 +61,7 @@ def _is_on(model: Any) -> bool:
 
 
 def _why_not(model: Any) -> str:
-    """Return why the call of a model can't be compiled by itself: it might wait for other ranks, or hand out more than
-    its result; "" if it can.
-    """
+    # It might wait for other ranks, or hand out more than its result.
     for layer in compat.all_layers(model):
         kind = type(layer)
         if not compat.belongs_to_keras(kind) or kind.__name__ in _LAYERS_OF_SCRIPTS:

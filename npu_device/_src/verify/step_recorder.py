@@ -18,7 +18,7 @@ from typing import Any, Callable
 import numpy as np
 import tensorflow as tf
 
-from npu_device._src.cluster.time_limits import RECORDS_SECONDS
+from npu_device._src.cluster.time_limits import RECORDS_SECONDS, SWEEP_SECONDS
 from npu_device._src.collectives import job
 from npu_device._src.collectives.call import user_line
 from npu_device._src.verify.compare import PROJECTIONS, Record, Step, exists, load
@@ -118,7 +118,7 @@ class Recorder:
         deadline = time.monotonic() + RECORDS_SECONDS
         others = [replace(self.process, rank=rank).folder for rank in range(self.process.ranks)]
         while not all(map(exists, others)) and time.monotonic() < deadline:
-            time.sleep(0.02)
+            time.sleep(SWEEP_SECONDS)
 
 
 def _projected(arrays: Sequence[Any]) -> np.ndarray:

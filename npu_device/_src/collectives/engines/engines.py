@@ -71,9 +71,7 @@ def _ring_of(job: Job, group: Group) -> MemoryRing:
 
 
 def _background_from(job: Job) -> int:
-    """Let long operations in shared memory proceed while TensorFlow computes, unless they would take its only core from
-    it: all of their work is the cores', and the longer way takes more of it.
-    """
+    # Long operations proceed while TensorFlow computes, unless they would take its only core from it.
     return _BACKGROUND_FROM_BYTES if job.cores > 1 else sys.maxsize
 
 
@@ -102,7 +100,7 @@ class TwoLevelBackend:
     def all_reduce(
         self, agreement: Agreement, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire
     ) -> list[list[tf.Tensor]]:
-        """Reduce segments, as ``Backend`` says. The ranks between the hosts take the mean, of whole sums.
+        """Reduce segments. The ranks between the hosts take the mean, of whole sums.
 
         A segment is spread within the hosts after the next one has started between them: the operations in shared
         memory run in order, and would otherwise keep the next segment waiting for the network.
@@ -135,7 +133,7 @@ class TwoLevelBackend:
     def reduce(
         self, agreement: Agreement, tensors: Tensors, reduction: str, root: int, group: Group
     ) -> list[tf.Tensor]:
-        """Reduce tensors, as ``Backend`` says, but to all ranks."""
+        """Reduce tensors to all ranks."""
         del root
         [reduced] = self.all_reduce(agreement, [tensors], reduction, group, None)
         return reduced

@@ -76,12 +76,10 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Look for a checkpoint, and let ``fit`` begin in its epoch."""
-        optimizers = {f"optimizer{place}": found for place, found in enumerate(training_state.optimizers(self.model))}
+        things = {f"optimizer{place}": found for place, found in enumerate(training_state.optimizers(self.model))}
         self._metrics: list[Any] = []
         self._metric_names: list[str] = []
-        self._job = JobCheckpoint(
-            self._directory, model=self.model, metrics=self._metrics, **optimizers, **self._options
-        )
+        self._job = JobCheckpoint(self._directory, model=self.model, metrics=self._metrics, **things, **self._options)
         self._epoch = self._step = self._total = 0  # steps: of the epoch, and of all epochs
         self._begins = False
         self._data = _DataPlace(world(), self.model, (self.params or {}).get("steps") is not None)
@@ -91,7 +89,12 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         else:
             compat.begin_fit_at(self.model, self._resume["epoch"])
         self._inner = getattr(self.model.train_function, _INNER, self.model.train_function)
-        self.model.train_function = self._outer()
+
+        def outer(iterator: Any) -> Any:
+            return self._call(iterator)
+
+        setattr(outer, _INNER, self._inner)
+        self.model.train_function = outer
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Remember that the next step is the first of an epoch."""
@@ -106,13 +109,6 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         self._must_have_resumed()
         self._job.try_to_save(self._total, self._notes(ended_of=self.params["epochs"]))
         self._job.close()
-
-    def _outer(self) -> Any:
-        def train_function(iterator: Any) -> Any:
-            return self._call(iterator)
-
-        setattr(train_function, _INNER, self._inner)
-        return train_function
 
     # In place of the model's train function, since saving and resuming happen at the same point between its steps: no
     # other callback comes in between, and a model is built by its first batch.
@@ -135,7 +131,10 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         taken, self._step, self._begins = self._step, 0, False
         if self._resume is not None:
             pulled, problem = self._data.resume_epoch(given, count, self._resume["data"])
-            self._warn_of_other_data(problem)
+            self.not_kept = () if problem is None else (problem,)
+            if problem is not None and is_main():
+                text = "the training is resumed in epoch %d, but may not end with the bits of an uninterrupted one: %s"
+                _log.warning(text, self._epoch + 1, problem)
         else:
             pulled = self._data.begin_epoch(given, count, taken)
         if pulled:
@@ -213,17 +212,6 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         self._total = self._job.restore()
         self.not_kept += self._job.not_kept
 
-    def _warn_of_other_data(self, problem: str | None) -> None:
-        if problem is None:
-            return
-        self.not_kept = (problem,)
-        if is_main():
-            _log.warning(
-                "the training is resumed in epoch %d, but may not end with the bits of an uninterrupted one: %s",
-                self._epoch + 1,
-                problem,
-            )
-
     def _must_have_resumed(self) -> None:
         if self._resume is not None:
             raise CheckpointError(
@@ -243,13 +231,10 @@ class _DataPlace:
     """
 
     def __init__(self, world: World | None, model: Any, knows_length: bool) -> None:
-        self._world = world
-        self._model = model
-        self._knows_length = knows_length
+        self._world, self._model, self._knows_length = world, model, knows_length
         self._given: Any = None  # by Keras
         self._used: Any = None  # the same one, or after resuming the one at the right place
-        self._number = 0
-        self._passed = 0
+        self._number = self._passed = 0
         self._first: list[int] = []  # by rank
 
     def notes(self) -> dict[str, Any]:
@@ -272,9 +257,7 @@ class _DataPlace:
         return pulled
 
     def resume_epoch(self, given: Any, count: int, place: dict[str, Any]) -> tuple[list[Any], str | None]:
-        """Return the first batches of an epoch whose place ``notes`` has returned, and why they are others, None if
-        they aren't.
-        """
+        """Return the first batches of an epoch at a place of ``notes``, and why they are others; None if not."""
         self._number, self._passed, self._first = int(place["number"]), int(place["passed"]), list(place["first"])
         self._given = self._used = given
         dataset, made = compat.dataset_of(given), 0

@@ -29,8 +29,6 @@ from npu_device._src.cluster.errors import NpuDeviceError
 
 FORMAT = 1
 SHARED = "shared"
-
-
 _LATEST = "latest.json"
 _MANIFEST = "manifest.json"
 _FINISHED = re.compile(r"step-(\d{8,})")
@@ -80,11 +78,7 @@ def finish(directory: Path, partial: str, step: int, manifest: dict[str, Any]) -
 
 
 def latest(directory: Path) -> int | None:
-    """Return the step of the newest checkpoint; None if none has been named.
-
-    Raises:
-        CheckpointError: that can't be read.
-    """
+    """Return the step of the newest checkpoint; None if none is named. Raise CheckpointError if it can't be read."""
     try:
         return int(json.loads((directory / _LATEST).read_text(encoding="utf-8"))["step"])
     except FileNotFoundError:
@@ -95,7 +89,15 @@ def latest(directory: Path) -> int | None:
 
 def name_latest(directory: Path, step: int) -> None:
     """Write that the checkpoint of a step is the newest."""
-    _replace_json(directory / _LATEST, {"step": step})
+    beside = directory / f".{_LATEST}.part"
+    try:
+        _write_json(beside, {"step": step})
+        os.replace(beside, directory / _LATEST)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise
+    _sync(directory)
 
 
 def write_progress(path: str, step: int) -> None:
@@ -123,11 +125,7 @@ def steps(directory: Path) -> tuple[list[int], str | None]:
 
 
 def manifest_of(directory: Path, step: int) -> dict[str, Any]:
-    """Return the manifest of a checkpoint.
-
-    Raises:
-        CheckpointError: it can't be read.
-    """
+    """Return the manifest of a checkpoint; raise CheckpointError if it can't be read."""
     path = directory / name_of(step) / _MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -142,10 +140,8 @@ def manifest_of(directory: Path, step: int) -> dict[str, Any]:
 
 
 def damage(directory: Path, step: int, files: dict[str, Sequence[int]], prefix: str) -> str | None:
-    """Return what is wrong with the files ``{prefix}.*`` of a checkpoint, with the path of the file; None if they are
-    whole.
-
-    ``files`` has size and checksum of all files of the checkpoint by name.
+    """Return what is wrong with the files ``{prefix}.*`` of a checkpoint, given size and checksum of all by name; None
+    if they are whole.
     """
     expected = {name: list(map(int, value)) for name, value in files.items() if name.startswith(f"{prefix}.")}
     if not expected:
@@ -224,18 +220,6 @@ def _write_json(path: Path, value: Any) -> None:
         json.dump(value, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _replace_json(path: Path, value: Any) -> None:
-    beside = path.with_name(f".{path.name}.part")
-    try:
-        _write_json(beside, value)
-        os.replace(beside, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise
-    _sync(path.parent)
 
 
 def _sync(path: Path) -> None:

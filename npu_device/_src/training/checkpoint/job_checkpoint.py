@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -176,7 +177,12 @@ class JobCheckpoint:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         self._last = step
-        self._tell_npurun(step)
+        progress = environment.NPU_DEVICE_PROGRESS_FILE.get()
+        if progress is not None and (ranks is None or ranks.is_main):
+            try:
+                folder.write_progress(progress, step)
+            except OSError as error:
+                _log.warning("npurun can't be told of the checkpoint of step %d: %s", step, error)
 
     def peek(self) -> dict[str, Any] | None:
         """Return the notes of the checkpoint that ``restore`` will restore; None if there is none.
@@ -255,12 +261,8 @@ class JobCheckpoint:
         return self._ranks, self._place
 
     def _compare(self, ranks: World | None, place: Place, step: int) -> dict[str, Any]:
-        """Check that all ranks save the same; return the variables that have other values than those that this
-        directory's keeper writes.
-
-        Raises:
-            RuntimeError: the ranks save different steps or other variables; the directory has checkpoints of another
-                run.
+        """Check that all ranks save the same; return the variables whose values differ from those that the keeper of
+        this directory writes.
         """
         mine: Digests = {} if ranks is None else self._shared.digests()
         there = folder.steps(self._directory)[0][:1] if place.is_keeper and self._last is None else []
@@ -301,15 +303,7 @@ class JobCheckpoint:
             written |= folder.sync_files(partial, folder.SHARED)
         return written
 
-    def _name(
-        self,
-        ranks: World | None,
-        place: Place,
-        step: int,
-        partial: Path,
-        files: Mapping[str, Any],
-        notes: Mapping[str, Any],
-    ) -> None:
+    def _name(self, ranks: World | None, place: Place, step: int, partial: Path, files: Any, notes: Any) -> None:
         manifest = {
             "world_size": len(place.keepers),
             "versions": {"npu_device": __version__, "tensorflow": tf.__version__},
@@ -336,14 +330,6 @@ class JobCheckpoint:
         for stage in (finish, name_latest):
             on_all_ranks(ranks, stage if place.is_keeper else lambda: None, what)
 
-    def _tell_npurun(self, step: int) -> None:
-        path = environment.NPU_DEVICE_PROGRESS_FILE.get()
-        if path is not None and (self._ranks is None or self._ranks.is_main):
-            try:
-                folder.write_progress(path, step)
-            except OSError as error:
-                _log.warning("npurun can't be told of the checkpoint of step %d: %s", step, error)
-
     def _read(self, source: Path, here: Path, chosen: selection.Chosen) -> list[str]:
         lost = self._shared.read(source / folder.SHARED, chosen.variables)
         if not chosen.own:
@@ -366,11 +352,9 @@ def _watch_for_the_signal() -> Preemption | None:
 
 
 def _latest(directory: Path) -> int | None:
-    """Return the step that ``latest.json`` names; None if it can't be read, too."""
-    try:
+    with contextlib.suppress(CheckpointError):
         return folder.latest(directory)
-    except CheckpointError:
-        return None
+    return None
 
 
 def _warn_each(problems: list[str]) -> None:

@@ -1,6 +1,4 @@
-"""Finds out which ranks see the same directory: all of them, or on several hosts without a shared file system each
-host's.
-"""
+"""Finds out which ranks see the same directory: all, or without a shared file system those of each host."""
 
 from __future__ import annotations
 
@@ -38,11 +36,7 @@ def everybody(world: World | None, value: Any) -> list[Any]:
 
 
 def on_all_ranks(world: World | None, part: Callable[[], Any], what: str) -> list[Any]:
-    """Do a part of the work on every rank; return the result of every rank, by rank.
-
-    Raises:
-        CheckpointError: it failed on some; it names the ranks and their problems.
-    """
+    """Do a part of the work on every rank; return the results by rank, or raise CheckpointError with all problems."""
     result = problem = None
     try:
         result = part()
@@ -59,11 +53,7 @@ def on_all_ranks(world: World | None, part: Callable[[], Any], what: str) -> lis
 
 
 def find_place(world: World | None, directory: Path) -> Place:
-    """Create the directory, and find out which ranks see it; every rank has to make the call.
-
-    Raises:
-        CheckpointError: a rank can't write there.
-    """
+    """Create the directory, and find out which ranks see it, or raise CheckpointError; every rank has to call this."""
     token = secrets.token_hex(4)
     token = token if world is None else world.object_from_root(token)
     rank, size = (0, 1) if world is None else (world.rank, world.size)
@@ -89,9 +79,7 @@ def find_place(world: World | None, directory: Path) -> Place:
 
 
 def send_files(world: World, folder: Path, names: list[str], root: int, takes: bool) -> None:
-    """Send the root's files in a folder to the ranks that take them; every rank has to make the call, with the same
-    names.
-    """
+    """Send the root's files in a folder to the ranks that take them; every rank has to call this."""
     for name in names:
         path = folder / name
         size = world.object_from_root(path.stat().st_size if world.rank == root else 0, root)

@@ -36,21 +36,12 @@ _current: Preemption | None = None
 
 
 class Preemption:
-    """Watches for the signal, until ``close``, or until another one is made. Every rank has to create its own.
-
-    Args:
-        health: the other ranks; None on a single device.
-        limit: seconds from the signal until this process ends, finished or not.
-
-    Raises:
-        ValueError: this isn't the main thread, in which Python handles signals.
+    """Watches for the signal, until ``close``, or until another one is made. Every rank has to create its own, in the
+    main thread (else a ValueError). ``limit``: seconds from the signal until this process ends, finished or not.
     """
 
     def __init__(self, health: Health | None, world_size: int, number: signal.Signals, limit: float) -> None:
-        self._health = health
-        self._size = world_size
-        self._signal = number
-        self._limit = limit
+        self._health, self._size, self._signal, self._limit = health, world_size, number, limit
         self._name = next(_numbers)  # the same on all ranks, since they make the same calls
         self._changed = threading.Condition()
         self._steps = 0
@@ -91,8 +82,7 @@ class Preemption:
             return self._steps == self._last
 
     def has_saved(self) -> None:
-        """Record that the checkpoint of the last step is complete: from now on, the process can only end as
-        resumable."""
+        """Record that the last checkpoint is complete: from now on, the process can only end as resumable."""
         self._code = RESUMABLE
 
     def close(self) -> None:
@@ -217,7 +207,7 @@ def _release_signal() -> None:
 
 
 def _let_go() -> None:
-    """Give a forked child back its default behaviour."""
+    # A forked child gets back its default behaviour.
     if _current is not None:
         _current.close()
     _release_signal()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,12 +12,11 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.training.checkpoint.shared import trackable
+from npu_device._src.training.sent_objects import from_json, to_json
 
 
 class Own:
-    """The part of a ``JobCheckpoint`` that is of one rank: trackables, ``random.Random`` and ``numpy.random.Generator``
-    objects by name.
-    """
+    """The part of a ``JobCheckpoint`` that is of one rank: trackables and random generators by name."""
 
     def __init__(self, things: Mapping[str, Any]) -> None:
         plain = (random.Random, np.random.Generator)
@@ -33,9 +31,7 @@ class Own:
         return [f"{names} (per_rank): as this script has made them; an optimizer begins at step 0"] if names else []
 
     def write(self, prefix: Path, differing: Mapping[str, Any]) -> None:
-        """Write everything, and the variables of the shared part that have other values than those written there, by
-        path.
-        """
+        """Write everything, and the shared variables whose values differ from those written there, by path."""
         if self._trackables:
             tf.train.Checkpoint(**self._trackables).write(str(prefix))
         if differing:
@@ -47,18 +43,15 @@ class Own:
                 tensors=values,
             )
         record = {
-            "random": _state_of_process(),
+            "random": [random.getstate(), np.random.get_state(), compat.random_state()],
             "generators": {name: _state_of_generator(thing) for name, thing in self._generators.items()},
             "differing": list(differing),
         }
-        with Path(f"{prefix}.json").open("w", encoding="utf-8") as file:
-            json.dump(record, file)
+        Path(f"{prefix}.json").write_text(to_json(record), encoding="utf-8")
 
     def read(self, prefix: Path, variables: Mapping[str, Any]) -> list[str]:
-        """Read what ``write`` has written, given the variables of the shared part by path; return what could not be
-        kept.
-        """
-        record = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))
+        """Read what ``write`` has written, given the shared variables by path; return what could not be kept."""
+        record = from_json(Path(f"{prefix}.json").read_text(encoding="utf-8"))
         lost = []
         if self._trackables:
             if Path(f"{prefix}.index").exists():
@@ -73,7 +66,11 @@ class Own:
         known = [path for path in record["differing"] if path in variables]
         _assign(f"{prefix}.differing", known, variables)
         lost += [f"{path}: it doesn't exist yet" for path in record["differing"] if path not in variables]
-        _set_process(record["random"])
+        python, numpy, tensorflow = record["random"]
+        random.setstate(python)
+        np.random.set_state(numpy)
+        if compat.random_state()[0] is not None or tensorflow[0] is not None:
+            compat.set_random_state(tensorflow)
         return lost
 
 
@@ -89,56 +86,12 @@ def _assign(prefix: str, paths: Sequence[str], variables: Mapping[str, Any]) -> 
             variables[path].assign(value)
 
 
-# Random states as plain values for JSON.
-
-
-def _state_of_process() -> dict[str, Any]:
-    """Return the states of ``random``, ``numpy.random``, TensorFlow's seed and its eager operations."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    seed, position = compat.random_state()
-    return {
-        "python": random.getstate(),
-        "numpy": [kind, np.asarray(keys).tolist(), *rest],
-        "tensorflow": [seed, position],
-    }
-
-
-def _set_process(state: dict[str, Any]) -> None:
-    """Set what ``_state_of_process`` has returned, also after it has been JSON."""
-    random.setstate(_tuples(state["python"]))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.asarray(keys, np.uint32), *rest))
-    seed, position = state["tensorflow"]
-    if compat.random_state()[0] is not None or seed is not None:
-        compat.set_random_state((seed, _tuples(position)))
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
-
-
 def _state_of_generator(generator: Any) -> Any:
-    """Return the state of a ``random.Random`` or a ``numpy.random.Generator``."""
-    return generator.getstate() if isinstance(generator, random.Random) else _plain(generator.bit_generator.state)
+    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
 
 
 def _set_generator(generator: Any, state: Any) -> None:
-    """Set what ``_state_of_generator`` has returned, also after it has been JSON."""
     if isinstance(generator, random.Random):
-        generator.setstate(_tuples(state))
+        generator.setstate(state)
     else:
-        generator.bit_generator.state = _arrays(state)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
-    if isinstance(value, np.ndarray):
-        return {"array": value.tolist(), "dtype": value.dtype.name}
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def _arrays(value: Any) -> Any:
-    if isinstance(value, dict) and set(value) == {"array", "dtype"}:
-        return np.asarray(value["array"], value["dtype"])
-    return {key: _arrays(part) for key, part in value.items()} if isinstance(value, dict) else value
+        generator.bit_generator.state = state

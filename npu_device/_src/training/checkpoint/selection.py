@@ -67,8 +67,11 @@ def newest_whole(world: World | None, place: Place, directory: Path) -> Chosen |
             continue
         saved = views[holders[0]].world_size
         if saved != len(views) or not damaged:
-            _warn(place, problems, step)
-            lost = None if saved == len(views) else [_other_size(saved, len(views))]
+            if problems and place.rank == 0:
+                lines = "\n  ".join(problems)
+                _log.warning("newer checkpoints are damaged; the one of step %d is restored:\n  %s", step, lines)
+            wrote, now = counted(saved, "rank"), counted(len(views), "rank")
+            lost = None if saved == len(views) else [_OTHER_SIZE.format(wrote=wrote, now=now)]
             return _chosen(world, directory, step, place, holders[0], lost)
         problems += damaged
         if partly is None:
@@ -85,11 +88,10 @@ def newest_whole(world: World | None, place: Place, directory: Path) -> Chosen |
 _ALL_OWN = "what each rank has of its own (iterators, generators, random states), since no checkpoint is whole:"
 
 
-def _other_size(saved: int, now: int) -> str:
-    return (
-        f"what each rank has of its own (the places of its iterators, generators, random states): "
-        f"{counted(saved, 'rank')} wrote the checkpoint, and the job now has {counted(now, 'rank')}"
-    )
+_OTHER_SIZE = (
+    "what each rank has of its own (the places of its iterators, generators, random states): {wrote} wrote the "
+    "checkpoint, and the job now has {now}"
+)
 
 
 def _judge(directory: Path, step: int, place: Place) -> _RankView:
@@ -99,10 +101,8 @@ def _judge(directory: Path, step: int, place: Place) -> _RankView:
         return _RankView(str(error), str(error), 0)
     files, size = manifest["files"], int(manifest["world_size"])
     shared = folder.damage(directory, step, files, folder.SHARED) if place.is_keeper else None
-    own = None
-    if size == len(place.keepers):
-        own = folder.damage(directory, step, files, folder.own_prefix(place.rank))
-    return _RankView(shared, own, size)
+    keeps_own, prefix = size == len(place.keepers), folder.own_prefix(place.rank)
+    return _RankView(shared, folder.damage(directory, step, files, prefix) if keeps_own else None, size)
 
 
 def _problems(world: World | None, place: Place, views: Sequence[_RankView]) -> list[str]:
@@ -114,13 +114,6 @@ def _problems(world: World | None, place: Place, views: Sequence[_RankView]) -> 
     if world is None or len(set(place.keepers)) == 1:
         return list(found)
     return [f"on host {world.job.cluster.hosts[rank]}: {text}" for text, rank in found.items()]
-
-
-def _warn(place: Place, problems: Sequence[str], step: int) -> None:
-    if problems and place.rank == 0:
-        _log.warning(
-            "newer checkpoints are damaged, so that the one of step %d is restored:\n  %s", step, "\n  ".join(problems)
-        )
 
 
 def _chosen(

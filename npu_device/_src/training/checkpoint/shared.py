@@ -19,9 +19,7 @@ Digests = dict[str, tuple[tuple[int, ...], int]]
 
 
 class Shared:
-    """The trackables of a ``JobCheckpoint`` by name: whatever ``tf.train.Checkpoint`` takes, and seed generators of
-    Keras, which it doesn't take.
-    """
+    """The trackables of a ``JobCheckpoint`` by name: what ``tf.train.Checkpoint`` takes, and seed generators."""
 
     def __init__(self, trackables: Mapping[str, Any]) -> None:
         self._trackables = dict(trackables)
@@ -67,11 +65,7 @@ class Shared:
                 compat.build_optimizer(thing, models[0].trainable_variables)
 
     def read(self, prefix: Path, paths: Sequence[str]) -> list[str]:
-        """Read all variables, those of ``paths``; return what is in the files only.
-
-        Raises:
-            CheckpointError: the checkpoint and the variables of the script don't match.
-        """
+        """Read all variables, those of ``paths``; return what is in the files only, or raise CheckpointError."""
         self.build()
         checkpoint = self.checkpoint()
         absent = sorted(set(paths) - set(_variables(checkpoint)))
@@ -91,7 +85,7 @@ class Shared:
         return self._unused(absent)
 
     def _unused(self, paths: Sequence[str]) -> list[str]:
-        """Return which of the paths will never be read, by their first names; those of what is built later will."""
+        # Variables of what is built later will be read then.
         numbers = Counter(path.partition("/")[0] for path in paths)
         numbers.pop(_UNTRACKED, None)
         return [
@@ -102,11 +96,7 @@ class Shared:
 
 
 def trackable(thing: Any, name: str) -> Any:
-    """Return what ``tf.train.Checkpoint`` takes for a thing.
-
-    Raises:
-        TypeError: it takes nothing for it.
-    """
+    """Return what ``tf.train.Checkpoint`` takes for a thing, or raise TypeError."""
     state = getattr(thing, "state", None)
     if hasattr(state, "assign") and not isinstance(thing, tf.random.Generator):
         return state  # a seed generator of Keras 3

@@ -65,9 +65,7 @@ class MessageChannel:
             number += 1
 
     def _start(self, one: Round) -> tuple[list[Message], Round, Any]:
-        """Start a round's messages; return them, the round, and where its values will be. Those without bytes are left
-        out.
-        """
+        """Start a round's messages, but empty ones; return them, the round, and where its values will be."""
         messages, rows = [], dict(one.targets)
         others = [(self.rank + step) % self.size for step in range(1, self.size)]  # not all begin with the same one
         if one.readers is None or self.rank in one.readers:

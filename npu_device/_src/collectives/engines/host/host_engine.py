@@ -40,8 +40,8 @@ between two ranks a transfer.
 
 
 class OnArrays(NamedTuple):
-    """One program, or one transfer, on arrays: what it returns, and how it is made of the inputs, with memory for the
-    results. It references no part of the graph in which it was made: what a graph calls lives as long as the graph.
+    """One program, or one transfer, on arrays: what it returns, and how it is made of the inputs. It references no part
+    of the graph in which it was made: what a graph calls lives as long as the graph.
     """
 
     outputs: Sequence[tf.TensorSpec]
@@ -165,7 +165,6 @@ def _reduction(tensors: Tensors, reduction: str, wire: Wire, readers: Sequence[i
 
 
 def _broadcast(tensors: Tensors, root: int, sends: bool) -> OnArrays:
-    """Pack all dtypes into one stream of bytes."""
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
     dtypes = [np.dtype(spec.dtype.as_numpy_dtype) for spec in specs]
 
@@ -173,7 +172,7 @@ def _broadcast(tensors: Tensors, root: int, sends: bool) -> OnArrays:
         shapes = [array.shape for array in arrays] if arrays else [tuple(spec.shape.as_list()) for spec in specs]
         sizes = [(math.prod(shape) * dtype.itemsize,) for shape, dtype in zip(shapes, dtypes)]
         flats = [array.reshape(-1).view(np.uint8) for array in arrays] if sends else []
-        stream = Stream(sizes, np.dtype(np.uint8), flats)
+        stream = Stream(sizes, np.dtype(np.uint8), flats)  # of all dtypes
         flat, parts = (None, []) if sends else stream.results(buffers, stream.dtype)
         results = [part.view(dtype).reshape(shape) for part, dtype, shape in zip(parts, dtypes, shapes)]
         return partial(programs.broadcast, stream=stream, result=flat, root=root), results
@@ -213,11 +212,7 @@ class Orders:
             return list(map(self._finish, operations, tickets))
 
     def _call(self, calls: Calls, operation: OnArrays, inputs: Tensors, terms: Terms | None) -> list[tf.Tensor]:
-        """Add one operation that starts and waits: a result needed at once needs no second one.
-
-        It runs in the order of the starts: a rank that waits in it delays nothing that the others need first.
-        """
-
+        """Add one operation that starts and waits, in the order of the starts: it delays nothing needed earlier."""
         shapes, terms = _apart(terms)
 
         def run(shapes: Any, *arrays: np.ndarray) -> list[Any]:
@@ -227,7 +222,7 @@ class Orders:
         return _waited_for(self._starts, run, [shapes, *inputs], operation)
 
     def _start(self, calls: Calls, operation: OnArrays, inputs: Tensors, terms: Terms | None) -> tf.Tensor:
-        """Add the starting operation; return a number by which the graph finishes it, int64, shape []."""
+        """Add the operation that starts; return a number by which the graph finishes it."""
         shapes, terms = _apart(terms)
 
         def start(shapes: Any, *arrays: np.ndarray) -> list[np.int64]:
@@ -238,8 +233,6 @@ class Orders:
         return self._starts.call(start, [shapes, *inputs])[0]
 
     def _finish(self, operation: OnArrays, ticket: tf.Tensor) -> list[tf.Tensor]:
-        """Add the waiting operation; return the results."""
-
         def finish(ticket: Any) -> list[Any]:
             ended_at, results = self._pending.pop(int(ticket))()
             return [np.int64(ended_at), *results]

@@ -138,16 +138,10 @@ class MemoryRing:
         spins: bool = False,
     ) -> None:
         layout = Layout(size)
-        self.size = size
-        self.rank = rank
-        self.slots = layout.slots
-        self.slot_bytes = layout.slot_bytes
-        self._step = 0
-        self.counts = (1,) * size
-        self.buffers = BufferPool()
-        self.settle = settle
-        self._while_waiting = while_waiting
-        self._spins = spins
+        self.size, self.rank, self.counts = size, rank, (1,) * size
+        self.slots, self.slot_bytes, self._step = layout.slots, layout.slot_bytes, 0
+        self.buffers, self.settle = BufferPool(), settle
+        self._while_waiting, self._spins = while_waiting, spins
         self._written = [Counter(memory, first + 2 * member * _COUNTER_BYTES) for member in range(size)]
         self._read = [Counter(memory, first + (2 * member + 1) * _COUNTER_BYTES) for member in range(size)]
         words = np.frombuffer(memory, np.int32, size * self.slots * HEAD_WORDS, first + layout.heads)
@@ -206,7 +200,6 @@ class MemoryRing:
 
 
 def _late(counters: Iterable[Counter], number: int) -> Program:
-    """Yield each counter that hasn't reached a number, with the number, until it has."""
     for counter in counters:
         while not counter.has_reached(number):
             yield counter, number

@@ -19,16 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from npu_device._src.cluster import time_limits as limits
 from npu_device._src.cluster.errors import ClusterError, PeerError
-from npu_device._src.cluster.time_limits import (
-    CHECK_SECONDS,
-    LATEST_ANSWER_SECONDS,
-    MPI_GRACE_SECONDS,
-    MPI_LONGEST_SLEEP_SECONDS,
-    MPI_TICK_SECONDS,
-    NEWS_SECONDS,
-    SPIN_SECONDS,
-)
 from npu_device._src.collectives import job as jobs
 from npu_device._src.collectives.engines.host import programs
 from npu_device._src.collectives.engines.host.exchange import MessageChannel
@@ -38,30 +30,20 @@ from npu_device._src.collectives.group import Group, counts_of
 from npu_device._src.collectives.job import Job
 from npu_device._src.membership import launchers
 
-_BURST = 8  # tests between two sleeps: each moves only part of what has arrived
-
 _TAG = 0
+_BURST = 8  # tests between two sleeps: each moves only part of what has arrived
 
 
 @dataclass(frozen=True)
 class MpiWorld:
-    """MPI as all ranks share it.
+    """MPI as all ranks share it."""
 
-    Attributes:
-        mpi: mpi4py's module.
-        comm: a communicator of all ranks, in the order of the ranks of the job, in which groups meet.
-        tags: number of tags that MPI has.
-        library: name and version of the MPI library.
-        ended: set when this rank leaves.
-        abandoned: operations that have failed: MPI may still write to their memory.
-    """
-
-    mpi: Any
-    comm: Any
-    tags: int
+    mpi: Any  # mpi4py's module
+    comm: Any  # of all ranks, in the order of the ranks of the job, in which groups meet
+    tags: int  # the number that MPI has
     library: str
-    ended: threading.Event = field(default_factory=threading.Event)
-    abandoned: list[Any] = field(default_factory=list)
+    ended: threading.Event = field(default_factory=threading.Event)  # set when this rank leaves
+    abandoned: list[Any] = field(default_factory=list)  # programs that failed: MPI may still write to their memory
 
 
 class MpiMessages(MessageChannel):
@@ -86,12 +68,7 @@ class MpiMessages(MessageChannel):
         return _Incoming(self._world.mpi.Status(), self._comm.Irecv(data, member, _TAG), member, data.nbytes)
 
     def advance(self, program: Program, wait: Wait) -> bool:
-        """Run a program, which yields the MPI request to wait for; see ``queue.Channel``.
-
-        Raises:
-            PeerError: a rank of the job has failed or ended.
-            ClusterError: MPI reports an error.
-        """
+        """Run a program, which yields the MPI request to wait for; see ``queue.Channel``."""
         try:
             return self._advance(self._meeting, wait) and self._advance(program, wait)
         except self._world.mpi.Exception as error:
@@ -110,9 +87,9 @@ class MpiMessages(MessageChannel):
                 last, begun, checked, tests = request, now, now, 0
             if tests > _BURST:
                 tests = 0
-                if now - begun > SPIN_SECONDS:
-                    time.sleep(min(MPI_LONGEST_SLEEP_SECONDS, (now - begun) / 4))
-            if now - checked > CHECK_SECONDS:
+                if now - begun > limits.SPIN_SECONDS:
+                    time.sleep(min(limits.MPI_LONGEST_SLEEP_SECONDS, (now - begun) / 4))
+            if now - checked > limits.CHECK_SECONDS:
                 checked = now
                 try:
                     self._check()
@@ -136,7 +113,8 @@ class MpiMessages(MessageChannel):
         while distance < self.size:  # after each round, a member knows of twice as many
             to, source = ((self.rank + step) % self.size for step in (distance, -distance))
             for request in (comm.Irecv(found, ranks[source], tag), comm.Isend(mine, ranks[to], tag)):
-                yield from _done(request)
+                while not request.Test():
+                    yield request
             if mine != found:
                 raise ClusterError(
                     f"group {self._group.name!r} and another group use the same tag of MPI.\n"
@@ -151,13 +129,13 @@ class MpiMessages(MessageChannel):
 
     def _cause(self, error: Exception) -> Exception:
         """Return the error to be raised for one of MPI's: usually a rank has ended, of which the hub tells soon."""
-        end = time.monotonic() + NEWS_SECONDS
+        end = time.monotonic() + limits.NEWS_SECONDS
         while time.monotonic() < end:
             try:
                 self._check()
             except PeerError as known:
                 return known
-            time.sleep(CHECK_SECONDS)
+            time.sleep(limits.CHECK_SECONDS)
         return ClusterError(
             f"MPI reports an error in group {self._group.name!r}: {error}\n"
             "Likely cause: the network between the hosts, or a rank that has just ended.\n"
@@ -166,15 +144,12 @@ class MpiMessages(MessageChannel):
 
 
 class _Incoming(NamedTuple):
-    """A message that is expected, with its length."""
-
     status: Any
     request: Any
     member: int
     length: int
 
     def Test(self) -> bool:
-        """Return whether it has ended."""
         if not self.request.Test(self.status):
             return False
         if self.status.count != self.length:
@@ -183,12 +158,6 @@ class _Incoming(NamedTuple):
                 "What to do: start the job again, and report this as a bug of npu_device."
             )
         return True
-
-
-def _done(request: Any) -> Program:
-    """Wait for one of MPI's requests."""
-    while not request.Test():
-        yield request
 
 
 # The start of MPI, only if it connects exactly the job's ranks. mpi4py is imported only if all ranks will: under MPI's
@@ -203,12 +172,12 @@ def open_world(job: Job, wanted: bool) -> Sequence[str]:
     """Start MPI, and return for each rank why that fails; nothing if it works. Every rank calls this. Unless it is
     ``wanted``, MPI is started only if an ``mpiexec`` started the ranks.
     """
-    problems = job.store.gather("mpi/found", _problem(job, wanted), LATEST_ANSWER_SECONDS)
+    problems = job.store.gather("mpi/found", _problem(job, wanted), limits.LATEST_ANSWER_SECONDS)
     if not any(problems):
-        problems = job.store.gather("mpi/started", _start(job), LATEST_ANSWER_SECONDS)
+        problems = job.store.gather("mpi/started", _start(job), limits.LATEST_ANSWER_SECONDS)
     if not any(problems):
         world = job.mpi_world = _world(job)
-        problems = job.store.gather("mpi/checked", _check_sum(job, world), LATEST_ANSWER_SECONDS)
+        problems = job.store.gather("mpi/checked", _check_sum(job, world), limits.LATEST_ANSWER_SECONDS)
         if any(problems):
             job.mpi_world = None
         else:
@@ -244,7 +213,7 @@ def _start(job: Job) -> str:
     jobs.on_exit(lambda: _end(job, mpi, starts))
     library = _library(mpi)
     card = [mpi.Get_processor_name(), _host()]
-    cards = job.store.gather("mpi/hosts", card, LATEST_ANSWER_SECONDS)
+    cards = job.store.gather("mpi/hosts", card, limits.LATEST_ANSWER_SECONDS)
     size = mpi.COMM_WORLD.Get_size()
     if size != job.cluster.world_size:
         return f"in {library}, this rank is one of {size}: mpi4py uses another MPI than the launcher's"
@@ -281,11 +250,10 @@ def _host() -> str:
 
 
 def _check_sum(job: Job, world: MpiWorld) -> str:
-    """Add up known numbers, few and many; return the problem, "" if the sums are right."""
+    """Add up known numbers, few and many; return the problem, or ""."""
     cluster = job.cluster
     group = Group("mpi/check", tuple(range(cluster.world_size)), cluster.rank)
-    channel = MpiMessages(job, group)
-    wrong = ""
+    channel, wrong = MpiMessages(job, group), ""
     for length in _CHECKED_LENGTHS:
         numbers = np.arange(length, dtype=np.int32)
         stream = Stream([numbers.shape], numbers.dtype, [numbers * (cluster.rank + 1)])
@@ -302,7 +270,7 @@ def _keep_going(world: MpiWorld) -> None:
     """Let MPI proceed now and then: it may still have to send what an operation that is over here has left to it."""
 
     def run() -> None:
-        while not world.ended.wait(MPI_TICK_SECONDS):
+        while not world.ended.wait(limits.MPI_TICK_SECONDS):
             world.comm.Iprobe()
 
     threading.Thread(target=run, name="npu_device-mpi", daemon=True).start()
@@ -315,7 +283,7 @@ def _end(job: Job, mpi: Any, starts: bool) -> None:
     if job.health.has_failed:
         sys.stdout.flush()
         sys.stderr.flush()
-        time.sleep(MPI_GRACE_SECONDS)  # in which the other ranks say why they end
+        time.sleep(limits.MPI_GRACE_SECONDS)  # in which the other ranks say why they end
         mpi.COMM_WORLD.Abort(1)
     if starts and not mpi.Is_finalized():
         mpi.Finalize()

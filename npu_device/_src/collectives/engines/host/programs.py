@@ -28,29 +28,20 @@ Span = tuple[int, int]
 
 
 class Stream:
-    """A list of arrays as one stream of elements, published slot by slot.
+    """A list of arrays, flat, as one stream of elements of a dtype. A member that sends nothing has their shapes only.
 
     Each array begins at a multiple of ``ALIGNMENT`` bytes, in the stream and in the buffer of the results, so that the
     same offsets apply to both.
-
-    Args:
-        shapes: their shapes.
-        dtype: dtype of the elements in the stream.
-        arrays: what this member sends, flat; none if it sends nothing.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype, arrays: Sequence[np.ndarray] = ()) -> None:
-        self.dtype = dtype
-        self.shapes = shapes
-        self.arrays = arrays
+        self.dtype, self.shapes, self.arrays = dtype, shapes, arrays
         self.starts: list[int] = []
-        self.lengths: list[int] = []
+        self.lengths = list(map(math.prod, shapes))
         unit = ALIGNMENT // min(dtype.itemsize, ALIGNMENT)
         length = 0
-        for shape in shapes:
-            elements = math.prod(shape)
+        for elements in self.lengths:
             self.starts.append(length)
-            self.lengths.append(elements)
             length += -(-elements // unit) * unit
         self.length = length
 
@@ -177,7 +168,6 @@ def reduce(
 def _each_by_itself(
     channel: Channel, stream: Stream, result: np.ndarray | None, readers: Sequence[int], fold: Callable[..., None]
 ) -> Iterator[Round]:
-    """Reduce with each reader doing all of the work."""
     everybody = range(channel.size)
     for first, last in _chunks(stream.length, channel.slot_bytes // stream.dtype.itemsize):
         read = nothing if result is None else partial(fold, result=result[first:last])
@@ -330,7 +320,6 @@ def _others(channel: Channel, member: int) -> list[int]:
 
 
 def _targets(channel: Channel, result: np.ndarray, first: int, last: int) -> dict[int, np.ndarray]:
-    """Return where a span of the other members' rows belongs."""
     return {member: result[member, first:last] for member in _others(channel, channel.rank)}
 
 

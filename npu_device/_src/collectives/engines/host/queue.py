@@ -36,9 +36,7 @@ Head = Sequence[int]
 """A member's description of a call, in 32-bit words. It must be the same on all members."""
 
 HEAD_WORDS = 4
-"""Number of words of a head."""
-
-_AGREED, _COMPARES, _OVERLAPS = range(3)  # the last word
+_AGREED, _COMPARES, _OVERLAPS = range(3)  # its last word
 
 
 class Mismatch(Exception):
@@ -67,16 +65,12 @@ def require_same(heads: list[Head]) -> None:
 # in it refer, and is used again when the lease goes. TensorFlow takes a result without a copy, and holds a reference to
 # the array as long as the tensor lives.
 
-ALIGNMENT = 64
-"""Bytes. TensorFlow copies arrays that aren't aligned to this."""
-
+ALIGNMENT = 64  # bytes; TensorFlow copies arrays that aren't aligned to this
 _IDLE_ROUNDS = 64
 _POOLED_FROM_BYTES = 32 << 10  # smaller buffers come from the allocator's own free lists, which are as fast
 
 
 class _Buffer:
-    """Memory that is lent, and comes back: ``size`` bytes."""
-
     def __init__(self, size: int) -> None:
         self.size = size
         self._memory = np.empty(size + ALIGNMENT, np.uint8)
@@ -86,7 +80,7 @@ class _Buffer:
 
 
 class _Lease:
-    """The owner of the arrays in a buffer: an array that is made of it, and all views of that one, keep it alive."""
+    """What an array in a buffer, and all views of it, keep alive."""
 
     def __init__(self, buffer: _Buffer, returned: deque[_Buffer]) -> None:
         self.__array_interface__ = buffer.interface
@@ -147,23 +141,15 @@ class Wait(enum.Enum):
 
 
 class Channel(Protocol):
-    """The connection that carries the members' data. Its contract: a member publishes, and others read a view of that.
-
-    Attributes:
-        counts: for each member, the number of ranks whose sum it contributes.
-        reaches_all: what a member publishes reaches all at the cost of one copy; else each reader is sent its part.
-        ahead: how many rounds a member publishes before it has to read.
-        buffers: memory for what is neither the script's nor a result.
-        slot_bytes: how much a member publishes in one round at most.
-    """
+    """The connection that carries the members' data. Its contract: a member publishes, others read a view of that."""
 
     size: int
     rank: int
-    counts: tuple[int, ...]
-    reaches_all: bool
-    ahead: int
-    buffers: BufferPool
-    slot_bytes: int
+    counts: tuple[int, ...]  # for each member, the number of ranks whose sum it contributes
+    reaches_all: bool  # what a member publishes reaches all at the cost of one copy; else each reader is sent its part
+    ahead: int  # how many rounds a member publishes before it has to read
+    buffers: BufferPool  # memory for what is neither the script's nor a result
+    slot_bytes: int  # the most that a member publishes in one round
 
     def run(self, rounds: Iterator[Round], head: Head | None) -> Program:
         """Return the program that runs rounds, alike on all members, and pauses where it would have to wait. A head is
@@ -190,20 +176,17 @@ class CallCount:
     """How many collectives of a group this rank has begun and ended, for the stall watch."""
 
     def __init__(self) -> None:
-        self.begun = 0
-        self._ended = 0
+        self.begun = self._ended = 0
         self._row: Callable[[], dict[str, Any] | None] = lambda: None
 
     def begin(self, terms: Terms | None) -> int:
-        """Note that this rank has begun a collective; return its position in the group's sequence. Without terms, it is
-        part of the previous call.
-        """
+        """Note that a collective begins, without terms as part of the last call; return its position in the group."""
         self.begun += 1
         self._row = terms.row if terms is not None else self._row
         return self.begun - 1
 
     def end(self) -> None:
-        """Note that one has ended."""
+        """Note that it has ended."""
         self._ended += 1
 
     def position(self) -> dict[str, Any]:
@@ -246,8 +229,7 @@ class HostQueue:
         self._ended = threading.Condition()
         self._thread: threading.Thread | None = None
         self._broken: BaseException | None = None
-        self._settled = False
-        self._closed = False
+        self._settled = self._closed = False
 
     def start(self, operation: OnArrays, terms: Terms | None, arrays: list[np.ndarray], overlaps: bool) -> Finish:
         """Start an operation without waiting for others, and return the function that finishes it; ``overlaps``:
@@ -268,7 +250,6 @@ class HostQueue:
         return partial(self._finish, pending)
 
     def _finish(self, pending: PendingOperation) -> tuple[int, list[np.ndarray]]:
-        """Wait for an operation; raise the error that ended it, the same on every member."""
         try:
             while not pending.ended:
                 if self._work.is_set():  # the background thread is running it
@@ -316,7 +297,7 @@ class HostQueue:
                     if self._queue:
                         self._drive_first(Wait.SLEEPING)
             self._work.clear()
-            if self._queue:
+            if self._queue:  # started in between
                 self._work.set()
 
     def _drive_first(self, wait: Wait) -> bool:

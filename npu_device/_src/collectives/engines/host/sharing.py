@@ -6,8 +6,7 @@ end, and its size doesn't matter. Others open the file through ``/proc/<pid>/fd`
 user in the same PID namespace only.
 
 A common host name only means that ranks may try. When the job begins, the lowest rank of each host writes a random text
-into memory, the others must find it there, and every rank learns the outcome, so that all choose the same engine. They
-also learn all ranks' devices.
+into memory, the others must find it there, and every rank learns the outcome and all devices.
 """
 
 from __future__ import annotations
@@ -34,15 +33,13 @@ from npu_device._src.collectives.gpu_choice import Device
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 
-PAGE = mmap.PAGESIZE
-
-_TOKEN_BYTES = 32
 _log = logging.getLogger("npu_device")
 
+PAGE = mmap.PAGESIZE
+_TOKEN_BYTES = 32
+
+# TensorFlow 2.20 refuses bfloat16 ("Collective all-reduce does not support datatype DT_BFLOAT16 on DEVICE_GPU").
 _NCCL_DTYPES = (tf.float16, tf.float32, tf.float64)
-"""Of the floating-point dtypes. TensorFlow 2.20 refuses bfloat16 ("Collective all-reduce does not support datatype
-DT_BFLOAT16 on DEVICE_GPU"), though NCCL has it.
-"""
 
 FIRST_BYTE = PAGE
 """Where the members' own data begins; the page before it says which memory this is, and which members have come."""
@@ -54,12 +51,8 @@ def is_supported() -> bool:
 
 
 class Offer:
-    """New memory, zeros, that other processes may open until it is withdrawn or this process ends.
-
-    Attributes:
-        memory: the mapping, which begins with the token.
-        path: the path that the others open.
-        token: a random text, by which they recognize the memory.
+    """New memory, zeros, that other processes may open by its path until it is withdrawn or this process ends. It
+    begins with the token, a random text by which they recognize it.
     """
 
     def __init__(self, size: int) -> None:
@@ -80,13 +73,19 @@ class Offer:
             os.close(self._descriptor)
 
 
-def attach(path: str, size: int) -> mmap.mmap:
-    """Map the memory behind the path of another process; raise OSError or, if it is too small, ValueError."""
+def attach(path: str, size: int, token: str) -> mmap.mmap:
+    """Map the memory behind the path of another process; raise OSError if it can't be opened, and ValueError if it is
+    too small or has another token.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        return mmap.mmap(descriptor, size)
+        memory = mmap.mmap(descriptor, size)
     finally:
         os.close(descriptor)
+    if memory[:_TOKEN_BYTES] != token.encode():
+        memory.close()
+        raise ValueError("different memory under the same path")
+    return memory
 
 
 def identity() -> str:
@@ -97,14 +96,8 @@ def identity() -> str:
 
 def connect(job: Job, group: Group, size: int) -> tuple[mmap.mmap, Callable[[], None]]:
     """Share memory with the other members of a group. The first member to come makes it, so nothing waits here.
-
-    Returns:
-        The mapping, ``FIRST_BYTE`` bytes longer than ``size``; and what to call when all members have come, or when the
-        group is destroyed: it withdraws the offer.
-
-    Raises:
-        ClusterError: there is no memory left, or the hub of the job doesn't answer.
-        PeerError: a rank of the group has failed or ended.
+    Return the mapping, ``FIRST_BYTE`` bytes longer than ``size``; and what to call when all members have come, or when
+    the group is destroyed: it withdraws the offer.
     """
     key = f"group/{group.name}/{'-'.join(map(str, group.ranks))}/memory"
     deadline = time.monotonic() + LATEST_ANSWER_SECONDS
@@ -126,7 +119,6 @@ def connect(job: Job, group: Group, size: int) -> tuple[mmap.mmap, Callable[[], 
 
 
 def _offer(job: Job, group: Group, key: str, size: int) -> tuple[mmap.mmap, Callable[[], None]] | None:
-    """Make the memory, unless another member has."""
     withdrawal = contextlib.ExitStack()  # which runs once
     offer = Offer(FIRST_BYTE + size)
     withdrawal.callback(offer.withdraw)
@@ -152,11 +144,11 @@ def _join(job: Job, group: Group, key: str, size: int) -> mmap.mmap | None:
     """Map the memory that another member has made, unless it belongs to an earlier group of this name."""
     try:
         token, path = job.store.get(key, MEMORY_RETRY_SECONDS).split(" ", 1)
-        memory = attach(path, FIRST_BYTE + size)
+        memory = attach(path, FIRST_BYTE + size, token)
     except (TimeoutError, ValueError):
         return None
     mine = _TOKEN_BYTES + group.rank
-    if memory[:_TOKEN_BYTES] != token.encode() or memory[mine]:
+    if memory[mine]:
         memory.close()
         return None
     memory[mine] = 1
@@ -250,18 +242,15 @@ def _wanted(rank: int) -> str:
 
 
 def _card(leads: bool) -> tuple[dict[str, Any], Offer | None]:
-    """Return the message of this rank to the others of its host, and the memory in which they find its token."""
-    card: dict[str, Any] = {"who": "", "problem": "", "path": ""}
+    """Return the message to the other ranks of the host, and of the one that leads, memory with its token."""
     if not is_supported():
-        return {**card, "problem": "needs Linux on x86-64 with memfd_create"}, None
+        return {"problem": "needs Linux on x86-64 with memfd_create"}, None
     try:
-        card["who"] = identity()
-        if not leads:
-            return card, None
-        offer = Offer(PAGE)
+        who, offer = identity(), Offer(PAGE) if leads else None
     except OSError as error:
-        return {**card, "problem": f"no shared memory: {error}"}, None
-    return {**card, "path": offer.path, "token": offer.token}, offer
+        return {"problem": f"no shared memory: {error}"}, None
+    card = {"who": who, "problem": ""}
+    return ({**card, "path": offer.path, "token": offer.token} if offer else card), offer
 
 
 def _search(mine: dict[str, Any], leader: dict[str, Any]) -> str:
@@ -271,9 +260,7 @@ def _search(mine: dict[str, Any], leader: dict[str, Any]) -> str:
     if mine["who"] != leader["who"]:
         return "a different kernel, PID namespace (container) or user than the lowest rank of the host"
     try:
-        with attach(leader["path"], PAGE) as memory:
-            if memory[:_TOKEN_BYTES] != leader["token"].encode():
-                return "the lowest rank of the host has different memory under the same path"
+        attach(leader["path"], PAGE, leader["token"]).close()
     except (OSError, ValueError) as error:
         return f"can't open the memory of the lowest rank of the host: {error}"
     return ""

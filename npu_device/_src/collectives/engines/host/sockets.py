@@ -52,7 +52,7 @@ class SocketMessage:
 
     @property
     def ended(self) -> bool:
-        """Return whether it has been sent or received."""
+        """Return whether all of it has been sent or received."""
         return not self.left
 
     def Test(self) -> bool:
@@ -63,18 +63,14 @@ class SocketMessage:
 
 
 class Wire:
-    """One direction between two ranks: its connection, and its messages in their order.
-
-    Attributes:
-        connection: set once, before the first message; doesn't block.
-        lost: why the connection has ended; None while it hasn't. That is an error only for those who still wait for a
-            message: the other member may have destroyed the group after its last one.
-    """
+    """One direction between two ranks: its connection, and its messages in their order."""
 
     def __init__(self, busy: Busy, peers: Peers, rank: int, sends: bool) -> None:
         self._busy, self._peers, self._rank, self.sends = busy, peers, rank, sends
-        self.connection: socket.socket
+        self.connection: socket.socket  # set once, before the first message; doesn't block
         self.messages: deque[SocketMessage] = deque()
+        # Why the connection has ended. That is an error only for those who still wait for a message: the other member
+        # may have destroyed the group after its last one.
         self.lost: str | None = None
 
     def add(self, data: np.ndarray) -> SocketMessage:
@@ -154,8 +150,8 @@ class Busy:
 
 
 class SocketMesh(MessageChannel):
-    """One member's end. By default it sends to all others, and receives from them; ``purpose`` tells the connections of
-    a group's meshes apart.
+    """One member's end, which sends to all others and receives from them, unless some are named. ``purpose`` tells the
+    meshes of a group apart.
     """
 
     def __init__(
@@ -185,7 +181,6 @@ class SocketMesh(MessageChannel):
         return Wire(self._busy, self._peers, self._ranks[member], sends)
 
     def _connect(self) -> None:
-        """Connect to the members, and wait until they have connected to this one."""
         try:
             for member, wire in self._outgoing.items():
                 self._hold(wire, partial(self._peers.connect, self._ranks[member], self._number))
@@ -228,7 +223,6 @@ class SocketMesh(MessageChannel):
         return True
 
     def _is_connected(self, seconds: float) -> bool:
-        """Wait until the connections are there; return False if that takes longer."""
         if not self._connected.is_set():
             self._health.require_running()
             if not self._connected.wait(seconds):
@@ -238,7 +232,6 @@ class SocketMesh(MessageChannel):
         return True
 
     def _check(self) -> None:
-        """Check that the messages can still come or go; raise the PeerError if not."""
         self._health.require_running()
         for wire in self._wires:
             wire.check()
@@ -254,7 +247,6 @@ class SocketMesh(MessageChannel):
 
 # The members' heads, and beside them little data: one round, in which every member gets all of it. The message always
 # has the same form, whatever the operation, so that members whose calls differ find that out.
-
 
 _HEAD = struct.Struct(f"<{HEAD_WORDS}i")
 _PURPOSE = 1
@@ -316,8 +308,9 @@ class SmallMessages(SocketMesh):
             row = _HEAD.pack(*head) + mine.tobytes()
             rows = yield from self._gather(row.ljust(_HEAD.size + self.slot_bytes, b"\0") if compares(head) else row)
             require_same([_HEAD.unpack_from(row) for row in rows])
-            slots = [np.frombuffer(row, one.dtype, len(mine), _HEAD.size) for row in rows]
-            one.take(np.stack(slots), self.rank)
+            if len(mine):
+                slots = [np.frombuffer(row, one.dtype, len(mine), _HEAD.size) for row in rows]
+                one.take(np.stack(slots), self.rank)
 
     def _gather(self, row: bytes) -> Generator[SocketMessage, None, list[bytes]]:
         """Return all members' rows, by member, given this member's; they have the same length on all."""

@@ -1,12 +1,14 @@
 """send and receive: data between any two ranks, for all groups and tags, whatever the engine.
 
-Each transfer has a connection of its own, whose number says for which group and tag it is: transfers with different
-tags may be called in any order on either side. The data stay with the sender until the other rank has found its receive
-and says what it expects. Those of one tag take turns, in a thread that ends with the last of them.
+Each tag has a connection of its own, whose number says for which group and tag it is: transfers with different tags may
+be called in any order on either side. A few idle connections are kept, and either side may close its end of one. The
+data stay with the sender until the other rank has found its receive and says what it expects. Transfers of one tag take
+turns: in eager mode the first one in the thread of the script, others in a thread that ends with the last of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
@@ -27,6 +29,7 @@ from npu_device._src.collectives.engines.host.queue import BufferPool, Finish, r
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 
+_MOST_KEPT = 4  # idle connections of a pair
 _CONTENT = struct.Struct("<iiiq")
 """What both sides must agree on: the call's fingerprint and shapes, and the bytes."""
 
@@ -34,7 +37,7 @@ _CONTENT = struct.Struct("<iiiq")
 class _Transfer(NamedTuple):
     """One send or receive of this rank: flat bytes, to be sent or to be filled; the future is when it ended."""
 
-    number: int
+    number: int  # of the group, the tag and the direction
     sends: bool
     data: np.ndarray
     content: bytes
@@ -43,7 +46,11 @@ class _Transfer(NamedTuple):
 
 
 class PairCalls:
-    """The sends and receives of two ranks, with all tags of a group, as ``queue.HostQueue`` has those of a group."""
+    """The sends and receives of two ranks, with all tags of a group, as ``queue.HostQueue`` has those of a group.
+
+    Attributes:
+        kept: idle connections, by number; the one that was used last comes last.
+    """
 
     in_order = False
 
@@ -51,25 +58,28 @@ class PairCalls:
         self._job, self._rank = job, pair.ranks[1 - pair.rank]
         self._count = job.stall_watch.calls_of(pair)
         self._lock = threading.Lock()
-        self._queues: dict[tuple[int, bool], deque[_Transfer]] = {}
+        self._queues: dict[int, deque[_Transfer]] = {}
+        self.kept: dict[int, socket.socket] = {}
         self._closed = False
         job.peers.open(job.store)
 
     def start(self, operation: OnArrays, terms: Terms | None, arrays: list[np.ndarray], overlaps: bool) -> Finish:
         """Start a transfer without waiting for the other rank."""
         assert terms is not None
-        del overlaps
         act, results = operation.prepare(arrays, self._job.buffers)
         refuse = partial(refusal, terms, self._count.begin(terms))
         transfer: _Transfer = act(head=(*terms.head, int(terms.shapes)), refuse=refuse)
         with self._lock:
-            queue = self._queues.setdefault(transfer[:2], deque())
+            queue = self._queues.setdefault(transfer.number, deque())
             queue.append(transfer)
-            if len(queue) == 1:
-                threading.Thread(target=self._run, args=[queue], name="npu_device-transfers", daemon=True).start()
+            is_first = len(queue) == 1
+        if is_first and overlaps:
+            self._in_a_thread(queue)
 
         def finish() -> tuple[int, list[np.ndarray]]:
             try:
+                if is_first and not overlaps and self._move_first(queue):
+                    self._in_a_thread(queue)
                 return transfer.ended.result(), results
             finally:
                 self._count.end()
@@ -78,20 +88,31 @@ class PairCalls:
 
     def close(self) -> None:
         """End what is in progress: the group is destroyed."""
-        self._closed = True
+        with self._lock:
+            self._closed = True
+            for connection in self.kept.values():
+                connection.close()
 
-    def _run(self, queue: deque[_Transfer]) -> None:
-        while queue:
-            transfer = queue[0]
-            try:
-                self._move(transfer)
-                transfer.ended.set_result(time.time_ns())
-            except BaseException as error:
-                transfer.ended.set_exception(error)
-            with self._lock:
-                queue.popleft()
-                if not queue:
-                    del self._queues[transfer[:2]]
+    def _in_a_thread(self, queue: deque[_Transfer]) -> None:
+        def run() -> None:
+            while self._move_first(queue):
+                pass
+
+        threading.Thread(target=run, name="npu_device-transfers", daemon=True).start()
+
+    def _move_first(self, queue: deque[_Transfer]) -> bool:
+        """Move the first transfer of a queue; return whether more of them wait."""
+        transfer = queue[0]
+        try:
+            self._move(transfer)
+            transfer.ended.set_result(time.time_ns())
+        except BaseException as error:
+            transfer.ended.set_exception(error)
+        with self._lock:
+            queue.popleft()
+            if not queue:
+                del self._queues[transfer.number]
+            return bool(queue)
 
     def _move(self, transfer: _Transfer) -> None:
         try:
@@ -104,46 +125,61 @@ class PairCalls:
     def _send(self, transfer: _Transfer) -> bool:
         """Send; return whether the other rank expected that."""
         patience = environment.NPU_DEVICE_STALL_TIMEOUT.get()
-        with self._job.peers.connect(self._rank, transfer.number, patience) as connection:
-            self._write(connection, transfer.content)
-            [agrees] = self._read(connection, bytearray(1))
+        kept = self.kept.pop(transfer.number, None)
+        connection = kept or self._job.peers.connect(self._rank, transfer.number, patience)
+        with contextlib.ExitStack() as closing:
+            closing.enter_context(connection)
+            try:
+                self._write(connection, transfer.content)
+                [agrees] = self._read(connection, bytearray(1))
+            except OSError:
+                if kept is None:
+                    raise
+                return self._send(transfer)  # the other rank had closed its end
             self._check()
             self._write(connection, b"\1")  # not withdrawn meanwhile
             if agrees:
                 self._write(connection, transfer.data)
             self._read(connection, bytearray(1))  # the other rank has it
+            self._keep(transfer.number, connection, closing)
             return bool(agrees)
 
     def _receive(self, transfer: _Transfer) -> bool:
         """Receive; return whether the other rank sends what is expected."""
         while True:
-            connection = self._job.peers.accept(self._rank, transfer.number, lambda: self._is_over)
+            connection = self.kept.pop(transfer.number, None)
+            connection = connection or self._job.peers.accept(self._rank, transfer.number, lambda: self._is_over)
             if connection is None:
                 self._check()
                 continue
-            with connection:
+            with contextlib.ExitStack() as closing:
+                closing.enter_context(connection)
                 try:
                     agrees = self._read(connection, bytearray(_CONTENT.size)) == transfer.content
                     self._write(connection, bytes([agrees]))
                     self._read(connection, bytearray(1))
-                except ConnectionError:  # the sender has destroyed its group
+                except ConnectionError:  # the sender has closed its end, or destroyed its group
                     continue
                 if agrees:
                     self._read(connection, transfer.data)
                 self._write(connection, b"\1")
+                self._keep(transfer.number, connection, closing)
                 return agrees
+
+    def _keep(self, number: int, connection: socket.socket, closing: contextlib.ExitStack) -> None:
+        with self._lock:
+            if not self._closed:
+                closing.pop_all()
+                self.kept[number] = connection
+                while len(self.kept) > _MOST_KEPT:
+                    self.kept.pop(next(iter(self.kept))).close()
 
     @property
     def _is_over(self) -> bool:
         return self._closed or self._job.health.is_over
 
     def _check(self) -> None:
-        """Check that transfers are still wanted.
-
-        Raises:
-            PeerError: a rank of the job has failed or ended.
-            RuntimeError: the group was destroyed on this rank.
-        """
+        """Raise PeerError or RuntimeError if transfers aren't wanted any more."""
         self._job.health.require_running()
         if self._is_over:
             raise RuntimeError("a send or receive was in progress when its group was destroyed on this rank")

@@ -28,22 +28,13 @@ from npu_device._src.collectives.dtypes import (
 )
 from npu_device._src.collectives.engines.tensorflow import kernels
 from npu_device._src.collectives.group import Group, counts_of
-from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.shapes import Count
 
+# Of a broadcast, approximately: enough for the full bandwidth, and not so many as to double a large model's memory.
 TRANSFER_BYTES = 64 << 20
-"""Approximate bytes per transfer of a broadcast: large enough for the full bandwidth, small enough not to double
-a large model's memory.
-"""
 
 # Sums and products are cast back to the narrow dtype afterwards, which wraps around just as the narrow dtype would.
-_CARRIERS = {
-    tf.int8: tf.int32,
-    tf.int16: tf.int32,
-    tf.uint8: tf.int32,
-    tf.uint16: tf.int32,
-    tf.uint32: tf.int64,
-}
+_CARRIERS = {**dict.fromkeys((tf.int8, tf.int16, tf.uint8, tf.uint16), tf.int32), tf.uint32: tf.int64}
 
 _Move = Callable[[tf.Tensor], tf.Tensor]
 
@@ -52,23 +43,23 @@ def all_reduce(
     agreement: Agreement, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire
 ) -> list[list[tf.Tensor]]:
     """Reduce segments, as ``engines.Backend`` says. The collectives run concurrently."""
-    return [_all_reduce_segment(agreement.job, segment, reduction, group, wire) for segment in segments]
+    return [_all_reduce_segment(agreement, segment, reduction, group, wire) for segment in segments]
 
 
 def all_gather(agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
     """Return all ranks' rows on every rank: [n] in, [group.size, n] out; n is the same on all ranks."""
-    return _gather(agreement.job, row, group)
+    return _carried(row[tf.newaxis], lambda carrier: kernels.all_gather(agreement.job, carrier, group), group.size)
 
 
 def all_to_all(agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor:
     """Send row i to rank i, and return the row from rank i as row i: [group.size, n] in and out."""
-    return _exchange(agreement.job, rows, group)
+    return _carried(rows, lambda carrier: kernels.all_to_all(agreement.job, carrier, group), group.size)
 
 
 def reduce(agreement: Agreement, tensors: Tensors, reduction: str, root: int, group: Group) -> list[tf.Tensor]:
     """Reduce tensors, as ``engines.Backend`` says, but to all ranks: TensorFlow has nothing else."""
     del root
-    return _all_reduce_segment(agreement.job, tensors, reduction, group, None)
+    return _all_reduce_segment(agreement, tensors, reduction, group, None)
 
 
 def broadcast(agreement: Agreement, tensors: Tensors, root: int, group: Group) -> list[tf.Tensor]:
@@ -82,18 +73,12 @@ def broadcast(agreement: Agreement, tensors: Tensors, root: int, group: Group) -
     return results
 
 
-def _gather(job: Job, row: tf.Tensor, group: Group) -> tf.Tensor:
-    return _carried(row[tf.newaxis], lambda carrier: kernels.all_gather(job, carrier, group), group.size)
-
-
-def _exchange(job: Job, rows: tf.Tensor, group: Group) -> tf.Tensor:
-    return _carried(rows, lambda carrier: kernels.all_to_all(job, carrier, group), group.size)
-
-
-def _all_reduce_segment(job: Job, tensors: Tensors, reduction: str, group: Group, wire: Wire) -> list[tf.Tensor]:
+def _all_reduce_segment(
+    agreement: Agreement, tensors: Tensors, reduction: str, group: Group, wire: Wire
+) -> list[tf.Tensor]:
     has_elements = any(tensor.shape.num_elements() for tensor in tensors)
     together = tensors[0] if len(tensors) == 1 else pack(tensors)
-    reduced = _all_reduce_one(job, together, has_elements, reduction, group, wire)
+    reduced = _all_reduce_one(agreement, together, has_elements, reduction, group, wire)
     return [reduced] if len(tensors) == 1 else unpack(reduced, tensors)
 
 
@@ -118,14 +103,14 @@ def _shape(tensor: tf.Tensor) -> tf.TensorShape | tf.Tensor:
 
 
 def _all_reduce_one(
-    job: Job, tensor: tf.Tensor, has_elements: bool, reduction: str, group: Group, wire: Wire
+    agreement: Agreement, tensor: tf.Tensor, has_elements: bool, reduction: str, group: Group, wire: Wire
 ) -> tf.Tensor:
     if reduction == "mean":
         tensor = tf.cast(tensor, mean_dtype(tensor.dtype))
     merge = "sum" if reduction == "mean" else reduction
 
     def kernel(value: tf.Tensor) -> tf.Tensor:
-        return kernels.all_reduce(job, value, merge, group)
+        return kernels.all_reduce(agreement.job, value, merge, group)
 
     def reduce_native(value: tf.Tensor) -> tf.Tensor:
         return kernel(value) if has_elements else _with_an_element(kernel, value)
@@ -135,8 +120,8 @@ def _all_reduce_one(
     carrier = _CARRIERS.get(dtype, dtype)
     if merge in ("sum", "prod") and sum_dtype(travels) != travels:
         carrier = sum_dtype(dtype)
-        if not job.hosts.uses_nccl(carrier):  # which is fast enough for 32 bits, and has no exchange of rows
-            return _reduce_narrow(job, tensor, travels, reduction, group)
+        if not agreement.job.hosts.uses_nccl(carrier):  # which is fast enough for 32 bits, and has no exchange of rows
+            return _reduce_narrow(agreement, tensor, travels, reduction, group)
     if dtype == tf.uint64:
         reduced = _reduce_uint64(reduce_native, tensor, merge)
     else:
@@ -144,7 +129,7 @@ def _all_reduce_one(
     return tf.cast(reduced / sum(counts_of(group)) if reduction == "mean" else reduced, dtype)
 
 
-def _reduce_narrow(job: Job, tensor: tf.Tensor, wire: tf.DType, reduction: str, group: Group) -> tf.Tensor:
+def _reduce_narrow(agreement: Agreement, tensor: tf.Tensor, wire: tf.DType, reduction: str, group: Group) -> tf.Tensor:
     """Return the sum, mean or product of values sent in 16 bits and combined in float32 (float64 stays float64)."""
     wide, size, counts = sum_dtype(tensor.dtype), group.size, counts_of(group)
     shares, scale = wire_scales(reduction, counts)
@@ -163,10 +148,10 @@ def _reduce_narrow(job: Job, tensor: tf.Tensor, wire: tf.DType, reduction: str, 
     flat = tf.reshape(tensor, [-1])
     elements = _count(flat)
     mine = tf.pad(narrow(flat, shares[group.rank]), [[0, -elements % size]])
-    received = tf.unstack(_exchange(job, tf.reshape(mine, [size, -1]), group), num=size)
+    received = tf.unstack(all_to_all(agreement, tf.reshape(mine, [size, -1]), group), num=size)
     rows = [widen(row, share) for row, share in zip(received, shares)]
     block = narrow(fold(rows, "prod" if reduction == "prod" else "sum"), divisor)
-    gathered = tf.reshape(_gather(job, block, group), [-1])[:elements]
+    gathered = tf.reshape(all_gather(agreement, block, group), [-1])[:elements]
     return tf.reshape(tf.cast(widen(gathered, scale), tensor.dtype), _shape(tensor))
 
 
@@ -180,7 +165,6 @@ def _reduce_uint64(reduce_native: _Move, tensor: tf.Tensor, merge: str) -> tf.Te
 def _carried(rows: tf.Tensor, move: _Move, size: int) -> tf.Tensor:
     """Send rows through a move, in a dtype and a number of elements that the kernels support."""
     native = rows.dtype in kernels.MOVE_DTYPES
-    columns = rows.shape[1] if rows.shape[1] is not None else tf.shape(rows)[1]
     carrier = rows if native else to_words(rows)
     length = carrier.shape[1]
     if length:
@@ -188,7 +172,7 @@ def _carried(rows: tf.Tensor, move: _Move, size: int) -> tf.Tensor:
     else:
         length = tf.shape(carrier)[1]
         moved = move(tf.pad(carrier, [[0, 0], [0, tf.cast(length == 0, tf.int32)]]))[:, :length]
-    result = moved if native else from_words(moved, rows.dtype, columns)
+    result = moved if native else from_words(moved, rows.dtype, _columns(rows))
     result.set_shape([size, rows.shape[1]])
     return result
 
@@ -226,19 +210,10 @@ def _transfers(tensors: Tensors) -> list[list[tf.Tensor]]:
 
 
 def words_of(tensor: tf.Tensor) -> Count:
-    """Return how many words a tensor takes; an int if its shape is statically known.
-
-    Raises:
-        TypeError: its dtype has no bits to send.
-    """
+    """Return how many words a tensor takes; an int if its shape is statically known."""
     require_bits(tensor.dtype)
-    elements = tensor.shape.num_elements()
-    return words_for(tf.size(tensor) if elements is None else elements, tensor.dtype)
-
-
-def words_for(elements: Count, dtype: tf.DType) -> Count:
-    """Return how many words a number of elements takes."""
-    return -(-elements // (4 // dtype.size)) if dtype.size < 4 else elements * (dtype.size // 4)
+    elements, size = _count(tensor), tensor.dtype.size
+    return -(-elements // (4 // size)) if size < 4 else elements * (size // 4)
 
 
 def pack_words(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -248,56 +223,45 @@ def pack_words(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 def unpack_words(vector: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Reverse ``pack_words``; ``like`` gives the shapes and dtypes."""
-    parts = tf.split(vector, [words_of(tensor) for tensor in like], num=len(like))
-    return [from_words_like(part, tensor) for part, tensor in zip(parts, like)]
-
-
-def from_words_like(vector: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-    """Return one tensor from its words."""
-    known = like.shape.num_elements()
-    flat = from_words(vector[tf.newaxis], like.dtype, tf.size(like) if known is None else known)
-    result = tf.reshape(flat, tf.shape(like) if known is None else like.shape)
-    result.set_shape(like.shape)
-    return result
+    results = []
+    for part, tensor in zip(tf.split(vector, list(map(words_of, like)), num=len(like)), like):
+        flat = from_words(part[tf.newaxis], tensor.dtype, _count(tensor))
+        results.append(tf.ensure_shape(tf.reshape(flat, _shape(tensor)), tensor.shape))
+    return results
 
 
 def to_words(rows: tf.Tensor) -> tf.Tensor:
     """Convert shape [k, n] of any dtype to int32 of shape [k, words for n], each row starting at a whole word."""
-    if rows.dtype == tf.int32:
-        return rows
     if rows.dtype.is_bool:
         rows = tf.cast(rows, tf.uint8)
-    if rows.dtype.size == 4:
-        return tf.bitcast(rows, tf.int32)
-    length = tf.shape(rows)[0], rows.shape[1] if rows.shape[1] is not None else tf.shape(rows)[1]
-    if rows.dtype.size > 4:
-        return tf.reshape(tf.bitcast(rows, tf.int32), [length[0], words_for(length[1], rows.dtype)])
-    per_word = 4 // rows.dtype.size
-    padded = tf.pad(rows, [[0, 0], [0, -length[1] % per_word]])
-    return tf.bitcast(tf.reshape(padded, [length[0], words_for(length[1], rows.dtype), per_word]), tf.int32)
+    count, size = tf.shape(rows)[0], rows.dtype.size
+    if size < 4:
+        per_word = 4 // size
+        padded = tf.pad(rows, [[0, 0], [0, -_columns(rows) % per_word]])
+        rows = tf.reshape(padded, [count, -1, per_word])
+    words = tf.bitcast(rows, tf.int32)
+    return tf.reshape(words, [count, -1]) if size > 4 else words
 
 
 def from_words(words: tf.Tensor, dtype: tf.DType, columns: Count) -> tf.Tensor:
     """Reverse ``to_words``: convert int32 of shape [k, words] to ``dtype`` of shape [k, columns]."""
     if dtype.is_bool:
         return tf.cast(from_words(words, tf.uint8, columns), tf.bool)
-    if dtype == tf.int32:
-        return words
-    if dtype.size == 4:
-        return tf.bitcast(words, dtype)
-    rows = tf.shape(words)[0]
+    count = tf.shape(words)[0]
     if dtype.size > 4:
-        return tf.bitcast(tf.reshape(words, [rows, columns, dtype.size // 4]), dtype)
-    unpacked = tf.bitcast(words, dtype)
-    return tf.reshape(unpacked, [rows, tf.shape(words)[1] * (4 // dtype.size)])[:, :columns]
+        words = tf.reshape(words, [count, columns, dtype.size // 4])
+    elements = tf.bitcast(words, dtype)
+    return tf.reshape(elements, [count, -1])[:, :columns] if dtype.size < 4 else elements
+
+
+def _columns(rows: tf.Tensor) -> Count:
+    return tf.shape(rows)[1] if rows.shape[1] is None else rows.shape[1]
 
 
 @functools.cache
 def _lengths(dtype: tf.DType) -> np.ndarray:
-    """Return the lengths to which rows of different lengths are padded: few, since TensorFlow keeps something for each
-    one forever. They are the powers of two up to 4,096, below which a transfer takes about the same time, and then
-    eight lengths for each power, so that a row grows by an eighth at most.
-    """
+    # Rows of different lengths are padded to few, since TensorFlow keeps something for each one forever: powers of two
+    # up to 4,096, below which a transfer takes about the same time, then eight for each power.
     short = [0, *(1 << power for power in range(13))]
     lengths = [*short, *((8 + eighths) << power for power in range(9, 59) for eighths in range(1, 9))]
     return np.array([*(length for length in lengths if length < dtype.max), dtype.max], dtype.as_numpy_dtype)

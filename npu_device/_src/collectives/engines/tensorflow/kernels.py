@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Hashable
+from functools import partial
 from typing import Any, Callable
 
 import numpy as np
@@ -46,8 +47,7 @@ class Sequence:
         self._order = Order(job.device("CPU"))
         self._used = 0
         self._lock = threading.Lock()
-        # For each signature, the first key of its ring and a count.
-        self._drawn: dict[Hashable, list[int]] = {}
+        self._drawn: dict[Hashable, list[int]] = {}  # for each signature, the first key of its ring and a count
         # For each graph, kind and dtype, the names of the collectives.
         self._made: weakref.WeakKeyDictionary[tf.Graph, defaultdict[Hashable, list[str]]] = weakref.WeakKeyDictionary()
 
@@ -56,8 +56,7 @@ class Sequence:
 
         Args:
             kind: the operation, and whatever else TensorFlow remembers with a key, such as the root.
-            dtype: of the tensor that is sent.
-            shape: of the same; a vector if only the running graph knows it.
+            dtype, shape: of the tensor that is sent; a vector if only the running graph knows the shape.
         """
         known = shape.as_list() if isinstance(shape, tf.TensorShape) else None
         if tf.executing_eagerly():
@@ -112,10 +111,7 @@ def order_of_nccl(job: Job) -> tf.Tensor:
 
 
 def sequence_of(job: Job, group: Group) -> Sequence:
-    """Return the sequence of a group, made at its first use.
-
-    It outlives the group: TensorFlow remembers what the group's keys stand for.
-    """
+    """Return the sequence of a group. It outlives the group: TensorFlow remembers what its keys stand for."""
     with job.making:  # or two threads might each make one
         if group not in job.sequences:
             job.sequences[group] = Sequence(job)
@@ -139,20 +135,14 @@ _MERGE_OPS = {"sum": "Add", "prod": "Mul", "min": "Min", "max": "Max"}
 def all_reduce(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
     """Reduce one tensor over the group: sum, prod, min or max."""
     how = {"merge_op": _MERGE_OPS[reduction], "final_op": "Id", "max_subdivs_per_device": _SUBDIVISIONS}
-
-    def launch(keys: dict[str, Any]) -> tf.Tensor:
-        return tf.raw_ops.CollectiveReduceV2(input=tensor, **how, **keys, **_order(job, group, tensor.dtype))
-
-    return _run(job, tensor, group, ("all_reduce", reduction), launch)
+    kernel = partial(tf.raw_ops.CollectiveReduceV2, input=tensor, **how, **_order(job, group, tensor.dtype))
+    return _run(job, tensor, group, ("all_reduce", reduction), kernel)
 
 
 def all_gather(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
     """Concatenate the tensors of all ranks of the group along the first dimension."""
-
-    def launch(keys: dict[str, Any]) -> tf.Tensor:
-        return tf.raw_ops.CollectiveGatherV2(input=tensor, **keys, **_order(job, group, tensor.dtype))
-
-    return _run(job, tensor, group, "all_gather", launch)
+    kernel = partial(tf.raw_ops.CollectiveGatherV2, input=tensor, **_order(job, group, tensor.dtype))
+    return _run(job, tensor, group, "all_gather", kernel)
 
 
 def all_to_all(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
@@ -164,22 +154,16 @@ def all_to_all(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
     if job.hosts.uses_nccl(tensor.dtype):
         rows = tf.reshape(all_gather(job, tensor, group), tf.concat([[group.size], tf.shape(tensor)], 0))
         return rows[:, group.rank]
-
-    def launch(keys: dict[str, Any]) -> tf.Tensor:
-        return tf.raw_ops.CollectiveAllToAllV2(input=tensor, **keys, **_order(job, group, tensor.dtype))
-
-    return _run(job, tensor, group, "all_to_all", launch)
+    kernel = partial(tf.raw_ops.CollectiveAllToAllV2, input=tensor, **_order(job, group, tensor.dtype))
+    return _run(job, tensor, group, "all_to_all", kernel)
 
 
 def broadcast(job: Job, tensor: tf.Tensor, root_rank: int, group: Group) -> tf.Tensor:
     """Return the tensor of the root on every rank; the others pass one of the same shape and dtype."""
-
-    def launch(keys: dict[str, Any]) -> tf.Tensor:
-        if group.rank == root_rank:
-            return tf.raw_ops.CollectiveBcastSendV2(input=tensor, **keys)
-        return tf.raw_ops.CollectiveBcastRecvV2(shape=tf.shape(tensor), T=tensor.dtype, **keys)
-
-    result = _run(job, tensor, group, ("broadcast", root_rank), launch)
+    kernel = partial(tf.raw_ops.CollectiveBcastSendV2, input=tensor)
+    if group.rank != root_rank:
+        kernel = partial(tf.raw_ops.CollectiveBcastRecvV2, shape=tf.shape(tensor), T=tensor.dtype)
+    result = _run(job, tensor, group, ("broadcast", root_rank), kernel)
     # Of all collectives TensorFlow drops only broadcasts whose result isn't used (``ASYNC_STATEFUL_OPS`` of its
     # automatic control dependencies, TensorFlow 2.20), and the ranks that do use it would wait forever. An operation
     # that writes to a variable is never dropped. Can go when TensorFlow keeps broadcasts, too.
@@ -189,14 +173,9 @@ def broadcast(job: Job, tensor: tf.Tensor, root_rank: int, group: Group) -> tf.T
     return result
 
 
-def _run(
-    job: Job, tensor: tf.Tensor, group: Group, kind: Hashable, launch: Callable[[dict[str, Any]], tf.Tensor]
-) -> tf.Tensor:
-    """Run a kernel from GPU to GPU with NCCL, or between the hosts' memories; the same on every rank.
-
-    The stall watch learns from when to when it runs: a rank that stops in it would not be missed before the next
-    agreement, which the others never reach. The agreement has a watch of its own.
-    """
+def _run(job: Job, tensor: tf.Tensor, group: Group, kind: Hashable, kernel: Callable[..., tf.Tensor]) -> tf.Tensor:
+    # The stall watch learns from when to when it runs: a rank that stops in it would not be missed before the next
+    # agreement, which the others never reach.
     cpu, (device, kind_of_device) = job.device("CPU"), _device(job, tensor.dtype)
     gpu = kind_of_device == "GPU"
     sequence, watch = sequence_of(job, group), job.stall_watch.transfers_of(group, cpu)
@@ -205,14 +184,9 @@ def _run(
     with tf.device(cpu):  # keys are the CPU's work, also for a collective between GPUs
         key = sequence.draw(kind, tensor.dtype, shape)
     # TensorFlow's groups consist of devices, so a group has one key for its CPUs and another for its GPUs.
-    keys = {
-        "group_size": group.size,
-        "group_key": group.key + gpu,
-        "instance_key": key,
-        "communication_hint": "nccl" if gpu else "auto",
-    }
+    group_key, hint = group.key + gpu, "nccl" if gpu else "auto"
     with tf.device(device):
-        result = launch(keys)
+        result = kernel(group_size=group.size, group_key=group_key, instance_key=key, communication_hint=hint)
     watch.end(result)
     sequence.note(kind, result)
     return result
@@ -225,10 +199,9 @@ def _device(job: Job, dtype: tf.DType) -> tuple[str, str]:
 
 
 def _order(job: Job, group: Group, dtype: tf.DType) -> dict[str, Any]:
-    """Return the resource that orders a collective: in a tf.function TensorFlow serializes stateful operations without
-    a resource, and those on the same resource. On the CPU neighbouring collectives get different resources, so that
-    none waits for another. NCCL needs the same order on every rank, in all groups, so there all get the same one.
-    """
+    # In a tf.function TensorFlow serializes stateful operations without a resource, and those on the same resource. On
+    # the CPU neighbouring collectives get different resources, so that none waits for another. NCCL needs the same
+    # order on every rank, in all groups, so there all get the same one.
     if tf.executing_eagerly():
         return {"ordering_token": []}
     _, kind = _device(job, dtype)

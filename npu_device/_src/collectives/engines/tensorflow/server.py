@@ -56,7 +56,6 @@ def start(job: Job) -> None:
 
 
 def _initialize(job: Job, addresses: list[str], port: int) -> None:
-    """Configure TensorFlow's context, and start the server with it."""
     cluster, context = job.cluster, compat.eager_context()
     context.configure_collective_ops(
         collective_leader=_LEADER,
@@ -92,10 +91,8 @@ def _initialize(job: Job, addresses: list[str], port: int) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep freed memory from now on; another C library isn't changed.
-
-    TensorFlow's transfers allocate buffers of some MB each time. By default, glibc soon returns those to the system,
-    and then takes fresh pages from it, which costs more than to copy them (docs/notes.md).
+    """Let glibc keep freed memory: it would return TensorFlow's buffers of some MB to the system, and take fresh pages
+    for each transfer, which costs more than to copy them (docs/notes.md).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
