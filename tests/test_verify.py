@@ -104,7 +104,8 @@ WRONG: dict[str, dict[str, str]] = {
         "start": "second = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Dense(1)])\n"
         "npu.distribute.broadcast(model.variables + second.variables)",
         "loss": "tf.reduce_mean(tf.square(second(z, training=True) - y))",
-        "reduce": 'gradients = npu.distribute.all_reduce(gradients, compression="bf16")',
+        "reduce": "gradients, _ = tf.clip_by_global_norm(gradients, 1e6)\n    "
+        'gradients = npu.distribute.all_reduce(gradients, compression="bf16")',
     },
 }
 SAID = {
@@ -149,6 +150,7 @@ def test_causes_in_a_loop(kind: str, tmp_path: Path) -> None:
     assert verdict.cause == cause, report.text(verdict)
     assert verdict.code == (0 if not cause else 3 if cause == "random numbers" else 1)
     assert not list(tmp_path.glob("*.txt")) and all(line.split()[2] == "12" for line in verdict.table)
+    assert any("clips its own gradients" in note for note in verdict.notes) == ("1e6" in source)
     if cause in SAID:
         line = next(number for number, text in enumerate(source.splitlines(), start=1) if SAID[cause] in text)
         assert f"script.py:{line}" in verdict.text
