@@ -211,11 +211,16 @@ def weighted_mean(values: Any, weight: Any) -> Any:
     if ranks is None:
         return values
     mine = tf.cast(weight, tf.float64)
-    known = tf.get_static_value(mine)
-    if mine.shape.rank not in (0, None) or (known is not None and known < 0):
+    if mine.shape.rank not in (0, None):
         raise ValueError(
-            f"rank {ranks.job.cluster.rank}: weighted_mean was given the weight {weight}; expected 0 or more, a number "
-            "or scalar tensor, such as the number of samples of this rank"
+            f"rank {ranks.job.cluster.rank}: weighted_mean was given a weight of shape {mine.shape}; expected a "
+            "scalar, such as the number of samples of this rank"
+        )
+    known = tf.get_static_value(mine)
+    if known is not None and known < 0:
+        raise ValueError(
+            f"rank {ranks.job.cluster.rank}: weighted_mean was given the weight {known:g}; expected 0 or more, "
+            "such as the number of samples of this rank"
         )
     part = tf.math.divide_no_nan(mine, ranks.add_up(mine))
     parts = [weighted(with_values(value, floating), part) for value in tf.nest.flatten(values)]
