@@ -107,9 +107,8 @@ def test_calls_that_do_not_match(three: Pool) -> None:
         test_agreement.test_calls_that_do_not_match(three, case)
 
 
-@pytest.mark.slow
 def test_a_rank_that_stops_is_named(three: Pool, moves: str) -> None:
-    """The last one, whose ranks end."""
+    """The last one, whose ranks end; not marked as slow, since those come first."""
     if moves == "tcp":
         pytest.skip("test_failures.py has it")
     test_mpi.assert_a_stopped_rank_is_named(three)
