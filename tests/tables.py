@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from npu_device._src.environment import ALL, ascend, launchers, own, tensorflow
+from npu_device._src.environment import ALL, ascend, launcher_variables, own, tensorflow_variables
 from npu_device._src.environment.variable import Variable
 from npu_device._src.options.table import GLOBAL_OPTIONS, Rule
 
@@ -42,7 +42,7 @@ def _variables() -> dict[str, list[str]]:
             _row(declared.pop(variable.name)) for variable in _of(ascend) if _BY_LAUNCH_SCRIPTS.match(variable.name)
         ],
         "Variables that launchers and platforms set": [
-            _row(declared.pop(variable.name)) for variable in (tensorflow.TF_CONFIG, *_of(launchers))
+            _row(declared.pop(variable.name)) for variable in (tensorflow_variables.TF_CONFIG, *_of(launcher_variables))
         ],
     }
     tables["Variables that you set"] = list(map(_row, declared.values()))

@@ -5,7 +5,7 @@ from npu_device._src.environment.checks import ALL as ALL
 from npu_device._src.environment.checks import check_own_variables as check_own_variables
 from npu_device._src.environment.checks import horovod_variables_without_effect as horovod_variables_without_effect
 from npu_device._src.environment.checks import settings_everywhere as settings_everywhere
-from npu_device._src.environment.launchers import *  # noqa: F403
+from npu_device._src.environment.launcher_variables import *  # noqa: F403
 from npu_device._src.environment.own import *  # noqa: F403
-from npu_device._src.environment.tensorflow import *  # noqa: F403
+from npu_device._src.environment.tensorflow_variables import *  # noqa: F403
 from npu_device._src.environment.variable import Variable as Variable

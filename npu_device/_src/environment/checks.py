@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 import logging
 
-from npu_device._src.environment import ascend, launchers, own, tensorflow
+from npu_device._src.environment import ascend, launcher_variables, own, tensorflow_variables
 from npu_device._src.environment.variable import Variable, names_in_environment
 
 ALL: tuple[Variable, ...] = tuple(
     value
-    for owner in (ascend, tensorflow, launchers, own)
+    for owner in (ascend, tensorflow_variables, launcher_variables, own)
     for value in vars(owner).values()
     if isinstance(value, Variable)
 )
