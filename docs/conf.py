@@ -64,6 +64,7 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 autodoc_member_order = "groupwise"
 autodoc_typehints = "none"
+autodoc_inherit_docstrings = False  # those of TensorFlow and Keras are Markdown
 nitpick_ignore_regex = [("py:.*", r"(tensorflow|tf|keras|tf_keras|numpy|np|collections|typing|contextlib)\..*")]
 
 html_theme = "furo"

@@ -124,7 +124,7 @@ def KerasDistributeOptimizer(optimizer: Any, name: str = "NpuKerasOptimizer", **
 
     Args:
         optimizer: a Keras optimizer.
-        name, **kwargs: without effect: the optimizer keeps its own name.
+        name: without effect, like ``kwargs``: the optimizer keeps its own name.
 
     Raises:
         ValueError: the optimizer is wrapped already.
