@@ -88,6 +88,17 @@ def test_batches_are_those_of_one_process(several_ranks: Pool, single: Pool, tmp
                     assert max(map(len, parts)) <= -(-len(batches[0]) // several_ranks.size)
 
 
+def body_tuned() -> list[bool | None]:
+    options = tf.data.Options()
+    options.autotune.enabled = True
+    sources = (tf.data.Dataset.range(8), tf.data.Dataset.range(8).with_options(options))
+    return [npu.distribute.pipeline(each, abs, 4).dataset.options().autotune.enabled for each in sources]
+
+
+def test_only_the_user_turns_autotuning_on(two_ranks: Pool) -> None:
+    assert two_ranks.run(body_tuned) == [[False, True]] * 2
+
+
 def body_fit(kind: str, *batches: int) -> Any:
     """One model's ``fit`` with validation, and ``evaluate``, for each size of a batch: on a pipeline, or on a Sequence
     with ``rows``.

@@ -142,6 +142,10 @@ def pipeline(
     _require_same(world, source)
     options = tf.data.Options()
     options.deterministic = True  # or each rank would have an order of its own
+    if source.options().autotune.enabled is None:
+        # The thread that tunes sleeps for ever longer times, and the end of an epoch often waits until it wakes up:
+        # up to as long as the epoch took, for all ranks if it happens on one. Upstream issue: none.
+        options.autotune.enabled = False
     source = source.with_options(options)
     first, last = (place * size // world.size for place in (world.rank, world.rank + 1))
     rows = source.window(size, drop_remainder=drop_remainder).flat_map(_cut(first, last))
