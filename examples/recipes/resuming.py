@@ -1,4 +1,4 @@
-"""Interrupted and resumed: a loop of your own ends as if nothing had happened."""
+"""Interrupted and resumed: a custom loop ends as if nothing had happened."""
 
 import tempfile
 

@@ -30,7 +30,7 @@ _log = logging.getLogger("npu_device")
 
 
 class JobCheckpoint:
-    """Checkpoints of all ranks of a job together, for a training loop of your own.
+    """Checkpoints of all ranks of a job together, for a custom training loop.
 
     Args:
         directory: directory of the checkpoints, the same path on every rank; created if it doesn't exist. Hosts that
