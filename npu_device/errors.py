@@ -4,7 +4,7 @@ Each is also a ``RuntimeError``, except ``CheckpointError``, which is an ``OSErr
 """
 
 from npu_device._src.cluster.errors import ClusterError, NpuDeviceError, PeerError, PortTakenError, RendezvousError
-from npu_device._src.collectives.call import MismatchError
+from npu_device._src.collectives.mismatch import MismatchError
 from npu_device._src.training.checkpoint.folder import CheckpointError
 
 __all__ = [

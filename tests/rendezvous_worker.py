@@ -29,7 +29,8 @@ def main() -> None:
     began = time.monotonic()
     try:
         cluster, channel = rendezvous.meet(membership)
-        report["cluster"] = dataclasses.asdict(cluster)
+        names = (*dataclasses.asdict(cluster), "host", "world_size", "local_rank", "local_size")
+        report["cluster"] = {name: getattr(cluster, name) for name in names}
         channel.close()
     except ClusterError as error:
         report["error"] = str(error)

@@ -188,7 +188,7 @@ def test_who_is_a_child(
     for name, value in environment(**scheme).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("NPU_DEVICE_RANK_PROCESS", "")  # is restored
-    parent_rank.mark(Cluster.seen_by(1, 1, ("here", "here"), ("127.0.0.1",) * 2, "job"))
+    parent_rank.mark(Cluster(1, 1, ("here", "here"), ("127.0.0.1",) * 2, "job"))
     assert parent_rank.inherited() is None
     for name, value in changes.items():
         monkeypatch.setenv(name, value)
@@ -288,7 +288,7 @@ def test_a_parent_whose_child_has_become_the_rank(tmp_path: Path) -> None:
 
 def test_npurun_makes_ranks_of_a_ranks_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPU_DEVICE_RANK_PROCESS", "")
-    parent_rank.mark(Cluster.seen_by(1, 1, ("here", "here"), ("127.0.0.1",) * 2, "job"))
+    parent_rank.mark(Cluster(1, 1, ("here", "here"), ("127.0.0.1",) * 2, "job"))
     marked = os.environ["NPU_DEVICE_RANK_PROCESS"]
     text = "import os; assert 'NPU_DEVICE_RANK_PROCESS' not in os.environ"
     ended = npurun("-n", "2", script(tmp_path, text), NPU_DEVICE_RANK_PROCESS=marked)

@@ -168,6 +168,11 @@ def test_private_names_of_tensorflow_and_keras_stand_in_compat() -> None:
     assert not wrong, "private names of TensorFlow or Keras; give them a function in compat/:\n" + "\n".join(wrong)
 
 
+def test_collectives_decide_alone_what_a_session_runs() -> None:
+    asking = [file for file in FILES if "runs_if_fetched()" in (ROOT / file).read_text()]
+    assert sorted(asking) == [f"{SOURCE_FOLDER}collectives/{name}.py" for name in ("graph", "operation")]
+
+
 def test_public_files_hold_imports_and_all_only() -> None:
     public = [component for component in COMPONENTS if "hccl/" in component.paths]
     wrong = []

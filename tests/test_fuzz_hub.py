@@ -84,7 +84,6 @@ _TABLE = [
     {"do": "gather", "id": 5, "name": "m", "value": 1, "ranks": None, "partial": False, "seconds": 0.01},
     {"do": "ask", "id": 6, "kind": "alive", "body": None, "ranks": "0-1", "seconds": 0.01},
     {"do": "reply", "question": 1, "value": 1},
-    {"do": "others", "id": 7, "seconds": 0.01},
 ]
 _LAST = [
     {"do": "left", "issued": {"g 0-1": 1}},

@@ -158,7 +158,7 @@ def test_choosing_a_device_makes_no_devices(tmp_path: Path) -> None:
 from npu_device._src import compat
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.collectives import resources
-device = resources.choose_device(Cluster.seen_by(1, 1, ("a", "a"), ("127.0.0.1",) * 2, "test"))
+device = resources.choose_device(Cluster(1, 1, ("a", "a"), ("127.0.0.1",) * 2, "test"))
 assert not compat.context_is_initialized()
 print(device.name, device.detail, device.is_gpu)
 """
@@ -185,7 +185,7 @@ def body_roads_of_nccl() -> Any:
     world, rank, size = running.world_group, running.cluster.rank, running.cluster.world_size
     before = Hosts.uses_nccl, kernels._device
     Hosts.uses_nccl = lambda _, dtype: dtype in _NCCL_DTYPES  # type: ignore[method-assign]
-    kernels._device = lambda job, _: (job.device("CPU"), "CPU")
+    kernels._device = lambda job, _: job.device("CPU")
     try:
         rows = tf.reshape(tf.range(3.0 * size), [size, 3]) + 100.0 * rank
         return bodies.numbers(), kernels.all_to_all(running, rows, world).numpy().tolist()

@@ -63,7 +63,7 @@ def _found(job: Job) -> Findings:
         return found
     engines = [job.hosts.engine, *(["mpi"] if job.mpi_world else []), "tcp"] if len(leaders) > 1 else []
     right = _sum_is_right(job)
-    mine = [rank for rank, host in enumerate(cluster.hosts) if host == cluster.host]
+    mine = cluster.neighbours
     within = _by_size(job, "check_within", mine) if len(mine) > 1 else None
     gather("within", None)
     between = _between(job, leaders, dict.fromkeys(engines)) if cluster.rank in leaders else {}

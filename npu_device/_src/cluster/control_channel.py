@@ -92,10 +92,6 @@ class ControlChannel:
     def reply(self, question: int, value: Any) -> None:
         self.notify("reply", question=question, value=value)
 
-    def others(self, timeout: float) -> list[int]:
-        """Wait until every other rank has left; return those still there after ``timeout`` seconds."""
-        return frames.ranks_of(str(self._request("others", timeout)))
-
     # Messages
 
     def notify(self, do: str, **fields: Any) -> None:

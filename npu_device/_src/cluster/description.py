@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from npu_device._src import environment
 
@@ -44,21 +45,42 @@ class Cluster:
     """The ranks of the job, as each of them knows it.
 
     Attributes:
+        device_id: number of this process's device on its host.
         hosts: host of each rank, as the scheme names it (server_id, IP address or host name); equal names: one host.
+        addresses: address of each rank, as the others reach it.
         trusted: only the job's ranks can have sent what comes from another one: the job has a secret, or its ports are
             on one host's loopback interface.
     """
 
     rank: int
-    world_size: int
-    local_rank: int  # this process's index among the ranks of its host, from 0
-    local_size: int  # number of ranks on its host
-    host: str  # this process's host, as the scheme names it
     device_id: int
     hosts: tuple[str, ...]
-    addresses: tuple[str, ...]  # address of each rank, as the others reach it
+    addresses: tuple[str, ...]
     job_id: str
     trusted: bool = False
+
+    @cached_property
+    def world_size(self) -> int:
+        return len(self.hosts)
+
+    @cached_property
+    def host(self) -> str:
+        """Return the name of this process's host."""
+        return self.hosts[self.rank]
+
+    @cached_property
+    def neighbours(self) -> list[int]:
+        """Return the ranks of this host, this one among them."""
+        return [rank for rank, host in enumerate(self.hosts) if host == self.host]
+
+    @cached_property
+    def local_rank(self) -> int:
+        """Return the index of this rank among those of its host."""
+        return self.neighbours.index(self.rank)
+
+    @property
+    def local_size(self) -> int:
+        return len(self.neighbours)
 
     @property
     def name(self) -> str:
@@ -72,27 +94,3 @@ class Cluster:
         """Return a line of a message for each rank that has a text, and one for those beyond the first ``most``."""
         lines = [f"  {self.name_of(rank)}: {text}" for rank, text in texts.items()]
         return lines if len(lines) <= most else [*lines[:most], f"  and {len(lines) - most} more ranks"]
-
-    @classmethod
-    def seen_by(
-        cls,
-        rank: int,
-        device_id: int,
-        hosts: Sequence[str],
-        addresses: Sequence[str],
-        job_id: str,
-        trusted: bool = False,
-    ) -> Cluster:
-        neighbours = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-        return cls(
-            rank=rank,
-            world_size=len(hosts),
-            local_rank=neighbours.index(rank),
-            local_size=len(neighbours),
-            host=hosts[rank],
-            device_id=device_id,
-            hosts=tuple(hosts),
-            addresses=tuple(addresses),
-            job_id=job_id,
-            trusted=trusted,
-        )

@@ -91,9 +91,9 @@ def reach(host: str, port: int, seconds: float, secret: bytes, **said: Any) -> T
         try:
             connection = _connect(family, address, max(0.1, min(CONNECT_SECONDS, left)))
             try:
-                line = TimedConnection(connection)
-                authenticate(line, secret, **said)
-                return line
+                timed = TimedConnection(connection)
+                authenticate(timed, secret, **said)
+                return timed
             except BaseException:
                 connection.close()
                 raise
@@ -126,19 +126,19 @@ def _connect(family: int, address: tuple[Any, ...], seconds: float) -> socket.so
     return connection
 
 
-def authenticate(line: TimedConnection, secret: bytes, **said: Any) -> None:
+def authenticate(timed: TimedConnection, secret: bytes, **said: Any) -> None:
     """Prove that this process knows the secret, and have the other side prove it."""
     mine = frames.nonce()
-    line.send({**said, "npu_device": frames.PROTOCOL, "nonce": mine})
-    theirs = line.receive(
+    timed.send({**said, "npu_device": frames.PROTOCOL, "nonce": mine})
+    theirs = timed.receive(
         ANSWER_SECONDS,
         silent="no answer: another program, or one that is stopped",
         closed="the connection was closed without an answer: another program, or one that is ending",
     ).get("nonce")
     if not isinstance(theirs, str):
         raise AttemptFailedError(ANOTHER_PROGRAM)
-    line.send({"proof": frames.proof(secret, "client", mine, theirs, said)})
-    answer = line.receive(
+    timed.send({"proof": frames.proof(secret, "client", mine, theirs, said)})
+    answer = timed.receive(
         ANSWER_SECONDS,
         silent="no answer to the proof of the job secret",
         closed="the proof of the job secret was refused: a job with another secret answers there "
@@ -157,7 +157,7 @@ def serve(listener: socket.socket, secret: bytes, admitted: Callable[[TimedConne
 
     def let_in(connection: socket.socket) -> None:
         try:
-            line, said = _admit(connection, secret)
+            timed, said = _admit(connection, secret)
         except OSError as error:
             connection.close()
             _log.debug("refused a connection: %s", error)
@@ -165,7 +165,7 @@ def serve(listener: socket.socket, secret: bytes, admitted: Callable[[TimedConne
         finally:
             unproved.pop(connection, None)
         try:
-            admitted(line, said)
+            admitted(timed, said)
         except Exception as error:  # it doesn't say what this job's processes say
             connection.close()
             _log.debug("refused a connection: %r", error)
@@ -194,19 +194,19 @@ def serve(listener: socket.socket, secret: bytes, admitted: Callable[[TimedConne
 def _admit(connection: socket.socket, secret: bytes) -> tuple[TimedConnection, dict[str, Any]]:
     """Do the other side's part of ``authenticate``; return what else it has said, too."""
     frames.keep_alive(connection)
-    line, silent, closed = TimedConnection(connection, frames.LIMIT_BEFORE_PROOF), "no answer", "it was closed"
-    said = line.receive(ANSWER_SECONDS, silent=silent, closed=closed)
+    timed, silent, closed = TimedConnection(connection, frames.LIMIT_BEFORE_PROOF), "no answer", "it was closed"
+    said = timed.receive(ANSWER_SECONDS, silent=silent, closed=closed)
     theirs, mine = said.pop("nonce", None), frames.nonce()
     said.pop("npu_device", None)
     if not isinstance(theirs, str):
         raise AttemptFailedError("another program, which doesn't talk npu_device's protocol")
-    line.send({"nonce": mine})
-    proof = line.receive(ANSWER_SECONDS, silent=silent, closed=closed).get("proof")
+    timed.send({"nonce": mine})
+    proof = timed.receive(ANSWER_SECONDS, silent=silent, closed=closed).get("proof")
     if not frames.is_proof(proof, frames.proof(secret, "client", theirs, mine, said)):
         raise AttemptFailedError("no proof that it knows the job secret")
-    line.send({"proof": frames.proof(secret, "hub", theirs, mine, said)})
-    line.reader.limit = frames.LIMIT
-    return line, said
+    timed.send({"proof": frames.proof(secret, "hub", theirs, mine, said)})
+    timed.reader.limit = frames.LIMIT
+    return timed, said
 
 
 def resolve(host: str, port: int, seconds: float) -> list[tuple[int, tuple[Any, ...]]]:

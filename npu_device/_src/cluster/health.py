@@ -23,16 +23,22 @@ from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.frames import counted, ranges, ranks_of
-from npu_device._src.cluster.time_limits import ALIVE_SECONDS, DEPARTURE_POLL_SECONDS, FINISHED_NOTICE_SECONDS
+from npu_device._src.cluster.time_limits import ALIVE_SECONDS, FINISHED_NOTICE_SECONDS
 from npu_device._src.cluster.tracebacks import root_error, without_libraries
 
-_GroupId = tuple[str, tuple[int, ...]]  # name and members: disjoint sets of ranks may use the same name
+GroupId = tuple[str, tuple[int, ...]]
+"""Name and members: disjoint sets of ranks may use the same name."""
 
 _TRACEBACK_LINES = 12
 
 
 class Health:
-    """How this rank sees the others, and its reports to them; ``symptoms`` tell errors that others' failures cause."""
+    """How this rank sees the others, and its reports to them.
+
+    Attributes:
+        begun: returns how many collectives this rank has begun in each group, by its name and ranks.
+        symptoms: tell errors that others' failures cause.
+    """
 
     def __init__(self, cluster: Cluster, channel: ControlChannel) -> None:
         self._cluster = cluster
@@ -41,12 +47,12 @@ class Health:
         self._lock = threading.Lock()
         self._failure: str | None = None
         self._left: dict[int, dict[str, int]] = {}
-        self._groups: dict[_GroupId, Callable[[], int]] = {}
         self._stoppers: list[Callable[[str], None]] = []
         self._answers: dict[str, Callable[[Any], Any]] = {"alive": lambda _: True, "clock": lambda _: time.time()}
-        self._departure = threading.Event()
         self._closing = False
+        self._others_have_ended = threading.Event()
         self._gave_up: str | None = None  # why this rank stopped on its own
+        self.begun: Callable[[], dict[GroupId, int]] = dict
         self.symptoms: list[Callable[[BaseException], bool]] = []
         self._previous_hook = sys.excepthook
 
@@ -55,26 +61,24 @@ class Health:
         os.register_at_fork(after_in_child=lambda: _stop_in_fork(myself()))
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_uncaught
-        # Now: since Python 3.12 no thread can start during interpreter shutdown, which is when ranks leave.
-        threading.Thread(target=self._watch_for_departures, name="npu_device-left", daemon=True).start()
         self._channel.listen(self._on_push, self._on_lost)
 
     # For the collectives
 
-    def count_collectives_with(self, group: str, ranks: Sequence[int], issued: Callable[[], int]) -> None:
-        """Register the ranks of a group, and a function that counts the collectives this rank has started in it."""
-        self._groups[group, tuple(ranks)] = issued
-
-    def forget_group(self, group: str, ranks: Sequence[int]) -> None:
-        self._groups.pop((group, tuple(ranks)), None)
-
-    def check(self, group: str, ranks: Sequence[int]) -> None:
+    def check(self, group: str, ranks: tuple[int, ...]) -> None:
         """Raise PeerError if a rank has failed, or one of the group has left, which won't join another collective."""
         if self._failure is None and self._left:
-            text = self._missed((group, tuple(ranks)), coming=1)
+            text = self._missed((group, ranks), self.begun().get((group, ranks), 0) + 1)
             if text is not None:
                 raise PeerError(text)
         self.require_running()
+
+    def look_for_missing(self) -> None:
+        """Stop this rank if it has begun a collective that a rank which has left should have joined."""
+        for group, begun in self.begun().items() if self._left else ():
+            text = self._missed(group, begun)
+            if text is not None:
+                self._abort(text)
 
     def require_running(self) -> None:
         """Raise PeerError if the collective in which this rank waits can no longer end."""
@@ -130,8 +134,8 @@ class Health:
         elif kind == "left":
             for issued, ranks in message["left"]:
                 self._left.update((rank, issued) for rank in ranks_of(ranks) if rank != self._cluster.rank)
-            if self._left:
-                self._departure.set()
+            if len(self._left) == self._cluster.world_size - 1:
+                self._others_have_ended.set()
         elif kind == "failed":
             if message["event"]["rank"] != self._cluster.rank:
                 self._abort(self._failed_text(message["event"]))
@@ -144,27 +148,16 @@ class Health:
         else:
             self._channel.reply(question, value)
 
-    def _watch_for_departures(self) -> None:
-        """Stop this rank once it has started a collective that a rank which has left should have joined."""
-        self._departure.wait()
-        while not self._closing and self._failure is None:
-            for group in list(self._groups):
-                text = self._missed(group)
-                if text is not None:
-                    self._abort(text)
-                    return
-            time.sleep(DEPARTURE_POLL_SECONDS)
-
-    def _missed(self, group: _GroupId, coming: int = 0) -> str | None:
-        """Return the error text if a member left before the latest (or next) collective of this rank in the group."""
-        issued = self._groups[group]() + coming if group in self._groups else coming
+    def _missed(self, group: GroupId, begun: int) -> str | None:
+        """Return the error text if a member left before this rank's last collective of the ``begun`` in the group."""
         key = _key(group)
         for rank in group[1]:
-            if rank in self._left and issued > self._left[rank].get(key, 0):
+            if rank in self._left and begun > self._left[rank].get(key, 0):
                 return self._left_text(rank, self._left[rank].get(key, 0), group[0])
         return None
 
     def _on_lost(self, reason: str) -> None:
+        self._others_have_ended.set()
         if not self._closing:
             self._abort(
                 f"{reason}: its process ended or was killed, or its host, {self._cluster.hosts[0]}, can't be reached "
@@ -178,6 +171,7 @@ class Health:
                 return False
             self._failure = text
             stoppers = list(self._stoppers)
+        self._others_have_ended.set()
         for act in stoppers:
             act(text)
         return True
@@ -237,7 +231,6 @@ class Health:
         """Close the channel because of an error, and tell the others. Return an earlier error of another rank."""
         cause = None if self._failure is None else PeerError(self._failure)
         self._closing = True
-        self._departure.set()
         if cause is None:
             self._report_failure(self._record(error, False))
         self._channel.close()
@@ -275,11 +268,10 @@ class Health:
 
     def leave(self, serves_others: bool) -> None:
         self._closing = True
-        self._departure.set()  # the watching thread ends, too
         if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._previous_hook
         if self._failure is None:
-            issued = {_key(group): count() for group, count in self._groups.items()}
+            issued = {_key(group): begun for group, begun in self.begun().items() if begun}
             self._channel.notify("left", issued=issued)
             if serves_others:
                 self._wait_for_others()
@@ -293,12 +285,13 @@ class Health:
         answered = time.monotonic()
         noticed = False
         try:
-            while waiting := self._channel.others(FINISHED_NOTICE_SECONDS):
+            while not self._others_have_ended.wait(FINISHED_NOTICE_SECONDS):
+                waiting = set(range(self._cluster.world_size)).difference(self._left, [self._cluster.rank])
                 if not noticed:
                     noticed = True
                     print(
                         f"npu_device: rank {self._cluster.rank} has finished and is waiting for rank(s) "
-                        f"{', '.join(map(str, waiting))}: "
+                        f"{', '.join(map(str, sorted(waiting)))}: "
                         "they need a service that ends with this process.",
                         file=sys.stderr,
                     )
@@ -321,6 +314,6 @@ def _stop_in_fork(health: Health | None) -> None:
         )
 
 
-def _key(group: _GroupId) -> str:
+def _key(group: GroupId) -> str:
     """Return a short name of a group for messages, without its list of ranks."""
     return f"{group[0]} {ranges(group[1])}"

@@ -353,9 +353,8 @@ class Hub:
         if self._roster.has_candidates and self._candidates_until is None:
             self._candidates_until = now + limits.CANDIDATE_SECONDS
             for one in self._arrivals():
-                self._send(
-                    one, frames.encode({"wait": limits.CANDIDATE_SECONDS, "for": one.arrival and one.arrival.candidate})
-                )
+                candidate = one.arrival and one.arrival.hello.candidate
+                self._send(one, frames.encode({"wait": limits.CANDIDATE_SECONDS, "for": candidate}))
         return self._roster.has_candidates and now < (self._candidates_until or 0)
 
     def _complete_rendezvous(self) -> None:

@@ -123,23 +123,23 @@ class Peers:
         while True:
             attempt = min(limits.ATTEMPT_SECONDS, max(limits.ATTEMPT_PAUSE_SECONDS, until - time.monotonic()))
             try:
-                line = reach(host, port, attempt, self._secret + token.encode(), rank=self._cluster.rank, **said)
-                line.connection.settimeout(limits.SEND_SECONDS)
-                return line.connection
+                timed = reach(host, port, attempt, self._secret + token.encode(), rank=self._cluster.rank, **said)
+                timed.connection.settimeout(limits.SEND_SECONDS)
+                return timed.connection
             except AttemptFailedError as error:
                 self._health.require_running()
                 if time.monotonic() > until:
                     self.raise_for(rank, f"no connection to {join_address(host, port)}: {error}")
                 time.sleep(limits.ATTEMPT_PAUSE_SECONDS)
 
-    def _admitted(self, line: TimedConnection, said: dict[str, Any]) -> None:
+    def _admitted(self, timed: TimedConnection, said: dict[str, Any]) -> None:
         rank, number = int(said["rank"]), int(said["number"])
         if not 0 <= rank < self._cluster.world_size:
             raise ValueError("no such rank")
         with self._arrival:
             if sum(map(len, self._arrived.values())) >= _MOST_UNCLAIMED:
                 raise ValueError("too many connections that nobody has asked for")
-            self._arrived[rank, number].append(self._owned_by_caller(line.connection))
+            self._arrived[rank, number].append(self._owned_by_caller(timed.connection))
             self._arrival.notify_all()
 
     def _owned_by_caller(self, connection: socket.socket) -> socket.socket:

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, Callable
 
 from npu_device._src import environment
@@ -59,14 +59,7 @@ def meet(membership: Membership) -> tuple[Cluster, ControlChannel]:
             find the hub. All ranks that came get the same text, with a line for each rank.
     """
     hello = Hello(
-        job_id=membership.job_id,
-        scheme=membership.scheme,
-        world_size=membership.world_size,
-        rank=membership.rank,
-        device_id=membership.device_id,
-        host_key=membership.host_key,
-        host=membership.host,
-        is_chief=membership.is_chief,
+        **{each.name: getattr(membership, each.name) for each in fields(Hello) if hasattr(membership, each.name)},
         seconds=membership.connect_timeout,
         versions={"protocol": str(frames.PROTOCOL), **installed_versions()},
         settings=environment.settings_everywhere(),
@@ -74,14 +67,13 @@ def meet(membership: Membership) -> tuple[Cluster, ControlChannel]:
         pid=os.getpid(),
         started=start_time(os.getpid()),
         ancestors=tuple(ancestors()),
-        candidate=membership.candidate,
     )
     search = _Search(membership, hello)
     rank, roster, channel = _start_hub(membership, search) if membership.starts_hub else search.search()
     on_loopback = bool(roster["loopback"]) and all(map(is_loopback, membership.chief_hosts))
     trusted = bool(membership.secret) or on_loopback
-    place = membership.device_id, roster["hosts"], roster["addresses"], membership.job_id
-    cluster = Cluster.seen_by(rank, *place, trusted)
+    hosts, addresses = map(tuple, (roster["hosts"], roster["addresses"]))
+    cluster = Cluster(rank, membership.device_id, hosts, addresses, membership.job_id, trusted)
     _log.info("rank %d of %d has met the others on %s", cluster.rank, cluster.world_size, ", ".join(set(cluster.hosts)))
     return cluster, channel
 
@@ -190,23 +182,23 @@ class _Search:
                 break
         return None
 
-    def _join(self, line: TimedConnection) -> _Met:
+    def _join(self, timed: TimedConnection) -> _Met:
         try:
-            line.send({"hello": asdict(self._hello)})
-            return self._await_roster(line)
+            timed.send({"hello": asdict(self._hello)})
+            return self._await_roster(timed)
         except BaseException as error:  # above all Ctrl-C: the others need not wait until the time is up
             if self._hello.is_chief and not isinstance(error, (AttemptFailedError, RendezvousError, ChildOfRankError)):
                 what = f"the chief ({self._hello.process}) stopped while the ranks were meeting: {error!r}."
-                line.send({"stopping": f"{what}\nLook at its output."})
-            line.connection.close()
+                timed.send({"stopping": f"{what}\nLook at its output."})
+            timed.connection.close()
             raise
 
-    def _await_roster(self, line: TimedConnection) -> _Met:
+    def _await_roster(self, timed: TimedConnection) -> _Met:
         seconds, doing, rank = limits.ANSWER_SECONDS, "no answer", None
         gone = "the connection was closed without an answer: a hub that is ending"
         self.is_busy = False
         while True:
-            answer = line.receive(
+            answer = timed.receive(
                 seconds,
                 silent=f"{doing}: the hub is stopped",
                 closed=gone,
@@ -233,7 +225,7 @@ class _Search:
             elif kind == "rank":
                 rank = int(_number(said, frames.MOST_RANKS))
             elif kind == "roster" and rank is not None and _is_roster(said, rank):
-                return rank, said, ControlChannel(line.connection, line.reader)
+                return rank, said, ControlChannel(timed.connection, timed.reader)
             else:
                 raise AttemptFailedError(ANOTHER_PROGRAM)
 

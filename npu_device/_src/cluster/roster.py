@@ -125,11 +125,6 @@ class Arrival:
     def key(self) -> _Key:
         return (self.host, self.hello.device_id) if self.hello.rank is None else self.hello.rank
 
-    @property
-    def candidate(self) -> int | None:
-        """Return the number of a process that may come as the same rank: it has started this one."""
-        return self.hello.candidate
-
 
 class Roster:
     """The list of the ranks of a job. The hello of the chief is the reference, or the first one until the chief has
@@ -223,7 +218,7 @@ class Roster:
     @property
     def has_candidates(self) -> bool:
         """Return True if a process that has started one of the ranks may yet come, and be the rank instead."""
-        return any(arrival.candidate is not None for arrival in self._arrivals())
+        return any(arrival.hello.candidate is not None for arrival in self._arrivals())
 
     @property
     def _size(self) -> int:

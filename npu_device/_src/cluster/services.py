@@ -70,7 +70,6 @@ class Services:
         self._unreported_gone: list[int] = []
         self._failing = False
         self._is_told = False
-        self._last_ones: dict[tuple[int, int], None] = {}
         self._actions: dict[str, Callable[[int, dict[str, Any]], None]] = {
             "set": self._set,
             "get": self._get,
@@ -79,7 +78,6 @@ class Services:
             "gather": self._gather,
             "ask": self._ask,
             "reply": self._reply,
-            "others": self._others,
             "failed": self._failed,
             "left": self._leave,
             "stopped": self._stop,
@@ -275,9 +273,13 @@ class Services:
             self._later(LEFT_TOGETHER_SECONDS, self._report_departures)
         self._unreported_left.append(rank)
         self._mark_absent(rank)
+        if len(self._left) == len(self._hosts):
+            self._report_departures()
 
     def _report_departures(self) -> None:
         left_ranks, self._unreported_left = self._unreported_left, []
+        if not left_ranks:  # they have been reported with the last one
+            return
         alike = frames.alike({rank: self._left[rank] for rank in left_ranks})
         self._push_frame(frames.join(b'{"push":"left","left":', frames.joined(alike), b"}"))
 
@@ -291,23 +293,6 @@ class Services:
             self._failing = True
             self._push({"push": "failed", "event": {**event, **texts, "rank": rank}})
 
-    def _others(self, rank: int, message: dict[str, Any]) -> None:
-        waiting = rank, int(message["id"])
-        self._expect(*waiting, _seconds_of(message), lambda: self._answer_others(waiting))
-        self._last_ones[waiting] = None
-        self._check_last_ones()
-
-    def _check_last_ones(self) -> None:
-        for waiting in list(self._last_ones):
-            if len(self._absent - {waiting[0]}) == len(self._hosts) - 1:
-                self._answer_others(waiting)
-
-    def _answer_others(self, waiting: tuple[int, int]) -> None:
-        if waiting in self._last_ones:
-            del self._last_ones[waiting]
-            present = set(range(len(self._hosts))) - self._absent - {waiting[0]}
-            self._answer(*waiting, frames.ranges(present))
-
     def _mark_absent(self, rank: int) -> None:
         if rank in self._absent:
             return
@@ -318,7 +303,6 @@ class Services:
             found.pending.discard(rank)
             if not found.pending:
                 self._finish(found)
-        self._check_last_ones()
 
     # Messages
 

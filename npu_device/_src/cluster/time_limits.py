@@ -12,9 +12,8 @@ NEWS_SECONDS = 5.0  # after the end of its connection: for the hub to tell which
 LATEST_ANSWER_SECONDS = 60.0  # while a job starts or a group connects: for what another rank is about to send
 DETAILS_SECONDS = 2.0  # for the descriptions of the others, when calls differ
 QUEUE_CHECK_SECONDS = 0.5  # in a session, for the turn of a collective, before it checks whether the others are alive
-STALL_POLL_SECONDS = 0.5  # between two looks at whether it waits in a collective
+STALL_POLL_SECONDS = 0.2  # between two looks at whether it waits in a collective, and for whom
 WHERE_SECONDS = 2.0  # after a long wait: for the others to say where they are
-DEPARTURE_POLL_SECONDS = 0.2  # between two looks at whether a rank that has left is missing in a collective
 
 # MPI, which proceeds only if a thread tests its requests
 MPI_LONGEST_SLEEP_SECONDS = 500e-6

@@ -12,13 +12,14 @@ import itertools
 import re
 import weakref
 from collections.abc import Sequence
-from typing import Any, Callable
+from typing import Any, Callable, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
 
+_Call = TypeVar("_Call")
 _numbers = itertools.count()
 
 # Which graph is being built
@@ -53,12 +54,36 @@ def fetchable(operations: Sequence[Any]) -> tf.Operation | None:
     return tf.group(*operations) if runs_if_fetched() else None
 
 
+def in_one_or_apart(whole: _Call, parts: list[_Call]) -> list[_Call]:
+    """Return calls of collectives: one for all, whose parts start as soon as their own inputs are there; or in a
+    session's graph, where each call waits for all of its inputs, one for each part.
+    """
+    return parts if runs_if_fetched() else [whole]
+
+
+def fetchable_call(function: Callable[[np.ndarray], None], values: tf.Tensor) -> tf.Operation | None:
+    """Return an operation for a session to fetch that calls a function with values; None as in ``fetchable``."""
+    return tf.numpy_function(function, [values], []) if runs_if_fetched() else None
+
+
 def overwriting(value: Any, result: tf.Tensor) -> tf.Tensor:
     """Return a result. In a session's graph, fetching it overwrites ``value`` if that is a variable, as on Ascend."""
     if not runs_if_fetched() or not hasattr(value, "assign"):
         return result
     with tf.control_dependencies([tf.compat.v1.assign(value, result)]):
         return tf.identity(result)
+
+
+def origin(tensor: tf.Tensor) -> tf.Tensor:
+    """Return the tensor of a graph, this one or one around it, of which a tensor is a copy."""
+    while True:
+        if tensor.op.type in ("Identity", "IdentityN"):
+            tensor = tensor.op.inputs[tensor.value_index]
+            continue
+        outer = next((out for out, inside in getattr(tensor.graph, "captures", ()) if inside is tensor), None)
+        if not tf.is_symbolic_tensor(outer):
+            return tensor
+        tensor = outer
 
 
 # Calls of Python in a ``tf.function``

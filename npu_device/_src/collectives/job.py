@@ -107,8 +107,8 @@ class Job:
         with self.making:
             found = [(on, group) for on, group in self.calls if name in (group.name, group.parent)]
             closed = [self.calls.pop(key) for key in found]
-        for line in closed:
-            line.close()
+        for calls in closed:
+            calls.close()
         self.stall_watch.forget(name)
 
     def add(self, part: Any) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src.collectives import shapes
-from npu_device._src.collectives.call import Agreement, Call
+from npu_device._src.collectives.call import Agreement
 from npu_device._src.collectives.dtypes import require_bits
 from npu_device._src.collectives.engines.host import transfers
 from npu_device._src.collectives.graph import differentiable
@@ -24,7 +24,7 @@ from npu_device._src.collectives.operation import Operation, backend_of, row_len
 _TAGS = 1 << 61
 
 
-def all_gather(job: Job, tensor: tf.Tensor, group: Group, call: Call | None = None) -> tf.Tensor:
+def all_gather(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
     """Gather tensors of one shape, [n, …], into [n * group.size, …], ordered by group rank and the same on every rank.
 
     The gradient is the sum of all ranks' incoming gradients of the part of this rank. For arguments and errors see
@@ -33,7 +33,7 @@ def all_gather(job: Job, tensor: tf.Tensor, group: Group, call: Call | None = No
     shapes.require_first_dimension("all_gather", tensor)
     require_bits(tensor.dtype)
 
-    def body(agreement: Agreement) -> tf.Tensor:
+    def body(agreement: Agreement, tensor: tf.Tensor) -> tf.Tensor:
         gathered = gather(agreement, tf.reshape(tensor, [1, -1]), group)
         return shapes.with_first_dimension(gathered, tensor, lambda rows: rows * group.size)
 
@@ -41,14 +41,12 @@ def all_gather(job: Job, tensor: tf.Tensor, group: Group, call: Call | None = No
         "all_gather",
         group,
         [tensor],
-        body=body,
-        again=lambda call, tensor: all_gather(job, tensor, group, call),
-        inputs=[tensor],
+        body,
         results=lambda: shapes.spec_with_first_dimension(tensor, lambda rows: rows * group.size),
-    ).run(job, call)
+    ).run(job)
 
 
-def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "", call: Call | None = None) -> tf.Tensor:
+def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "") -> tf.Tensor:
     """Gather tensors, [n, …] into [sum of n, …], whose first dimension may differ among the ranks; see ``all_gather``.
 
     Each part is sent padded to the longest. ``purpose`` is what the tensors are for, so that unrelated calls aren't
@@ -60,13 +58,11 @@ def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "", c
         "all_gather_v",
         group,
         [tensor],
-        body=lambda agreement: gather_ragged(agreement, tensor, group),
-        again=lambda call, tensor: all_gather_v(job, tensor, group, purpose, call),
-        inputs=[tensor],
+        body=lambda agreement, tensor: gather_ragged(agreement, tensor, group),
         results=lambda: shapes.spec_with_first_dimension(tensor, lambda _: None),
         same={"purpose": purpose} if purpose else {},
         ragged=True,
-    ).run(job, call)
+    ).run(job)
 
 
 def all_to_all_v(
@@ -77,7 +73,6 @@ def all_to_all_v(
     recv_counts: Any,
     recv_displacements: Any,
     group: Group,
-    call: Call | None = None,
 ) -> tf.Tensor:
     """Exchange blocks of different lengths among all ranks; its gradient is sent the other way.
 
@@ -89,9 +84,9 @@ def all_to_all_v(
     require_bits(data.dtype)
     size = group.size
 
-    def body(agreement: Agreement) -> tf.Tensor:
-        outgoing = shapes.checked("send", send_counts, send_displacements, size, data.shape[0])
-        incoming = shapes.checked("recv", recv_counts, recv_displacements, size)
+    def body(agreement: Agreement, data: tf.Tensor, sends: Any, sends_at: Any, recvs: Any, recvs_at: Any) -> tf.Tensor:
+        outgoing = shapes.checked("send", sends, sends_at, size, data.shape[0])
+        incoming = shapes.checked("recv", recvs, recvs_at, size)
         mine = tf.concat([outgoing.counts, incoming.counts], axis=0)
         everybody = gather(agreement, mine[tf.newaxis], group)
         sent, expected = everybody[:, :size], tf.transpose(everybody[:, size:])
@@ -104,12 +99,11 @@ def all_to_all_v(
         "all_to_all_v",
         group,
         [data],
-        body=body,
-        again=lambda call, data, a, b, c, d: all_to_all_v(job, data, a, b, c, d, group, call),
+        body,
         inputs=[data, send_counts, send_displacements, recv_counts, recv_displacements],
         results=lambda: tf.TensorSpec([None], data.dtype),
         ragged=True,
-    ).run(job, call)
+    ).run(job)
 
 
 def _require_equal(sent: tf.Tensor, expected: tf.Tensor) -> list[Any]:
@@ -126,9 +120,7 @@ def _require_equal(sent: tf.Tensor, expected: tf.Tensor) -> list[Any]:
     return []
 
 
-def all_to_all_vc(
-    job: Job, data: tf.Tensor, send_count_matrix: Any, group: Group, call: Call | None = None
-) -> tf.Tensor:
+def all_to_all_vc(job: Job, data: tf.Tensor, send_count_matrix: Any, group: Group) -> tf.Tensor:
     """Do what ``all_to_all_v`` does, with all ranks' counts in one matrix that every rank knows.
 
     The ranks compare their matrices, and each block is sent padded to the longest of all. For arguments, result and
@@ -137,11 +129,10 @@ def all_to_all_vc(
     shapes.require_vector("all_to_all_vc", data)
     require_bits(data.dtype)
     matrix = shapes.whole_numbers("send_count_matrix", send_count_matrix, [group.size, group.size])
-    outgoing = shapes.packed(matrix[group.rank])
-    shapes.checked("send", outgoing.counts, outgoing.displacements, group.size, data.shape[0])
     known = tf.get_static_value(matrix)
 
-    def body(agreement: Agreement) -> tf.Tensor:
+    def body(agreement: Agreement, data: tf.Tensor, matrix: tf.Tensor) -> tf.Tensor:
+        outgoing = shapes.checked("send", *shapes.packed(matrix[group.rank]), group.size, data.shape[0])
         longest = row_length(agreement.job, group, data.dtype, tf.reduce_max(matrix))
         rows = exchange(agreement, shapes.pad_blocks(data, outgoing, longest), group)
         return shapes.join(rows, shapes.packed(matrix[:, group.rank]))
@@ -150,16 +141,15 @@ def all_to_all_vc(
         "all_to_all_vc",
         group,
         [data],
-        body=body,
-        again=lambda call, data, matrix: all_to_all_vc(job, data, matrix, group, call),
-        inputs=[data, send_count_matrix],
+        body,
+        inputs=[data, matrix],
         results=lambda: tf.TensorSpec([None], data.dtype),
         same={"send_count_matrix": "known to the running graph only" if known is None else known.tolist()},
         ragged=True,
-    ).run(job, call)
+    ).run(job)
 
 
-def send(job: Job, tensor: tf.Tensor, tag: int, destination: int, group: Group, call: Call | None = None) -> Any:
+def send(job: Job, tensor: tf.Tensor, tag: int, destination: int, group: Group) -> Any:
     """Send a tensor to one other rank; return the operation in a graph, and None in eager mode.
 
     A graph uses the operation for control dependencies. Each tag is a separate queue, first in, first out. There is no
@@ -169,43 +159,29 @@ def send(job: Job, tensor: tf.Tensor, tag: int, destination: int, group: Group, 
     require_bits(tensor.dtype)
     pair = _pair_of(group, group.rank, destination, tag)
 
-    def body(agreement: Agreement) -> Any:
+    def body(agreement: Agreement, tensor: tf.Tensor) -> Any:
         sent = transfers.send(agreement, tensor, pair)
         return None if tf.executing_eagerly() else sent.op
 
-    return Operation(
-        "send and receive",
-        pair,
-        [tensor],
-        body=body,
-        again=lambda call, tensor: send(job, tensor, tag, destination, group, call),
-        inputs=[tensor],
-        same={"tag": tag},
-    ).run(job, call)
+    return Operation("send and receive", pair, [tensor], body, same={"tag": tag}).run(job)
 
 
-def receive(
-    job: Job, shape: Any, dtype: tf.DType, tag: int, source: int, group: Group, call: Call | None = None
-) -> tf.Tensor:
+def receive(job: Job, shape: Any, dtype: tf.DType, tag: int, source: int, group: Group) -> tf.Tensor:
     """Receive the tensor that one other rank sends with the same tag; see ``training.hccl_ops.receive``."""
     like = tf.TensorSpec(shape, dtype)
     require_bits(like.dtype)
     if not like.shape.is_fully_defined():
         raise ValueError(f"receive needs to know every dimension of the tensor; found shape {like.shape}")
     pair = _pair_of(group, source, group.rank, tag)
-
-    def body(agreement: Agreement) -> tf.Tensor:
-        return transfers.receive(agreement, like, pair)
-
     return Operation(
         "send and receive",
         pair,
         [like],
-        body=body,
-        again=lambda call: receive(job, shape, dtype, tag, source, group, call),
+        body=lambda agreement: transfers.receive(agreement, like, pair),
+        inputs=(),
         results=lambda: like,
         same={"tag": tag},
-    ).run(job, call)
+    ).run(job)
 
 
 def _pair_of(group: Group, source: int, destination: int, tag: int) -> Group:

@@ -25,7 +25,7 @@ from typing import Any, Callable, Optional
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.collectives.call import Agreement, Call, Route, Terms, describe, mismatch, shapes_number
+from npu_device._src.collectives.call import Agreement, Call, Route, Terms, describe, shapes_number
 from npu_device._src.collectives.engines.engines import BETWEEN_HOSTS, TWO_LEVEL, messages, shared_memory
 from npu_device._src.collectives.engines.host.sockets import fits
 from npu_device._src.collectives.engines.tensorflow import engine as tensorflow_backend
@@ -33,6 +33,7 @@ from npu_device._src.collectives.gpu_choice import UNVERIFIED
 from npu_device._src.collectives.graph import require_order, runs_if_fetched
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
+from npu_device._src.collectives.mismatch import mismatch
 
 _SHOWN_PORTS = 8
 
@@ -43,9 +44,8 @@ class Operation:
 
     Attributes:
         values: what the ranks compare: dense tensors, their specs, ``tf.IndexedSlices`` and ``None``.
-        body: moves the data, once the ranks agree or together with the agreement, which it passes on.
-        again: runs the operation for other inputs, in a session, given the call's description and the inputs.
-        inputs: the arguments of ``again``: tensors, numbers, or nested lists of them.
+        body: moves the data, given the agreement, which it passes on, and the inputs.
+        inputs: the values and what else the body is given; None for the values only.
         results: returns the specs of the results, in their structure; None for an operation that returns nothing.
         same: whatever else must be the same on every rank.
         ragged: the first dimension of the values may differ among the ranks.
@@ -55,9 +55,8 @@ class Operation:
     name: str
     group: Group
     values: Sequence[Any]
-    body: Callable[[Agreement], Any]
-    again: Callable[..., Any]
-    inputs: Sequence[Any] = ()
+    body: Callable[..., Any]
+    inputs: Optional[Sequence[Any]] = None
     results: Optional[Callable[[], Any]] = None
     same: dict[str, Any] = field(default_factory=dict)
     ragged: bool = False
@@ -66,7 +65,7 @@ class Operation:
     def run(self, job: Job, call: Call | None = None) -> Any:
         """Run the operation, and return its results. Every rank of the group calls this.
 
-        A session's collective has a description of the line that made it, ``call``.
+        ``call`` describes the call if it was made elsewhere: in the graph of the session that runs it.
 
         Raises:
             RuntimeError: the call is in a function that XLA compiles, in one of a dataset, or in a vectorized loop.
@@ -77,12 +76,13 @@ class Operation:
         job.has_communicated = job.has_communicated or self.name != "barrier"
         call = call or describe(self.name, self.values, self.ragged, self.same)
         if runs_if_fetched():
-            return job.sessions.place(self, call)
+            return job.sessions.add(self, call)
         group, eager = self.group, tf.executing_eagerly()
+        inputs = self.values if self.inputs is None else self.inputs
         if not eager:
             _refuse_xla(job, call)
         if group.size == 1:
-            return self.body(Agreement(job))
+            return self.body(Agreement(job), *inputs)
         if eager:
             job.health.check(group.name, group.ranks)
         else:
@@ -92,7 +92,7 @@ class Operation:
         with job.threads.in_call(group) as overlaps:
 
             def refuse(position: int) -> Exception:
-                error = mismatch(job, group, call, position, overlaps)
+                error = mismatch(job, group, {**call.row(), "overlaps": overlaps}, position)
                 if not eager:
                     job.health.stop(str(error))  # the rest of the graph may already have started other collectives
                 return error
@@ -103,9 +103,9 @@ class Operation:
             comparing = shared_memory if _number_of_hosts(job, group) == 1 else messages
             if agreement.route is Route.BEFORE_DATA:
                 with tf.control_dependencies(comparing.exchange_terms(agreement, group)):
-                    return self.body(Agreement(job))
+                    return self.body(Agreement(job), *inputs)
             try:
-                results = self.body(agreement)
+                results = self.body(agreement, *inputs)
                 if agreement.terms is not None:
                     comparing.exchange_terms(agreement, group)
                 return results

@@ -1,9 +1,8 @@
 """The collective operations that combine or spread tensors: all_reduce, reduce, reduce_scatter, broadcast, barrier.
 
 Each function checks a call, makes its ``Operation`` (what the ranks compare, the results' specs, and the body) and runs
-it; every rank of the group calls it. ``call`` describes the call where that isn't this one: a session's graph runs an
-operation again. Operations composed of others call the functions that take an agreement, so that a call is one
-agreement.
+it; every rank of the group calls it. Operations composed of others call the functions that take an agreement, so that a
+call is one agreement.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from npu_device._src.collectives import shapes
-from npu_device._src.collectives.call import Agreement, Call
+from npu_device._src.collectives.call import Agreement
 from npu_device._src.collectives.dtypes import REDUCED, fold, reduced_dtype, require_bits, wire_dtype
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.collectives.group import Group
@@ -24,7 +23,7 @@ from npu_device._src.collectives.operation import Operation, backend_of
 REDUCTIONS = ("sum", "mean", "min", "max", "prod")
 
 
-def all_reduce(job: Job, tensor: tf.Tensor, reduction: str, group: Group, call: Call | None = None) -> tf.Tensor:
+def all_reduce(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
     """Reduce one dense tensor over a group.
 
     Args:
@@ -48,18 +47,14 @@ def all_reduce(job: Job, tensor: tf.Tensor, reduction: str, group: Group, call: 
         "all_reduce",
         group,
         [tensor],
-        body=lambda agreement: reduce_segments(agreement, [[tensor]], reduction, group)[0][0],
-        again=lambda call, tensor: all_reduce(job, tensor, reduction, group, call),
-        inputs=[tensor],
+        body=lambda agreement, tensor: reduce_segments(agreement, [[tensor]], reduction, group)[0][0],
         results=lambda: tf.TensorSpec(tensor.shape, reduced_dtype(tensor.dtype, reduction)),
         same={"reduction": reduction},
         gradient=gradient,
-    ).run(job, call)
+    ).run(job)
 
 
-def reduce(
-    job: Job, tensor: tf.Tensor, reduction: str, root_rank: int, group: Group, call: Call | None = None
-) -> tf.Tensor:
+def reduce(job: Job, tensor: tf.Tensor, reduction: str, root_rank: int, group: Group) -> tf.Tensor:
     """Reduce one dense tensor over a group to its root; the arguments are those of ``all_reduce``.
 
     The root gets what ``all_reduce`` gives, the others zeros of the same shape and dtype, so that a value without
@@ -71,7 +66,7 @@ def reduce(
     require_reduction("reduce", tensor.dtype, reduction)
     shapes.require_member("root_rank", root_rank, group)
 
-    def body(agreement: Agreement) -> tf.Tensor:
+    def body(agreement: Agreement, tensor: tf.Tensor) -> tf.Tensor:
         backend = backend_of(agreement, group, tensor.dtype, divides=True)
         [reduced] = backend.reduce(agreement, [tensor], reduction, root_rank, group)
         if group.rank != root_rank:
@@ -89,15 +84,13 @@ def reduce(
         "reduce",
         group,
         [tensor],
-        body=body,
-        again=lambda call, tensor: reduce(job, tensor, reduction, root_rank, group, call),
-        inputs=[tensor],
+        body,
         results=lambda: tf.TensorSpec(tensor.shape, reduced_dtype(tensor.dtype, reduction)),
         same={"reduction": reduction, "root_rank": root_rank},
-    ).run(job, call)
+    ).run(job)
 
 
-def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group, call: Call | None = None) -> tf.Tensor:
+def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
     """Reduce over a group, and give each rank its block of the first dimension: [n, …] in, [n / group.size, …] out.
 
     The mean of integers is floating-point, as in ``all_reduce``; on ranks that share memory it is bit by bit the block
@@ -118,7 +111,7 @@ def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group, ca
             f"{text}; found {rows} in shape {tuple(tensor.shape)}. Pad the tensor to a multiple of {group.size}."
         )
 
-    def body(agreement: Agreement) -> tf.Tensor:
+    def body(agreement: Agreement, tensor: tf.Tensor) -> tf.Tensor:
         checks = []
         if rows is None:
             found = tf.shape(tensor)[0]
@@ -136,17 +129,13 @@ def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group, ca
         "reduce_scatter",
         group,
         [tensor],
-        body=body,
-        again=lambda call, tensor: reduce_scatter(job, tensor, reduction, group, call),
-        inputs=[tensor],
+        body,
         results=results,
         same={"reduction": reduction},
-    ).run(job, call)
+    ).run(job)
 
 
-def broadcast(
-    job: Job, tensors: Sequence[tf.Tensor], root_rank: int, group: Group, call: Call | None = None
-) -> list[tf.Tensor]:
+def broadcast(job: Job, tensors: Sequence[tf.Tensor], root_rank: int, group: Group) -> list[tf.Tensor]:
     """Send the tensors of the root to every rank of the group; return them in the order of ``tensors``.
 
     Differentiable: the gradient on the root is the sum of the incoming gradients of all ranks, and zero on the others.
@@ -158,7 +147,7 @@ def broadcast(
     for tensor in tensors:
         require_bits(tensor.dtype)
 
-    def body(agreement: Agreement) -> list[tf.Tensor]:
+    def body(agreement: Agreement, *tensors: tf.Tensor) -> list[tf.Tensor]:
         def backward(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
             return [
                 reduce(job, value, "sum", root_rank, group) if floating else None
@@ -172,15 +161,13 @@ def broadcast(
         "broadcast",
         group,
         tensors,
-        body=body,
-        again=lambda call, tensors: broadcast(job, tensors, root_rank, group, call),
-        inputs=[tensors],
+        body,
         results=lambda: [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors],
         same={"root_rank": root_rank},
-    ).run(job, call)
+    ).run(job)
 
 
-def barrier(job: Job, group: Group, call: Call | None = None) -> tf.Tensor:
+def barrier(job: Job, group: Group) -> tf.Tensor:
     """Wait until every rank of the group has made this call.
 
     Returns the number of ranks that came, int32 of shape []. In a ``tf.function`` the wait is over when this tensor
@@ -191,9 +178,8 @@ def barrier(job: Job, group: Group, call: Call | None = None) -> tf.Tensor:
         group,
         [],
         body=lambda agreement: reduce_segments(agreement, [[tf.constant(1)]], "sum", group)[0][0],
-        again=lambda call: barrier(job, group, call),
         results=lambda: tf.TensorSpec([], tf.int32),
-    ).run(job, call)
+    ).run(job)
 
 
 def require_reduction(operation: str, dtype: tf.DType, reduction: str) -> None:
@@ -236,17 +222,17 @@ def reduce_segments(
 
     results: list[list[tf.Tensor]] = [[]] * len(segments)
     kinds: dict[tuple[bool, bool, bool], list[int]] = {}
-    for place, segment in enumerate(segments):
+    for position, segment in enumerate(segments):
         dtype = segment[0].dtype
         kind = dtype.is_floating, wire_dtype(dtype, wire) == wire, agreement.job.hosts.uses_nccl(dtype)
-        kinds.setdefault(kind, []).append(place)
-    for (floating, compressed, _), places in kinds.items():
-        lists = list(map(segments.__getitem__, places))
+        kinds.setdefault(kind, []).append(position)
+    for (floating, compressed, _), positions in kinds.items():
+        lists = list(map(segments.__getitem__, positions))
         backend = backend_of(agreement, group, lists[0][0].dtype, divides=True)
         reduced = backend.all_reduce(agreement, lists, reduction, group, wire if compressed else None)
-        for place, tensors in zip(places, reduced):
+        for position, tensors in zip(positions, reduced):
             # Each segment separately: its results can be used while others are still in progress.
-            results[place] = differentiable(tensors, backward, segments[place]) if floating else tensors
+            results[position] = differentiable(tensors, backward, segments[position]) if floating else tensors
     return results
 
 

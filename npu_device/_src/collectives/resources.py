@@ -38,8 +38,8 @@ def count_cores(running: Job) -> None:
     The launcher may have bound each rank to cores of its own (Open MPI and Slurm do), so the ranks compare theirs.
     """
     cluster, mine = running.cluster, sorted(os.sched_getaffinity(0))
-    neighbours = [rank for rank, host in enumerate(cluster.hosts) if host == cluster.host]
-    found = running.store.gather_from(f"cores/{neighbours[0]}", mine, neighbours, LATEST_ANSWER_SECONDS)
+    key = f"cores/{cluster.neighbours[0]}"
+    found = running.store.gather_from(key, mine, cluster.neighbours, LATEST_ANSWER_SECONDS)
     share = share_of_cores(mine, list(found.values()))
     running.cores, running.has_own_core = max(1, int(share)), share >= 1
 

@@ -17,6 +17,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,9 +25,10 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.cluster.time_limits import QUEUE_CHECK_SECONDS
-from npu_device._src.collectives.call import Agreement, Call, MismatchError, calling_thread
+from npu_device._src.collectives.call import Agreement, Call, calling_thread
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
+from npu_device._src.collectives.mismatch import MismatchError
 from npu_device._src.collectives.operation import Operation
 from npu_device._src.collectives.ops import spread
 
@@ -43,9 +45,10 @@ class Sessions:
         self._lock = threading.Lock()
         self._made: weakref.WeakKeyDictionary[tf.Graph, Counter[Group]] = weakref.WeakKeyDictionary()
 
-    def place(self, operation: Operation, call: Call) -> Any:
+    def add(self, operation: Operation, call: Call) -> Any:
         """Add a collective to the session's graph; return its results, or the operation itself if there are none."""
-        inputs = tf.nest.map_structure(tf.convert_to_tensor, list(operation.inputs), expand_composites=True)
+        given = list(operation.values if operation.inputs is None else operation.inputs)
+        inputs = tf.nest.map_structure(tf.convert_to_tensor, given, expand_composites=True)
         group = operation.group.of_one_order()
         order, number = self._order_of(group), self._next_number(group)
         structure = operation.results() if operation.results else None
@@ -53,7 +56,8 @@ class Sessions:
 
         def eagerly(*values: tf.Tensor) -> list[tf.Tensor]:
             now = tf.nest.pack_sequence_as(inputs, values, expand_composites=True)
-            results = operation.again(call, *now)
+            compared = now[: len(operation.values)] or operation.values
+            results = replace(operation, values=compared, inputs=now).run(self._job, call)
             return tf.nest.flatten(results, True) if operation.results else [tf.constant(0)]
 
         def run(*arrays: Any) -> list[Any]:
@@ -168,10 +172,10 @@ class SessionOrder:
             return mine
         values = tf.constant(mine + [_NOTHING] * (_SENT_AT_ONCE - len(mine)))
 
-        def body(agreement: Agreement) -> list[tf.Tensor]:
+        def body(agreement: Agreement, values: tf.Tensor) -> list[tf.Tensor]:
             return spread(agreement, [values], 0, self._group)
 
-        own = Operation("session.run", self._group, [values], body, again=list)
+        own = Operation("session.run", self._group, [values], body)
         [sent] = own.run(self._job, Call("session.run", (), (), (), (), line, calling_thread()))
         return [number for number in sent.numpy().tolist() if number != _NOTHING]
 
@@ -265,6 +269,24 @@ def call_python(
     )
     shapes = [spec.shape for spec in specs]
     return list(tf.raw_ops.DatasetToSingleElement(dataset=mapped, output_types=dtypes, output_shapes=shapes))
+
+
+def in_first_run(name: str, function: Callable[..., None], inputs: Callable[[], Sequence[tf.Tensor]]) -> tf.Tensor:
+    """Return a tensor that is there when a function has been called with inputs as arrays, once in each session;
+    ``name`` tells such calls apart.
+    """
+    done = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name=f"npu_device {name}")
+
+    def run(*arrays: np.ndarray) -> list[Any]:
+        function(*arrays)
+        return [np.int32(0)]
+
+    def call() -> tf.Tensor:
+        [result] = call_python(run, inputs(), [tf.TensorSpec([], tf.int32)])
+        with tf.control_dependencies([tf.raw_ops.AssignVariableOp(resource=done, value=result)]):
+            return tf.identity(result)
+
+    return tf.cond(tf.raw_ops.VarIsInitializedOp(resource=done), lambda: tf.constant(0), call)
 
 
 def _outermost(graph: tf.Graph) -> tf.Graph:

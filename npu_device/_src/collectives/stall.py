@@ -1,5 +1,5 @@
-"""Report missing ranks: a rank that waits too long in a collective asks all others where they are, reports it, and
-finally gives up.
+"""Report missing ranks: a rank that waits in a collective for one that has left ends at once. One that waits too long
+asks all others where they are, reports it, and finally gives up.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.frames import ranges
+from npu_device._src.cluster.health import GroupId
 from npu_device._src.cluster.time_limits import STALL_POLL_SECONDS, WHERE_SECONDS
 from npu_device._src.collectives.engines.host.queue import CallCount
 from npu_device._src.collectives.group import Group
@@ -79,6 +80,7 @@ class StallWatch:
         self._warn_after = environment.NPU_DEVICE_STALL_WARNING.get()
         self._give_up_after = environment.NPU_DEVICE_STALL_TIMEOUT.get()
         job.health.on_question("where", self._answer)
+        job.health.begun = self._begun
         threading.Thread(target=self._run, name="npu_device-stall", daemon=True).start()
 
     def calls_of(self, group: Group) -> CallCount:
@@ -87,7 +89,6 @@ class StallWatch:
             count = self._watches.get(group)
             if count is None:
                 count = self._watches[group] = CallCount()
-                self._job.health.count_collectives_with(group.name, group.ranks, lambda: count.begun)
             return cast(CallCount, count)
 
     def transfers_of(self, group: Group, device: str) -> TransferWatch:
@@ -102,7 +103,10 @@ class StallWatch:
         """Stop watching a group, and the groups made for its operations."""
         for group in [group for group in self._watches if name in (group.name, group.parent)]:
             del self._watches[group]
-            self._job.health.forget_group(group.name, group.ranks)
+
+    def _begun(self) -> dict[GroupId, int]:
+        watches = list(self._watches.items())
+        return {(group.name, group.ranks): watch.begun for group, watch in watches if isinstance(watch, CallCount)}
 
     @contextlib.contextmanager
     def hold(self, group: Group) -> Iterator[Held]:
@@ -126,6 +130,7 @@ class StallWatch:
         # By watch, since a group that is destroyed and made again has another one, which counts from the start.
         since: weakref.WeakKeyDictionary[Watch, tuple[int, float, bool]] = weakref.WeakKeyDictionary()
         while not self._job.health.is_over:
+            self._job.health.look_for_missing()
             for group, watch in list(self._watches.items()):
                 position = self._position(group)
                 begun, began, warned = since.get(watch, (-1, 0.0, False))

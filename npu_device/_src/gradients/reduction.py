@@ -15,9 +15,9 @@ from typing import Any, Optional, Union
 
 import tensorflow as tf
 
-from npu_device._src.collectives.call import Agreement, Call
+from npu_device._src.collectives.call import Agreement
 from npu_device._src.collectives.dtypes import reduced_dtype
-from npu_device._src.collectives.graph import runs_if_fetched
+from npu_device._src.collectives.graph import in_one_or_apart, origin
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.operation import Operation
@@ -107,9 +107,8 @@ def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions,
     if len(values) != 1 or not isinstance(values[0], tf.Tensor):
         segments = cut(job.made(FirstOrders), values, options.kind, options.fusion, group.name)
         rows = [[position] for position, value in enumerate(values) if isinstance(value, tf.IndexedSlices)]
-    parts: list[_Part] = [(range(len(values)), segments)]
-    if runs_if_fetched():  # each segment and each sparse gradient is an operation of its own
-        parts = [*((part, [range(len(part))]) for part in segments), *((part, []) for part in rows)]
+    apart: list[_Part] = [*((part, [range(len(part))]) for part in segments), *((part, []) for part in rows)]
+    parts = in_one_or_apart((range(len(values)), segments), apart)
     results: list[Gradient] = [None] * len(values)
     # Without hcom_parallel nothing is sent before everything is there.
     waits_for_all = not tf.executing_eagerly() and not global_options().hcom_parallel.typed
@@ -139,7 +138,6 @@ def _reduce_at_once(
     segments: Sequence[Sequence[int]],
     options: ReductionOptions,
     group: Group,
-    call: Call | None = None,
 ) -> list[Gradient]:
     """Reduce a list whose segments are known, positions of dense tensors, as one operation; see ``ops``."""
     for value in values:
@@ -150,7 +148,7 @@ def _reduce_at_once(
 
     wire = WIRE_DTYPES[options.compression]
 
-    def body(agreement: Agreement) -> list[Gradient]:
+    def body(agreement: Agreement, *values: Gradient) -> list[Gradient]:
         results: list[Gradient] = [None] * len(values)
         lists = [list(map(values.__getitem__, positions)) for positions in segments]
         for positions, tensors in zip(segments, reduce_segments(agreement, lists, options.kind, group, wire)):
@@ -162,20 +160,15 @@ def _reduce_at_once(
                 results[position] = reduce_rows(agreement, value, options.kind, group, wire)
         return results
 
-    def again(call: Call | None, values: Sequence[Gradient]) -> list[Gradient]:
-        return _reduce_at_once(job, values, segments, options, group, call)
-
     def gradient(upstream: Sequence[tf.Tensor]) -> list[Gradient]:
         require_differentiable("all_reduce", options.kind)
-        return again(None, upstream)
+        return _reduce_at_once(job, upstream, segments, options, group)
 
     reduced: list[Gradient] = Operation(
         "all_reduce",
         group,
         values,
-        body=body,
-        again=again,
-        inputs=[values],
+        body,
         results=lambda: [_spec_of_result(value, options.kind) for value in values],
         same={
             "reduction": options.kind,
@@ -183,7 +176,7 @@ def _reduce_at_once(
             "compression": options.compression or "none",
         },
         gradient=gradient if segments else None,
-    ).run(job, call)
+    ).run(job)
     return reduced
 
 
@@ -260,12 +253,7 @@ def dense_of(gradient: Any) -> Any:
 
 def origin_of(tensor: Any) -> tuple[int, str]:
     """Return graph and name of the tensor that a tensor of a graph is a copy of; for an eager one its id."""
-    while tf.is_symbolic_tensor(tensor):
-        if tensor.op.type in ("Identity", "IdentityN"):
-            tensor = tensor.op.inputs[tensor.value_index]
-            continue
-        outside = next((out for out, inside in getattr(tensor.graph, "captures", ()) if inside is tensor), None)
-        if not tf.is_symbolic_tensor(outside):
-            return id(tensor.graph), tensor.name
-        tensor = outside
-    return id(tensor), ""
+    if not tf.is_symbolic_tensor(tensor):
+        return id(tensor), ""
+    first = origin(tensor)
+    return id(first.graph), first.name

@@ -57,8 +57,7 @@ class ParentRank:
 
     @classmethod
     def of(cls, cluster: Cluster, pid: int) -> ParentRank:
-        neighbours = ranges(rank for rank, host in enumerate(cluster.hosts) if host == cluster.host)
-        return cls(pid, cluster.rank, cluster.world_size, neighbours, cluster.device_id)
+        return cls(pid, cluster.rank, cluster.world_size, ranges(cluster.neighbours), cluster.device_id)
 
 
 def mark(cluster: Cluster) -> None:

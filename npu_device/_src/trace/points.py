@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.collectives.engines.host.host_engine import end_of
+from npu_device._src.collectives.graph import origin
 
 # A step's inputs from outside; forward starts when they are there.
 _INPUTS = ("Placeholder", "IteratorGetNext", "IteratorGetNextAsOptional", "OptionalGetValue")
@@ -58,16 +59,7 @@ def _operation(value: Any) -> tf.Operation:
     """Return the operation that makes a value, in its own graph; not the input of a branch or loop."""
     if isinstance(value, tf.Operation):
         return value
-    tensor = value.values if isinstance(value, tf.IndexedSlices) else value
-    while True:
-        if tensor.op.type == "IdentityN":  # a gradient of its own ties results together (differentiable)
-            tensor = tensor.op.inputs[tensor.value_index]
-            continue
-        captures = getattr(tensor.graph, "captures", ()) if tensor.op.type == "Placeholder" else ()
-        outer = next((outside for outside, inside in captures if inside is tensor), None)
-        if outer is None or not tf.is_symbolic_tensor(outer):
-            return tensor.op
-        tensor = outer
+    return origin(value.values if isinstance(value, tf.IndexedSlices) else value).op
 
 
 def _before(targets: Sequence[tf.Operation]) -> Iterator[tf.Operation]:

@@ -16,6 +16,8 @@ from typing import TextIO
 from npu_device._src import environment
 from npu_device._src.trace.records import FILE, GradientRecord, Iteration, RankTrace
 
+_log = logging.getLogger("npu_device")
+
 
 @dataclass(frozen=True)
 class PointSchema:
@@ -62,9 +64,6 @@ class PointSchema:
             ready=tuple(ready),
             previous_end=previous_end,
         )
-
-
-_log = logging.getLogger("npu_device")
 
 
 class Recorder:
@@ -131,8 +130,6 @@ class Recorder:
 _PAIR = re.compile(r"""["']?(\w+)["']?\s*:\s*["']?([^"',}]*)["']?""")
 
 _DENSE = 100
-
-_log = logging.getLogger("npu_device")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src.collectives.dtypes import wire_dtype
-from npu_device._src.collectives.graph import runs_if_fetched
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.operation import backend_name
@@ -69,9 +68,10 @@ _current = _Current()
 def iteration() -> Iterator[None]:
     """Mark the block as an iteration that reduces gradients and updates the variables.
 
-    A reduction without this block, or in the graph of a session, is an iteration by itself.
+    A reduction without this block, or without eager mode, is an iteration by itself.
     """
-    if trace.running() is None or _current.iteration is not None or runs_if_fetched():
+    has_eager_mode = tf.compat.v1.executing_eagerly_outside_functions()
+    if trace.running() is None or _current.iteration is not None or not has_eager_mode:
         yield
         return
     mine = _current.iteration = _OpenIteration(_graph())

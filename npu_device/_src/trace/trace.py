@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.collectives.graph import runs_if_fetched
+from npu_device._src.collectives.graph import fetchable_call
 from npu_device._src.collectives.job import Job, current
 from npu_device._src.trace.recorder import PointSchema, Recorder, Settings
 from npu_device._src.trace.records import FILE, RankTrace
@@ -57,12 +57,12 @@ class Tracer:
             self._recorder.add(schema, points)
             return None
         together = tf.stack(points)
-        if runs_if_fetched():  # it can't use the eager runtime's queue
-            return tf.numpy_function(lambda values: self._recorder.add(schema, values.tolist()), [together], [])
-        self._schemas.append(schema)
-        number = tf.constant(len(self._schemas) - 1)
-        compat.run_independently(tf.raw_ops.QueueEnqueueV2(handle=self._queue.queue_ref, components=[number, together]))
-        return None
+        fetched = fetchable_call(lambda values: self._recorder.add(schema, values.tolist()), together)
+        if fetched is None:
+            self._schemas.append(schema)
+            components = [tf.constant(len(self._schemas) - 1), together]
+            compat.run_independently(tf.raw_ops.QueueEnqueueV2(handle=self._queue.queue_ref, components=components))
+        return fetched
 
     def close(self) -> None:
         """Record what has been handed over, and end. Functions that TensorFlow has traced meanwhile fail later."""
@@ -110,8 +110,6 @@ def stop() -> None:
 
 _ROUNDS = 20
 
-_log = logging.getLogger("npu_device")
-
 
 class Offset(NamedTuple):
     """The correction of the clock of this rank, and its uncertainty, in microseconds; None when unknown."""
@@ -123,13 +121,12 @@ class Offset(NamedTuple):
 def measure_clock(job: Job) -> Offset:
     """Compare clocks, and return the offset, the same on all ranks of a host. Every rank calls this."""
     cluster, timeout = job.cluster, environment.HCCL_CONNECT_TIMEOUT.get()
-    neighbours = [rank for rank, host in enumerate(cluster.hosts) if host == cluster.host]
-    first = neighbours[0]
+    first = cluster.neighbours[0]
     if first == 0:
         return Offset(0.0, 0.0)
     try:
         mine = min(_ask(job, number, timeout) for number in range(_ROUNDS)) if cluster.rank == first else None
-        found = job.store.gather_from(f"clock of {cluster.host}", mine, neighbours, timeout).get(first)
+        found = job.store.gather_from(f"clock of {cluster.host}", mine, cluster.neighbours, timeout).get(first)
         if found is None:
             raise TimeoutError(f"rank {first} hasn't compared them")
     except (ClusterError, TimeoutError) as error:

@@ -214,7 +214,7 @@ def _neighbours(name: str) -> list[int]:
     if parent is not None:
         near: Any = ranks_of(parent.neighbours)
     else:
-        near = [rank for rank, host in enumerate(job.cluster.hosts) if host == job.cluster.host] if job else [0]
+        near = job.cluster.neighbours if job else [0]
     return [rank for rank, world_rank in enumerate(members.ranks) if world_rank in near]
 
 

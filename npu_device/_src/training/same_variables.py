@@ -16,8 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.collectives.graph import runs_if_fetched
-from npu_device._src.collectives.sessions import call_python
+from npu_device._src.collectives.sessions import in_first_run
 from npu_device._src.gradients.reduction import dense_of
 from npu_device._src.training.digests import (
     BROADCAST,
@@ -195,8 +194,9 @@ def compared_in_session(world: World, gradients: Sequence[Any]) -> Iterator[None
     Those are the trainable variables of the gradients' shapes, if there are as many of them.
     """
     mode, graphs = environment.NPU_DEVICE_UNEQUAL_START.get(), world.job.made(_Graphs)
+    wanted = mode != "ignore" and world.size == world.job.cluster.world_size and len(graphs) < _GRAPHS
     variables: list[Any] = []
-    if runs_if_fetched() and mode != "ignore" and world.size == world.job.cluster.world_size and len(graphs) < _GRAPHS:
+    if wanted and not tf.compat.v1.executing_eagerly_outside_functions():
         present = [gradient for gradient in gradients if gradient is not None]
         variables = _of_the_kinds(present, tf.compat.v1.trainable_variables())
     if not variables:
@@ -206,21 +206,12 @@ def compared_in_session(world: World, gradients: Sequence[Any]) -> Iterator[None
     graphs.append(name)
     names = list(map(variable_name, variables))
 
-    def compare(*arrays: np.ndarray) -> list[Any]:
+    def compare(*arrays: np.ndarray) -> None:
         text = different_start(world.job, f"{name}, start {next(runs)}", names, _HOOK, list(map(checksum, arrays)))
         if text is not None and mode == "error":
             raise RuntimeError(f"rank {world.job.cluster.rank}: {text}")
         if text is not None:
             _log.warning("%s", text)
-        return [np.int32(0)]
 
-    done = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name=f"npu_device {name}")
-
-    def call() -> tf.Tensor:
-        [result] = call_python(compare, [value_of(one) for one in variables], [tf.TensorSpec([], tf.int32)])
-        with tf.control_dependencies([tf.raw_ops.AssignVariableOp(resource=done, value=result)]):
-            return tf.identity(result)
-
-    once = tf.cond(tf.raw_ops.VarIsInitializedOp(resource=done), lambda: tf.constant(0), call)
-    with tf.control_dependencies([once]):
+    with tf.control_dependencies([in_first_run(name, compare, lambda: list(map(value_of, variables)))]):
         yield

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.collectives.graph import runs_if_fetched, step_data
+from npu_device._src.collectives.graph import step_data
 
 FIRST_LOOKS = (4, 7, 10, 20)
 NEVER = 1 << 62
@@ -40,8 +40,8 @@ def is_only_building() -> bool:
 
 
 def can_compare() -> bool:
-    """Return whether the ranks can compare what belongs to the step that is built: not in a session's graph."""
-    return not (is_only_building() or runs_if_fetched())
+    """Return whether the ranks can compare what belongs to the step that is built, for which they need eager mode."""
+    return tf.compat.v1.executing_eagerly_outside_functions() and not is_only_building()
 
 
 def next_look(count: int, after: int) -> int:

@@ -55,13 +55,13 @@ class Stream:
             slot[: len(part)] = part
             return
         # Start at the array in which the slot begins: with hundreds of arrays, checking each one for each slot is slow.
-        for place in range(max(0, bisect_right(self.starts, first) - 1), len(arrays)):
-            start = self.starts[place]
+        for position in range(max(0, bisect_right(self.starts, first) - 1), len(arrays)):
+            start = self.starts[position]
             if start >= end:
                 break
-            low, high = max(start, first), min(start + self.lengths[place], end)
+            low, high = max(start, first), min(start + self.lengths[position], end)
             if low < high:
-                part = arrays[place][low - start : high - start]
+                part = arrays[position][low - start : high - start]
                 if part.dtype == slot.dtype:
                     slot[low - first : high - first] = part
                     continue
@@ -70,10 +70,10 @@ class Stream:
 
     def part(self, first: int, last: int, buffers: BufferPool) -> np.ndarray:
         """Return a span of the stream: of one of the arrays as it is, or a copy of what is in several."""
-        place = bisect_right(self.starts, first) - 1
-        start = self.starts[place]
-        if last <= start + self.lengths[place] and self.arrays[place].dtype == self.dtype:
-            return self.arrays[place][first - start : last - start]
+        position = bisect_right(self.starts, first) - 1
+        start = self.starts[position]
+        if last <= start + self.lengths[position] and self.arrays[position].dtype == self.dtype:
+            return self.arrays[position][first - start : last - start]
         copy = buffers.array((last - first,), self.dtype)
         self.copy_in(first, copy)
         return copy
@@ -256,8 +256,8 @@ def broadcast(channel: Channel, stream: Stream, result: np.ndarray | None, root:
         relays, ready, number = _others(channel, root), deque[Round](), 0
         for first, last in _chunks(stream.length, chunk):
             spans = [(first, first)] * channel.size
-            for place, member in enumerate(relays):
-                begin, end = ((last - first) * edge // len(relays) for edge in (place, place + 1))
+            for position, member in enumerate(relays):
+                begin, end = ((last - first) * edge // len(relays) for edge in (position, position + 1))
                 spans[member] = first + begin, first + end
             parts = {} if result is None else {member: result[slice(*spans[member])] for member in relays}
             mine = parts.pop(channel.rank, None)

@@ -128,19 +128,19 @@ class PairCalls:
         kept = self.kept.pop(transfer.number, None)
         connection = kept or self._job.peers.connect(self._rank, transfer.number, patience)
         with contextlib.ExitStack() as closing:
-            closing.enter_context(connection)
+            closing.enter_context(connection).settimeout(CHECK_SECONDS)
             try:
-                self._write(connection, transfer.content)
-                [agrees] = self._read(connection, bytearray(1))
+                self._move_all(connection.send, transfer.content)
+                [agrees] = self._move_all(connection.recv_into, bytearray(1))
             except OSError:
                 if kept is None:
                     raise
                 return self._send(transfer)  # the other rank had closed its end
             self._check()
-            self._write(connection, b"\1")  # not withdrawn meanwhile
+            self._move_all(connection.send, b"\1")  # not withdrawn meanwhile
             if agrees:
-                self._write(connection, transfer.data)
-            self._read(connection, bytearray(1))  # the other rank has it
+                self._move_all(connection.send, transfer.data)
+            self._move_all(connection.recv_into, bytearray(1))  # the other rank has it
             self._keep(transfer.number, connection, closing)
             return bool(agrees)
 
@@ -153,16 +153,16 @@ class PairCalls:
                 self._check()
                 continue
             with contextlib.ExitStack() as closing:
-                closing.enter_context(connection)
+                closing.enter_context(connection).settimeout(CHECK_SECONDS)
                 try:
-                    agrees = self._read(connection, bytearray(_CONTENT.size)) == transfer.content
-                    self._write(connection, bytes([agrees]))
-                    self._read(connection, bytearray(1))
+                    agrees = self._move_all(connection.recv_into, bytearray(_CONTENT.size)) == transfer.content
+                    self._move_all(connection.send, bytes([agrees]))
+                    self._move_all(connection.recv_into, bytearray(1))
                 except ConnectionError:  # the sender has closed its end, or destroyed its group
                     continue
                 if agrees:
-                    self._read(connection, transfer.data)
-                self._write(connection, b"\1")
+                    self._move_all(connection.recv_into, transfer.data)
+                self._move_all(connection.send, b"\1")
                 self._keep(transfer.number, connection, closing)
                 return agrees
 
@@ -184,23 +184,12 @@ class PairCalls:
         if self._is_over:
             raise RuntimeError("a send or receive was in progress when its group was destroyed on this rank")
 
-    def _write(self, connection: socket.socket, data: Any) -> None:
-        """Send bytes, however long the other rank takes to read them."""
-        connection.settimeout(CHECK_SECONDS)
+    def _move_all(self, move: Callable[[memoryview], int], data: Any) -> Any:
+        """Send data, or fill it with what the other rank sends, however long that one takes; return it."""
         left = memoryview(data)
         while left.nbytes:
             try:
-                left = left[connection.send(left) :]
-            except socket.timeout:
-                self._check()
-
-    def _read(self, connection: socket.socket, data: Any) -> Any:
-        """Fill an array with what the other rank sends, and return it."""
-        connection.settimeout(CHECK_SECONDS)
-        left = memoryview(data)
-        while left.nbytes:
-            try:
-                count = connection.recv_into(left)
+                count = move(left)
             except socket.timeout:
                 self._check()
                 continue

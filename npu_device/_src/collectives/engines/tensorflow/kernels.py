@@ -135,14 +135,13 @@ _MERGE_OPS = {"sum": "Add", "prod": "Mul", "min": "Min", "max": "Max"}
 def all_reduce(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
     """Reduce one tensor over the group: sum, prod, min or max."""
     how = {"merge_op": _MERGE_OPS[reduction], "final_op": "Id", "max_subdivs_per_device": _SUBDIVISIONS}
-    kernel = partial(tf.raw_ops.CollectiveReduceV2, input=tensor, **how, **_order(job, group, tensor.dtype))
+    kernel = partial(tf.raw_ops.CollectiveReduceV2, input=tensor, **how)
     return _run(job, tensor, group, ("all_reduce", reduction), kernel)
 
 
 def all_gather(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
     """Concatenate the tensors of all ranks of the group along the first dimension."""
-    kernel = partial(tf.raw_ops.CollectiveGatherV2, input=tensor, **_order(job, group, tensor.dtype))
-    return _run(job, tensor, group, "all_gather", kernel)
+    return _run(job, tensor, group, "all_gather", partial(tf.raw_ops.CollectiveGatherV2, input=tensor))
 
 
 def all_to_all(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
@@ -154,8 +153,7 @@ def all_to_all(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
     if job.hosts.uses_nccl(tensor.dtype):
         rows = tf.reshape(all_gather(job, tensor, group), tf.concat([[group.size], tf.shape(tensor)], 0))
         return rows[:, group.rank]
-    kernel = partial(tf.raw_ops.CollectiveAllToAllV2, input=tensor, **_order(job, group, tensor.dtype))
-    return _run(job, tensor, group, "all_to_all", kernel)
+    return _run(job, tensor, group, "all_to_all", partial(tf.raw_ops.CollectiveAllToAllV2, input=tensor))
 
 
 def broadcast(job: Job, tensor: tf.Tensor, root_rank: int, group: Group) -> tf.Tensor:
@@ -163,7 +161,7 @@ def broadcast(job: Job, tensor: tf.Tensor, root_rank: int, group: Group) -> tf.T
     kernel = partial(tf.raw_ops.CollectiveBcastSendV2, input=tensor)
     if group.rank != root_rank:
         kernel = partial(tf.raw_ops.CollectiveBcastRecvV2, shape=tf.shape(tensor), T=tensor.dtype)
-    result = _run(job, tensor, group, ("broadcast", root_rank), kernel)
+    result = _run(job, tensor, group, ("broadcast", root_rank), kernel, ordered=False)
     # Of all collectives TensorFlow drops only broadcasts whose result isn't used (``ASYNC_STATEFUL_OPS`` of its
     # automatic control dependencies, TensorFlow 2.20), and the ranks that do use it would wait forever. An operation
     # that writes to a variable is never dropped. Can go when TensorFlow keeps broadcasts, too.
@@ -173,11 +171,13 @@ def broadcast(job: Job, tensor: tf.Tensor, root_rank: int, group: Group) -> tf.T
     return result
 
 
-def _run(job: Job, tensor: tf.Tensor, group: Group, kind: Hashable, kernel: Callable[..., tf.Tensor]) -> tf.Tensor:
+def _run(
+    job: Job, tensor: tf.Tensor, group: Group, kind: Hashable, kernel: Callable[..., tf.Tensor], ordered: bool = True
+) -> tf.Tensor:
     # The stall watch learns from when to when it runs: a rank that stops in it would not be missed before the next
     # agreement, which the others never reach.
-    cpu, (device, kind_of_device) = job.device("CPU"), _device(job, tensor.dtype)
-    gpu = kind_of_device == "GPU"
+    cpu, device = job.device("CPU"), _device(job, tensor.dtype)
+    gpu = device != cpu
     sequence, watch = sequence_of(job, group), job.stall_watch.transfers_of(group, cpu)
     watch.begin(tensor)
     shape = tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
@@ -185,24 +185,20 @@ def _run(job: Job, tensor: tf.Tensor, group: Group, kind: Hashable, kernel: Call
         key = sequence.draw(kind, tensor.dtype, shape)
     # TensorFlow's groups consist of devices, so a group has one key for its CPUs and another for its GPUs.
     group_key, hint = group.key + gpu, "nccl" if gpu else "auto"
+    tokens: list[tf.Tensor] = []
+    if not tf.executing_eagerly():
+        # In a tf.function TensorFlow serializes stateful operations without a resource, and those on the same resource.
+        # On the CPU neighbouring collectives get different resources, so that none waits for another. NCCL needs the
+        # same order on every rank, in all groups, so there all get the same one.
+        tokens = [order_of_nccl(job) if gpu else sequence.lane()]
+    order = {"ordering_token": tokens} if ordered else {}
     with tf.device(device):
-        result = kernel(group_size=group.size, group_key=group_key, instance_key=key, communication_hint=hint)
+        result = kernel(group_size=group.size, group_key=group_key, instance_key=key, communication_hint=hint, **order)
     watch.end(result)
     sequence.note(kind, result)
     return result
 
 
-def _device(job: Job, dtype: tf.DType) -> tuple[str, str]:
-    """Return the device on which tensors of a dtype travel, and its kind; the same on every rank."""
-    kind = "GPU" if job.hosts.uses_nccl(dtype) else "CPU"
-    return job.device(kind), kind
-
-
-def _order(job: Job, group: Group, dtype: tf.DType) -> dict[str, Any]:
-    # In a tf.function TensorFlow serializes stateful operations without a resource, and those on the same resource. On
-    # the CPU neighbouring collectives get different resources, so that none waits for another. NCCL needs the same
-    # order on every rank, in all groups, so there all get the same one.
-    if tf.executing_eagerly():
-        return {"ordering_token": []}
-    _, kind = _device(job, dtype)
-    return {"ordering_token": [order_of_nccl(job) if kind == "GPU" else sequence_of(job, group).lane()]}
+def _device(job: Job, dtype: tf.DType) -> str:
+    """Return the device on which tensors of a dtype travel, of the same kind on every rank."""
+    return job.device("GPU" if job.hosts.uses_nccl(dtype) else "CPU")
