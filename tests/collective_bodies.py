@@ -8,6 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
+
+from npu_device._src.collectives.engines.host import sockets
+from npu_device._src.collectives.group import WORLD_GROUP, Group
+from npu_device._src.collectives.moves import all_to_all_v
+from npu_device._src.training import device
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -32,9 +38,6 @@ def members(size: int, rank: int, kind: str) -> tuple[int, ...]:
 
 def group(kind: str) -> Any:
     """The group of this rank, and the running cluster."""
-    from npu_device._src.collectives.group import WORLD_GROUP, Group
-    from npu_device._src.training import device
-
     job = device.running_job()
     assert job is not None
     rank = job.cluster.rank
@@ -44,14 +47,27 @@ def group(kind: str) -> Any:
 
 def all_to_all(job: Any, tensor: Any, mine: Any) -> Any:
     """``all_to_all_v`` of equal blocks of the first dimension."""
-    import tensorflow as tf
-
-    from npu_device._src.collectives.moves import all_to_all_v
-
     counts = tf.fill([mine.size], tf.size(tensor) // mine.size)
     places = tf.cumsum(counts, exclusive=True)
     moved = all_to_all_v(job, tf.reshape(tensor, [-1]), counts, places, counts, places, mine)
     return tf.ensure_shape(tf.reshape(moved, tf.shape(tensor)), tensor.shape)
+
+
+def wrong_refusals(*cases: tuple[Any, ...]) -> list[str]:
+    """Call what is to be refused, and return the answers that are others.
+
+    Args:
+        cases: for each, how the error begins, with its type, what else it says, the call, and its arguments.
+    """
+    wrong = []
+    for begin, says, call, *arguments in cases:
+        try:
+            answer = f"accepted: {call(*arguments)}"
+        except Exception as error:
+            answer = f"{type(error).__name__}: {error}"
+        if not answer.startswith(begin) or says not in answer:
+            wrong.append(f"expected {begin} … {says}; found {answer}")
+    return wrong
 
 
 @contextlib.contextmanager
@@ -61,7 +77,6 @@ def small_data_in_messages() -> Iterator[int]:
     Yields:
         the largest size of a rank's data in a message, in bytes.
     """
-    from npu_device._src.collectives.engines.host import sockets
 
     def let(most: int) -> None:
         sockets.MOST_ROOM_BYTES = most
@@ -80,22 +95,16 @@ def in_graph(function: Any, **options: Any) -> Any:
     """A ``tf.function`` that doesn't rewrite the package's Python code, as it doesn't behind the public calls: that
     would take most of the time.
     """
-    import tensorflow as tf
-
     return tf.function(function, autograph=False, **options)
 
 
 def as_they_are(*functions: Any) -> Any:
     """The package's functions for a ``tf.function`` that rewrites its own loops, but not them: see ``in_graph``."""
-    import tensorflow as tf
-
     return map(tf.autograph.experimental.do_not_convert, functions)
 
 
 def plain(value: Any) -> Any:
     """A tensor as a numpy array that every process can read."""
-    import tensorflow as tf
-
     array = tf.cast(value, tf.float64) if value.dtype == tf.bfloat16 else value
     return array.numpy()
 

@@ -159,7 +159,8 @@ def _has_its_keras(item: pytest.Item) -> bool:
     return keras in marker.args and (keras != "3" or versions.HAS_KERAS_3)
 
 
-_COMBINED = {"size", "keras", "backend", "several_ranks", "several_keras_ranks", "tensorflow_ranks"}
+_SIZE_NAMES = ("size", "several_ranks", "several_keras_ranks", "tensorflow_ranks")
+_COMBINED = {"keras", "backend", *_SIZE_NAMES}
 
 
 def _alternate(items: list[pytest.Item]) -> list[pytest.Item]:
@@ -177,6 +178,8 @@ def _alternate(items: list[pytest.Item]) -> list[pytest.Item]:
             kinds.setdefault(own, {}).setdefault(combined, []).append(item)
     left_out: set[pytest.Item] = set()
     for kinds in kinds_of.values():
+        if len(kinds) == 1:
+            left_out.update(_with_two_ranks(*kinds.values()))
         rounds = max(len(kinds), *map(len, kinds.values()))
         kept: dict[str, set[str]] = {}
         for number in range(rounds):
@@ -190,6 +193,15 @@ def _alternate(items: list[pytest.Item]) -> list[pytest.Item]:
     return [item for item in items if item not in left_out]
 
 
+def _with_two_ranks(combinations: dict[str, list[pytest.Item]]) -> list[pytest.Item]:
+    """Return the items with two ranks where another one has three, and the same Keras and backend."""
+    items = [item for each in combinations.values() for item in each]
+    if any(name in _parameters(item) for item in items for name in ("keras", "backend")):
+        return []
+    by_size = {next(filter(None, map(_parameters(item).get, _SIZE_NAMES)), None): item for item in items}
+    return [by_size[2]] if {2, 3} <= by_size.keys() else []
+
+
 def _is_no_repetition(item: pytest.Item) -> bool:
     """Return False for a single process on a second backend, which it doesn't use."""
     parameters = _parameters(item)
@@ -198,7 +210,7 @@ def _is_no_repetition(item: pytest.Item) -> bool:
 
 def _is_pair(item: pytest.Item) -> bool:
     parameters = _parameters(item)
-    size = parameters.get("size", parameters.get("several_ranks", parameters.get("several_keras_ranks")))
+    size = next((parameters[name] for name in _SIZE_NAMES[:3] if name in parameters), None)
     if size is None or item.get_closest_marker("every_combination"):
         return _is_no_repetition(item)
     others = [parameters[name] for name in ("keras", "backend") if name in parameters]

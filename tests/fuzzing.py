@@ -15,16 +15,17 @@ from unittest import mock
 
 import pytest
 
-pytest.importorskip("hypothesis", reason="the extra 'test' has it")
-
-from hypothesis import strategies as st
-
 from npu_device._src.cluster import rendezvous
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster, Membership
 from npu_device._src.cluster.hub_process import HubProcess
 from npu_device._src.cluster.rendezvous import meet
 
+hypothesis = pytest.importorskip("hypothesis", reason="the extra 'test' has it")
+given, st = hypothesis.given, pytest.importorskip("hypothesis.strategies")
+
+SOON = 5.0
+GREETING: dict[str, Any] = {"npu_device": 3, "nonce": "x"}
 SECRET = b"known to the ranks"
 PLACE = Membership("rank table", 2, 0, None, "here", 0, False, ("127.0.0.1",), 0, "fuzz", 20.0, secret=SECRET)
 

@@ -6,6 +6,7 @@ without it.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -63,6 +64,31 @@ def finish(processes: list[Process], timeout: float = 60) -> list[Ended]:
 def run(directory: Path, size: int, script: str, timeout: float = 60, **environment: str) -> list[Ended]:
     """Start and wait."""
     return finish(start(directory, size, script, **environment), timeout)
+
+
+def outputs(
+    directory: Path, size: int, script: str, code: int = 0, timeout: float = 60, **environment: str
+) -> list[str]:
+    """Run a script to its end, which is to be the same on all ranks; return what each has printed."""
+    results = run(directory, size, script, timeout, **environment)
+    assert [result.code for result in results] == [code] * size, "\n".join(result.output for result in results)
+    return [result.output for result in results]
+
+
+def wait_for(processes: list[Process], word: str = "ready", timeout: float = 60) -> None:
+    """Wait until all ranks have printed a word."""
+    until = time.monotonic() + timeout
+    for process in processes:
+        while word not in process.output:
+            assert process.poll() is None and time.monotonic() < until, process.output
+            time.sleep(0.02)
+
+
+def stamp(output: str, word: str) -> float:
+    """Return the time that a rank has printed behind "WORD at"."""
+    found = re.search(rf"{word} at ([0-9.]+)", output)
+    assert found, output
+    return float(found.group(1))
 
 
 def run_anew(commands: list[list[str]], environments: list[dict[str, str]], timeout: float = 60) -> list[Ended]:

@@ -69,6 +69,14 @@ def start(*arguments: str, on: Callable[[list[str]], list[str]] = list, **extra:
     )
 
 
+def hurried(command: list[str], **limits: float) -> list[str]:
+    """Return the command line of an npurun with other limits than those of ``time_limits``."""
+    code = "from npu_device._src.cluster import time_limits as limits; " + "".join(
+        f"limits.{name} = {seconds}; " for name, seconds in limits.items()
+    )
+    return [sys.executable, "-c", f"{code}from npu_device.launch.__main__ import main; main()", *command[len(NPURUN) :]]
+
+
 def wait_until(condition: Callable[[], bool], limit: float = LIMIT) -> None:
     """Wait for a condition, and fail when it doesn't come true in time."""
     end = time.monotonic() + limit

@@ -39,7 +39,7 @@ def evaluate(mode: str, function: Callable[..., Any], *arrays: Any) -> list[np.n
     return [result.numpy() for result in _as_list(call(*[tf.constant(array) for array in arrays]))]
 
 
-def check_gradients(mode: str, function: Callable[..., Any], *arrays: Any) -> None:
+def check_gradients(function: Callable[..., Any], *arrays: Any, modes: Sequence[str] = MODES) -> None:
     """The gradients of all (float64) arrays are those of central differences."""
 
     def both(*inputs: Any) -> list[Any]:
@@ -47,10 +47,10 @@ def check_gradients(mode: str, function: Callable[..., Any], *arrays: Any) -> No
         total = tf.add_n([tf.reduce_sum(result * _weights(result)) for result in results])
         return [total, *[tf.convert_to_tensor(gradient) for gradient in gradients]]
 
-    _, *found = evaluate(mode, both, *arrays)
     step = 1e-6
     call = tf.function(both)
-    for which, (array, gradient) in enumerate(zip(arrays, found)):
+    found = {mode: evaluate(mode, both, *arrays)[1:] for mode in modes}
+    for which, array in enumerate(arrays):
         differences = np.empty_like(array)
         for place in np.ndindex(array.shape):
             losses = []
@@ -59,4 +59,6 @@ def check_gradients(mode: str, function: Callable[..., Any], *arrays: Any) -> No
                 shifted[which][place] += shift
                 losses.append(float(call(*[tf.constant(each) for each in shifted])[0]))
             differences[place] = (losses[0] - losses[1]) / (2 * step)
-        np.testing.assert_allclose(gradient, differences, rtol=1e-5, atol=1e-6, err_msg=f"argument {which} in {mode}")
+        for mode, gradients in found.items():
+            what = f"argument {which} in {mode}"
+            np.testing.assert_allclose(gradients[which], differences, rtol=1e-5, atol=1e-6, err_msg=what)

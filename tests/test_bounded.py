@@ -11,8 +11,19 @@ import weakref
 from typing import Any, Callable
 
 import pytest
+import tensorflow as tf
 from collective_bodies import all_to_all, group, in_graph
 from pool import Pool
+
+import npu_device as npu
+from hccl.manage.api import create_group, destroy_group
+from npu_device._src.collectives import graph
+from npu_device._src.collectives.engines.tensorflow.kernels import RING, sequence_of
+from npu_device._src.collectives.group import group_of
+from npu_device._src.collectives.job import current
+from npu_device._src.collectives.moves import all_gather_v
+from npu_device._src.collectives.ops import all_reduce, broadcast
+from npu_device.distribute import hccl_ops
 
 
 def _held() -> tuple[int, int, int]:
@@ -62,8 +73,6 @@ def _growth(call: Callable[[], object], calls: int) -> int:
 
 
 def body_new_numbers() -> int:
-    import npu_device as npu
-
     numbers = itertools.count()
 
     def reduce() -> None:
@@ -81,10 +90,6 @@ def test_python_numbers(several_ranks: Pool) -> None:
 
 
 def body_retraced() -> int:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     value = tf.ones([10])
 
     def made_and_called() -> None:
@@ -106,10 +111,6 @@ def test_functions_that_are_traced_again(two_ranks: Pool) -> None:
 
 
 def body_keys() -> int:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     value = tf.ones([1024])  # small ones travel as messages
     npu.open()
 
@@ -134,8 +135,6 @@ def test_instance_keys_of_tensorflow(tensorflow_ranks: Pool) -> None:
 
 def body_kept_memory() -> int:
     """Return how many bytes stay in memory when 160 MiB are freed."""
-    import ctypes
-
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     before = _memory()
@@ -153,11 +152,6 @@ def test_freed_memory_is_kept_for_the_next_transfer(tensorflow_ranks: Pool) -> N
 
 def body_many_at_once() -> tuple[list[float], int]:
     """Return sums that one function makes, more of a kind than there are keys, and how many rings of keys."""
-    import tensorflow as tf
-
-    from npu_device._src.collectives.engines.tensorflow.kernels import RING, sequence_of
-    from npu_device._src.collectives.ops import all_reduce
-
     job, mine = group("world")
     rings = sequence_of(job, mine)._drawn
     before = len(rings)
@@ -177,18 +171,8 @@ def test_more_sums_at_once_than_keys(tensorflow_ranks: Pool) -> None:
 
 def body_signatures(calls: int) -> int:
     """Return how many rings of keys calls of other lengths take after the first half of them."""
-    import tensorflow as tf
-
-    import npu_device as npu
-    from npu_device._src.collectives.engines.tensorflow.kernels import sequence_of
-    from npu_device._src.collectives.group import group_of
-    from npu_device._src.collectives.job import current
-    from npu_device._src.collectives.moves import all_gather_v
-    from npu_device.distribute import hccl_ops
-
     rank, size = npu.open().worker_id, npu.open().workers_num
     running = current()
-    assert running is not None
     world = group_of(running, "hccl_world_group")
     gather = in_graph(lambda rows: all_gather_v(running, rows, world), input_signature=[tf.TensorSpec([None, 3])])
     rings = []
@@ -219,12 +203,6 @@ def body_graphs(known: bool) -> dict[str, int]:
     Args:
         known: the shapes are known while a function is traced.
     """
-    import tensorflow as tf
-
-    import npu_device as npu
-    from npu_device._src.collectives.moves import all_gather_v
-    from npu_device._src.collectives.ops import broadcast
-
     job, mine = group("world")
 
     def lists(values: list[tf.Tensor]) -> Any:
@@ -278,8 +256,6 @@ def test_traced_graphs_go(two_ranks: Pool, known: bool) -> None:
 
 def _nested(all_reduce: Any, values: Any) -> None:
     """Trace a function that calls another one in a loop, and call it when the other one is gone."""
-    import tensorflow as tf
-
     inner = [tf.function(lambda value: all_reduce([value, value[:1]])[0])]
     inner[0](values)
 
@@ -297,11 +273,6 @@ def _nested(all_reduce: Any, values: Any) -> None:
 
 def body_functions() -> int:
     """Return how many of the Python functions that graphs call are left when the graphs are gone."""
-    import tensorflow as tf
-
-    import npu_device as npu
-    from npu_device._src.collectives import graph
-
     npu.open()
     gc.collect()
     before = len(graph._functions)
@@ -318,11 +289,6 @@ def test_functions_that_graphs_call_go(several_ranks: Pool) -> None:
 
 
 def body_tags(tags: int, length: int) -> list[tuple[int, int, int]]:
-    import tensorflow as tf
-
-    import npu_device as npu
-    from npu_device.distribute import hccl_ops
-
     rank = npu.open().worker_id
     held = []
     for tag in range(tags):
@@ -343,12 +309,6 @@ def test_tags(several_ranks: Pool, length: int) -> None:
 
 
 def body_groups(rounds: int) -> list[tuple[int, int, int]]:
-    import tensorflow as tf
-
-    import npu_device as npu
-    from hccl.manage.api import create_group, destroy_group
-    from npu_device.distribute import hccl_ops
-
     rank, size = npu.open().worker_id, npu.open().workers_num
     held = []
     for number in range(rounds):

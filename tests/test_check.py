@@ -6,7 +6,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,11 +129,9 @@ def test_an_address_that_others_cannot_reach_fails_in_one_direction() -> None:
 
 def test_a_taken_port_is_told_before_ranks_start() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        began = time.monotonic()
-        done = npurun("check", "-n", "2", "--master-port", str(taken.getsockname()[1]))
+        done = npurun("check", "-n", "2", "--master-port", str(taken.getsockname()[1]), limit=15)
     assert done.returncode == 2
     assert b"another program uses this port" in done.stderr and b"could not be completed" in done.stderr
-    assert time.monotonic() - began < 15
 
 
 @pytest.mark.parametrize("also", [["train.py"], ["--max-restarts", "1"]])
@@ -235,8 +232,3 @@ def test_the_interface_of_an_address() -> None:
     assert interface_of(ELSEWHERE) is None and interface_of("a name") is None
     if Path("/proc/net/if_inet6").exists() and socket.has_ipv6:
         assert interface_of("::1") == "lo"
-
-
-def test_the_launcher_needs_no_tensorflow() -> None:
-    code = "import sys, npu_device.launch.checking; sys.exit('tensorflow' in sys.modules or 'numpy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env=environment(), check=False).returncode == 0

@@ -9,10 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from collective_bodies import all_to_all, apart, counts, group, in_graph
 from pool import Pool
 
+import npu_device as npu
+from npu_device._src.collectives.moves import all_gather, all_gather_v, all_to_all_v, all_to_all_vc
+from npu_device._src.collectives.ops import all_reduce, broadcast, reduce, reduce_scatter
+
 OPERATIONS = (
+    "all_reduce sum",
+    "all_reduce mean",
     "all_gather",
     "all_gather_v",
     "all_to_all",
@@ -35,16 +42,12 @@ def inputs(rank: int, size: int) -> np.ndarray:
 
 
 def loss_of(value: Any, rank: int) -> Any:
-    import tensorflow as tf
-
     weights = tf.cast(tf.range(tf.size(value)) + rank + 1, value.dtype)
     return tf.reduce_sum(weights * value * value)
 
 
 def alone(operation: str, tensors: list[Any], rank: int) -> Any:
     """Return what ``rank`` gets, computed from everybody's tensors in one process."""
-    import tensorflow as tf
-
     size = len(tensors)
     matrix = counts(size)
     name, _, reduction = operation.partition(" ")
@@ -57,6 +60,8 @@ def alone(operation: str, tensors: list[Any], rank: int) -> Any:
         return tf.concat([tensor[BLOCK * rank : BLOCK * (rank + 1)] for tensor in tensors], 0)
     if name == "broadcast":
         return tensors[size - 1]
+    if name == "all_reduce":
+        return reduced[reduction](tensors)
     if name == "reduce":
         return reduced[reduction](tensors) if rank == size - 1 else tf.zeros_like(tensors[rank])
     if name == "reduce_scatter":
@@ -75,11 +80,6 @@ def alone(operation: str, tensors: list[Any], rank: int) -> Any:
 
 
 def body_gradients(mode: str) -> dict[str, Any]:
-    import tensorflow as tf
-
-    from npu_device._src.collectives.moves import all_gather, all_gather_v, all_to_all_v, all_to_all_vc
-    from npu_device._src.collectives.ops import broadcast, reduce, reduce_scatter
-
     job, mine = group("world")
     size, me = mine.size, mine.rank
     matrix = counts(size)
@@ -93,6 +93,7 @@ def body_gradients(mode: str) -> dict[str, Any]:
         "broadcast": lambda x: broadcast(job, [x], size - 1, mine)[0],
     }
     for reduction in ("sum", "mean"):
+        calls[f"all_reduce {reduction}"] = lambda x, how=reduction: all_reduce(job, x, how, mine)
         calls[f"reduce {reduction}"] = lambda x, how=reduction: reduce(job, x, how, size - 1, mine)
     for reduction in ("sum", "mean", "max"):
         calls[f"reduce_scatter {reduction}"] = lambda x, how=reduction: reduce_scatter(job, x, how, mine)
@@ -118,10 +119,8 @@ def body_gradients(mode: str) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_gradients(several_ranks: Pool, mode: str) -> None:
-    import tensorflow as tf
-
     size = several_ranks.size
     found = several_ranks.run(body_gradients, mode)
     for operation in OPERATIONS:
@@ -140,10 +139,6 @@ def test_gradients(several_ranks: Pool, mode: str) -> None:
 
 
 def body_rows_of_the_result(graph: bool) -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     value = tf.ones([3, 2]) * (npu.distribute.rank() + 1)
 
     def gradient() -> Any:

@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from collective_bodies import all_to_all, group, in_graph
 from pool import Pool
+
+from npu_device._src.collectives.engines.tensorflow.engine import rounded
+from npu_device._src.collectives.moves import all_gather, all_gather_v, all_to_all_v, all_to_all_vc
+from npu_device._src.collectives.ops import all_reduce, broadcast, reduce, reduce_scatter
 
 EMPTY_DTYPES = ("float32", "int8", "bfloat16", "uint64", "bool")
 
 
 def body_empty(mode: str) -> dict[str, Any]:
-    import tensorflow as tf
-
-    from npu_device._src.collectives.moves import all_gather, all_gather_v, all_to_all_vc
-    from npu_device._src.collectives.ops import all_reduce, broadcast, reduce, reduce_scatter
-
     job, mine = group("world")
 
     def operations(none: tf.Tensor, wide: tf.Tensor) -> list[tf.Tensor]:
@@ -61,11 +61,6 @@ def test_without_elements(several_ranks: Pool, mode: str) -> None:
 
 
 def body_unknown() -> dict[str, Any]:
-    import tensorflow as tf
-
-    from npu_device._src.collectives.moves import all_gather, all_to_all_v
-    from npu_device._src.collectives.ops import broadcast, reduce_scatter
-
     job, mine = group("world")
     size = mine.size
 
@@ -77,6 +72,7 @@ def body_unknown() -> dict[str, Any]:
                 all_gather(job, tensor, mine),
                 all_to_all(job, tensor, mine),
                 reduce_scatter(job, tensor, "sum", mine),
+                all_reduce(job, tensor, "sum", mine),
                 *broadcast(job, [tensor, flat], 1, mine),
                 all_to_all_v(job, flat, counts, packed, counts, packed, mine),
             ]
@@ -107,6 +103,7 @@ def test_unknown_static_shapes(several_ranks: Pool) -> None:
             np.concatenate(tensors),
             exchanged,
             sum(tensors)[rank : rank + 1],
+            sum(tensors),
             tensors[1],
             tensors[1].reshape(-1),
             exchanged.reshape(-1),
@@ -117,11 +114,6 @@ def test_unknown_static_shapes(several_ranks: Pool) -> None:
 
 
 def body_small() -> list[Any]:
-    import tensorflow as tf
-
-    from npu_device._src.collectives.moves import all_gather
-    from npu_device._src.collectives.ops import all_reduce, broadcast, reduce
-
     job, mine = group("world")
     byte = tf.constant([mine.rank + 1], tf.uint8)
     scalar = tf.constant(mine.rank + 1.5)
@@ -146,10 +138,6 @@ LARGE = 200_000_000
 
 
 def body_large() -> list[tuple[float, float, bool]]:
-    import tensorflow as tf
-
-    from npu_device._src.collectives.ops import all_reduce, broadcast
-
     def resident(which: str) -> float:
         with open("/proc/self/status") as status:
             [line] = [line for line in status if line.startswith(which)]
@@ -182,10 +170,6 @@ def test_200_mb(two_ranks: Pool) -> None:
 
 
 def test_lengths_of_rows_on_tensorflows_backend() -> None:
-    import tensorflow as tf
-
-    from npu_device._src.collectives.engines.tensorflow.engine import rounded
-
     for dtype in (tf.int32, tf.int64):
         for length in (0, 1, 3, 4096, 4097, 10_000, 2**30 + 1, 2**31 - 5, 2**31 - 1):
             padded = int(rounded(tf.constant(length, dtype)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -98,12 +96,6 @@ def test_the_pages_of_variables_and_options_are_up_to_date() -> None:
         assert page.read_text(encoding="utf-8") == text, "run: python tests/tables.py"
     page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
     assert all(f"| `{variable.name}` |" in page for variable in environment.ALL)
-
-
-def test_tensorflow_is_not_imported() -> None:
-    modules = "npu_device._src.environment, npu_device._src.cluster.rendezvous"
-    code = f"import sys, {modules}; sys.exit('tensorflow' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False, cwd=ROOT).returncode == 0
 
 
 def test_the_packages_own_variables_are_checked_together(

@@ -29,12 +29,6 @@ print("sum", float(npu.distribute.all_reduce(one, "sum")), flush=True)
 """
 
 
-def _stamp(output: str, word: str) -> float:
-    found = re.search(rf"{word} at ([0-9.]+)", output)
-    assert found, output
-    return float(found.group(1))
-
-
 OUT_OF_MEMORY = """
     import numpy, resource
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
@@ -77,7 +71,7 @@ finally:
         if rank == failing:
             assert error in result.output
             continue
-        assert _stamp(result.output, "raised") - _stamp(results[failing].output, "failed") < 5
+        assert job.stamp(result.output, "raised") - job.stamp(results[failing].output, "failed") < 5
         me, failed = (re.search(rf"rank {one} on host (\S+)", result.output) for one in (rank, failing))
         assert me and failed and me.group(1) == failed.group(1), "one name for the host"
         assert error in result.output
@@ -114,7 +108,7 @@ finally:
     )
     results = job.run(tmp_path, 2, script)
     other = 1 - leaving
-    assert _stamp(results[other].output, "raised") - _stamp(results[leaving].output, "left") < 10
+    assert job.stamp(results[other].output, "raised") - job.stamp(results[leaving].output, "left") < 10
     assert results[leaving].code == 0, results[leaving].output
     assert results[other].code == 1
     assert results[leaving].at - results[other].at < 5  # rank 0 waits for the others, no longer
@@ -127,11 +121,11 @@ finally:
 @pytest.mark.slow
 def test_a_rank_whose_server_the_others_may_still_read_from_waits_for_them(tmp_path: Path) -> None:
     # Between hosts, a rank that had ended right after its last collective cut off those that were still receiving.
-    script = BEGIN + "time.sleep(0 if rank == 1 else 6)"
+    script = BEGIN + "time.sleep(0 if rank == 1 else 4)"
     results = job.run(tmp_path, 3, script, **all_through("tensorflow"))
     assert [result.code for result in results] == [0, 0, 0]
     ends = [result.at for result in results]
-    assert max(ends) - ends[1] < 5, results[1].output
+    assert max(ends) - ends[1] < 3, results[1].output
 
 
 def test_one_rank_may_go_on_alone_without_collectives(tmp_path: Path) -> None:
@@ -151,7 +145,9 @@ if rank == 1:
     results = job.run(tmp_path, 2, script)
     assert [result.code for result in results] == [0, 0]
     assert not any(word in result.output for result in results for word in ("Abort", "Exception in thread")), results
-    assert results[0].at >= _stamp(results[1].output, "evaluated"), "rank 0 has started the hub, which the others need"
+    assert results[0].at >= job.stamp(results[1].output, "evaluated"), (
+        "rank 0 has started the hub, which the others need"
+    )
 
 
 USED = """
@@ -165,38 +161,34 @@ if os.environ["RANK_ID"] == "1":
 
 def test_used_before_open_where_the_job_needs_tensorflows_server(tmp_path: Path) -> None:
     """One rank did; both say so."""
-    for result in job.run(tmp_path, 2, USED + "npu.open()", **all_through("tensorflow")):
-        assert result.code == 1
-        assert "Failed open npu device" in result.output
-        assert "TensorFlow has been used before npu.open() on rank 1 on host node0" in result.output
-        assert "right after the imports" in result.output
+    for output in job.outputs(tmp_path, 2, USED + "npu.open()", code=1, **all_through("tensorflow")):
+        assert "Failed open npu device" in output
+        assert "TensorFlow has been used before npu.open() on rank 1 on host node0" in output
+        assert "right after the imports" in output
 
 
 @pytest.mark.skipif(CHOSEN_BACKEND is not None, reason="chooses the backends itself")
 def test_used_before_open_where_no_engine_is_named(tmp_path: Path) -> None:
     """One rank did; all use TCP, with one warning."""
     script = USED + "npu.open()\nprint('sum', float(npu.distribute.all_reduce(tf.ones([1000]), 'sum')[0]))"
-    results = job.run(tmp_path, 2, script, NPU_DEVICE_SHARED_MEMORY="off")
-    assert [result.code for result in results] == [0, 0], results
-    assert all("sum 2.0" in result.output for result in results)
-    warnings = "".join(result.output for result in results)
+    outputs = job.outputs(tmp_path, 2, script, NPU_DEVICE_SHARED_MEMORY="off")
+    assert all("sum 2.0" in output for output in outputs)
+    warnings = "".join(outputs)
     assert warnings.count("TensorFlow's collectives can't be used between hosts, and all ranks use TCP") == 1
     assert "TensorFlow has been used before npu.open() on rank 1 on host node0" in warnings
     assert "NPU_DEVICE_BACKEND=tcp" in warnings
 
 
 @pytest.mark.skipif(CHOSEN_BACKEND is not None, reason="chooses the backends itself")
-@pytest.mark.parametrize("backend", ["tensorflow", "tcp"])
-def test_a_dead_proxy_in_the_environment(tmp_path: Path, backend: str) -> None:
+def test_a_dead_proxy_in_the_environment(tmp_path: Path) -> None:
     """gRPC would reach the other ranks through it. ``test_mpi`` has MPI."""
     limits = {"NPU_DEVICE_STALL_WARNING": "2", "NPU_DEVICE_STALL_TIMEOUT": "4", "no_proxy": "elsewhere"}
     script = BEGIN + (
         "big = tf.function(lambda: npu.distribute.all_reduce(tf.ones([100_000]), 'sum'))()\n"
         "print('sum', float(big[-1]), os.environ.get('no_grpc_proxy'))"
     )
-    for result in job.run(tmp_path, 2, script, **DEAD_PROXY, **limits, **all_through(backend)):
-        assert result.code == 0, result.output
-        assert ("sum 2.0 elsewhere,127.0.0.1" if backend == "tensorflow" else "sum 2.0 None") in result.output
+    for output in job.outputs(tmp_path, 2, script, **DEAD_PROXY, **limits, **all_through("tensorflow")):
+        assert "sum 2.0 elsewhere,127.0.0.1" in output
 
 
 @pytest.mark.parametrize(
@@ -217,8 +209,7 @@ def test_a_backend_that_there_is_not(tmp_path: Path, variables: dict[str, str], 
 
 
 @pytest.mark.skipif(CHOSEN_BACKEND is not None, reason="chooses the backends itself")
-@pytest.mark.parametrize("backend", ["auto", "tcp"])
-def test_open_comes_at_any_time_where_the_job_needs_no_server(tmp_path: Path, backend: str) -> None:
+def test_open_comes_at_any_time_where_the_job_needs_no_server(tmp_path: Path) -> None:
     script = """
 import tensorflow as tf
 value = tf.Variable(tf.ones([300_000]))
@@ -228,9 +219,8 @@ value.assign_add(tf.fill([300_000], float(rank)))
 step = tf.function(lambda: npu.distribute.all_reduce(value, "sum"))
 print("sum", float(step()[-1]), value.device)
 """
-    for result in job.run(tmp_path, 2, script, **all_through(backend)):
-        assert result.code == 0, result.output
-        assert "sum 3.0 /job:localhost" in result.output
+    for output in job.outputs(tmp_path, 2, script):
+        assert "sum 3.0 /job:localhost" in output
 
 
 def test_forgotten_open_is_made_good_and_close_ends_it(tmp_path: Path) -> None:
@@ -245,10 +235,9 @@ try:
 except RuntimeError as error:
     print("refused:", error)
 """
-    for result in job.run(tmp_path, 2, script):
-        assert result.code == 0, result.output
-        assert "sum 2.0" in result.output
-        assert "refused: " in result.output and "closed in this process" in result.output
+    for output in job.outputs(tmp_path, 2, script):
+        assert "sum 2.0" in output
+        assert "refused: " in output and "closed in this process" in output
 
 
 def test_forgotten_open_that_comes_too_late_raises(tmp_path: Path) -> None:
@@ -258,9 +247,8 @@ import tensorflow as tf
 import npu_device as npu
 npu.distribute.all_reduce(tf.constant(1.0), "sum")
 """
-    for result in job.run(tmp_path, 2, script, **all_through("tensorflow")):
-        assert result.code == 1
-        assert "npu.open().as_default()" in result.output
+    for output in job.outputs(tmp_path, 2, script, code=1, **all_through("tensorflow")):
+        assert "npu.open().as_default()" in output
 
 
 TRANSFERS = (
@@ -314,24 +302,21 @@ def test_a_rank_that_is_killed_while_its_data_are_sent(tmp_path: Path) -> None:
 def test_a_rank_that_goes_on_after_a_stop_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
     """Rank 1 is stopped amid transfers for longer than any limit of the kernel for data that nobody takes."""
     script = (
-        "from npu_device._src.cluster import time_limits\ntime_limits.UNACKNOWLEDGED_MILLISECONDS = 2000\n"
+        "from npu_device._src.cluster import frames\nframes.UNACKNOWLEDGED_MILLISECONDS = 1000\n"
         + BEGIN
         + """
 value = tf.ones([8_000_000])
 step = tf.function(lambda: npu.distribute.all_reduce(value, "sum"))
-print("begins", flush=True)
+print("ready", flush=True)
 print("sum", [float(step()[-1]) for _ in range(40)][-1], flush=True)
 """
     )
     ranks = job.start(tmp_path, 2, script, **all_through("tcp"))
     try:
-        limit = time.monotonic() + 60
-        while "begins" not in ranks[1].output:
-            assert time.monotonic() < limit, ranks[1].output
-            time.sleep(0.01)
+        job.wait_for(ranks[1:])
         time.sleep(0.3)
         os.kill(ranks[1].pid, signal.SIGSTOP)
-        time.sleep(5)  # TCP_USER_TIMEOUT of other connections is 2 s here
+        time.sleep(3)  # TCP_USER_TIMEOUT of other connections is 1 s here
         os.kill(ranks[1].pid, signal.SIGCONT)
         codes = [rank.wait(60) for rank in ranks]
     finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzzing import ends, memory_of, send, streams
+from fuzzing import ends, given, memory_of, send, streams
 from launcher import NPURUN, environment, script, wait_until
 
 from npu_device._src.cluster import handshake
@@ -17,8 +17,6 @@ from npu_device._src.membership.rank_environment import free_port
 from npu_device._src.version import __version__
 from npu_device.launch import node_links
 from npu_device.launch.node_links import Link
-
-given = pytest.importorskip("hypothesis", reason="the extra 'test' has it").given
 
 pytestmark = pytest.mark.xdist_group("waiting")
 

@@ -11,19 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fuzzing import SECRET, VALUES, both_met, changed, ends, hub_of_two, pair, send, streams
+from fuzzing import GREETING, SECRET, SOON, VALUES, both_met, changed, ends, given, hub_of_two, pair, send, st, streams
 
 from npu_device._src.cluster import frames, handshake
 from npu_device._src.cluster.health import Health
 from npu_device._src.cluster.peers import Peers
 from npu_device._src.collectives.engines.host import sockets
 
-hypothesis = pytest.importorskip("hypothesis", reason="the extra 'test' has it")
-given, st = hypothesis.given, pytest.importorskip("hypothesis.strategies")
-
 pytestmark = pytest.mark.xdist_group("waiting")
-
-_SOON = 5.0
 
 
 @pytest.fixture()
@@ -44,7 +39,7 @@ def rank() -> Iterator[tuple[Peers, int, bytes]]:
 
 
 def _connect(port: int, secret: bytes, **said: Any) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", port), _SOON)
+    connection = socket.create_connection(("127.0.0.1", port), SOON)
     try:
         handshake.authenticate(handshake.TimedConnection(connection), secret, **said)
     except BaseException:
@@ -57,19 +52,16 @@ def _require_work(peers: Peers, port: int, secret: bytes) -> None:
     """Check that another rank can still connect."""
     began = time.monotonic()
     with _connect(port, secret, rank=1, number=7) as theirs:
-        connection = peers.accept(1, 7, lambda: time.monotonic() > began + _SOON)
+        connection = peers.accept(1, 7, lambda: time.monotonic() > began + SOON)
         assert connection is not None
         connection.close()
         assert theirs.recv(1) == b""
 
 
-_GREETING: dict[str, Any] = {"npu_device": 3, "nonce": "x", "rank": 1, "number": 2}
-
-
-@given(streams(_GREETING, {"proof": "0"}))
+@given(streams({**GREETING, "rank": 1, "number": 2}, {"proof": "0"}))
 def test_a_stranger_at_a_ranks_port(rank: tuple[Peers, int, bytes], pieces: list[bytes]) -> None:
     _, port, _ = rank
-    with socket.create_connection(("127.0.0.1", port), _SOON) as stranger:
+    with socket.create_connection(("127.0.0.1", port), SOON) as stranger:
         send(stranger, pieces)
         assert len(ends(stranger)) < 1000
 
@@ -85,27 +77,14 @@ def test_what_a_rank_says_cannot_be_exchanged_on_the_way(rank: tuple[Peers, int,
     """The proof covers the rank, and the number of the connection."""
     _, port, secret = rank
     for said in ({"rank": 1, "number": 8}, {"rank": 0, "number": 7}):
-        with socket.create_connection(("127.0.0.1", port), _SOON) as connection:
+        with socket.create_connection(("127.0.0.1", port), SOON) as connection:
             line = handshake.TimedConnection(connection)
             line.send({**said, "npu_device": frames.PROTOCOL, "nonce": "mine"})
-            nonce = line.receive(_SOON, silent="silent", closed="closed")["nonce"]
+            nonce = line.receive(SOON, silent="silent", closed="closed")["nonce"]
             line.send({"proof": frames.proof(secret, "client", "mine", nonce, {"rank": 1, "number": 7})})
             with pytest.raises(handshake.AttemptFailedError, match="closed"):
-                line.receive(_SOON, silent="silent", closed="closed")
+                line.receive(SOON, silent="silent", closed="closed")
     _require_work(*rank)
-
-
-def test_only_connections_with_messages_on_their_way_are_polled() -> None:
-    with pair() as (theirs, mine):
-        mine.setblocking(False)
-        busy = sockets.Busy()
-        wire, polled = sockets.Wire(busy, None, 1, False), busy._poll  # type: ignore[arg-type]
-        wire.connection = mine
-        message = wire.add(np.zeros(3, np.uint8))
-        assert list(busy._wires) == [mine.fileno()] and not busy.advance(0.01, False)
-        theirs.sendall(struct.pack("<Q", 3) + b"abc")
-        assert busy.advance(_SOON, False) and message.ended
-        assert not busy._wires and busy._poll is polled
 
 
 _MESSAGES = st.lists(st.binary(min_size=1, max_size=20), max_size=3)
@@ -124,7 +103,7 @@ def test_any_bytes_in_the_tcp_engine(expected: list[bytes], added: list[bytes], 
         stream = stream[cut:]
         theirs.sendall(stream)
         theirs.close()
-        until = time.monotonic() + _SOON
+        until = time.monotonic() + SOON
         try:
             while wire.lost is None and wire.messages and time.monotonic() < until:
                 wire.advance()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from collective_bodies import wrong_refusals
 from pool import Pool
 
 import npu_device as npu
+from npu_bridge.hccl import hccl_ops as old
+from npu_device.distribute import hccl_ops
 
 GROUP = "group='hccl_world_group'"
 SAME = {
@@ -51,14 +55,16 @@ def test_signatures(module: str) -> None:
 
 
 def body_results(flavour: str, mode: str) -> Any:
-    import importlib
-
     ops = importlib.import_module(flavour)
     handle = npu.open()
     rank, size = handle.worker_id, handle.workers_num
 
     def operations(own: tf.Tensor) -> list[Any]:
+        with tf.GradientTape() as tape:
+            tape.watch(own)
+            total = ops.allreduce(own * (rank + 1.0), "sum")
         return [
+            tape.gradient(total, own),
             ops.allreduce(own, "sum"),
             ops.allreduce(own, "max", 2, 7),
             ops.allgather(own, size),
@@ -88,6 +94,7 @@ def test_results(ranks: Pool, flavour: str, mode: str) -> None:
     total = everybody.sum(axis=0)
     for rank, found in enumerate(ranks.run(body_results, flavour, mode)):
         expected = [
+            [(rank + 1.0) * n] * 2,
             total,
             everybody.max(axis=0),
             everybody.reshape(-1),
@@ -102,86 +109,38 @@ def test_results(ranks: Pool, flavour: str, mode: str) -> None:
             np.testing.assert_allclose(array, right)
 
 
-def body_gradient() -> list[float]:
-    from npu_device.distribute import hccl_ops
-
-    rank = npu.open().worker_id
-    x = tf.Variable([1.0, 2.0])
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(hccl_ops.allreduce(x * (rank + 1.0), "sum"))
-    return list(tape.gradient(loss, x).numpy())
-
-
-def test_gradient_of_allreduce(ranks: Pool) -> None:
-    for rank, found in enumerate(ranks.run(body_gradient)):
-        assert found == [(rank + 1.0) * ranks.size] * 2
-
-
-def body_refusals() -> dict[str, str]:
-    from npu_bridge.hccl import hccl_ops as old
-    from npu_device.distribute import hccl_ops
-
-    size = npu.open().workers_num
-
-    def refusal(operation: Any, *arguments: Any) -> str:
-        try:
-            operation(*arguments)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return "accepted"
-
-    one = tf.ones([size])
-    return {
-        "mean": refusal(hccl_ops.allreduce, one, "mean"),
-        "reduce": refusal(hccl_ops.reduce, one, "median", 0),
-        "fusion": refusal(hccl_ops.reduce, one, "sum", 0, 1),
-        "fusion id": refusal(old.allgather, one, size, "hccl_world_group", 2, -1),
-        "rank_size": refusal(hccl_ops.allgather, one, size + 1),
-        "list": refusal(hccl_ops.broadcast, one, 0),
-        "remote": refusal(hccl_ops.remote_read, one, tf.float32),
-        "addresses": refusal(old.gather_all_to_all_v, one, one, one, one, tf.float32, 4),
-        "own rank": refusal(hccl_ops.all_to_all_v_c, one, [[1] * size] * size, size),
-        "root": refusal(hccl_ops.broadcast, [one], size),
-        "dim0": refusal(hccl_ops.reduce_scatter, tf.ones([size + 1]), "sum", size),
-        "scalar": refusal(hccl_ops.allgather, 1.0, size),
-        "group": refusal(hccl_ops.allreduce, one, "sum", 1, -1, "nobody"),
-        "bool": refusal(hccl_ops.reduce_scatter, tf.ones([size], tf.bool), "max", size),
-        "send": refusal(hccl_ops.send, one, 0, 0) if size == 1 else "ValueError: single device",
-        "negative": refusal(hccl_ops.all_to_all_v, one, [-1] * size, [0] * size, [1] * size, [0] * size),
-        "how many": refusal(hccl_ops.all_to_all_v, one, [1] * (size + 1), [0] * size, [1] * size, [0] * size),
-        "behind": refusal(hccl_ops.all_to_all_v, one, [1] * size, [size] * size, [1] * size, range(size)),
-        "overlap": refusal(hccl_ops.all_to_all_v, one, [1] * size, range(size), [1] * size, [0] * size),
-        "matrix": refusal(hccl_ops.all_to_all_v_c, one, [1] * size, npu.open().worker_id),
-        "counts": refusal(
-            hccl_ops.all_to_all_v, tf.ones([2 * size]), [1] * size, [0] * size, [2] * size, range(0, 2 * size, 2)
-        ),
-    }
+def body_refusals() -> list[str]:
+    rank, size = npu.open().worker_id, npu.open().workers_num
+    one, ones, two, value = tf.ones([size]), [1] * size, tf.ones([2 * size]), "ValueError"
+    exchange, places, twos, places2 = hccl_ops.all_to_all_v, range(size), [2] * size, range(0, 2 * size, 2)
+    cases: list[tuple[Any, ...]] = [
+        (value, "npu.distribute.all_reduce knows 'mean'", hccl_ops.allreduce, one, "mean"),
+        (value, "'sum', 'max', 'min', 'prod'", hccl_ops.reduce, one, "median", 0),
+        (value, "expected 0", hccl_ops.reduce, one, "sum", 0, 1),
+        (value, "fusion_id -1", old.allgather, one, size, "hccl_world_group", 2, -1),
+        (value, f"rank_size {size + 1}", hccl_ops.allgather, one, size + 1),
+        ("TypeError", "[tensor]", hccl_ops.broadcast, one, 0),
+        ("NotImplementedError", "What to do", hccl_ops.remote_read, one, tf.float32),
+        ("NotImplementedError", "all_to_all_v", old.gather_all_to_all_v, one, one, one, one, tf.float32, 4),
+        (value, "expected", hccl_ops.all_to_all_v_c, one, [ones] * size, size),
+        (value, "send_counts must not be negative", exchange, one, [-1] * size, *[[0] * size] * 3),
+        (value, f"expected ({size},)", exchange, one, [*ones, 1], [0] * size, ones, [0] * size),
+        (value, f"there are {size}", exchange, one, ones, [size] * size, ones, places),
+        (value, "send_count_matrix", hccl_ops.all_to_all_v_c, one, ones, rank),
+    ]
+    if size == 1:
+        return wrong_refusals(*cases, (value, "single device", hccl_ops.send, one, 0, 0))
+    return wrong_refusals(
+        *cases,
+        (value, "overlap at element 0", exchange, one, ones, places, ones, [0] * size),
+        (f"ValueError: root_rank {size} ", f"expected 0 to {size - 1}", hccl_ops.broadcast, [one], size),
+        (value, "must be a multiple of rank_size", hccl_ops.reduce_scatter, tf.ones([size + 1]), "sum", size),
+        (value, "tf.newaxis", hccl_ops.allgather, 1.0, size),
+        (value, "nobody", hccl_ops.allreduce, one, "sum", 1, -1, "nobody"),
+        ("TypeError", "bool", hccl_ops.reduce_scatter, tf.ones([size], tf.bool), "max", size),
+        (value, "group rank 1 sends 1 to rank 0, which expects 2", exchange, two, ones, [0] * size, twos, places2),
+    )
 
 
 def test_refusals(ranks: Pool) -> None:
-    n = ranks.size
-    for found in ranks.run(body_refusals):
-        assert found["mean"].startswith("ValueError") and "npu.distribute.all_reduce knows 'mean'" in found["mean"]
-        assert found["reduce"].startswith("ValueError") and "'sum', 'max', 'min', 'prod'" in found["reduce"]
-        assert found["fusion"].startswith("ValueError") and "expected 0" in found["fusion"]
-        assert found["fusion id"].startswith("ValueError: fusion_id -1")
-        assert found["rank_size"].startswith("ValueError") and f"rank_size {n + 1}" in found["rank_size"]
-        assert found["list"].startswith("TypeError") and "[tensor]" in found["list"]
-        assert found["remote"].startswith("NotImplementedError") and "What to do" in found["remote"]
-        assert found["addresses"].startswith("NotImplementedError") and "all_to_all_v" in found["addresses"]
-        assert found["own rank"].startswith("ValueError") and "expected" in found["own rank"]
-        assert found["send"].startswith("ValueError") and "single device" in found["send"]
-        assert found["negative"].startswith("ValueError") and "send_counts must not be negative" in found["negative"]
-        assert found["how many"].startswith("ValueError") and f"expected ({n},)" in found["how many"]
-        assert found["behind"].startswith("ValueError") and f"there are {n}" in found["behind"]
-        assert found["matrix"].startswith("ValueError") and "send_count_matrix" in found["matrix"]
-        if n == 1:
-            continue
-        assert found["overlap"].startswith("ValueError") and "overlap at element 0" in found["overlap"]
-        assert found["root"].startswith(f"ValueError: root_rank {n} ") and f"expected 0 to {n - 1}" in found["root"]
-        assert found["dim0"].startswith("ValueError") and "must be a multiple of rank_size" in found["dim0"]
-        assert found["scalar"].startswith("ValueError") and "tf.newaxis" in found["scalar"]
-        assert found["group"].startswith("ValueError") and "nobody" in found["group"]
-        assert found["bool"].startswith("TypeError") and "bool" in found["bool"]
-        assert found["counts"].startswith("ValueError")
-        assert "group rank 1 sends 1 to rank 0, which expects 2" in found["counts"]
+    assert ranks.run(body_refusals) == [[]] * ranks.size

@@ -15,80 +15,48 @@ from launcher import environment
 pytestmark = pytest.mark.xdist_group("imports")  # which share the process that forks
 
 STATEMENTS = """\
-from npu_bridge.npu_init import *
-from npu_bridge.estimator import npu_ops
-from npu_bridge.estimator.npu.npu_config import NPURunConfig
-from npu_bridge.estimator.npu.npu_optimizer import NPUDistributedOptimizer
-from npu_bridge.estimator.npu.npu_estimator import NPUEstimator
 import npu_device
 import npu_bridge
-from npu_bridge.hccl import hccl_ops
-from npu_bridge.estimator.npu.npu_loss_scale_optimizer import NPULossScaleOptimizer
-from npu_bridge.estimator.npu.npu_loss_scale_manager import FixedLossScaleManager
-from npu_bridge.estimator.npu.npu_loss_scale_manager import ExponentialUpdateLossScaleManager
-from hccl.manage.api import get_rank_size
-from npu_bridge.estimator.npu import npu_scope
-from hccl.manage.api import get_rank_id
-from npu_bridge.estimator.npu.npu_optimizer import allreduce
-from npu_bridge.estimator.npu_unary_ops import npu_unary_ops
-from hccl.split.api import set_split_strategy_by_idx
-from npu_device import gen_npu_ops
-from npu_bridge.estimator.npu import npu_loss_scale_manager as lsm_lib
-from npu_bridge.estimator.npu.npu_estimator import NPUEstimatorSpec
-from hccl.manage.api import get_local_rank_id
 import npu_device as npu
-from npu_bridge.estimator.npu.npu_estimator import NPUEstimator,NPUEstimatorSpec
+import npu_bridge.npu_init
+from npu_bridge.npu_init import *
 from npu_bridge.estimator.npu.npu_estimator import *
 from npu_bridge.estimator.npu.npu_config import *
-from npu_bridge.estimator.npu.npu_config import DumpConfig
-from npu_bridge.estimator.npu import util
-from npu_bridge.estimator.npu import npu_loss_scale_optimizer as lso
-from npu_bridge.npu_init import DumpConfig
-from hccl.split.api import set_split_strategy_by_size
 from npu_device.compat.v1.npu_init import *
-from npu_bridge.estimator.npu import npu_convert_dropout
-from npu_bridge.estimator.npu.npu_dynamic_rnn import DynamicRNN
-from npu_bridge.estimator.npu.npu_config import ProfilingConfig
-import npu_bridge.npu_init
-from npu_bridge.npu_init import RewriterConfig
-from npu_bridge.estimator.npu.npu_optimizer import NPUOptimizer
-from npu_bridge.estimator.npu.npu_estimator import NPUEstimator, NPUEstimatorSpec
-from npu_bridge.estimator.npu import npu_plugin
-from npu_bridge.estimator.npu import npu_loss_scale_optimizer
-from npu_bridge.estimator.npu import npu_loss_scale_manager
-from hccl.manage.api import create_group
-from npu_bridge.npu_init import RewriterConfig, npu_config_proto
-from npu_bridge.npu_cpu.npu_cpu_ops import embeddingrankid
-from npu_bridge.estimator.npu.npu_config import NpuExecutePlacement
-from npu_bridge import tf_adapter
-from hccl.manage.api import get_local_rank_size
-from npu_device.npu_device import gen_npu_ops as npu_aicore_ops
-from npu_bridge.npu_init import NPULossScaleOptimizer, npu_config_proto, RewriterConfig
-from npu_bridge.npu_cpu import npu_cpu_ops as custom_op
 from npu_bridge.estimator.npu import *
-from npu_device.npu_device import global_npu_ctx
-from npu_bridge.tbe.npu_cube_ops import deformable_conv2d
-from npu_bridge.npu_init import RewriterConfig, npu_ops, npu_unary_ops, NPURunConfig, NPUEstimator
-from npu_bridge.npu_init import RewriterConfig, npu_config_proto, ExponentialUpdateLossScaleManager
-from npu_bridge.estimator.npu.npu_loss_scale_manager import ExponentialUpdateLossScaleManager, FixedLossScaleManager
-from npu_bridge.estimator.npu.npu_hook import NPUBroadcastGlobalVariablesHook
-from npu_bridge.estimator.npu.npu_dynamic_rnn import DynamicGRUV2
-from npu_bridge.estimator.npu.npu_dynamic_rnn import DynamicAUGRU
 from npu_bridge import *
+from npu_bridge.npu_cpu.lru_cache import *
+from npu_bridge.estimator.npu.npu_hook import *
+from npu_bridge.estimator import *
+from npu_bridge.estimator import npu_ops, npu_aicore_ops
+from npu_bridge.estimator.npu.npu_config import NPURunConfig, DumpConfig, ProfilingConfig, NpuExecutePlacement
+from npu_bridge.estimator.npu.npu_optimizer import NPUDistributedOptimizer, allreduce, NPUOptimizer
+from npu_bridge.estimator.npu.npu_estimator import NPUEstimator, NPUEstimatorSpec
+from npu_bridge.hccl import hccl_ops
+from npu_bridge.estimator.npu.npu_loss_scale_optimizer import NPULossScaleOptimizer, FixedLossScaleManager
+from npu_bridge.estimator.npu.npu_loss_scale_manager import FixedLossScaleManager, ExponentialUpdateLossScaleManager
+from hccl.manage.api import get_rank_size, get_rank_id, get_local_rank_id, create_group, get_local_rank_size
+from npu_bridge.estimator.npu import npu_scope, npu_loss_scale_manager as lsm_lib, util
+from npu_bridge.estimator.npu import npu_loss_scale_optimizer as lso, npu_convert_dropout, npu_plugin
+from npu_bridge.estimator.npu import npu_loss_scale_optimizer, npu_loss_scale_manager, npu_hook
+from npu_bridge.estimator.npu_unary_ops import npu_unary_ops
+from hccl.split.api import set_split_strategy_by_idx, set_split_strategy_by_size
+from npu_device import gen_npu_ops
+from npu_bridge.npu_init import DumpConfig, RewriterConfig, npu_config_proto, NPULossScaleOptimizer, npu_ops
+from npu_bridge.npu_init import npu_unary_ops, NPURunConfig, NPUEstimator, ExponentialUpdateLossScaleManager
+from npu_bridge.estimator.npu.npu_dynamic_rnn import DynamicRNN, DynamicGRUV2, DynamicAUGRU
+from npu_bridge.npu_cpu.npu_cpu_ops import embeddingrankid
+from npu_bridge import tf_adapter
+from npu_device.npu_device import gen_npu_ops as npu_aicore_ops, global_npu_ctx
+from npu_bridge.npu_cpu import npu_cpu_ops as custom_op
+from npu_bridge.tbe.npu_cube_ops import deformable_conv2d
+from npu_bridge.estimator.npu.npu_hook import NPUBroadcastGlobalVariablesHook
 from npu_device.compat.v1.npu_init import RewriterConfig
 from npu_device.compat.v1.estimator import npu_ops
 from npu_bridge.tbe import npu_vector_ops
-from npu_bridge.npu_init import npu_ops
-from npu_bridge.npu_cpu.lru_cache import *
 from npu_bridge.helper import helper
 from npu_bridge.estimator.npu_ops import dropout as ops_dropout
 from npu_bridge.estimator.npu_aicore_ops import npu_aicore_ops
-from npu_bridge.estimator.npu.npu_loss_scale_optimizer import FixedLossScaleManager
-from npu_bridge.estimator.npu.npu_hook import *
-from npu_bridge.estimator.npu import npu_hook
-from npu_bridge.estimator import npu_aicore_ops
-from npu_bridge.estimator import *
-from hccl.manage.api import get_rank_size, get_rank_id
 from npu_device.compat.v1.estimator.npu.npu_optimizer import npu_distributed_optimizer_wrapper
 from npu_device.compat.v1.hccl import hccl_ops
 from npu_device.compat.v1 import SessionConfigBuilder

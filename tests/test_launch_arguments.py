@@ -190,18 +190,13 @@ def test_platforms_that_say_too_little(
     assert expected in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("platform", ["PET", "SKYPILOT"])
-def test_two_nodes_of_a_platform_meet(platform: str, tmp_path: Path) -> None:
+def test_two_nodes_of_a_platform_meet(tmp_path: Path) -> None:
     path = script(tmp_path, "import os; print(os.environ['RANK_ID'], 'of', os.environ['RANK_SIZE'])")
-    port = str(free_port())
-    sky = {**SKY_0, "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1"}
-    variables, options = (
-        ({**NODE_0, "PET_MASTER_PORT": port}, []) if platform == "PET" else (sky, ["--master-port", port])
-    )
+    variables = {**NODE_0, "PET_MASTER_PORT": str(free_port())}
     nodes = [
         subprocess.Popen(
-            [*NPURUN, *options, path],
-            env=environment(**{**variables, f"{platform}_NODE_RANK": str(node)}),
+            [*NPURUN, path],
+            env=environment(**{**variables, "PET_NODE_RANK": str(node)}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
@@ -213,7 +208,9 @@ def test_two_nodes_of_a_platform_meet(platform: str, tmp_path: Path) -> None:
     assert b" and others of the platform say that this is node 1 of 2" in outputs[1][1]
 
 
-def test_the_launcher_starts_without_tensorflow() -> None:
-    check = "import sys, npu_device.launch.__main__; print([m for m in ('tensorflow', 'numpy') if m in sys.modules])"
+def test_the_launcher_the_rendezvous_and_the_options_need_no_tensorflow() -> None:
+    modules = "npu_device.launch.__main__, npu_device.launch.checking, npu_device._src.cluster.rendezvous"
+    check = f"import sys, {modules}; print([m for m in ('tensorflow', 'numpy') if m in sys.modules])"
+    check += "\nimport npu_device._src.environment, npu_device._src.options; print('tensorflow' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", check], env=environment(), capture_output=True, check=True)
-    assert done.stdout == b"[]\n"
+    assert done.stdout == b"[]\nFalse\n"

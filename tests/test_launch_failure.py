@@ -219,7 +219,7 @@ def test_where_the_log_of_the_failure_is(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_nothing_is_left_running(tmp_path: Path) -> None:
-    """Ranks and their children that don't hear SIGTERM are killed after the grace period."""
+    """Ranks and their children that don't hear SIGTERM, or are stopped, are killed after the grace period."""
     source = script(
         tmp_path,
         f"""
@@ -235,6 +235,8 @@ def test_nothing_is_left_running(tmp_path: Path) -> None:
             while len([name for name in os.listdir({str(tmp_path)!r}) if name.endswith(".pid")]) < 6:
                 time.sleep(0.01)
             sys.exit(3)
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(100)
         """,
     )
@@ -261,32 +263,9 @@ def test_ranks_that_hear_sigterm_are_not_killed(tmp_path: Path) -> None:
         sys.exit(4)
         """,
     )
-    began = time.monotonic()
-    done = npurun("-n", "2", source)
-    assert time.monotonic() - began < 10
+    done = npurun("-n", "2", source, limit=10)
     assert done.returncode == 4
     assert b"[0] saved\n" in done.stdout
-
-
-def test_a_stopped_rank_is_killed_after_the_grace(tmp_path: Path) -> None:
-    source = script(
-        tmp_path,
-        f"""
-        import os, signal, sys, time
-        if os.environ["RANK_ID"] == "0":
-            open(os.path.join({str(tmp_path)!r}, "0.pid"), "w").write(str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGSTOP)
-        while not os.path.exists(os.path.join({str(tmp_path)!r}, "0.pid")):
-            time.sleep(0.05)
-        time.sleep(0.3)
-        sys.exit(4)
-        """,
-    )
-    began = time.monotonic()
-    done = npurun("-n", "2", "--grace", "1", source)
-    assert time.monotonic() - began < 20
-    assert done.returncode == 4
-    assert [pid for pid in wait_for_files(tmp_path, "*.pid", 1) if is_running(pid)] == []
 
 
 def test_children_of_ranks_that_ended_well_are_ended_too(tmp_path: Path) -> None:
@@ -298,20 +277,9 @@ def test_children_of_ranks_that_ended_well_are_ended_too(tmp_path: Path) -> None
         open(os.path.join({str(tmp_path)!r}, os.environ["RANK_ID"] + ".pid"), "w").write(str(child.pid))
         """,
     )
-    began = time.monotonic()
-    done = npurun("-n", "2", source)
-    assert time.monotonic() - began < 10
+    done = npurun("-n", "2", source, limit=10)
     assert (done.returncode, done.stdout, without_hint(done.stderr)) == (0, b"", b"")
     assert [pid for pid in wait_for_files(tmp_path, "*.pid", 2) if is_running(pid)] == []
-
-
-def test_a_program_that_cannot_be_executed(tmp_path: Path) -> None:
-    path = Path(script(tmp_path, "#!/no/such/interpreter\n", "program"))
-    path.chmod(0o755)
-    done = npurun("-n", "2", str(path))
-    assert done.returncode == 126
-    assert b"could not start" in done.stderr and b"name the interpreter" in done.stderr
-    assert b"Traceback" not in done.stderr
 
 
 def test_a_rank_that_cannot_be_started_stops_the_others(tmp_path: Path) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
-from launcher import is_running, npurun, script, start, wait_for_files, wait_until
+from launcher import hurried, is_running, npurun, script, start, wait_for_files, wait_until
 from ranks import free_port
 
 from npu_device.launch.arguments import parse
@@ -82,10 +82,8 @@ def test_a_host_that_fails_ends_the_others(tmp_path: Path, ssh: str) -> None:
             sys.exit(7)
         time.sleep(60)
         """
-    began = time.monotonic()
-    done = npurun(*HOSTS, *port(), "--grace", "1", script(tmp_path, fails), NPU_DEVICE_SSH=ssh)
+    done = npurun(*HOSTS, *port(), "--grace", "1", script(tmp_path, fails), limit=20, NPU_DEVICE_SSH=ssh)
     assert done.returncode == 7, done.stderr
-    assert time.monotonic() - began < 20
     assert b"npurun: host me@two ended with exit code 7" in done.stderr
     assert b"rank 3: exit code 7" in done.stderr
 
@@ -111,9 +109,7 @@ def test_a_rank_may_end_with_the_code_of_a_failed_connection(tmp_path: Path, ssh
 def test_a_connection_that_outlives_the_job_is_not_waited_for(tmp_path: Path) -> None:
     """ssh with ControlPersist leaves a process behind that has its standard error."""
     master = script(tmp_path, f'sleep 60 & echo $! > {tmp_path}/master; shift; exec sh -c "$*"', "ssh")
-    began = time.monotonic()
-    done = npurun("--hosts", "one", "echo", "ran", NPU_DEVICE_SSH=f"sh {master}")
-    assert time.monotonic() - began < 20
+    done = npurun("--hosts", "one", "echo", "ran", limit=20, NPU_DEVICE_SSH=f"sh {master}")
     os.kill(int((tmp_path / "master").read_text()), signal.SIGKILL)
     assert (done.returncode, done.stdout) == (0, b"[0] ran\n")
 
@@ -121,7 +117,8 @@ def test_a_connection_that_outlives_the_job_is_not_waited_for(tmp_path: Path) ->
 @pytest.mark.slow
 def test_ctrl_c_while_a_host_does_not_answer(tmp_path: Path) -> None:
     silent = script(tmp_path, f"echo $$ > {tmp_path}/ssh_pid; exec sleep 100", "ssh")
-    process = start("--hosts", "one", "--grace", "1", "true", NPU_DEVICE_SSH=f"sh {silent}")
+    hurry = partial(hurried, HOSTS_END_SECONDS=1.0)
+    process = start("--hosts", "one", "--grace", "1", "true", on=hurry, NPU_DEVICE_SSH=f"sh {silent}")
     (pid,) = wait_for_files(tmp_path, "ssh_pid", 1)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=25)

@@ -6,10 +6,22 @@ import os
 import pty
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
-from launcher import NPURUN, environment, is_running, npurun, script, start, wait_for_files, wait_until, without_hint
+from launcher import (
+    NPURUN,
+    environment,
+    hurried,
+    is_running,
+    npurun,
+    script,
+    start,
+    wait_for_files,
+    wait_until,
+    without_hint,
+)
 
 pytestmark = pytest.mark.xdist_group("waiting")
 
@@ -27,10 +39,8 @@ def of_ranks(stderr: bytes) -> list[bytes]:
 def test_lines_come_while_the_rank_runs(tmp_path: Path) -> None:
     source = script(tmp_path, "import time; print('first'); time.sleep(20)")
     launch = start("-n", "1", source)
-    assert launch.stdout is not None
-    began = time.monotonic()
     assert launch.stdout.readline() == b"[0] first\n"
-    assert time.monotonic() - began < 10
+    assert launch.poll() is None
     launch.terminate()
     launch.communicate(timeout=10)
 
@@ -93,14 +103,6 @@ def test_of_a_progress_bar_the_newest_refresh_is_written(tmp_path: Path) -> None
         assert of_rank(done.stdout, rank) == [b"bar 3/3", b"other 2/2", b"done", b"last"]
 
 
-def test_a_flood_of_refreshes_costs_little(tmp_path: Path) -> None:
-    source = script(tmp_path, r"[print('refresh', n, end='\r') for n in range(200_000)]")
-    began = time.monotonic()
-    done = npurun(source)
-    assert time.monotonic() - began < 15
-    assert done.stdout.splitlines()[-1] == b"[0] refresh 199999"
-
-
 @pytest.mark.slow
 def test_a_long_progress_bar_shows_signs_of_life(tmp_path: Path) -> None:
     source = script(
@@ -112,11 +114,10 @@ def test_a_long_progress_bar_shows_signs_of_life(tmp_path: Path) -> None:
             time.sleep(0.1)
         """,
     )
-    launch = start(source)
-    assert launch.stdout is not None
+    launch = start(source, on=partial(hurried, REFRESH_SECONDS=1.0))
     began = time.monotonic()
     assert launch.stdout.readline().startswith(b"[0] step ")
-    assert 4 < time.monotonic() - began < 16
+    assert 0.9 < time.monotonic() - began < 12
     launch.terminate()
     launch.communicate(timeout=10)
 
@@ -141,12 +142,10 @@ def test_a_reader_that_goes_away_does_not_stop_the_ranks(tmp_path: Path) -> None
         """,
     )
     launch = start(source)
-    assert launch.stdout is not None
     launch.stdout.readline()
     launch.stdout.close()
     assert launch.wait(20) == 0
     assert (tmp_path / "finished").exists()
-    assert launch.stderr is not None
     assert without_hint(launch.stderr.read()) == b""
     launch.stderr.close()
 
@@ -242,9 +241,7 @@ def test_a_process_that_escaped_with_the_pipe_is_not_waited_for(tmp_path: Path) 
         print("bye")
         """,
     )
-    began = time.monotonic()
-    done = npurun(source)
-    assert time.monotonic() - began < 10
+    done = npurun(source, limit=10)
     assert (done.returncode, done.stdout) == (0, b"[0] bye\n")
     wait_until(pid.exists)
     os.kill(int(pid.read_text()), 9)

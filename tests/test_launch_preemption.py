@@ -110,7 +110,7 @@ def test_ranks_that_do_not_follow_the_others_are_stopped(tmp_path: Path) -> None
     began = time.monotonic()
     done = npurun("-n", "2", "--preempt-timeout", "1", source)
     assert done.returncode == 143
-    assert 1 <= time.monotonic() - began < 20
+    assert time.monotonic() - began >= 1
     assert b"rank 0: stopped by npurun, killed by SIGTERM" in done.stderr
     assert b"rank 1" not in done.stderr, "75 is no failure"
 
@@ -119,8 +119,8 @@ def test_the_limit(tmp_path: Path) -> None:
     launch, pids = running(tmp_path, "deaf", "--preempt-timeout", "1", "--grace", "60")
     began = time.monotonic()
     launch.send_signal(signal.SIGTERM)
-    launch.communicate(timeout=60)
-    assert 1 <= time.monotonic() - began < 20
+    launch.communicate(timeout=20)
+    assert time.monotonic() - began >= 1
     assert launch.returncode == 143
     assert not any(map(is_running, pids))
 
@@ -136,10 +136,8 @@ def test_the_second_signal_ends_at_once(tmp_path: Path) -> None:
     launch.send_signal(signal.SIGTERM)
     time.sleep(1.0)
     assert launch.poll() is None
-    began = time.monotonic()
     launch.send_signal(signal.SIGTERM)
-    launch.communicate(timeout=30)
-    assert time.monotonic() - began < 15
+    launch.communicate(timeout=15)
     assert launch.returncode == 143
     assert not any(map(is_running, pids))
 

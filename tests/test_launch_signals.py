@@ -80,7 +80,7 @@ def test_who_does_not_stop_is_killed_after_the_grace(tmp_path: Path) -> None:
     began = time.monotonic()
     os.kill(launch.pid, signal.SIGINT)
     launch.communicate(timeout=20)
-    assert 1 <= time.monotonic() - began < 20
+    assert time.monotonic() - began >= 1
     assert launch.returncode == 130
     assert left(pids) == []
 
@@ -90,10 +90,8 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     os.killpg(launch.pid, signal.SIGINT)
     time.sleep(1.0)
     assert launch.poll() is None
-    began = time.monotonic()
     os.killpg(launch.pid, signal.SIGINT)
     launch.communicate(timeout=30)
-    assert time.monotonic() - began < 30
     assert launch.returncode == 130
     assert left(pids) == []
 

@@ -122,22 +122,24 @@ def test_alone(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_not_alone_in_one_of_several_processes(variables: dict[str, str]) -> None:
     name = next(iter(variables))
-    for call in ("world_size_from_environment", "membership_from_environment"):
-        text = process(call, **variables)
+    code = """
+import os
+from npu_device._src.membership.schemes import membership_from_environment, world_size_from_environment
+for call in (world_size_from_environment, membership_from_environment):
+    try:
+        print(call())
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", end="|")
+os.environ["NPU_DEVICE_LAUNCHER"] = "off"
+print(world_size_from_environment())
+"""
+    environment = {**clean_environment(), **variables}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    *errors, alone = done.stdout.strip().split("|")
+    assert len(errors) == 2 and alone == "1"
+    for text in errors:
         assert f"ClusterError: {name} is {variables[name][-1]}: " in text
         assert "npurun" in text and "NPU_DEVICE_LAUNCHER=off" in text
-    assert process("world_size_from_environment", **variables, NPU_DEVICE_LAUNCHER="off") == "1"
-
-
-def process(call: str, **variables: str) -> str:
-    """Return what a process of its own finds in these variables."""
-    code = f"from npu_device._src.membership import schemes\ntry: print(schemes.{call}())\n"
-    code += "except Exception as error: print(f'{type(error).__name__}: {error}')"
-    environment = {**clean_environment(), **variables}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60
-    )
-    return done.stdout.strip()
 
 
 # One launcher

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import job
 import pytest
+import tensorflow as tf
 import test_agreement
 import test_collectives
 import test_segments
 import test_send_receive
 from mpi_ranks import MpiPool
 from pool import Pool
+
+import npu_device as npu
+from npu_device._src.collectives.job import current
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py"),
@@ -42,16 +48,7 @@ def test_open_mpi(other_ranks: Pool) -> None:
 
 def body_stopped() -> str:
     """Rank 1 stops until rank 0 has given up waiting for it. (If it is killed, mpiexec kills rank 0, too.)"""
-    import os
-    import signal
-
-    import tensorflow as tf
-
-    import npu_device as npu
-    from npu_device._src.collectives.job import current
-
     running, big = current(), tf.ones([1_000_000])
-    assert running is not None
     other = npu.distribute.broadcast_object(os.getpid(), root_rank=1)
     running.stall_watch._warn_after, running.stall_watch._give_up_after = 1.0, 2.0
     if running.cluster.rank == 1:

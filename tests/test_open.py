@@ -4,15 +4,18 @@ the host.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import job
 import pytest
+import tensorflow as tf
 from pool import Pool
 from ranks import free_port
+from rendezvous_ranks import by_table, by_tf_config, without_table
+
+import npu_device as npu
 
 SCRIPT = """
 import numpy as np
@@ -33,74 +36,20 @@ except RuntimeError as error:
 """
 
 
-def _cm(directory: Path, rank: int, port: int) -> dict[str, str]:
-    return {
-        "CM_CHIEF_IP": "127.0.0.1",
-        "CM_CHIEF_PORT": str(port),
-        "CM_CHIEF_DEVICE": "0",
-        "CM_WORKER_SIZE": "2",
-        "CM_WORKER_IP": "127.0.0.1",
-        "ASCEND_DEVICE_ID": str(rank),
-    }
-
-
-def _tf_config(directory: Path, rank: int, port: int) -> dict[str, str]:
-    workers = [f"localhost:{port}", f"localhost:{port + 1}"]
-    task = {"type": "worker", "index": rank}
-    return {"TF_CONFIG": json.dumps({"cluster": {"worker": workers}, "task": task, "environment": "cloud"})}
-
-
-def _table(directory: Path, rank: int, port: int) -> dict[str, str]:
-    devices = [
-        {"device_id": "0", "device_ip": "10.1.1.1", "rank_id": "0", "host_port": str(port)},
-        {"device_id": "1", "device_ip": "10.1.1.2", "rank_id": "1"},
-    ]
-    table = {"version": "1.0", "status": "completed", "server_list": [{"server_id": "somewhere", "device": devices}]}
-    path = directory / "table.json"
-    if not path.exists():
-        path.write_text(json.dumps(table))
-    return {"RANK_TABLE_FILE": str(path), "RANK_ID": str(rank), "RANK_SIZE": "2", "ASCEND_DEVICE_ID": str(rank)}
-
-
-def _lab_table(directory: Path, rank: int, port: int) -> dict[str, str]:
-    instances = [
-        {"rank_id": str(i), "server_id": "10.0.0.1", "devices": [{"device_id": str(i), "device_ip": f"10.1.1.{i}"}]}
-        for i in range(2)
-    ]
-    table = {
-        "board_id": "0x0000",
-        "chip_info": "910",
-        "deploy_mode": "lab",
-        "group_count": "1",
-        "group_list": [
-            {"device_num": "2", "server_num": "1", "group_name": "", "instance_count": "2", "instance_list": instances}
-        ],
-        "para_plane_nic_location": "device",
-        "para_plane_nic_name": ["eth0", "eth1"],
-        "para_plane_nic_num": "2",
-        "status": "completed",
-    }
-    path = directory / "lab.json"
-    if not path.exists():
-        path.write_text(json.dumps(table))
-    return {
-        "RANK_TABLE_FILE": str(path),
-        "RANK_ID": str(rank),
-        "RANK_SIZE": "2",
-        "ASCEND_DEVICE_ID": str(rank),
-        "HCCL_IF_BASE_PORT": str(port),
-    }
-
-
-@pytest.mark.parametrize("scheme", [_table, _lab_table, _cm, _tf_config], ids=["table", "lab table", "CM", "TF_CONFIG"])
-def test_two_ranks_by_every_scheme(tmp_path: Path, scheme: Any) -> None:
+@pytest.mark.parametrize("scheme", ["rank table", "CM_*", "TF_CONFIG"])
+def test_two_ranks_by_every_scheme(tmp_path: Path, scheme: str) -> None:
     port = free_port()
-    environments = [scheme(tmp_path, rank, port) for rank in range(2)]
-    results = job.finish(job.start_each(tmp_path, SCRIPT + ANOTHER_JOB, environments))
+    environments = {
+        "rank table": [by_table(tmp_path, 2, rank) for rank in range(2)],
+        "CM_*": [without_table(port, 2, rank) for rank in range(2)],
+        "TF_CONFIG": [by_tf_config(port, 2, rank) for rank in range(2)],
+    }[scheme]
+    patient = [{**environment, "HCCL_CONNECT_TIMEOUT": "60"} for environment in environments]
+    results = job.finish(job.start_each(tmp_path, SCRIPT + ANOTHER_JOB, patient))
     for rank, result in enumerate(results):
         assert result.code == 0, result.output
         assert f"rank {rank} of 2 sum 3.0 /job:localhost/replica:0/task:0/device:NPU:" in result.output
-        if scheme is _tf_config:
+        if scheme == "TF_CONFIG":
             assert f"rank 2 of 3, but npu.open() has made it rank {rank} of 2 of another job" in result.output
             assert "spark.python.worker.reuse=false" in result.output
         else:  # these take precedence over TF_CONFIG
@@ -108,10 +57,6 @@ def test_two_ranks_by_every_scheme(tmp_path: Path, scheme: Any) -> None:
 
 
 def body_handle() -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     handle = npu.open()
     same = npu.open() is handle and handle.as_default() is handle and npu.npu_device.global_npu_ctx() is handle
     try:
@@ -197,8 +142,7 @@ def test_the_users_threads_are_left_alone(tmp_path: Path, setting: str) -> None:
 
 def test_a_failing_open_names_the_device_and_the_reason(tmp_path: Path) -> None:
     misspelt = {"NPU_DEVICE_AUDT": "off"}
-    environment = {**_table(tmp_path, 0, free_port()), **misspelt, "HCCL_CONNECT_TIMEOUT": "3"}
-    [result] = job.finish(job.start_each(tmp_path, SCRIPT, [environment]))
+    [result] = job.finish(job.start_each(tmp_path, SCRIPT, [{**by_table(tmp_path, 2, 0), **misspelt}]))
     assert result.code == 1
     assert "Failed open npu device 0" in result.output
     assert "EI0015" in result.output and "missing" in result.output

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
+from op_modes import MODES, check_gradients, evaluate
 from pool import Pool
+
+import npu_device as npu
+from npu_bridge.estimator import npu_aicore_ops
+from npu_bridge.estimator.npu_unary_ops import npu_unary_ops
+from npu_bridge.npu_init import npu_ops
+from npu_device import gen_npu_ops
 
 X = np.array([[-30.0, -3.0, -0.7, -0.1], [0.2, 0.9, 2.5, 40.0]])
 
@@ -20,26 +29,23 @@ def erf_gelu(x: Any) -> Any:
 
 
 def body_activations() -> None:
-    from op_modes import MODES, check_gradients, evaluate
-
-    from npu_bridge.estimator import npu_aicore_ops
-    from npu_bridge.estimator.npu_unary_ops import npu_unary_ops
-    from npu_device import gen_npu_ops
-
     tanh = 0.5 * X * (1 + np.tanh(math.sqrt(2 / math.pi) * (X + 0.044715 * X**3)))
     expected = [
         (gen_npu_ops.fast_gelu, X * sigmoid(1.702 * X)),
         (npu_unary_ops.gelu, tanh),
     ]
+    weights = np.array(0.25), np.array([0.1, 0.2, 0.3, 0.4])
+    for operation, _ in expected:
+        check_gradients(operation, X)
+    for weight in weights:
+        check_gradients(npu_aicore_ops.prelu, X, weight)
     for mode in MODES:
         for operation, result in expected:
             (found,) = evaluate(mode, operation, X)
             np.testing.assert_allclose(found, result, rtol=1e-7, atol=1e-12)
-            check_gradients(mode, operation, X)
-        for weight in (np.array(0.25), np.array([0.1, 0.2, 0.3, 0.4])):
+        for weight in weights:
             (found,) = evaluate(mode, npu_aicore_ops.prelu, X, weight)
             np.testing.assert_allclose(found, np.where(X > 0, X, weight * X))
-            check_gradients(mode, npu_aicore_ops.prelu, X, weight)
         halves = evaluate(mode, gen_npu_ops.fast_gelu, X.astype(np.float16))[0]
         assert halves.dtype == np.float16 and np.isfinite(halves).all()
 
@@ -49,14 +55,6 @@ def test_activations(single: Pool) -> None:
 
 
 def body_npu_ops_gelu() -> dict[str, Any]:
-    import tempfile
-
-    import numpy as np
-    import tensorflow as tf
-    from op_modes import evaluate
-
-    import npu_device as npu
-
     found = {mode: evaluate(mode, npu.ops.gelu, X)[0] for mode in ("eager", "function", "session")}
     keras = tf.keras
     inputs = keras.Input([4])
@@ -80,12 +78,6 @@ def test_npu_ops_gelu(keras_single: Pool) -> None:
 
 
 def body_layer_norm() -> None:
-    import tensorflow as tf
-    from op_modes import MODES, check_gradients, evaluate
-
-    from npu_bridge.estimator import npu_aicore_ops
-    from npu_device import gen_npu_ops
-
     random = np.random.default_rng(1)
     x = random.normal(2.0, 3.0, [2, 3, 4])
     for norm_axis, params_axis in ((0, 0), (1, 2), (-1, -1), (2, 1)):
@@ -102,7 +94,7 @@ def body_layer_norm() -> None:
             np.testing.assert_allclose(y, gamma * normalised + beta)
             np.testing.assert_allclose(found_mean, mean)
             np.testing.assert_allclose(found_variance, variance)
-            check_gradients(mode, lambda *arguments: norm(*arguments)[0], x, gamma, beta)
+        check_gradients(lambda *arguments, norm=norm: norm(*arguments)[0], x, gamma, beta)
     # The variance is of the size of epsilon; fetched alone, and from float32, as TensorFlow's graph optimizer likes it.
     small = (x[..., :4] * 1e-4).astype(np.float32)
     spread = small - small.mean(axis=2, keepdims=True)
@@ -121,11 +113,6 @@ def test_layer_norm(single: Pool) -> None:
 
 
 def body_lars() -> str:
-    from op_modes import MODES, evaluate
-
-    from npu_bridge.npu_init import npu_ops
-    from npu_device import gen_npu_ops
-
     random = np.random.default_rng(2)
     w, g = random.normal(size=[2, 5, 3])
     rate = 0.02 * np.linalg.norm(w) / (np.linalg.norm(g) + 0.1 * np.linalg.norm(w) + 1e-5)

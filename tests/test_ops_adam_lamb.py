@@ -6,7 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
+from op_modes import evaluate
 from pool import Pool
+
+from npu_bridge.tbe import npu_vector_ops
+from npu_device import gen_npu_ops
 
 G, V, M, W = np.random.default_rng(3).normal(size=[4, 2, 3])
 V = np.abs(V)
@@ -18,12 +23,6 @@ LAMB = NEW_M / (1 - B1**3) / (np.sqrt(NEW_V / (1 - B2**3)) + EPSILON)
 
 
 def body_steps(mode: str) -> None:
-    import tensorflow as tf
-    from op_modes import evaluate
-
-    from npu_bridge.tbe import npu_vector_ops
-    from npu_device import gen_npu_ops
-
     def adam(g: Any, v: Any, m: Any, w: Any) -> Any:
         return gen_npu_ops.adam_apply_one_assign(g, v, m, w, LR, *BETAS, EPSILON)
 
@@ -53,8 +52,6 @@ def body_steps(mode: str) -> None:
 
 def _with_variables(mode: str, step: Any) -> list[np.ndarray]:
     """The variables v, m and w after the step, of which only the last result is asked for."""
-    import tensorflow as tf
-
     if mode == "session":
         with tf.Graph().as_default(), tf.compat.v1.Session() as session:
             variables = [tf.Variable(value) for value in (V, M, W)]

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 from pool import Pool
+
+import npu_device as npu
+from npu_device import gen_npu_ops
 
 
 def body_hcom() -> Any:
-    import tensorflow as tf
-
-    import npu_device as npu
-    from npu_device import gen_npu_ops
-
     handle = npu.open()
     rank, size = handle.worker_id, handle.workers_num
     own = tf.constant([rank + 1.0, 2.0])

@@ -6,7 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
+from collective_bodies import wrong_refusals
+from op_modes import check_gradients, evaluate
 from pool import Pool
+
+from npu_bridge.estimator.npu.npu_dynamic_rnn import DynamicAUGRU, DynamicGRUV2, DynamicRNN
+from npu_bridge.npu_init import npu_rnn
+from npu_device import gen_npu_ops
 
 MODES = ["eager", "function", "session"]
 STEPS, BATCH, INPUT, HIDDEN = 3, 2, 2, 3
@@ -58,16 +65,12 @@ def gru(lengths: list[int], attention: Any) -> list[Any]:
 
 
 def body_cell(mode: str) -> None:
-    from op_modes import check_gradients, evaluate
-
-    from npu_device import gen_npu_ops
-
     arguments = (X[0], H0[0], C0[0], W, B)
     results = evaluate(mode, gen_npu_ops.basic_lstm_cell, *arguments)
     for found, right in zip(results, lstm_step(X[0], H0[0], C0[0], 1.0)):
         np.testing.assert_allclose(found, right)
     if mode == "eager":
-        check_gradients(mode, lambda *inputs: gen_npu_ops.basic_lstm_cell(*inputs)[:2], *arguments)
+        check_gradients(lambda *inputs: gen_npu_ops.basic_lstm_cell(*inputs)[:2], *arguments, modes=[mode])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -76,10 +79,6 @@ def test_basic_lstm_cell(single: Pool, mode: str) -> None:
 
 
 def body_rnn(mode: str, seq_length: list[int] | None) -> None:
-    from op_modes import check_gradients, evaluate
-
-    from npu_device import gen_npu_ops
-
     lengths = seq_length or [STEPS] * BATCH
 
     def forward(x: Any, w: Any, b: Any, h: Any, c: Any) -> Any:
@@ -90,7 +89,7 @@ def body_rnn(mode: str, seq_length: list[int] | None) -> None:
         np.testing.assert_allclose(found, right)
 
     if mode == "eager":
-        check_gradients(mode, lambda *inputs: forward(*inputs)[:3], *arguments)
+        check_gradients(lambda *inputs: forward(*inputs)[:3], *arguments, modes=[mode])
 
 
 @pytest.mark.parametrize("seq_length", [None, [1, 3]])
@@ -100,10 +99,6 @@ def test_dynamic_rnn(single: Pool, mode: str, seq_length: list[int] | None) -> N
 
 
 def body_gru(mode: str, seq_length: list[int] | None) -> None:
-    from op_modes import check_gradients, evaluate
-
-    from npu_device import gen_npu_ops
-
     lengths = seq_length or [STEPS] * BATCH
 
     def forward(x: Any, wi: Any, wh: Any, bi: Any, bh: Any, h: Any) -> Any:
@@ -118,7 +113,7 @@ def body_gru(mode: str, seq_length: list[int] | None) -> None:
     for found, right in zip(evaluate(mode, forward_augru, *plain, ATTENTION), gru(lengths, ATTENTION)):
         np.testing.assert_allclose(found, right)
     if mode == "eager":
-        check_gradients(mode, lambda *inputs: forward(*inputs)[:2], *plain)
+        check_gradients(lambda *inputs: forward(*inputs)[:2], *plain, modes=[mode])
 
 
 @pytest.mark.parametrize("seq_length", [None, [3, 2]])
@@ -129,10 +124,6 @@ def test_dynamic_gru(single: Pool, mode: str, seq_length: list[int] | None) -> N
 
 def body_layers(mode: str) -> dict[str, Any]:
     """Each layer learns to keep its last output near a target, twice called with the same weights."""
-    import tensorflow as tf
-
-    from npu_bridge.estimator.npu.npu_dynamic_rnn import DynamicAUGRU, DynamicGRUV2, DynamicRNN
-
     x = X.astype(np.float32)
     losses: dict[str, Any] = {}
     for cls, extra in ((DynamicRNN, ()), (DynamicGRUV2, ()), (DynamicAUGRU, (ATTENTION.astype(np.float32),))):
@@ -182,40 +173,24 @@ def test_layers_learn(single: Pool, mode: str) -> None:
 
 
 def body_refusals() -> list[str]:
-    import tensorflow as tf
-
-    from npu_bridge.estimator.npu.npu_dynamic_rnn import DynamicGRUV2, DynamicRNN
-    from npu_device import gen_npu_ops
-
-    texts = []
-    for call in (
-        lambda: DynamicRNN(3, tf.float32, direction="BIDIRECTIONAL"),
-        lambda: DynamicGRUV2(3, tf.float32, gate_order="rzh"),
-        lambda: gen_npu_ops.basic_lstm_cell(X[0], H0[0], C0[0], W, B, keep_prob=0.5),
-        lambda: gen_npu_ops.dynamic_rnn(X, W, B, colour="red"),
-        lambda: gen_npu_ops.dynamic_gru_v2_grad(X, seq_length=None),
-    ):
-        try:
-            call()
-        except (NotImplementedError, TypeError) as error:
-            texts.append(f"{type(error).__name__}: {error}")
-    return texts
+    missing, cell = "NotImplementedError", (X[0], H0[0], C0[0], W, B)
+    return wrong_refusals(
+        (missing, "direction='BIDIRECTIONAL'", lambda: DynamicRNN(3, tf.float32, direction="BIDIRECTIONAL")),
+        (missing, "tf.reverse", lambda: DynamicRNN(3, tf.float32, direction="BIDIRECTIONAL")),
+        (missing, "gate_order='rzh'", lambda: DynamicGRUV2(3, tf.float32, gate_order="rzh")),
+        (missing, "update, reset, new", lambda: DynamicGRUV2(3, tf.float32, gate_order="rzh")),
+        (missing, "keep_prob=0.5", lambda: gen_npu_ops.basic_lstm_cell(*cell, keep_prob=0.5)),
+        (missing, "npu_ops.dropout", lambda: gen_npu_ops.basic_lstm_cell(*cell, keep_prob=0.5)),
+        ("TypeError", "colour", lambda: gen_npu_ops.dynamic_rnn(X, W, B, colour="red")),
+        (missing, "tape.gradient", lambda: gen_npu_ops.dynamic_gru_v2_grad(X, seq_length=None)),
+    )
 
 
 def test_refusals(single: Pool) -> None:
-    (texts,) = single.run(body_refusals)
-    assert "direction='BIDIRECTIONAL'" in texts[0] and "tf.reverse" in texts[0]
-    assert "gate_order='rzh'" in texts[1] and "update, reset, new" in texts[1]
-    assert "keep_prob=0.5" in texts[2] and "npu_ops.dropout" in texts[2]
-    assert texts[3].startswith("TypeError") and "colour" in texts[3]
-    assert texts[4].startswith("NotImplementedError") and "tape.gradient" in texts[4]
+    assert single.run(body_refusals) == [[]]
 
 
 def body_static_rnn() -> None:
-    import tensorflow as tf
-
-    from npu_bridge.npu_init import npu_rnn
-
     class Cell:
         """The simplest RNN cell: adds up."""
 

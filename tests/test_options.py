@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +32,6 @@ def owner(options: OptionGroup, path: str) -> tuple[Any, str]:
 
 def test_there_is_one_object() -> None:
     assert global_options() is global_options()
-
-
-def test_importing_the_options_does_not_import_tensorflow() -> None:
-    check = "import sys, npu_device._src.options; assert 'tensorflow' not in sys.modules"
-    subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("path", [path for path, _ in RULES])
@@ -73,16 +66,34 @@ def test_another_type_than_the_default_is_a_type_error(options: GlobalOptions, p
     assert getattr(group, name).typed == rule.default
 
 
-def test_values_are_texts_and_typed_values_are_not(options: GlobalOptions) -> None:
-    options.hcom_parallel = False
-    options.graph_run_mode = 0
-    options.dump_config.dump_path = Path("dump")
-    assert (options.hcom_parallel.value, options.hcom_parallel.typed) == ("0", False)
-    assert (options.graph_run_mode.value, options.graph_run_mode.typed) == ("0", 0)
-    assert (options.dump_config.dump_path.value, options.dump_config.dump_path.typed) == ("dump", Path("dump"))
-    assert (options.precision_mode.value, options.precision_mode.typed) == (None, None)
-    options.is_tailing_optimization = True
-    assert options.is_tailing_optimization.value == "1"
+@pytest.mark.parametrize(
+    ("path", "given", "text", "typed"),
+    [
+        ("hcom_parallel", False, "0", False),
+        ("is_tailing_optimization", True, "1", True),
+        ("graph_run_mode", 0, "0", 0),
+        ("dump_config.dump_path", Path("dump"), "dump", Path("dump")),
+        ("precision_mode", None, None, None),
+        # Scalars of numpy count as Python's.
+        ("graph_run_mode", np.int64(0), "0", 0),
+        ("hcom_parallel", np.bool_(False), "0", False),
+        ("precision_mode", np.str_("force_fp32"), "force_fp32", "force_fp32"),
+        ("stream_sync_timeout", np.int32(600), "600", 600),
+        # True is 1 where an integer is wanted.
+        ("deterministic", True, "1", 1),
+        ("topo_sorting_mode", True, "1", 1),
+        ("stream_sync_timeout", True, "1", 1),
+        # Texts, and the older bool
+        ("jit_compile", True, "true", "true"),
+        ("jit_compile", np.bool_(False), "false", "false"),
+        ("jit_compile", "auto", "auto", "auto"),
+    ],
+)
+def test_a_value_as_text_and_typed(options: GlobalOptions, path: str, given: Any, text: str, typed: Any) -> None:
+    group, name = owner(options, path)
+    setattr(group, name, given)
+    option = getattr(group, name)
+    assert (option.value, option.typed, type(option.typed)) == (text, typed, type(typed))
 
 
 def test_an_option_follows_later_assignments(options: GlobalOptions) -> None:
@@ -97,35 +108,6 @@ def test_an_option_without_default_can_be_unset(options: GlobalOptions) -> None:
     options.precision_mode = None
     assert options.precision_mode.value is None
     assert "precision_mode" not in options.as_dict()
-
-
-def test_numpy_scalars_count_as_python_values(options: GlobalOptions) -> None:
-    options.graph_run_mode = np.int64(0)
-    options.hcom_parallel = np.bool_(False)
-    options.precision_mode = np.str_("force_fp32")
-    options.stream_sync_timeout = np.int32(600)
-    kept = (options.graph_run_mode, options.hcom_parallel, options.precision_mode, options.stream_sync_timeout)
-    assert [(type(option.typed), option.typed) for option in kept] == [
-        (int, 0),
-        (bool, False),
-        (str, "force_fp32"),
-        (int, 600),
-    ]
-
-
-def test_true_is_one_where_an_integer_is_wanted(options: GlobalOptions) -> None:
-    options.deterministic = True
-    options.topo_sorting_mode = True
-    options.stream_sync_timeout = True
-    assert (options.deterministic.value, type(options.deterministic.typed)) == ("1", int)
-    assert (options.topo_sorting_mode.value, type(options.topo_sorting_mode.typed)) == ("1", int)
-    assert (options.stream_sync_timeout.value, type(options.stream_sync_timeout.typed)) == ("1", int)
-
-
-@pytest.mark.parametrize(("value", "text"), [(True, "true"), (np.bool_(False), "false"), ("auto", "auto")])
-def test_jit_compile_takes_texts_and_the_older_bool(options: GlobalOptions, value: Any, text: str) -> None:
-    options.jit_compile = value
-    assert options.jit_compile.value == text
 
 
 def test_aoe_mode_wants_texts(options: GlobalOptions) -> None:

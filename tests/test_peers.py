@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import socket
+import threading
 import time
-from contextlib import nullcontext as _nothing
-from typing import Any, Callable
+from typing import Callable
 
 import pytest
+import tensorflow as tf
 from pool import Pool
 from ranks import all_through
+
+import npu_device as npu
+from hccl.manage.api import create_group, destroy_group
+from npu_device._src.cluster import frames
+from npu_device._src.cluster.handshake import AttemptFailedError, TimedConnection, authenticate
+from npu_device._src.collectives.job import current
+
+_SHARED = pytest.mark.xdist_group("point to point")  # whose process has such ranks
 
 
 def body_strangers() -> tuple[list[bool], list[float]]:
     """Let strangers connect to this rank; return whether each was turned away, and sums after that."""
-    import resource
-
-    import tensorflow as tf
-
-    import npu_device as npu
-    from npu_device._src.cluster import frames
-    from npu_device._src.cluster.handshake import AttemptFailedError, TimedConnection, authenticate
-    from npu_device._src.collectives.job import current
-
     running = current()
-    assert running is not None
     host, _, port = running.peers.addresses[running.cluster.rank].rpartition(":")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     turned_away = [soft == hard]  # as many connections as the system allows
@@ -48,13 +49,6 @@ def test_strangers_are_turned_away(tensorflow_ranks: Pool) -> None:
 
 def body_group_made_again() -> float:
     """Let rank 0 use a group that it has made again, before the others destroy the first one; return a sum of it."""
-    import threading
-
-    import tensorflow as tf
-
-    import npu_device as npu
-    from hccl.manage.api import create_group, destroy_group
-
     rank, size = npu.distribute.rank(), npu.distribute.size()
     sums: list[float] = []
 
@@ -80,25 +74,16 @@ def body_group_made_again() -> float:
     return sums[0]
 
 
-def test_messages_for_a_group_that_is_made_again_are_kept() -> None:
-    pool = Pool(3, "3", **all_through("tcp"))
-    try:
-        assert pool.run(body_group_made_again, timeout=30) == [3.0] * 3
-    finally:
-        pool.close()
+@_SHARED
+def test_messages_for_a_group_that_is_made_again_are_kept(pool_with: Callable[..., Pool]) -> None:
+    assert pool_with(3, "3", **all_through("tcp")).run(body_group_made_again, timeout=30) == [3.0] * 3
 
 
 def body_lost(elements: int) -> tuple[str, float]:
     """Close this rank's connections behind its back: those for messages, or of a group; return the error of the next
     sum, and how long it took.
     """
-    import tensorflow as tf
-
-    import npu_device as npu
-    from npu_device._src.collectives.job import current
-
     running = current()
-    assert running is not None
     npu.distribute.all_reduce(tf.ones([elements]), "sum")
     began = time.monotonic()
     for connection in running.peers._owned:
@@ -128,13 +113,7 @@ def body_deliver() -> tuple[int, float]:
     """Let rank 0 send as much as the kernel takes, and rank 1 read it a second later; return the number of bytes, and
     how long rank 0 has waited for them to arrive.
     """
-    import contextlib
-
-    import npu_device as npu
-    from npu_device._src.collectives.job import current
-
     running = current()
-    assert running is not None
     peers, total = running.peers, 0
     if npu.distribute.rank() == 0:
         connection = peers.connect(1, 77)
@@ -158,6 +137,7 @@ def body_deliver() -> tuple[int, float]:
     return total, 0.0
 
 
+@_SHARED
 def test_a_rank_waits_until_the_others_hosts_have_what_it_sent(pool_with: Callable[..., Pool]) -> None:
     (sent, seconds), (received, _) = pool_with(2, "3", **all_through("tcp")).run(body_deliver)
     assert sent == received > 0
@@ -166,10 +146,7 @@ def test_a_rank_waits_until_the_others_hosts_have_what_it_sent(pool_with: Callab
 
 def body_waiting() -> int:
     """Return how often a rank that waits half a second for a connection looks for it."""
-    from npu_device._src.collectives.job import current
-
     running, looks, until = current(), [0], time.monotonic() + 0.5
-    assert running is not None
 
     def gives_up() -> bool:
         looks[0] += 1
@@ -179,56 +156,7 @@ def body_waiting() -> int:
     return looks[0]
 
 
+@_SHARED
 def test_a_rank_that_waits_for_a_connection_sleeps(pool_with: Callable[..., Pool]) -> None:
     for looks in pool_with(2, "3", **all_through("tcp")).run(body_waiting):
         assert 2 <= looks < 20  # not one each millisecond
-
-
-def body_late() -> tuple[float, str]:
-    """Let rank 0 start to send to rank 1, which is stopped and so can't answer its connection; then rank 1 expects more
-    than comes. Return how long the start took, and the error.
-    """
-    import os
-    import subprocess
-
-    import numpy as np
-
-    import npu_device as npu
-    from npu_device._src.collectives.engines.host.queue import Wait
-    from npu_device._src.collectives.engines.host.sockets import SocketMesh
-    from npu_device._src.collectives.group import Group
-    from npu_device._src.collectives.job import current
-
-    running, rank = current(), npu.distribute.rank()
-    assert running is not None
-    other = npu.distribute.broadcast_object(os.getpid(), root_rank=1)
-    with (
-        subprocess.Popen(["sh", "-c", f"kill -STOP {other}; sleep 2; kill -CONT {other}"]) if rank == 0 else _nothing()
-    ):
-        time.sleep(0.5)
-        began = time.monotonic()
-        mesh = SocketMesh(running, Group("late", (0, 1), rank))
-
-        def program() -> Any:
-            data = np.zeros(3 + 2 * rank, np.uint8)
-            message = mesh.send(1, data) if rank == 0 else mesh.receive(0, data)
-            while not message.Test():
-                yield message
-
-        steps = program()
-        ended = mesh.advance(steps, Wait.NOT)
-        seconds = time.monotonic() - began
-    try:
-        assert ended or mesh.advance(steps, Wait.SLEEPING)
-    except AssertionError as error:
-        return seconds, str(error)
-    finally:
-        npu.distribute.barrier()
-        mesh.close()
-    return seconds, ""
-
-
-def test_a_start_waits_for_no_connection_and_a_message_has_its_length(pool_with: Callable[..., Pool]) -> None:
-    (seconds, sent), (_, expected) = pool_with(2, "3", **all_through("tcp")).run(body_late)
-    assert seconds < 1 and sent == ""
-    assert "rank 0 has sent 3 bytes where this rank expected 5" in expected

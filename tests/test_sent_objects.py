@@ -13,15 +13,12 @@ import job
 import numpy as np
 import pytest
 import tensorflow as tf
-from fuzzing import VALUES
+from fuzzing import VALUES, given, st
 from ranks import free_port
 
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.ports import addresses_of_this_host
 from npu_device._src.training.sent_objects import packed, unpacked
-
-hypothesis = pytest.importorskip("hypothesis", reason="the extra 'test' has it")
-given, st = hypothesis.given, pytest.importorskip("hypothesis.strategies")
 
 _PLAIN: list[Any] = [
     [None, True, -3, 1 << 100, 0.1, math.inf, "ä\ud800", b"\0\xff", bytearray(b"x")],

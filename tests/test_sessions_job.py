@@ -86,33 +86,30 @@ with tf.train.MonitoredTrainingSession() as session:
 )
 
 
+def same_result(outputs: list[str]) -> str:
+    """Return the line with the result, which is to be the same on all ranks."""
+    (result,) = {line for output in outputs for line in output.splitlines() if line.startswith("RESULT")}
+    return result
+
+
 def test_a_session_trains_on_two_ranks(tmp_path: Path) -> None:
-    results = []
-    for ended in job.run(tmp_path, 2, TRAINING):
-        assert ended.code == 0, ended.output
-        assert "Traceback" not in ended.output
-        results.append(next(line for line in ended.output.splitlines() if line.startswith("RESULT")))
-    assert results[0] == results[1]
-    assert results[0].startswith("RESULT 20 True")
+    outputs = job.outputs(tmp_path, 2, TRAINING)
+    assert not any("Traceback" in output for output in outputs)
+    assert same_result(outputs).startswith("RESULT 20 True")
 
 
 @pytest.mark.slow
 def test_the_example_finds_the_same_weights_on_both_ranks(tmp_path: Path) -> None:
-    for rank, ended in enumerate(job.run(tmp_path, 2, EXAMPLE.read_text())):
-        assert ended.code == 0, ended.output
-        assert f"rank {rank} of 2: [1.0, 1.0, 1.0, 1.0], [1.0]" in ended.output
+    for rank, output in enumerate(job.outputs(tmp_path, 2, EXAMPLE.read_text())):
+        assert f"rank {rank} of 2: [1.0, 1.0, 1.0, 1.0], [1.0]" in output
 
 
 @pytest.mark.slow
 def test_a_session_goes_on_from_the_checkpoint_of_rank_0(tmp_path: Path) -> None:
     begun = []
     for last in (10, 20):
-        results = set()
-        for ended in job.run(tmp_path, 2, CHECKPOINTS, LAST_STEP=str(last), CHECKPOINTS=str(tmp_path / "checkpoints")):
-            assert ended.code == 0, ended.output
-            results.add(next(line for line in ended.output.splitlines() if line.startswith("RESULT")))
-        (result,) = results
-        begun.append(int(result.split()[1]))
+        variables = {"LAST_STEP": str(last), "CHECKPOINTS": str(tmp_path / "checkpoints")}
+        begun.append(int(same_result(job.outputs(tmp_path, 2, CHECKPOINTS, **variables)).split()[1]))
     assert begun == [0, 10]
 
 

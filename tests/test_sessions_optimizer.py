@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
+from collective_bodies import wrong_refusals
 from pool import Pool
+
+import npu_device as npu
+from hccl.split.api import set_split_strategy_by_idx
+from npu_device._src import compat
+from npu_device._src.gradients import split_strategy
+from npu_device._src.tf1 import distributed_optimizer as optimizers
+from npu_device._src.tf1 import hooks as all_hooks
+from npu_device._src.tf1 import loss_scale as scaling
+from npu_device._src.tf1 import system
+from npu_device._src.tf1.distributed_optimizer import NPUDistributedOptimizer, npu_distributed_optimizer_wrapper
+from npu_device._src.tf1.hooks import SetIterationsVarHook, broadcast_global_variables
+from npu_device._src.tf1.loss_scale import ExponentialUpdateLossScaleManager, NPULossScaleOptimizer
+from npu_device.distribute.npu_callbacks import NPUBroadcastGlobalVariablesCallback
 
 STEPS = 4
 ROWS = 12  # shared by 1, 2 and 3 ranks
@@ -20,13 +36,6 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 def train(kind: str, split: bool = False) -> dict[str, Any]:
     """A few steps on this rank's rows; the variables afterwards, and how many segments there were."""
-    import tensorflow as tf
-
-    import npu_device as npu
-    from npu_device._src.tf1 import distributed_optimizer as optimizers
-    from npu_device._src.tf1 import loss_scale as scaling
-    from npu_device._src.tf1.hooks import broadcast_global_variables
-
     v1, size, rank = tf.compat.v1, npu.open().workers_num, npu.open().worker_id
     x, y = (array[rank::size] for array in data())
 
@@ -86,12 +95,6 @@ def test_ranks_train_as_one(several_ranks: Pool, single: Pool, kind: str) -> Non
 
 def segments(numbers: list[int]) -> list[int]:
     """Collectives of one step's gradients under a split strategy; none of them holds more than its segment."""
-    import tensorflow as tf
-
-    from hccl.split.api import set_split_strategy_by_idx
-    from npu_device._src.gradients import split_strategy
-    from npu_device._src.tf1.distributed_optimizer import NPUDistributedOptimizer
-
     set_split_strategy_by_idx(numbers)
     try:
         with tf.Graph().as_default() as graph:
@@ -111,36 +114,20 @@ def test_the_split_strategy_cuts_the_gradients(two_ranks: Pool) -> None:
 
 
 def twice() -> list[str]:
-    import itertools
-
-    import tensorflow as tf
-
-    from npu_device._src.tf1 import distributed_optimizer as optimizers
-
-    messages = []
-    make = tf.compat.v1.train.GradientDescentOptimizer
     wrappers = optimizers.npu_distributed_optimizer_wrapper, optimizers.NPUDistributedOptimizer
+    cases: list[tuple[Any, ...]] = []
     for first, second in itertools.product(wrappers, wrappers):
-        try:
-            second(first(make(0.1)))
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
+        wrapped = first(tf.compat.v1.train.GradientDescentOptimizer(0.1))
+        cases += [("ValueError", says, second, wrapped) for says in ("twice", "What to do")]
+    return wrong_refusals(*cases)
 
 
 def test_averaging_twice_is_refused(two_ranks: Pool) -> None:
-    for messages in two_ranks.run(twice):
-        assert len(messages) == 4
-        assert all("twice" in message and "What to do" in message for message in messages)
+    assert two_ranks.run(twice) == [[]] * 2
 
 
 def overflow() -> dict[str, Any]:
     """One rank's gradient overflows in the second step: no rank makes it, and the scale shrinks."""
-    import tensorflow as tf
-
-    import npu_device as npu
-    from npu_device._src.tf1.loss_scale import ExponentialUpdateLossScaleManager, NPULossScaleOptimizer
-
     v1, size, rank = tf.compat.v1, npu.open().workers_num, npu.open().worker_id
     with tf.Graph().as_default():
         fed = v1.placeholder(tf.float32, [])
@@ -166,39 +153,20 @@ def test_overflow_on_one_rank_leaves_the_step_out_on_all(ranks: Pool) -> None:
 
 
 def checks() -> list[str]:
-    import tensorflow as tf
-
-    from npu_device._src.tf1 import hooks, loss_scale, system
-
-    messages = []
-    for call in (
-        lambda: loss_scale.FixedLossScaleManager(0.5),
-        lambda: loss_scale.NPUOptimizer(None, is_loss_scale=True),
-        lambda: hooks.set_iteration_per_loop(None, tf.constant(1), 2),
-        system.initialize_system,
-    ):
-        try:
-            call()
-        except (ValueError, RuntimeError) as error:
-            messages.append(str(error))
-    return messages
+    return wrong_refusals(
+        ("ValueError", "at least 1", scaling.FixedLossScaleManager, 0.5),
+        ("ValueError", "loss_scale_manager", lambda: scaling.NPUOptimizer(None, is_loss_scale=True)),
+        ("ValueError", "tf.Operation", all_hooks.set_iteration_per_loop, None, tf.constant(1), 2),
+        ("RuntimeError", "eager mode", system.initialize_system),
+    )
 
 
 def test_what_is_refused(single: Pool) -> None:
-    [messages] = single.run(checks)
-    for part, message in zip(("at least 1", "loss_scale_manager", "tf.Operation", "eager mode"), messages):
-        assert part in message
-    assert len(messages) == 4
+    assert single.run(checks) == [[]]
 
 
 def several_steps(hook: bool) -> tuple[int, int, float]:
     """Runs of an operation that makes three steps each; data comes from an iterator."""
-    import tensorflow as tf
-
-    from npu_device._src.tf1 import hooks
-    from npu_device._src.tf1.distributed_optimizer import NPUDistributedOptimizer
-    from npu_device._src.tf1.hooks import SetIterationsVarHook
-
     v1 = tf.compat.v1
     with tf.Graph().as_default():
         numbers = v1.data.make_one_shot_iterator(tf.data.Dataset.range(100)).get_next()
@@ -208,15 +176,15 @@ def several_steps(hook: bool) -> tuple[int, int, float]:
         update = opt.minimize(-weight * tf.cast(numbers, tf.float32), global_step=step)
         config = v1.ConfigProto(inter_op_parallelism_threads=1)
         if hook:
-            loop = hooks.IterationPerLoop().create_iteration_per_loop_var(update)
+            loop = all_hooks.IterationPerLoop().create_iteration_per_loop_var(update)
             with v1.train.MonitoredTrainingSession(hooks=[SetIterationsVarHook(3)], config=config) as session:
                 session.run(loop)
                 session.run(loop)
                 return (*session.run([step, numbers]), float(session.run(weight)))
         with v1.Session(config=config) as session:
             session.run(v1.global_variables_initializer())
-            assert hooks.set_iteration_per_loop(session, update, 1) is update
-            loop = hooks.set_iteration_per_loop(session, update, 3)
+            assert all_hooks.set_iteration_per_loop(session, update, 1) is update
+            loop = all_hooks.set_iteration_per_loop(session, update, 3)
             assert loop.name.endswith("IterationOp")
             session.run(loop)
             session.run(loop)
@@ -230,12 +198,6 @@ def test_several_steps_in_one_run(two_ranks: Pool, hook: bool) -> None:
 
 
 def hooks() -> list[float]:
-    import tensorflow as tf
-
-    import npu_device as npu
-    from npu_device._src.tf1 import hooks as all_hooks
-    from npu_device._src.tf1 import system
-
     v1, rank = tf.compat.v1, npu.open().worker_id
     with tf.Graph().as_default():
         weight = v1.get_variable("weight", initializer=float(rank + 5))
@@ -262,8 +224,6 @@ def test_hooks(ranks: Pool) -> None:
 
 
 def sizes() -> tuple[Any, ...]:
-    from npu_device._src.tf1 import system
-
     session, stop = system.init_resource()
     names = (
         system.get_npu_rank_id(),
@@ -282,13 +242,6 @@ def test_init_resource_and_who_this_rank_is(ranks: Pool) -> None:
 
 def keras_in_a_session() -> list[list[float]]:
     """Keras 2 with a session of TensorFlow 1: fit with the callback and the wrapper."""
-    import tensorflow as tf
-
-    import npu_device as npu
-    from npu_device._src import compat
-    from npu_device._src.tf1.distributed_optimizer import npu_distributed_optimizer_wrapper
-    from npu_device.distribute.npu_callbacks import NPUBroadcastGlobalVariablesCallback
-
     keras, v1, size, rank = tf.keras, tf.compat.v1, npu.open().workers_num, npu.open().worker_id
     x, y = (array[rank::size] for array in data())
     with tf.Graph().as_default(), v1.Session() as session:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import job
 import pytest
+import tensorflow as tf
 from pool import Pool
 from ranks import all_through, table_environment
+
+import npu_device as npu
+from npu_device._src.collectives.sessions import call_python
 
 # Every rank has its own limit, so that one gives up while the others go on waiting.
 WAITING = """
@@ -91,23 +97,14 @@ with tf.compat.v1.Session() as session:
 """
 
 
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("before", ["tf.random.set_seed(1)", "npu.open()", "list(tf.data.Dataset.range(3))"])
-def test_a_session_after_eager_mode(tmp_path: Path, size: int, before: str) -> None:
-    for ended in job.run(tmp_path, size, EAGER_BEFORE.replace("BEFORE", before)):
-        assert ended.code == 0, ended.output
-        total = [float(sum(range(size))), 1.0 * size, 2.0 * size]
-        assert f"RESULT {total} [1.0, 1.0, 2.0]" in ended.output
+def test_a_session_after_eager_mode(tmp_path: Path, before: str) -> None:
+    for output in job.outputs(tmp_path, 2, EAGER_BEFORE.replace("BEFORE", before)):
+        assert "RESULT [1.0, 2.0, 4.0] [1.0, 1.0, 2.0]" in output
 
 
 def graphs_that_go() -> list[bool]:
     """Return, for graphs that nobody refers to and for what their collectives refer to, if they are alive."""
-    import gc
-    import weakref
-
-    import tensorflow as tf
-
-    from npu_device._src.collectives.sessions import call_python
 
     class Held:
         def __call__(self, value: Any) -> list[Any]:
@@ -130,14 +127,10 @@ def test_a_graph_goes_with_what_it_calls(two_ranks: Pool) -> None:
 
 
 def sparse_means() -> dict[str, tuple[str, list[float]]]:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     rank = npu.open().worker_id
     found = {}
     for dtype in ("int8", "int32", "int64", "float16", "float32"):
-        for rows in (2, 70_000):  # both sides of a slot
+        for rows in (2, 70_000) if "32" in dtype else (2,):  # both sides of a slot
             with tf.Graph().as_default():
                 values = tf.cast(tf.fill([rows, 2], rank + 1), dtype)
                 lengths = tf.constant([3 * rows, 2], tf.int64)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from npu_device._src.no_effect.modes import (
     get_npu_loop_size,
@@ -40,6 +41,8 @@ def test_loop_size_is_one_at_first_and_can_be_set() -> None:
     set_npu_loop_size(100)
     assert get_npu_loop_size() == 100
     set_npu_loop_size(np.int64(7))
+    with pytest.raises(TypeError):
+        set_npu_loop_size(1.5)
     assert get_npu_loop_size() == 7
 
 
@@ -57,11 +60,6 @@ def test_early_scheduling_is_recorded() -> None:
     set_schedule_aicore_task_early(True)
     assert get_schedule_aicore_task_early() is True
     set_schedule_aicore_task_early(False)
-
-
-def test_a_loop_size_that_is_no_integer_is_refused() -> None:
-    with pytest.raises(TypeError):
-        set_npu_loop_size(1.5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("text", "size"), [("100", 100), ("", 1), ("many", 1), ("0", 1), ("-3", 1)])
@@ -83,8 +81,6 @@ def test_saturation_mode(mode: int, level: int | None, caplog: pytest.LogCapture
 
 @pytest.mark.parametrize("make", SCOPES, ids=lambda make: make.__name__)
 def test_scopes_change_nothing(make: Callable[[], AbstractContextManager[None]]) -> None:
-    import tensorflow as tf
-
     with make(), make():
         assert int(tf.constant(1) + 1) == 2
 
@@ -121,8 +117,6 @@ def test_run_context_takes_its_own_options_only() -> None:
 
 
 def test_compat_function_in_both_forms(caplog: pytest.LogCaptureFixture) -> None:
-    import tensorflow as tf
-
     @npu_compat_function
     def plain(x: Any) -> Any:
         return x + (1 if tf.executing_eagerly() else 2)
@@ -137,8 +131,6 @@ def test_compat_function_in_both_forms(caplog: pytest.LogCaptureFixture) -> None
 
 @pytest.mark.parametrize("flag", ["jit_compile", "experimental_compile"])
 def test_compat_function_drops_xla_and_says_so_once(flag: str, caplog: pytest.LogCaptureFixture) -> None:
-    import tensorflow as tf
-
     def as_text(x: Any) -> Any:
         # XLA can't compile strings: this fails if the flag got through.
         return tf.strings.as_string(x)
@@ -155,12 +147,7 @@ def test_compat_function_refuses_what_tf_function_does_not_know() -> None:
         npu_compat_function(nonsense=True)
 
 
-@pytest.fixture
-def info(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+def test_stupid_repeat(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="npu_device"):
-        yield caplog
-
-
-def test_stupid_repeat(info: pytest.LogCaptureFixture) -> None:
-    assert stupid_repeat("word", 3) is None  # type: ignore[func-returns-value]
-    assert [record.getMessage() for record in info.records] == ["word"] * 3
+        assert stupid_repeat("word", 3) is None
+    assert [record.getMessage() for record in caplog.records] == ["word"] * 3

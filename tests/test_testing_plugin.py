@@ -219,17 +219,16 @@ def of_run(directory: Path) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("mark", "says"),
-    [
-        ("ranks()", "expected numbers, as in @pytest.mark.ranks(1, 2, 3)"),
-        ("ranks(0)", "expected numbers"),
-        ("ranks(2, limits=3)", "the mark ranks has no limits"),
-    ],
-)
-def test_a_wrong_mark_is_an_error(tmp_path: Path, mark: str, says: str) -> None:
-    output = run(tmp_path, "--co", test_wrong=f"import pytest\n@pytest.mark.{mark}\ndef test_it(): ...\n")
-    assert says in output
+def test_a_wrong_mark_is_an_error(tmp_path: Path) -> None:
+    marks = {
+        "ranks()": "expected numbers, as in @pytest.mark.ranks(1, 2, 3)",
+        "ranks(0)": "expected numbers, as in @pytest.mark.ranks(1, 2, 3)",
+        "ranks(2, limits=3)": "the mark ranks has no limits",
+    }
+    text = "import pytest\n@pytest.mark.{}\ndef test_it(): ...\n"
+    output = run(tmp_path, "--co", **{f"test_{place}": text.format(mark) for place, mark in enumerate(marks)})
+    for says in marks.values():
+        assert says in output
 
 
 def test_the_number_of_ranks_can_be_chosen(tmp_path: Path) -> None:
@@ -239,14 +238,12 @@ def test_the_number_of_ranks_can_be_chosen(tmp_path: Path) -> None:
 
 def test_the_plugin_is_light() -> None:
     code = """
-import sys, time
+import sys
 import pytest
 before = set(sys.modules)
-began = time.process_time()
 import npu_device._src.testing.plugin
-print(time.process_time() - began, *(name for name in set(sys.modules) - before if "." not in name))
+print(*(name for name in set(sys.modules) - before if "." not in name))
 """
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
-    assert min(float(one.stdout.split()[0]) for one in runs) < 0.02
-    new = set(runs[0].stdout.split()[1:])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    new = set(done.stdout.split())
     assert new.isdisjoint({"tensorflow", "keras", "numpy"}) and "npu_device" in new

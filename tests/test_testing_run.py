@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from ranks import LEAN
 
+import npu_device as npu
 from npu_device import testing
 
 pytestmark = pytest.mark.xdist_group("testing")
@@ -25,8 +26,6 @@ run = partial(testing.run, keras=3, environment={"PYTHONPATH": LEAN})
 
 
 def place(factor: int) -> tuple[int, int, Any]:
-    import npu_device as npu
-
     rank, size = npu.distribute.rank(), npu.distribute.size()
     return factor * rank, size, np.asarray(npu.distribute.all_reduce(np.float32(rank), "sum"))
 
@@ -60,8 +59,6 @@ def test_ranks_are_used_again_and_are_as_at_their_start() -> None:
 
 
 def fail(wrong: int) -> None:
-    import npu_device as npu
-
     if npu.distribute.rank() == wrong:
         print("what rank", wrong, "printed")
         raise ValueError(f"on rank {wrong} only")
@@ -69,7 +66,6 @@ def fail(wrong: int) -> None:
 
 
 def test_the_error_of_the_first_rank_to_fail_comes_first() -> None:
-    began = time.monotonic()
     with pytest.raises(testing.RankError) as caught:
         run(fail, 1, ranks=3)
     text = str(caught.value)
@@ -77,19 +73,14 @@ def test_the_error_of_the_first_rank_to_fail_comes_first() -> None:
     assert re.match(r"\s*rank 1 of 3:\nTraceback .*\n  File .*test_testing_run.py.* in fail\n", text)
     assert text.index("ValueError: on rank 1 only") < text.index("rank 0 of 3:")
     assert "what rank 1 printed" in text[text.index("output of rank 1") :]
-    assert time.monotonic() - began < 30
 
 
 def hang_on(who: int) -> None:
-    import npu_device as npu
-
     while npu.distribute.rank() == who:
         time.sleep(0.1)
 
 
 def all_reduce_alone() -> None:
-    import npu_device as npu
-
     if npu.distribute.rank() == 0:
         npu.distribute.all_reduce(1.0)
 

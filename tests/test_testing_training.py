@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import sys
-import zipfile
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import job
-import launcher
 import numpy as np
 import pytest
+import tensorflow as tf
 from ranks import LEAN
 
+import npu_device as npu
 from npu_device import testing
 from npu_device.testing import faults
 
@@ -26,8 +23,6 @@ run = partial(testing.run, ranks=2, keras=3, environment={"PYTHONPATH": LEAN})
 
 
 def train(steps: int = 4) -> str | None:
-    import npu_device as npu
-
     for step in range(1, steps + 1):
         npu.distribute.all_reduce(float(step))
         faults.step_done(step)
@@ -35,8 +30,6 @@ def train(steps: int = 4) -> str | None:
 
 
 def fit() -> None:
-    import tensorflow as tf
-
     model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     model.fit(np.ones([6, 2]), np.ones([6, 1]), batch_size=2, epochs=2, verbose=0, callbacks=[faults.callback()])
@@ -67,8 +60,6 @@ def test_a_fault_that_does_not_happen() -> None:
 
 
 def same(differing: bool) -> None:
-    import npu_device as npu
-
     rank = npu.distribute.rank()
     testing.same_on_all_ranks({"step": 3, "weights": [np.zeros(3), np.full([8], float(rank == 1 and differing))]})
 
@@ -87,8 +78,6 @@ def test_a_process_that_is_no_rank(tmp_path: Path) -> None:
 
 
 def make_model(loss: Any = "mse") -> Any:
-    import tensorflow as tf
-
     layers = tf.keras.layers
     made = [tf.keras.Input([3]), layers.Dense(4, name="first"), layers.BatchNormalization(), layers.Dropout(0.5)]
     model = tf.keras.Sequential([*made, layers.Dense(1, name="last")])
@@ -97,14 +86,10 @@ def make_model(loss: Any = "mse") -> Any:
 
 
 def mixing_loss(y: Any, predicted: Any) -> Any:
-    import tensorflow as tf
-
     return tf.square(tf.reduce_mean(predicted - y, axis=0, keepdims=True)) + 0 * predicted
 
 
 def make_callbacks() -> list[Any]:
-    import tensorflow as tf
-
     return [tf.keras.callbacks.EarlyStopping("loss", patience=0, min_delta=0.2)]
 
 
@@ -112,28 +97,7 @@ def test_a_training_on_ranks_is_that_of_one_process() -> None:
     random = np.random.default_rng(1)
     data = random.normal(size=[24, 3]).astype(np.float32), random.normal(size=[24, 1]).astype(np.float32)
     equal = partial(testing.equal_to_one_process, keras=3, environment={"PYTHONPATH": LEAN})
-    equal(make_model, data, ranks=[3], make_callbacks=make_callbacks)
+    equal(make_model, data, ranks=[2], make_callbacks=make_callbacks)
     says = "(?s)2 ranks don't train as one process does.*  loss after epoch 1: off by .*npurun verify"
     with pytest.raises(AssertionError, match=says):
         equal(partial(make_model, mixing_loss), data, ranks=[2], epochs=1)
-
-
-@pytest.mark.slow
-def test_the_example_with_an_installed_wheel(tmp_path: Path) -> None:
-    source, site, project = tmp_path / "source", tmp_path / "site", tmp_path / "project"
-    for name in ("npu_device", "npu_bridge", "hccl"):
-        shutil.copytree(launcher.ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(launcher.ROOT / name, source)
-    code = "from setuptools.build_meta import build_wheel; build_wheel('.')"
-    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
-    [wheel] = source.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(site)
-    shutil.copytree(launcher.ROOT / "examples" / "testing", project)
-    environment = {**launcher.environment(), "PYTHONPATH": os.pathsep.join([LEAN, str(site)])}
-    where = "import npu_device._src.testing.plugin as it; print(it.__file__)"
-    for command, says in (["-c", where], str(site)), (["-m", "pytest", "-q", "--npu-ranks", "2"], "4 passed"):
-        done = subprocess.run(
-            [sys.executable, *command], cwd=project, env=environment, capture_output=True, text=True, check=False
-        )
-        assert says in done.stdout, done.stdout + done.stderr

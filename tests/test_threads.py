@@ -5,8 +5,14 @@ from __future__ import annotations
 import threading
 from typing import Any, Callable
 
+import numpy as np
 import pytest
+import tensorflow as tf
 from pool import Pool
+
+import npu_device as npu
+from hccl.manage.api import create_group, destroy_group
+from npu_device.distribute import hccl_ops
 
 CALLS = 100
 
@@ -33,11 +39,6 @@ def _in_threads(call: Callable[[int], Any], named: bool = True) -> list[Any]:
 
 def _sums(group: str, number: int, elements: int) -> int:
     """Return how many of some sums are wrong."""
-    import numpy as np
-    import tensorflow as tf
-
-    import npu_device as npu
-
     rank, size = npu.open().worker_id, npu.open().workers_num
     wrong = 0
     for step in range(CALLS):
@@ -74,8 +75,6 @@ def test_one_group_of_two_threads_is_refused(several_ranks: Pool, elements: int,
 
 
 def body_one_after_the_other() -> list[Any]:
-    import npu_device as npu
-
     # Python's own names are numbers of a process: rank 0 has had more threads than the others.
     for _ in range(3 - npu.open().worker_id):
         threading.Thread(target=int).start()
@@ -93,9 +92,6 @@ def test_threads_without_a_name_one_after_the_other(several_ranks: Pool) -> None
 
 
 def body_a_group_each(elements: int) -> list[Any]:
-    import npu_device as npu
-    from hccl.manage.api import create_group, destroy_group
-
     size = npu.open().workers_num
     for number in range(2):
         create_group(f"thread {number}", size, list(range(size)))
@@ -113,11 +109,6 @@ def test_a_group_for_each_thread(several_ranks: Pool, elements: int) -> None:
 
 
 def body_a_tag_each(elements: int) -> list[int]:
-    import tensorflow as tf
-
-    import npu_device as npu
-    from npu_device.distribute import hccl_ops
-
     rank = npu.open().worker_id
 
     def call(number: int) -> int:

@@ -36,14 +36,21 @@ def check(found, expected):
     np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-5, atol=1e-6)
 
 mine, everybody = tf.constant(values(rank)), [values(r) for r in range(size)]
-for run in (lambda f: f(), lambda f: tf.function(f)()):
-    check(run(lambda: npu.distribute.all_reduce(mine, "sum")), sum(everybody))
-    check(run(lambda: npu.distribute.all_reduce([mine, None], "mean", compression=None))[0], sum(everybody) / size)
-    check(run(lambda: npu.distribute.all_reduce(mine, "max")), np.max(everybody, 0))
-    check(run(lambda: npu.distribute.all_reduce(tf.constant([rank]), "mean")), [(size - 1) / 2])
-    for root in range(size):
-        check(run(lambda: hccl_ops.broadcast([mine], root))[0], everybody[root])
-    check(run(lambda: hccl_ops.allgather(mine, size)), np.concatenate(everybody))
+expected = [sum(everybody), sum(everybody) / size, np.max(everybody, 0), [(size - 1) / 2], np.concatenate(everybody)]
+
+def several():
+    return [
+        npu.distribute.all_reduce(mine, "sum"),
+        npu.distribute.all_reduce([mine, None], "mean", compression=None)[0],
+        npu.distribute.all_reduce(mine, "max"),
+        npu.distribute.all_reduce(tf.constant([rank]), "mean"),
+        hccl_ops.allgather(mine, size),
+        *(hccl_ops.broadcast([mine], root)[0] for root in range(size)),
+    ]
+
+for call in (several, tf.function(several, autograph=False)):
+    for found, right in zip(call(), [*expected, *everybody]):
+        check(found, right)
 
 large = tf.fill([100_000], 60000.0)
 np.testing.assert_allclose(npu.distribute.all_reduce(large, "sum", compression="fp16"), size * 60000.0, rtol=2**-10)
