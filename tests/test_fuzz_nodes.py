@@ -21,24 +21,20 @@ from npu_device.launch.node_links import Link
 pytestmark = pytest.mark.xdist_group("waiting")
 
 _SECRET, _SOON = "ours", 10.0
-_ATTEMPT = {
-    **{"count": 0, "began": 1.0, "seconds": 1.0, "nodes": [0, 1], "ranks": 2, "code": 1, "interrupted": False},
-    **{"preempted": [], "why": "text", "place": None, "step": "1"},
-}
-_HELLO = {"do": "hello", "node": 1, "nproc": 1, "most": 2, "version": __version__, "attempts": [_ATTEMPT], "last": None}
+_HELLO = {"do": "hello", "node": 1, "nproc": 1, "most": 2, "version": __version__, "count": 1, "nodes": [0, 1]}
 _TO_LEADER: list[dict[str, Any]] = [
     _HELLO,
-    {**_HELLO, "node": 5, "last": {"count": 0, "began": 1.0, "nodes": [0, 1], "preempted": [1]}},
+    {**_HELLO, "node": 5, "count": 2},
     {"do": "failed", "what": "text"},
-    {"do": "outcome", "code": 1, "interrupted": False, "preempted": False, "failures": [{"rank": 0}]},
+    {"do": "outcome", "code": 1, "interrupted": False, "preempted": False, "failure": {"rank": 0}},
 ]
-# Whole, an order to run an attempt would be carried out.
+# Whole, the first and the last would be carried out.
 _TO_MEMBER: list[dict[str, Any]] = [
     {"do": "plan", "count": 0, "nodes": [0, 1], "job_id": "j"},
-    {"do": "say", "text": "text", "attempts": [_ATTEMPT]},
-    {"do": "preempted", "nodes": [0]},
+    {"do": "say", "text": "text"},
+    {"do": "stop", "why": "text"},
     {"do": "alive"},
-    {"do": "over", "code": 1, "text": "text"},
+    {"do": "over", "code": 1},
 ]
 
 
@@ -104,7 +100,7 @@ def test_any_messages_of_node_0(tmp_path: Path) -> None:
 
             send_anything()
             link = links.get(timeout=_SOON)
-            link.send("over", code=0, text="the last word", attempts=[])
+            link.send("over", code=0, text="the last word")
             assert "the last word" in _output(member, tmp_path, 1)
             link.close()
         finally:

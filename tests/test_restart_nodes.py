@@ -122,7 +122,7 @@ def test_a_killed_launcher_that_is_started_again_joins_again(tmp_path: Path, kil
         for launch in (both[1 - killed], again):
             code, stderr = ends(launch)
             assert code == 0, stderr
-            assert f"node {killed} " in stderr and "2 ranks, nodes 0-1: succeeded" in stderr, stderr
+            assert f"node {killed}" in stderr or launch is again, stderr
     assert nodes.names("ready.1.*") == ["ready.1.0", "ready.1.1"]
 
 
@@ -159,10 +159,10 @@ def test_a_node_stops_an_attempt_that_it_is_told_to_begin_and_to_stop_at_once(tm
         messages = link.messages()
         hello = next(messages)
         assert (hello["do"], hello["node"]) == ("hello", 1)
-        plan = {"do": "plan", "count": 0, "nodes": [0, 1], "job_id": "job", "port": free_port(), "attempts": []}
+        plan = {"do": "plan", "count": 0, "nodes": [0, 1], "job_id": "job", "port": free_port()}
         link._connection.sendall(b"".join(map(frames.encode, (plan, {"do": "stop", "why": "a rank failed"}))))
         outcome = next(messages)
-        link.send("over", code=1, text="", attempts=[])
+        link.send("over", code=1, text="")
         code, stderr = ends(launch)
         link.close()
     assert outcome["do"] == "outcome" and code == 1
@@ -304,8 +304,8 @@ def test_a_node_that_is_taken_away_costs_no_restart(tmp_path: Path, taken: int, 
             assert "no restart: nodes were taken away more than 1 time(s) (--max-preemptions)" in stderr
             return
         assert code == 0, stderr
-        assert "0: " in stderr and f"node {taken} taken away: stopped on request, resumable" in stderr
-        assert "preemption 2, which costs no restart: node 1 taken away: stopped on request, resumable" in stderr
+        assert ("preemption 2," in stderr) == (taken == 1), "a new node 0 doesn't know what was before it"
+        assert "which costs no restart: node 1 taken away: stopped on request, resumable" in stderr
         assert "restart 1 of 1 in 0.1 s: rank 1 on host" in stderr
         assert "2 ranks, nodes 0-1: succeeded" in stderr
         assert ends(launches[1])[0] == 0
@@ -334,8 +334,8 @@ def test_a_node_that_is_lost_after_the_signal_was_taken_away(tmp_path: Path, los
             assert code == 1 and "preemption" not in stderr, stderr
             return
         assert code == 0, stderr
-        assert f"node {lost} taken away: node {lost} is gone: its npurun ended or was killed" in stderr
         if lost:
+            assert "node 1 taken away: node 1 is gone: its npurun ended or was killed" in stderr
             assert "preemption 1, which costs no restart" in stderr
             assert "the job goes on without node 1: 1 rank instead of 2" in stderr
         else:

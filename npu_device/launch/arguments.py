@@ -63,8 +63,6 @@ Options of npurun go before the script; everything after it belongs to the scrip
 
 @dataclass(frozen=True)
 class Options:
-    """The parsed command line."""
-
     command: tuple[str, ...]  # argument vector of every rank, ready to be executed
     nproc_per_node: int  # ranks on each node; 0 if each of ``hosts`` counts its GPUs
     nnodes: int

@@ -48,7 +48,7 @@ class Outcome:
     code: int
     interrupted: bool = False
     preempted: bool = False
-    failures: tuple[Failure, ...] = ()
+    failure: Failure | None = None  # the first one
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class Attempt:
         self._console.write(2, evidence.encode(errors="backslashreplace"))
         if left_out:
             self._console.say(f"frames of libraries left out: {left_out}; the whole traceback is in {where}")
-        return Outcome(ordered[0].code, supervisor.interrupted, supervisor.preempted, tuple(ordered))
+        return Outcome(ordered[0].code, supervisor.interrupted, supervisor.preempted, ordered[0])
 
     def _failures(self, asked_at: float | None) -> dict[Failure, list[str]]:
         found = []

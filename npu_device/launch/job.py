@@ -11,12 +11,12 @@ from typing import Any
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.handshake import NO_SECRET
 from npu_device._src.membership.schemes import secret
-from npu_device.launch import ledger, meeting
+from npu_device.launch import meeting
 from npu_device.launch.arguments import Options
 from npu_device.launch.attempt import USAGE, Attempt, Launch
 from npu_device.launch.guard import Guard
 from npu_device.launch.leader import Leader
-from npu_device.launch.ledger import Ledger
+from npu_device.launch.ledger import Decision, Ledger
 from npu_device.launch.member import Member
 from npu_device.launch.output import Console
 
@@ -66,16 +66,15 @@ def _alone(launch: Launch) -> int:
         with place:
             outcome = Attempt(launch, place, lambda *_: None).run()
         decision = attempts.add(began, place.nodes, [outcome], launch.step())
-        if decision.text:
-            say(decision.text)
-        interrupted = None
-        if decision.wait is not None:
-            place.end()
-            interrupted = _pause(launch, decision.wait)
-        if decision.wait is None or interrupted is not None:
-            if len(attempts.attempts) > 1:
-                say(ledger.summary(attempts.attempts))
-            return outcome.code if interrupted is None else 128 + interrupted
+        if decision.wait is None:
+            say(attempts.last_words(decision))
+            return outcome.code
+        say(decision.text)
+        place.end()
+        interrupted = _pause(launch, decision.wait)
+        if interrupted is not None:
+            say(attempts.last_words(Decision(0, None, "")))
+            return 128 + interrupted
 
 
 def _pause(launch: Launch, seconds: float) -> int | None:

@@ -5,28 +5,26 @@ The launcher of each node, node 0 too, is a ``member`` that carries out its orde
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import socket
 import threading
 import time
 import traceback
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Any, Callable
 
-from npu_device._src.cluster import ports
-from npu_device._src.cluster import time_limits as limits
+from npu_device._src.cluster import ports, time_limits as limits
 from npu_device._src.cluster.errors import RESUMABLE, ClusterError
 from npu_device._src.cluster.frames import ranges
 from npu_device._src.version import __version__
 from npu_device.launch import meeting, node_links
 from npu_device.launch.attempt import FAILED, USAGE, Launch, Outcome
 from npu_device.launch.failures import Failure
-from npu_device.launch.ledger import Decision, Ended, Ledger
+from npu_device.launch.ledger import Decision, Ledger
 from npu_device.launch.node_links import Link
 
 _MOST_EVENTS = 1000  # messages that wait; who sends more waits, too
+_NOT_OVER = Decision(RESUMABLE, 0.0, "")  # node 0 leaves a job that goes on when its npurun is started again
 
 
 class Leader:
@@ -42,15 +40,14 @@ class Leader:
         self._events: queue.Queue[tuple[Link, dict[str, Any] | None]] = queue.Queue(_MOST_EVENTS)
         self._nodes: dict[int, Link] = {}
         self._idle: set[int] = set()
-        self._expected: set[int] = set(range(launch.options.nnodes))
+        self._all = self._expected = set(range(launch.options.nnodes))
         self._running: set[int] = set()
         self._outcomes: dict[int, Outcome] = {}
         self._lost: str | None = None
         self._preempted: set[int] = set()  # nodes that are taken away, of the running attempt
-        self._first_failed: int | None = None  # the node on which a rank failed, or that was lost, before any of these
-        self._is_leaving = False  # this node is taken away
         self._is_stopping = False
         self._deadline: float | None = None
+        self._is_leaving = False  # this node has been taken away
         self._signal: int | None = None
         self._actions: dict[str, Callable[[int, dict[str, Any]], None]] = {
             "failed": self._fail,
@@ -83,13 +80,12 @@ class Leader:
 
     def _say_alive(self) -> None:
         while self._thread.is_alive():
-            for link in list(self._nodes.values()):
-                link.send("alive")
+            self._send(list(self._nodes), "alive")
             time.sleep(limits.NODE_ALIVE_SECONDS)
 
     def _send(self, to: Iterable[int], do: str, **fields: Any) -> None:
-        for node in to:
-            self._nodes[node].send(do, **fields)
+        for link in filter(None, map(self._nodes.get, list(to))):
+            link.send(do, **fields)
 
     # The job
 
@@ -98,27 +94,26 @@ class Leader:
             decision = self._lead()
         except Exception:
             decision = Decision(FAILED, None, f"npurun failed on node 0:\n{traceback.format_exc()}")
-        self._send(list(self._nodes), "over", code=decision.code, text=decision.text, attempts=self._history())
-        for link in self._nodes.values():
-            link.end()
+        for node, link in self._nodes.items():
+            if node and decision.wait is not None:
+                link.end("say", text="node 0 is taken away: its npurun has to be started again")
+            else:
+                link.end("over", code=decision.code, text=self._ledger.last_words(decision))
         deadline = time.monotonic() + limits.NODE_LAST_MESSAGE_SECONDS
         while not all(link.is_lost for link in self._nodes.values()) and time.monotonic() < deadline:
-            with contextlib.suppress(queue.Empty):
-                self._events.get(timeout=limits.SWEEP_SECONDS)
+            self._next_event(time.monotonic() + limits.SWEEP_SECONDS)
         with self._listener:
             self._listener.shutdown(socket.SHUT_RDWR)
 
     def _lead(self) -> Decision:
+        """Run attempts until the job is over, or this node leaves it."""
         wait = 0.0
         while True:
             nodes = self._gather(wait)
             if self._signal is not None:
                 return Decision(128 + self._signal, None, "")
             if self._is_leaving:
-                return self._hand_over(128 + self._options.preempt_signal)
-            spent = self._ledger.spent()
-            if spent is not None:
-                return Decision(FAILED, None, spent)
+                return _NOT_OVER
             if nodes is None:
                 last = self._ledger.attempts[-1:]
                 return Decision(last[0].code if last and last[0].preempted else FAILED, None, self._complaint())
@@ -128,41 +123,36 @@ class Leader:
                 return Decision(USAGE, None, str(error))
             with place:
                 decision = self._attempt(place)
-            if decision.wait is None:
+            if decision.wait is None or 0 in self._preempted:
                 return decision
             place.end()
-            self._let_go(decision)
-            if self._is_leaving:
-                return self._hand_over(decision.code)
             self._expected = set(nodes)
-            self._send(list(self._nodes), "say", text=decision.text)
+            self._send(self._nodes, "say", text=decision.text)
             wait = decision.wait
 
     def _gather(self, wait: float) -> tuple[int, ...] | None:
-        began = time.monotonic()
+        """Wait a while, and for the expected nodes; return those that are there, or None if they are too few."""
+        began = now = time.monotonic()
         deadline = began + max(wait, self._options.rejoin_timeout)
-        has_notified = False
-        while self._signal is None and not self._is_leaving:
-            now = time.monotonic()
-            is_there = self._expected <= self._idle
-            if (is_there and now >= began + wait) or now >= deadline:
+        is_told = False
+        while self._signal is None and not self._is_leaving and now < deadline:
+            missing = (self._expected if self._are_enough() else self._all) - self._idle
+            if not missing and now >= began + wait:
                 break
-            if not is_there and not has_notified and now >= began + limits.NODE_NOTICE_SECONDS:
-                has_notified = True
-                missing = ranges(self._expected - self._idle)
-                text = f"waiting for node {missing}, for {deadline - now:.0f} s at most"
-                self._send(list(self._idle), "say", text=text)
-            ends = [deadline]
-            if now < began + wait:
-                ends.append(began + wait)
-            if not is_there and not has_notified:
-                ends.append(began + limits.NODE_NOTICE_SECONDS)
-            self._handle(min(ends))
-        return tuple(sorted(self._idle)) if len(self._idle) >= self._options.fewest_nodes else None
+            if missing and not is_told and now >= began + limits.NODE_NOTICE_SECONDS:
+                is_told = True
+                text = f"waiting for node {ranges(missing)}, for {deadline - now:.0f} s at most"
+                self._send(self._idle, "say", text=text)
+            self._handle(min(deadline, now + limits.NODE_PAUSE_SECONDS if missing else began + wait))
+            now = time.monotonic()
+        return tuple(sorted(self._idle)) if self._are_enough() else None
+
+    def _are_enough(self) -> bool:
+        return len(self._idle) >= self._options.fewest_nodes
 
     def _complaint(self) -> str:
         here, fewest = ranges(self._idle), self._options.fewest_nodes
-        missing = ranges(set(range(self._options.nnodes)) - self._idle)
+        missing = ranges(self._all - self._idle)
         return (
             f"node(s) {missing} did not come within {self._options.rejoin_timeout:g} s (--rejoin-timeout); there are "
             f"only {here}, and the job needs {fewest}.\n"
@@ -173,45 +163,22 @@ class Leader:
     def _attempt(self, place: meeting.Meeting) -> Decision:
         began = time.time()
         self._running, self._outcomes, self._lost = set(place.nodes), {}, None
-        self._preempted, self._first_failed = set(), None
-        self._is_stopping, self._deadline = False, None
+        self._preempted, self._is_stopping, self._deadline = set(), False, None
         self._idle -= self._running
-        plan = {"count": place.count, "nodes": place.nodes, "job_id": place.job_id, "port": place.port}
-        self._send(place.nodes, "plan", **plan, attempts=self._history())
+        self._send(place.nodes, "plan", count=place.count, nodes=place.nodes, job_id=place.job_id, port=place.port)
         while self._running:
             if not self._handle(self._deadline):
                 self._time_out()
-        is_preemption = self._first_failed is None or self._first_failed in self._preempted
-        preempted = sorted(self._preempted) if is_preemption else ()
-        return self._ledger.add(began, place.nodes, self._outcomes.values(), self._launch.step(), self._lost, preempted)
-
-    def _let_go(self, decision: Decision) -> None:
-        """End the part of the nodes that are taken away; their npuruns are started again elsewhere, or never."""
-        for node in sorted(self._preempted & set(self._nodes)):
-            if node == 0:
-                self._is_leaving = True
-                continue
-            link = self._nodes.pop(node)
-            self._idle.discard(node)
-            code = self._outcomes[node].code if node in self._outcomes else decision.code
-            link.send("over", code=code, text=decision.text, attempts=self._history())
-            link.end()
-
-    def _hand_over(self, code: int) -> Decision:
-        """Leave the other nodes to the next npurun of node 0, for which they wait."""
-        for node in set(self._nodes) - {0}:
-            link = self._nodes.pop(node)
-            text = "node 0 is taken away: its npurun has to be started again"
-            link.send("say", text=text, attempts=self._history())
-            link.end()
-        return Decision(code, None, "")
+        return self._ledger.add(
+            began, place.nodes, self._outcomes.values(), self._launch.step(), self._lost, sorted(self._preempted)
+        )
 
     def _stop(self, why: str) -> None:
         if not self._is_stopping:
             self._is_stopping = True
             limit = max(self._options.grace, self._options.preempt_timeout) + limits.NODE_STOP_SECONDS
             self._deadline = time.monotonic() + limit
-            self._send(list(self._running), "stop", why=why)
+            self._send(self._running, "stop", why=why)
 
     def _time_out(self) -> None:
         if not self._is_stopping:
@@ -223,92 +190,66 @@ class Leader:
 
     # Messages of the nodes
 
-    def _handle(self, until: float | None) -> bool:
+    def _next_event(self, until: float | None) -> tuple[Link, dict[str, Any] | None] | None:
         try:
-            link, message = self._events.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+            return self._events.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
         except queue.Empty:
+            return None
+
+    def _handle(self, until: float | None) -> bool:
+        """Handle the next message; return False if none comes before a time."""
+        event = self._next_event(until)
+        if event is None:
             return False
-        self._take(link, message)
-        return True
-
-    def _node_of(self, link: Link) -> int | None:
-        return next((node for node, known in self._nodes.items() if known is link), None)
-
-    def _take(self, link: Link, message: dict[str, Any] | None) -> None:
-        node = self._node_of(link)
+        link, message = event
+        node = next((node for node, known in self._nodes.items() if known is link), None)
         if message is not None and message["do"] == "hello":
             self._register(link, message)
         elif node is not None and message is None:
             self._lose(node, "is gone: its npurun ended or was killed, or its host can't be reached")
         elif node is not None and message is not None:
             self._actions[message["do"]](node, message)
+        return True
 
     def _register(self, link: Link, hello: dict[str, Any]) -> None:
-        node = int(hello["node"])
+        node = hello["node"]
         ours = {"nproc": self._options.nproc_per_node, "most": self._options.nnodes, "version": __version__}
-        wrong = [f"{name} {hello.get(name)} (node 0: {value})" for name, value in ours.items() if hello[name] != value]
+        wrong = [f"{name} {hello[name]} (node 0: {value})" for name, value in ours.items() if hello[name] != value]
         if not wrong and not 0 <= node < self._options.nnodes:
             wrong = [f"it is not one of nodes 0 to {self._options.nnodes - 1}"]
         if not wrong and node == 0 and 0 in self._nodes:
             wrong = ["node 0 has one already"]
         if wrong:
-            link.send("refused", text=f"node {node} doesn't match node 0: {', '.join(wrong)}")
-            link.end()
+            link.end("over", code=USAGE, text=f"node {node} doesn't match node 0: {', '.join(wrong)}")
             return
-        old = self._nodes.get(node)
-        if old is not None:
-            old.send("refused", text=f"another npurun was started as node {node}")
-            old.end()
+        if node in self._nodes:
+            self._nodes[node].end("over", code=USAGE, text=f"another npurun was started as node {node}")
             self._lose(node, "was started again")
         self._nodes[node] = link
         self._idle.add(node)
         if self._running:
             at_work = f"the job is running on node(s) {ranges(self._running)}; this node joins at the next restart"
             link.send("say", text=at_work)
-        else:
-            self._take_history(hello)
-
-    def _take_history(self, hello: dict[str, Any]) -> None:
-        """Learn from a node what has happened so far, if this launcher has been started again."""
-        attempts, last = [Ended.read(fields) for fields in hello["attempts"]], hello["last"]
-        if len(attempts) > len(self._ledger.attempts):
-            self._ledger.attempts = attempts
-        if last is not None and last["count"] >= self._ledger.count:
-            self._expected = set(last["nodes"])
-            gone = "node 0 is gone: its npurun ended or was killed"
-            self._ledger.add(last["began"], last["nodes"], [], None, gone, last["preempted"])
+        elif hello["count"] > self._ledger.count:  # this launcher has been started again
+            self._ledger.count, self._expected = hello["count"], self._all.intersection(hello["nodes"])
 
     def _interrupt(self, node: int, message: dict[str, Any]) -> None:
-        self._signal = int(message["signal"])
+        self._signal = message["signal"]
 
     def _fail(self, node: int, message: dict[str, Any]) -> None:
         if node in self._running:
-            self._note_failure(node)
             self._stop(f"node {node}: {message['what']}")
 
     def _preempt(self, node: int, message: dict[str, Any]) -> None:
         """Note that a node is taken away. Its ranks end the attempt, resumable or not."""
-        if not self._options.outlives_preemption:
-            return
-        if node in self._running:
+        if self._options.outlives_preemption and node in self._running:
             self._preempted.add(node)
-            # Every node learns it: node 0 itself may be killed soon.
-            self._send(list(self._nodes), "preempted", nodes=sorted(self._preempted))
-        elif node == 0:
-            self._is_leaving = True
-        elif node in self._idle:
-            self._nodes.pop(node).end()
-            self._idle.discard(node)
-
-    def _note_failure(self, node: int) -> None:
-        if self._first_failed is None and not self._preempted:
-            self._first_failed = node
 
     def _lose(self, node: int, how: str) -> None:
         del self._nodes[node]
         self._idle.discard(node)
+        self._is_leaving = self._is_leaving or node == 0
         if node in self._running:
-            self._note_failure(node)
             self._running.discard(node)
             self._lost = self._lost or f"node {node} {how}"
             self._stop(f"node {node} {how}")
@@ -316,15 +257,12 @@ class Leader:
     def _end(self, node: int, message: dict[str, Any]) -> None:
         if node not in self._running:
             return
-        failures = tuple(Failure(**failure) for failure in message["failures"])
-        outcome = Outcome(message["code"], message["interrupted"], message["preempted"], failures)
+        failure = Failure(**message["failure"]) if message["failure"] else None
+        outcome = Outcome(message["code"], message["interrupted"], message["preempted"], failure)
         self._outcomes[node] = outcome
         self._running.discard(node)
         self._idle.add(node)
         if outcome.code not in (0, RESUMABLE):
-            self._stop(f"node {node}: {failures[0] if failures else 'stopped'}")
+            self._stop(f"node {node}: {failure or 'stopped'}")
         elif outcome.code == RESUMABLE and self._deadline is None:
             self._deadline = time.monotonic() + self._options.preempt_timeout
-
-    def _history(self) -> list[dict[str, Any]]:
-        return [asdict(attempt) for attempt in self._ledger.attempts]

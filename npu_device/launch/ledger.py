@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from npu_device._src.cluster.errors import RESUMABLE
 from npu_device._src.cluster.frames import counted, ranges
@@ -19,8 +18,6 @@ _KEPT = 100  # attempts; of a job with more, the first ones are left out at the 
 
 @dataclass(frozen=True)
 class Ended:
-    """An attempt that has ended, as the nodes tell each other."""
-
     count: int
     began: float  # seconds since the epoch
     seconds: float  # how long it took
@@ -32,10 +29,6 @@ class Ended:
     why: str  # the rank or node that failed first, and how
     place: str | None  # where in the script it failed; None if the script isn't to blame
     step: str | None  # step of the newest checkpoint at its end, None if unknown
-
-    @classmethod
-    def read(cls, fields: Mapping[str, Any]) -> Ended:
-        return cls(**{**fields, "nodes": tuple(fields["nodes"]), "preempted": tuple(fields["preempted"])})
 
     def line(self, with_nodes: bool) -> str:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.began))
@@ -55,10 +48,7 @@ class Ledger:
     def __init__(self, options: Options) -> None:
         self._options = options
         self.attempts: list[Ended] = []
-
-    @property
-    def count(self) -> int:
-        return self.attempts[-1].count + 1 if self.attempts else 0
+        self.count = 0  # number of the next attempt
 
     def add(
         self,
@@ -70,10 +60,10 @@ class Ledger:
         preempted: Sequence[int] = (),
     ) -> Decision:
         outcomes = list(outcomes)
-        cause = next(iter(in_order(failure for outcome in outcomes for failure in outcome.failures)), None)
+        cause = next(iter(in_order(outcome.failure for outcome in outcomes if outcome.failure)), None)
         codes = [outcome.code for outcome in outcomes]
         outlives = self._options.outlives_preemption
-        signalled = [one.code for one in outcomes if one.interrupted and not one.failures and one.code > 128]
+        signalled = [one.code for one in outcomes if one.interrupted and not one.failure and one.code > 128]
         code, why, place = 0, "succeeded", None
         if CANNOT_START in codes:
             code, why = CANNOT_START, "the ranks could not be started"
@@ -82,7 +72,7 @@ class Ledger:
         elif lost is not None:
             code, why = FAILED, lost if cause is None or cause.is_consequence else f"{cause}; {lost}"
         elif cause is not None:
-            code = next(outcome.code for outcome in outcomes if cause in outcome.failures)
+            code = next(outcome.code for outcome in outcomes if cause is outcome.failure)
             why, place = str(cause), cause.place
         elif RESUMABLE in codes:
             code, why = RESUMABLE, "stopped on request, resumable"
@@ -104,9 +94,15 @@ class Ledger:
                 step=step,
             )
         )
+        self.count += 1
         return self._decide()
 
-    def spent(self) -> str | None:
+    def last_words(self, decision: Decision) -> str:
+        """Return what the user is told at the end: why the job isn't started again, and its attempts, if several."""
+        several = summary(self.attempts) if len(self.attempts) > 1 else ""
+        return "\n".join(filter(None, (decision.text, several)))
+
+    def _spent(self) -> str | None:
         most, failures = self._options.max_restarts, len(self._failures())
         if failures > most:
             return f"no restart: all {most} restart(s) have been used"
@@ -121,7 +117,7 @@ class Ledger:
         if last.code == 0 or last.interrupted or set(last.nodes) <= set(last.preempted):
             return Decision(last.code, None, "")
         if last.preempted:
-            spent, wait, number = self.spent(), self._options.restart_backoff, len(self.attempts) - len(failures)
+            spent, wait, number = self._spent(), self._options.restart_backoff, len(self.attempts) - len(failures)
             if spent is not None:
                 return Decision(last.code, None, spent)
             return Decision(last.code, wait, f"preemption {number}, which costs no restart: {last.why}")
@@ -139,7 +135,7 @@ class Ledger:
                 "What to do: fix it; or, if the script got further each time, write checkpoints more often, with "
                 "npu.train.JobCheckpoint or to the file NPU_DEVICE_PROGRESS_FILE.",
             )
-        spent = self.spent()
+        spent = self._spent()
         if spent is not None:
             return Decision(last.code, None, spent)
         wait = min(self._options.restart_backoff * 2 ** _fruitless(failures), LONGEST_BACKOFF_SECONDS)

@@ -12,8 +12,7 @@ from npu_device._src.cluster.errors import RESUMABLE
 from npu_device._src.cluster.time_limits import NODE_PAUSE_SECONDS, NODE_SILENT_SECONDS
 from npu_device._src.version import __version__
 from npu_device.launch import ledger, meeting, node_links
-from npu_device.launch.attempt import FAILED, USAGE, Attempt, Launch
-from npu_device.launch.ledger import Ended
+from npu_device.launch.attempt import FAILED, Attempt, Launch, Outcome
 from npu_device.launch.meeting import Meeting
 from npu_device.launch.node_links import Link
 from npu_device.launch.supervisor import Stop
@@ -35,12 +34,11 @@ class Member:
         self._secret = secret
         self._leader = leader, meeting.master_port(launch.options)
         self._link: Link | None = None
-        self._attempts: list[dict[str, Any]] = []
-        self._last: dict[str, Any] | None = None
+        self._nodes = tuple(range(launch.options.nnodes))  # of the newest attempt
+        self._count = 0  # of the next attempt, as far as this node knows
         self._running: int | None = None
         self._ending: dict[str, Any] | None = None  # the leader's last message
-        self._code: int | None = None  # what this node ends with once a signal has asked it to
-        self._is_resumable = False  # the last attempt was stopped on request
+        self._outcome = Outcome(0)  # of the newest attempt
 
     def run(self) -> int:
         try:
@@ -53,49 +51,47 @@ class Member:
                 self._link.close()
 
     def _next(self) -> Meeting:
+        """Wait for the order to run an attempt."""
         while self._ending is None or not self._launch.events.empty():
             if self._ending is None and (self._link is None or self._link.is_lost):
                 self._connect()
-            event = self._event()
-            if isinstance(event, int):
-                self._on_signal(event)
-            if not isinstance(event, dict):
-                continue
-            if event["do"] == "plan":
-                return self._plan(event)
-            self._say(str(event["text"]))
-        over = self._ending
-        if over["do"] == "refused":
-            self._say(str(over["text"]))
-            raise _End(USAGE)
-        if over["text"]:
-            self._say(over["text"])
-        if len(over["attempts"]) > 1:
-            self._say(ledger.summary([Ended.read(fields) for fields in over["attempts"]]))
-        raise _End(int(over["code"]))
-
-    def _event(self) -> Any:
-        """Wait for the next event; None if node 0 is silent, whose connection counts as lost then."""
-        link = self._link
-        try:
-            return self._launch.events.get(timeout=NODE_SILENT_SECONDS)
-        except queue.Empty:
-            if link is not None and time.monotonic() - link.heard > NODE_SILENT_SECONDS:
+            event = self._event(NODE_SILENT_SECONDS)
+            link = self._link
+            if event is None and link is not None and time.monotonic() - link.heard > NODE_SILENT_SECONDS:
                 self._say(
                     f"node 0 has said nothing for {NODE_SILENT_SECONDS:g} s: its npurun is stopped, or its host hangs"
                 )
                 link.close()
                 link.is_lost = True
+            if not isinstance(event, dict):
+                continue
+            if event["do"] == "plan":
+                return self._plan(event)
+            self._say(event["text"])
+        if self._ending["text"]:
+            self._say(self._ending["text"])
+        raise _End(self._ending["code"])
+
+    def _event(self, seconds: float) -> Any:
+        """Return the next event, or None if there is none for some time; end at a signal."""
+        try:
+            event = self._launch.events.get(timeout=seconds)
+        except queue.Empty:
             return None
+        if isinstance(event, int):
+            is_request = event == self._options.preempt_signal
+            if self._link is not None and not (is_request and self._options.outlives_preemption):
+                self._link.send("interrupted", signal=event)
+            stopped = self._outcome.interrupted or (is_request and self._outcome.code == RESUMABLE)
+            raise _End(self._outcome.code if stopped else 128 + event)
+        return event
 
     def _plan(self, plan: dict[str, Any]) -> Meeting:
         nodes = tuple(plan["nodes"])
-        before = self._last["nodes"] if self._last else range(self._options.nnodes)
-        change = ledger.change(before, nodes, self._options.nproc_per_node)
+        change = ledger.change(self._nodes, nodes, self._options.nproc_per_node)
         if change:
             self._say(change)
-        self._attempts = plan["attempts"]
-        self._last = {"count": plan["count"], "began": time.time(), "nodes": nodes, "preempted": ()}
+        self._nodes, self._count = nodes, plan["count"] + 1
         return Meeting(plan["job_id"], plan["port"], None, None, nodes, plan["count"])
 
     def _attempt(self, place: Meeting) -> None:
@@ -103,27 +99,17 @@ class Member:
         assert link is not None
         if link.is_lost:
             return
-        outcome = Attempt(self._launch, place, lambda kind, what: link.send(kind, what=what)).run()
+        outcome = self._outcome = Attempt(self._launch, place, lambda kind, what: link.send(kind, what=what)).run()
         self._running = None
-        self._is_resumable = outcome.code == RESUMABLE
-        if outcome.interrupted:
-            self._code = outcome.code
         link.send("outcome", **asdict(outcome))
-
-    def _on_signal(self, number: int) -> None:
-        if self._link is not None:
-            leaves = number == self._options.preempt_signal and self._options.outlives_preemption
-            self._link.send("preempted" if leaves else "interrupted", signal=number)
-        raise _End(self._code_of(number) if self._code is None else self._code)
-
-    def _code_of(self, number: int) -> int:
-        return RESUMABLE if self._is_resumable and number == self._options.preempt_signal else 128 + number
+        if outcome.preempted and self._options.outlives_preemption and self._options.node_rank > 0:
+            raise _End(outcome.code)
 
     # The connection
 
     def _connect(self) -> None:
-        if self._code is not None:
-            raise _End(self._code)
+        if self._outcome.interrupted:
+            raise _End(self._outcome.code)
         seconds = self._options.rejoin_timeout
         if self._link is not None:
             self._link.close()
@@ -143,43 +129,27 @@ class Member:
                         "secret; let the cluster start npurun there again."
                     )
                     raise _End(FAILED) from None
-                self._pause()
+                self._event(NODE_PAUSE_SECONDS)
         self._link.send(
             "hello",
             node=self._options.node_rank,
             nproc=self._options.nproc_per_node,
             most=self._options.nnodes,
             version=__version__,
-            attempts=self._attempts,
-            last=self._last,
+            count=self._count,
+            nodes=self._nodes,
         )
         threading.Thread(target=self._receive, args=(self._link,), name="npurun-member", daemon=True).start()
 
-    def _take(self, message: dict[str, Any]) -> None:
-        do = message["do"]
-        if do == "stop":
-            self._launch.events.put(Stop(str(message["why"]), self._running))
-        elif do == "plan":
-            self._running = message["count"]
-            self._launch.events.put(message)
-        elif do == "preempted":  # while the ranks run
-            self._last = self._last and {**self._last, "preempted": message["nodes"]}
-        elif do == "say":
-            self._attempts = message.get("attempts", self._attempts)  # from a node 0 that is taken away
-            self._launch.events.put(message)
-        elif do in ("over", "refused"):
-            self._ending = message
-            self._launch.events.put(Stop("node 0 has ended the part of the job on this node", self._running))
-
-    def _pause(self) -> None:
-        try:
-            event = self._launch.events.get(timeout=NODE_PAUSE_SECONDS)
-        except queue.Empty:
-            return
-        if isinstance(event, int):
-            raise _End(self._code_of(event))
-
     def _receive(self, link: Link) -> None:
         for message in link.messages():
-            self._take(message)
+            if message["do"] == "stop":
+                self._launch.events.put(Stop(message["why"], self._running))
+            elif message["do"] == "over":
+                self._ending = message
+                self._launch.events.put(Stop("node 0 has ended the part of the job on this node", self._running))
+            elif message["do"] != "alive":
+                if message["do"] == "plan":
+                    self._running = message["count"]
+                self._launch.events.put(message)
         self._launch.events.put(Stop("lost the connection to node 0", self._running))

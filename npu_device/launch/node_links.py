@@ -16,33 +16,25 @@ from npu_device._src.cluster import frames, handshake
 from npu_device._src.cluster.handshake import TimedConnection
 from npu_device._src.cluster.time_limits import NODE_CONNECT_SECONDS
 from npu_device.launch.failures import Failure
-from npu_device.launch.ledger import Ended
 
 _MOST = 1e10  # numbers, and times in seconds since the epoch
-_FORMS: dict[str, Any] = {
-    **{"int": int, "float": float, "str": str, "bool": bool, "str | None": (str, type(None))},
-    "tuple[int, ...]": [int],
-}
-_ATTEMPT, _FAILURE = ({name: _FORMS[kind] for name, kind in each.__annotations__.items()} for each in (Ended, Failure))
-_LAST = {"count": int, "began": float, "nodes": [int], "preempted": [int]}
+_FORMS = {"int": int, "float": float, "str": str, "bool": bool, "str | None": (str, type(None))}
+_FAILURE = {name: _FORMS[kind] for name, kind in Failure.__annotations__.items()}
 _FIELDS: dict[str, dict[str, Any]] = {
-    "hello": {
-        **{"node": int, "nproc": int, "most": int, "version": str},
-        **{"attempts": [_ATTEMPT], "last": (_LAST, type(None))},
-    },
-    "outcome": {"code": int, "interrupted": bool, "preempted": bool, "failures": [_FAILURE]},
-    "plan": {"count": int, "nodes": [int], "job_id": str, "port": int, "attempts": [_ATTEMPT]},
-    "over": {"code": int, "text": str, "attempts": [_ATTEMPT]},
+    # to node 0
+    "hello": {"node": int, "nproc": int, "most": int, "version": str, "count": int, "nodes": [int]},
     "failed": {"what": str},
-    "interrupted": {"signal": int},
     "preempted": {},
-    "refused": {"text": str},
-    "say": {"text": str},
+    "interrupted": {"signal": int},
+    "outcome": {"code": int, "interrupted": bool, "preempted": bool, "failure": (_FAILURE, type(None))},
+    # of node 0
+    "plan": {"count": int, "nodes": [int], "job_id": str, "port": int},
     "stop": {"why": str},
+    "say": {"text": str},
+    "over": {"code": int, "text": str},
     "alive": {},
 }
 """The fields that a message of each kind must have, and their forms."""
-_OPTIONAL: dict[str, Any] = {"attempts": [_ATTEMPT], "nodes": [int]}
 _OF_NODES = b" nodes"  # part of what both prove, so that ranks and nodes don't take each other for their own kind
 
 
@@ -72,7 +64,9 @@ class Link:
         self.is_lost = True
         self.close()
 
-    def end(self) -> None:
+    def end(self, do: str, **fields: Any) -> None:
+        """Send the last message."""
+        self.send(do, **fields)
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
 
@@ -85,8 +79,7 @@ class Link:
 def _check(message: dict[str, Any]) -> None:
     """Raise an error if a message isn't one of a node: what it holds is used unchecked."""
     fields = _FIELDS.get(str(message.get("do")))
-    optional = {name: form for name, form in _OPTIONAL.items() if name in message}
-    if fields is None or not all(_fits(message.get(name), form) for name, form in {**optional, **fields}.items()):
+    if fields is None or not all(_fits(message.get(name), form) for name, form in fields.items()):
         raise frames.FrameError("no message of a node")
 
 
