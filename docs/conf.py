@@ -82,15 +82,20 @@ def write_reference(app: Sphinx) -> None:
     shown: dict[int, str] = {}
     for name in MODULES:
         module = importlib.import_module(name)
-        again = {}
-        for each in [each for each in module.__all__ if not each.startswith("_")]:
+        again, members = {}, []
+        for each in getattr(module, "__all__", None) or sorted(vars(module)):
             thing = getattr(module, each)
-            if id(thing) in shown and callable(thing):
+            if each.startswith("_") or not str(getattr(thing, "__module__", "")).startswith("npu_device"):
+                continue
+            if id(thing) in shown:
                 again[each] = shown[id(thing)]
-            shown.setdefault(id(thing), f"{name}.{each}")
-        text = f"{name}\n{'=' * len(name)}\n\n.. automodule:: {name}\n   :members:\n"
+            else:
+                shown[id(thing)] = f"{name}.{each}"
+                members.append(each)
+        text = f"{name}\n{'=' * len(name)}\n\n.. automodule:: {name}\n"
+        text += f"   :members: {', '.join(members)}\n" if members else ""
         if again:
-            text += f"   :exclude-members: {', '.join(again)}\n\nUnder other names:\n\n"
+            text += "\nUnder other names:\n\n"
             text += "".join(f"- ``{each}``: :py:obj:`{first}`\n" for each, first in again.items())
         _write(folder / f"{name}.rst", text)
     rows = [f"- [`{name}`]({name}.rst): {purpose}\n" for name, purpose in MODULES.items()]

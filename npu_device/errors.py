@@ -3,16 +3,12 @@
 Each is also a ``RuntimeError``, except ``CheckpointError``, which is an ``OSError``.
 """
 
-from npu_device._src.cluster.errors import ClusterError, NpuDeviceError, PeerError, PortTakenError, RendezvousError
-from npu_device._src.collectives.mismatch import MismatchError
-from npu_device._src.training.checkpoint.folder import CheckpointError
-
-__all__ = [
-    "CheckpointError",
-    "ClusterError",
-    "MismatchError",
-    "NpuDeviceError",
-    "PeerError",
-    "PortTakenError",
-    "RendezvousError",
-]
+from npu_device._src.cluster.errors import (
+    ClusterError as ClusterError,
+    NpuDeviceError as NpuDeviceError,
+    PeerError as PeerError,
+    PortTakenError as PortTakenError,
+    RendezvousError as RendezvousError,
+)
+from npu_device._src.collectives.mismatch import MismatchError as MismatchError
+from npu_device._src.training.checkpoint.folder import CheckpointError as CheckpointError

@@ -2,11 +2,9 @@
 
 from npu_device import gen_npu_ops
 from npu_device._src.membership.schemes import world_size_from_environment as get_ranksize
-from npu_device._src.no_effect.modes import stupid_repeat
 from npu_device._src.options import global_options
 from npu_device._src.tf1.system import enable_v1
-from npu_device._src.training.device import NpuDeviceHandle, close, open
-from npu_device._src.training.device import handle as global_npu_ctx
+from npu_device._src.training.device import NpuDeviceHandle, close, handle as global_npu_ctx, open
 
 __all__ = [
     "NpuDeviceHandle",
@@ -17,5 +15,4 @@ __all__ = [
     "global_npu_ctx",
     "global_options",
     "open",
-    "stupid_repeat",
 ]

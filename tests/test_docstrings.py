@@ -17,7 +17,7 @@ import npu_bridge
 import npu_device
 
 _DEPTH = 2  # of calls in which an error is looked for
-_NOT_PUBLIC = re.compile(r"\b_src\b|\blaunch\b|__main__")
+_NOT_PUBLIC = re.compile(r"\b_src\b|\blaunch\b|__main__|\bsoak\b")
 _NO_VALUE = (None, "None", "NoReturn", "Iterator[None]", inspect.Signature.empty)
 
 
@@ -29,7 +29,7 @@ def public() -> dict[str, Any]:
         for name in [package.__name__, *names]:
             if not _NOT_PUBLIC.search(name):
                 module = importlib.import_module(name)
-                for each in getattr(module, "__all__", ()):
+                for each in getattr(module, "__all__", vars(module)):
                     thing = getattr(module, each, None)
                     is_ours = str(getattr(thing, "__module__", "")).startswith("npu_device")
                     if callable(thing) and is_ours and not each.startswith("_"):

@@ -15,10 +15,7 @@ import npu_device as npu
 from hccl.split.api import set_split_strategy_by_idx
 from npu_device._src import compat
 from npu_device._src.gradients import split_strategy
-from npu_device._src.tf1 import distributed_optimizer as optimizers
-from npu_device._src.tf1 import hooks as all_hooks
-from npu_device._src.tf1 import loss_scale as scaling
-from npu_device._src.tf1 import system
+from npu_device._src.tf1 import distributed_optimizer as optimizers, hooks as all_hooks, loss_scale as scaling, system
 from npu_device._src.tf1.distributed_optimizer import NPUDistributedOptimizer, npu_distributed_optimizer_wrapper
 from npu_device._src.tf1.hooks import SetIterationsVarHook, broadcast_global_variables
 from npu_device._src.tf1.loss_scale import ExponentialUpdateLossScaleManager, NPULossScaleOptimizer

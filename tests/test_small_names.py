@@ -18,7 +18,6 @@ from npu_device._src.no_effect.modes import (
     set_device_sat_mode,
     set_npu_loop_size,
     set_schedule_aicore_task_early,
-    stupid_repeat,
 )
 from npu_device._src.options import global_options
 from npu_device._src.training.compat_function import npu_compat_function
@@ -145,9 +144,3 @@ def test_compat_function_drops_xla_and_says_so_once(flag: str, caplog: pytest.Lo
 def test_compat_function_refuses_what_tf_function_does_not_know() -> None:
     with pytest.raises(TypeError):
         npu_compat_function(nonsense=True)
-
-
-def test_stupid_repeat(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="npu_device"):
-        assert stupid_repeat("word", 3) is None
-    assert [record.getMessage() for record in caplog.records] == ["word"] * 3

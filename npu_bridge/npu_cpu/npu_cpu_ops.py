@@ -1,5 +1,3 @@
 """Operators of the processors of the NPU."""
 
-from npu_device._src.operators.refused import embeddingrankid
-
-__all__ = ["embeddingrankid"]
+from npu_device._src.operators.refused import embeddingrankid as embeddingrankid

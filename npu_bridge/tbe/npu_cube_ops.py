@@ -1,5 +1,3 @@
 """Deformable convolution."""
 
-from npu_device._src.operators.refused import deformable_conv2d
-
-__all__ = ["deformable_conv2d"]
+from npu_device._src.operators.refused import deformable_conv2d as deformable_conv2d

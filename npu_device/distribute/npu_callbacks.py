@@ -1,15 +1,8 @@
 """Ascend's import path of the broadcasting callback (``npu_device.distribute.npu_callbacks``)."""
 
 from npu_device._src.training.broadcast_callback import (
-    NPUBroadcastGlobalVariablesCallback,
-    broadcast_helper,
-    broadcast_keras_model,
+    NPUBroadcastGlobalVariablesCallback as NPUBroadcastGlobalVariablesCallback,
+    broadcast_helper as broadcast_helper,
+    broadcast_keras_model as broadcast_keras_model,
 )
-from npu_device._src.training.variables import npu_broadcast_scope_wrapper
-
-__all__ = [
-    "NPUBroadcastGlobalVariablesCallback",
-    "broadcast_helper",
-    "broadcast_keras_model",
-    "npu_broadcast_scope_wrapper",
-]
+from npu_device._src.training.variables import npu_broadcast_scope_wrapper as npu_broadcast_scope_wrapper

@@ -1,5 +1,3 @@
 """Ascend's ``npu_device.utils``: the scopes."""
 
-from npu_device.utils import scope
-
-__all__ = ["scope"]
+from npu_device.utils import scope as scope

@@ -1,5 +1,5 @@
 """Ascend's Keras callback for the TensorFlow 1 adapter."""
 
-from npu_device.distribute.npu_callbacks import NPUBroadcastGlobalVariablesCallback
-
-__all__ = ["NPUBroadcastGlobalVariablesCallback"]
+from npu_device.distribute.npu_callbacks import (
+    NPUBroadcastGlobalVariablesCallback as NPUBroadcastGlobalVariablesCallback,
+)

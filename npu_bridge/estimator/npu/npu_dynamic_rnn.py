@@ -1,5 +1,7 @@
 """Recurrent operators with weights."""
 
-from npu_device._src.operators.recurrent_layers import DynamicAUGRU, DynamicGRUV2, DynamicRNN
-
-__all__ = ["DynamicAUGRU", "DynamicGRUV2", "DynamicRNN"]
+from npu_device._src.operators.recurrent_layers import (
+    DynamicAUGRU as DynamicAUGRU,
+    DynamicGRUV2 as DynamicGRUV2,
+    DynamicRNN as DynamicRNN,
+)

@@ -1,17 +1,9 @@
 """Ascend's session hooks."""
 
 from npu_device._src.tf1.hooks import (
-    NPUBroadcastGlobalVariablesHook,
-    NPUCheckpointSaverHook,
-    NpuEmptyHook,
-    SetIterationsVarHook,
-    broadcast_global_variables,
+    NPUBroadcastGlobalVariablesHook as NPUBroadcastGlobalVariablesHook,
+    NPUCheckpointSaverHook as NPUCheckpointSaverHook,
+    NpuEmptyHook as NpuEmptyHook,
+    SetIterationsVarHook as SetIterationsVarHook,
+    broadcast_global_variables as broadcast_global_variables,
 )
-
-__all__ = [
-    "NPUBroadcastGlobalVariablesHook",
-    "NPUCheckpointSaverHook",
-    "NpuEmptyHook",
-    "SetIterationsVarHook",
-    "broadcast_global_variables",
-]

@@ -1,5 +1,6 @@
 """Ascend's loss-scale managers."""
 
-from npu_device._src.tf1.loss_scale import ExponentialUpdateLossScaleManager, FixedLossScaleManager
-
-__all__ = ["ExponentialUpdateLossScaleManager", "FixedLossScaleManager"]
+from npu_device._src.tf1.loss_scale import (
+    ExponentialUpdateLossScaleManager as ExponentialUpdateLossScaleManager,
+    FixedLossScaleManager as FixedLossScaleManager,
+)

@@ -1,9 +1,7 @@
 """Ascend's loss-scale optimizer. Scripts take the managers from here too."""
 
 from npu_device._src.tf1.loss_scale import (
-    ExponentialUpdateLossScaleManager,
-    FixedLossScaleManager,
-    NPULossScaleOptimizer,
+    ExponentialUpdateLossScaleManager as ExponentialUpdateLossScaleManager,
+    FixedLossScaleManager as FixedLossScaleManager,
+    NPULossScaleOptimizer as NPULossScaleOptimizer,
 )
-
-__all__ = ["ExponentialUpdateLossScaleManager", "FixedLossScaleManager", "NPULossScaleOptimizer"]

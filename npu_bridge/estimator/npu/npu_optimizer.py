@@ -1,21 +1,11 @@
 """Ascend's distributed optimizers, and the reductions under them."""
 
 from npu_device._src.tf1.distributed_optimizer import (
-    KerasDistributeOptimizer,
-    NPUDistributedOptimizer,
-    allreduce,
-    npu_allreduce,
-    npu_distributed_optimizer_wrapper,
-    reduce,
+    KerasDistributeOptimizer as KerasDistributeOptimizer,
+    NPUDistributedOptimizer as NPUDistributedOptimizer,
+    allreduce as allreduce,
+    npu_allreduce as npu_allreduce,
+    npu_distributed_optimizer_wrapper as npu_distributed_optimizer_wrapper,
+    reduce as reduce,
 )
-from npu_device._src.tf1.loss_scale import NPUOptimizer
-
-__all__ = [
-    "KerasDistributeOptimizer",
-    "NPUDistributedOptimizer",
-    "NPUOptimizer",
-    "allreduce",
-    "npu_allreduce",
-    "npu_distributed_optimizer_wrapper",
-    "reduce",
-]
+from npu_device._src.tf1.loss_scale import NPUOptimizer as NPUOptimizer

@@ -1,5 +1,3 @@
 """Ascend's strategy of one device."""
 
-from npu_device._src.tf1.system import NPUStrategy
-
-__all__ = ["NPUStrategy"]
+from npu_device._src.tf1.system import NPUStrategy as NPUStrategy

@@ -17,8 +17,7 @@ import time
 import traceback
 from typing import Any
 
-from npu_device._src.cluster import frames, ports
-from npu_device._src.cluster import time_limits as limits
+from npu_device._src.cluster import frames, ports, time_limits as limits
 from npu_device._src.cluster.roster import Arrival, Hello, Roster
 from npu_device._src.cluster.services import Services
 from npu_device._src.cluster.timers import Timers

@@ -18,8 +18,7 @@ from collections import defaultdict, deque
 from typing import Any, Callable, NoReturn
 
 from npu_device._src import environment
-from npu_device._src.cluster import frames
-from npu_device._src.cluster import time_limits as limits
+from npu_device._src.cluster import frames, time_limits as limits
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError

@@ -16,8 +16,7 @@ from dataclasses import asdict, fields
 from typing import Any, Callable
 
 from npu_device._src import environment
-from npu_device._src.cluster import frames
-from npu_device._src.cluster import time_limits as limits
+from npu_device._src.cluster import frames, time_limits as limits
 from npu_device._src.cluster.ancestors import ancestors, start_time
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster, Membership

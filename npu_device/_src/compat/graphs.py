@@ -14,10 +14,12 @@ from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.eager import record as _record
 from tensorflow.python.framework import ops as _ops
 from tensorflow.python.framework.func_graph import FuncGraph
-from tensorflow.python.ops import control_flow_util as _control_flow_util
-from tensorflow.python.ops import control_flow_v2_func_graphs as _branches
-from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
-from tensorflow.python.ops import stateful_random_ops as _stateful_random_ops
+from tensorflow.python.ops import (
+    control_flow_util as _control_flow_util,
+    control_flow_v2_func_graphs as _branches,
+    resource_variable_ops as _resource_variable_ops,
+    stateful_random_ops as _stateful_random_ops,
+)
 
 
 def variables_read() -> list[tuple[Any, tf.Tensor]]:

@@ -19,8 +19,7 @@ from tensorflow.python.client import (
 )
 
 # The eager context has no public counterpart for collective ops over several processes and for idle threads.
-from tensorflow.python.eager import context as _context
-from tensorflow.python.eager import record as _record
+from tensorflow.python.eager import context as _context, record as _record
 from tensorflow.python.lib.io import _pywrap_file_io
 from tensorflow.python.ops import summary_ops_v2 as _summary_ops_v2
 from tensorflow.python.training import session_run_hook  # noqa: F401

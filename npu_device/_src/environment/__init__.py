@@ -1,10 +1,12 @@
 """The environment variables that the package reads; nothing else reads them. ``docs/environment.md`` lists them."""
 
 from npu_device._src.environment.ascend import *  # noqa: F403
-from npu_device._src.environment.checks import ALL as ALL
-from npu_device._src.environment.checks import check_own_variables as check_own_variables
-from npu_device._src.environment.checks import horovod_variables_without_effect as horovod_variables_without_effect
-from npu_device._src.environment.checks import settings_everywhere as settings_everywhere
+from npu_device._src.environment.checks import (
+    ALL as ALL,
+    check_own_variables as check_own_variables,
+    horovod_variables_without_effect as horovod_variables_without_effect,
+    settings_everywhere as settings_everywhere,
+)
 from npu_device._src.environment.launcher_variables import *  # noqa: F403
 from npu_device._src.environment.own import *  # noqa: F403
 from npu_device._src.environment.tensorflow_variables import *  # noqa: F403

@@ -1,5 +1,5 @@
-"""Switches of the NPU, which are checked, and change nothing on CPU and GPU; a self-test that only logs; and scopes
-that tag operations for the compiler of the NPU: a block runs as it would without.
+"""Switches of the NPU, which are checked, and change nothing on CPU and GPU; and scopes that tag operations for the
+compiler of the NPU: a block runs as it would without.
 
 Source of the scopes: Ascend TF Adapter 2.x, ``npu_device.utils.scope`` and ``npu.keep_dtype_scope``,
 ``npu.npu_recompute_scope``.
@@ -106,18 +106,6 @@ def is_inf_nan_enabled() -> bool:
     Source: Ascend TF Adapter 2.x, ``npu.is_inf_nan_enabled``.
     """
     return True
-
-
-def stupid_repeat(word: str, times: int) -> None:
-    """Log a word a number of times, at level INFO: the self-test that Ascend's adapter exports.
-
-    Args:
-        word, times: the text, and how often.
-
-    Source: Ascend TF Adapter 2.x, ``npu_device.npu_device.stupid_repeat``.
-    """
-    for _ in range(times):
-        _log.info("%s", word)
 
 
 def _scope(

@@ -58,6 +58,9 @@ def prelu(x: Any, weight: Any, name: str | None = None) -> tf.Tensor:
         return tf.nn.relu(x) - weight * tf.nn.relu(-x)
 
 
+p_relu = prelu
+
+
 def gelu(x: Any) -> Any:
     """Return gelu: by erf eagerly, ``x * sigmoid(1.702 * x)`` in graphs, as on Ascend; they differ by at most 0.021.
 
@@ -119,6 +122,9 @@ def layer_norm(
         normalised = (wide - mean) * tf.math.rsqrt(variance + epsilon)
         y = normalised * _parameter(gamma, trailing, wide.dtype) + _parameter(beta, trailing, wide.dtype)
         return tf.cast(y, x.dtype), tf.cast(mean, x.dtype), tf.cast(variance, x.dtype)
+
+
+fused_layer_norm = layer_norm
 
 
 def _parameter(value: Any, shape: Any, dtype: Any) -> tf.Tensor:

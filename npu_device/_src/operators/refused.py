@@ -1,4 +1,4 @@
-"""Ascend's operators that can't be provided here: calling them raises an error that says what to do instead."""
+"""Ascend's operators that can't be provided here: an error says what to do instead."""
 
 from __future__ import annotations
 
@@ -43,22 +43,6 @@ def embeddingrankid(*arguments: Any, **keywords: Any) -> NoReturn:
     )
 
 
-@_refused("TensorFlow differentiates the operators, and never calls their gradients by name")
-def gradient(*arguments: Any, **keywords: Any) -> NoReturn:
-    raise NotImplementedError(
-        "the gradients in gen_npu_ops were removed in 0.2.0: TensorFlow differentiates its operators itself.\n"
-        "What to do: tape.gradient of the results, or tf.gradients in the graph of a session."
-    )
-
-
-@_refused("dropout is one operator here")
-def dropout_mask(*arguments: Any, **keywords: Any) -> NoReturn:
-    raise NotImplementedError(
-        "the masks of dropout in gen_npu_ops, drop_out_gen_mask and drop_out_do_mask, were removed in 0.2.0.\n"
-        "What to do: npu_ops.dropout(x, keep_prob), or tf.nn.dropout(x, rate=1 - keep_prob)."
-    )
-
-
 @_refused("the operation reads from addresses in the memory of the NPU")
 def gather_all_to_all_v(
     addrinfo: Any,
@@ -97,3 +81,26 @@ def _refuse_addresses(operation: str, instead: str) -> NoReturn:
         f"hccl_ops.{operation} works on addresses in the memory of NPUs, which CPUs and GPUs under TensorFlow don't "
         f"have.\nWhat to do: {instead}."
     )
+
+
+embedding_rank_id = embeddingrankid
+hcom_gather_all_to_all_v = gather_all_to_all_v
+hcom_remote_read = remote_read
+hcom_remote_ref_read = remote_ref_read
+hcom_remote_scatter_write = remote_scatter_write
+hcom_remote_write = remote_write
+
+
+def missing(name: str) -> NoReturn:
+    """Raise AttributeError for an operator that isn't there: the ``__getattr__`` of ``gen_npu_ops``."""
+    if name.endswith("_grad"):
+        raise AttributeError(
+            f"gen_npu_ops has no {name} since 0.2.0: TensorFlow differentiates the operators itself.\n"
+            "What to do: tape.gradient of the results, or tf.gradients in the graph of a session."
+        )
+    if name.startswith("drop_out_"):
+        raise AttributeError(
+            f"gen_npu_ops has no {name} since 0.2.0: dropout is one operator.\n"
+            "What to do: npu_ops.dropout(x, keep_prob), or tf.nn.dropout(x, rate=1 - keep_prob)."
+        )
+    raise AttributeError(f"gen_npu_ops has no {name}")

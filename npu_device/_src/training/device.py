@@ -20,8 +20,7 @@ from npu_device._src import compat, environment
 from npu_device._src.cluster import rendezvous
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ChildOfRankError, ClusterError
-from npu_device._src.collectives import job as jobs
-from npu_device._src.collectives import resources
+from npu_device._src.collectives import job as jobs, resources
 from npu_device._src.collectives.call import CallingThreads
 from npu_device._src.collectives.engine_choice import choose_engine
 from npu_device._src.collectives.engines.host.sharing import detect_hosts

@@ -19,9 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.collectives import moves as _moves
-from npu_device._src.collectives import ops as _ops
-from npu_device._src.collectives import shapes as _shapes
+from npu_device._src.collectives import moves as _moves, ops as _ops, shapes as _shapes
 from npu_device._src.collectives.graph import overwriting
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.gradients.reduction import ReducedTensors, check_fusion, check_fusion_0_or_2

@@ -65,3 +65,7 @@ def hcom_send(input: Any, sr_tag: int, dest_rank: int, group: str = WORLD_GROUP)
 @_described
 def hcom_receive(shape: Any, T: Any, sr_tag: int, src_rank: int, group: str = WORLD_GROUP) -> Any:
     return hccl_ops.receive(shape, T, sr_tag, src_rank, group)
+
+
+hcom_all_to_all_v = hccl_ops.all_to_all_v
+hcom_all_to_all_vc = hccl_ops.all_to_all_v_c

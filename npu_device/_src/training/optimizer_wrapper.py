@@ -98,6 +98,9 @@ def npu_distributed_keras_optimizer_wrapper(
     return optimizer
 
 
+DistributedOptimizer = npu_distributed_keras_optimizer_wrapper
+
+
 def with_rows_for(keras: Any, options: ReductionOptions) -> ReductionOptions:
     """Return settings with which sparse gradients reach a Keras's optimizers as in one process: tf-keras's add up rows
     of the same index themselves, those of Keras 3 may square each.

@@ -5,8 +5,6 @@ both names lead to the same functions and classes.
 """
 
 import npu_bridge
-from npu_device._src.tf1.config import SessionConfigBuilder
+from npu_device._src.tf1.config import SessionConfigBuilder as SessionConfigBuilder
 
 __path__ = [*__path__, *npu_bridge.__path__]
-
-__all__ = ["SessionConfigBuilder"]

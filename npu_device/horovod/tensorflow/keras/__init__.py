@@ -1,4 +1,4 @@
 """``horovod.tensorflow.keras``: for scripts that train with Keras."""
 
 from npu_device.horovod.keras import *  # noqa: F403
-from npu_device.horovod.keras import __all__  # noqa: F401
+from npu_device.horovod.keras import __getattr__ as __getattr__
