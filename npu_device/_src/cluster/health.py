@@ -23,7 +23,7 @@ from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.frames import counted, ranges, ranks_of
-from npu_device._src.cluster.time_limits import ALIVE_SECONDS, FINISHED_NOTICE_SECONDS
+from npu_device._src.cluster.time_limits import ALIVE_SECONDS, CHECK_SECONDS, FINISHED_NOTICE_SECONDS, NEWS_SECONDS
 from npu_device._src.cluster.tracebacks import root_error, without_libraries
 
 GroupId = tuple[str, tuple[int, ...]]
@@ -84,6 +84,13 @@ class Health:
         """Raise PeerError if the collective in which this rank waits can no longer end."""
         if self._failure is not None:
             raise PeerError(self._failure)
+
+    def wait_for_news(self) -> None:
+        """Raise PeerError if the hub tells soon that a rank has ended: what usually is behind a lost connection."""
+        end = time.monotonic() + NEWS_SECONDS
+        while time.monotonic() < end:
+            self.require_running()
+            time.sleep(CHECK_SECONDS)
 
     def stop(self, text: str) -> None:
         """End the collectives of this rank with an error of this text. The others are told it if the rank ends."""

@@ -150,11 +150,8 @@ class Peers:
         return connection
 
     def raise_for(self, rank: int, reason: str) -> NoReturn:
-        """Raise the error for a rank that can't be reached. Usually it has ended, and the hub tells so soon."""
-        end = time.monotonic() + limits.NEWS_SECONDS
-        while time.monotonic() < end:
-            self._health.require_running()
-            time.sleep(limits.CHECK_SECONDS)
+        """Raise the error for a rank that can't be reached."""
+        self._health.wait_for_news()
         raise PeerError(
             f"{self._cluster.name} has lost its connection to {self._cluster.name_of(rank)}: {reason}.\n"
             "Likely cause: the network between the two, or a rank that has just ended.\n"

@@ -181,12 +181,16 @@ class SessionOrder:
 
     def _next(self, number: int) -> _Queued:
         """Return the oldest entry that waits under a number, as soon as there is one."""
-        with self._changed, self._job.stall_watch.hold(self._group) as held:
-            while number not in self._queues:
-                if not self._changed.wait(QUEUE_CHECK_SECONDS):
-                    self._job.health.check(self._group.name, self._group.ranks)
-                # If anything else waits, a session.run waits here; if not, the rank is busy elsewhere.
-                held.call = next((queue[0].call.row() for queue in self._queues.values()), None)
+        held = self._job.stall_watch.held
+        with self._changed:
+            try:
+                while number not in self._queues:
+                    if not self._changed.wait(QUEUE_CHECK_SECONDS):
+                        self._job.health.check(self._group.name, self._group.ranks)
+                    # If anything else waits, a session.run waits here; if not, the rank is busy elsewhere.
+                    held[self._group] = next((queue[0].call.row() for queue in self._queues.values()), None)
+            finally:
+                held.pop(self._group, None)
             queue = self._queues[number]
             first = queue.popleft()
             if not queue:

@@ -4,13 +4,12 @@ asks all others where they are, reports it, and finally gives up.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Union, cast
 
 import tensorflow as tf
@@ -62,21 +61,18 @@ class TransferWatch:
 Watch = Union[TransferWatch, CallCount]
 
 
-@dataclass
-class Held:
-    """A call that can't begin on this rank yet, if any: another collective of the group comes first."""
-
-    call: dict[str, Any] | None = None
-
-
 class StallWatch:
-    """One thread that checks all groups, and answers the other ranks' questions. It ends with the job."""
+    """One thread that checks all groups, and answers the other ranks' questions. It ends with the job.
+
+    Attributes:
+        held: by group, a call of this rank that can't begin yet, as another collective comes first; None if unknown.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._watches: dict[Group, Watch] = {}
         self._making = threading.Lock()
-        self._held: dict[Group, Held] = {}
+        self.held: dict[Group, dict[str, Any] | None] = {}
         self._warn_after = environment.NPU_DEVICE_STALL_WARNING.get()
         self._give_up_after = environment.NPU_DEVICE_STALL_TIMEOUT.get()
         job.health.on_question("where", self._answer)
@@ -108,23 +104,14 @@ class StallWatch:
         watches = list(self._watches.items())
         return {(group.name, group.ranks): watch.begun for group, watch in watches if isinstance(watch, CallCount)}
 
-    @contextlib.contextmanager
-    def hold(self, group: Group) -> Iterator[Held]:
-        """Note that a call of this rank may have to wait before it begins; the block says which."""
-        held = self._held[group] = Held()
-        try:
-            yield held
-        finally:
-            del self._held[group]
-
     def _position(self, group: Group) -> dict[str, Any]:
         watch = self._watches.get(group)
         if watch is None:  # the group has just been destroyed
             return {"begun": 0, "waiting": False, "call": None}
-        position, held = watch.position(), self._held.get(group, Held())
-        if held.call is None or position["waiting"]:
+        position, held = watch.position(), self.held.get(group)
+        if held is None or position["waiting"]:
             return position
-        return {"begun": position["begun"] + 1, "waiting": True, "call": held.call, "held": True}
+        return {"begun": position["begun"] + 1, "waiting": True, "call": held, "held": True}
 
     def _run(self) -> None:
         # By watch, since a group that is destroyed and made again has another one, which counts from the start.

@@ -104,11 +104,12 @@ def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions,
         MismatchError: the ranks' calls differ.
     """
     segments, rows = [[0]], []
+    parts: list[_Part] = [([0], segments)]
     if len(values) != 1 or not isinstance(values[0], tf.Tensor):
         segments = cut(job.made(FirstOrders), values, options.kind, options.fusion, group.name)
         rows = [[position] for position, value in enumerate(values) if isinstance(value, tf.IndexedSlices)]
-    apart: list[_Part] = [*((part, [range(len(part))]) for part in segments), *((part, []) for part in rows)]
-    parts = in_one_or_apart((range(len(values)), segments), apart)
+        apart = [*((part, [range(len(part))]) for part in segments), *((part, []) for part in rows)]
+        parts = in_one_or_apart((range(len(values)), segments), apart)
     results: list[Gradient] = [None] * len(values)
     # Without hcom_parallel nothing is sent before everything is there.
     waits_for_all = not tf.executing_eagerly() and not global_options().hcom_parallel.typed

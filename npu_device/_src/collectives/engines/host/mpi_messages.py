@@ -54,7 +54,7 @@ class MpiMessages(MessageChannel):
     def __init__(self, job: Job, group: Group) -> None:
         assert job.mpi_world is not None
         super().__init__(group.size, group.rank, counts_of(group), job.buffers)
-        self._check = job.health.require_running
+        self._health = job.health
         self._world, self._group = job.mpi_world, group
         self._comm: Any = None
         self._meeting = self._meet()
@@ -72,7 +72,12 @@ class MpiMessages(MessageChannel):
         try:
             return self._advance(self._meeting, wait) and self._advance(program, wait)
         except self._world.mpi.Exception as error:
-            raise self._cause(error) from error
+            self._health.wait_for_news()
+            raise ClusterError(
+                f"MPI reports an error in group {self._group.name!r}: {error}\n"
+                "Likely cause: the network between the hosts, or a rank that has just ended.\n"
+                "What to do: look at the output of the other ranks, and of mpiexec."
+            ) from error
 
     def _advance(self, program: Program, wait: Wait) -> bool:
         last: Any = None
@@ -92,7 +97,7 @@ class MpiMessages(MessageChannel):
             if now - checked > limits.CHECK_SECONDS:
                 checked = now
                 try:
-                    self._check()
+                    self._health.require_running()
                 except PeerError:
                     self._world.abandoned.append(program)
                     raise
@@ -126,21 +131,6 @@ class MpiMessages(MessageChannel):
         self._comm = comm.Create_group(members, tag)
         members.Free()
         everybody.Free()
-
-    def _cause(self, error: Exception) -> Exception:
-        """Return the error to be raised for one of MPI's: usually a rank has ended, of which the hub tells soon."""
-        end = time.monotonic() + limits.NEWS_SECONDS
-        while time.monotonic() < end:
-            try:
-                self._check()
-            except PeerError as known:
-                return known
-            time.sleep(limits.CHECK_SECONDS)
-        return ClusterError(
-            f"MPI reports an error in group {self._group.name!r}: {error}\n"
-            "Likely cause: the network between the hosts, or a rank that has just ended.\n"
-            "What to do: look at the output of the other ranks, and of mpiexec."
-        )
 
 
 class _Incoming(NamedTuple):
