@@ -108,7 +108,7 @@ def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions,
     if len(values) != 1 or not isinstance(values[0], tf.Tensor):
         segments = cut(job.made(FirstOrders), values, options.kind, options.fusion, group.name)
         rows = [[position] for position, value in enumerate(values) if isinstance(value, tf.IndexedSlices)]
-        apart = [*((part, [range(len(part))]) for part in segments), *((part, []) for part in rows)]
+        apart: list[_Part] = [*((part, [range(len(part))]) for part in segments), *((part, []) for part in rows)]
         parts = in_one_or_apart((range(len(values)), segments), apart)
     results: list[Gradient] = [None] * len(values)
     # Without hcom_parallel nothing is sent before everything is there.
